@@ -1,0 +1,21 @@
+"""One voice for errors: who, what was found, what was wanted, and what to do."""
+
+
+class PerSampleError(RuntimeError):
+    """Per-sample gradients cannot be right here; the text names the place and the remedy."""
+
+
+class ConversionError(PerSampleError):
+    """`convert` met modules that it cannot convert; the text lists every one of them."""
+
+
+def complaint(who: str, found: str, wanted: str, remedy: str) -> PerSampleError:
+    """Builds an error in the library's one voice.
+
+    Args:
+        who: The qualified name of the module or parameter.
+        found: The argument and the value found, as in `"input has shape (6, 3)"`.
+        wanted: The value wanted, as in `"4 rows (the batch size)"`.
+        remedy: What the user can do, as one imperative sentence.
+    """
+    return PerSampleError(f"{who}: {found}; wanted {wanted}. {remedy}")

@@ -1,0 +1,421 @@
+"""From a parameter to its `(B, *shape)` view and back: passes, and the capture of rows into `grad_sample`.
+
+One `Recorder` serves all modules under one root. It opens a `Pass` at the root's forward, expands each parameter
+once in it, and receives the `(B, *shape)` gradients, the rows, when a backward reaches the expansion.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn.factored import Cell, FactoredTensor, compact
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `per_sample` was told; see there."""
+
+    loss_reduction: str = "mean"
+    batch_first: bool = True
+    batch_size: int | None = None
+    materialize: bool = False
+    accumulate_grad: bool = True
+
+    def __post_init__(self) -> None:
+        if self.loss_reduction not in ("mean", "sum"):
+            raise ValueError(f'per_sample: loss_reduction is {self.loss_reduction!r}; wanted "mean" or "sum".')
+        if self.batch_size is not None and self.batch_size < 0:
+            raise ValueError(f"per_sample: batch_size is {self.batch_size}; wanted None or a number from 0.")
+
+
+class Pass:
+    """The forwards whose rows belong together.
+
+    Attributes:
+        batch: B, the number of samples.
+        rows: For each parameter that a backward has reached, its rows `(B, *shape)` so far.
+        backwards: The backward, by number, that delivered each parameter's rows last.
+        reached: Whether a backward has reached the pass.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.rows: dict[Tensor, Tensor] = {}
+        self.reached = False
+        self.done = False
+
+
+class Leaf:
+    """What the recorder knows of one parameter.
+
+    Attributes:
+        expected: The gradient that its expansions have sent to it in backward `task`.
+        given: The `grad_sample` that the recorder set last.
+        grad: `.grad` when the rows were delivered last, and its version then.
+    """
+
+    def __init__(self) -> None:
+        self.task = -1
+        self.sent: weakref.ref[Tensor] | None = None
+        self.expected: Tensor | None = None
+        self.given: Tensor | None = None
+        self.grad: tuple[weakref.ref[Tensor], int] | None = None
+        self.handle: Any = None
+
+
+def running_backward() -> int:
+    """The number of the backward that this code runs in, -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+class Recorder:
+    """Keeps the passes of one model, expands its parameters and holds their rows.
+
+    Args:
+        settings: What `per_sample` was told.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.depth = 0
+        self.plain = 0
+        self.root: weakref.ref[nn.Module] | None = None
+        self.current: Pass | None = None
+        self.live: list[weakref.ref[Pass]] = []
+        self.held: list[Pass] = []
+        self.leaves: dict[Tensor, Leaf] = {}
+        self.expanded: dict[Tensor, tuple[Pass, int, int, Tensor]] = {}
+        self.backward: int | None = None
+        self.recomputing = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
+        return memo.setdefault(id(self), Recorder(self.settings))
+
+    def __getstate__(self) -> Settings:
+        return self.settings
+
+    def __setstate__(self, settings: Settings) -> None:
+        self.__init__(settings)  # type: ignore[misc]
+
+    # Forward: passes and expansions.
+
+    @contextmanager
+    def scope(self, module: nn.Module, batch: int | None) -> Iterator[None]:
+        """The forward of `module`; the outermost one begins a pass, or goes on with the last."""
+        previous = self.current
+        if self.depth == 0:
+            self.root = weakref.ref(module)
+            self.open(module, self.settings.batch_size if self.settings.batch_size is not None else batch)
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            if self.depth == 0 and running_backward() >= 0:
+                self.current = previous
+
+    def open(self, module: nn.Module, batch: int | None) -> Pass:
+        """The pass that a forward of so many samples belongs to, a new one if need be."""
+        if running_backward() >= 0:
+            self.current = self._recomputed_pass(module, batch)
+            return self.current
+        self._end_backward()
+        if batch is None:
+            raise complaint(
+                self.name_of(module),
+                "no argument is a tensor",
+                "a tensor whose rows are the samples",
+                "Say the number of samples: per_sample(batch_size=...).",
+            )
+        if self.current is None or self.current.reached or self.current.batch != batch:
+            self.current = Pass(batch)
+            self.expanded.clear()
+            self.live = [ref for ref in self.live if ref() is not None]
+            self.live.append(weakref.ref(self.current))
+        return self.current
+
+    def _recomputed_pass(self, module: nn.Module, batch: int | None) -> Pass:
+        """A checkpoint computes a forward again inside the backward: it belongs to the pass it was first in."""
+        self._begin_backward(recomputing=True)
+        passes = [each for ref in self.live if (each := ref()) is not None and not each.done]
+        fitting = [each for each in passes if each.batch == batch] if len(passes) > 1 else passes
+        if len(fitting) == 1:
+            return fitting[0]
+        raise complaint(
+            self.name_of(module),
+            f"a forward inside a backward, as a checkpoint makes it, fits {len(fitting)} of {len(passes)} passes",
+            "exactly one",
+            "Call backward for each pass before the next forward, or do without checkpoints here.",
+        )
+
+    def expand(self, parameter: Tensor) -> Tensor:
+        """The parameter as `(B, *shape)`, the same tensor for all its uses in a pass."""
+        now = self.current
+        assert now is not None
+        if not parameter.requires_grad:
+            return parameter.expand(now.batch, *parameter.shape)
+        if not parameter.is_leaf:
+            return self._expand_computed(parameter, now.batch)
+        owner, version, pointer, expanded = self.expanded.get(parameter, (None, -1, -1, parameter))
+        if owner is not now or version != parameter._version or pointer != parameter.data_ptr():
+            leaf = self._leaf(parameter)
+            expanded = _Expand.apply(parameter, now, leaf, weakref.ref(self))  # type: ignore[no-untyped-call]
+            self.expanded[parameter] = (now, parameter._version, parameter.data_ptr(), expanded)
+        return expanded
+
+    def _expand_computed(self, weight: Tensor, batch: int) -> Tensor:
+        """A weight computed from parameters (a parametrization): shared value, rows for the parameters."""
+        leaves = _leaves_of(weight)
+        return _ExpandComputed.apply((weight, leaves), batch, *map(self.expand, leaves))  # type: ignore[no-untyped-call,no-any-return]
+
+    def _leaf(self, parameter: Tensor) -> Leaf:
+        leaf = self.leaves.get(parameter)
+        if leaf is None:
+            leaf = self.leaves[parameter] = Leaf()
+            leaf.handle = parameter.register_hook(_OutsideUse(self, leaf, parameter))
+            _run_first(parameter, leaf.handle)
+        return leaf
+
+    def name_of(self, member: nn.Module | Tensor) -> str:
+        """The qualified name of a module or a parameter, with its class, as far as the root is known."""
+        root = self.root() if self.root is not None else None
+        if isinstance(member, nn.Module):
+            names = root.named_modules() if root is not None else iter([])
+            name = next((name for name, module in names if module is member), "")
+            return f"{name} ({type(member).__name__})" if name else type(member).__name__
+        parameters = root.named_parameters() if root is not None else iter([])
+        return next((name for name, parameter in parameters if parameter is member), "a parameter")
+
+    # Backward: rows.
+
+    def deliver(self, now: Pass, parameter: Tensor, rows: Tensor) -> None:
+        """Takes the rows of one parameter; a backward may bring a parameter's rows in several parts."""
+        self._begin_backward()
+        now.reached = True
+        if not any(each is now for each in self.held):
+            self.held.append(now)
+            order = {id(ref()): place for place, ref in enumerate(self.live)}
+            self.held.sort(key=lambda each: order.get(id(each), -1))
+        held = now.rows.get(parameter)
+        now.rows[parameter] = rows if held is None else held + rows
+        self._publish(parameter)
+
+    def _begin_backward(self, recomputing: bool = False) -> None:
+        task = running_backward()
+        if self.backward == task or (self.backward is not None and self.recomputing):
+            self.recomputing = self.recomputing or recomputing
+            return
+        self._end_backward()
+        self.backward, self.recomputing = task, recomputing
+        recorder = weakref.ref(self)
+
+        def finish() -> None:
+            alive = recorder()
+            if alive is not None and alive.backward == task:
+                alive._end_backward()
+
+        torch.autograd.Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
+        self._drop_stale_rows()
+
+    def _end_backward(self) -> None:
+        """All rows of a backward are here: parameters that it left out have zero rows."""
+        if self.backward is None:
+            return
+        self.backward, self.recomputing = None, False
+        if self.current is not None and self.current.reached:
+            self.current = None
+            self.expanded.clear()
+        for ref in self.live:
+            now = ref()
+            if now is not None and now.reached:
+                now.done = True
+        for parameter, leaf in self.leaves.items():
+            if leaf.given is not None and leaf.given.shape[0] != sum(each.batch for each in self.held):
+                self._publish(parameter)
+            leaf.grad = None if parameter.grad is None else (weakref.ref(parameter.grad), parameter.grad._version)
+
+    def _drop_stale_rows(self) -> None:
+        """Rows go when the gradient they add up to was cleared, or when the user took them away."""
+        for parameter, leaf in self.leaves.items():
+            if leaf.given is not None and (not self.settings.accumulate_grad or _was_cleared(parameter, leaf)):
+                self.forget(parameter)
+
+    def forget(self, parameter: Tensor) -> None:
+        """Drops the rows of one parameter."""
+        for each in self.held:
+            each.rows.pop(parameter, None)
+        self.held = [each for each in self.held if each.rows]
+        if parameter in self.leaves:
+            self.leaves[parameter].given = None
+        parameter.grad_sample = None  # type: ignore[attr-defined]
+
+    def _publish(self, parameter: Tensor) -> None:
+        parts = []
+        for each in self.held:
+            rows = each.rows.get(parameter)
+            parts.append(_zero_rows(each.batch, parameter) if rows is None else rows)
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self.settings.materialize and isinstance(rows, FactoredTensor):
+            rows = rows.dense()
+        parameter.grad_sample = self.leaves[parameter].given = rows  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters; rows stay where they are."""
+        for leaf in self.leaves.values():
+            leaf.handle.remove()
+        self.leaves.clear()
+        self.expanded.clear()
+        self.held.clear()
+        self.current = None
+
+
+class _Expand(torch.autograd.Function):
+    """`parameter -> (B, *shape)`; the backward keeps the rows and returns their sum, the plain gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, now: Pass, leaf: Leaf, recorder: weakref.ref[Recorder]) -> Tensor:
+        ctx.parameter, ctx.now, ctx.leaf, ctx.recorder = parameter, now, leaf, recorder
+        return parameter.expand(now.batch, *parameter.shape)
+
+    @staticmethod
+    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+        recorder: Recorder | None = ctx.recorder()
+        if torch._C._functorch.is_batchedtensor(rows):
+            raise PerSampleError(
+                "A vmapped backward (is_grads_batched=True, vectorize=True) reached a parameter in per-sample mode, "
+                "so its rows would be those of several backwards at once. Ask for gradients of inputs only, "
+                "or switch per_sample(False)."
+            )
+        if recorder is None:
+            return rows.sum(0), None, None, None
+        rows = compact(rows)
+        total = _total(rows) if recorder.settings.accumulate_grad else None
+        scale = float(ctx.now.batch) if recorder.settings.loss_reduction == "mean" else 1.0
+        recorder.deliver(ctx.now, ctx.parameter, rows * scale)
+        if total is not None:
+            _send(ctx.leaf, total)
+        return total, None, None, None
+
+
+class _ExpandComputed(torch.autograd.Function):
+    """A computed weight, expanded; its vector-Jacobian product is mapped over the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, computed: tuple[Tensor, list[Tensor]], batch: int, *expanded: Tensor) -> Tensor:
+        ctx.computed = computed
+        weight = computed[0].detach()
+        return weight.expand(batch, *weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise PerSampleError(
+                "create_graph=True reached a weight that is computed from other parameters (a parametrization): the "
+                "rows of those have no second derivative. Ask for derivatives with respect to inputs only, or remove "
+                "the parametrization."
+            )
+        weight, leaves = ctx.computed
+        if rows.shape[0] == 0:
+            return None, None, *(leaf.new_zeros(0, *leaf.shape) for leaf in leaves)
+        dense = rows.dense() if isinstance(rows, FactoredTensor) else rows
+        grads = torch.autograd.grad(weight, leaves, dense, retain_graph=True, is_grads_batched=True)
+        return None, None, *grads
+
+
+def _leaves_of(weight: Tensor) -> list[Tensor]:
+    """The leaf tensors that `weight` was computed from."""
+    leaves: dict[Tensor, None] = {}
+    seen: set[Any] = set()
+    nodes: list[Any] = [weight.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, _Expand._backward_cls):  # type: ignore[attr-defined]
+            raise PerSampleError(
+                "A weight was computed from the output of a model in per-sample mode, so its samples are mixed. "
+                "Compute it with per_sample(False), or give each sample its own weight, (B, *shape)."
+            )
+        if hasattr(node, "variable"):
+            leaves[node.variable] = None
+        nodes.extend(parent for parent, _ in node.next_functions)
+    return list(leaves)
+
+
+def _total(rows: Tensor) -> Tensor:
+    """The plain gradient: sparse where torch's is."""
+    terms = rows.terms() if isinstance(rows, FactoredTensor) else ()
+    if terms and all(getattr(term, "sparse", False) for term in terms):
+        return sum((term.sparse_sum() for term in terms[1:]), start=terms[0].sparse_sum())  # type: ignore[attr-defined]
+    return rows.sum(0)
+
+
+def _zero_rows(batch: int, parameter: Tensor) -> Tensor:
+    cell = Cell([(batch, ())], parameter.shape, parameter.dtype, parameter.device)
+    return FactoredTensor(cell, (batch, *parameter.shape))
+
+
+def _was_cleared(parameter: Tensor, leaf: Leaf) -> bool:
+    """Whether `.grad` or `.grad_sample` was reset since the rows were delivered."""
+    if getattr(parameter, "grad_sample", None) is not leaf.given or parameter.grad is None:
+        return True
+    if leaf.grad is None:
+        return False
+    grad, version = leaf.grad
+    changed = grad() is not parameter.grad or parameter.grad._version != version
+    return changed and not bool(parameter.grad.any())  # zero_grad(set_to_none=False)
+
+
+def _send(leaf: Leaf, total: Tensor) -> None:
+    """Notes what the expansions of a parameter send to it in this backward."""
+    if leaf.task != running_backward():
+        leaf.task, leaf.sent, leaf.expected = running_backward(), weakref.ref(total), None
+        return
+    first = leaf.expected if leaf.expected is not None else leaf.sent() if leaf.sent is not None else None
+    leaf.expected = total if first is None else (first + total).detach()
+    leaf.sent = None
+
+
+class _OutsideUse:
+    """A hook on a parameter: what arrives must be what its expansions sent, or something else uses it too."""
+
+    def __init__(self, recorder: Recorder, leaf: Leaf, parameter: Tensor) -> None:
+        self.recorder, self.leaf, self.parameter = weakref.ref(recorder), leaf, weakref.ref(parameter)
+
+    def __call__(self, grad: Tensor) -> None:
+        recorder, parameter, leaf = self.recorder(), self.parameter(), self.leaf
+        if recorder is None or parameter is None or torch._C._functorch.is_batchedtensor(grad):
+            return
+        mine = leaf.task == running_backward()
+        sent, expected = (leaf.sent, leaf.expected) if mine else (None, None)
+        leaf.task, leaf.sent, leaf.expected = -1, None, None
+        if sent is not None and sent() is grad:
+            return
+        if expected is not None and torch.equal(expected, grad.detach()):
+            return
+        raise complaint(
+            recorder.name_of(parameter),
+            "the parameter is also used outside of its module, so its gradient has a part that belongs to no row",
+            "every use inside the module that holds it",
+            "Call the module, or use the expanded parameter: module.expanded('weight').",
+        )
+
+
+def _run_first(parameter: Tensor, handle: Any) -> None:
+    """Moves a hook before those that the user has registered, which may change the gradient."""
+    hooks = parameter._backward_hooks
+    assert hooks is not None
+    mine = hooks.pop(handle.id)
+    others = list(hooks.items())
+    hooks.clear()
+    hooks[handle.id] = mine
+    hooks.update(others)

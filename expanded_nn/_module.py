@@ -1,0 +1,288 @@
+"""What all expanded modules share: the switch, the root that begins a pass, the layer that sees expanded weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from expanded_nn._batch import batch_dim, batch_of
+from expanded_nn._errors import complaint
+from expanded_nn._expand import Recorder, Settings
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class PerSampleModule(nn.Module):
+    """A module that can be switched to per-sample mode.
+
+    Attributes:
+        plain_class: The class that `revert` gives back, where it is not the first `torch.nn` class in the ancestry.
+    """
+
+    plain_class: ClassVar[type[nn.Module] | None] = None
+    _recorder: Recorder | None = None
+
+    def per_sample(
+        self: Model,
+        mode: bool = True,
+        *,
+        loss_reduction: str = "mean",
+        batch_first: bool = True,
+        batch_size: int | None = None,
+        materialize: bool = False,
+        accumulate_grad: bool = True,
+    ) -> Model:
+        """Switches per-sample gradients on or off for this module and all within it.
+
+        On, a backward leaves `param.grad_sample`, `(B, *param.shape)`, beside `param.grad`: row i is the gradient
+        of sample i's own loss. Off, every layer runs the very `torch.nn` code.
+
+        Args:
+            mode: Whether to switch on.
+            loss_reduction: How the loss was reduced over the samples. With `"mean"` the rows are scaled by B, so
+                that `grad_sample.mean(0) == grad`; with `"sum"`, `grad_sample.sum(0) == grad`.
+            batch_first: Whether samples stand first, `(B, T, …)`, or second, `(T, B, …)`, in the model's input and
+                in the inputs of layers that have no `batch_first` and no fixed layout of their own.
+            batch_size: B, where it is not the size of the first tensor that the model is called with.
+            materialize: Whether to make `grad_sample` dense during the backward.
+            accumulate_grad: Whether a backward adds to `.grad`, as always. Without it `.grad` is left alone and the
+                rows are those of the last backward.
+
+        Returns:
+            The module itself.
+
+        Raises:
+            PerSampleError: If a module within holds parameters and was not converted.
+            ValueError: If `loss_reduction` or `batch_size` has no meaning.
+        """
+        settings = Settings(loss_reduction, batch_first, batch_size, materialize, accumulate_grad)
+        switch(self, settings if mode else None)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self._recorder is not None:
+            for parameter in self.parameters():
+                self._recorder.forget(parameter)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._recorder is not None:
+            _prepare(self._parameters.values())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.plain_class is None:
+            return super().__reduce_ex__(protocol)
+        _, _, *state = super().__reduce_ex__(protocol)
+        kind = next(base for base in type(self).__bases__ if issubclass(base, PerSampleModule))
+        return (_new_twin, (kind, self.plain_class), *state)
+
+
+class Root(PerSampleModule):
+    """A converted model without parameters of its own: its forward begins a pass."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = self._recorder
+        if recorder is None or recorder.depth or not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        batch = batch_of((args, kwargs), batch_first=recorder.settings.batch_first)
+        with recorder.scope(self, batch):
+            return super().forward(*args, **kwargs)
+
+
+class Expanded(PerSampleModule):
+    """A layer whose per-sample forward sees its parameters expanded over the batch.
+
+    A subclass names the rank of each parameter in `ranks` and writes `expanded_forward`.
+
+    Attributes:
+        ranks: Parameter name -> its number of dimensions in `torch.nn`, without a batch dimension.
+    """
+
+    ranks: ClassVar[dict[str, int]] = {}
+
+    def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward in per-sample mode, with `self.expanded(name)` in place of `self.<name>`."""
+        raise NotImplementedError(f"{type(self).__name__} has to define expanded_forward")
+
+    def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
+        """B, where this layer is called on its own."""
+        first = self._recorder is None or self._recorder.settings.batch_first
+        return batch_of((args, kwargs), batch_first=first)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = self._recorder
+        if recorder is None or recorder.plain or not torch.is_grad_enabled() or not self._has_rows():
+            if self._own_batch() is None:
+                return super().forward(*args, **kwargs)
+            return self.expanded_forward(*args, **kwargs)
+        if recorder.depth:
+            return self.expanded_forward(*args, **kwargs)
+        with recorder.scope(self, self.samples_in(*args, **kwargs)):
+            return self.expanded_forward(*args, **kwargs)
+
+    def expanded(self, name: str) -> Any:
+        """The parameter `name` as `(B, *shape)`, or `None` where the layer has none.
+
+        A weight that comes with a batch dimension of its own, as through `torch.func.functional_call`, is taken as
+        it is.
+        """
+        parameter = getattr(self, name)
+        if parameter is None or self._is_batched(name, parameter):
+            return parameter
+        if self._recorder is None or not torch.is_grad_enabled() or self._recorder.current is None:
+            return parameter.expand(self.batch_size, *parameter.shape)
+        return self._recorder.expand(parameter)
+
+    @property
+    def batch_size(self) -> int:
+        """B of the pass that this forward belongs to."""
+        own = self._own_batch()
+        if own is not None:
+            return own
+        assert self._recorder is not None and self._recorder.current is not None
+        return self._recorder.current.batch
+
+    @property
+    def name(self) -> str:
+        """The layer's qualified name in the model and its class, for errors."""
+        return type(self).__name__ if self._recorder is None else self._recorder.name_of(self)
+
+    def by_sample(
+        self, function: Callable[..., Tensor], feature_dims: int, *, fixed_layout: bool = False, **inputs: Tensor
+    ) -> Tensor:
+        """`function(*inputs)` with the samples moved to the front of each input, and back in the result.
+
+        Args:
+            function: An op of tensors `(B, …)`.
+            feature_dims: How many dimensions at the end of an input are a sample's own at the least.
+            fixed_layout: Whether the samples stand first by definition, as in `(N, C, H, W)`.
+            inputs: The layer's inputs by the names it gives them, `(B, *, …)` or, with `batch_first=False`,
+                `(T, B, *, …)`.
+
+        Raises:
+            PerSampleError: If the rows of an input are not the samples.
+        """
+        first = fixed_layout or self._recorder is None or self._recorder.settings.batch_first
+        dim = batch_dim(next(iter(inputs.values())).dim() - feature_dims, batch_first=first)
+        moved = [
+            self.checked(x, feature_dims, dim=dim, argument=argument) for argument, x in inputs.items()
+        ]
+        if dim == 0:
+            return function(*moved)
+        return function(*(x.transpose(0, dim) for x in moved)).transpose(0, dim)
+
+    def checked(self, x: Tensor, feature_dims: int, *, dim: int = 0, argument: str = "input") -> Tensor:
+        """`x` with B rows in dimension `dim`: one a sample, or one row that all share, broadcast.
+
+        Raises:
+            PerSampleError: If the rows of `x` are not the samples.
+        """
+        batch = self.batch_size
+        if x.dim() <= feature_dims:
+            raise complaint(
+                self.name,
+                f"{argument} has shape {tuple(x.shape)}, no batch dimension",
+                f"{batch} samples before the last {feature_dims} dimension(s)",
+                f"Call it with {argument}.unsqueeze(0) for one sample, or for one that all samples share.",
+            )
+        rows = x.shape[dim]
+        if rows == batch:
+            return x
+        if rows == 1:
+            if x._base is not None and x._base.dim() > dim and x._base.shape[dim] == batch:
+                raise complaint(
+                    self.name,
+                    f"{argument} of shape {tuple(x.shape)} is a slice of a tensor of shape {tuple(x._base.shape)}",
+                    f"all {batch} samples at once",
+                    "Call the layer on the whole batch; for a loop over the samples, switch per_sample(False).",
+                )
+            return x.expand(*x.shape[:dim], batch, *x.shape[dim + 1 :])
+        fold = f"folded batch of {batch} x {rows // batch}" if batch and rows % batch == 0 else "other rows"
+        raise complaint(
+            self.name,
+            f"{argument} has shape {tuple(x.shape)}, {rows} rows in dimension {dim} ({fold})",
+            f"{batch} rows, one a sample, or 1 that all share",
+            "Keep the batch in a dimension of its own (unflatten it), or say per_sample(batch_size=..., "
+            "batch_first=...) if the samples stand elsewhere.",
+        )
+
+    def _is_batched(self, name: str, parameter: Tensor) -> bool:
+        return name in self.ranks and parameter.dim() == self.ranks[name] + 1
+
+    def _own_batch(self) -> int | None:
+        """B of the first parameter that comes with a batch dimension of its own, `None` without one."""
+        parameters = self._parameters
+        for name, rank in self.ranks.items():
+            parameter = parameters.get(name)
+            if parameter is not None and parameter.dim() == rank + 1:
+                return parameter.shape[0]
+        return None
+
+    def _has_rows(self) -> bool:
+        """Whether a parameter of this layer asks for gradients."""
+        parameters = self.parameters() if self._modules else self._parameters.values()
+        return any(parameter is not None and parameter.requires_grad for parameter in parameters)
+
+
+def switch(model: nn.Module, settings: Settings | None) -> None:
+    """Gives all modules of `model` one recorder, or takes theirs away.
+
+    Raises:
+        PerSampleError: If a module within holds trainable parameters and is not converted.
+    """
+    if settings is not None:
+        _refuse_unconverted(model)
+    recorder = Recorder(settings) if settings is not None else None
+    for module in model.modules():
+        if isinstance(module, PerSampleModule):
+            if module._recorder is not None:
+                module._recorder.close()
+            module._recorder = recorder
+    if recorder is not None:
+        _prepare(model.parameters())
+
+
+def _refuse_unconverted(model: nn.Module) -> None:
+    inside = {id(each) for module in model.modules() if isinstance(module, Expanded) for each in module.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in inside and any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            raise complaint(
+                f"{name} ({type(module).__name__})" if name else type(module).__name__,
+                "the module holds parameters but is a plain one",
+                "its expanded twin",
+                "Convert the model first: convert(model, inplace=True).",
+            )
+
+
+def _prepare(parameters: Any) -> None:
+    """`grad_sample` is `None` from the start."""
+    for parameter in parameters:
+        if parameter is not None:
+            parameter.grad_sample = None
+
+
+_TWINS: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
+def twin_class(kind: type[PerSampleModule], plain_class: type[nn.Module]) -> type[nn.Module]:
+    """`plain_class` with the per-sample manners of `kind`: a class of the same name, made once."""
+    key = (kind, plain_class)
+    if key not in _TWINS:
+        namespace = {
+            "plain_class": plain_class,
+            "__module__": plain_class.__module__,
+            "__qualname__": plain_class.__qualname__,
+            "__doc__": plain_class.__doc__,
+        }
+        _TWINS[key] = type(plain_class)(plain_class.__name__, (kind, plain_class), namespace)
+    return _TWINS[key]
+
+
+def _new_twin(kind: type[PerSampleModule], plain_class: type[nn.Module]) -> nn.Module:
+    """An empty instance of a twin class, for unpickling and copying."""
+    module_class = twin_class(kind, plain_class)
+    return module_class.__new__(module_class)

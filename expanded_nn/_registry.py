@@ -1,0 +1,58 @@
+"""The table from a `torch.nn` class to its expanded twin."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import nn
+
+ExpandedClass = TypeVar("ExpandedClass", bound=type[nn.Module])
+
+EXPANDED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def expands(torch_class: type[nn.Module]) -> Callable[[ExpandedClass], ExpandedClass]:
+    """Registers the decorated class as the expanded twin of `torch_class`.
+
+    The twin derives from `Expanded` and from `torch_class`, has no `__init__` of its own and writes its
+    per-sample forward in `expanded_forward`, where `self.expanded("weight")` is the parameter expanded over the
+    batch, `(B, *shape)`.
+
+    Args:
+        torch_class: The class whose instances `convert` turns into the decorated one.
+
+    Raises:
+        TypeError: If the decorated class does not derive from `torch_class`.
+
+    Example:
+        >>> import torch, expanded_nn as enn
+        >>> class Scale(torch.nn.Module):
+        ...     def __init__(self, size):
+        ...         super().__init__()
+        ...         self.weight = torch.nn.Parameter(torch.ones(size))
+        ...     def forward(self, x):
+        ...         return x * self.weight
+        >>> @enn.expands(Scale)
+        ... class ExpandedScale(enn.Expanded, Scale):
+        ...     def expanded_forward(self, x):
+        ...         return x * self.expanded("weight")
+        >>> model = enn.convert(torch.nn.Sequential(Scale(3))).per_sample()
+        >>> model(torch.ones(4, 3)).sum().backward()
+        >>> model[0].weight.grad_sample.shape
+        torch.Size([4, 3])
+    """
+
+    def register(expanded_class: ExpandedClass) -> ExpandedClass:
+        if not issubclass(expanded_class, torch_class):
+            raise TypeError(
+                f"{expanded_class.__name__} expands {torch_class.__name__} but does not derive from it. "
+                f"Declare it as `class {expanded_class.__name__}(Expanded, {torch_class.__name__})`."
+            )
+        EXPANDED[torch_class] = expanded_class
+        return expanded_class
+
+    return register
+
+
+def registered_base(module_class: type[nn.Module]) -> type[nn.Module] | None:
+    """The nearest class in `module_class`'s ancestry that has an expanded twin, or `None`."""
+    return next((base for base in module_class.__mro__ if base in EXPANDED), None)

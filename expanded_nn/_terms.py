@@ -1,0 +1,300 @@
+"""The kinds of factors a per-sample gradient is made of, and their algebra.
+
+A term stands for rows `(B, *row_shape)` and holds only what they are made of. All of a term's algebra is linear in
+its first factor, which carries the scalar `coefficient`. Factors are detached; a change of one in place after the
+term was made is detected by its version counter.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from expanded_nn._errors import complaint
+
+CHUNK_NUMEL = 1 << 22  # dense rows made at once, where an algorithm needs them only in passing
+
+
+class Term(ABC):
+    """Rows `(B, *row_shape)` of one kind.
+
+    Args:
+        factors: The tensors the rows are made of, each `(B, ...)`, the first one the one that scales.
+        row_shape: The shape of one row.
+        dtype: The rows' dtype, to which factors are cast when used.
+        coefficient: A number that multiplies all rows.
+    """
+
+    def __init__(
+        self, factors: Sequence[Tensor], row_shape: Sequence[int], dtype: torch.dtype, coefficient: float = 1.0
+    ) -> None:
+        self.factors = tuple(factor.detach() for factor in factors)
+        self.versions = tuple(factor._version for factor in self.factors)
+        self.row_shape = tuple(row_shape)
+        self.dtype = dtype
+        self.coefficient = coefficient
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The rows themselves, `(B, *row_shape)`, in memory of their own."""
+
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor | None) -> Tensor:
+        """`sum_b weights[b] * row[b]`, `(*row_shape)`; plain sum where `weights` is `None`."""
+
+    @abstractmethod
+    def matvec(
+        self,
+        vector: Tensor,  # row_shape
+    ) -> Tensor:
+        """`<row[b], vector>`, `(B,)`."""
+
+    def remake(self, factors: Sequence[Tensor], coefficient: float, dtype: torch.dtype) -> Term:
+        """The same kind of term from other factors."""
+        return type(self)(factors, self.row_shape, dtype, coefficient)
+
+    def inner(self, other: Term) -> Tensor:
+        """`<row[b], other_row[b]>`, `(B,)`."""
+        return torch.cat(
+            [
+                (mine.dense().flatten(1) * theirs.dense().flatten(1)).sum(1)
+                for mine, theirs in zip(self.chunks(), other.chunks(), strict=True)
+            ]
+        )
+
+    def squared_norms(self) -> Tensor:
+        """`||row[b]||^2`, `(B,)`."""
+        return torch.cat([chunk.dense().flatten(1).square().sum(1) for chunk in self.chunks()])
+
+    def gram(self, other: Term) -> Tensor:
+        """`<row[b], other_row[b']>`, `(B, B')`."""
+        theirs = [chunk.dense().flatten(1) for chunk in other.chunks()]
+        return torch.cat(
+            [torch.cat([mine.dense().flatten(1) @ each.t() for each in theirs], 1) for mine in self.chunks()]
+        )
+
+    def numel(self) -> int:
+        """How many numbers the term holds."""
+        return sum(factor.numel() for factor in self.factors)
+
+    @property
+    def batch(self) -> int:
+        """The number of rows, B."""
+        return self.factors[0].shape[0]
+
+    def scaled(self, factor: float | Tensor) -> Term:
+        """All rows times a number, or each row times its own, `(B,)`."""
+        self.check()
+        if not isinstance(factor, Tensor):
+            return self.remake(self.factors, self.coefficient * factor, self.dtype)
+        first = self.factors[0]
+        first = first * factor.to(first.dtype).reshape(-1, *[1] * (first.dim() - 1))
+        return self.remake((first, *self.factors[1:]), self.coefficient, self.dtype)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Term:
+        """The term whose factors are `function` of this one's: a choice of rows, a copy."""
+        self.check()
+        return self.remake([function(factor) for factor in self.factors], self.coefficient, self.dtype)
+
+    def to(self, dtype: torch.dtype) -> Term:
+        """The same rows, in another dtype."""
+        self.check()
+        return self.remake(self.factors, self.coefficient, dtype)
+
+    def chunks(self) -> Iterator[Term]:
+        """The term in groups of rows whose dense form is of bounded size."""
+        size = max(1, CHUNK_NUMEL // max(1, prod(self.row_shape)))
+        if size >= self.batch:
+            yield self
+            return
+        for start in range(0, self.batch, size):
+            yield self.map(lambda factor, start=start: factor[start : start + size])  # type: ignore[misc]
+
+    def check(self) -> None:
+        """Raises if a factor was changed in place since the term was made."""
+        if any(factor._version != version for factor, version in zip(self.factors, self.versions, strict=True)):
+            raise complaint(
+                "grad_sample",
+                "a tensor that a factored per-sample gradient still needs (a layer's input, or the gradient of "
+                "its output) was changed in place after the backward",
+                "it unchanged until the rows have been used",
+                "Change a clone of it, or switch on per_sample(materialize=True).",
+            )
+
+    def leading(self) -> Tensor:
+        """The first factor, scaled and in the rows' dtype."""
+        self.check()
+        factor = self.factors[0].to(self.dtype)
+        return factor if self.coefficient == 1.0 else factor * self.coefficient
+
+
+class Dense(Term):
+    """Rows that are held as they are."""
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Dense:
+        """Wraps rows `(B, *row_shape)`."""
+        return cls((rows,), rows.shape[1:], rows.dtype)
+
+    def dense(self) -> Tensor:
+        rows = self.leading()
+        return rows.clone() if rows.data_ptr() == self.factors[0].data_ptr() else rows
+
+    def weighted_sum(self, weights: Tensor | None) -> Tensor:
+        rows = self.leading()
+        return rows.sum(0) if weights is None else torch.tensordot(weights.to(rows.dtype), rows, dims=1)
+
+    def matvec(self, vector: Tensor) -> Tensor:
+        return self.leading().flatten(1) @ vector.flatten()
+
+    def squared_norms(self) -> Tensor:
+        return torch.linalg.vector_norm(self.leading().flatten(1), dim=1).square()
+
+
+class Outer(Term):
+    """`sum_t g[b,t,:] (x) a[b,t,:]` with `g (B, T, out)` and `a (B, T, in)`: rows `(B, out, in)`."""
+
+    @classmethod
+    def of(
+        cls,
+        g: Tensor,  # (B, T, out)
+        a: Tensor,  # (B, T, in)
+        dtype: torch.dtype,
+    ) -> Outer:
+        return cls((g, a), (g.shape[-1], a.shape[-1]), dtype)
+
+    def both(self) -> tuple[Tensor, Tensor]:
+        """The scaled `g` and `a`, in the rows' dtype."""
+        return self.leading(), self.factors[1].to(self.dtype)
+
+    def dense(self) -> Tensor:
+        g, a = self.both()
+        if g.shape[1] == 1:
+            return g.transpose(1, 2) * a
+        return torch.bmm(g.transpose(1, 2), a)
+
+    def weighted_sum(self, weights: Tensor | None) -> Tensor:
+        g, a = self.both()
+        if weights is not None:
+            g = g * weights.to(g.dtype)[:, None, None]
+        return g.flatten(0, 1).t() @ a.flatten(0, 1)
+
+    def matvec(self, vector: Tensor) -> Tensor:
+        g, a = self.both()
+        return (torch.matmul(a, vector.reshape(self.row_shape).t()) * g).sum((1, 2))
+
+    def squared_norms(self) -> Tensor:
+        return self.inner(self)
+
+    def inner(self, other: Term) -> Tensor:
+        if isinstance(other, Outer):
+            (g, a), (h, c) = self.both(), other.both()
+            if g.shape[1] == h.shape[1] == 1:
+                return (g * h).sum((1, 2)) * (a * c).sum((1, 2))
+            if self._positions_are_fewer(other):
+                return (torch.bmm(g, h.transpose(1, 2)) * torch.bmm(a, c.transpose(1, 2))).sum((1, 2))
+            if other is self:
+                return super().squared_norms()
+        if isinstance(other, OneHot):
+            return other.inner(self)
+        return super().inner(other)
+
+    def gram(self, other: Term) -> Tensor:
+        if isinstance(other, Outer) and self._positions_are_fewer(other):
+            (g, a), (h, c) = self.both(), other.both()
+            return (torch.einsum("bto,cso->bcts", g, h) * torch.einsum("bti,csi->bcts", a, c)).sum((2, 3))
+        return super().gram(other)
+
+    def _positions_are_fewer(self, other: Outer) -> bool:
+        """Whether `<g h', a c'>` over positions costs less than the dense rows do."""
+        t, s = self.factors[0].shape[1], other.factors[0].shape[1]
+        out, in_ = self.row_shape
+        return t * s * (out + in_) < max(t, s) * out * in_
+
+
+class OneHot(Term):
+    """`sum_t e[index[b,t]] (x) v[b,t,:]` with `v (B, T, dim)`: the rows `(B, entries, dim)` of an embedding.
+
+    Equal indices within a sample add up before any norm is taken.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        values: Tensor,  # (B, T, dim)
+        index: Tensor,  # (B, T) int
+        entries: int,
+        dtype: torch.dtype,
+    ) -> OneHot:
+        return cls((values, index), (entries, values.shape[-1]), dtype)
+
+    def dense(self) -> Tensor:
+        values, index = self.leading(), self.factors[1]
+        rows = values.new_zeros(self.batch, *self.row_shape)
+        return rows.scatter_add_(1, index[..., None].expand_as(values), values)
+
+    def weighted_sum(self, weights: Tensor | None) -> Tensor:
+        values, index = self.leading(), self.factors[1]
+        if weights is not None:
+            values = values * weights.to(values.dtype)[:, None, None]
+        total = values.new_zeros(self.row_shape)
+        return total.index_add_(0, index.flatten(), values.flatten(0, 1))
+
+    def sparse_sum(self) -> Tensor:
+        """The plain sum of the rows as a sparse COO tensor, as `torch.nn.Embedding(sparse=True)` gives it."""
+        values, index = self.leading(), self.factors[1]
+        return torch.sparse_coo_tensor(index.reshape(1, -1), values.flatten(0, 1), self.row_shape, check_invariants=False)
+
+    def matvec(self, vector: Tensor) -> Tensor:
+        return (F.embedding(self.factors[1], vector.reshape(self.row_shape)) * self.leading()).sum((1, 2))
+
+    def squared_norms(self) -> Tensor:
+        values, index = self.leading(), self.factors[1]
+        if index.shape[1] == 0:
+            return values.new_zeros(self.batch)
+        ordered, order = index.sort(1)
+        values = values.gather(1, order[..., None].expand_as(values))
+        new = torch.cat([torch.zeros_like(ordered[:, :1]), ordered.diff(dim=1).ne(0).long()], 1)
+        segment = new.cumsum(1)[..., None].expand_as(values)
+        return torch.zeros_like(values).scatter_add_(1, segment, values).square().sum((1, 2))
+
+    def inner(self, other: Term) -> Tensor:
+        if isinstance(other, OneHot):
+            if other is self:
+                return self.squared_norms()
+            equal = self.factors[1][:, :, None] == other.factors[1][:, None, :]
+            return (torch.bmm(self.leading(), other.leading().transpose(1, 2)) * equal).sum((1, 2))
+        if isinstance(other, Outer):
+            values, index = self.leading(), self.factors[1]
+            g, a = other.both()  # rows (entries, dim): g (B, S, entries), a (B, S, dim)
+            picked = g.gather(2, index[:, None, :].expand(-1, g.shape[1], -1))
+            return (picked * torch.bmm(a, values.transpose(1, 2))).sum((1, 2))
+        return super().inner(other)
+
+
+def merged(terms: Sequence[Term]) -> tuple[Term, ...]:
+    """The terms with those of one kind added up, so that few cross terms remain."""
+    groups: dict[tuple[object, ...], list[Term]] = {}
+    for term in terms:
+        groups.setdefault((type(term), term.row_shape, term.dtype), []).append(term)
+    return tuple(joined for group in groups.values() for joined in _joined(group))
+
+
+def _joined(group: list[Term]) -> list[Term]:
+    first = group[0]
+    if len(group) == 1:
+        return group
+    if isinstance(first, Dense):
+        total = first.dense()
+        for term in group[1:]:
+            total += term.leading()
+        return [Dense.of(total)]
+    if isinstance(first, Outer | OneHot):
+        leading = torch.cat([term.leading() for term in group], 1)
+        return [first.remake((leading, torch.cat([term.factors[1] for term in group], 1)), 1.0, first.dtype)]
+    return group

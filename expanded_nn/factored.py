@@ -1,0 +1,585 @@
+"""The factored gradient: a tensor `(B, *shape)` that holds only what its rows are made of.
+
+To autograd and to the user it *is* a tensor. What the table at the end names is done on the factors; any other
+operation makes the rows dense, once, and they stay dense from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from expanded_nn._errors import complaint
+from expanded_nn._terms import Dense, Term, merged
+
+aten = torch.ops.aten
+Block = tuple[int, tuple[Term, ...]]  # so many rows, and the terms that add up to them
+
+
+class Cell:
+    """What a factored tensor and its aliases (detached, reshaped) share: blocks of rows, or the dense rows."""
+
+    def __init__(self, blocks: Sequence[Block], row_shape: Sequence[int], dtype: torch.dtype, device: torch.device):
+        self.blocks: tuple[Block, ...] = tuple(blocks)
+        self.dense: Tensor | None = None
+        self.row_shape = tuple(row_shape)
+        self.dtype = dtype
+        self.device = device
+        self.version = 0
+
+    def merge(self) -> tuple[Block, ...]:
+        """The blocks, with the terms of each merged by kind."""
+        if self.dense is not None:
+            return ((self.dense.shape[0], (Dense.of(self.dense),)),)
+        self.blocks = tuple((size, merged(terms) if len(terms) > 1 else terms) for size, terms in self.blocks)
+        return self.blocks
+
+    def densify(self) -> Tensor:
+        """The rows `(B, *row_shape)`, kept in place of the factors."""
+        if self.dense is None:
+            self.dense = self.cat([self._block_rows(size, terms) for size, terms in self.merge()])
+            self.blocks = ()
+        return self.dense
+
+    def _block_rows(self, size: int, terms: tuple[Term, ...]) -> Tensor:
+        if not terms:
+            return torch.zeros(size, *self.row_shape, dtype=self.dtype, device=self.device)
+        rows = terms[0].dense().reshape(size, *self.row_shape)
+        for term in terms[1:]:
+            rows += term.dense().reshape(size, *self.row_shape)
+        return rows
+
+    def cat(self, parts: Sequence[Tensor]) -> Tensor:
+        """The parts of all blocks, one after the other."""
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+    def zeros(self, *size: int) -> Tensor:
+        """Zeros of the rows' dtype, on the rows' device."""
+        return torch.zeros(*size, dtype=self.dtype, device=self.device)
+
+    def replace(self, blocks: Sequence[Block]) -> None:
+        """Other rows in this place: an in-place change."""
+        self.blocks, self.dense, self.version = tuple(blocks), None, self.version + 1
+
+
+class FactoredTensor(Tensor):
+    """A per-sample gradient `(B, *shape)` held as its factors.
+
+    It behaves as a tensor in every operation. Norms of the rows, weighted sums, products with a vector, scaling,
+    adding, concatenating and choosing rows work on the factors; anything else makes it dense first.
+    """
+
+    _cell: Cell
+    _source: tuple[Cell, int] | None  # the rows this one was sliced from, and their version then
+
+    @staticmethod
+    def __new__(cls, cell: Cell, shape: Sequence[int], source: tuple[Cell, int] | None = None) -> FactoredTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=cell.dtype, device=cell.device)
+        tensor._cell = cell
+        tensor._source = source
+        return cast(FactoredTensor, tensor)
+
+    @classmethod
+    def of(cls, term: Term, shape: Sequence[int] | None = None) -> FactoredTensor:
+        """One term as a tensor, of the given shape or `(B, *term.row_shape)`."""
+        cell = Cell([(term.batch, (term,))], term.row_shape, term.dtype, term.factors[0].device)
+        return cls(cell, shape if shape is not None else (term.batch, *term.row_shape))
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The groups of rows, each with its terms."""
+        self._check_source()
+        return self._cell.merge()
+
+    def terms(self) -> tuple[Term, ...]:
+        """All terms of all blocks."""
+        return tuple(term for _, terms in self.blocks for term in terms)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the rows have been made dense."""
+        return self._cell.dense is not None
+
+    def held_numel(self) -> int:
+        """How many numbers are held: those of the factors, or of the dense rows."""
+        return sum(term.numel() for term in self.terms())
+
+    def dense(self) -> Tensor:
+        """The rows as a plain tensor `(B, *shape)`; they stay dense from then on."""
+        if self.requires_grad and torch.is_grad_enabled():
+            return cast(Tensor, _ToDense.apply(self))  # type: ignore[no-untyped-call]
+        return self._rows()
+
+    def _rows(self) -> Tensor:
+        self._check_source()
+        with torch.no_grad():
+            return self._cell.densify().view(self.shape)
+
+    def squared_norms(self) -> Tensor:
+        """`||row||^2` for each row, `(B,)`."""
+        return self._cell.cat([self._block_inner(size, terms) for size, terms in self.blocks])
+
+    def _block_inner(self, size: int, terms: tuple[Term, ...]) -> Tensor:
+        total = self._cell.zeros(size)
+        for position, term in enumerate(terms):
+            total = total + term.squared_norms()
+            for other in terms[:position]:
+                total = total + 2 * term.inner(other)
+        return total
+
+    def weighted_sum(
+        self,
+        weights: Tensor | None = None,  # (B,)
+    ) -> Tensor:
+        """`sum_b weights[b] * row[b]`, `(*shape)`; the plain sum where `weights` is `None`."""
+        total: Tensor | None = None
+        start = 0
+        for size, terms in self.blocks:
+            part = None if weights is None else weights[start : start + size]
+            start += size
+            for term in terms:
+                value = term.weighted_sum(part).reshape(self.shape[1:])
+                total = value if total is None else total + value
+        return self._cell.zeros(*self.shape[1:]) if total is None else total
+
+    def matvec(
+        self,
+        vector: Tensor,  # shape
+    ) -> Tensor:
+        """`<row, vector>` for each row, `(B,)`."""
+        return self._cell.cat(
+            [sum((t.matvec(vector) for t in terms), start=self._cell.zeros(size)) for size, terms in self.blocks]
+        )
+
+    def gram(self, other: Tensor) -> Tensor:
+        """`<row, other_row>` for each pair, `(B, B')`."""
+        others = as_factored(other).blocks
+        return torch.cat(
+            [
+                torch.cat(
+                    [
+                        sum((t.gram(u) for t in terms for u in theirs), start=self._cell.zeros(size, width))
+                        for width, theirs in others
+                    ],
+                    1,
+                )
+                for size, terms in self.blocks
+            ]
+        )
+
+    def _check_source(self) -> None:
+        if self._source is not None and self._source[0].version != self._source[1]:
+            raise complaint(
+                "grad_sample",
+                "rows that were chosen from a factored gradient are used after that was changed in place",
+                "no in-place change between the two",
+                "Choose the rows again, or clone them.",
+            )
+
+    def _remade(self, change: Callable[[Term], Term]) -> list[Block]:
+        return [(size, tuple(change(term) for term in terms)) for size, terms in self.blocks]
+
+    def _like(self, blocks: Sequence[Block], shape: Sequence[int], dtype: torch.dtype | None = None) -> FactoredTensor:
+        cell = Cell(blocks, self._cell.row_shape, dtype or self._cell.dtype, self._cell.device)
+        return FactoredTensor(cell, shape)
+
+    # What a wrapper subclass lacks of a tensor's manners.
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        kinds = " + ".join(type(term).__name__ for term in self.terms()) or "zeros"
+        return f"FactoredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, held as {kinds})"
+
+    def numpy(self, **kwargs: Any) -> Any:
+        return self.dense().numpy(**kwargs)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.dense().__array__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.dense().tolist()
+
+    def data_ptr(self) -> int:
+        return self.dense().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.dense().untyped_storage()
+
+    def storage(self) -> Any:
+        return self.dense().storage()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.dense().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.dense().__dlpack_device__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone()
+        return cast(Tensor, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().dense().clone().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            handler = TABLE.get(func)
+            if handler is not None and not (torch.is_grad_enabled() and _any_requires_grad(args)):
+                result = handler(*args, **(kwargs or {}))
+                if result is not NotImplemented:
+                    return result
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = TABLE.get(func)
+        if handler is not None:
+            result = handler(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return _dense_operation(func, args, kwargs or {})
+
+
+class _ToDense(torch.autograd.Function):
+    """The dense rows of a factored tensor that itself has a derivative."""
+
+    @staticmethod
+    def forward(rows: FactoredTensor) -> Tensor:
+        return rows._rows().clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def as_factored(rows: Tensor) -> FactoredTensor:
+    """A view of any rows `(B, *shape)` that has the algebra of the factored gradient."""
+    return rows if isinstance(rows, FactoredTensor) else FactoredTensor.of(Dense.of(rows))
+
+
+def compact(rows: Tensor) -> Tensor:
+    """The rows in the smaller of their two forms: factors, or dense."""
+    if isinstance(rows, FactoredTensor) and (rows.is_dense or rows.held_numel() >= rows.numel()):
+        return rows.dense()
+    return rows
+
+
+def _any_requires_grad(args: Sequence[Any]) -> bool:
+    return any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+
+
+def _dense_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any operation, on the dense rows. Its in-place changes and views are those of the dense rows."""
+    wrappers: dict[int, FactoredTensor] = {}
+
+    def unwrap(rows: FactoredTensor) -> Tensor:
+        dense = rows._rows()
+        wrappers[id(dense)] = rows
+        return dense
+
+    for rows in _written(func, args, kwargs):
+        if rows._source is not None:
+            _refuse_in_place()
+        rows._cell.version += 1
+    args, kwargs = tree_map_only(FactoredTensor, unwrap, (args, kwargs))
+    result = func(*args, **kwargs)
+    return tree_map_only(Tensor, lambda out: wrappers.get(id(out), out), result)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FactoredTensor]:
+    """The factored tensors that the operation changes in place."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    written = [given.get(each.name) for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, FactoredTensor)]
+
+
+def _refuse_in_place() -> None:
+    raise complaint(
+        "grad_sample",
+        "an in-place change of rows that were chosen from a factored gradient",
+        "a change of the whole gradient, or of a copy",
+        "Clone the rows first.",
+    )
+
+
+def _broadcasts_by_row(rows: FactoredTensor, factor: Any) -> Tensor | float | None:
+    """The number, or the `(B,)` numbers, that multiply the rows, or `None` if `factor` is of another shape."""
+    if not isinstance(factor, Tensor):
+        return float(factor) if isinstance(factor, int | float) else None
+    if isinstance(factor, FactoredTensor) or torch.result_type(rows, factor) != rows.dtype:
+        return None
+    if factor.numel() == 1 and factor.dim() <= rows.dim():
+        return factor.reshape(1).expand(rows.shape[0])
+    if factor.shape == (rows.shape[0], *[1] * (rows.dim() - 1)):
+        return factor.reshape(-1)
+    return None
+
+
+def _times(rows: Any, factor: Any) -> Any:
+    if not isinstance(rows, FactoredTensor):
+        rows, factor = factor, rows
+    by_row = _broadcasts_by_row(rows, factor)
+    return NotImplemented if by_row is None else rows._like(_scaled_blocks(rows, by_row), rows.shape)
+
+
+def _scaled_blocks(rows: FactoredTensor, by_row: Tensor | float) -> list[Block]:
+    if not isinstance(by_row, Tensor):
+        return rows._remade(lambda term: term.scaled(by_row))
+    blocks, start = [], 0
+    for size, terms in rows.blocks:
+        part = by_row[start : start + size]
+        blocks.append((size, tuple(term.scaled(part) for term in terms)))
+        start += size
+    return blocks
+
+
+def _times_(rows: Any, factor: Any) -> Any:
+    if not isinstance(rows, FactoredTensor) or rows.is_dense:
+        return NotImplemented
+    if rows._source is not None:
+        _refuse_in_place()
+    by_row = _broadcasts_by_row(rows, factor)
+    if by_row is None:
+        return NotImplemented
+    rows._cell.replace(_scaled_blocks(rows, by_row))
+    return rows
+
+
+def _inverse(divisor: Any) -> Any:
+    return divisor.reciprocal() if isinstance(divisor, Tensor) else 1.0 / divisor
+
+
+def _divided(rows: Any, divisor: Any) -> Any:
+    if not isinstance(rows, FactoredTensor) or isinstance(divisor, FactoredTensor) or not _divides(divisor):
+        return NotImplemented
+    return _times(rows, _inverse(divisor))
+
+
+def _divided_(rows: Any, divisor: Any) -> Any:
+    if isinstance(divisor, FactoredTensor) or not _divides(divisor):
+        return NotImplemented
+    return _times_(rows, _inverse(divisor))
+
+
+def _divides(divisor: Any) -> bool:
+    return divisor.is_floating_point() if isinstance(divisor, Tensor) else divisor != 0
+
+
+def _negated(rows: FactoredTensor) -> Any:
+    return _times(rows, -1.0)
+
+
+def _added_blocks(rows: Any, other: Any, alpha: float) -> list[Block] | None:
+    """The blocks of a sum of two factored tensors of one shape, or `None` where it has to be dense."""
+    if not (isinstance(rows, FactoredTensor) and isinstance(other, FactoredTensor)):
+        return None
+    if rows.shape != other.shape or rows.dtype != other.dtype or (rows.is_dense and other.is_dense):
+        return None
+    ours, theirs = rows.blocks, other.blocks
+    if [size for size, _ in ours] != [size for size, _ in theirs]:
+        return None
+    return [
+        (size, (*terms, *(term if alpha == 1 else term.scaled(alpha) for term in more)))
+        for (size, terms), (_, more) in zip(ours, theirs, strict=True)
+    ]
+
+
+def _plus(rows: Any, other: Any, *, alpha: float = 1) -> Any:
+    blocks = _added_blocks(rows, other, alpha)
+    return NotImplemented if blocks is None else rows._like(blocks, rows.shape)
+
+
+def _plus_(rows: Any, other: Any, *, alpha: float = 1) -> Any:
+    blocks = None if isinstance(rows, FactoredTensor) and rows.is_dense else _added_blocks(rows, other, alpha)
+    if blocks is None:
+        return NotImplemented
+    if rows._source is not None:
+        _refuse_in_place()
+    rows._cell.replace(blocks)
+    return rows
+
+
+def _minus(rows: Any, other: Any, *, alpha: float = 1) -> Any:
+    return _plus(rows, other, alpha=-alpha)
+
+
+def _minus_(rows: Any, other: Any, *, alpha: float = 1) -> Any:
+    return _plus_(rows, other, alpha=-alpha)
+
+
+def _dims(rows: FactoredTensor, dim: Any) -> set[int]:
+    if dim is None or dim == []:
+        return set(range(rows.dim()))
+    return {each % rows.dim() for each in ([dim] if isinstance(dim, int) else dim)}
+
+
+def _total(rows: FactoredTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if _dims(rows, dim) != {0} or dtype not in (None, rows.dtype):
+        return NotImplemented
+    total = rows.weighted_sum()
+    return total.unsqueeze(0) if keepdim else total
+
+
+def _average(rows: FactoredTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    total = _total(rows, dim, keepdim, dtype=dtype)
+    return total if total is NotImplemented else total / rows.shape[0]
+
+
+def _norm(rows: FactoredTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    dims = _dims(rows, dim)
+    if ord != 2 or dtype not in (None, rows.dtype) or rows.dim() < 2:
+        return NotImplemented
+    if dims == set(range(rows.dim())):
+        total = rows.squared_norms().sum().sqrt()
+        return total.reshape([1] * rows.dim()) if keepdim else total
+    if dims == set(range(1, rows.dim())):
+        norms = rows.squared_norms().clamp(min=0).sqrt()
+        return norms.reshape(-1, *[1] * (rows.dim() - 1)) if keepdim else norms
+    return NotImplemented
+
+
+def _viewed(rows: FactoredTensor, shape: Sequence[int]) -> Any:
+    if rows.is_dense or not shape:
+        return NotImplemented
+    shape = torch.empty(rows.shape, device="meta").view(*shape).shape
+    if shape[0] != rows.shape[0]:
+        return NotImplemented
+    return FactoredTensor(rows._cell, shape, rows._source)
+
+
+def _aliased(rows: FactoredTensor) -> FactoredTensor:
+    return FactoredTensor(rows._cell, rows.shape, rows._source)
+
+
+def _cloned(rows: FactoredTensor, *, memory_format: Any = None) -> Any:
+    if rows.is_dense:
+        return NotImplemented
+    return rows._like(rows._remade(lambda term: term.map(Tensor.clone)), rows.shape)
+
+
+def _converted(rows: FactoredTensor, *, dtype: Any = None, **others: Any) -> Any:
+    if rows.is_dense or dtype is None or any(value is not None for key, value in others.items() if key != "non_blocking"):
+        return NotImplemented
+    return rows._like(rows._remade(lambda term: term.to(dtype)), rows.shape, dtype)
+
+
+def _catenated(tensors: Sequence[Any], dim: int = 0) -> Any:
+    first = tensors[0]
+    if not all(isinstance(rows, FactoredTensor) and not rows.is_dense for rows in tensors) or dim not in (0, -first.dim()):
+        return NotImplemented
+    if any(rows.shape[1:] != first.shape[1:] or rows.dtype != first.dtype for rows in tensors):
+        return NotImplemented
+    size = sum(rows.shape[0] for rows in tensors)
+    return first._like([block for rows in tensors for block in rows.blocks], (size, *first.shape[1:]))
+
+
+def _chosen(rows: FactoredTensor, choose: Callable[[Tensor], Tensor], *, alias: bool) -> Any:
+    """The rows that `choose` takes of any tensor `(B, ...)`: of each factor."""
+    if rows.is_dense or len(rows.blocks) != 1:
+        return NotImplemented
+    ((_, terms),) = rows.blocks
+    size = choose(torch.empty(rows.shape[0], 0, device=rows.device)).shape[0]
+    chosen = rows._like([(size, tuple(term.map(choose) for term in terms))], (size, *rows.shape[1:]))
+    if alias:
+        chosen._source = rows._source or (rows._cell, rows._cell.version)
+    return chosen
+
+
+def _sliced(rows: FactoredTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    if dim % rows.dim() != 0:
+        return NotImplemented
+    return _chosen(rows, lambda factor: factor[start:end:step], alias=True)
+
+
+def _indexed(rows: FactoredTensor, indices: Sequence[Any]) -> Any:
+    if len(indices) != 1 or indices[0] is None or indices[0].dim() != 1:
+        return NotImplemented
+    return _chosen(rows, lambda factor: factor[indices[0]], alias=False)
+
+
+def _index_selected(rows: FactoredTensor, dim: int, index: Tensor) -> Any:
+    if dim % rows.dim() != 0 or index.dim() != 1:
+        return NotImplemented
+    return _chosen(rows, lambda factor: factor[index], alias=False)
+
+
+def _times_vector(rows: Any, vector: Any) -> Any:
+    if not isinstance(rows, FactoredTensor) or isinstance(vector, FactoredTensor) or vector.dtype != rows.dtype:
+        return NotImplemented
+    return rows.matvec(vector)
+
+
+def _einsum(equation: str, *operands: Any) -> Any:
+    """`einsum("b,b...->...", weights, rows)`, in any letters and either order: the weighted sum of the rows."""
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    labels = inputs.split(",")
+    if len(operands) != 2 or len(labels) != 2:
+        return NotImplemented
+    if isinstance(operands[0], FactoredTensor):
+        operands, labels = operands[::-1], labels[::-1]
+    weights, rows = operands
+    row = labels[1][1:]
+    if not isinstance(rows, FactoredTensor) or isinstance(weights, FactoredTensor) or weights.dim() != 1:
+        return NotImplemented
+    if len(labels[0]) != 1 or labels[1][:1] != labels[0] or labels[0] in row:
+        return NotImplemented
+    if row != "..." and (not row.isalpha() or len(set(row)) != rows.dim() - 1):
+        return NotImplemented
+    if output != row if arrow else row != "..." and row != "".join(sorted(row)):
+        return NotImplemented
+    return rows.weighted_sum(weights) if weights.dtype == rows.dtype else NotImplemented
+
+
+def _assigned(rows: Any, *_: Any) -> Any:
+    if isinstance(rows, FactoredTensor):
+        rows._rows()
+    return NotImplemented
+
+
+TABLE: dict[Any, Callable[..., Any]] = {
+    # operator -> function on the factors; NotImplemented makes the rows dense
+    aten.add.Tensor: _plus,
+    aten.add_.Tensor: _plus_,
+    aten.sub.Tensor: _minus,
+    aten.sub_.Tensor: _minus_,
+    aten.neg.default: _negated,
+    aten.mul.Tensor: _times,
+    aten.mul.Scalar: _times,
+    aten.mul_.Tensor: _times_,
+    aten.mul_.Scalar: _times_,
+    aten.div.Tensor: _divided,
+    aten.div.Scalar: _divided,
+    aten.div_.Tensor: _divided_,
+    aten.div_.Scalar: _divided_,
+    aten.sum.dim_IntList: _total,
+    aten.mean.dim: _average,
+    aten.linalg_vector_norm.default: _norm,
+    aten.mv.default: _times_vector,
+    torch.einsum: _einsum,
+    aten.view.default: _viewed,
+    aten._unsafe_view.default: _viewed,
+    aten.detach.default: _aliased,
+    aten.alias.default: _aliased,
+    aten.clone.default: _cloned,
+    aten._to_copy.default: _converted,
+    aten.cat.default: _catenated,
+    aten.slice.Tensor: _sliced,
+    aten.index.Tensor: _indexed,
+    aten.index_select.default: _index_selected,
+    Tensor.__setitem__: _assigned,
+}

@@ -1,0 +1,1 @@
+"""One room a family of layers: the autograd Function, the functional op, the module, in that order."""

@@ -1,0 +1,172 @@
+"""The general rule: any module with parameters of its own, by `vmap` of its forward over expanded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from expanded_nn._batch import batch_dim
+from expanded_nn._errors import complaint
+from expanded_nn._module import Expanded
+
+
+class General(Expanded):
+    """A module of the user's own: each sample goes through its forward alone, as a batch of one, under `vmap`.
+
+    The parameters of the module, of its children and of its parameter lists are all expanded, and the forward may
+    use them in any way. A tensor argument with B rows is split into samples; any other is shared by all. Every
+    tensor that the forward returns has the samples where the arguments have them.
+    """
+
+    def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
+        batch = self.batch_size
+        places = [(module, name) for module in self.modules() for name, each in module._parameters.items() if each is not None]
+        expanded = [self._expanded_of(module, name) for module, name in places]
+        leaves, structure = tree_flatten((args, kwargs))
+        dims = [self._sample_dim(leaf, batch) for leaf in leaves]
+        if batch == 0:
+            return self._empty(places, expanded, args, kwargs)
+        returned: list[Any] = []
+
+        def one_sample(weights: list[Tensor], inputs: list[Any]) -> list[Tensor]:
+            alone = [each if dim is None else each.unsqueeze(dim) for each, dim in zip(inputs, dims, strict=True)]
+            args, kwargs = tree_unflatten(alone, structure)
+            with _swapped(places, weights), _Exceptions():
+                result = self._plain_forward(*args, **kwargs)
+            outputs, returned[:] = tree_flatten(result)[0], [result]
+            return [self._without_batch(each) for each in outputs if isinstance(each, Tensor)]
+
+        outputs = iter(self._mapped(one_sample, dims)(expanded, leaves))
+        result_leaves, result_structure = tree_flatten(returned[0])
+        self._refuse_mutation(leaves)
+        return tree_unflatten(
+            [self._with_batch(next(outputs)) if isinstance(each, Tensor) else each for each in result_leaves],
+            result_structure,
+        )
+
+    def _mapped(self, function: Callable[..., Any], dims: list[int | None]) -> Callable[..., Any]:
+        mapped = torch.vmap(function, in_dims=(0, dims), randomness="different")
+
+        def call(*arguments: Any) -> Any:
+            recorder = self._recorder
+            if recorder is not None:
+                recorder.plain += 1
+            try:
+                return mapped(*arguments)
+            except RuntimeError as error:
+                if "vmap" not in str(error):
+                    raise
+                raise complaint(
+                    self.name,
+                    f"its forward does what vmap cannot follow ({error})",
+                    "a forward that treats each sample alone and changes nothing in place that samples share",
+                    "Write its per-sample forward with @expands, or keep the parameters in modules of torch.nn.",
+                ) from error
+            finally:
+                if recorder is not None:
+                    recorder.plain -= 1
+
+        return call
+
+    def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super(Expanded, self).forward(*args, **kwargs)
+
+    def _expanded_of(self, module: torch.nn.Module, name: str) -> Tensor:
+        parameter = module._parameters[name]
+        assert parameter is not None
+        if isinstance(module, Expanded) and module._is_batched(name, parameter):
+            return parameter
+        if self._recorder is None or not torch.is_grad_enabled():
+            return parameter.expand(self.batch_size, *parameter.shape)
+        return self._recorder.expand(parameter)
+
+    def _sample_dim(self, leaf: Any, batch: int) -> int | None:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            return None
+        first = self._recorder is None or self._recorder.settings.batch_first
+        dim = batch_dim(leaf.dim(), batch_first=first)
+        return dim if leaf.shape[dim] == batch else None
+
+    def _without_batch(self, output: Tensor) -> Tensor:
+        first = self._recorder is None or self._recorder.settings.batch_first
+        dim = batch_dim(output.dim(), batch_first=first)
+        if output.dim() == 0 or output.shape[dim] != 1:
+            raise complaint(
+                self.name,
+                f"for one sample its forward returns a tensor of shape {tuple(output.shape)}",
+                f"one row in dimension {dim}, the sample's",
+                "Return tensors with a batch dimension, and reduce over the samples outside of the module.",
+            )
+        return output.squeeze(dim)
+
+    def _with_batch(self, output: Tensor) -> Tensor:
+        first = self._recorder is None or self._recorder.settings.batch_first
+        return output.movedim(0, batch_dim(output.dim(), batch_first=first))
+
+    def _refuse_mutation(self, leaves: list[Any]) -> None:
+        """A tensor of one sample that the forward left behind in the module or in an argument."""
+        kept = [(f"attribute {name!r}", value) for module in self.modules() for name, value in vars(module).items()]
+        kept += [("a buffer", module._buffers) for module in self.modules()]
+        kept += [("an argument", vars(leaf)) for leaf in leaves if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__")]
+        for what, value in kept:
+            if any(isinstance(each, Tensor) and _is_of_one_sample(each) for each in tree_leaves(value)):
+                raise complaint(
+                    self.name,
+                    f"its forward keeps tensors in {what}",
+                    "a forward that leaves nothing behind",
+                    "Do without the cache in per-sample mode, or write the per-sample forward with @expands.",
+                )
+
+    def _empty(self, places: list[Any], expanded: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """No samples: the plain forward says the shapes, and every parameter gets no rows."""
+        with _swapped(places, [module._parameters[name].detach() for module, name in places]):
+            result = self._plain_forward(*args, **kwargs)
+        leaves, structure = tree_flatten(result)
+        nothing = sum(each.sum() for each in expanded)
+        return tree_unflatten(
+            [each + nothing.to(each.dtype) if isinstance(each, Tensor) and each.is_floating_point() else each for each in leaves],
+            structure,
+        )
+
+
+@contextmanager
+def _swapped(places: list[tuple[torch.nn.Module, str]], weights: list[Tensor]) -> Iterator[None]:
+    """Other tensors in the parameters' places."""
+    originals = [module._parameters[name] for module, name in places]
+    try:
+        for (module, name), weight in zip(places, weights, strict=True):
+            module._parameters[name] = weight  # type: ignore[assignment]
+        yield
+    finally:
+        for (module, name), original in zip(places, originals, strict=True):
+            module._parameters[name] = original
+
+
+class _Exceptions(TorchFunctionMode):
+    """Operations whose gradient is wrong under `vmap`, written so that it is right."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding:
+            return _embedding(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    """`F.embedding` without `padding_idx`, whose gradient under `vmap` (torch 2.13) is wrong: those rows are constants."""
+    rows = F.embedding(input, weight, None, *args, **kwargs)
+    if padding_idx is None:
+        return rows
+    padding_idx = padding_idx % weight.shape[0]
+    return torch.where((input == padding_idx).unsqueeze(-1), rows.detach(), rows)
+
+
+def _is_of_one_sample(tensor: Tensor) -> bool:
+    return torch._C._functorch.is_batchedtensor(tensor)

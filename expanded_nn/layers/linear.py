@@ -1,0 +1,183 @@
+"""Linear maps: `Linear` and `Bilinear`."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import einsum
+from torch import Tensor, nn
+
+from expanded_nn._module import Expanded
+from expanded_nn._registry import expands
+from expanded_nn._shared import is_shared, shared, shared_or_none
+from expanded_nn._terms import Outer
+from expanded_nn.factored import FactoredTensor
+
+
+class _OuterRows(torch.autograd.Function):
+    """`sum_t g[b,t,:] (x) a[b,t,:]`, held as its factors; differentiable in both."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(g, a)
+        return FactoredTensor.of(Outer.of(g, a, dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        g, a = ctx.saved_tensors
+        grad = grad.to(g.dtype)
+        return torch.bmm(a, grad.transpose(1, 2)), torch.bmm(g, grad), None
+
+
+def outer_rows(
+    g: Tensor,  # (B, *, out)
+    a: Tensor,  # (B, *, in)
+    dtype: torch.dtype,
+) -> Tensor:  # (B, out, in)
+    """The rows of a linear map's weight, factored."""
+    g, a = positions(g), positions(a)
+    if torch.is_grad_enabled():
+        return _OuterRows.apply(g, a, dtype)  # type: ignore[no-untyped-call,no-any-return]
+    return FactoredTensor.of(Outer.of(g, a, dtype))
+
+
+def positions(
+    x: Tensor,  # (B, *, features)
+) -> Tensor:  # (B, T, features)
+    """All dimensions between the batch and the features as one."""
+    return x.reshape(x.shape[0], prod(x.shape[1:-1]), x.shape[-1])
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map whose weight is one, expanded over the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return F.linear(x, shared(weight), shared_or_none(bias))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            if torch.is_grad_enabled():
+                grad_x = linear(g, weight.transpose(1, 2)).to(x.dtype)
+            else:
+                grad_x = torch.matmul(g, shared(weight).to(g.dtype)).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = outer_rows(g, x.to(g.dtype), weight.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = positions(g).sum(1, dtype=ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias
+
+
+def linear(
+    x: Tensor,  # (B, *, in)
+    weight: Tensor,  # (B, out, in)
+    bias: Tensor | None = None,  # (B, out)
+) -> Tensor:  # (B, *, out)
+    """Applies each sample's own linear map, `y[b] = x[b] @ weight[b].T + bias[b]`.
+
+    Args:
+        x: `(B, *, in)`.
+        weight: `(B, out, in)`; expanded over the batch (stride 0) it runs as one `F.linear`.
+        bias: `(B, out)`, or `None`.
+
+    Returns:
+        `(B, *, out)`.
+    """
+    if is_shared(weight, bias):
+        return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
+    y = torch.bmm(positions(x), weight.transpose(1, 2))
+    if bias is not None:
+        y = y + bias[:, None, :]
+    return y.reshape(*x.shape[:-1], weight.shape[1])
+
+
+@expands(nn.Linear)
+class Linear(Expanded, nn.Linear):
+    """`torch.nn.Linear` with per-sample gradients; input `(B, *, in_features)`."""
+
+    ranks = {"weight": 2, "bias": 1}
+
+    def expanded_forward(self, input: Tensor) -> Tensor:
+        return self.by_sample(lambda x: linear(x, self.expanded("weight"), self.expanded("bias")), 1, input=input)
+
+
+class _Bilinear(torch.autograd.Function):
+    """A bilinear map whose weight is one, expanded over the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x1, x2, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return F.bilinear(x1, x2, shared(weight), shared_or_none(bias))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x1, x2, weight = ctx.saved_tensors
+        grad_x1 = grad_x2 = grad_weight = grad_bias = None
+        if torch.is_grad_enabled():
+            each, one = "b o i j", weight.to(g.dtype)
+        else:
+            each, one = "o i j", shared(weight).to(g.dtype)
+        flat_g, flat_x1, flat_x2 = positions(g), positions(x1).to(g.dtype), positions(x2).to(g.dtype)
+        if ctx.needs_input_grad[0]:
+            grad_x1 = einsum(flat_g, flat_x2, one, f"b t o, b t j, {each} -> b t i").reshape(x1.shape).to(x1.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_x2 = einsum(flat_g, flat_x1, one, f"b t o, b t i, {each} -> b t j").reshape(x2.shape).to(x2.dtype)
+        if ctx.needs_input_grad[2]:
+            rows = outer_rows(flat_g, _pairs(flat_x1, flat_x2), weight.dtype)
+            grad_weight = rows.view(weight.shape)
+        if ctx.needs_input_grad[3]:
+            grad_bias = flat_g.sum(1, dtype=ctx.bias_dtype)
+        return grad_x1, grad_x2, grad_weight, grad_bias
+
+
+def _pairs(
+    x1: Tensor,  # (B, T, in1)
+    x2: Tensor,  # (B, T, in2)
+) -> Tensor:  # (B, T, in1 * in2)
+    """All products of a feature of the one with a feature of the other."""
+    return (x1[..., :, None] * x2[..., None, :]).flatten(2)
+
+
+def bilinear(
+    input1: Tensor,  # (B, *, in1)
+    input2: Tensor,  # (B, *, in2)
+    weight: Tensor,  # (B, out, in1, in2)
+    bias: Tensor | None = None,  # (B, out)
+) -> Tensor:  # (B, *, out)
+    """Applies each sample's own bilinear map, `y[b,o] = input1[b] @ weight[b,o] @ input2[b] + bias[b,o]`.
+
+    Args:
+        input1: `(B, *, in1)`.
+        input2: `(B, *, in2)`.
+        weight: `(B, out, in1, in2)`; expanded over the batch (stride 0) it runs as one `F.bilinear`.
+        bias: `(B, out)`, or `None`.
+
+    Returns:
+        `(B, *, out)`.
+    """
+    if is_shared(weight, bias):
+        return _Bilinear.apply(input1, input2, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
+    pairs = _pairs(positions(input1), positions(input2))
+    return linear(pairs, weight.flatten(2), bias).reshape(*input1.shape[:-1], weight.shape[1])
+
+
+@expands(nn.Bilinear)
+class Bilinear(Expanded, nn.Bilinear):
+    """`torch.nn.Bilinear` with per-sample gradients; inputs `(B, *, in1_features)` and `(B, *, in2_features)`."""
+
+    ranks = {"weight": 3, "bias": 1}
+
+    def expanded_forward(self, input1: Tensor, input2: Tensor) -> Tensor:
+        def op(x1: Tensor, x2: Tensor) -> Tensor:
+            return bilinear(x1, x2, self.expanded("weight"), self.expanded("bias"))
+
+        return self.by_sample(op, 1, input1=input1, input2=input2)
