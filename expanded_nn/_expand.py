@@ -95,6 +95,7 @@ class Recorder:
         self.expanded: dict[Tensor, tuple[Pass, int, int, Tensor]] = {}
         self.backward: int | None = None
         self.recomputing = False
+        self.mapping = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         return memo.setdefault(id(self), Recorder(self.settings))
@@ -174,7 +175,7 @@ class Recorder:
     def _expand_computed(self, weight: Tensor, batch: int) -> Tensor:
         """A weight computed from parameters (a parametrization): shared value, rows for the parameters."""
         leaves = _leaves_of(weight)
-        return _ExpandComputed.apply((weight, leaves), batch, *map(self.expand, leaves))  # type: ignore[no-untyped-call,no-any-return]
+        return _ExpandComputed.apply((weight, leaves, self), batch, *map(self.expand, leaves))  # type: ignore[no-untyped-call,no-any-return]
 
     def _leaf(self, parameter: Tensor) -> Leaf:
         leaf = self.leaves.get(parameter)
@@ -309,7 +310,7 @@ class _ExpandComputed(torch.autograd.Function):
     """A computed weight, expanded; its vector-Jacobian product is mapped over the rows."""
 
     @staticmethod
-    def forward(ctx: Any, computed: tuple[Tensor, list[Tensor]], batch: int, *expanded: Tensor) -> Tensor:
+    def forward(ctx: Any, computed: tuple[Tensor, list[Tensor], Recorder], batch: int, *expanded: Tensor) -> Tensor:
         ctx.computed = computed
         weight = computed[0].detach()
         return weight.expand(batch, *weight.shape)
@@ -322,11 +323,15 @@ class _ExpandComputed(torch.autograd.Function):
                 "rows of those have no second derivative. Ask for derivatives with respect to inputs only, or remove "
                 "the parametrization."
             )
-        weight, leaves = ctx.computed
+        weight, leaves, recorder = ctx.computed
         if rows.shape[0] == 0:
             return None, None, *(leaf.new_zeros(0, *leaf.shape) for leaf in leaves)
         dense = rows.dense() if isinstance(rows, FactoredTensor) else rows
-        grads = torch.autograd.grad(weight, leaves, dense, retain_graph=True, is_grads_batched=True)
+        recorder.mapping = True
+        try:
+            grads = torch.autograd.grad(weight, leaves, dense, retain_graph=True, is_grads_batched=True)
+        finally:
+            recorder.mapping = False
         return None, None, *grads
 
 
@@ -391,9 +396,9 @@ class _OutsideUse:
     def __init__(self, recorder: Recorder, leaf: Leaf, parameter: Tensor) -> None:
         self.recorder, self.leaf, self.parameter = weakref.ref(recorder), leaf, weakref.ref(parameter)
 
-    def __call__(self, grad: Tensor) -> None:
+    def __call__(self, grad: Tensor | None) -> None:
         recorder, parameter, leaf = self.recorder(), self.parameter(), self.leaf
-        if recorder is None or parameter is None or torch._C._functorch.is_batchedtensor(grad):
+        if grad is None or recorder is None or parameter is None or recorder.mapping:
             return
         mine = leaf.task == running_backward()
         sent, expected = (leaf.sent, leaf.expected) if mine else (None, None)

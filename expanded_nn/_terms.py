@@ -34,7 +34,7 @@ class Term(ABC):
         self, factors: Sequence[Tensor], row_shape: Sequence[int], dtype: torch.dtype, coefficient: float = 1.0
     ) -> None:
         self.factors = tuple(factor.detach() for factor in factors)
-        self.versions = tuple(factor._version for factor in self.factors)
+        self.guards = tuple((factor, factor._version) for factor in self.factors)
         self.row_shape = tuple(row_shape)
         self.dtype = dtype
         self.coefficient = coefficient
@@ -57,6 +57,13 @@ class Term(ABC):
     def remake(self, factors: Sequence[Tensor], coefficient: float, dtype: torch.dtype) -> Term:
         """The same kind of term from other factors."""
         return type(self)(factors, self.row_shape, dtype, coefficient)
+
+    def _derived(self, factors: Sequence[Tensor], coefficient: float, dtype: torch.dtype) -> Term:
+        """A term that stands on this one's memory: below autograd, views have no version counter in common."""
+        self.check()
+        term = self.remake(factors, coefficient, dtype)
+        term.guards = self.guards
+        return term
 
     def inner(self, other: Term) -> Tensor:
         """`<row[b], other_row[b]>`, `(B,)`."""
@@ -89,22 +96,24 @@ class Term(ABC):
 
     def scaled(self, factor: float | Tensor) -> Term:
         """All rows times a number, or each row times its own, `(B,)`."""
-        self.check()
         if not isinstance(factor, Tensor):
-            return self.remake(self.factors, self.coefficient * factor, self.dtype)
+            return self._derived(self.factors, self.coefficient * factor, self.dtype)
         first = self.factors[0]
         first = first * factor.to(first.dtype).reshape(-1, *[1] * (first.dim() - 1))
-        return self.remake((first, *self.factors[1:]), self.coefficient, self.dtype)
+        return self._derived((first, *self.factors[1:]), self.coefficient, self.dtype)
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Term:
-        """The term whose factors are `function` of this one's: a choice of rows, a copy."""
+    def map(self, choose: Callable[[Tensor], Tensor]) -> Term:
+        """The term of the rows that `choose` takes of any tensor `(B, ...)`."""
+        return self._derived([choose(factor) for factor in self.factors], self.coefficient, self.dtype)
+
+    def clone(self) -> Term:
+        """The same rows, from factors in memory of their own."""
         self.check()
-        return self.remake([function(factor) for factor in self.factors], self.coefficient, self.dtype)
+        return self.remake([factor.clone() for factor in self.factors], self.coefficient, self.dtype)
 
     def to(self, dtype: torch.dtype) -> Term:
         """The same rows, in another dtype."""
-        self.check()
-        return self.remake(self.factors, self.coefficient, dtype)
+        return self._derived(self.factors, self.coefficient, dtype)
 
     def chunks(self) -> Iterator[Term]:
         """The term in groups of rows whose dense form is of bounded size."""
@@ -117,7 +126,7 @@ class Term(ABC):
 
     def check(self) -> None:
         """Raises if a factor was changed in place since the term was made."""
-        if any(factor._version != version for factor, version in zip(self.factors, self.versions, strict=True)):
+        if any(factor._version != version for factor, version in self.guards):
             raise complaint(
                 "grad_sample",
                 "a tensor that a factored per-sample gradient still needs (a layer's input, or the gradient of "

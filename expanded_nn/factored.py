@@ -467,7 +467,7 @@ def _aliased(rows: FactoredTensor) -> FactoredTensor:
 def _cloned(rows: FactoredTensor, *, memory_format: Any = None) -> Any:
     if rows.is_dense:
         return NotImplemented
-    return rows._like(rows._remade(lambda term: term.map(Tensor.clone)), rows.shape)
+    return rows._like(rows._remade(Term.clone), rows.shape)
 
 
 def _converted(rows: FactoredTensor, *, dtype: Any = None, **others: Any) -> Any:
