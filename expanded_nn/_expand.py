@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.factored import Cell, FactoredTensor, compact
+from expanded_nn.factored import Cell, FactoredTensor, compact, times
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class Recorder:
         self.live: list[weakref.ref[Pass]] = []
         self.held: list[Pass] = []
         self.leaves: dict[Tensor, Leaf] = {}
+        self.watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.expanded: dict[Tensor, tuple[Pass, int, int, Tensor]] = {}
         self.backward: int | None = None
         self.recomputing = False
@@ -114,6 +115,7 @@ class Recorder:
         previous = self.current
         if self.depth == 0:
             self.root = weakref.ref(module)
+            self._watch(module)
             self.open(module, self.settings.batch_size if self.settings.batch_size is not None else batch)
         self.depth += 1
         try:
@@ -122,6 +124,14 @@ class Recorder:
             self.depth -= 1
             if self.depth == 0 and running_backward() >= 0:
                 self.current = previous
+
+    def _watch(self, module: nn.Module) -> None:
+        """Hooks on all parameters: one that no layer expands may be used outside of its module as well."""
+        if module not in self.watched:
+            self.watched.add(module)
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    self._leaf(parameter)
 
     def open(self, module: nn.Module, batch: int | None) -> Pass:
         """The pass that a forward of so many samples belongs to, a new one if need be."""
@@ -273,6 +283,7 @@ class Recorder:
         for leaf in self.leaves.values():
             leaf.handle.remove()
         self.leaves.clear()
+        self.watched.clear()
         self.expanded.clear()
         self.held.clear()
         self.current = None
@@ -300,7 +311,7 @@ class _Expand(torch.autograd.Function):
         rows = compact(rows)
         total = _total(rows) if recorder.settings.accumulate_grad else None
         scale = float(ctx.now.batch) if recorder.settings.loss_reduction == "mean" else 1.0
-        recorder.deliver(ctx.now, ctx.parameter, rows * scale)
+        recorder.deliver(ctx.now, ctx.parameter, times(rows, scale))
         if total is not None:
             _send(ctx.leaf, total)
         return total, None, None, None
@@ -358,10 +369,12 @@ def _leaves_of(weight: Tensor) -> list[Tensor]:
 
 def _total(rows: Tensor) -> Tensor:
     """The plain gradient: sparse where torch's is."""
-    terms = rows.terms() if isinstance(rows, FactoredTensor) else ()
+    if not isinstance(rows, FactoredTensor) or rows.requires_grad:
+        return rows.sum(0)
+    terms = rows.terms()
     if terms and all(getattr(term, "sparse", False) for term in terms):
         return sum((term.sparse_sum() for term in terms[1:]), start=terms[0].sparse_sum())  # type: ignore[attr-defined]
-    return rows.sum(0)
+    return rows.weighted_sum()
 
 
 def _zero_rows(batch: int, parameter: Tensor) -> Tensor:
@@ -411,7 +424,8 @@ class _OutsideUse:
             recorder.name_of(parameter),
             "the parameter is also used outside of its module, so its gradient has a part that belongs to no row",
             "every use inside the module that holds it",
-            "Call the module, or use the expanded parameter: module.expanded('weight').",
+            "Give the second use a layer of its own that shares the parameter (head.weight = embedding.weight) and "
+            "call that layer.",
         )
 
 

@@ -17,7 +17,7 @@ from expanded_nn.layers.general import General
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_HARMLESS = {"__init__", "__new__", "__doc__", "extra_repr", "reset_parameters", "_reset_parameters", "__repr__"}
+_HARMLESS = {"extra_repr", "reset_parameters", "_reset_parameters"}
 _BELONGS_TO_PARENT = (nn.ParameterList, nn.ParameterDict, parametrize.ParametrizationList)
 
 
@@ -50,7 +50,7 @@ def convert(model: Model, *, inplace: bool = False) -> Model:
     if not inplace:
         model = _copied(model)
     for module in list(_convertible(model)):
-        module.__class__ = _expanded_class(type(module), module)
+        module.__class__ = _expanded_class(type(module))
         if isinstance(module, General):
             module.ranks = {name: each.dim() for name, each in module._parameters.items() if each is not None}
     if not isinstance(model, PerSampleModule):
@@ -135,11 +135,11 @@ def _holds_parameters(module: nn.Module) -> bool:
     return any(isinstance(child, lists) and any(True for _ in child.parameters()) for child in module.children())
 
 
-def _expanded_class(module_class: type[nn.Module], module: nn.Module) -> type[nn.Module]:
+def _expanded_class(module_class: type[nn.Module]) -> type[nn.Module]:
     if module_class in EXPANDED:
         return EXPANDED[module_class]
     base = registered_base(module_class)
-    if base is None or (_overrides(module_class, base) and not parametrize.is_parametrized(module)):
+    if base is None or _overrides(module_class, base):
         return twin_class(General, module_class)
     return twin_class(EXPANDED[base], module_class)  # type: ignore[arg-type]
 
@@ -148,9 +148,9 @@ def _overrides(module_class: type[nn.Module], base: type[nn.Module]) -> bool:
     """Whether a user's subclass changes what `base` does, and not only how it is made or shown."""
     own = module_class.__mro__[: module_class.__mro__.index(base)]
     return any(
-        name not in _HARMLESS and callable(getattr(base, name, None)) and callable(value)
+        callable(getattr(base, name, None)) and (name == "__call__" or not (name in _HARMLESS or name.startswith("__")))
         for each in own
-        for name, value in vars(each).items()
+        for name in vars(each)
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._batch import batch_dim
-from expanded_nn._errors import complaint
+from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._module import Expanded
 
 
@@ -38,7 +40,7 @@ class General(Expanded):
         def one_sample(weights: list[Tensor], inputs: list[Any]) -> list[Tensor]:
             alone = [each if dim is None else each.unsqueeze(dim) for each, dim in zip(inputs, dims, strict=True)]
             args, kwargs = tree_unflatten(alone, structure)
-            with _swapped(places, weights), _Exceptions():
+            with _swapped(places, weights), _quiet_fallbacks(), _Watch(self):
                 result = self._plain_forward(*args, **kwargs)
             outputs, returned[:] = tree_flatten(result)[0], [result]
             return [self._without_batch(each) for each in outputs if isinstance(each, Tensor)]
@@ -61,7 +63,7 @@ class General(Expanded):
             try:
                 return mapped(*arguments)
             except RuntimeError as error:
-                if "vmap" not in str(error):
+                if isinstance(error, PerSampleError) or not re.search("vmap|[Bb]atching rule", str(error)):
                     raise
                 raise complaint(
                     self.name,
@@ -149,14 +151,46 @@ def _swapped(places: list[tuple[torch.nn.Module, str]], weights: list[Tensor]) -
             module._parameters[name] = original
 
 
-class _Exceptions(TorchFunctionMode):
-    """Operations whose gradient is wrong under `vmap`, written so that it is right."""
+@contextmanager
+def _quiet_fallbacks() -> Iterator[None]:
+    """Without the warning that `vmap` loops over the samples for some operation, as nothing can be done about it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
+        yield
+
+
+class _Watch(TorchFunctionMode):
+    """Corrects operations whose gradient is wrong under `vmap`, and names shared tensors that the forward changes."""
+
+    def __init__(self, module: General) -> None:
+        super().__init__()
+        self.module = module
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.embedding:
             return _embedding(*args, **kwargs)
+        if _is_in_place(func) and not _is_of_one_sample(args[0]):
+            if any(isinstance(each, Tensor) and _is_of_one_sample(each) for each in tree_leaves((args, kwargs))):
+                raise self._shared_change(args[0])
         return func(*args, **kwargs)
+
+    def _shared_change(self, tensor: Tensor) -> PerSampleError:
+        names = [f"the buffer {name!r}" for name, buffer in self.module.named_buffers() if buffer is tensor]
+        return complaint(
+            self.module.name,
+            f"its forward writes what belongs to one sample into {names[0] if names else 'a tensor that all share'}",
+            "a forward that changes nothing that samples share",
+            "Do without that buffer in per-sample mode, or write the per-sample forward with @expands.",
+        )
+
+
+def _is_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"}
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
