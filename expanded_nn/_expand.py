@@ -86,7 +86,7 @@ class Recorder:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.depth = 0
-        self.plain = 0
+        self.originals: dict[tuple[nn.Module, str], Tensor] | None = None
         self.root: weakref.ref[nn.Module] | None = None
         self.current: Pass | None = None
         self.live: list[weakref.ref[Pass]] = []
@@ -251,6 +251,11 @@ class Recorder:
         for parameter, leaf in self.leaves.items():
             if leaf.given is not None and leaf.given.shape[0] != sum(each.batch for each in self.held):
                 self._publish(parameter)
+        self.note_grads()
+
+    def note_grads(self) -> None:
+        """Notes each `.grad` as it is now, so that clearing it is seen."""
+        for parameter, leaf in self.leaves.items():
             leaf.grad = None if parameter.grad is None else (weakref.ref(parameter.grad), parameter.grad._version)
 
     def _drop_stale_rows(self) -> None:

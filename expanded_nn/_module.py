@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from expanded_nn._batch import batch_dim, batch_of
 from expanded_nn._errors import complaint
 from expanded_nn._expand import Recorder, Settings
+from expanded_nn._lift import lifted
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -115,7 +116,9 @@ class Expanded(PerSampleModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
-        if recorder is None or recorder.plain or not torch.is_grad_enabled() or not self._has_rows():
+        if recorder is not None and recorder.originals is not None:
+            return self._inside_general(recorder, args, kwargs)
+        if recorder is None or not torch.is_grad_enabled() or not self._has_rows():
             if self._own_batch() is None:
                 return super().forward(*args, **kwargs)
             return self.expanded_forward(*args, **kwargs)
@@ -123,6 +126,16 @@ class Expanded(PerSampleModule):
             return self.expanded_forward(*args, **kwargs)
         with recorder.scope(self, self.samples_in(*args, **kwargs)):
             return self.expanded_forward(*args, **kwargs)
+
+    def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
+        """Inside the general rule's `vmap`: on the whole batch if it can be, sample by sample otherwise."""
+        originals, recorder.originals = recorder.originals, None
+        assert originals is not None
+        try:
+            result = lifted(self, originals, args, kwargs) if torch.is_grad_enabled() else NotImplemented
+        finally:
+            recorder.originals = originals
+        return super().forward(*args, **kwargs) if result is NotImplemented else result
 
     def expanded(self, name: str) -> Any:
         """The parameter `name` as `(B, *shape)`, or `None` where the layer has none.

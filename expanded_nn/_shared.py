@@ -1,5 +1,6 @@
 """Whether a weight with a batch dimension is one weight, seen B times."""
 
+import torch
 from torch import Tensor
 
 
@@ -19,3 +20,8 @@ def shared(weight: Tensor) -> Tensor:
 def shared_or_none(weight: Tensor | None) -> Tensor | None:
     """`shared`, for a weight that a layer may lack."""
     return None if weight is None else shared(weight)
+
+
+def owned(output: Tensor) -> Tensor:
+    """`output`, not a view in autograd's eyes: what a Function returns may then be changed in place by the next layer."""
+    return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output  # type: ignore[no-any-return]

@@ -6,7 +6,7 @@ operation makes the rows dense, once, and they stay dense from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -171,6 +171,17 @@ class FactoredTensor(Tensor):
             ]
         )
 
+    def chunks(self) -> Iterator[Tensor]:
+        """The dense rows in groups of bounded size, none of them kept."""
+        for size, terms in self.blocks:
+            if not terms:
+                yield self._cell.zeros(size, *self.shape[1:])
+            for parts in zip(*(term.chunks() for term in terms), strict=True):
+                rows = parts[0].dense()
+                for part in parts[1:]:
+                    rows += part.dense().reshape(rows.shape)
+                yield rows.reshape(-1, *self.shape[1:]) if rows.numel() else rows.reshape(rows.shape[0], *self.shape[1:])
+
     def _check_source(self) -> None:
         if self._source is not None and self._source[0].version != self._source[1]:
             raise complaint(
@@ -275,6 +286,13 @@ def compact(rows: Tensor) -> Tensor:
     if isinstance(rows, FactoredTensor) and (rows.is_dense or rows.held_numel() >= rows.numel()):
         return rows.dense()
     return rows
+
+
+def times(rows: Tensor, factor: float) -> Tensor:
+    """`rows * factor` in memory of its own, without the cost of dispatch where there is no history."""
+    if isinstance(rows, FactoredTensor) and not rows.is_dense and not rows.requires_grad:
+        return rows._like(_scaled_blocks(rows, factor), rows.shape)
+    return rows * factor
 
 
 def _any_requires_grad(args: Sequence[Any]) -> bool:

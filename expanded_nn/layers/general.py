@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._batch import batch_dim
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._lift import Place, swapped
 from expanded_nn._module import Expanded
 
 
@@ -23,13 +24,19 @@ class General(Expanded):
     """A module of the user's own: each sample goes through its forward alone, as a batch of one, under `vmap`.
 
     The parameters of the module, of its children and of its parameter lists are all expanded, and the forward may
-    use them in any way. A tensor argument with B rows is split into samples; any other is shared by all. Every
+    use them in any way; expanded layers among the children leave the `vmap` and run on the whole batch. A tensor argument with B rows is split into samples; any other is shared by all. Every
     tensor that the forward returns has the samples where the arguments have them.
     """
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         batch = self.batch_size
-        places = [(module, name) for module in self.modules() for name, each in module._parameters.items() if each is not None]
+        originals = {
+            (module, name): each
+            for module in self.modules()
+            for name, each in module._parameters.items()
+            if each is not None
+        }
+        places = list(originals)
         expanded = [self._expanded_of(module, name) for module, name in places]
         leaves, structure = tree_flatten((args, kwargs))
         dims = [self._sample_dim(leaf, batch) for leaf in leaves]
@@ -40,12 +47,13 @@ class General(Expanded):
         def one_sample(weights: list[Tensor], inputs: list[Any]) -> list[Tensor]:
             alone = [each if dim is None else each.unsqueeze(dim) for each, dim in zip(inputs, dims, strict=True)]
             args, kwargs = tree_unflatten(alone, structure)
-            with _swapped(places, weights), _quiet_fallbacks(), _Watch(self):
+            with swapped(places, weights), _quiet_fallbacks(), _Watch(self):
                 result = self._plain_forward(*args, **kwargs)
             outputs, returned[:] = tree_flatten(result)[0], [result]
             return [self._without_batch(each) for each in outputs if isinstance(each, Tensor)]
 
-        outputs = iter(self._mapped(one_sample, dims)(expanded, leaves))
+        with self._children_lifted(originals):
+            outputs = iter(self._mapped(one_sample, dims)(expanded, leaves))
         result_leaves, result_structure = tree_flatten(returned[0])
         self._refuse_mutation(leaves)
         return tree_unflatten(
@@ -53,13 +61,23 @@ class General(Expanded):
             result_structure,
         )
 
+    @contextmanager
+    def _children_lifted(self, originals: dict[Place, Any]) -> Iterator[None]:
+        """Expanded layers called meanwhile find the parameters that `vmap` has taken from them."""
+        recorder = self._recorder
+        if recorder is None:
+            yield
+            return
+        before, recorder.originals = recorder.originals, originals
+        try:
+            yield
+        finally:
+            recorder.originals = before
+
     def _mapped(self, function: Callable[..., Any], dims: list[int | None]) -> Callable[..., Any]:
         mapped = torch.vmap(function, in_dims=(0, dims), randomness="different")
 
         def call(*arguments: Any) -> Any:
-            recorder = self._recorder
-            if recorder is not None:
-                recorder.plain += 1
             try:
                 return mapped(*arguments)
             except RuntimeError as error:
@@ -71,9 +89,6 @@ class General(Expanded):
                     "a forward that treats each sample alone and changes nothing in place that samples share",
                     "Write its per-sample forward with @expands, or keep the parameters in modules of torch.nn.",
                 ) from error
-            finally:
-                if recorder is not None:
-                    recorder.plain -= 1
 
         return call
 
@@ -128,7 +143,7 @@ class General(Expanded):
 
     def _empty(self, places: list[Any], expanded: list[Tensor], args: Any, kwargs: Any) -> Any:
         """No samples: the plain forward says the shapes, and every parameter gets no rows."""
-        with _swapped(places, [module._parameters[name].detach() for module, name in places]):
+        with swapped(places, [module._parameters[name].detach() for module, name in places]):
             result = self._plain_forward(*args, **kwargs)
         leaves, structure = tree_flatten(result)
         nothing = sum(each.sum() for each in expanded)
@@ -136,19 +151,6 @@ class General(Expanded):
             [each + nothing.to(each.dtype) if isinstance(each, Tensor) and each.is_floating_point() else each for each in leaves],
             structure,
         )
-
-
-@contextmanager
-def _swapped(places: list[tuple[torch.nn.Module, str]], weights: list[Tensor]) -> Iterator[None]:
-    """Other tensors in the parameters' places."""
-    originals = [module._parameters[name] for module, name in places]
-    try:
-        for (module, name), weight in zip(places, weights, strict=True):
-            module._parameters[name] = weight  # type: ignore[assignment]
-        yield
-    finally:
-        for (module, name), original in zip(places, originals, strict=True):
-            module._parameters[name] = original
 
 
 @contextmanager

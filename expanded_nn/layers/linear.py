@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
-from expanded_nn._shared import is_shared, shared, shared_or_none
+from expanded_nn._shared import is_shared, owned, shared, shared_or_none
 from expanded_nn._terms import Outer
 from expanded_nn.factored import FactoredTensor
 
@@ -58,7 +58,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(x, shared(weight), shared_or_none(bias))
+        return owned(F.linear(x, shared(weight), shared_or_none(bias)))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -116,7 +116,7 @@ class _Bilinear(torch.autograd.Function):
     def forward(ctx: Any, x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x1, x2, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.bilinear(x1, x2, shared(weight), shared_or_none(bias))
+        return owned(F.bilinear(x1, x2, shared(weight), shared_or_none(bias)))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -1,0 +1,83 @@
+"""Expanded layers inside the general rule: they leave its `vmap` and run on the whole batch at full speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+Place = tuple[nn.Module, str]
+
+
+class Call:
+    """A layer's call inside `vmap`: the arguments' structure, and then the result's."""
+
+    def __init__(self, module: nn.Module, originals: dict[Place, Tensor], structure: TreeSpec) -> None:
+        self.module, self.originals, self.structure = module, originals, structure
+        self.result: tuple[list[Any], TreeSpec] = ([], structure)
+
+    def run(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """The layer's per-sample forward on the whole batch; the result's tensors."""
+        args, kwargs = tree_unflatten(list(leaves), self.structure)
+        places = [(each, name) for each in self.module.modules() for name in each._parameters]
+        places = [place for place in places if place in self.originals]
+        with swapped(places, [self.originals[place] for place in places]):
+            self.result = tree_flatten(self.module.expanded_forward(*args, **kwargs))  # type: ignore[operator]
+        return [leaf for leaf in self.result[0] if isinstance(leaf, Tensor)]
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        """The result, with its tensors as the `vmap` sees them."""
+        given = iter(tensors)
+        return tree_unflatten(
+            [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.result[0]], self.result[1]
+        )
+
+
+class _Lift(torch.autograd.Function):
+    """An operation whose batching rule is the layer's own per-sample forward."""
+
+    @staticmethod
+    def forward(call: Call, *leaves: Any) -> tuple[Tensor, ...]:
+        raise AssertionError("a lifted call has at least one batched argument")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], call: Call, *leaves: Any) -> tuple[Any, Any]:
+        whole = [
+            leaf if dim is None else leaf.movedim(dim, 0).flatten(0, 1)
+            for leaf, dim in zip(leaves, in_dims[1:], strict=True)
+        ]
+        outputs = tuple(tensor.unsqueeze(1) for tensor in call.run(whole))
+        return outputs, (0,) * len(outputs)
+
+
+def lifted(module: nn.Module, originals: dict[Place, Tensor], args: Any, kwargs: Any) -> Any:
+    """The layer's result, computed on the whole batch, or `NotImplemented` where an argument is no batch of one."""
+    leaves, structure = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not any(map(torch._C._functorch.is_batchedtensor, tensors)):
+        return NotImplemented
+    if any(leaf.dim() < 2 or leaf.shape[0] != 1 for leaf in tensors):
+        return NotImplemented
+    call = Call(module, originals, structure)
+    return call.rebuild(_Lift.apply(call, *leaves))  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def swapped(places: Sequence[Place], weights: Sequence[Tensor]) -> Iterator[None]:
+    """Other tensors in the parameters' places."""
+    before = [module._parameters[name] for module, name in places]
+    try:
+        for (module, name), weight in zip(places, weights, strict=True):
+            module._parameters[name] = weight  # type: ignore[assignment]
+        yield
+    finally:
+        for (module, name), parameter in zip(places, before, strict=True):
+            module._parameters[name] = parameter

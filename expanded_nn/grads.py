@@ -1,0 +1,258 @@
+"""Using the rows: the algebra of the `B x P` matrix G of per-sample gradients, and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from expanded_nn._errors import complaint
+from expanded_nn._module import PerSampleModule
+from expanded_nn.factored import FactoredTensor, as_factored
+
+
+class PerSampleGrads(Mapping[str, Tensor]):
+    """The per-sample gradients of a model, and the algebra of the matrix G `(B, P)` they stand for.
+
+    A mapping from parameter name to `(B, *shape)`. It is a snapshot: later steps do not change it. None of `norms`,
+    `sum`, `mean`, `gram`, `matvec` builds G; they work on the factors.
+
+    Args:
+        rows: Parameter name -> `(B, *shape)`, dense or factored.
+
+    Raises:
+        PerSampleError: If the parameters hold different numbers of rows.
+    """
+
+    def __init__(self, rows: Mapping[str, Tensor]) -> None:
+        self._rows = {name: _snapshot(each) for name, each in rows.items()}
+        sizes = {name: each.shape[0] for name, each in self._rows.items()}
+        if len(set(sizes.values())) > 1:
+            raise complaint(
+                "per_sample_grads", f"the parameters hold {sizes} rows", "equally many", "Clear the gradients and run again."
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return f"PerSampleGrads({', '.join(f'{name}: {tuple(rows.shape)}' for name, rows in self.items())})"
+
+    @property
+    def batch_size(self) -> int:
+        """B, the number of rows."""
+        return next((rows.shape[0] for rows in self._rows.values()), 0)
+
+    def norms(self, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
+        """The Euclidean norm of each row, accumulated in float32 at the least.
+
+        Args:
+            per_parameter: Whether to give the norms of each parameter's rows by name.
+
+        Returns:
+            `(B,)` over all parameters together, or name -> `(B,)`.
+        """
+        squared = self._squared_norms()
+        if per_parameter:
+            return {name: each.sqrt() for name, each in squared.items()}
+        return _added(squared.values()).sqrt()
+
+    def sum(
+        self,
+        weights: Tensor | None = None,  # (B,)
+    ) -> dict[str, Tensor]:
+        """`sum_b weights[b] * row[b]` of each parameter, `(*shape)`; the plain sum without `weights`.
+
+        Raises:
+            PerSampleError: If `weights` has another shape than `(B,)`.
+        """
+        if weights is not None and weights.shape != (self.batch_size,):
+            raise complaint(
+                "PerSampleGrads.sum", f"weights has shape {tuple(weights.shape)}", f"({self.batch_size},)", "Give one a row."
+            )
+        return {name: rows.weighted_sum(weights) for name, rows in self._rows.items()}
+
+    def mean(self) -> dict[str, Tensor]:
+        """The mean row of each parameter, `(*shape)`."""
+        return {name: rows.weighted_sum() / rows.shape[0] for name, rows in self._rows.items()}
+
+    def var(self, correction: float = 1) -> dict[str, Tensor]:
+        """The variance over the rows of each entry of each parameter, `(*shape)`.
+
+        Args:
+            correction: What is taken off B in the denominator, as in `torch.var`.
+        """
+        return {name: _variance(rows, correction) for name, rows in self._rows.items()}
+
+    def gram(self, other: PerSampleGrads | None = None) -> Tensor:
+        """The inner products of all rows with all rows of `other`, or with each other: `G @ other.T`, `(B, B')`.
+
+        Raises:
+            PerSampleError: If `other` has other parameters.
+        """
+        other = self if other is None else other
+        self._refuse_other_names(other, "gram")
+        return _added(rows.gram(other._rows[name]) for name, rows in self._rows.items())
+
+    def matvec(self, vectors: Mapping[str, Tensor]) -> Tensor:
+        """The inner product of each row with one vector, `G @ v`, `(B,)`.
+
+        Args:
+            vectors: Parameter name -> `(*shape)`.
+
+        Raises:
+            PerSampleError: If `vectors` has other names than the parameters.
+        """
+        self._refuse_other_names(vectors, "matvec")
+        return _added(rows.matvec(vectors[name].to(rows.dtype)) for name, rows in self._rows.items())
+
+    def project(self, dim: int, *, generator: torch.Generator) -> Tensor:
+        """A random projection of the rows, `(B, dim)`: entries of the matrix are drawn from N(0, 1 / dim).
+
+        The projection depends on the parameters and the generator's state alone, so that the same sample projects
+        alike in any batch; inner products are kept in expectation (Johnson and Lindenstrauss, 1984).
+
+        Args:
+            dim: The number of dimensions to project to.
+            generator: Where the random numbers come from, on the parameters' device.
+        """
+        columns = []
+        for _ in range(dim):
+            directions = {
+                name: torch.randn(rows.shape[1:], generator=generator, dtype=rows.dtype, device=generator.device)
+                for name, rows in self._rows.items()
+            }
+            columns.append(self.matvec({name: each.to(self._rows[name].device) for name, each in directions.items()}))
+        return torch.stack(columns, 1) / dim**0.5
+
+    def flatten(self) -> Tensor:
+        """G itself, dense: `(B, P)`."""
+        return torch.cat([torch.cat([part.flatten(1) for part in rows.chunks()]) for rows in self._rows.values()], 1)
+
+    def _squared_norms(self) -> dict[str, Tensor]:
+        return {name: _widened(rows).squared_norms().clamp(min=0) for name, rows in self._rows.items()}
+
+    def _refuse_other_names(self, other: Mapping[str, object], what: str) -> None:
+        if set(other) != set(self):
+            raise complaint(
+                f"PerSampleGrads.{what}",
+                f"the names differ in {sorted(set(other) ^ set(self))}",
+                "one entry for each parameter that has rows",
+                "Leave out, or add, what differs.",
+            )
+
+
+def per_sample_grads(model: nn.Module) -> PerSampleGrads:
+    """The rows that `model` holds now, as the matrix G and its algebra.
+
+    Args:
+        model: A model in per-sample mode, after a backward.
+
+    Returns:
+        A mapping from parameter name to `(B, *shape)`; parameters that no backward has reached are not in it.
+
+    Example:
+        >>> import torch, expanded_nn as enn
+        >>> model = enn.convert(torch.nn.Linear(3, 2)).per_sample()
+        >>> model(torch.randn(5, 3)).square().sum(1).mean().backward()
+        >>> enn.per_sample_grads(model).norms().shape
+        torch.Size([5])
+    """
+    held = {name: getattr(parameter, "grad_sample", None) for name, parameter in model.named_parameters()}
+    return PerSampleGrads({name: rows for name, rows in held.items() if rows is not None})
+
+
+def clip_grad_sample_norms_(
+    model: nn.Module, max_norm: float | Mapping[str, float], *, reduction: str = "sum"
+) -> Tensor | dict[str, Tensor]:
+    """Scales each row to norm at most `max_norm` and sets `.grad` to the sum of the clipped rows.
+
+    The rows themselves stay as they are. With `per_sample(accumulate_grad=False)` the clipped sum is added to
+    `.grad` and the rows are freed, so that micro-batches accumulate at constant memory. Norms are accumulated in
+    float32 at the least (clipping as in Abadi et al., 2016, "Deep learning with differential privacy").
+
+    Args:
+        model: A model in per-sample mode, after a backward.
+        max_norm: The norm to clip to, over all parameters together; or one for each parameter, by name.
+        reduction: `"sum"`, or `"mean"` to divide by the number of rows.
+
+    Returns:
+        The norms from before the clipping, `(B,)`, or name -> `(B,)` where `max_norm` is a mapping.
+
+    Raises:
+        PerSampleError: If a row holds inf or NaN, or `max_norm` lacks a parameter.
+        ValueError: If `reduction` or `max_norm` has no meaning.
+    """
+    if reduction not in ("sum", "mean"):
+        raise ValueError(f'clip_grad_sample_norms_: reduction is {reduction!r}; wanted "sum" or "mean".')
+    limits = max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]
+    if any(not limit > 0 for limit in limits):
+        raise ValueError(f"clip_grad_sample_norms_: max_norm is {max_norm}; wanted a number above 0.")
+    grads = per_sample_grads(model)
+    norms = grads.norms(per_parameter=isinstance(max_norm, Mapping))
+    parameters = dict(model.named_parameters())
+    recorder = model._recorder if isinstance(model, PerSampleModule) else None
+    adds = recorder is not None and not recorder.settings.accumulate_grad
+    if isinstance(norms, Tensor):
+        _refuse_nonfinite("all parameters", norms)
+        factors = dict.fromkeys(grads, _factors(norms, max_norm))  # type: ignore[arg-type]
+    else:
+        grads._refuse_other_names(max_norm, "norms")  # type: ignore[arg-type]
+        for name, each in norms.items():
+            _refuse_nonfinite(name, each)
+        factors = {name: _factors(each, max_norm[name]) for name, each in norms.items()}  # type: ignore[index]
+    for name, rows in grads._rows.items():
+        parameter = parameters[name]
+        total = rows.weighted_sum(factors[name] / max(1, rows.shape[0]) if reduction == "mean" else factors[name])
+        parameter.grad = parameter.grad + total if adds and parameter.grad is not None else total
+        if recorder is not None and adds:
+            recorder.forget(parameter)
+    if recorder is not None:
+        recorder.note_grads()
+    return norms
+
+
+def _factors(norms: Tensor, max_norm: float) -> Tensor:
+    return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
+
+
+def _refuse_nonfinite(what: str, norms: Tensor) -> None:
+    bad = (~norms.isfinite()).nonzero().flatten().tolist()
+    if bad:
+        raise complaint(
+            "clip_grad_sample_norms_",
+            f"the gradient of {what} is inf or NaN in rows {bad[:10]}{'...' if len(bad) > 10 else ''}",
+            "finite rows",
+            "Leave these samples out, or scale their loss down.",
+        )
+
+
+def _snapshot(rows: Tensor) -> FactoredTensor:
+    factored = as_factored(rows.detach())
+    return factored._like(factored.blocks, factored.shape)
+
+
+def _widened(rows: FactoredTensor) -> FactoredTensor:
+    """The rows in float32, where they are of lower precision."""
+    if rows.dtype not in (torch.float16, torch.bfloat16):
+        return rows
+    return rows._like(rows._remade(lambda term: term.to(torch.float32)), rows.shape, torch.float32)
+
+
+def _variance(rows: FactoredTensor, correction: float) -> Tensor:
+    mean = rows.weighted_sum() / rows.shape[0]
+    return _added((part - mean).square().sum(0) for part in rows.chunks()) / max(0.0, rows.shape[0] - correction)
+
+
+def _added(parts: Iterable[Tensor]) -> Tensor:
+    total: Tensor | None = None
+    for part in parts:
+        total = part if total is None else total + part
+    return torch.zeros(0) if total is None else total

@@ -1,0 +1,193 @@
+"""The algebra of G against its dense twin, and clipping."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import expanded_nn as enn
+
+BATCH, LENGTH, VOCABULARY, WIDTH = 5, 4, 11, 6
+
+
+class TiedText(nn.Module):
+    """Embedding and head share their weight, so its rows are a sum of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.head(self.mix(self.embedding(index)).tanh())
+
+
+def small_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.GroupNorm(3, 3), nn.PReLU(), nn.Flatten(), nn.Linear(3 * 16, 4)
+    )
+
+
+MODELS = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 30)), lambda b: torch.randn(b, 30)),
+    "positions": (lambda: nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 30)), lambda b: torch.randn(b, 3, 3)),
+    "cnn": (small_cnn, lambda b: torch.randn(b, 1, 6, 6)),
+    "tied": (TiedText, lambda b: torch.randint(VOCABULARY, (b, LENGTH))),
+}
+
+
+def backward(model: nn.Module, x: Tensor) -> None:
+    model(x).sin().flatten(1).sum(1).mean().backward()
+
+
+@pytest.fixture(params=MODELS)
+def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor, Tensor]:
+    make_model, make_input = MODELS[request.param]
+    return enn.convert(make_model()).per_sample(), make_input(BATCH), make_input(3)
+
+
+def dense(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.as_tensor(each.grad_sample.clone().numpy()) for name, each in model.named_parameters()}
+
+
+def flat(rows: dict[str, Tensor]) -> Tensor:
+    return torch.cat([each.flatten(1) for each in rows.values()], 1)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_algebra_agrees_with_the_dense_matrix(case: tuple[nn.Module, Tensor, Tensor], passes: int) -> None:
+    model, x, other_x = case
+    backward(model, other_x)
+    other = enn.per_sample_grads(model)
+    other_dense = flat(dense(model))
+    model.zero_grad()
+    backward(model, x)
+    if passes == 2:
+        backward(model, other_x)
+    grads, rows = enn.per_sample_grads(model), dense(model)
+    matrix = flat(rows)
+    weights = torch.randn(len(matrix))
+    vectors = {name: torch.randn(each.shape[1:]) for name, each in rows.items()}
+    close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)  # noqa: E731
+    close(grads.norms(), matrix.norm(dim=1))
+    close(grads.norms(per_parameter=True), {name: each.flatten(1).norm(dim=1) for name, each in rows.items()})
+    close(grads.sum(), {name: each.sum(0) for name, each in rows.items()})
+    close(grads.sum(weights), {name: torch.tensordot(weights, each, 1) for name, each in rows.items()})
+    close(grads.mean(), {name: each.mean(0) for name, each in rows.items()})
+    close(grads.var(), {name: each.var(0) for name, each in rows.items()})
+    close(grads.var(correction=0), {name: each.var(0, correction=0) for name, each in rows.items()})
+    close(grads.gram(), matrix @ matrix.t())
+    close(grads.gram(other), matrix @ other_dense.t())
+    close(grads.matvec(vectors), matrix @ torch.cat([vectors[name].flatten() for name in rows]))
+    close(grads.flatten(), matrix)
+
+
+def test_a_sample_projects_alike_in_any_batch(case: tuple[nn.Module, Tensor, Tensor]) -> None:
+    model, x, _ = case
+    projections = []
+    for batch in (x, x[1:3]):
+        model.zero_grad()
+        backward(model, batch)
+        projections.append(enn.per_sample_grads(model).project(7, generator=torch.Generator().manual_seed(3)))
+    torch.testing.assert_close(projections[0][1:3], projections[1], rtol=1e-9, atol=1e-12)
+
+
+def test_projection_keeps_inner_products_in_expectation() -> None:
+    model = enn.convert(nn.Linear(3, 2)).per_sample()
+    backward(model, torch.randn(4, 3))
+    grads = enn.per_sample_grads(model)
+    projected = grads.project(20_000, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(projected @ projected.t(), grads.gram(), rtol=0.1, atol=0.05 * float(grads.gram().max()))
+
+
+def test_a_snapshot_outlives_later_steps() -> None:
+    model = enn.convert(nn.Linear(40, 30)).per_sample()
+    backward(model, torch.randn(4, 40))
+    grads = enn.per_sample_grads(model)
+    before = grads.flatten()
+    model.weight.grad_sample.mul_(3)
+    model.zero_grad()
+    backward(model, torch.randn(6, 40))
+    torch.testing.assert_close(grads.flatten(), before)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_clipping(case: tuple[nn.Module, Tensor, Tensor], reduction: str) -> None:
+    model, x, _ = case
+    backward(model, x)
+    rows = dense(model)
+    norms = flat(rows).norm(dim=1)
+    limit = float(norms.median())
+    returned = enn.clip_grad_sample_norms_(model, limit, reduction=reduction)
+    torch.testing.assert_close(returned, norms, rtol=1e-9, atol=1e-12)
+    factors = (limit / norms).clamp(max=1) / (BATCH if reduction == "mean" else 1)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, torch.tensordot(factors, rows[name], 1), rtol=1e-9, atol=1e-12)
+
+
+def test_clipping_by_parameter(case: tuple[nn.Module, Tensor, Tensor]) -> None:
+    model, x, _ = case
+    backward(model, x)
+    rows = dense(model)
+    limits = {name: 0.5 * float(each.flatten(1).norm(dim=1).max()) for name, each in rows.items()}
+    enn.clip_grad_sample_norms_(model, limits)
+    for name, parameter in model.named_parameters():
+        factors = (limits[name] / rows[name].flatten(1).norm(dim=1)).clamp(max=1)
+        torch.testing.assert_close(parameter.grad, torch.tensordot(factors, rows[name], 1), rtol=1e-9, atol=1e-12)
+
+
+def test_micro_batches_accumulate_clipped_sums_and_free_the_rows() -> None:
+    plain = nn.Linear(7, 3)
+    whole = enn.convert(plain).per_sample(loss_reduction="sum")
+    parts = enn.convert(plain).per_sample(loss_reduction="sum", accumulate_grad=False)
+    x = torch.randn(6, 7)
+    whole(x).sin().sum().backward()
+    enn.clip_grad_sample_norms_(whole, 0.5)
+    for part in x.split(2):
+        parts(part).sin().sum().backward()
+        enn.clip_grad_sample_norms_(parts, 0.5)
+        assert parts.weight.grad_sample is None
+    torch.testing.assert_close(parts.weight.grad, whole.weight.grad)
+
+
+def test_rows_of_bfloat16_have_norms_in_float32() -> None:
+    model = enn.convert(nn.Linear(64, 64, dtype=torch.bfloat16)).per_sample()
+    backward(model, torch.randn(4, 64, dtype=torch.bfloat16))
+    norms = enn.clip_grad_sample_norms_(model, 1.0)
+    assert norms.dtype == torch.float32
+    assert model.weight.grad.dtype == torch.bfloat16
+
+
+def test_a_row_of_nan_is_named() -> None:
+    model = enn.convert(nn.Linear(3, 2)).per_sample()
+    x = torch.randn(4, 3)
+    x[2] = float("nan")
+    backward(model, x)
+    with pytest.raises(enn.PerSampleError, match=r"inf or NaN in rows \[2\]"):
+        enn.clip_grad_sample_norms_(model, 1.0)
+
+
+def test_wrong_arguments() -> None:
+    model = enn.convert(nn.Linear(3, 2)).per_sample()
+    backward(model, torch.randn(4, 3))
+    with pytest.raises(ValueError, match="reduction is 'max'"):
+        enn.clip_grad_sample_norms_(model, 1.0, reduction="max")
+    with pytest.raises(ValueError, match="wanted a number above 0"):
+        enn.clip_grad_sample_norms_(model, 0.0)
+    with pytest.raises(enn.PerSampleError, match=r"names differ in \['bias'\]"):
+        enn.clip_grad_sample_norms_(model, {"weight": 1.0})
+    with pytest.raises(enn.PerSampleError, match=r"weights has shape \(3,\); wanted \(4,\)"):
+        enn.per_sample_grads(model).sum(torch.ones(3))
+
+
+def test_a_wide_linear_is_normed_clipped_and_summed_without_its_dense_rows() -> None:
+    model = enn.convert(nn.Linear(1024, 1024, dtype=torch.float32)).per_sample()
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(torch.randn(64, 1024, dtype=torch.float32)).square().sum(1).mean().backward()
+        grads = enn.per_sample_grads(model)
+        grads.norms(), grads.sum(), grads.gram()
+        enn.clip_grad_sample_norms_(model, 1.0)
+        model.weight.grad_sample.flatten(1).norm(dim=1)
+        model.weight.grad_sample.sum(0)
+    assert max(event.self_cpu_memory_usage for event in profile.events()) < 64 * 1024 * 1024 * 4 / 8
