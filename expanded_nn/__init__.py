@@ -1,16 +1,46 @@
 """Per-sample gradients by plain autograd: a parallel `nn` whose layers take batch-expanded weights."""
 
 from expanded_nn import functional as functional
-from expanded_nn._errors import ConversionError as ConversionError
-from expanded_nn._errors import PerSampleError as PerSampleError
+from expanded_nn._errors import ConversionError as ConversionError, PerSampleError as PerSampleError
 from expanded_nn._module import Expanded as Expanded
 from expanded_nn._registry import expands as expands
-from expanded_nn.convert import convert as convert
-from expanded_nn.convert import per_sample as per_sample
-from expanded_nn.convert import revert as revert
+from expanded_nn.convert import convert as convert, per_sample as per_sample, revert as revert
 from expanded_nn.factored import FactoredTensor as FactoredTensor
-from expanded_nn.layers.linear import Bilinear as Bilinear
-from expanded_nn.layers.linear import Linear as Linear
+from expanded_nn.grads import (
+    PerSampleGrads as PerSampleGrads,
+    clip_grad_sample_norms_ as clip_grad_sample_norms_,
+    per_sample_grads as per_sample_grads,
+)
+from expanded_nn.layers.activation import PReLU as PReLU
+from expanded_nn.layers.conv import (
+    Conv1d as Conv1d,
+    Conv2d as Conv2d,
+    Conv3d as Conv3d,
+    ConvTranspose1d as ConvTranspose1d,
+    ConvTranspose2d as ConvTranspose2d,
+    ConvTranspose3d as ConvTranspose3d,
+)
+from expanded_nn.layers.embedding import Embedding as Embedding, EmbeddingBag as EmbeddingBag
+from expanded_nn.layers.linear import Bilinear as Bilinear, Linear as Linear
+from expanded_nn.layers.norm import (
+    BatchNorm1d as BatchNorm1d,
+    BatchNorm2d as BatchNorm2d,
+    BatchNorm3d as BatchNorm3d,
+    GroupNorm as GroupNorm,
+    InstanceNorm1d as InstanceNorm1d,
+    InstanceNorm2d as InstanceNorm2d,
+    InstanceNorm3d as InstanceNorm3d,
+    LayerNorm as LayerNorm,
+    RMSNorm as RMSNorm,
+)
+from expanded_nn.layers.rnn import (
+    GRU as GRU,
+    LSTM as LSTM,
+    RNN as RNN,
+    GRUCell as GRUCell,
+    LSTMCell as LSTMCell,
+    RNNCell as RNNCell,
+)
 
 __all__ = [
     # the switch
@@ -18,14 +48,42 @@ __all__ = [
     "revert",
     "per_sample",
     # layers
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
     "Bilinear",
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
+    "Embedding",
+    "EmbeddingBag",
+    "GRU",
+    "GRUCell",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
+    "LSTM",
+    "LSTMCell",
+    "LayerNorm",
     "Linear",
+    "PReLU",
+    "RMSNorm",
+    "RNN",
+    "RNNCell",
     # for layers of your own
     "Expanded",
     "expands",
     "functional",
-    # what comes back
+    # the rows
+    "per_sample_grads",
+    "clip_grad_sample_norms_",
+    "PerSampleGrads",
     "FactoredTensor",
+    # errors
     "ConversionError",
     "PerSampleError",
 ]

@@ -10,12 +10,14 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._terms import SparseOneHot
 from expanded_nn.factored import Cell, FactoredTensor, compact, times
 
 
@@ -89,6 +91,7 @@ class Recorder:
         self.originals: dict[tuple[nn.Module, str], Tensor] | None = None
         self.root: weakref.ref[nn.Module] | None = None
         self.current: Pass | None = None
+        self.before: Pass | None = None
         self.live: list[weakref.ref[Pass]] = []
         self.held: list[Pass] = []
         self.leaves: dict[Tensor, Leaf] = {}
@@ -99,7 +102,8 @@ class Recorder:
         self.mapping = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
-        return memo.setdefault(id(self), Recorder(self.settings))
+        copied: Recorder = memo.setdefault(id(self), Recorder(self.settings))
+        return copied
 
     def __getstate__(self) -> Settings:
         return self.settings
@@ -130,7 +134,7 @@ class Recorder:
         if module not in self.watched:
             self.watched.add(module)
             for parameter in module.parameters():
-                if parameter.requires_grad:
+                if parameter.requires_grad and isinstance(parameter, nn.Parameter):  # no guest of functional_call
                     self._leaf(parameter)
 
     def open(self, module: nn.Module, batch: int | None) -> Pass:
@@ -147,11 +151,22 @@ class Recorder:
                 "Say the number of samples: per_sample(batch_size=...).",
             )
         if self.current is None or self.current.reached or self.current.batch != batch:
+            self.before = self.current
             self.current = Pass(batch)
             self.expanded.clear()
             self.live = [ref for ref in self.live if ref() is not None]
             self.live.append(weakref.ref(self.current))
         return self.current
+
+    def correct(self, batch: int) -> None:
+        """The number of samples as a layer knows it better than the root's first tensor, if nothing relied on that."""
+        if self.current is None or self.expanded or self.settings.batch_size is not None or running_backward() >= 0:
+            return
+        before = self.before
+        if before is not None and not before.reached and before.batch == batch:
+            self.current = before
+        else:
+            self.current.batch = batch
 
     def _recomputed_pass(self, module: nn.Module, batch: int | None) -> Pass:
         """A checkpoint computes a forward again inside the backward: it belongs to the pass it was first in."""
@@ -233,7 +248,7 @@ class Recorder:
             if alive is not None and alive.backward == task:
                 alive._end_backward()
 
-        torch.autograd.Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
         self._drop_stale_rows()
 
     def _end_backward(self) -> None:
@@ -242,7 +257,7 @@ class Recorder:
             return
         self.backward, self.recomputing = None, False
         if self.current is not None and self.current.reached:
-            self.current = None
+            self.current = self.before = None
             self.expanded.clear()
         for ref in self.live:
             now = ref()
@@ -303,7 +318,7 @@ class _Expand(torch.autograd.Function):
         return parameter.expand(now.batch, *parameter.shape)
 
     @staticmethod
-    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, None, None, None]:
         recorder: Recorder | None = ctx.recorder()
         if torch._C._functorch.is_batchedtensor(rows):
             raise PerSampleError(
@@ -313,8 +328,9 @@ class _Expand(torch.autograd.Function):
             )
         if recorder is None:
             return rows.sum(0), None, None, None
+        total = _sparse_total(rows)
         rows = compact(rows)
-        total = _total(rows) if recorder.settings.accumulate_grad else None
+        total = None if not recorder.settings.accumulate_grad else _total(rows) if total is None else total
         scale = float(ctx.now.batch) if recorder.settings.loss_reduction == "mean" else 1.0
         recorder.deliver(ctx.now, ctx.parameter, times(rows, scale))
         if total is not None:
@@ -332,7 +348,7 @@ class _ExpandComputed(torch.autograd.Function):
         return weight.expand(batch, *weight.shape)
 
     @staticmethod
-    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise PerSampleError(
                 "create_graph=True reached a weight that is computed from other parameters (a parametrization): the "
@@ -361,7 +377,7 @@ def _leaves_of(weight: Tensor) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, _Expand._backward_cls):  # type: ignore[attr-defined]
+        if isinstance(node, _Expand._backward_cls):
             raise PerSampleError(
                 "A weight was computed from the output of a model in per-sample mode, so its samples are mixed. "
                 "Compute it with per_sample(False), or give each sample its own weight, (B, *shape)."
@@ -373,13 +389,17 @@ def _leaves_of(weight: Tensor) -> list[Tensor]:
 
 
 def _total(rows: Tensor) -> Tensor:
-    """The plain gradient: sparse where torch's is."""
+    """The plain gradient."""
+    return rows.weighted_sum() if isinstance(rows, FactoredTensor) and not rows.requires_grad else rows.sum(0)
+
+
+def _sparse_total(rows: Tensor) -> Tensor | None:
+    """The plain gradient where torch's is sparse."""
     if not isinstance(rows, FactoredTensor) or rows.requires_grad:
-        return rows.sum(0)
+        return None
     terms = rows.terms()
-    if terms and all(getattr(term, "sparse", False) for term in terms):
-        return sum((term.sparse_sum() for term in terms[1:]), start=terms[0].sparse_sum())  # type: ignore[attr-defined]
-    return rows.weighted_sum()
+    sparse = [term.sparse_sum() for term in terms if isinstance(term, SparseOneHot)]
+    return reduce(torch.add, sparse) if sparse and len(sparse) == len(terms) else None
 
 
 def _zero_rows(batch: int, parameter: Tensor) -> Tensor:
@@ -423,7 +443,7 @@ class _OutsideUse:
         leaf.task, leaf.sent, leaf.expected = -1, None, None
         if sent is not None and sent() is grad:
             return
-        if expected is not None and torch.equal(expected, grad.detach()):
+        if expected is not None and _equal(expected, grad.detach()):
             return
         raise complaint(
             recorder.name_of(parameter),
@@ -432,6 +452,12 @@ class _OutsideUse:
             "Give the second use a layer of its own that shares the parameter (head.weight = embedding.weight) and "
             "call that layer.",
         )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.is_sparse or other.is_sparse:
+        one, other = one.to_dense(), other.to_dense()
+    return torch.equal(one, other)
 
 
 def _run_first(parameter: Tensor, handle: Any) -> None:

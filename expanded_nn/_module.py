@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from itertools import accumulate
+from operator import mul
+from types import new_class
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from expanded_nn._batch import batch_dim, batch_of
-from expanded_nn._errors import complaint
+from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._expand import Recorder, Settings
 from expanded_nn._lift import lifted
 
@@ -70,14 +73,14 @@ class PerSampleModule(nn.Module):
                 self._recorder.forget(parameter)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._recorder is not None:
             _prepare(self._parameters.values())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.plain_class is None:
             return super().__reduce_ex__(protocol)
-        _, _, *state = super().__reduce_ex__(protocol)
+        _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         kind = next(base for base in type(self).__bases__ if issubclass(base, PerSampleModule))
         return (_new_twin, (kind, self.plain_class), *state)
 
@@ -156,7 +159,8 @@ class Expanded(PerSampleModule):
         own = self._own_batch()
         if own is not None:
             return own
-        assert self._recorder is not None and self._recorder.current is not None
+        assert self._recorder is not None
+        assert self._recorder.current is not None
         return self._recorder.current.batch
 
     @property
@@ -181,9 +185,7 @@ class Expanded(PerSampleModule):
         """
         first = fixed_layout or self._recorder is None or self._recorder.settings.batch_first
         dim = batch_dim(next(iter(inputs.values())).dim() - feature_dims, batch_first=first)
-        moved = [
-            self.checked(x, feature_dims, dim=dim, argument=argument) for argument, x in inputs.items()
-        ]
+        moved = [self.checked(x, feature_dims, dim=dim, argument=argument) for argument, x in inputs.items()]
         if dim == 0:
             return function(*moved)
         return function(*(x.transpose(0, dim) for x in moved)).transpose(0, dim)
@@ -206,13 +208,8 @@ class Expanded(PerSampleModule):
         if rows == batch:
             return x
         if rows == 1:
-            if x._base is not None and x._base.dim() > dim and x._base.shape[dim] == batch:
-                raise complaint(
-                    self.name,
-                    f"{argument} of shape {tuple(x.shape)} is a slice of a tensor of shape {tuple(x._base.shape)}",
-                    f"all {batch} samples at once",
-                    "Call the layer on the whole batch; for a loop over the samples, switch per_sample(False).",
-                )
+            if is_slice(x, batch, dim):
+                raise self.slice_error(x, argument)
             return x.expand(*x.shape[:dim], batch, *x.shape[dim + 1 :])
         fold = f"folded batch of {batch} x {rows // batch}" if batch and rows % batch == 0 else "other rows"
         raise complaint(
@@ -221,6 +218,17 @@ class Expanded(PerSampleModule):
             f"{batch} rows, one a sample, or 1 that all share",
             "Keep the batch in a dimension of its own (unflatten it), or say per_sample(batch_size=..., "
             "batch_first=...) if the samples stand elsewhere.",
+        )
+
+    def slice_error(self, x: Tensor, argument: str = "input") -> PerSampleError:
+        """What to say of some rows of a batch, where all are wanted."""
+        base = () if x._base is None else tuple(x._base.shape)
+        return complaint(
+            self.name,
+            f"{argument} of shape {tuple(x.shape)} is a slice of a tensor of shape {base}",
+            f"all {self.batch_size} samples at once",
+            "Call the layer on the whole batch; for a loop over the samples, switch per_sample(False). Clone the slice "
+            "if all samples share it.",
         )
 
     def _is_batched(self, name: str, parameter: Tensor) -> bool:
@@ -239,6 +247,16 @@ class Expanded(PerSampleModule):
         """Whether a parameter of this layer asks for gradients."""
         parameters = self.parameters() if self._modules else self._parameters.values()
         return any(parameter is not None and parameter.requires_grad for parameter in parameters)
+
+
+def is_slice(x: Tensor, batch: int, dim: int) -> bool:
+    """Whether one row is a part of a tensor that has all samples, as in a loop over them."""
+    base = x._base
+    if base is None or base.dim() < x.dim():
+        return False
+    if dim == 0:
+        return base.shape[0] > 1 and batch in accumulate(base.shape, mul)  # samples in one dimension or in several
+    return base.shape[dim] == batch
 
 
 def switch(model: nn.Module, settings: Settings | None) -> None:
@@ -291,7 +309,7 @@ def twin_class(kind: type[PerSampleModule], plain_class: type[nn.Module]) -> typ
             "__qualname__": plain_class.__qualname__,
             "__doc__": plain_class.__doc__,
         }
-        _TWINS[key] = type(plain_class)(plain_class.__name__, (kind, plain_class), namespace)
+        _TWINS[key] = new_class(plain_class.__name__, (kind, plain_class), {}, lambda made: made.update(namespace))
     return _TWINS[key]
 
 

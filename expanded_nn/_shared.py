@@ -1,5 +1,7 @@
 """Whether a weight with a batch dimension is one weight, seen B times."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -23,5 +25,7 @@ def shared_or_none(weight: Tensor | None) -> Tensor | None:
 
 
 def owned(output: Tensor) -> Tensor:
-    """`output`, not a view in autograd's eyes: what a Function returns may then be changed in place by the next layer."""
-    return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output  # type: ignore[no-any-return]
+    """`output`, no view in autograd's eyes: the next layer may change in place what a Function returns."""
+    if not output._is_view():
+        return output
+    return cast(Tensor, torch.ops.aten._unsafe_view(output, output.shape))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -159,10 +160,11 @@ class Dense(Term):
         return rows.sum(0) if weights is None else torch.tensordot(weights.to(rows.dtype), rows, dims=1)
 
     def matvec(self, vector: Tensor) -> Tensor:
-        return self.leading().flatten(1) @ vector.flatten()
+        return torch.mv(self.leading().flatten(1), vector.flatten())
 
     def squared_norms(self) -> Tensor:
-        return torch.linalg.vector_norm(self.leading().flatten(1), dim=1).square()
+        norms: Tensor = torch.linalg.vector_norm(self.leading().flatten(1), dim=1)
+        return norms.square()
 
 
 class Outer(Term):
@@ -217,6 +219,8 @@ class Outer(Term):
         if isinstance(other, Outer) and self._positions_are_fewer(other):
             (g, a), (h, c) = self.both(), other.both()
             return (torch.einsum("bto,cso->bcts", g, h) * torch.einsum("bti,csi->bcts", a, c)).sum((2, 3))
+        if isinstance(other, OneHot):
+            return other.gram(self).t()
         return super().gram(other)
 
     def _positions_are_fewer(self, other: Outer) -> bool:
@@ -236,54 +240,90 @@ class OneHot(Term):
     def of(
         cls,
         values: Tensor,  # (B, T, dim)
-        index: Tensor,  # (B, T) int
+        index: Tensor,  # (B, T) int64
         entries: int,
         dtype: torch.dtype,
     ) -> OneHot:
         return cls((values, index), (entries, values.shape[-1]), dtype)
 
+    def both(self) -> tuple[Tensor, Tensor]:
+        """The scaled values, in the rows' dtype, and the index."""
+        return self.leading(), self.factors[1]
+
     def dense(self) -> Tensor:
-        values, index = self.leading(), self.factors[1]
-        rows = values.new_zeros(self.batch, *self.row_shape)
-        return rows.scatter_add_(1, index[..., None].expand_as(values), values)
+        values, index = self.both()
+        return _added_by_index(values, index, self.row_shape[0])
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
-        values, index = self.leading(), self.factors[1]
+        values, index = self.both()
         if weights is not None:
             values = values * weights.to(values.dtype)[:, None, None]
-        total = values.new_zeros(self.row_shape)
-        return total.index_add_(0, index.flatten(), values.flatten(0, 1))
-
-    def sparse_sum(self) -> Tensor:
-        """The plain sum of the rows as a sparse COO tensor, as `torch.nn.Embedding(sparse=True)` gives it."""
-        values, index = self.leading(), self.factors[1]
-        return torch.sparse_coo_tensor(index.reshape(1, -1), values.flatten(0, 1), self.row_shape, check_invariants=False)
+        return _added_by_index(values.flatten(0, 1)[None], index.reshape(1, -1), self.row_shape[0])[0]
 
     def matvec(self, vector: Tensor) -> Tensor:
-        return (F.embedding(self.factors[1], vector.reshape(self.row_shape)) * self.leading()).sum((1, 2))
+        values, index = self.both()
+        return (F.embedding(index, vector.reshape(self.row_shape)) * values).sum((1, 2))
 
     def squared_norms(self) -> Tensor:
-        values, index = self.leading(), self.factors[1]
-        if index.shape[1] == 0:
-            return values.new_zeros(self.batch)
+        values, index = self.both()
         ordered, order = index.sort(1)
         values = values.gather(1, order[..., None].expand_as(values))
         new = torch.cat([torch.zeros_like(ordered[:, :1]), ordered.diff(dim=1).ne(0).long()], 1)
-        segment = new.cumsum(1)[..., None].expand_as(values)
-        return torch.zeros_like(values).scatter_add_(1, segment, values).square().sum((1, 2))
+        return _added_by_index(values, new.cumsum(1), index.shape[1]).square().sum((1, 2))
 
     def inner(self, other: Term) -> Tensor:
         if isinstance(other, OneHot):
             if other is self:
                 return self.squared_norms()
-            equal = self.factors[1][:, :, None] == other.factors[1][:, None, :]
-            return (torch.bmm(self.leading(), other.leading().transpose(1, 2)) * equal).sum((1, 2))
+            (values, index), (others, other_index) = self.both(), other.both()
+            equal = index[:, :, None] == other_index[:, None, :]
+            return (torch.bmm(values, others.transpose(1, 2)) * equal).sum((1, 2))
         if isinstance(other, Outer):
-            values, index = self.leading(), self.factors[1]
+            values, index = self.both()
             g, a = other.both()  # rows (entries, dim): g (B, S, entries), a (B, S, dim)
             picked = g.gather(2, index[:, None, :].expand(-1, g.shape[1], -1))
             return (picked * torch.bmm(a, values.transpose(1, 2))).sum((1, 2))
         return super().inner(other)
+
+    def gram(self, other: Term) -> Tensor:
+        if not isinstance(other, OneHot | Outer) or not self.batch:
+            return super().gram(other)
+        values, index = self.both()
+        theirs = other.both()
+        return torch.stack([_products(v, i, other, theirs) for v, i in zip(values, index, strict=True)])
+
+
+class SparseOneHot(OneHot):
+    """The rows of an embedding whose plain gradient is sparse."""
+
+    def sparse_sum(self) -> Tensor:
+        """The plain sum of the rows as a sparse COO tensor, as `torch.nn.Embedding(sparse=True)` gives it."""
+        values, index = (factor.flatten(0, 1) for factor in self.both())
+        kept = values.ne(0).any(1)  # neither padding nor the filling of short bags
+        return torch.sparse_coo_tensor(index[kept][None], values[kept], self.row_shape, check_invariants=False)
+
+
+def _products(values: Tensor, index: Tensor, other: Term, theirs: tuple[Tensor, Tensor]) -> Tensor:
+    """`<row, other_row[b]>`, `(B,)`, for the one row made of `values (T, dim)` at `index (T,)`."""
+    if isinstance(other, OneHot):
+        others, other_index = theirs
+        return (torch.matmul(others, values.t()) * (other_index[:, :, None] == index)).sum((1, 2))
+    g, a = theirs
+    return (torch.matmul(a, values.t()) * g[:, :, index]).sum((1, 2))
+
+
+def _added_by_index(
+    values: Tensor,  # (B, T, dim)
+    index: Tensor,  # (B, T) int64, below `entries`
+    entries: int,
+) -> Tensor:  # (B, entries, dim)
+    """The values of equal index added up, within each sample."""
+    batch, dim = values.shape[0], values.shape[2]
+    if index.numel() == 0:
+        return values.new_zeros(batch, entries, dim)
+    flat = index + entries * torch.arange(batch, device=index.device)[:, None]
+    total = torch.ops.aten.embedding_dense_backward(values, flat, batch * entries, -1, False)
+    return cast(Tensor, total.view(batch, entries, dim))
 
 
 def merged(terms: Sequence[Term]) -> tuple[Term, ...]:

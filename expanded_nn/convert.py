@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from types import new_class
 from typing import Any, TypeVar
 
 import torch
@@ -52,9 +53,9 @@ def convert(model: Model, *, inplace: bool = False) -> Model:
     for module in list(_convertible(model)):
         module.__class__ = _expanded_class(type(module))
         if isinstance(module, General):
-            module.ranks = {name: each.dim() for name, each in module._parameters.items() if each is not None}
+            module._ranks = {name: each.dim() for name, each in module._parameters.items() if each is not None}
     if not isinstance(model, PerSampleModule):
-        model.__class__ = twin_class(Root, type(model))
+        model.__class__ = twin_class(Root, type(model))  # type: ignore[assignment]
     return model
 
 
@@ -74,9 +75,9 @@ def revert(model: Model, *, inplace: bool = False) -> Model:
         if isinstance(module, PerSampleModule):
             if module._recorder is not None:
                 module._recorder.close()
-            for attribute in ("_recorder", "ranks"):
+            for attribute in ("_recorder", "_ranks"):
                 module.__dict__.pop(attribute, None)
-            module.__class__ = _plain_class(type(module))
+            module.__class__ = _plain_class(type(module))  # type: ignore[assignment]
     for parameter in model.parameters():
         parameter.__dict__.pop("grad_sample", None)
     return model
@@ -164,7 +165,7 @@ def _plain_class(module_class: type[nn.Module]) -> type[nn.Module]:
     # a class made on top of an expanded one, as torch.nn.utils.parametrize makes it
     bases = tuple(_plain_class(base) if issubclass(base, PerSampleModule) else base for base in module_class.__bases__)
     namespace = {key: value for key, value in vars(module_class).items() if key not in ("__dict__", "__weakref__")}
-    return type(module_class)(module_class.__name__, bases, namespace)
+    return new_class(module_class.__name__, bases, {}, lambda made: made.update(namespace))
 
 
 _REFUSED: tuple[tuple[type[nn.Module], str, str], ...] = (
@@ -192,6 +193,6 @@ def _raise_for(model: nn.Module) -> None:
 def _problem(module: nn.Module) -> tuple[str, str] | None:
     if isinstance(module, torch.jit.ScriptModule):
         return "TorchScript code cannot be changed", "convert the Python module, and do not script it"
-    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         return "its parameters have no shape yet", "run the model once, then convert it"
     return next(((reason, remedy) for refused, reason, remedy in _REFUSED if isinstance(module, refused)), None)

@@ -81,7 +81,7 @@ class FactoredTensor(Tensor):
         tensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=cell.dtype, device=cell.device)
         tensor._cell = cell
         tensor._source = source
-        return cast(FactoredTensor, tensor)
+        return tensor
 
     @classmethod
     def of(cls, term: Term, shape: Sequence[int] | None = None) -> FactoredTensor:
@@ -180,7 +180,9 @@ class FactoredTensor(Tensor):
                 rows = parts[0].dense()
                 for part in parts[1:]:
                     rows += part.dense().reshape(rows.shape)
-                yield rows.reshape(-1, *self.shape[1:]) if rows.numel() else rows.reshape(rows.shape[0], *self.shape[1:])
+                yield (
+                    rows.reshape(-1, *self.shape[1:]) if rows.numel() else rows.reshape(rows.shape[0], *self.shape[1:])
+                )
 
     def _check_source(self) -> None:
         if self._source is not None and self._source[0].version != self._source[1]:
@@ -234,7 +236,7 @@ class FactoredTensor(Tensor):
         return cast(Tensor, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().dense().clone().__reduce_ex__(protocol)
+        return self._rows().clone().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(
@@ -249,7 +251,7 @@ class FactoredTensor(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = TABLE.get(func)
@@ -272,7 +274,7 @@ class _ToDense(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -489,14 +491,21 @@ def _cloned(rows: FactoredTensor, *, memory_format: Any = None) -> Any:
 
 
 def _converted(rows: FactoredTensor, *, dtype: Any = None, **others: Any) -> Any:
-    if rows.is_dense or dtype is None or any(value is not None for key, value in others.items() if key != "non_blocking"):
+    if (
+        rows.is_dense
+        or dtype is None
+        or any(value is not None for key, value in others.items() if key != "non_blocking")
+    ):
         return NotImplemented
     return rows._like(rows._remade(lambda term: term.to(dtype)), rows.shape, dtype)
 
 
 def _catenated(tensors: Sequence[Any], dim: int = 0) -> Any:
     first = tensors[0]
-    if not all(isinstance(rows, FactoredTensor) and not rows.is_dense for rows in tensors) or dim not in (0, -first.dim()):
+    if not all(isinstance(rows, FactoredTensor) and not rows.is_dense for rows in tensors) or dim not in (
+        0,
+        -first.dim(),
+    ):
         return NotImplemented
     if any(rows.shape[1:] != first.shape[1:] or rows.dtype != first.dtype for rows in tensors):
         return NotImplemented

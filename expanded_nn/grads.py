@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -30,7 +31,10 @@ class PerSampleGrads(Mapping[str, Tensor]):
         sizes = {name: each.shape[0] for name, each in self._rows.items()}
         if len(set(sizes.values())) > 1:
             raise complaint(
-                "per_sample_grads", f"the parameters hold {sizes} rows", "equally many", "Clear the gradients and run again."
+                "per_sample_grads",
+                f"the parameters hold {sizes} rows",
+                "equally many",
+                "Clear the gradients and run again.",
             )
 
     def __getitem__(self, name: str) -> Tensor:
@@ -75,7 +79,10 @@ class PerSampleGrads(Mapping[str, Tensor]):
         """
         if weights is not None and weights.shape != (self.batch_size,):
             raise complaint(
-                "PerSampleGrads.sum", f"weights has shape {tuple(weights.shape)}", f"({self.batch_size},)", "Give one a row."
+                "PerSampleGrads.sum",
+                f"weights has shape {tuple(weights.shape)}",
+                f"({self.batch_size},)",
+                "Give one a row.",
             )
         return {name: rows.weighted_sum(weights) for name, rows in self._rows.items()}
 
@@ -130,7 +137,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 for name, rows in self._rows.items()
             }
             columns.append(self.matvec({name: each.to(self._rows[name].device) for name, each in directions.items()}))
-        return torch.stack(columns, 1) / dim**0.5
+        return torch.stack(columns, 1) / math.sqrt(dim)
 
     def flatten(self) -> Tensor:
         """G itself, dense: `(B, P)`."""

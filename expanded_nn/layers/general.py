@@ -24,9 +24,17 @@ class General(Expanded):
     """A module of the user's own: each sample goes through its forward alone, as a batch of one, under `vmap`.
 
     The parameters of the module, of its children and of its parameter lists are all expanded, and the forward may
-    use them in any way; expanded layers among the children leave the `vmap` and run on the whole batch. A tensor argument with B rows is split into samples; any other is shared by all. Every
-    tensor that the forward returns has the samples where the arguments have them.
+    use them in any way; expanded layers among the children leave the `vmap` and run on the whole batch. A tensor
+    argument with B rows is split into samples; any other is shared by all. Every tensor that the forward returns has
+    the samples where the arguments have them.
     """
+
+    _ranks: dict[str, int] | None = None
+
+    @property
+    def ranks(self) -> dict[str, int]:  # type: ignore[override]
+        """The number of dimensions that each parameter had when the module was converted."""
+        return self._ranks or {}
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         batch = self.batch_size
@@ -131,9 +139,11 @@ class General(Expanded):
         """A tensor of one sample that the forward left behind in the module or in an argument."""
         kept = [(f"attribute {name!r}", value) for module in self.modules() for name, value in vars(module).items()]
         kept += [("a buffer", module._buffers) for module in self.modules()]
-        kept += [("an argument", vars(leaf)) for leaf in leaves if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__")]
+        kept += [
+            ("an argument", vars(leaf)) for leaf in leaves if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__")
+        ]
         for what, value in kept:
-            if any(isinstance(each, Tensor) and _is_of_one_sample(each) for each in tree_leaves(value)):
+            if any(map(_is_of_one_sample, tree_leaves(value))):
                 raise complaint(
                     self.name,
                     f"its forward keeps tensors in {what}",
@@ -146,9 +156,12 @@ class General(Expanded):
         with swapped(places, [module._parameters[name].detach() for module, name in places]):
             result = self._plain_forward(*args, **kwargs)
         leaves, structure = tree_flatten(result)
-        nothing = sum(each.sum() for each in expanded)
+        nothing = sum((each.sum() for each in expanded), start=torch.zeros(()))
         return tree_unflatten(
-            [each + nothing.to(each.dtype) if isinstance(each, Tensor) and each.is_floating_point() else each for each in leaves],
+            [
+                each + nothing.to(each.dtype) if isinstance(each, Tensor) and each.is_floating_point() else each
+                for each in leaves
+            ],
             structure,
         )
 
@@ -172,9 +185,8 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.embedding:
             return _embedding(*args, **kwargs)
-        if _is_in_place(func) and not _is_of_one_sample(args[0]):
-            if any(isinstance(each, Tensor) and _is_of_one_sample(each) for each in tree_leaves((args, kwargs))):
-                raise self._shared_change(args[0])
+        if _is_in_place(func) and not _is_of_one_sample(args[0]) and any(map(_is_of_one_sample, tree_leaves(args))):
+            raise self._shared_change(args[0])
         return func(*args, **kwargs)
 
     def _shared_change(self, tensor: Tensor) -> PerSampleError:
@@ -196,7 +208,7 @@ _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__i
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
-    """`F.embedding` without `padding_idx`, whose gradient under `vmap` (torch 2.13) is wrong: those rows are constants."""
+    """`F.embedding` with constant padding rows: the gradient of its own `padding_idx` is wrong under `vmap`."""
     rows = F.embedding(input, weight, None, *args, **kwargs)
     if padding_idx is None:
         return rows
@@ -204,5 +216,5 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *a
     return torch.where((input == padding_idx).unsqueeze(-1), rows.detach(), rows)
 
 
-def _is_of_one_sample(tensor: Tensor) -> bool:
-    return torch._C._functorch.is_batchedtensor(tensor)
+def _is_of_one_sample(value: Any) -> bool:
+    return isinstance(value, Tensor) and torch._C._functorch.is_batchedtensor(value)

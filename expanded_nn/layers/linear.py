@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ class _OuterRows(torch.autograd.Function):
         return FactoredTensor.of(Outer.of(g, a, dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         g, a = ctx.saved_tensors
         grad = grad.to(g.dtype)
         return torch.bmm(a, grad.transpose(1, 2)), torch.bmm(g, grad), None
@@ -61,7 +61,7 @@ class _Linear(torch.autograd.Function):
         return owned(F.linear(x, shared(weight), shared_or_none(bias)))
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -103,7 +103,7 @@ def linear(
 class Linear(Expanded, nn.Linear):
     """`torch.nn.Linear` with per-sample gradients; input `(B, *, in_features)`."""
 
-    ranks = {"weight": 2, "bias": 1}
+    ranks: ClassVar[dict[str, int]] = {"weight": 2, "bias": 1}
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         return self.by_sample(lambda x: linear(x, self.expanded("weight"), self.expanded("bias")), 1, input=input)
@@ -119,7 +119,7 @@ class _Bilinear(torch.autograd.Function):
         return owned(F.bilinear(x1, x2, shared(weight), shared_or_none(bias)))
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x1, x2, weight = ctx.saved_tensors
         grad_x1 = grad_x2 = grad_weight = grad_bias = None
         if torch.is_grad_enabled():
@@ -174,7 +174,7 @@ def bilinear(
 class Bilinear(Expanded, nn.Bilinear):
     """`torch.nn.Bilinear` with per-sample gradients; inputs `(B, *, in1_features)` and `(B, *, in2_features)`."""
 
-    ranks = {"weight": 3, "bias": 1}
+    ranks: ClassVar[dict[str, int]] = {"weight": 3, "bias": 1}
 
     def expanded_forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         def op(x1: Tensor, x2: Tensor) -> Tensor:

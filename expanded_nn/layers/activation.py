@@ -1,0 +1,50 @@
+"""Activations with parameters: `PReLU`."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from expanded_nn._module import Expanded
+from expanded_nn._registry import expands
+from expanded_nn._shared import shared
+
+
+def prelu(
+    x: Tensor,  # (B, *) or (B, C, *)
+    weight: Tensor,  # (B, 1) or (B, C)
+) -> Tensor:  # as x
+    """Applies each sample's own slope to the negative numbers, `max(0, x) + weight * min(0, x)`.
+
+    Args:
+        x: `(B, *)`, or `(B, C, *)` with a slope for each channel.
+        weight: `(B, 1)` or `(B, C)`.
+
+    Returns:
+        A tensor of the shape of `x`.
+    """
+    slopes = weight.shape[1]
+    if slopes > 1 and x.shape[1:2] != (slopes,):
+        return F.prelu(x, shared(weight))  # raises
+    rest = x.shape[2:] if slopes > 1 else x.shape[1:]
+    # the batch as one sample: each slope of each sample is that of one channel
+    one_sample = x.reshape(1, x.shape[0] * slopes, prod(rest))
+    return F.prelu(one_sample, weight.reshape(-1)).view(x.shape)
+
+
+@expands(nn.PReLU)
+class PReLU(Expanded, nn.PReLU):
+    """`torch.nn.PReLU` with per-sample gradients; input `(B, *)`, or `(B, num_parameters, *)` with several slopes."""
+
+    ranks: ClassVar[dict[str, int]] = {"weight": 1}
+
+    def expanded_forward(self, input: Tensor) -> Tensor:
+        each_channel = self.num_parameters > 1
+
+        def op(x: Tensor) -> Tensor:
+            return prelu(x, self.expanded("weight"))
+
+        return self.by_sample(op, int(each_channel), fixed_layout=each_channel, input=input)

@@ -1,0 +1,446 @@
+"""Convolutions: `Conv1d/2d/3d` and `ConvTranspose1d/2d/3d`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from expanded_nn._batch import batch_of
+from expanded_nn._errors import complaint
+from expanded_nn._module import Expanded
+from expanded_nn._patches import Geometry, Patches, cropped
+from expanded_nn._registry import expands
+from expanded_nn._shared import is_shared, shared, shared_or_none
+from expanded_nn.factored import FactoredTensor
+
+aten = torch.ops.aten
+Sizes = int | Sequence[int]
+CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+class _PatchRows(torch.autograd.Function):
+    """The rows of a convolution's weight, held as their factors; differentiable in both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, g: Tensor, x: Tensor, row_shape: tuple[int, ...], dtype: torch.dtype, geometry: Geometry
+    ) -> Tensor:
+        ctx.save_for_backward(g, x)
+        ctx.geometry = geometry
+        return FactoredTensor.of(Patches.of(g, x, row_shape, geometry, dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        g, x = ctx.saved_tensors
+        weight = _cast(grad, g.dtype)
+        grad_g = grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_g = _apply(x, weight, None, ctx.geometry, None)
+        if ctx.needs_input_grad[1]:
+            grad_x = _input_gradient(g, x, weight, ctx.geometry, transposed=False)
+        return grad_g, grad_x, None, None, None
+
+
+def patch_rows(
+    g: Tensor,  # (B, out, *positions)
+    x: Tensor,  # (B, in, *size)
+    row_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    geometry: Geometry,
+) -> Tensor:  # (B, *row_shape)
+    """The rows of a convolution's weight, factored."""
+    excess = geometry.excess(x.shape[2:], row_shape[2:], g.shape[2:])
+    if any(more >= stride for more, stride in zip(excess, geometry.stride, strict=True)):
+        # Only the output_padding of a dilated transposed convolution reaches so far.
+        x, geometry = geometry.padded(x, cut=excess)
+    if torch.is_grad_enabled():
+        return _PatchRows.apply(g, x, row_shape, dtype, geometry)  # type: ignore[no-untyped-call,no-any-return]
+    return FactoredTensor.of(Patches.of(g, x, row_shape, geometry, dtype))
+
+
+class _Cast(torch.autograd.Function):
+    """A shared weight in another dtype, still expanded."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = weight.dtype
+        return shared(weight).to(dtype).expand_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor, None]:
+        return rows.to(ctx.dtype), None
+
+
+def _cast(
+    weight: Tensor,  # (B, *shape)
+    dtype: torch.dtype,
+) -> Tensor:
+    if weight.dtype == dtype or not is_shared(weight):
+        return weight.to(dtype)
+    return _Cast.apply(weight, dtype)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution, or a transposed one, whose weight is one, expanded over the batch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: Geometry,
+        output_padding: tuple[int, ...] | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.geometry, ctx.output_padding = geometry, output_padding
+        return _torch_convolution(x, shared(weight), shared_or_none(bias), geometry, output_padding)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dtype, x = x.dtype, x.to(g.dtype)
+        how: Geometry = ctx.geometry
+        transposed = ctx.output_padding is not None
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            if torch.is_grad_enabled():
+                grad_x = _input_gradient(g, x, _cast(weight, g.dtype), how, transposed=transposed).to(dtype)
+            else:
+                grad_x = _torch_input_gradient(g, x, shared(weight), how, ctx.output_padding).to(dtype)
+        if ctx.needs_input_grad[1]:
+            moving, still = (x, g) if transposed else (g, x)
+            grad_weight = patch_rows(moving, still, tuple(weight.shape[1:]), weight.dtype, how)
+        if ctx.needs_input_grad[2]:
+            grad_bias = g.sum(tuple(range(2, g.dim())), dtype=ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _torch_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    how: Geometry,
+    output_padding: tuple[int, ...] | None,
+    repeats: int = 1,
+) -> Tensor:
+    """Torch's own convolution, its groups `repeats` times; a transposed one where there is an `output_padding`."""
+    dims, groups = how.dims, how.groups * repeats
+    if output_padding is None:
+        return CONV[dims](x, weight, bias, how.stride, how.padding, how.dilation, groups)
+    return CONV_TRANSPOSE[dims](x, weight, bias, how.stride, how.padding, output_padding, groups, how.dilation)
+
+
+def _torch_input_gradient(
+    g: Tensor, x: Tensor, weight: Tensor, how: Geometry, output_padding: tuple[int, ...] | None
+) -> Tensor:
+    """The gradient of the input by torch's own fused kernel."""
+    return aten.convolution_backward(  # type: ignore[no-any-return]
+        g,
+        x,
+        weight.to(g.dtype),
+        None,
+        how.stride,
+        how.padding,
+        how.dilation,
+        output_padding is not None,
+        output_padding or (0,) * how.dims,
+        how.groups,
+        (True, False, False),
+    )[0]
+
+
+def _input_gradient(
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,  # (B, *shape)
+    how: Geometry,
+    *,
+    transposed: bool,
+) -> Tensor:
+    """The gradient of the input by the convolution of the other kind, which has derivatives with rows of its own."""
+    if not transposed:
+        return _apply(g, weight, None, how, how.excess(x.shape[2:], weight.shape[3:], g.shape[2:]))
+    y = _apply(g, weight, None, how, None)
+    return cropped(y, x.shape[2:])
+
+
+def _apply(
+    x: Tensor,  # (B, in, *size)
+    weight: Tensor,  # (B, out, in / groups, *kernel), transposed (B, in, out / groups, *kernel)
+    bias: Tensor | None,  # (B, out)
+    how: Geometry,
+    output_padding: tuple[int, ...] | None,
+) -> Tensor:  # (B, out, *positions)
+    """Each sample's own convolution, transposed where there is an `output_padding`."""
+    if is_shared(weight, bias):
+        return _Convolution.apply(x, weight, bias, how, output_padding)  # type: ignore[no-untyped-call,no-any-return]
+    batch = x.shape[0]
+    y = _torch_convolution(
+        x.flatten(0, 1)[None],
+        weight.flatten(0, 1),
+        None if bias is None else bias.flatten(),
+        how,
+        output_padding,
+        repeats=batch,
+    )
+    return y.reshape(batch, y.shape[1] // batch, *y.shape[2:])
+
+
+def _each(value: Sizes, dims: int) -> tuple[int, ...]:
+    """One number a spatial dimension."""
+    numbers = (value,) if isinstance(value, int) else tuple(value)
+    return numbers * dims if len(numbers) == 1 else numbers
+
+
+def _check_samples(name: str, x: Tensor, weight: Tensor, dims: int) -> None:
+    if x.dim() != dims + 2 or weight.dim() != dims + 3 or x.shape[0] != weight.shape[0]:
+        raise complaint(
+            f"functional.{name}",
+            f"x has shape {tuple(x.shape)}, weight {tuple(weight.shape)}",
+            f"x of {dims + 2} and weight of {dims + 3} dimensions with the same batch dimension first",
+            "Expand the weight over the batch: weight.expand(len(x), *weight.shape).",
+        )
+
+
+def _conv(
+    dims: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sizes,
+    padding: Sizes | str,
+    dilation: Sizes,
+    groups: int,
+) -> Tensor:
+    _check_samples(f"conv{dims}d", x, weight, dims)
+    stride, dilation = _each(stride, dims), _each(dilation, dims)
+    if isinstance(padding, str):
+        x, padding = _padded_by_name(x, padding, weight.shape[3:], stride, dilation)
+    return _apply(x, weight, bias, Geometry(stride, _each(padding, dims), dilation, groups), None)
+
+
+def _padded_by_name(
+    x: Tensor, padding: str, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> tuple[Tensor, tuple[int, ...]]:
+    """What `padding` says as numbers, with `x` padded where the two ends of a dimension differ."""
+    if padding == "valid":
+        return x, (0,) * len(kernel)
+    if padding != "same":
+        raise ValueError(f'padding is {padding!r}; wanted numbers, "valid" or "same".')
+    if any(step != 1 for step in stride):
+        raise ValueError(f'padding is "same" and stride {tuple(stride)}; wanted stride 1.')
+    total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    if any(both % 2 for both in total):
+        x = F.pad(x, [end for both in reversed(total) for end in (0, both % 2)])
+    return x, tuple(both // 2 for both in total)
+
+
+def _conv_transpose(
+    dims: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sizes,
+    padding: Sizes,
+    output_padding: Sizes,
+    groups: int,
+    dilation: Sizes,
+) -> Tensor:
+    _check_samples(f"conv_transpose{dims}d", x, weight, dims)
+    how = Geometry(_each(stride, dims), _each(padding, dims), _each(dilation, dims), groups)
+    return _apply(x, weight, bias, how, _each(output_padding, dims))
+
+
+def conv1d(
+    x: Tensor,  # (B, in, length)
+    weight: Tensor,  # (B, out, in / groups, k)
+    bias: Tensor | None = None,  # (B, out)
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Each sample's own `torch.nn.functional.conv1d`; see `conv2d`."""
+    return _conv(1, x, weight, bias, stride, padding, dilation, groups)
+
+
+def conv2d(
+    x: Tensor,  # (B, in, height, width)
+    weight: Tensor,  # (B, out, in / groups, kh, kw)
+    bias: Tensor | None = None,  # (B, out)
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Applies each sample's own convolution, as `torch.nn.functional.conv2d` does the one of all.
+
+    Args:
+        x: `(B, in, height, width)`.
+        weight: `(B, out, in / groups, kh, kw)`; expanded over the batch (stride 0) it runs as torch's one kernel.
+        bias: `(B, out)`, or `None`.
+        stride: The step of the kernel, one number or one a dimension; so are `padding` and `dilation`.
+        padding: Zeros at both ends of each dimension, or `"valid"` (none), or `"same"` (as many as keep the size).
+        dilation: The distance of the kernel's entries.
+        groups: The number of groups of channels that do not see each other.
+
+    Returns:
+        `(B, out, *positions)`.
+    """
+    return _conv(2, x, weight, bias, stride, padding, dilation, groups)
+
+
+def conv3d(
+    x: Tensor,  # (B, in, depth, height, width)
+    weight: Tensor,  # (B, out, in / groups, kd, kh, kw)
+    bias: Tensor | None = None,  # (B, out)
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Each sample's own `torch.nn.functional.conv3d`; see `conv2d`."""
+    return _conv(3, x, weight, bias, stride, padding, dilation, groups)
+
+
+def conv_transpose1d(
+    x: Tensor,  # (B, in, length)
+    weight: Tensor,  # (B, in, out / groups, k)
+    bias: Tensor | None = None,  # (B, out)
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    output_padding: Sizes = 0,
+    groups: int = 1,
+    dilation: Sizes = 1,
+) -> Tensor:
+    """Each sample's own `torch.nn.functional.conv_transpose1d`; see `conv_transpose2d`."""
+    return _conv_transpose(1, x, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+def conv_transpose2d(
+    x: Tensor,  # (B, in, height, width)
+    weight: Tensor,  # (B, in, out / groups, kh, kw)
+    bias: Tensor | None = None,  # (B, out)
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    output_padding: Sizes = 0,
+    groups: int = 1,
+    dilation: Sizes = 1,
+) -> Tensor:
+    """Applies each sample's own transposed convolution, as `torch.nn.functional.conv_transpose2d` does the one of all.
+
+    Args:
+        x: `(B, in, height, width)`.
+        weight: `(B, in, out / groups, kh, kw)`; expanded over the batch (stride 0) it runs as torch's one kernel.
+        bias: `(B, out)`, or `None`.
+        stride: The step of the kernel, one number or one a dimension; so are all others but `groups`.
+        padding: What is taken off at both ends of each dimension of the output.
+        output_padding: What is added at the end of each dimension of the output.
+        groups: The number of groups of channels that do not see each other.
+        dilation: The distance of the kernel's entries.
+
+    Returns:
+        `(B, out, *positions)`.
+    """
+    return _conv_transpose(2, x, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+def conv_transpose3d(
+    x: Tensor,  # (B, in, depth, height, width)
+    weight: Tensor,  # (B, in, out / groups, kd, kh, kw)
+    bias: Tensor | None = None,  # (B, out)
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    output_padding: Sizes = 0,
+    groups: int = 1,
+    dilation: Sizes = 1,
+) -> Tensor:
+    """Each sample's own `torch.nn.functional.conv_transpose3d`; see `conv_transpose2d`."""
+    return _conv_transpose(3, x, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+class _ConvNd(Expanded, nn.modules.conv._ConvNd):
+    """A convolution over as many dimensions as its kernel has."""
+
+    def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
+        return batch_of((args, kwargs))
+
+    def expanded_forward(self, input: Tensor) -> Tensor:
+        return self.by_sample(self._convolve, len(self.kernel_size) + 1, fixed_layout=True, input=input)
+
+    def _convolve(self, x: Tensor) -> Tensor:
+        padding: Sizes | str = self.padding
+        if self.padding_mode != "zeros":
+            x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
+        weight, bias = self.expanded("weight"), self.expanded("bias")
+        return _conv(len(self.kernel_size), x, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+
+@expands(nn.Conv1d)
+class Conv1d(_ConvNd, nn.Conv1d):
+    """`torch.nn.Conv1d` with per-sample gradients; input `(B, in_channels, length)`."""
+
+    ranks: ClassVar[dict[str, int]] = {"weight": 3, "bias": 1}
+
+
+@expands(nn.Conv2d)
+class Conv2d(_ConvNd, nn.Conv2d):
+    """`torch.nn.Conv2d` with per-sample gradients; input `(B, in_channels, height, width)`."""
+
+    ranks: ClassVar[dict[str, int]] = {"weight": 4, "bias": 1}
+
+
+@expands(nn.Conv3d)
+class Conv3d(_ConvNd, nn.Conv3d):
+    """`torch.nn.Conv3d` with per-sample gradients; input `(B, in_channels, depth, height, width)`."""
+
+    ranks: ClassVar[dict[str, int]] = {"weight": 5, "bias": 1}
+
+
+class _ConvTransposeNd(Expanded, nn.modules.conv._ConvTransposeNd):
+    """A transposed convolution over as many dimensions as its kernel has."""
+
+    def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
+        return batch_of((args, kwargs))
+
+    def expanded_forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        dims, padding = len(self.kernel_size), self.padding
+        assert isinstance(padding, tuple)
+
+        def op(x: Tensor) -> Tensor:
+            how: list[Any] = [self.stride, padding, self.kernel_size, dims, self.dilation]
+            output_padding = self._output_padding(x, output_size, *how)
+            weight, bias = self.expanded("weight"), self.expanded("bias")
+            return _conv_transpose(
+                dims, x, weight, bias, self.stride, padding, output_padding, self.groups, self.dilation
+            )
+
+        return self.by_sample(op, dims + 1, fixed_layout=True, input=input)
+
+
+@expands(nn.ConvTranspose1d)
+class ConvTranspose1d(_ConvTransposeNd, nn.ConvTranspose1d):
+    """`torch.nn.ConvTranspose1d` with per-sample gradients; input `(B, in_channels, length)`."""
+
+    ranks: ClassVar[dict[str, int]] = {"weight": 3, "bias": 1}
+
+
+@expands(nn.ConvTranspose2d)
+class ConvTranspose2d(_ConvTransposeNd, nn.ConvTranspose2d):
+    """`torch.nn.ConvTranspose2d` with per-sample gradients; input `(B, in_channels, height, width)`."""
+
+    ranks: ClassVar[dict[str, int]] = {"weight": 4, "bias": 1}
+
+
+@expands(nn.ConvTranspose3d)
+class ConvTranspose3d(_ConvTransposeNd, nn.ConvTranspose3d):
+    """`torch.nn.ConvTranspose3d` with per-sample gradients; input `(B, in_channels, depth, height, width)`."""
+
+    ranks: ClassVar[dict[str, int]] = {"weight": 5, "bias": 1}

@@ -1,0 +1,529 @@
+"""Look-ups: `Embedding` and `EmbeddingBag`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from expanded_nn._batch import batch_dim
+from expanded_nn._errors import complaint
+from expanded_nn._module import Expanded, is_slice
+from expanded_nn._registry import expands
+from expanded_nn._shared import is_shared, owned, shared
+from expanded_nn._terms import OneHot, SparseOneHot
+from expanded_nn.factored import FactoredTensor
+
+
+class _OneHotRows(torch.autograd.Function):
+    """`sum_t e[index[b,t]] (x) v[b,t,:]`, held as its factors; differentiable in the values."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor, entries: int, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.dtype = values.dtype
+        return FactoredTensor.of(OneHot.of(values, index, entries, dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        return embedding(index, grad).to(ctx.dtype), None, None, None
+
+
+def one_hot_rows(
+    values: Tensor,  # (B, T, dim)
+    index: Tensor,  # (B, T) int64
+    entries: int,
+    dtype: torch.dtype,
+    *,
+    sparse: bool = False,
+) -> Tensor:  # (B, entries, dim)
+    """The rows of an embedding's weight, factored; a `sparse` gradient that has a derivative itself is not sparse."""
+    if torch.is_grad_enabled() and values.requires_grad:
+        return _OneHotRows.apply(values, index, entries, dtype)  # type: ignore[no-untyped-call,no-any-return]
+    kind = SparseOneHot if sparse else OneHot
+    return FactoredTensor.of(kind.of(values, index, entries, dtype))
+
+
+def _frequency(
+    index: Tensor,  # (B, T) int64
+    entries: int,
+    valid: Tensor | None,  # (B, T) bool
+) -> Tensor:  # (B, T) int64
+    """How often a sample looks up the entry that it looks up here."""
+    ones = torch.ones_like(index) if valid is None else valid.to(index.dtype)
+    return index.new_zeros(index.shape[0], entries).scatter_add_(1, index, ones).gather(1, index).clamp(min=1)
+
+
+def _wrapped(padding_idx: int | None, entries: int) -> int | None:
+    """The padding index counted from the start."""
+    if padding_idx is not None and not -entries <= padding_idx < entries:
+        raise ValueError(f"padding_idx is {padding_idx}; wanted one of the {entries} entries of the weight.")
+    return padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + entries
+
+
+class _Embedding(torch.autograd.Function):
+    """A look-up; where `valid` is false nothing was asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        index: Tensor,
+        weight: Tensor,
+        padding_idx: int | None,
+        scale_grad_by_freq: bool,
+        sparse: bool,
+        valid: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(index, valid)
+        ctx.padding_idx, ctx.scale_grad_by_freq, ctx.sparse = padding_idx, scale_grad_by_freq, sparse
+        ctx.shape, ctx.dtype, ctx.is_shared = weight.shape, weight.dtype, is_shared(weight)
+        if not ctx.is_shared:
+            flat = _flat_index(index)[..., None].expand(-1, -1, weight.shape[2])
+            return owned(weight.gather(1, flat).reshape(*index.shape, weight.shape[2]))
+        if index.dim() > 1 and index.transpose(0, 1).is_contiguous():
+            # The layout (T, B, dim) is that of the index, and the one that the user's views expect.
+            return owned(F.embedding(index.transpose(0, 1), shared(weight)).transpose(0, 1))
+        return owned(F.embedding(index, shared(weight)))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        index, valid = ctx.saved_tensors
+        _, entries, dim = ctx.shape
+        index = _flat_index(index)
+        values = g.reshape(*index.shape, dim)
+        if ctx.scale_grad_by_freq:
+            values = values / _frequency(index, entries, valid)[..., None].to(values.dtype)
+        dropped = _dropped(index, valid, ctx.padding_idx)
+        if dropped is not None:
+            values = values.masked_fill(dropped[..., None], 0.0)
+        rows = one_hot_rows(values, index, entries, ctx.dtype, sparse=ctx.sparse)
+        if not ctx.is_shared and isinstance(rows, FactoredTensor):
+            rows = rows.dense()
+        return None, rows, None, None, None, None
+
+
+def _flat_index(
+    index: Tensor,  # (B, *)
+) -> Tensor:  # (B, T) int64
+    return index.reshape(index.shape[0], prod(index.shape[1:])).long()
+
+
+def _dropped(index: Tensor, valid: Tensor | None, padding_idx: int | None) -> Tensor | None:
+    """Where no gradient goes to, `None` if there is no such place."""
+    if padding_idx is None:
+        return None if valid is None else ~valid
+    return index == padding_idx if valid is None else (index == padding_idx) | ~valid
+
+
+def _refuse_other_rows(op: str, rows: int, weight: Tensor) -> None:
+    if rows != weight.shape[0]:
+        raise complaint(
+            op, f"the input has {rows} samples", f"{weight.shape[0]}, as the weight", "Expand the one or the other."
+        )
+
+
+def embedding(
+    input: Tensor,  # (B, *) int
+    weight: Tensor,  # (B, entries, dim)
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:  # (B, *, dim)
+    """Looks up entries in each sample's own table, `y[b, *] = weight[b, input[b, *]]`.
+
+    Args:
+        input: Indices `(B, *)`, int32 or int64.
+        weight: `(B, entries, dim)`; expanded over the batch (stride 0) it runs as one `F.embedding`.
+        padding_idx: The entry that gets no gradient; from the end if negative.
+        max_norm: The norm to which the entries looked up are scaled down first, in place.
+        norm_type: The p of that p-norm.
+        scale_grad_by_freq: Whether an entry's gradient is divided by how often the *sample* looks it up.
+        sparse: Whether the gradient of the one weight behind an expanded one is sparse.
+
+    Returns:
+        `(B, *, dim)`.
+
+    Raises:
+        PerSampleError: If `input` and `weight` differ in B.
+        ValueError: If `padding_idx` is no entry.
+    """
+    _refuse_other_rows("embedding", input.shape[0], weight)
+    padding_idx = _wrapped(padding_idx, weight.shape[1])
+    if max_norm is not None:
+        _renormalise(weight, input, None, max_norm, norm_type)
+    return _Embedding.apply(input, weight, padding_idx, scale_grad_by_freq, sparse, None)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _renormalise(weight: Tensor, index: Tensor, valid: Tensor | None, max_norm: float, norm_type: float) -> None:
+    """Scales the entries looked up down to `max_norm`, in place: of the one weight, or of each sample's own."""
+    tables = [shared(weight)] if is_shared(weight) else weight.detach().unbind()
+    looked_up = [index] if is_shared(weight) else index.unbind()
+    asked = [valid] if valid is None or is_shared(weight) else valid.unbind()
+    for position, (table, entries) in enumerate(zip(tables, looked_up, strict=True)):
+        chosen = entries if asked[0] is None else entries[asked[position]]
+        torch.embedding_renorm_(table, chosen.reshape(-1), max_norm, norm_type)
+
+
+def _renormalise_once(module: Embedding | EmbeddingBag, index: Tensor) -> float | None:
+    """Scales down the entries of the one weight before it is expanded; gives the `max_norm` left for the op to do."""
+    weight = module.weight
+    if module.max_norm is None or weight.dim() == 3:
+        return module.max_norm
+    if not weight.is_leaf:
+        raise complaint(
+            module.name,
+            f"max_norm is {module.max_norm} and the weight is computed from other parameters, which it cannot scale",
+            "a weight that is itself a parameter",
+            "Remove the parametrization, or do without max_norm.",
+        )
+    torch.embedding_renorm_(weight.detach(), index.reshape(-1), module.max_norm, module.norm_type)
+    return None
+
+
+@expands(nn.Embedding)
+class Embedding(Expanded, nn.Embedding):
+    """`torch.nn.Embedding` with per-sample gradients; input `(B, *)`, or an index that all samples share.
+
+    With `scale_grad_by_freq` rows follow the sample alone: its own frequencies scale them, and `.grad` is their sum.
+    """
+
+    ranks: ClassVar[dict[str, int]] = {"weight": 2}
+
+    def expanded_forward(self, input: Tensor) -> Tensor:
+        index, dim = self._samples_first(input)
+        max_norm = _renormalise_once(self, input)
+        out = embedding(
+            index,
+            self.expanded("weight"),
+            self.padding_idx,
+            max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+        )
+        return out.transpose(0, dim).contiguous() if dim else out
+
+    def _samples_first(self, index: Tensor) -> tuple[Tensor, int]:
+        """The index as `(B, *)`, and the dimension in which the samples stand in the result."""
+        batch = self.batch_size
+        batch_first = self._recorder is None or self._recorder.settings.batch_first
+        if index.dim() == 0:
+            return index.expand(batch), 0
+        dim = batch_dim(index.dim(), batch_first=batch_first)
+        rows = index.shape[dim]
+        if batch > 1 and ((rows == batch and _are_positions(index)) or index.shape == (1,)):
+            raise complaint(
+                self.name,
+                f"input has shape {tuple(index.shape)} and may be positions that all {batch} samples share, or one "
+                "row a sample",
+                "an index that can be read in one way only",
+                f"Call it with index.unsqueeze({0 if batch_first else 1}) for positions, or with index.unsqueeze(1) "
+                "and squeeze(1) after it for samples.",
+            )
+        if rows == batch:
+            return index.transpose(0, dim), dim
+        if batch > 1 and is_slice(index, batch, dim) and not (index.dim() == 1 and _are_positions(index)):
+            raise self.slice_error(index)
+        if rows == 1 and index.dim() > 1:
+            return index.transpose(0, dim).expand(batch, *[-1] * (index.dim() - 1)), dim
+        if batch > 1:
+            self._refuse_other_batch(index, dim)
+        return index.expand(batch, *index.shape), 0 if batch_first else 1
+
+    def _refuse_other_batch(self, index: Tensor, dim: int) -> None:
+        """A folded batch, or an even part of it, is no index that all samples share; positions are."""
+        batch = self.batch_size
+        sizes = [size for size in index.shape[: dim + 1] if size > 1 and (size % batch == 0 or batch % size == 0)]
+        if sizes and not _are_positions(index):
+            kind = f"folded batch of {batch} x {sizes[0] // batch}" if sizes[0] > batch else f"part of {batch}"
+            raise complaint(
+                self.name,
+                f"input has shape {tuple(index.shape)}, {sizes[0]} rows ({kind})",
+                f"{batch} rows, one a sample, or an index without a batch dimension that all share",
+                f"Keep the batch in a dimension of its own (unflatten it); call it with index.unsqueeze({dim}) if all "
+                "samples share the index.",
+            )
+
+
+def _are_positions(index: Tensor) -> bool:
+    """Whether an index looks like `arange`, or like a matrix of relative positions, and not like samples."""
+    if index.dim() == 1:
+        return bool((index.diff() == 1).all())
+    if index.dim() != 2 or index.shape[0] != index.shape[1] or index.shape[0] < 4:
+        return False  # smaller matrices have equal diagonals by chance
+    return bool((index[1:, 1:] == index[:-1, :-1]).all()) and not bool((index == index[0, 0]).all())
+
+
+@dataclass(frozen=True)
+class _Bags:
+    """Bags of entries, each as long as the longest.
+
+    Attributes:
+        index: `(B, T)`, int64; 0 where a bag has ended.
+        valid: `(B, T)`, where a bag has not ended, or `None` if all are equally long.
+        entry: `(B, T)`, the place in the flat input, or `None` if that is `(B, T)` itself.
+    """
+
+    index: Tensor
+    valid: Tensor | None
+    entry: Tensor | None
+
+    @classmethod
+    def of(cls, input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> _Bags:
+        if offsets is None:
+            return cls(input.long(), None, None)
+        offsets = offsets.long()
+        starts = offsets[:-1] if include_last_offset else offsets
+        ends = offsets[1:] if include_last_offset else torch.cat([offsets[1:], offsets.new_full((1,), len(input))])
+        lengths = (ends[: len(starts)] - starts)[:, None]
+        longest = int(lengths.max()) if lengths.numel() else 0
+        place = torch.arange(longest, device=input.device)
+        valid = place < lengths
+        entry = (starts[:, None] + place).masked_fill(~valid, 0)
+        return cls(input.long()[entry].masked_fill(~valid, 0), valid, entry)
+
+    def padded(self, flat: Tensor) -> Tensor:
+        """A number an entry, as `(B, T)`."""
+        return flat if self.entry is None else flat[self.entry]
+
+    def unpadded(self, padded: Tensor, shape: torch.Size) -> Tensor:
+        """A number an entry, in the input's own shape."""
+        if self.entry is None or self.valid is None:
+            return padded
+        values = padded.masked_fill(~self.valid, 0.0)
+        return padded.new_zeros(shape).scatter_add(0, self.entry.flatten(), values.flatten())
+
+    def coefficients(self, mode: str, per_sample_weights: Tensor | None, dropped: Tensor | None) -> Tensor | None:
+        """What each entry counts for in its bag's result, `(B, T)` or `(B, 1)`; `None` where that is 1."""
+        if per_sample_weights is not None:
+            return self.padded(per_sample_weights)
+        if mode != "mean":
+            return None
+        kept = torch.ones_like(self.index, dtype=torch.bool) if dropped is None else ~dropped
+        return 1.0 / kept.sum(1, keepdim=True).clamp(min=1)
+
+
+class _EmbeddingBag(torch.autograd.Function):
+    """The sum or the mean of each bag's entries, whose weight is one, expanded over the batch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        per_sample_weights: Tensor | None,
+        input: Tensor,
+        offsets: Tensor | None,
+        scale_grad_by_freq: bool,
+        mode: str,
+        sparse: bool,
+        include_last_offset: bool,
+        padding_idx: int | None,
+    ) -> Tensor:
+        ctx.save_for_backward(weight if ctx.needs_input_grad[1] else None, per_sample_weights, input, offsets)
+        ctx.scale_grad_by_freq, ctx.mode, ctx.sparse = scale_grad_by_freq, mode, sparse
+        ctx.include_last_offset, ctx.padding_idx = include_last_offset, padding_idx
+        ctx.entries, ctx.dtype = weight.shape[1], weight.dtype
+        return F.embedding_bag(
+            input,
+            shared(weight),
+            offsets,
+            mode=mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=include_last_offset,
+            padding_idx=padding_idx,
+        )
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        weight, per_sample_weights, input, offsets = ctx.saved_tensors
+        bags = _Bags.of(input, offsets, ctx.include_last_offset)
+        dropped = _dropped(bags.index, bags.valid, ctx.padding_idx)
+        grad_weight = grad_per_sample_weights = None
+        if ctx.needs_input_grad[0]:
+            values = g[:, None, :].expand(-1, bags.index.shape[1], -1)
+            coefficients = bags.coefficients(ctx.mode, per_sample_weights, dropped)
+            if coefficients is not None:
+                values = values * coefficients[..., None].to(values.dtype)
+            if ctx.scale_grad_by_freq:
+                values = values / _frequency(bags.index, ctx.entries, bags.valid)[..., None].to(values.dtype)
+            if dropped is not None:
+                values = values.masked_fill(dropped[..., None], 0.0)
+            grad_weight = one_hot_rows(values, bags.index, ctx.entries, ctx.dtype, sparse=ctx.sparse)
+        if ctx.needs_input_grad[1]:
+            products = (embedding(bags.index, weight) * g[:, None, :]).sum(2)
+            if dropped is not None:
+                products = products.masked_fill(dropped, 0.0)
+            grad_per_sample_weights = bags.unpadded(products, per_sample_weights.shape)
+        return grad_weight, grad_per_sample_weights, *[None] * 7
+
+
+def embedding_bag(
+    input: Tensor,  # (B, N) or (N,) int
+    weight: Tensor,  # (B, entries, dim)
+    offsets: Tensor | None = None,  # (B,) int
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,  # as input
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:  # (B, dim)
+    """Adds up, averages or maximises the entries of each bag, looked up in each sample's own table.
+
+    Args:
+        input: Indices: `(B, N)`, or all bags one after the other, `(N,)`. The bag is the sample.
+        weight: `(B, entries, dim)`; expanded over the batch (stride 0), a sum or mean runs as one `F.embedding_bag`.
+        offsets: Where each bag begins in an input `(N,)`: `(B,)`.
+        max_norm: The norm to which the entries looked up are scaled down first, in place.
+        norm_type: The p of that p-norm.
+        scale_grad_by_freq: Whether an entry's gradient is divided by how often its *bag* holds it.
+        mode: `"sum"`, `"mean"` or `"max"`.
+        sparse: Whether the gradient of the one weight behind an expanded one is sparse.
+        per_sample_weights: What each entry counts for, of `input`'s shape; with `mode="sum"` only.
+        include_last_offset: Whether `offsets` ends with the length of `input`, `(B + 1,)`.
+        padding_idx: The entry that does not count and gets no gradient; from the end if negative.
+
+    Returns:
+        `(B, dim)`; zeros for an empty bag.
+
+    Raises:
+        PerSampleError: If there are not as many bags as the weight has samples.
+        ValueError: If arguments do not go together, or `padding_idx` is no entry.
+    """
+    input, offsets, per_sample_weights, include_last_offset = _as_strided_bags(
+        input, offsets, per_sample_weights, include_last_offset
+    )
+    _refuse_mode(mode, scale_grad_by_freq, sparse, per_sample_weights)
+    _refuse_other_rows("embedding_bag", _bag_count(input, offsets, include_last_offset), weight)
+    padding_idx = _wrapped(padding_idx, weight.shape[1])
+    if mode != "max" and is_shared(weight):
+        if max_norm is not None:
+            _renormalise(weight, input, None, max_norm, norm_type)
+        return _EmbeddingBag.apply(  # type: ignore[no-untyped-call,no-any-return]
+            weight,
+            per_sample_weights,
+            input,
+            offsets,
+            scale_grad_by_freq,
+            mode,
+            sparse,
+            include_last_offset,
+            padding_idx,
+        )
+    bags = _Bags.of(input, offsets, include_last_offset)
+    if max_norm is not None:
+        _renormalise(weight, bags.index, bags.valid, max_norm, norm_type)
+    dropped = _dropped(bags.index, bags.valid, padding_idx)
+    entries: Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
+        bags.index, weight, padding_idx, scale_grad_by_freq, sparse, bags.valid
+    )
+    if mode == "max" and bags.index.shape[1]:
+        if dropped is None:
+            return entries.max(1).values
+        most = entries.masked_fill(dropped[..., None], -torch.inf).max(1).values
+        return most.masked_fill(dropped.all(1, keepdim=True), 0.0)
+    if dropped is not None:
+        entries = entries.masked_fill(dropped[..., None], 0.0)
+    coefficients = bags.coefficients(mode, per_sample_weights, dropped)
+    if coefficients is not None:
+        entries = entries * coefficients[..., None].to(entries.dtype)
+    return entries.sum(1)
+
+
+def _as_strided_bags(
+    input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None, include_last_offset: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
+    """A nested input as its values and offsets, as torch takes it apart; any other as it is, if it is complete."""
+    if input.dim() == 2 and input.is_nested:
+        if per_sample_weights is not None:
+            per_sample_weights = per_sample_weights.values().reshape(-1)
+        return input.values().reshape(-1), input.offsets(), per_sample_weights, True  # type: ignore[attr-defined]
+    if input.dim() not in (1, 2) or (input.dim() == 1) != (offsets is not None):
+        given = "no offsets" if offsets is None else f"offsets of shape {tuple(offsets.shape)}"
+        raise ValueError(
+            f"embedding_bag: input has shape {tuple(input.shape)}, with {given}; wanted (B, N) without offsets or (N,) "
+            "with them."
+        )
+    if per_sample_weights is not None and per_sample_weights.shape != input.shape:
+        raise ValueError(
+            f"embedding_bag: per_sample_weights has shape {tuple(per_sample_weights.shape)}; wanted that of input, "
+            f"{tuple(input.shape)}."
+        )
+    return input, offsets, per_sample_weights, include_last_offset and offsets is not None
+
+
+def _bag_count(input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> int:
+    return input.shape[0] if offsets is None else offsets.shape[0] - int(include_last_offset)
+
+
+def _refuse_mode(mode: str, scale_grad_by_freq: bool, sparse: bool, per_sample_weights: Tensor | None) -> None:
+    """What torch refuses, in its own classes of error."""
+    if mode not in ("sum", "mean", "max"):
+        raise ValueError(f'embedding_bag: mode is {mode!r}; wanted "sum", "mean" or "max".')
+    if mode == "max" and (scale_grad_by_freq or sparse):
+        raise ValueError('embedding_bag: mode="max" supports neither scale_grad_by_freq nor sparse.')
+    if mode != "sum" and per_sample_weights is not None:
+        raise NotImplementedError(f'embedding_bag: per_sample_weights with mode={mode!r}; wanted mode="sum".')
+
+
+@expands(nn.EmbeddingBag)
+class EmbeddingBag(Expanded, nn.EmbeddingBag):
+    """`torch.nn.EmbeddingBag` with per-sample gradients: the bag is the sample.
+
+    With `scale_grad_by_freq` rows follow the bag alone: its own frequencies scale them, and `.grad` is their sum.
+    """
+
+    ranks: ClassVar[dict[str, int]] = {"weight": 2}
+
+    def samples_in(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> int | None:
+        return _bag_count(input, offsets, self.include_last_offset and offsets is not None)
+
+    def expanded_forward(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        input, offsets, per_sample_weights, include_last_offset = _as_strided_bags(
+            input, offsets, per_sample_weights, self.include_last_offset
+        )
+        if offsets is None:
+            input = self.checked(input, 1)
+            if per_sample_weights is not None:
+                per_sample_weights = self.checked(per_sample_weights, 1, argument="per_sample_weights")
+        else:
+            bags = _bag_count(input, offsets, include_last_offset)
+            if self._recorder is not None:
+                self._recorder.correct(bags)
+            self._refuse_other_bags(bags)
+        max_norm = _renormalise_once(self, input)
+        return embedding_bag(
+            input,
+            self.expanded("weight"),
+            offsets,
+            max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.mode,
+            self.sparse,
+            per_sample_weights,
+            include_last_offset,
+            self.padding_idx,
+        )
+
+    def _refuse_other_bags(self, bags: int) -> None:
+        if bags != self.batch_size:
+            raise complaint(
+                self.name,
+                f"offsets say {bags} bags",
+                f"{self.batch_size}, one a sample",
+                "Say the number of bags: per_sample(batch_size=...), or give the input as (B, N).",
+            )

@@ -1,0 +1,479 @@
+"""Normalisation: `LayerNorm`, `RMSNorm`, `GroupNorm`, `InstanceNorm1d/2d/3d` and, in eval mode, `BatchNorm1d/2d/3d`.
+
+Two families. Norms over the last dimensions have parameters for each element and share them over all positions: an
+autograd Function, with torch's fused kernel forward. Norms over channels have parameters for each channel: a batch
+of B samples with C channels is *one* sample with `B * C` channels, so that torch's own kernels, their backward and
+double backward give each sample's own parameters their gradient, at the cost of the plain layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._module import Expanded
+from expanded_nn._registry import expands
+from expanded_nn._shared import is_shared, shared, shared_or_none
+
+aten = torch.ops.aten
+
+# Norms over the last dimensions
+
+
+def _over_positions(
+    parameter: Tensor,  # (B, *normalized_shape)
+    dims: int,
+) -> Tensor:  # (B, 1, ..., 1, *normalized_shape)
+    """A parameter with as many dimensions as the input."""
+    return parameter.reshape(parameter.shape[0], *[1] * (dims - parameter.dim()), *parameter.shape[1:])
+
+
+def _rows(
+    terms: Tensor,  # (B, *, *normalized_shape)
+    parameter_dims: int,
+    dtype: torch.dtype,
+) -> Tensor:  # (B, *normalized_shape)
+    """The sum over the positions."""
+    positions = list(range(1, terms.dim() - parameter_dims))
+    return terms.sum(positions, dtype=dtype) if positions else terms.to(dtype)
+
+
+def _times(own: Tensor, g: Tensor) -> Tensor:
+    """`own * g` in the memory of `own`, fresh memory being slow; a vmapped `g` has more values than fit there."""
+    functorch = torch._C._functorch
+    vmapped = functorch.is_batchedtensor(g) or functorch.is_legacy_batchedtensor(g)  # legacy: is_grads_batched=True
+    return own * g if vmapped else own.mul_(g)
+
+
+def _widest(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype to add up in: at least float32, as in torch's kernels."""
+    widest = torch.float32
+    for dtype in dtypes:
+        widest = torch.promote_types(widest, dtype)
+    return widest
+
+
+def _standardised(x: Tensor, dims: int, eps: float, *, centred: bool) -> tuple[Tensor, Tensor]:
+    """`x` with mean square 1 over its last `dims` dimensions, and the factor that made it so."""
+    last = list(range(-dims, 0))
+    if centred:
+        x = x - x.mean(last, keepdim=True)
+    rstd = torch.rsqrt(x.square().mean(last, keepdim=True) + eps)
+    return x * rstd, rstd
+
+
+def _input_grad(
+    g: Tensor,  # of the standardised input
+    xhat: Tensor,
+    rstd: Tensor,
+    dims: int,
+    *,
+    centred: bool,
+) -> Tensor:
+    """The vector-Jacobian product of `_standardised`."""
+    last = list(range(-dims, 0))
+    inner = g - xhat * (g * xhat).mean(last, keepdim=True)
+    if centred:
+        inner = inner - g.mean(last, keepdim=True)
+    return inner * rstd
+
+
+class _LayerNorm(torch.autograd.Function):
+    """A layer norm whose weight and bias are one, expanded over the batch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, normalized_shape: Sequence[int], eps: float
+    ) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(x, normalized_shape, shared(weight), shared_or_none(bias), eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.eps, ctx.bias_dtype = eps, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        dims = weight.dim() - 1
+        dtype = _widest(x.dtype, weight.dtype, g.dtype)
+        if torch.is_grad_enabled():
+            xhat, rstd = _standardised(x.to(dtype), dims, ctx.eps, centred=True)
+            if ctx.needs_input_grad[0]:
+                gw = g.to(dtype) * _over_positions(weight, g.dim())
+                grad_x = _input_grad(gw, xhat, rstd, dims, centred=True).to(x.dtype)
+            terms = g * xhat
+        else:
+            if ctx.needs_input_grad[0]:
+                one = shared(weight).to(torch.promote_types(weight.dtype, g.dtype))
+                grad_x, _, _ = aten.native_layer_norm_backward(
+                    g, x.to(g.dtype), one.shape, mean, rstd, one, None, (True, False, False)
+                )
+                grad_x = grad_x.to(x.dtype)
+            terms = _times((x.to(dtype) - mean).mul_(rstd), g) if ctx.needs_input_grad[1] else g
+        if ctx.needs_input_grad[1]:
+            grad_weight = _rows(terms, dims, weight.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = _rows(g, dims, ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def layer_norm(
+    x: Tensor,  # (B, *, *normalized_shape)
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,  # (B, *normalized_shape)
+    bias: Tensor | None = None,  # (B, *normalized_shape)
+    eps: float = 1e-5,
+) -> Tensor:  # (B, *, *normalized_shape)
+    """Normalises each position over its last dimensions, then applies each sample's own weight and bias.
+
+    Args:
+        x: `(B, *, *normalized_shape)`.
+        normalized_shape: The sizes of the dimensions to normalise over.
+        weight: `(B, *normalized_shape)`, or `None`; expanded over the batch (stride 0) it runs as one `F.layer_norm`.
+        bias: `(B, *normalized_shape)`, or `None`.
+        eps: Added to the variance.
+
+    Returns:
+        `(B, *, *normalized_shape)`.
+    """
+    if weight is not None and is_shared(weight, bias):
+        return _LayerNorm.apply(x, weight, bias, normalized_shape, eps)  # type: ignore[no-untyped-call,no-any-return]
+    y = F.layer_norm(x, list(normalized_shape), eps=eps)
+    if weight is not None:
+        y = y * _over_positions(weight, x.dim())
+    return y if bias is None else y + _over_positions(bias, x.dim())
+
+
+class _RMSNorm(torch.autograd.Function):
+    """An RMS norm whose weight is one, expanded over the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, normalized_shape: Sequence[int], eps: float | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = torch.finfo(_widest(x.dtype)).eps if eps is None else eps
+        return F.rms_norm(x, list(normalized_shape), shared(weight), eps)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = None
+        dims = weight.dim() - 1
+        dtype = _widest(x.dtype, weight.dtype, g.dtype)
+        xhat, rstd = _standardised(x.to(dtype), dims, ctx.eps, centred=False)
+        if ctx.needs_input_grad[0]:
+            gw = g.to(dtype) * _over_positions(weight, g.dim())
+            grad_x = _input_grad(gw, xhat, rstd, dims, centred=False).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _rows(g * xhat, dims, weight.dtype)
+        return grad_x, grad_weight, None, None
+
+
+def rms_norm(
+    x: Tensor,  # (B, *, *normalized_shape)
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,  # (B, *normalized_shape)
+    eps: float | None = None,
+) -> Tensor:  # (B, *, *normalized_shape)
+    """Divides each position by its root mean square over the last dimensions, then applies each sample's own weight.
+
+    Args:
+        x: `(B, *, *normalized_shape)`.
+        normalized_shape: The sizes of the dimensions to normalise over.
+        weight: `(B, *normalized_shape)`, or `None`; expanded over the batch (stride 0) it runs as one `F.rms_norm`.
+        eps: Added to the mean square; `None` means the machine epsilon of the dtype that it is computed in.
+
+    Returns:
+        `(B, *, *normalized_shape)`.
+    """
+    if weight is not None and is_shared(weight):
+        return _RMSNorm.apply(x, weight, normalized_shape, eps)  # type: ignore[no-untyped-call,no-any-return]
+    y = F.rms_norm(x, list(normalized_shape), eps=eps)
+    return y if weight is None else y * _over_positions(weight, x.dim())
+
+
+@expands(nn.LayerNorm)
+class LayerNorm(Expanded, nn.LayerNorm):
+    """`torch.nn.LayerNorm` with per-sample gradients; input `(B, *, *normalized_shape)`."""
+
+    @property
+    def ranks(self) -> dict[str, int]:  # type: ignore[override]
+        return {"weight": len(self.normalized_shape), "bias": len(self.normalized_shape)}
+
+    def expanded_forward(self, input: Tensor) -> Tensor:
+        def op(x: Tensor) -> Tensor:
+            return layer_norm(x, self.normalized_shape, self.expanded("weight"), self.expanded("bias"), self.eps)
+
+        return self.by_sample(op, len(self.normalized_shape), input=input)
+
+
+@expands(nn.RMSNorm)
+class RMSNorm(Expanded, nn.RMSNorm):
+    """`torch.nn.RMSNorm` with per-sample gradients; input `(B, *, *normalized_shape)`."""
+
+    @property
+    def ranks(self) -> dict[str, int]:  # type: ignore[override]
+        return {"weight": len(self.normalized_shape)}
+
+    def expanded_forward(self, x: Tensor) -> Tensor:
+        def op(x: Tensor) -> Tensor:
+            return rms_norm(x, self.normalized_shape, self.expanded("weight"), self.eps)
+
+        return self.by_sample(op, len(self.normalized_shape), x=x)
+
+
+# Norms over channels
+
+
+def _one_sample(
+    x: Tensor,  # (B, C, *)
+) -> Tensor:  # (1, B * C, *)
+    """The batch as one sample; contiguous, as torch's kernels crash or err on some other memory formats."""
+    return x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:]).contiguous()
+
+
+def _flat(
+    parameter: Tensor | None,  # (B, C)
+) -> Tensor | None:  # (B * C,)
+    return None if parameter is None else parameter.reshape(-1)
+
+
+def _repeated(
+    statistic: Tensor | None,  # (C,)
+    batch: int,
+) -> Tensor | None:  # (batch * C,)
+    return None if statistic is None else statistic.repeat(batch)
+
+
+def _channels_fit(x: Tensor, *each_channel: Tensor | None) -> bool:
+    """Whether all have as many channels as `x`, `(B, C, *)`, has."""
+    return x.dim() > 1 and all(each is None or each.shape[-1] == x.shape[1] for each in each_channel)
+
+
+def _on_no_samples(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """No samples, connected to parameters that get no rows."""
+    ones = [1] * (x.dim() - 2)
+    if weight is not None:
+        x = x * weight.reshape(*weight.shape, *ones)
+    return x if bias is None else x + bias.reshape(*bias.shape, *ones)
+
+
+def group_norm(
+    x: Tensor,  # (B, C, *)
+    num_groups: int,
+    weight: Tensor | None = None,  # (B, C)
+    bias: Tensor | None = None,  # (B, C)
+    eps: float = 1e-5,
+) -> Tensor:  # (B, C, *)
+    """Normalises each sample over groups of its channels, then applies each sample's own weight and bias.
+
+    Args:
+        x: `(B, C, *)`.
+        num_groups: The number of groups that the channels are divided into.
+        weight: `(B, C)`, or `None`.
+        bias: `(B, C)`, or `None`.
+        eps: Added to the variance.
+
+    Returns:
+        `(B, C, *)`.
+    """
+    if not _channels_fit(x, weight, bias) or x.shape[1] % num_groups:
+        return F.group_norm(x, num_groups, shared_or_none(weight), shared_or_none(bias), eps)  # raises
+    batch = x.shape[0]
+    if batch == 0:
+        return _on_no_samples(x, weight, bias)
+    # not F.group_norm, which refuses groups of one value where it sees a single sample
+    y = torch.group_norm(
+        _one_sample(x), batch * num_groups, _flat(weight), _flat(bias), eps, torch.backends.cudnn.enabled
+    )
+    return y.view(x.shape)
+
+
+def instance_norm(
+    x: Tensor,  # (B, C, *)
+    running_mean: Tensor | None = None,  # (C,)
+    running_var: Tensor | None = None,  # (C,)
+    weight: Tensor | None = None,  # (B, C)
+    bias: Tensor | None = None,  # (B, C)
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:  # (B, C, *)
+    """Normalises each channel of each sample, then applies each sample's own weight and bias.
+
+    Args:
+        x: `(B, C, *)`.
+        running_mean: `(C,)`, or `None`; with `use_input_stats` updated in place, as by `F.instance_norm`.
+        running_var: `(C,)`, or `None`, likewise.
+        weight: `(B, C)`, or `None`.
+        bias: `(B, C)`, or `None`.
+        use_input_stats: Whether to normalise by each sample's own statistics, not the running ones.
+        momentum: The weight of the new value in the running statistics.
+        eps: Added to the variance.
+
+    Returns:
+        `(B, C, *)`.
+    """
+    statistics = (running_mean, running_var)
+    if not _channels_fit(x, weight, bias, *statistics) or (use_input_stats and prod(x.shape[2:]) == 1):
+        one, other = shared_or_none(weight), shared_or_none(bias)
+        return F.instance_norm(x, *statistics, one, other, use_input_stats, momentum, eps)  # raises
+    batch = x.shape[0]
+    if batch == 0:
+        return _on_no_samples(x, weight, bias)
+    mean, var = (_repeated(each, batch) for each in statistics)
+    y = F.instance_norm(_one_sample(x), mean, var, _flat(weight), _flat(bias), use_input_stats, momentum, eps)
+    if use_input_stats and running_mean is not None and running_var is not None:
+        assert mean is not None
+        assert var is not None
+        running_mean.copy_(mean.view(batch, -1).mean(0))
+        running_var.copy_(var.view(batch, -1).mean(0))
+    return y.view(x.shape)
+
+
+def _mixing(who: str) -> PerSampleError:
+    return complaint(
+        who,
+        "it normalises by the statistics of the batch, which mix the samples, so that no gradient is one sample's own",
+        "statistics that do not depend on the other samples",
+        "Use GroupNorm in its place (GroupNorm(1, C) or GroupNorm(32, C)), or running statistics: .eval() with "
+        "track_running_stats=True.",
+    )
+
+
+def batch_norm(
+    x: Tensor,  # (B, C, *)
+    running_mean: Tensor | None,  # (C,)
+    running_var: Tensor | None,  # (C,)
+    weight: Tensor | None = None,  # (B, C)
+    bias: Tensor | None = None,  # (B, C)
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:  # (B, C, *)
+    """Normalises each channel by running statistics, then applies each sample's own weight and bias.
+
+    Args:
+        x: `(B, C, *)`.
+        running_mean: `(C,)`.
+        running_var: `(C,)`.
+        weight: `(B, C)`, or `None`.
+        bias: `(B, C)`, or `None`.
+        training: Must be `False`.
+        momentum: Without effect; as in `F.batch_norm`.
+        eps: Added to the variance.
+
+    Returns:
+        `(B, C, *)`.
+
+    Raises:
+        PerSampleError: If `training`, where the statistics of the batch mix the samples.
+    """
+    if training:
+        raise _mixing("batch_norm")
+    if running_mean is None or running_var is None or not _channels_fit(x, running_mean, running_var, weight, bias):
+        one, other = shared_or_none(weight), shared_or_none(bias)
+        return F.batch_norm(x, running_mean, running_var, one, other, False, momentum, eps)  # raises
+    batch = x.shape[0]
+    if batch == 0:
+        return _on_no_samples(x, weight, bias)
+    mean, var = running_mean.repeat(batch), running_var.repeat(batch)
+    y = F.batch_norm(_one_sample(x), mean, var, _flat(weight), _flat(bias), False, momentum, eps)
+    return y.view(x.shape)
+
+
+@expands(nn.GroupNorm)
+class GroupNorm(Expanded, nn.GroupNorm):
+    """`torch.nn.GroupNorm` with per-sample gradients; input `(B, num_channels, *)`."""
+
+    ranks: ClassVar[dict[str, int]] = {"weight": 1, "bias": 1}
+
+    def expanded_forward(self, input: Tensor) -> Tensor:
+        def op(x: Tensor) -> Tensor:
+            return group_norm(x, self.num_groups, self.expanded("weight"), self.expanded("bias"), self.eps)
+
+        return self.by_sample(op, 1, fixed_layout=True, input=input)
+
+
+class _InstanceNorm(Expanded, nn.modules.instancenorm._InstanceNorm):
+    ranks: ClassVar[dict[str, int]] = {"weight": 1, "bias": 1}
+
+    def expanded_forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+
+        def op(x: Tensor) -> Tensor:
+            if x.shape[1] != self.num_features:
+                return super(Expanded, self).forward(x)  # raises
+            return instance_norm(
+                x,
+                self.running_mean,
+                self.running_var,
+                self.expanded("weight"),
+                self.expanded("bias"),
+                self.training or not self.track_running_stats,
+                self.momentum if self.momentum is not None else 0.0,
+                self.eps,
+            )
+
+        return self.by_sample(op, self._get_no_batch_dim(), fixed_layout=True, input=input)  # type: ignore[no-untyped-call]
+
+
+@expands(nn.InstanceNorm1d)
+class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
+    """`torch.nn.InstanceNorm1d` with per-sample gradients; input `(B, num_features, L)`."""
+
+
+@expands(nn.InstanceNorm2d)
+class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
+    """`torch.nn.InstanceNorm2d` with per-sample gradients; input `(B, num_features, H, W)`."""
+
+
+@expands(nn.InstanceNorm3d)
+class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
+    """`torch.nn.InstanceNorm3d` with per-sample gradients; input `(B, num_features, D, H, W)`."""
+
+
+class _BatchNorm(Expanded, nn.modules.batchnorm._BatchNorm):
+    ranks: ClassVar[dict[str, int]] = {"weight": 1, "bias": 1}
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Whether it normalises by the statistics of the batch."""
+        return self.training or (self.running_mean is None and self.running_var is None)
+
+    def forward(self, input: Tensor) -> Tensor:
+        # a layer without trainable parameters mixes the samples for all others
+        if self._recorder is not None and torch.is_grad_enabled() and self.mixes_samples:
+            raise _mixing(self.name)
+        return super().forward(input)  # type: ignore[no-any-return]
+
+    def expanded_forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+
+        def op(x: Tensor) -> Tensor:
+            weight, bias = self.expanded("weight"), self.expanded("bias")
+            return batch_norm(
+                x, self.running_mean, self.running_var, weight, bias, training=self.mixes_samples, eps=self.eps
+            )
+
+        return self.by_sample(op, 1, fixed_layout=True, input=input)
+
+
+@expands(nn.BatchNorm1d)
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d` with per-sample gradients, in eval mode; input `(B, num_features[, L])`."""
+
+
+@expands(nn.BatchNorm2d)
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d` with per-sample gradients, in eval mode; input `(B, num_features, H, W)`."""
+
+
+@expands(nn.BatchNorm3d)
+class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
+    """`torch.nn.BatchNorm3d` with per-sample gradients, in eval mode; input `(B, num_features, D, H, W)`."""

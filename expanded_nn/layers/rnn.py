@@ -1,0 +1,190 @@
+"""Recurrent layers: `RNN`, `LSTM`, `GRU` and their cells."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from expanded_nn._errors import complaint
+from expanded_nn._module import Expanded
+from expanded_nn._registry import expands
+from expanded_nn.layers._recurrence import RECURRENCES, Steps, Weights, recurrent
+
+
+class _Layers(Expanded, nn.RNNBase):
+    """Layers times directions of one recurrence, over padded or packed sequences."""
+
+    @property
+    def ranks(self) -> dict[str, int]:  # type: ignore[override]
+        """Weights are matrices, biases are vectors; how many there are depends on the arguments."""
+        return {name: 2 if name.startswith("weight") else 1 for name in self._flat_weights_names}
+
+    def samples_in(self, input: Tensor | PackedSequence, hx: Any = None) -> int | None:
+        if isinstance(input, PackedSequence):
+            return int(input.batch_sizes[0])
+        self._refuse_unbatched(input)
+        return input.shape[0 if self.batch_first else 1]
+
+    def expanded_forward(self, input: Tensor | PackedSequence, hx: Any = None) -> tuple[Any, Any]:
+        x = self._checked_input(input)
+        steps = Steps.of_packed(input) if isinstance(input, PackedSequence) else Steps.of(self._time_first(x))
+        states = self._initial_states(x, hx, steps)
+        y, *last = self._stacked(self._time_first(x), steps, [steps.in_sequences_order(each, 1) for each in states])
+        last = [steps.in_samples_order(torch.stack(each), 1) for each in last]
+        output = PackedSequence(y, *input[1:]) if isinstance(input, PackedSequence) else self._time_first(y)
+        return output, tuple(last) if self.mode == "LSTM" else last[0]
+
+    def _stacked(
+        self,
+        x: Tensor,  # (T, B, in), or (N, in)
+        steps: Steps,
+        initial: list[Tensor],  # each (layers * directions, B, features)
+    ) -> tuple[Any, ...]:
+        """The last layer's outputs, shaped as `x`, and a list of the last states of all layers and directions.
+
+        An LSTM has two kinds of states, so two lists.
+        """
+        last: list[list[Tensor]] = [[] for _ in initial]
+        for layer in range(self.num_layers):
+            outputs = []
+            for direction in range(2 if self.bidirectional else 1):
+                first = [each[len(last[0])] for each in initial]
+                along = steps.reversed(x) if direction else x
+                weights = self._weights_of(f"l{layer}_reverse" if direction else f"l{layer}")
+                y, cells = recurrent(RECURRENCES[self.mode], steps, along, first, weights)
+                for kept, state in zip(last, (steps.last(y), *cells), strict=True):
+                    kept.append(state)
+                outputs.append(steps.reversed(y) if direction else y)
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+            if self.dropout and layer < self.num_layers - 1:
+                x = F.dropout(x, self.dropout, self.training)
+        return x, *last
+
+    def _weights_of(self, suffix: str) -> Weights:
+        names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else [])]
+        given = {name: self.expanded(f"{name}_{suffix}") for name in names}
+        projection = self.expanded(f"weight_hr_{suffix}") if self.proj_size else None
+        return Weights(given["weight_ih"], given["weight_hh"], given.get("bias_ih"), given.get("bias_hh"), projection)
+
+    def _initial_states(self, input: Tensor, hx: Any, steps: Steps) -> list[Tensor]:
+        """The states given, or zeros; torch's own error where sizes are wrong."""
+        lstm = self.mode == "LSTM"
+        number = self.num_layers * (2 if self.bidirectional else 1)
+        sizes = [self.proj_size or self.hidden_size, *([self.hidden_size] if lstm else [])]
+        if hx is None:
+            states = [input.new_zeros(number, steps.batch, size) for size in sizes]
+            hx = tuple(states) if lstm else states[0]
+        self.check_forward_args(input, hx, steps.packed)
+        return list(hx) if lstm else [hx]
+
+    def _time_first(self, x: Tensor) -> Tensor:
+        """From the layout of padded sequences that the user chose to `(T, B, features)`, and back."""
+        return x.transpose(0, 1) if self.batch_first and x.dim() == 3 else x
+
+    def _checked_input(self, input: Tensor | PackedSequence) -> Tensor:
+        """The input's tensor, whose samples are those of the pass."""
+        if not isinstance(input, PackedSequence):
+            self._refuse_unbatched(input)
+            return self.checked(input, 2, dim=0 if self.batch_first else 1)
+        found = int(input.batch_sizes[0])
+        if found != self.batch_size:
+            raise complaint(
+                self.name,
+                f"input is a PackedSequence of {found} sequences",
+                f"{self.batch_size} sequences, one a sample",
+                "Pack one sequence a sample, or say per_sample(batch_size=...).",
+            )
+        return input.data
+
+    def _refuse_unbatched(self, input: Tensor) -> None:
+        if input.dim() == 2:
+            raise complaint(
+                self.name,
+                f"input has shape {tuple(input.shape)}, an unbatched sequence",
+                "a batch of sequences",
+                f"Call it with input.unsqueeze({0 if self.batch_first else 1}), or switch per_sample(False).",
+            )
+        if input.dim() != 3:
+            super(Expanded, self).forward(input)  # torch's own error
+
+
+@expands(nn.RNN)
+class RNN(_Layers, nn.RNN):
+    """`torch.nn.RNN` with per-sample gradients; input `(B, T, input_size)`, `(T, B, input_size)` or packed."""
+
+
+@expands(nn.LSTM)
+class LSTM(_Layers, nn.LSTM):
+    """`torch.nn.LSTM` with per-sample gradients; input `(B, T, input_size)`, `(T, B, input_size)` or packed."""
+
+
+@expands(nn.GRU)
+class GRU(_Layers, nn.GRU):
+    """`torch.nn.GRU` with per-sample gradients; input `(B, T, input_size)`, `(T, B, input_size)` or packed."""
+
+
+class _Cell(Expanded, nn.RNNCellBase):
+    """One step of a recurrence; the contributions of the steps that the user unrolls add up."""
+
+    ranks: ClassVar[dict[str, int]] = {"weight_ih": 2, "weight_hh": 2, "bias_ih": 1, "bias_hh": 1}
+    mode: str
+
+    def samples_in(self, input: Tensor, hx: Any = None) -> int | None:
+        self._refuse_unbatched("input", input)
+        return input.shape[0]
+
+    def expanded_forward(self, input: Tensor, hx: Any = None) -> Any:
+        lstm = self.mode == "LSTM"
+        x = self._checked_state("input", input)
+        if hx is None:
+            states = [x.new_zeros(len(x), self.hidden_size)] * (2 if lstm else 1)
+        else:
+            states = [self._checked_state("hx", each) for each in (hx if lstm else [hx])]
+        weights = Weights(*map(self.expanded, self.ranks))
+        y, cells = recurrent(RECURRENCES[self.mode], Steps.of(x[None], cell=True), x[None], states, weights)
+        return (y[0], *cells) if lstm else y[0]
+
+    def _checked_state(self, argument: str, x: Tensor) -> Tensor:
+        self._refuse_unbatched(argument, x)
+        return self.checked(x, 1, argument=argument)
+
+    def _refuse_unbatched(self, argument: str, x: Tensor) -> None:
+        if x.dim() == 1:
+            raise complaint(
+                self.name,
+                f"{argument} has shape {tuple(x.shape)}, no batch dimension",
+                "(B, features)",
+                f"Call it with {argument}.unsqueeze(0), or switch per_sample(False).",
+            )
+        if x.dim() != 2:
+            super(Expanded, self).forward(x, x)  # torch's own error
+
+
+@expands(nn.RNNCell)
+class RNNCell(_Cell, nn.RNNCell):
+    """`torch.nn.RNNCell` with per-sample gradients; input `(B, input_size)`."""
+
+    @property
+    def mode(self) -> str:  # type: ignore[override]
+        """The name of the recurrence."""
+        if self.nonlinearity not in ("tanh", "relu"):  # torch's own words
+            raise RuntimeError(f"Unknown nonlinearity: {self.nonlinearity}")
+        return f"RNN_{self.nonlinearity.upper()}"
+
+
+@expands(nn.LSTMCell)
+class LSTMCell(_Cell, nn.LSTMCell):
+    """`torch.nn.LSTMCell` with per-sample gradients; input `(B, input_size)`."""
+
+    mode = "LSTM"
+
+
+@expands(nn.GRUCell)
+class GRUCell(_Cell, nn.GRUCell):
+    """`torch.nn.GRUCell` with per-sample gradients; input `(B, input_size)`."""
+
+    mode = "GRU"

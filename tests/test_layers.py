@@ -1,0 +1,534 @@
+"""The laws: what holds for every layer. The cases are in cases.py."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import expanded_nn as enn
+from cases import CASES, EVEN_SAME, GENERAL, Case
+from oracle import (
+    Call,
+    assert_all_close,
+    assert_close,
+    assert_close_rows,
+    dense,
+    grads_of,
+    gradient_penalty,
+    loop,
+    plain,
+    rows_of,
+    sample_losses,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings(EVEN_SAME),
+    pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning"),
+]
+
+BATCH = 3
+
+
+def where(condition: Callable[[Case], bool]) -> pytest.MarkDecorator:
+    chosen = [case for case in CASES if condition(case)]
+    return pytest.mark.parametrize("case", chosen, ids=lambda case: case.name)
+
+
+every_case = where(lambda case: True)
+with_parameters = where(Case.has_parameters)
+with_float_input = where(Case.has_float_input)
+
+
+def expanded(case: Case, **arguments: Any) -> nn.Module:
+    return enn.convert(case.module()).per_sample(**arguments)
+
+
+def rows_after(model: nn.Module, call: Call, samples: int, reduction: str = "sum") -> dict[str, Tensor | None]:
+    loss = plain(model, call)
+    (loss / samples if reduction == "mean" else loss).backward()
+    return rows_of(model)
+
+
+def test_every_layer_of_the_zoo_has_a_case() -> None:
+    zoo = {
+        value
+        for value in vars(enn).values()
+        if isinstance(value, type) and issubclass(value, nn.Module) and value is not enn.Expanded
+    }
+    in_cases = {type(enn.convert(case.module())) for case in CASES}
+    assert not sorted(layer.__name__ for layer in zoo - in_cases)
+
+
+def test_names_are_unique() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+# --- the forward ----------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_same_forward(case: Case) -> None:
+    call = case.inputs(BATCH)
+    torch_module, model = case.module(), expanded(case)
+    assert_close(call.on(model), call.on(torch_module).detach(), tol=1e-12)
+    for (name, actual), expected in zip(model.named_buffers(), torch_module.buffers(), strict=True):
+        assert torch.equal(actual, expected), name
+
+
+@every_case
+def test_off_is_the_very_torch_code(case: Case) -> None:
+    call = case.inputs(BATCH)
+    off = expanded(case).per_sample(False)
+    a, b = call.requires_grad(), call.requires_grad()
+    out, expected = a.on(off), b.on(reference := case.module())
+    assert torch.equal(out, expected)
+    plain_grads = [sample_losses(o).sum().backward() or m for o, m in ((out, off), (expected, reference))]
+    for (name, actual), grad in zip(grads_of(plain_grads[0]).items(), grads_of(reference).values(), strict=True):
+        assert torch.equal(dense(actual), dense(grad)), name
+    for actual, float_input in zip(a.floats(), b.floats(), strict=True):
+        assert torch.equal(actual.grad, float_input.grad)
+    assert all(getattr(p, "grad_sample", None) is None for p in off.parameters())
+
+
+# --- the rows -------------------------------------------------------------------------------------------------
+
+
+@with_parameters
+@pytest.mark.parametrize("samples", [BATCH, 1])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_rows_equal_the_loop(case: Case, reduction: str, samples: int) -> None:
+    call = case.inputs(samples)
+    rows = rows_after(expanded(case, loss_reduction=reduction), call, samples, reduction)
+    assert_close_rows(rows, loop(case.oracle(), call, samples, take=case.take))
+    for name, p in case.module().named_parameters():
+        assert rows[name].dtype == p.dtype
+
+
+@with_parameters
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_rows_add_up_to_the_gradient(case: Case, reduction: str) -> None:
+    call = case.inputs(BATCH).requires_grad()
+    model, torch_module = expanded(case, loss_reduction=reduction), case.module()
+    rows = rows_after(model, call, BATCH, reduction)
+    total = {name: getattr(r, reduction)(0) for name, r in rows.items()}
+    assert_close_rows(grads_of(model), total)
+    assert all(type(p.grad) is Tensor for p in model.parameters())
+    if case.sum_of_rows:
+        loss = plain(torch_module, case.inputs(BATCH).requires_grad())
+        (loss / BATCH if reduction == "mean" else loss).backward()
+        assert_close_rows(grads_of(model), {name: dense(g) for name, g in grads_of(torch_module).items()})
+
+
+@with_float_input
+def test_input_gradients(case: Case) -> None:
+    a, b = case.inputs(BATCH).requires_grad(), case.inputs(BATCH).requires_grad()
+    plain(expanded(case), a).backward()
+    plain(case.module(), b).backward()
+    assert_all_close([t.grad for t in a.floats()], [t.grad for t in b.floats()])
+
+
+@with_parameters
+def test_input_that_requires_grad_changes_no_row(case: Case) -> None:
+    call = case.inputs(BATCH)
+    rows = rows_after(expanded(case, loss_reduction="sum"), call.requires_grad(), BATCH)
+    assert_close_rows(rows, loop(case.oracle(), call, BATCH, take=case.take))
+
+
+@with_parameters
+def test_materialize(case: Case) -> None:
+    call = case.inputs(BATCH)
+    rows = rows_after(expanded(case, loss_reduction="sum", materialize=True), call, BATCH)
+    assert all(type(r) is Tensor and not r.is_sparse for r in rows.values())
+    assert_close_rows(rows, loop(case.oracle(), call, BATCH, take=case.take))
+
+
+@with_parameters
+def test_torch_autograd_grad(case: Case) -> None:
+    """Gradients asked for by name are the plain ones."""
+    call = case.inputs(BATCH).requires_grad()
+    model, torch_module = expanded(case), case.module()
+    actual = torch.autograd.grad(plain(model, call), list(model.parameters()))
+    rows = loop(case.oracle(), case.inputs(BATCH), BATCH, take=case.take)
+    assert_close_rows(
+        dict(zip(dict(torch_module.named_parameters()), actual, strict=True)),
+        {name: r.sum(0) for name, r in rows.items()},
+    )
+
+
+@with_parameters
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_frozen_parameter_has_no_rows(case: Case, name: str) -> None:
+    call = case.inputs(BATCH)
+    module, model = case.oracle(), expanded(case, loss_reduction="sum")
+    if not any(n.endswith(name) for n, _ in module.named_parameters()):
+        name = next(module.named_parameters())[0]
+    for m in (module, model):
+        for n, p in m.named_parameters():
+            p.requires_grad_(not n.endswith(name))
+    loss = plain(model, call)
+    if loss.requires_grad:
+        loss.backward()
+    assert_close_rows(rows_of(model), loop(module, call, BATCH, take=case.take))
+    assert all(p.grad_sample is None for n, p in model.named_parameters() if n.endswith(name))
+
+
+# --- second order ---------------------------------------------------------------------------------------------
+
+
+@with_float_input
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradient_penalty(case: Case, reduction: str) -> None:
+    call = case.inputs(BATCH)
+    model = expanded(case, loss_reduction=reduction)
+    loss = gradient_penalty(model, call)
+    if not case.has_parameters():
+        return
+    (loss / BATCH if reduction == "mean" else loss).backward()
+    expected = loop(case.twice_differentiable(), call, BATCH, take=case.take, objective=gradient_penalty)
+    assert_close_rows(rows_of(model), expected)
+
+
+@with_float_input
+def test_second_derivative_by_the_input(case: Case) -> None:
+    """The derivative, by the input, of a loss that contains the derivative by the input."""
+    call = case.inputs(BATCH)
+
+    def by_input(module: nn.Module, call: Call, first: int = 0) -> list[Tensor]:
+        call = call.requires_grad()
+        inner = torch.autograd.grad(plain(module, call, first), call.floats(), create_graph=True)
+        return list(torch.autograd.grad(sum(g.sin().sum() for g in inner), call.floats()))
+
+    actual = by_input(expanded(case), call)
+    alone = [by_input(case.twice_differentiable(), case.take(call, i).map(Tensor.contiguous), i) for i in range(BATCH)]
+    for i, expected in enumerate(zip(*alone, strict=True)):
+        assert_close(actual[i], torch.cat(expected))
+
+
+@with_parameters
+@pytest.mark.parametrize("materialize", [False, True])
+def test_derivative_of_grad_sample(case: Case, materialize: bool) -> None:
+    """The sum of the squared norms of the rows, differentiated by the parameters and the inputs."""
+    call = case.inputs(BATCH)
+    a, b = call.requires_grad(), call.requires_grad()
+    model, oracle = expanded(case, loss_reduction="sum", materialize=materialize), case.twice_differentiable()
+    plain(model, a).backward(create_graph=True)
+    actual = squared_norms_differentiated(model, rows_of(model), a.floats())
+    rows = loop(oracle, b, BATCH, take=case.take, create_graph=True)
+    assert_all_close(actual, squared_norms_differentiated(oracle, rows, b.floats()))
+
+
+def squared_norms_differentiated(model: nn.Module, rows: dict[str, Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    total = sum((r**2).sum() for r in rows.values())
+    if not total.requires_grad:  # linear in the parameters, and no input to differentiate by
+        return []
+    wanted = [*model.parameters(), *inputs]
+    return [dense(g) for g in torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)]
+
+
+# --- batches and passes ---------------------------------------------------------------------------------------
+
+
+@with_parameters
+def test_empty_batch(case: Case) -> None:
+    try:
+        plain(case.module(), case.inputs(0).requires_grad()).backward()
+        torch_can = True
+    except (RuntimeError, IndexError):
+        torch_can = False
+    model = expanded(case)
+    try:
+        rows = rows_after(model, case.inputs(0), 1)
+    except (RuntimeError, IndexError):
+        assert not torch_can
+        return
+    for name, p in model.named_parameters():
+        assert rows[name].shape == (0, *p.shape)
+        assert torch.equal(p.grad, torch.zeros_like(p))
+
+
+@with_parameters
+def test_two_calls_in_one_pass_add(case: Case) -> None:
+    first, second = case.inputs(BATCH), case.call(BATCH)
+    model = expanded(case, loss_reduction="sum")
+    (plain(model, first) + plain(model, second)).backward()
+    one, other = (loop(case.oracle(), call, BATCH, take=case.take) for call in (first, second))
+    assert_close_rows(rows_of(model), {name: one[name] + other[name] for name in one})
+
+
+@with_parameters
+def test_two_backwards_append(case: Case) -> None:
+    first, second = case.inputs(BATCH), case.call(BATCH)
+    model = expanded(case, loss_reduction="sum")
+    for call in (first, second):
+        plain(model, call).backward()
+    one, other = (loop(case.oracle(), call, BATCH, take=case.take) for call in (first, second))
+    assert_close_rows(rows_of(model), {name: torch.cat([one[name], other[name]]) for name in one})
+    assert_close_rows(grads_of(model), {name: (one[name] + other[name]).sum(0) for name in one})
+
+
+@with_parameters
+def test_zero_grad_resets(case: Case) -> None:
+    first, second = case.inputs(BATCH), case.call(BATCH)
+    model = expanded(case, loss_reduction="sum")
+    plain(model, first).backward()
+    model.zero_grad()
+    plain(model, second).backward()
+    rows = loop(case.oracle(), second, BATCH, take=case.take)
+    assert_close_rows(rows_of(model), rows)
+    assert_close_rows(grads_of(model), {name: r.sum(0) for name, r in rows.items()})
+
+
+@with_parameters
+def test_accumulate_grad_false_replaces(case: Case) -> None:
+    first, second = case.inputs(BATCH), case.call(BATCH)
+    model = expanded(case, loss_reduction="sum", accumulate_grad=False)
+    for call in (first, second):
+        plain(model, call).backward()
+    assert_close_rows(rows_of(model), loop(case.oracle(), second, BATCH, take=case.take))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@with_parameters
+def test_lower_precision(case: Case, dtype: torch.dtype) -> None:
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
+    call = case.inputs(BATCH).map(lambda t: t.to(dtype) if t.is_floating_point() else t)
+    try:
+        plain(case.module().to(dtype), call.requires_grad()).backward()
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"torch itself: {error}")
+    model = enn.convert(case.module().to(dtype)).per_sample(loss_reduction="sum")
+    out = call.on(model)
+    assert out.dtype == call.on(case.module().to(dtype)).dtype
+    rows = rows_after(model, call, BATCH)
+    assert all(r.dtype == dtype for r in rows.values())
+    in_float64 = call.map(lambda t: t.double() if t.is_floating_point() else t)
+    expected = loop(case.oracle().to(dtype).double(), in_float64, BATCH, take=case.take)
+    assert_close_rows(rows, expected, tolerance)
+
+
+# --- who is a sample ------------------------------------------------------------------------------------------
+
+
+class Feed(nn.Module):
+    """A root whose input tells B, and which gives its layer something else."""
+
+    def __init__(self, layer: nn.Module, feed: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.feed = feed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.feed(x))
+
+
+one_tensor = where(
+    lambda case: case.has_parameters()
+    and len(case.inputs(1).args) == 1
+    and not case.inputs(1).kwargs
+    and case not in GENERAL
+)
+
+
+@one_tensor
+@pytest.mark.parametrize(
+    "feed",
+    [
+        pytest.param(lambda x: x[: len(x) // 2], id="half"),
+        pytest.param(lambda x: torch.cat([x, x]), id="twice"),
+        pytest.param(lambda x: x[1:2], id="a_slice_of_one"),
+    ],
+)
+def test_another_number_of_rows_is_an_error(case: Case, feed: Callable[[Tensor], Tensor]) -> None:
+    model = enn.convert(Feed(case.module(), feed)).per_sample()
+    with pytest.raises(enn.PerSampleError, match="layer"):
+        plain(model, Call((case.inputs(BATCH).args[0].repeat_interleave(2, 0),)))
+
+
+@one_tensor
+def test_one_row_is_shared_by_all_samples(case: Case) -> None:
+    shared = case.inputs(1).args[0]
+    module = case.oracle()
+    model = enn.convert(Feed(case.module(), lambda x: shared)).per_sample(loss_reduction="sum")
+    batch = Call((torch.randn(BATCH, 2),))
+    out = batch.on(model)
+    assert out.shape == (BATCH, *shared_output(module, shared).shape[1:])
+    sample_losses(out).sum().backward()
+    expected = loop(Feed(module, lambda x: shared.contiguous()), batch, BATCH)
+    assert_close_rows(rows_of(model), expected)
+
+
+def shared_output(module: nn.Module, shared: Tensor) -> Tensor:
+    with torch.no_grad():
+        return module(shared)
+
+
+@pytest.mark.parametrize(
+    ("case", "bad"),
+    [pytest.param(case, bad, id=f"{case.name}-{i}") for case in CASES for i, bad in enumerate(case.bad)],
+)
+def test_bad_input_is_refused(case: Case, bad: Any) -> None:
+    with pytest.raises(enn.PerSampleError, match=bad.match):
+        bad.call().on(expanded(case))
+
+
+# --- weights that really differ by sample ---------------------------------------------------------------------
+
+
+def no_renorm(case: Case) -> bool:
+    """max_norm changes the weight in place, so it needs the one weight that is there."""
+    return case.has_parameters() and "max_norm" not in case.name
+
+
+def differing(case: Case) -> dict[str, Tensor]:
+    """Each sample's own weights."""
+    torch.manual_seed(23)
+    return {
+        name: (p + 0.3 * torch.randn(BATCH, *p.shape)).detach().requires_grad_()
+        for name, p in case.module().named_parameters()
+    }
+
+
+def dense_gradients(module: nn.Module) -> nn.Module:
+    """A row of a weight cannot take a sparse gradient."""
+    if hasattr(module, "sparse"):
+        module.sparse = False
+    return module
+
+
+def loop_with_weights(case: Case, weights: dict[str, Tensor], call: Call) -> tuple[Tensor, list[Tensor]]:
+    """Outputs, and gradients by the weights and by the inputs."""
+    module = dense_gradients(case.oracle())
+    outputs = []
+    for i in range(BATCH):
+        own = {name: w[i] for name, w in weights.items()}
+        alone = case.take(call, i).map(Tensor.contiguous)
+        outputs.append(torch.func.functional_call(module, own, alone.args, dict(alone.kwargs)))
+    output = torch.cat(outputs)
+    grads = torch.autograd.grad(sample_losses(output).sum(), [*weights.values(), *call.floats()])
+    return output.detach(), [dense(g) for g in grads]
+
+
+@where(no_renorm)
+@pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
+def test_weights_that_differ_by_sample(case: Case, on: bool) -> None:
+    if not on and case in GENERAL:
+        pytest.skip("off, a module of the user's own is the user's own code, which knows of one weight only")
+    weights, call = differing(case), case.inputs(BATCH).requires_grad()
+    model = expanded(case).per_sample(on)
+    output = torch.func.functional_call(model, weights, call.args, dict(call.kwargs))
+    grads = torch.autograd.grad(sample_losses(output).sum(), [*weights.values(), *call.floats()])
+    expected, expected_grads = loop_with_weights(case, weights, call)
+    assert_close(output, expected)
+    assert_all_close(grads, expected_grads)
+    assert all(getattr(p, "grad_sample", None) is None for p in model.parameters())
+
+
+def conv_arguments(m: Any) -> dict[str, Any]:
+    return {"stride": m.stride, "padding": m.padding, "dilation": m.dilation, "groups": m.groups}
+
+
+def conv_transpose_arguments(m: Any) -> dict[str, Any]:
+    return {**conv_arguments(m), "output_padding": m.output_padding}
+
+
+def embedding_arguments(m: Any) -> dict[str, Any]:
+    names = ("padding_idx", "scale_grad_by_freq", "sparse")
+    return {name: getattr(m, name) for name in names}
+
+
+def embedding_bag_arguments(m: Any) -> dict[str, Any]:
+    return {**embedding_arguments(m), "mode": m.mode, "include_last_offset": m.include_last_offset}
+
+
+# class -> name of the operation, its arguments beside input and weights
+OPERATIONS: dict[type[nn.Module], tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    nn.Linear: ("linear", lambda m: {}),
+    nn.Bilinear: ("bilinear", lambda m: {}),
+    nn.Conv1d: ("conv1d", conv_arguments),
+    nn.Conv2d: ("conv2d", conv_arguments),
+    nn.Conv3d: ("conv3d", conv_arguments),
+    nn.ConvTranspose1d: ("conv_transpose1d", conv_transpose_arguments),
+    nn.ConvTranspose2d: ("conv_transpose2d", conv_transpose_arguments),
+    nn.ConvTranspose3d: ("conv_transpose3d", conv_transpose_arguments),
+    nn.Embedding: ("embedding", embedding_arguments),
+    nn.EmbeddingBag: ("embedding_bag", embedding_bag_arguments),
+    nn.LayerNorm: ("layer_norm", lambda m: {"normalized_shape": m.normalized_shape, "eps": m.eps}),
+    nn.RMSNorm: ("rms_norm", lambda m: {"normalized_shape": m.normalized_shape, "eps": m.eps}),
+    nn.GroupNorm: ("group_norm", lambda m: {"num_groups": m.num_groups, "eps": m.eps}),
+    nn.PReLU: ("prelu", lambda m: {}),
+    **dict.fromkeys(
+        (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), ("instance_norm", lambda m: {"eps": m.eps})
+    ),
+    **dict.fromkeys(
+        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+        ("batch_norm", lambda m: {"running_mean": m.running_mean, "running_var": m.running_var, "eps": m.eps}),
+    ),
+}
+
+
+def has_operation(case: Case) -> bool:
+    """Whether the functional form has what the module does."""
+    return (
+        no_renorm(case)
+        and case.torch_class in OPERATIONS
+        and getattr(case.build(), "padding_mode", "zeros") == "zeros"
+        and not case.name.endswith(("output_size", "track_eval"))
+    )
+
+
+def operate(functional: Any, case: Case, weights: dict[str, Tensor], call: Call) -> Tensor:
+    name, arguments = OPERATIONS[case.torch_class]
+    inputs = list(call.args)
+    if name in ("embedding", "embedding_bag"):
+        inputs.insert(1, weights["weight"])
+        weights = {}
+    if name in ("bilinear", "prelu"):  # torch's own take no keywords here
+        return getattr(functional, name)(*inputs, *weights.values())
+    return getattr(functional, name)(*inputs, **weights, **arguments(case.module()), **call.kwargs)
+
+
+@where(has_operation)
+def test_operation_with_weights_that_differ_by_sample(case: Case) -> None:
+    weights, call = differing(case), case.inputs(BATCH).requires_grad()
+    output = operate(enn.functional, case, weights, call)
+    grads = torch.autograd.grad(sample_losses(output).sum(), [*weights.values(), *call.floats()])
+    expected, expected_grads = loop_with_weights(case, weights, call)
+    assert_close(output, expected)
+    assert_all_close(grads, expected_grads)
+
+
+@where(has_operation)
+def test_operation_with_expanded_weights(case: Case) -> None:
+    module, call = case.module(), case.inputs(BATCH).requires_grad()
+    shared = dict(module.named_parameters())
+    weights = {name: p.detach().expand(BATCH, *p.shape).requires_grad_() for name, p in shared.items()}
+    output = operate(enn.functional, case, weights, call)
+    assert_close(output, operate(torch.nn.functional, case, shared, call).detach(), tol=1e-12)
+    grads = torch.autograd.grad(sample_losses(output).sum(), list(weights.values()))
+    assert_close_rows(
+        dict(zip(weights, grads, strict=True)), loop(case.oracle(), case.inputs(BATCH), BATCH, take=case.take)
+    )
+
+
+@where(has_operation)
+def test_operation_twice_differentiated(case: Case) -> None:
+    """Weights that differ: the squared norms of their gradients, differentiated by the weights and the inputs."""
+    weights, call = differing(case), case.inputs(BATCH).requires_grad()
+    wanted = [*weights.values(), *call.floats()]
+    loss = sample_losses(operate(enn.functional, case, weights, call)).sum()
+    grads = torch.autograd.grad(loss, wanted, create_graph=True)
+    actual = torch.autograd.grad(
+        sum((g**2).sum() for g in grads), wanted, allow_unused=True, materialize_grads=True
+    )
+    module, total = dense_gradients(case.twice_differentiable()), torch.zeros(())
+    for i in range(BATCH):
+        own = {name: w[i] for name, w in weights.items()}
+        alone = case.take(call, i).map(Tensor.contiguous)
+        loss = sample_losses(torch.func.functional_call(module, own, alone.args, dict(alone.kwargs)), i).sum()
+        grads = torch.autograd.grad(loss, [*own.values(), *alone.floats()], create_graph=True)
+        total = total + sum((dense(g) ** 2).sum() for g in grads)
+    expected = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
+    assert_all_close(actual, [dense(g) for g in expected])
