@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._terms import SparseOneHot
+from expanded_nn._terms import SparseOneHot, in_own_dtype, refuse_batched
 from expanded_nn.factored import Cell, FactoredTensor, compact, times
 
 
@@ -320,19 +320,15 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, None, None, None]:
         recorder: Recorder | None = ctx.recorder()
-        if torch._C._functorch.is_batchedtensor(rows):
-            raise PerSampleError(
-                "A vmapped backward (is_grads_batched=True, vectorize=True) reached a parameter in per-sample mode, "
-                "so its rows would be those of several backwards at once. Ask for gradients of inputs only, "
-                "or switch per_sample(False)."
-            )
+        refuse_batched(rows)
         if recorder is None:
             return rows.sum(0), None, None, None
-        total = _sparse_total(rows)
-        rows = compact(rows)
-        total = None if not recorder.settings.accumulate_grad else _total(rows) if total is None else total
         scale = float(ctx.now.batch) if recorder.settings.loss_reduction == "mean" else 1.0
-        recorder.deliver(ctx.now, ctx.parameter, times(rows, scale))
+        with in_own_dtype(rows):
+            total = _sparse_total(rows)
+            rows = compact(rows)
+            total = None if not recorder.settings.accumulate_grad else _total(rows) if total is None else total
+            recorder.deliver(ctx.now, ctx.parameter, times(rows, scale))
         if total is not None:
             _send(ctx.leaf, total)
         return total, None, None, None

@@ -104,9 +104,11 @@ class Expanded(PerSampleModule):
 
     Attributes:
         ranks: Parameter name -> its number of dimensions in `torch.nn`, without a batch dimension.
+        watches: Whether `convert` turns a layer of this class into its twin even if it has no parameters.
     """
 
     ranks: ClassVar[dict[str, int]] = {}
+    watches: ClassVar[bool] = False
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward in per-sample mode, with `self.expanded(name)` in place of `self.<name>`."""

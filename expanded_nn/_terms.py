@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import cast
 
@@ -16,9 +17,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn._errors import complaint
+from expanded_nn._errors import PerSampleError, complaint
 
 CHUNK_NUMEL = 1 << 22  # dense rows made at once, where an algorithm needs them only in passing
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor is one that a `vmap`, or a backward with `is_grads_batched=True`, maps over."""
+    return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
+def refuse_batched(tensor: Tensor) -> None:
+    """Raises if a mapped tensor is to become rows."""
+    if is_batched(tensor):
+        raise PerSampleError(
+            "A vmapped backward (is_grads_batched=True, vectorize=True) reached a parameter in per-sample mode, so its "
+            "rows would be those of several backwards at once. Switch per_sample(False) for it, or call backward for "
+            "each gradient."
+        )
+
+
+def in_own_dtype(rows: Tensor) -> AbstractContextManager[object]:
+    """Without autocast: what is made of the rows has their dtype, whatever surrounds the backward."""
+    if not torch._C._is_any_autocast_enabled():
+        return nullcontext()
+    return torch.autocast(rows.device.type, enabled=False)
 
 
 class Term(ABC):
@@ -34,6 +57,7 @@ class Term(ABC):
     def __init__(
         self, factors: Sequence[Tensor], row_shape: Sequence[int], dtype: torch.dtype, coefficient: float = 1.0
     ) -> None:
+        refuse_batched(factors[0])
         self.factors = tuple(factor.detach() for factor in factors)
         self.guards = tuple((factor, factor._version) for factor in self.factors)
         self.row_shape = tuple(row_shape)

@@ -124,7 +124,7 @@ def _members(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _convertible(model: nn.Module) -> Iterator[nn.Module]:
     for _, module in _members(model):
-        if not isinstance(module, Expanded) and _holds_parameters(module):
+        if not isinstance(module, Expanded) and (_holds_parameters(module) or _is_watched(type(module))):
             yield module
 
 
@@ -134,6 +134,11 @@ def _holds_parameters(module: nn.Module) -> bool:
         return True
     lists = (nn.ParameterList, nn.ParameterDict)
     return any(isinstance(child, lists) and any(True for _ in child.parameters()) for child in module.children())
+
+
+def _is_watched(module_class: type[nn.Module]) -> bool:
+    base = registered_base(module_class)
+    return base is not None and getattr(EXPANDED[base], "watches", False)
 
 
 def _expanded_class(module_class: type[nn.Module]) -> type[nn.Module]:

@@ -7,14 +7,15 @@ operation makes the rows dense, once, and they stay dense from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from expanded_nn._errors import complaint
-from expanded_nn._terms import Dense, Term, merged
+from expanded_nn._terms import Dense, Term, in_own_dtype, merged
 
 aten = torch.ops.aten
 Block = tuple[int, tuple[Term, ...]]  # so many rows, and the terms that add up to them
@@ -64,6 +65,20 @@ class Cell:
     def replace(self, blocks: Sequence[Block]) -> None:
         """Other rows in this place: an in-place change."""
         self.blocks, self.dense, self.version = tuple(blocks), None, self.version + 1
+
+
+Method = TypeVar("Method", bound=Callable[..., Tensor])
+
+
+def _in_own_dtype(method: Method) -> Method:
+    """The method without autocast."""
+
+    @wraps(method)
+    def call(rows: FactoredTensor, *args: Any) -> Tensor:
+        with in_own_dtype(rows):
+            return method(rows, *args)
+
+    return cast(Method, call)
 
 
 class FactoredTensor(Tensor):
@@ -116,9 +131,10 @@ class FactoredTensor(Tensor):
 
     def _rows(self) -> Tensor:
         self._check_source()
-        with torch.no_grad():
+        with torch.no_grad(), in_own_dtype(self):
             return self._cell.densify().view(self.shape)
 
+    @_in_own_dtype
     def squared_norms(self) -> Tensor:
         """`||row||^2` for each row, `(B,)`."""
         return self._cell.cat([self._block_inner(size, terms) for size, terms in self.blocks])
@@ -131,6 +147,7 @@ class FactoredTensor(Tensor):
                 total = total + 2 * term.inner(other)
         return total
 
+    @_in_own_dtype
     def weighted_sum(
         self,
         weights: Tensor | None = None,  # (B,)
@@ -146,6 +163,7 @@ class FactoredTensor(Tensor):
                 total = value if total is None else total + value
         return self._cell.zeros(*self.shape[1:]) if total is None else total
 
+    @_in_own_dtype
     def matvec(
         self,
         vector: Tensor,  # shape
@@ -155,6 +173,7 @@ class FactoredTensor(Tensor):
             [sum((t.matvec(vector) for t in terms), start=self._cell.zeros(size)) for size, terms in self.blocks]
         )
 
+    @_in_own_dtype
     def gram(self, other: Tensor) -> Tensor:
         """`<row, other_row>` for each pair, `(B, B')`."""
         others = as_factored(other).blocks

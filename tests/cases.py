@@ -258,9 +258,7 @@ def conv_transpose_cases(d: int) -> list[Case]:
     return cases
 
 
-CONVOLUTIONS = [
-    case for d in (1, 2, 3) for make in (conv_cases, conv_transpose_cases) for case in make(d)
-]
+CONVOLUTIONS = [case for d in (1, 2, 3) for make in (conv_cases, conv_transpose_cases) for case in make(d)]
 
 # --- embeddings -----------------------------------------------------------------------------------------------
 
@@ -288,7 +286,9 @@ class Gathered(nn.Embedding):
         return rows * share + (rows * (1 - share)).detach()
 
 
-def embedding(name: str, call: Callable[[int], Call] = indices(6), sum_of_rows: bool = True, **arguments: object) -> Case:
+def embedding(
+    name: str, call: Callable[[int], Call] = indices(6), sum_of_rows: bool = True, **arguments: object
+) -> Case:
     return Case(
         f"embedding_{name}",
         lambda: nn.Embedding(WORDS, 4, **arguments),
@@ -358,7 +358,11 @@ class OneBag(nn.EmbeddingBag):
 
 
 def embedding_bag(
-    name: str, call: Callable[[int], Call] = repeats, take: Take = take_rows, sum_of_rows: bool = True, **arguments: object
+    name: str,
+    call: Callable[[int], Call] = repeats,
+    take: Take = take_rows,
+    sum_of_rows: bool = True,
+    **arguments: object,
 ) -> Case:
     return Case(
         f"embedding_bag_{name}",

@@ -95,9 +95,7 @@ def loop(
         )
         for name, grad in zip(named, grads, strict=True):
             rows[name].append(dense(grad))
-    return {
-        name: torch.stack(rows[name]) if rows[name] else p.new_zeros(0, *p.shape) for name, p in named.items()
-    }
+    return {name: torch.stack(rows[name]) if rows[name] else p.new_zeros(0, *p.shape) for name, p in named.items()}
 
 
 def dense(tensor: Tensor) -> Tensor:

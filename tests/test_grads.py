@@ -24,14 +24,15 @@ class TiedText(nn.Module):
 
 
 def small_cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.GroupNorm(3, 3), nn.PReLU(), nn.Flatten(), nn.Linear(3 * 16, 4)
-    )
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.GroupNorm(3, 3), nn.PReLU(), nn.Flatten(), nn.Linear(3 * 16, 4))
 
 
 MODELS = {
     "mlp": (lambda: nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 30)), lambda b: torch.randn(b, 30)),
-    "positions": (lambda: nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 30)), lambda b: torch.randn(b, 3, 3)),
+    "positions": (
+        lambda: nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 30)),
+        lambda b: torch.randn(b, 3, 3),
+    ),
     "cnn": (small_cnn, lambda b: torch.randn(b, 1, 6, 6)),
     "tied": (TiedText, lambda b: torch.randint(VOCABULARY, (b, LENGTH))),
 }

@@ -15,8 +15,8 @@ from oracle import (
     assert_close,
     assert_close_rows,
     dense,
-    grads_of,
     gradient_penalty,
+    grads_of,
     loop,
     plain,
     rows_of,
@@ -325,10 +325,9 @@ class Feed(nn.Module):
 
 
 one_tensor = where(
-    lambda case: case.has_parameters()
-    and len(case.inputs(1).args) == 1
-    and not case.inputs(1).kwargs
-    and case not in GENERAL
+    lambda case: (
+        case.has_parameters() and len(case.inputs(1).args) == 1 and not case.inputs(1).kwargs and case not in GENERAL
+    )
 )
 
 
@@ -520,9 +519,7 @@ def test_operation_twice_differentiated(case: Case) -> None:
     wanted = [*weights.values(), *call.floats()]
     loss = sample_losses(operate(enn.functional, case, weights, call)).sum()
     grads = torch.autograd.grad(loss, wanted, create_graph=True)
-    actual = torch.autograd.grad(
-        sum((g**2).sum() for g in grads), wanted, allow_unused=True, materialize_grads=True
-    )
+    actual = torch.autograd.grad(sum((g**2).sum() for g in grads), wanted, allow_unused=True, materialize_grads=True)
     module, total = dense_gradients(case.twice_differentiable()), torch.zeros(())
     for i in range(BATCH):
         own = {name: w[i] for name, w in weights.items()}

@@ -28,9 +28,7 @@ def database() -> Iterator[object]:
 
 
 def inputs_of(info: ModuleInfo, training: bool) -> list:
-    return info.module_inputs_func(
-        info, device="cpu", dtype=torch.float64, requires_grad=True, training=training
-    )
+    return info.module_inputs_func(info, device="cpu", dtype=torch.float64, requires_grad=True, training=training)
 
 
 def build(info: ModuleInfo, given: FunctionInput) -> nn.Module:
@@ -43,7 +41,7 @@ def test_the_database_knows_every_class_but_one() -> None:
     assert torch_classes - CLASSES == {nn.EmbeddingBag, nn.Sequential}
 
 
-@pytest.mark.parametrize(("info", "training", "i"), database())
+@pytest.mark.parametrize(("info", "training", "i"), list(database()))
 def test_rows_equal_the_loop(info: ModuleInfo, training: bool, i: int) -> None:
     given = inputs_of(info, training)[i]
     module = build(info, given.constructor_input).train(training)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import is_shared, owned, shared, shared_or_none
-from expanded_nn._terms import Outer
+from expanded_nn._terms import Outer, is_batched
 from expanded_nn.factored import FactoredTensor
 
 
@@ -39,6 +39,8 @@ def outer_rows(
 ) -> Tensor:  # (B, out, in)
     """The rows of a linear map's weight, factored."""
     g, a = positions(g), positions(a)
+    if is_batched(g):
+        return torch.bmm(g.transpose(1, 2), a)
     if torch.is_grad_enabled():
         return _OuterRows.apply(g, a, dtype)  # type: ignore[no-untyped-call,no-any-return]
     return FactoredTensor.of(Outer.of(g, a, dtype))

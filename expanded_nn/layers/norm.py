@@ -440,6 +440,7 @@ class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
 
 class _BatchNorm(Expanded, nn.modules.batchnorm._BatchNorm):
     ranks: ClassVar[dict[str, int]] = {"weight": 1, "bias": 1}
+    watches: ClassVar[bool] = True
 
     @property
     def mixes_samples(self) -> bool:

@@ -1,0 +1,502 @@
+"""convert and revert: what a converted model keeps."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import expanded_nn as enn
+from oracle import Call, assert_close, assert_close_rows, grads_of, loop, plain, rows_of
+
+
+class Block(nn.Module):
+    """A user's module: parameters of its own, tied weights, buffers, a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(10, 4, padding_idx=0)
+        self.position = nn.Parameter(torch.randn(1, 8, 4))
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4))
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.emb.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+        self.note = {"anything": [1, 2]}
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.net(self.emb(words) + self.position[:, : words.shape[1]]) * self.scale)
+
+
+class MyLinear(nn.Linear):
+    """A user's subclass that only adds."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.size = size
+
+    def describe(self) -> str:
+        return f"{self.size} to {self.size}"
+
+
+class Doubled(nn.Linear):
+    """A user's subclass with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x).tanh()
+
+
+class Standardized(nn.Conv2d):
+    """Weight standardization, as in many a ResNet: the forward is not the layer's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (self.weight - self.weight.mean((1, 2, 3), keepdim=True)) / self.weight.std((1, 2, 3), keepdim=True)
+        return self._conv_forward(x, weight, self.bias)
+
+
+words = Call((torch.tensor([[1, 2, 3, 0], [4, 4, 4, 4], [9, 0, 0, 1]]),))
+
+
+def features(*shape: int) -> Call:
+    return Call((torch.randn(3, *shape),))
+
+
+def right(module: nn.Module, call: Call, model: nn.Module | None = None, tol: float = 1e-9) -> nn.Module:
+    """The rows of the converted model are those of the loop."""
+    expected = loop(module, call, 3)
+    model = enn.convert(module) if model is None else model
+    enn.per_sample(model, loss_reduction="sum")
+    assert_close(call.on(model), call.on(module).detach(), tol=1e-12)
+    plain(model, call).backward()
+    assert_close_rows(rows_of(model), expected, tol)
+    assert_close_rows(grads_of(model), {name: r.sum(0) for name, r in expected.items()}, tol)
+    return model
+
+
+def types(model: nn.Module) -> list[type]:
+    return [type(m) for m in model.modules()]
+
+
+# --- copy and in place ----------------------------------------------------------------------------------------
+
+
+def test_convert_copies() -> None:
+    module = Block()
+    classes = types(module)
+    model = right(module, words)
+    assert types(module) == classes
+    assert not {id(p) for p in module.parameters()} & {id(p) for p in model.parameters()}
+    assert all(p.grad is None and not hasattr(p, "grad_sample") for p in module.parameters())
+
+
+def test_convert_in_place_keeps_the_parameters() -> None:
+    module = Block()
+    reference = copy.deepcopy(module)
+    parameters, modules = dict(module.named_parameters()), list(module.modules())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = enn.convert(module, inplace=True)
+    assert model is module
+    assert list(model.modules()) == modules
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    right(reference, words, model)
+    before = model.position.detach().clone()
+    optimizer.step()
+    assert_close(model.position, before - 0.1 * model.position.grad)
+
+
+def test_isinstance_holds() -> None:
+    model = enn.convert(nn.Sequential(Block(), MyLinear(10)))
+    assert isinstance(model, nn.Sequential)
+    block, mine = model
+    assert isinstance(block, Block)
+    assert isinstance(mine, MyLinear)
+    assert isinstance(mine, enn.Linear)
+    assert isinstance(block.head, enn.Linear)
+    assert isinstance(block.head, nn.Linear)
+    assert isinstance(block.emb, enn.Embedding)
+    assert type(block.head) is enn.Linear
+    assert type(block.net[1]) is nn.ReLU
+
+
+def test_everything_else_is_kept() -> None:
+    module = Block()
+    module.net[0].requires_grad_(False)
+    module.net.eval()
+    model = enn.convert(module)
+    assert model.head.weight is model.emb.weight
+    assert not model.net[0].weight.requires_grad
+    assert model.position.requires_grad
+    assert model.training
+    assert not model.net.training
+    assert model.note == {"anything": [1, 2]}
+    assert model.emb.padding_idx == 0
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in module.named_modules()]
+    assert [name for name, _ in model.named_buffers()] == [name for name, _ in module.named_buffers()]
+
+
+def test_dtype_is_kept() -> None:
+    model = enn.convert(Block().bfloat16())
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.float().per_sample().position.dtype == torch.float32
+
+
+def test_hooks_are_kept() -> None:
+    module, seen = Block(), []
+    module.register_forward_hook(lambda m, args, out: seen.append("root"))
+    module.net[0].register_forward_hook(lambda m, args, out: seen.append("layer"))
+    module.net[0].register_forward_pre_hook(lambda m, args: seen.append("before"))
+    module.net[0].register_full_backward_hook(lambda m, gi, go: seen.append("backward"))
+    model = enn.convert(module).per_sample()
+    plain(model, words).backward()
+    assert seen == ["before", "layer", "root", "backward"]
+
+
+def test_forward_hook_that_changes_the_output() -> None:
+    module = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    module[0].register_forward_hook(lambda m, args, out: out.tanh())
+    right(module, features(4))
+
+
+def test_converting_twice_changes_nothing() -> None:
+    model = enn.convert(enn.convert(Block()))
+    assert types(model) == types(enn.convert(Block()))
+    right(enn.revert(model), words, model)
+
+
+def test_module_registered_under_two_names() -> None:
+    shared = nn.Linear(4, 4)
+    right(nn.Sequential(shared, nn.Tanh(), shared), features(4))
+
+
+def test_model_without_parameters() -> None:
+    model = enn.convert(nn.Sequential(nn.ReLU())).per_sample()
+    assert torch.equal(model(torch.ones(2)), torch.ones(2))
+
+
+# --- the way back ---------------------------------------------------------------------------------------------
+
+
+def test_revert_gives_the_plain_classes() -> None:
+    module = nn.Sequential(Block(), MyLinear(10), Doubled(10, 10), nn.ParameterList([torch.ones(2)]))
+    model = enn.convert(module).per_sample()
+    back = enn.revert(model)
+    assert types(back) == types(module)
+    assert types(model) == types(enn.convert(module))
+    for p, q in zip(back.parameters(), module.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert not hasattr(p, "grad_sample")
+    assert back[0].head.weight is back[0].emb.weight
+
+
+def test_revert_in_place_keeps_the_parameters() -> None:
+    model = enn.convert(Block()).per_sample()
+    plain(model, words).backward()
+    parameters = list(model.parameters())
+    back = enn.revert(model, inplace=True)
+    assert back is model
+    assert all(p is q for p, q in zip(back.parameters(), parameters, strict=True))
+    back.zero_grad()
+    plain(back, words).backward()
+    assert all(getattr(p, "grad_sample", None) is None for p in back.parameters())
+
+
+def test_reverted_model_equals_the_original() -> None:
+    module = Block()
+    back = enn.revert(enn.convert(module).per_sample())
+    assert set(vars(back)) == set(vars(module))
+    for a, b in zip(back.modules(), module.modules(), strict=True):
+        assert set(vars(a)) == set(vars(b))
+    assert torch.equal(words.on(back), words.on(module))
+
+
+def test_state_dict_both_ways() -> None:
+    module, other = Block(), Block()
+    model = enn.convert(other).per_sample()
+    assert list(model.state_dict()) == list(module.state_dict())
+    model.load_state_dict(module.state_dict())
+    assert torch.equal(words.on(module), words.on(model.per_sample(False)))
+    fresh = Block()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(words.on(module), words.on(fresh))
+    right(module, words, model)
+
+
+# --- users' classes -------------------------------------------------------------------------------------------
+
+
+def test_user_subclass() -> None:
+    model = right(MyLinear(4), features(4))
+    assert model.describe() == "4 to 4"
+
+
+def test_user_subclass_that_overrides_forward() -> None:
+    right(Doubled(4, 5), features(4))
+    right(nn.Sequential(nn.Linear(4, 4), Doubled(4, 5)), features(6, 4))
+
+
+def test_weight_standardization() -> None:
+    right(Standardized(4, 6, 3, padding=1), features(4, 7, 8))
+    right(Standardized(4, 6, 3, padding=1, padding_mode="circular"), features(4, 7, 8))
+
+
+def test_user_subclass_with_a_parameter_more() -> None:
+    class Gained(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 5)
+            self.gain = nn.Parameter(torch.ones(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.gain
+
+    right(Gained(), features(4))
+
+
+def test_registered_layer_of_the_users_own() -> None:
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.shift).tanh()
+
+    @enn.expands(Shift)
+    class ExpandedShift(enn.Expanded, Shift):
+        def expanded_forward(self, x: Tensor) -> Tensor:
+            shift = self.expanded("shift")
+            return (x + shift.unflatten(1, (*(1,) * (x.dim() - 2), -1))).tanh()
+
+    model = right(nn.Sequential(Shift(), nn.Linear(4, 2)), features(6, 4))
+    assert type(model[0]) is ExpandedShift
+    assert type(enn.revert(model)[0]) is Shift
+
+
+def test_expands_refuses_a_class_that_does_not_derive() -> None:
+    with pytest.raises(TypeError, match="does not derive from"):
+
+        @enn.expands(nn.Softplus)
+        class Wrong(nn.Module):
+            pass
+
+
+# --- copies of a converted model --------------------------------------------------------------------------------
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [pickled, saved, copy.deepcopy], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
+@pytest.mark.parametrize(
+    "module",
+    [Block, lambda: MyLinear(4), lambda: Doubled(4, 4), lambda: nn.Linear(4, 4)],
+    ids=["block", "subclass", "general", "layer"],
+)
+def test_copies(module: Any, copied: Any, stepped: bool) -> None:
+    torch_module = module()
+    call = words if isinstance(torch_module, Block) else features(4)
+    model = enn.convert(torch_module).per_sample(loss_reduction="sum")
+    if stepped:
+        plain(model, call).backward()
+    twin = copied(model)
+    assert types(twin) == types(model)
+    if isinstance(twin, Block):
+        assert twin.head.weight is twin.emb.weight
+    twin.zero_grad()
+    plain(twin, call).backward()
+    assert_close_rows(rows_of(twin), loop(torch_module, call, 3))
+    if not stepped:
+        assert all(p.grad_sample is None for p in model.parameters())
+
+
+# --- parametrizations -----------------------------------------------------------------------------------------
+
+
+PARAMETRIZATIONS: dict[str, Any] = {
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(4, 5)),
+    "weight_norm_of_a_convolution": lambda: parametrizations.weight_norm(nn.Conv1d(4, 5, 3)),
+    "weight_norm_dim_none": lambda: parametrizations.weight_norm(nn.Linear(4, 5), dim=None),
+    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 5)).eval(),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(4, 4)),
+    "orthogonal_householder": lambda: parametrizations.orthogonal(nn.Linear(4, 3), orthogonal_map="householder"),
+    "of_the_bias": lambda: parametrize_bias(nn.Linear(4, 5)),
+    "two_in_a_row": lambda: parametrize_weight(parametrizations.weight_norm(nn.Linear(4, 5))),
+    "with_a_parameter": lambda: parametrize_with_parameter(nn.Linear(4, 5)),
+}
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() * 2
+
+
+class LowRank(nn.Module):
+    """LoRA as a parametrization: a parameter in the parametrization itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(5, 2)), nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.a @ self.b
+
+
+def parametrize_bias(module: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(module, "bias", Symmetric())
+    return module
+
+
+def parametrize_weight(module: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(module, "weight", Symmetric())
+    return module
+
+
+def parametrize_with_parameter(module: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(module, "weight", LowRank())
+    return module
+
+
+def shape_for(module: nn.Module) -> tuple[int, ...]:
+    return (4, 7) if isinstance(module, nn.Conv1d) else (4,)
+
+
+@pytest.mark.parametrize("make", PARAMETRIZATIONS.values(), ids=PARAMETRIZATIONS)
+@pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
+def test_parametrization(make: Any, inplace: bool) -> None:
+    module = make()
+    call = features(*shape_for(module))
+    model = right(module, call, enn.convert(copy.deepcopy(module), inplace=True) if inplace else enn.convert(module))
+    assert list(model.state_dict()) == list(module.state_dict())
+    assert parametrize.is_parametrized(model)
+    back = enn.revert(model)
+    assert parametrize.is_parametrized(back)
+    assert torch.equal(call.on(back), call.on(module))
+    assert isinstance(back, type(make()).__mro__[1])
+    assert not any(issubclass(cls, enn.Expanded) for cls in type(back).__mro__)
+
+
+@pytest.mark.parametrize("make", PARAMETRIZATIONS.values(), ids=PARAMETRIZATIONS)
+def test_parametrization_inside_a_model(make: Any) -> None:
+    module = make()
+    right(nn.Sequential(nn.Tanh(), module, nn.Tanh()), features(*shape_for(module)))
+
+
+def test_spectral_norm_in_train_mode() -> None:
+    """The power iteration runs once a forward, as in torch, and the rows are those of the vectors it found."""
+    module = parametrizations.spectral_norm(nn.Linear(4, 5))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    call = features(4)
+    plain(model, call).backward()
+    call.on(module)
+    for (name, a), b in zip(model.named_buffers(), module.buffers(), strict=True):
+        assert_close(a, b, tol=1e-12, name=name)
+    assert_close_rows(rows_of(model), loop(module.eval(), call, 3))
+
+
+def test_cached_parametrization() -> None:
+    module = parametrizations.weight_norm(nn.Linear(4, 4))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    call = features(4)
+    with parametrize.cached():
+        out = model(model(*call.args))
+    out.sin().sum().backward()
+
+    def twice(module: nn.Module, call: Call, first: int = 0) -> Tensor:
+        return module(module(*call.args)).sin().sum()
+
+    assert_close_rows(rows_of(model), loop(module, call, 3, objective=twice))
+
+
+def test_parametrization_removed_from_a_converted_model() -> None:
+    module = parametrizations.weight_norm(nn.Linear(4, 5))
+    model = enn.convert(module)
+    parametrize.remove_parametrizations(model, "weight")
+    parametrize.remove_parametrizations(module, "weight")
+    right(module, features(4), model)
+
+
+def test_parametrization_registered_on_a_converted_model() -> None:
+    module = nn.Linear(4, 5)
+    model = enn.convert(module)
+    parametrizations.weight_norm(module)
+    parametrizations.weight_norm(model)
+    right(module, features(4), model)
+
+
+def test_parametrized_weight_used_outside_is_an_error() -> None:
+    model = enn.convert(parametrizations.weight_norm(nn.Linear(4, 4))).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"parametrizations\.weight"):
+        (plain(model, features(4)) + model.weight.sum()).backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("in_a_model", [False, True])
+def test_old_weight_norm_in_place(in_a_model: bool) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        layer = nn.utils.weight_norm(nn.Linear(4, 5))
+        return nn.Sequential(layer, nn.Tanh()) if in_a_model else layer
+
+    module, call = make(), features(4)
+    expected = {name: r.detach() for name, r in loop(module, call, 3, create_graph=True).items()}  # makes no copy
+    model = enn.convert(make(), inplace=True).per_sample(loss_reduction="sum")
+    assert_close(call.on(model), call.on(module).detach(), tol=1e-12)
+    plain(model, call).backward()
+    assert_close_rows(rows_of(model), expected)
+
+
+# --- what cannot be converted -----------------------------------------------------------------------------------
+
+
+def test_one_error_lists_everything() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fine = nn.Linear(2, 2)
+            self.lazy = nn.LazyLinear(3)
+            self.inner = nn.Sequential(nn.ReLU(), nn.SyncBatchNorm(4))
+            self.scripted = torch.jit.script(nn.Linear(2, 2))
+
+    with pytest.warns(DeprecationWarning, match="jit"), pytest.raises(enn.ConversionError) as info:
+        enn.convert(Model())
+    text = str(info.value)
+    for name, class_name in (("lazy", "LazyLinear"), ("inner.1", "SyncBatchNorm"), ("scripted", "")):
+        line = next(line for line in text.splitlines() if name in line)
+        assert class_name in line
+    assert "fine" not in text
+
+
+def test_refused_model_is_left_as_it_was() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    classes = types(module)
+    with pytest.raises(enn.ConversionError, match=r"1 .*LazyLinear"):
+        enn.convert(module, inplace=True)
+    assert types(module) == classes
+
+
+def test_plain_module_with_parameters_is_refused_by_per_sample() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ours, self.plain = enn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.plain(self.ours(x))
+
+    model = enn.convert(nn.Sequential(nn.Linear(2, 2)))
+    model.append(nn.Linear(2, 2))
+    with pytest.raises(enn.PerSampleError, match=r"1.*Linear.*(?s:.*)convert"):
+        model.per_sample()

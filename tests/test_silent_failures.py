@@ -1,0 +1,357 @@
+"""Section 4 of the contract: where peers return wrong rows without a word. Right here, or a clear error."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import expanded_nn as enn
+from oracle import Call, assert_close, assert_close_rows, gradient_penalty, loop, plain, rows_of
+
+images = Call((torch.randn(3, 4, 7, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64),))
+features = Call((torch.randn(3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64),))
+words = Call((torch.tensor([[2, 5, 5, 5, 9], [0, 2, 2, 1, 1], [9, 9, 9, 9, 9]]),))
+
+
+def right(
+    module: nn.Module, call: Call, *, objective: Callable[..., Tensor] = plain, oracle: nn.Module | None = None
+) -> None:
+    """The rows are those of the loop."""
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    objective(model, call, 0).backward()
+    assert_close_rows(rows_of(model), loop(oracle or module, call, 3, objective=objective))
+
+
+def test_convolution_whose_input_is_a_permuted_view() -> None:
+    right(nn.Conv2d(4, 6, 3), Call((torch.randn(3, 7, 8, 4).permute(0, 3, 1, 2),)))
+
+
+def test_convolution_with_groups() -> None:
+    right(nn.Conv2d(4, 6, 3, groups=2), images)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_convolution_with_padding_mode_other_than_zeros(mode: str) -> None:
+    right(nn.Conv2d(4, 6, 3, padding=2, padding_mode=mode), images)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+@pytest.mark.parametrize("kernel", [3, 4])
+def test_convolution_with_padding_same(kernel: int) -> None:
+    right(nn.Conv2d(4, 6, kernel, padding="same"), images)
+
+
+def test_embedding_with_padding_idx() -> None:
+    right(nn.Embedding(10, 4, padding_idx=2), words)
+
+
+def test_embedding_with_scale_grad_by_freq() -> None:
+    right(nn.Embedding(10, 4, scale_grad_by_freq=True), words)
+
+
+def test_embedding_bag_with_repeated_indices() -> None:
+    right(nn.EmbeddingBag(10, 4), words)
+
+
+def test_embedding_bag_with_mode_max() -> None:
+    right(nn.EmbeddingBag(10, 4, mode="max"), words)
+
+
+def test_weight_used_outside_its_module() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = nn.Embedding(10, 4)
+
+        def forward(self, words: Tensor) -> Tensor:
+            return F.linear(self.emb(words), self.emb.weight)
+
+    model = enn.convert(Model()).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"emb\.weight"):
+        plain(model, words).backward()
+
+
+def test_input_derivative_losses() -> None:
+    right(
+        nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 2)),
+        features,
+        objective=gradient_penalty,
+    )
+
+
+def test_laplacian() -> None:
+    def laplacian(module: nn.Module, call: Call, first: int = 0) -> Tensor:
+        (x,) = call.requires_grad().args
+        (first_derivative,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+        second = [
+            torch.autograd.grad(first_derivative[:, i].sum(), x, create_graph=True)[0][:, i] for i in range(x.shape[1])
+        ]
+        return sum(second).square().sum()
+
+    right(
+        nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1, bias=False)),
+        features,
+        objective=laplacian,
+    )
+
+
+def test_tied_weights() -> None:
+    head = nn.Linear(4, 10, bias=False)
+    embedding = nn.Embedding(10, 4)
+    head.weight = embedding.weight
+    right(nn.Sequential(embedding, nn.Tanh(), head), words)
+
+
+def test_batch_folded_into_rows() -> None:
+    class Fold(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    model = enn.convert(Fold()).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"layer.*\(15, 4\)"):
+        model(torch.randn(3, 5, 4))
+
+
+def test_broadcast_position_ids() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.positions = nn.Embedding(10, 4), nn.Embedding(8, 4)
+            self.register_buffer("ids", torch.arange(8).expand(1, -1))
+
+        def forward(self, words: Tensor) -> Tensor:
+            return self.words(words) + self.positions(self.ids[:, : words.shape[1]])
+
+    right(Model(), words)
+
+
+def test_layer_called_by_keyword() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.conv, self.norm = nn.Linear(8, 8), nn.Conv2d(4, 4, 1), nn.LayerNorm(8)
+            self.group, self.act, self.rms = nn.GroupNorm(2, 4), nn.PReLU(4), nn.RMSNorm(8)
+            self.up, self.two = nn.ConvTranspose2d(4, 4, 1), nn.Bilinear(8, 8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(input=self.conv(input=self.linear(input=x)))
+            x = self.rms(x=self.act(input=self.group(input=x)))
+            x = self.up(input=x, output_size=x.shape[2:])
+            return self.two(input2=x, input1=x.sin())
+
+    right(Model(), images)
+
+
+def test_embedding_called_by_keyword() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.bag = nn.Embedding(10, 4), nn.EmbeddingBag(10, 4, mode="sum")
+
+        def forward(self, words: Tensor) -> Tensor:
+            weights = torch.linspace(1, 2, words.shape[1]).expand(words.shape)
+            return self.words(input=words) + self.bag(per_sample_weights=weights, input=words).unsqueeze(1)
+
+    right(Model(), words)
+
+
+def test_model_called_by_keyword() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, *, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    right(Model(), Call((), {"x": features.args[0]}))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(8, 8), nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.LayerNorm(8)], ids=repr
+)
+def test_in_place_relu_after_a_layer(layer: nn.Module) -> None:
+    right(
+        nn.Sequential(layer.double(), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 1).double(), nn.ReLU(inplace=True)), images
+    )
+
+
+def test_in_place_relu_before_a_layer() -> None:
+    right(nn.Sequential(nn.AvgPool2d(1), nn.ReLU(inplace=True), nn.Linear(8, 2)), images)
+
+
+def test_in_place_residual() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            h += x
+            return self.b(h)
+
+    right(Model(), features)
+
+
+def test_layer_norm_without_bias() -> None:
+    right(nn.LayerNorm(4, bias=False), features)
+
+
+def test_empty_batch() -> None:
+    model = enn.convert(
+        nn.Sequential(nn.Conv2d(4, 6, 3), nn.GroupNorm(2, 6), nn.Flatten(), nn.Linear(180, 2))
+    ).per_sample()
+    model(torch.randn(0, 4, 7, 8)).sum().backward()
+    for p in model.parameters():
+        assert p.grad_sample.shape == (0, *p.shape)
+        assert torch.equal(p.grad, torch.zeros_like(p))
+
+
+def test_model_in_eval_mode() -> None:
+    module = nn.Sequential(
+        nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(), nn.Flatten(), nn.Linear(180, 2)
+    )
+    right(module.eval(), images)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing(use_reentrant: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self, use_reentrant: bool) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+            self.use_reentrant = use_reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(checkpoint(lambda h: self.b(h).tanh(), self.a(x), use_reentrant=self.use_reentrant))
+
+    module, oracle = Model(use_reentrant), Model(False)
+    oracle.load_state_dict(module.state_dict())
+    right(module, features, oracle=oracle)
+
+
+def test_lora_on_an_embedding() -> None:
+    class LoRA(nn.Module):
+        """peft's way: the base frozen, the factors parameters of the module itself."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Embedding(10, 4).requires_grad_(False)
+            self.a = nn.Parameter(torch.randn(2, 10))
+            self.b = nn.Parameter(torch.randn(4, 2))
+
+        def forward(self, words: Tensor) -> Tensor:
+            return self.base(words) + F.embedding(words, self.a.T) @ self.b.T
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb, self.head = LoRA(), nn.Linear(4, 2)
+
+        def forward(self, words: Tensor) -> Tensor:
+            return self.head(self.emb(words))
+
+    right(Model(), words)
+
+
+def test_lora_on_an_embedding_with_padding_idx() -> None:
+    """`vmap(F.embedding(padding_idx=…))` gives wrong gradients in torch 2.13."""
+
+    class LoRA(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.randn(2, 10))
+            self.b = nn.Parameter(torch.randn(4, 2))
+
+        def forward(self, words: Tensor) -> Tensor:
+            return F.embedding(words, self.a.T, padding_idx=2) @ self.b.T
+
+    module = LoRA()
+    right(module, words)
+
+
+def test_cache_that_a_layer_mutates() -> None:
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4))
+            self.register_buffer("seen", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.add_(x.detach().mean(0))
+            return x * self.weight
+
+    model = enn.convert(nn.Sequential(nn.Linear(4, 4), Cached())).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"1.*Cached.*(?s:.*)seen"):
+        model(features.args[0])
+
+
+def test_cache_that_a_layer_keeps() -> None:
+    """A tensor that leaves the vmapped forward by an attribute would be one of vmap's own."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4))
+            self.history: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.history.append(x)
+            return x * self.weight + sum(self.history)
+
+    model = enn.convert(Keeps()).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"Keeps.*(?s:.*)history"):
+        model(features.args[0])
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=True, track_running_stats=False).eval()],
+    ids=["train", "no_statistics"],
+)
+def test_batch_norm_in_train_mode(norm: nn.Module) -> None:
+    model = enn.convert(nn.Sequential(nn.Conv2d(4, 4, 3), norm.double())).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"1.*BatchNorm2d(?s:.*)GroupNorm"):
+        images.on(model)
+
+
+def test_batch_norm_in_train_mode_without_parameters() -> None:
+    """It mixes the samples of the layers before it all the same."""
+    model = enn.convert(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, affine=False))).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"1.*BatchNorm2d(?s:.*)GroupNorm"):
+        images.on(model)
+
+
+def test_frozen_batch_norm_in_train_mode() -> None:
+    norm = nn.BatchNorm2d(4).requires_grad_(False)
+    model = enn.convert(nn.Sequential(nn.Conv2d(4, 4, 3), norm)).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"1.*BatchNorm2d(?s:.*)GroupNorm"):
+        images.on(model)
+
+
+def test_instance_norm_with_one_shared_row() -> None:
+    right(nn.Sequential(nn.Conv2d(4, 4, 1), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)), images)
+
+
+def test_dropout_draws_once_a_sample_in_a_general_module() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(50))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x * self.weight, 0.5, self.training)
+
+    model = enn.convert(Noisy()).per_sample(loss_reduction="sum")
+    out = model(torch.ones(3, 50))
+    assert not torch.equal(out[0], out[1])
+    out.sum().backward()
+    assert_close(model.weight.grad_sample, out.detach())
