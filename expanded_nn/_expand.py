@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expanded_nn._batch import tensors
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._terms import SparseOneHot, in_own_dtype, refuse_batched
 from expanded_nn.factored import Cell, FactoredTensor, compact, times
@@ -88,6 +89,7 @@ class Recorder:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.depth = 0
+        self.samples: list[Tensor] = []
         self.originals: dict[tuple[nn.Module, str], Tensor] | None = None
         self.root: weakref.ref[nn.Module] | None = None
         self.current: Pass | None = None
@@ -114,18 +116,23 @@ class Recorder:
     # Forward: passes and expansions.
 
     @contextmanager
-    def scope(self, module: nn.Module, batch: int | None) -> Iterator[None]:
+    def scope(self, module: nn.Module, batch: int | None, inputs: Any) -> Iterator[None]:
         """The forward of `module`; the outermost one begins a pass, or goes on with the last."""
         previous = self.current
         if self.depth == 0:
             self.root = weakref.ref(module)
             self._watch(module)
-            self.open(module, self.settings.batch_size if self.settings.batch_size is not None else batch)
+            now = self.open(module, self.settings.batch_size if self.settings.batch_size is not None else batch)
+            self.samples = [
+                each for each in tensors(inputs) if isinstance(each, Tensor) and now.batch in each.shape[:2]
+            ]
         self.depth += 1
         try:
             yield
         finally:
             self.depth -= 1
+            if self.depth == 0:
+                self.samples = []
             if self.depth == 0 and running_backward() >= 0:
                 self.current = previous
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 from types import new_class
@@ -93,7 +93,7 @@ class Root(PerSampleModule):
         if recorder is None or recorder.depth or not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
         batch = batch_of((args, kwargs), batch_first=recorder.settings.batch_first)
-        with recorder.scope(self, batch):
+        with recorder.scope(self, batch, (args, kwargs)):
             return super().forward(*args, **kwargs)
 
 
@@ -129,7 +129,7 @@ class Expanded(PerSampleModule):
             return self.expanded_forward(*args, **kwargs)
         if recorder.depth:
             return self.expanded_forward(*args, **kwargs)
-        with recorder.scope(self, self.samples_in(*args, **kwargs)):
+        with recorder.scope(self, self.samples_in(*args, **kwargs), (args, kwargs)):
             return self.expanded_forward(*args, **kwargs)
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
@@ -210,7 +210,7 @@ class Expanded(PerSampleModule):
         if rows == batch:
             return x
         if rows == 1:
-            if is_slice(x, batch, dim):
+            if self.is_slice(x):
                 raise self.slice_error(x, argument)
             return x.expand(*x.shape[:dim], batch, *x.shape[dim + 1 :])
         fold = f"folded batch of {batch} x {rows // batch}" if batch and rows % batch == 0 else "other rows"
@@ -221,6 +221,11 @@ class Expanded(PerSampleModule):
             "Keep the batch in a dimension of its own (unflatten it), or say per_sample(batch_size=..., "
             "batch_first=...) if the samples stand elsewhere.",
         )
+
+    def is_slice(self, x: Tensor) -> bool:
+        """Whether `x` is some rows of a tensor that has all samples, as in a loop over them."""
+        samples = () if self._recorder is None else self._recorder.samples
+        return self.batch_size > 1 and is_slice(x, self.batch_size, samples)
 
     def slice_error(self, x: Tensor, argument: str = "input") -> PerSampleError:
         """What to say of some rows of a batch, where all are wanted."""
@@ -251,14 +256,23 @@ class Expanded(PerSampleModule):
         return any(parameter is not None and parameter.requires_grad for parameter in parameters)
 
 
-def is_slice(x: Tensor, batch: int, dim: int) -> bool:
-    """Whether one row is a part of a tensor that has all samples, as in a loop over them."""
+def is_slice(x: Tensor, batch: int, samples: Sequence[Tensor]) -> bool:
+    """Whether one row is a part of a tensor that has all samples, as in a loop over them.
+
+    Args:
+        x: A layer's input.
+        batch: B.
+        samples: The tensors with B rows that the model was called with.
+    """
     base = x._base
-    if base is None or base.dim() < x.dim():
+    if base is None or 0 < base.numel() <= x.numel():
         return False
-    if dim == 0:
-        return base.shape[0] > 1 and batch in accumulate(base.shape, mul)  # samples in one dimension or in several
-    return base.shape[dim] == batch
+    if any(base is each or base is each._base for each in samples):
+        return True
+    if base.dim() < x.dim() or base.shape[0] == 1:
+        return False
+    # samples in one dimension of the base, wherever that stands, or in several
+    return batch in base.shape or batch in accumulate(base.shape, mul)
 
 
 def switch(model: nn.Module, settings: Settings | None) -> None:

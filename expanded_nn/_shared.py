@@ -1,6 +1,6 @@
 """Whether a weight with a batch dimension is one weight, seen B times."""
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,3 +29,26 @@ def owned(output: Tensor) -> Tensor:
     if not output._is_view():
         return output
     return cast(Tensor, torch.ops.aten._unsafe_view(output, output.shape))
+
+
+class _Cast(torch.autograd.Function):
+    """A shared weight in another dtype, still expanded."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = weight.dtype
+        return shared(weight).to(dtype).expand_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor, None]:
+        return rows.to(ctx.dtype), None
+
+
+def cast_shared(
+    weight: Tensor,  # (B, *shape)
+    dtype: torch.dtype,
+) -> Tensor:
+    """The weight in another dtype; one that is expanded stays so."""
+    if weight.dtype == dtype or not is_shared(weight):
+        return weight.to(dtype)
+    return _Cast.apply(weight, dtype)  # type: ignore[no-untyped-call,no-any-return]

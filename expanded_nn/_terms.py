@@ -240,12 +240,18 @@ class Outer(Term):
         return super().inner(other)
 
     def gram(self, other: Term) -> Tensor:
-        if isinstance(other, Outer) and self._positions_are_fewer(other):
+        if isinstance(other, Outer) and self._positions_are_few(other):
             (g, a), (h, c) = self.both(), other.both()
             return (torch.einsum("bto,cso->bcts", g, h) * torch.einsum("bti,csi->bcts", a, c)).sum((2, 3))
         if isinstance(other, OneHot):
             return other.gram(self).t()
         return super().gram(other)
+
+    def _positions_are_few(self, other: Outer) -> bool:
+        """Whether that costs less than products of dense rows, which are made once for all pairs."""
+        t, s = self.factors[0].shape[1], other.factors[0].shape[1]
+        out, in_ = self.row_shape
+        return t * s * (out + in_) < out * in_
 
     def _positions_are_fewer(self, other: Outer) -> bool:
         """Whether `<g h', a c'>` over positions costs less than the dense rows do."""

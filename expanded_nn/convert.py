@@ -14,12 +14,12 @@ from torch.nn.utils import parametrize
 from expanded_nn._errors import ConversionError
 from expanded_nn._module import Expanded, PerSampleModule, Root, twin_class
 from expanded_nn._registry import EXPANDED, registered_base
-from expanded_nn.layers.general import General
+from expanded_nn.layers.general import PARAMETER_LISTS, General
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _HARMLESS = {"extra_repr", "reset_parameters", "_reset_parameters"}
-_BELONGS_TO_PARENT = (nn.ParameterList, nn.ParameterDict, parametrize.ParametrizationList)
+_BELONGS_TO_PARENT = (*PARAMETER_LISTS, parametrize.ParametrizationList)
 
 
 def convert(model: Model, *, inplace: bool = False) -> Model:
@@ -51,9 +51,9 @@ def convert(model: Model, *, inplace: bool = False) -> Model:
     if not inplace:
         model = _copied(model)
     for module in list(_convertible(model)):
-        module.__class__ = _expanded_class(type(module))
+        module.__class__ = _expanded_class(module)
         if isinstance(module, General):
-            module._ranks = {name: each.dim() for name, each in module._parameters.items() if each is not None}
+            module.note_ranks()
     if not isinstance(model, PerSampleModule):
         model.__class__ = twin_class(Root, type(model))  # type: ignore[assignment]
     return model
@@ -132,8 +132,8 @@ def _holds_parameters(module: nn.Module) -> bool:
     """Whether a module has parameters itself, or in a list of them, or will have them."""
     if any(parameter is not None for parameter in module._parameters.values()) or parametrize.is_parametrized(module):
         return True
-    lists = (nn.ParameterList, nn.ParameterDict)
-    return any(isinstance(child, lists) and any(True for _ in child.parameters()) for child in module.children())
+    lists = [child for child in module.children() if isinstance(child, PARAMETER_LISTS)]
+    return any(True for child in lists for _ in child.parameters())
 
 
 def _is_watched(module_class: type[nn.Module]) -> bool:
@@ -141,7 +141,20 @@ def _is_watched(module_class: type[nn.Module]) -> bool:
     return base is not None and getattr(EXPANDED[base], "watches", False)
 
 
-def _expanded_class(module_class: type[nn.Module]) -> type[nn.Module]:
+def _expanded_class(module: nn.Module) -> type[nn.Module]:
+    """The twin's class; parametrizations stay on top, where `torch.nn.utils.parametrize` looks for them."""
+    module_class = parametrize.type_before_parametrizations(module)
+    twin = _twin_of(module_class)
+    return twin if module_class is type(module) else _rebased(type(module), (twin,))
+
+
+def _rebased(module_class: type[nn.Module], bases: tuple[type, ...]) -> type[nn.Module]:
+    """The same class on other bases."""
+    namespace = {key: value for key, value in vars(module_class).items() if key not in ("__dict__", "__weakref__")}
+    return new_class(module_class.__name__, bases, {}, lambda made: made.update(namespace))
+
+
+def _twin_of(module_class: type[nn.Module]) -> type[nn.Module]:
     if module_class in EXPANDED:
         return EXPANDED[module_class]
     base = registered_base(module_class)
@@ -161,16 +174,15 @@ def _overrides(module_class: type[nn.Module], base: type[nn.Module]) -> bool:
 
 
 def _plain_class(module_class: type[nn.Module]) -> type[nn.Module]:
-    plain = getattr(module_class, "plain_class", None)
+    plain: type[nn.Module] | None = vars(module_class).get("plain_class")
     if plain is not None:
-        return plain  # type: ignore[no-any-return]
+        return plain
     plain = next((torch_class for torch_class, twin in EXPANDED.items() if twin is module_class), None)
     if plain is not None:
         return plain
     # a class made on top of an expanded one, as torch.nn.utils.parametrize makes it
     bases = tuple(_plain_class(base) if issubclass(base, PerSampleModule) else base for base in module_class.__bases__)
-    namespace = {key: value for key, value in vars(module_class).items() if key not in ("__dict__", "__weakref__")}
-    return new_class(module_class.__name__, bases, {}, lambda made: made.update(namespace))
+    return _rebased(module_class, bases)
 
 
 _REFUSED: tuple[tuple[type[nn.Module], str, str], ...] = (

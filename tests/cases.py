@@ -286,9 +286,7 @@ class Gathered(nn.Embedding):
         return rows * share + (rows * (1 - share)).detach()
 
 
-def embedding(
-    name: str, call: Callable[[int], Call] = indices(6), sum_of_rows: bool = True, **arguments: object
-) -> Case:
+def embedding(name: str, call: Callable[[int], Call], sum_of_rows: bool = True, **arguments: object) -> Case:
     return Case(
         f"embedding_{name}",
         lambda: nn.Embedding(WORDS, 4, **arguments),

@@ -10,145 +10,15 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
+from expanded_nn._gemm import Product, affine
 from expanded_nn._shared import is_shared, owned, shared
+from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear, outer_rows
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Where the steps of B sequences lie in rows `(N, features)`: all first steps, then all second steps, and so on.
-
-    Sequences of different lengths come longest first, as in a `PackedSequence`; `samples` says whose they are.
-
-    Attributes:
-        sizes: For each step, how many sequences have it.
-        batch: B.
-        packed: `sizes` as the tensor that torch's kernels take, `None` where all sequences are equally long.
-        samples: For each sequence the sample it belongs to, `None` where that is its own number.
-        cell: Whether there is one step, and it is a cell's.
-        device: Where the rows are.
-    """
-
-    sizes: list[int]
-    batch: int
-    packed: Tensor | None = None
-    samples: Tensor | None = None
-    cell: bool = False
-    device: torch.device | None = None
-
-    @classmethod
-    def of(cls, input: Tensor, *, cell: bool = False) -> Steps:
-        """The steps of sequences `(T, B, features)`, all equally long."""
-        steps, batch, _ = input.shape
-        return cls([batch] * steps, batch, cell=cell, device=input.device)
-
-    @classmethod
-    def of_packed(cls, input: PackedSequence) -> Steps:
-        """The steps of a `PackedSequence`."""
-        data, packed, samples, _ = input
-        sizes: list[int] = packed.tolist()
-        return cls(sizes, sizes[0], packed, samples, device=data.device)
-
-    @cached_property
-    def _of_rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For each row its step and its sequence; for each step its first row; for each sequence its length."""
-        assert self.packed is not None
-        count = torch.arange(len(self.sizes))
-        first = self.packed.cumsum(0) - self.packed
-        step = count.repeat_interleave(self.packed)
-        sequence = torch.arange(len(step)) - first[step]
-        lengths = (self.packed[:, None] > torch.arange(self.batch)).sum(0)
-        return step, sequence, first, lengths
-
-    @cached_property
-    def _places(self) -> Tensor:
-        """For each row its place in `(B * T, features)`, samples in the user's order."""
-        step, sequence, _, _ = self._of_rows
-        sample = sequence if self.samples is None else self.samples.cpu()[sequence]
-        return (sample * len(self.sizes) + step).to(self.device)
-
-    @cached_property
-    def _mirror(self) -> Tensor:
-        """For each row the row of the same sequence as far from its end."""
-        step, sequence, first, lengths = self._of_rows
-        return (first[lengths[sequence] - 1 - step] + sequence).to(self.device)
-
-    @cached_property
-    def _last(self) -> Tensor:
-        """The last row of each sequence."""
-        _, sequence, first, lengths = self._of_rows
-        return (first[lengths - 1] + sequence[: self.batch]).to(self.device)
-
-    @cached_property
-    def _ranks(self) -> Tensor:
-        """For each sample its sequence."""
-        assert self.samples is not None
-        return torch.empty_like(self.samples).scatter_(0, self.samples, torch.arange(self.batch, device=self.device))
-
-    @cached_property
-    def running(self) -> Tensor:  # (B, T)
-        """Whether a sample has a step."""
-        done = torch.zeros(self.batch * len(self.sizes), dtype=torch.bool, device=self.device)
-        return done.index_fill(0, self._places, True).view(self.batch, len(self.sizes))
-
-    def by_sample(
-        self,
-        rows: Tensor,  # (N, features), or (T, B, features)
-    ) -> Tensor:  # (B, T, features)
-        """The steps of each sample, in the user's order; zeros behind the end of its sequence."""
-        if self.packed is None:
-            return rows.reshape(len(self.sizes), self.batch, rows.shape[-1]).transpose(0, 1)
-        places = rows.new_zeros(self.batch * len(self.sizes), rows.shape[-1])
-        return places.index_copy(0, self._places, rows).view(self.batch, len(self.sizes), rows.shape[-1])
-
-    def by_step(
-        self,
-        steps: Tensor,  # (B, T, features)
-    ) -> Tensor:  # (N, features), or (T, B, features)
-        """The way back from `by_sample`."""
-        if self.packed is None:
-            return steps.transpose(0, 1)
-        return steps.flatten(0, 1).index_select(0, self._places)
-
-    def reversed(
-        self,
-        rows: Tensor,  # (N, features), or (T, B, features)
-    ) -> Tensor:
-        """Each sequence from its end to its beginning."""
-        return rows.flip(0) if self.packed is None else rows.index_select(0, self._mirror)
-
-    def last(
-        self,
-        rows: Tensor,  # (N, features), or (T, B, features)
-    ) -> Tensor:  # (B, features)
-        """The last step of each sequence."""
-        return rows[-1] if self.packed is None else rows.index_select(0, self._last)
-
-    def previous(
-        self,
-        states: Tensor,  # (B + N, features): the initial ones, then those of all rows
-    ) -> Tensor:  # (N, features)
-        """For each row the state before its step."""
-        if self.packed is None:
-            return states[: len(states) - self.batch]
-        before = states.split([self.batch, *self.sizes])
-        return torch.cat([each[:size] for each, size in zip(before, self.sizes, strict=False)])
-
-    def in_samples_order(self, states: Tensor, dim: int = 0) -> Tensor:
-        """States by sequence, as states by sample."""
-        return states if self.samples is None else states.index_select(dim, self._ranks)
-
-    def in_sequences_order(self, states: Tensor, dim: int = 0) -> Tensor:
-        """States by sample, as states by sequence."""
-        return states if self.samples is None else states.index_select(dim, self.samples)
 
 
 class Weights(NamedTuple):
@@ -178,7 +48,7 @@ class Recurrence(ABC):
     def fused(
         self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
     ) -> tuple[Tensor, Tensor | None]:
-        """Torch's own kernel: the outputs, shaped as `x`, and the last cell states."""
+        """Torch's own kernel: the outputs, laid out as `x`, and the last cell states."""
 
     @abstractmethod
     def step(
@@ -187,18 +57,25 @@ class Recurrence(ABC):
         """The next states of all samples from `weight_ih x + bias_ih` and `weight_hh h + bias_hh`; differentiable."""
 
     @abstractmethod
-    def backward(
-        self,
-        steps: Steps,
-        x: Tensor,  # (N, in)
-        c0: Tensor | None,  # (B, hidden)
-        y: Tensor,  # (N, out)
-        h: Tensor,  # (N, out), the state before each step
-        weights: Weights,
-        g: Tensor,  # (N, out), the gradient of y; may be written to
-        g_c: Tensor | None,  # (B, hidden), the gradient of the last cell states
-    ) -> Gradients:
-        """The gradients of all pre-activations, by a loop back over time."""
+    def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
+        """The gradients of all pre-activations, by a loop back over time.
+
+        Args:
+            steps: Where the steps lie.
+            saved: What is known of the forward.
+            weights: The shared ones.
+            g: The gradient of the outputs, `(N, out)`; it is overwritten.
+            g_c: The gradient of the last cell states, `(B, hidden)`.
+        """
+
+
+class Saved(NamedTuple):
+    """Inputs, outputs and states of a forward, as rows."""
+
+    x: Tensor  # (N, in)
+    h: Tensor  # (N, out): the state before each step
+    y: Tensor  # (N, out)
+    c0: Tensor | None  # (B, hidden)
 
 
 class Elman(Recurrence):
@@ -226,28 +103,20 @@ class Elman(Recurrence):
         z = of_x + of_h
         return torch.relu(z) if self.relu else torch.tanh(z), None
 
-    def backward(
-        self,
-        steps: Steps,
-        x: Tensor,
-        c0: Tensor | None,
-        y: Tensor,
-        h: Tensor,
-        weights: Weights,
-        g: Tensor,
-        g_c: Tensor | None,
-    ) -> Gradients:
+    def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
+        y = saved.y
         slope = (y > 0).to(y.dtype) if self.relu else torch.addcmul(y.new_ones(()), y, y, value=-1)
-        slopes, gs, g_h0 = slope.split(steps.sizes), g.split(steps.sizes), g.new_zeros(steps.batch, g.shape[1])
+        gs, slopes = steps.split(g), steps.split(slope)
+        back = Product(weights.hh, steps.batch, len(gs))
+        g_h0 = g.new_zeros(steps.batch, g.shape[1])
         for t in reversed(range(len(gs))):
             gs[t].mul_(slopes[t])
-            before = gs[t - 1] if t else g_h0
-            _rows(before, steps.sizes[t]).addmm_(gs[t], weights.hh)
+            back.add_to(_first(gs[t - 1] if t else g_h0, steps.sizes[t]), gs[t])
         return Gradients(g, g, g_h0)
 
 
 class Lstm(Recurrence):
-    """`c' = f c + i g`, `h' = o tanh(c')`, or `weight_hr` times that."""
+    """`c' = f c + i n`, `h' = o tanh(c')`, or `weight_hr` times that."""
 
     def fused(
         self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
@@ -263,58 +132,48 @@ class Lstm(Recurrence):
         self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         assert c is not None
-        i, f, g, o = (of_x + of_h).chunk(4, 1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        i, f, n, o = (of_x + of_h).chunk(4, 1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(n)
         y = torch.sigmoid(o) * torch.tanh(c)
         return y if weight_hr is None else linear(y, weight_hr), c
 
-    def backward(
-        self,
-        steps: Steps,
-        x: Tensor,
-        c0: Tensor | None,
-        y: Tensor,
-        h: Tensor,
-        weights: Weights,
-        g: Tensor,
-        g_c: Tensor | None,
-    ) -> Gradients:
+    def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
+        x, h, y, c0 = saved
         assert c0 is not None
-        z = _affine(x, weights.ih, weights.bias_ih).addmm_(h, weights.hh.t())
-        if weights.bias_hh is not None:
-            z += weights.bias_hh
+        bias = None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
+        z = affine(x, weights.ih, bias)
+        z += affine(h, weights.hh)
         gates = z.unflatten(1, (4, c0.shape[1]))
         gates[:, :2].sigmoid_()
         gates[:, 2].tanh_()
         gates[:, 3].sigmoid_()
-        i, f, new, o = gates.unbind(1)
-        entering = i * new
-        c = _cell_states(steps, c0, f, entering)
-        tanh_c = c[steps.batch :].tanh()
-        forget = f.clone(memory_format=torch.contiguous_format)
-        y = y if weights.hr is None else o * tanh_c
+        i, f, n, o = gates.unbind(1)
+        entering, forget = i * n, f.clone(memory_format=torch.contiguous_format)
+        c = _cell_states_before(steps, c0, forget, entering)
+        tanh_c = torch.addcmul(entering, forget, c).tanh_()
+        hidden = y if weights.hr is None else o * tanh_c
         # each gate gives way to the derivative of its pre-activation: by h for o, by c for the others
-        slope = torch.addcmul(o, y, tanh_c, value=-1)
-        kept = steps.previous(c).mul_(f)
-        torch.addcmul(y, y, o, value=-1, out=o)
-        torch.addcmul(i, entering, new, value=-1, out=new)
+        slope = torch.addcmul(o, hidden, tanh_c, value=-1)
+        torch.addcmul(hidden, hidden, o, value=-1, out=o)
+        torch.addcmul(i, entering, n, value=-1, out=n)
         torch.addcmul(entering, entering, i, value=-1, out=i)
+        kept = c.mul_(f)
         torch.addcmul(kept, kept, f, value=-1, out=f)
 
-        gs, zs, slopes, forgets = (each.split(steps.sizes) for each in (g, z, slope, forget))
-        by_c, by_h = gates[:, :3].split(steps.sizes), o.split(steps.sizes)
+        gs, zs, slopes, forgets = map(steps.split, (g, z, slope, forget))
+        by_c, by_h = steps.split(gates[:, :3]), steps.split(o)
+        back = Product(weights.hh, steps.batch, len(gs))
         g_h0 = g.new_zeros(steps.batch, g.shape[1])
         g_c = torch.zeros_like(c0) if g_c is None else g_c.clone()
         for t in reversed(range(len(gs))):
             size = steps.sizes[t]
             g_h = gs[t] if weights.hr is None else torch.mm(gs[t], weights.hr)
-            g_now = _rows(g_c, size)
-            g_now.addcmul_(g_h, slopes[t])
+            g_now = _first(g_c, size).addcmul_(g_h, slopes[t])
             by_c[t].mul_(g_now.unsqueeze(1))
             by_h[t].mul_(g_h)
             g_now.mul_(forgets[t])
-            _rows(gs[t - 1] if t else g_h0, size).addmm_(zs[t], weights.hh)
-        return Gradients(z, z, g_h0, g_c, None if weights.hr is None else (g, y))
+            back.add_to(_first(gs[t - 1] if t else g_h0, size), zs[t])
+        return Gradients(z, z, g_h0, g_c, None if weights.hr is None else (g, hidden))
 
 
 class Gru(Recurrence):
@@ -335,38 +194,30 @@ class Gru(Recurrence):
         n = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)
         return n + z * (h - n), None
 
-    def backward(
-        self,
-        steps: Steps,
-        x: Tensor,
-        c0: Tensor | None,
-        y: Tensor,
-        h: Tensor,
-        weights: Weights,
-        g: Tensor,
-        g_c: Tensor | None,
-    ) -> Gradients:
-        size = g.shape[1]
-        of_x, of_h = _affine(x, weights.ih, weights.bias_ih), _affine(h, weights.hh, weights.bias_hh)
+    def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
+        x, h, _, _ = saved
+        size = h.shape[1]
+        of_x, of_h = affine(x, weights.ih, weights.bias_ih), affine(h, weights.hh, weights.bias_hh)
         of_h[:, : 2 * size].add_(of_x[:, : 2 * size]).sigmoid_()
         r, z, h_n = of_h.unflatten(1, (3, size)).unbind(1)
         n = of_x[:, 2 * size :].addcmul_(r, h_n).tanh_()
-        kept, renewed = z.clone(memory_format=torch.contiguous_format), 1 - z
-        slope = torch.addcmul(renewed, renewed * n, n, value=-1)  # of h' by n's pre-activation
+        keep, renew = z.clone(memory_format=torch.contiguous_format), 1 - z
+        slope = torch.addcmul(renew, renew * n, n, value=-1)  # of h' by n's pre-activation
         # each gate gives way to the derivative of h' by its pre-activation
-        torch.mul((h - n).mul_(renewed), z, out=z)
+        torch.mul((h - n).mul_(renew), z, out=z)
         by_h_n = slope * r
         through_r = by_h_n * h_n
         torch.addcmul(through_r, through_r, r, value=-1, out=r)
         h_n.copy_(by_h_n)
 
-        gs, kepts, zs = g.split(steps.sizes), kept.split(steps.sizes), of_h.split(steps.sizes)
-        by_h = of_h.unflatten(1, (3, size)).split(steps.sizes)
-        g_h0 = g.new_zeros(steps.batch, g.shape[1])
+        gs, keeps, zs, by_h = map(steps.split, (g, keep, of_h, of_h.unflatten(1, (3, size))))
+        back = Product(weights.hh, steps.batch, len(gs))
+        g_h0 = g.new_zeros(steps.batch, size)
         for t in reversed(range(len(gs))):
             by_h[t].mul_(gs[t].unsqueeze(1))
-            before = _rows(gs[t - 1] if t else g_h0, steps.sizes[t])
-            before.addcmul_(gs[t], kepts[t]).addmm_(zs[t], weights.hh)
+            before = _first(gs[t - 1] if t else g_h0, steps.sizes[t])
+            before.addcmul_(gs[t], keeps[t])
+            back.add_to(before, zs[t])
         of_x[:, : 2 * size] = of_h[:, : 2 * size]
         torch.mul(g, slope, out=of_x[:, 2 * size :])
         return Gradients(of_x, of_h, g_h0)
@@ -378,13 +229,6 @@ RECURRENCES: dict[str, Recurrence] = {
     "LSTM": Lstm(),
     "GRU": Gru(),
 }
-
-
-def _shared_weights(weights: Sequence[Tensor | None], dtype: torch.dtype | None = None) -> Weights:
-    ih, hh, *others = (None if each is None else shared(each).to(dtype or each.dtype) for each in weights)
-    assert ih is not None
-    assert hh is not None
-    return Weights(ih, hh, *others)
 
 
 def _run(layer: Any, steps: Steps, x: Tensor, states: Any, weights: Weights) -> Any:
@@ -399,27 +243,22 @@ def _run(layer: Any, steps: Steps, x: Tensor, states: Any, weights: Weights) -> 
         return layer(x, steps.packed, states, *how)
 
 
-def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+def _first(states: Tensor, size: int) -> Tensor:
+    return states if states.shape[0] == size else states[:size]
 
 
-def _rows(tensor: Tensor, size: int) -> Tensor:
-    return tensor if tensor.shape[0] == size else tensor[:size]
-
-
-def _cell_states(
+def _cell_states_before(
     steps: Steps,
     c0: Tensor,  # (B, hidden)
     forget: Tensor,  # (N, hidden)
     entering: Tensor,  # (N, hidden)
-) -> Tensor:  # (B + N, hidden)
-    """The initial cell states, then `c' = f c + i g` of all rows."""
-    states = entering.new_empty(len(c0) + len(entering), c0.shape[1])
-    before, *after = states.split([steps.batch, *steps.sizes])
-    before.copy_(c0)
-    for now, kept, new in zip(after, forget.split(steps.sizes), entering.split(steps.sizes), strict=True):
-        torch.addcmul(new, kept, _rows(before, now.shape[0]), out=now)
-        before = now
+) -> Tensor:  # (N, hidden)
+    """For each row the cell state before its step, by `c' = f c + i n`."""
+    states = torch.empty_like(entering)
+    before, kept, new = steps.split(states), steps.split(forget), steps.split(entering)
+    before[0].copy_(c0)
+    for t, size in enumerate(steps.sizes[1:]):
+        torch.addcmul(_first(new[t], size), _first(kept[t], size), _first(before[t], size), out=before[t + 1])
     return states
 
 
@@ -440,72 +279,74 @@ class _Recurrent(torch.autograd.Function):
         ctx.recurrence, ctx.steps = recurrence, steps
         y, c = recurrence.fused(steps, x, h0, c0, _shared_weights(weights))
         # a copy of the outputs, as the next layer may change them in place
-        ctx.save_for_backward(x, h0, c0, torch.cat([h0, y.reshape(-1, h0.shape[1])]), *weights)
+        ctx.save_for_backward(x, h0, c0, steps.rows(y).clone(memory_format=torch.contiguous_format), *weights)
         return owned(y), c
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, g_c: Tensor | None) -> tuple[Tensor | None, ...]:
-        recurrence, steps = ctx.recurrence, ctx.steps
-        x, h0, c0, states, *saved = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
         if g is None and g_c is None:
             return (None,) * (2 + len(needed))
-        weights = Weights(*saved)
+        x, h0, c0, y, *weights = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
             if torch.is_grad_enabled():
                 inputs = (x, h0, c0, *weights)
-                return None, None, *_composite_gradients(recurrence, steps, inputs, needed, g, g_c)
-            return None, None, *_gradients(recurrence, steps, x, h0, c0, states, weights, needed, g, g_c)
+                return None, None, *_composite_gradients(ctx.recurrence, ctx.steps, inputs, needed, g, g_c)
+            inputs = (x, h0, c0, y)
+            return None, None, *_gradients(ctx.recurrence, ctx.steps, inputs, weights, needed, g, g_c)
+
+
+def _shared_weights(weights: Sequence[Tensor | None], dtype: torch.dtype | None = None) -> Weights:
+    ih, hh, *others = (None if each is None else shared(each).to(dtype or each.dtype) for each in weights)
+    assert ih is not None
+    assert hh is not None
+    return Weights(ih, hh, *others)
 
 
 def _gradients(
     recurrence: Recurrence,
     steps: Steps,
-    x: Tensor,
-    h0: Tensor,
-    c0: Tensor | None,
-    states: Tensor,
-    weights: Weights,
+    inputs: tuple[Tensor, Tensor, Tensor | None, Tensor],
+    weights: Sequence[Tensor | None],
     needed: Sequence[bool],
     g: Tensor | None,
     g_c: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the inputs and the rows of the weights, on the fast path."""
-    row_dtype = weights.ih.dtype
+    """The gradients of the inputs and the rows of the weights."""
+    assert weights[0] is not None
+    row_dtype = weights[0].dtype
     dtype = torch.promote_types(row_dtype, torch.float32)
     one = _shared_weights(weights, dtype)
-    flat_x, states = x.to(dtype).reshape(-1, x.shape[-1]), states.to(dtype)
-    y, h = states[steps.batch :], steps.previous(states)
-    first_c = None if c0 is None else c0.to(dtype)
-    g = (
-        torch.zeros_like(y)
-        if g is None
-        else g.to(dtype, copy=True, memory_format=torch.contiguous_format).view(y.shape)
-    )
-    g_c = None if g_c is None else g_c.to(dtype)
-    found = recurrence.backward(steps, flat_x, first_c, y, h, one, g, g_c)
+    x, h0, c0, y = (None if each is None else each.to(dtype) for each in inputs)
+    assert x is not None
+    assert h0 is not None
+    assert y is not None
+    saved = Saved(steps.rows(x), steps.previous(h0, y), y, c0)
+    if g is None:
+        g = torch.zeros_like(y)
+    else:
+        g = steps.rows(g).to(dtype, copy=True, memory_format=torch.contiguous_format)
+    found = recurrence.backward(steps, saved, one, g, None if g_c is None else g_c.to(dtype))
 
     grads: list[Tensor | None] = [None] * len(needed)
     if needed[0]:
-        grads[0] = torch.mm(found.ih, one.ih).view(x.shape).to(x.dtype)
+        grads[0] = steps.from_rows(affine(found.ih, one.ih.t())).to(inputs[0].dtype)
     if needed[1]:
-        grads[1] = found.h0.to(h0.dtype)
-    if needed[2] and c0 is not None and found.c0 is not None:
-        grads[2] = found.c0.to(c0.dtype)
-    if any(needed[3:7]):
-        ih = steps.by_sample(found.ih).contiguous()
-        hh = ih if found.hh is found.ih else steps.by_sample(found.hh).contiguous()
-        if needed[3]:
-            grads[3] = outer_rows(ih, steps.by_sample(x.to(dtype)), row_dtype)
-        if needed[4]:
-            grads[4] = outer_rows(hh, steps.by_sample(h).contiguous(), row_dtype)
-        if needed[5]:
-            grads[5] = ih.sum(1).to(row_dtype)
-        if needed[6]:
-            grads[6] = grads[5] if hh is ih and needed[5] else hh.sum(1).to(row_dtype)
+        grads[1] = found.h0.to(inputs[1].dtype)
+    if needed[2] and inputs[2] is not None and found.c0 is not None:
+        grads[2] = found.c0.to(inputs[2].dtype)
+    ih = steps.by_sample(found.ih)
+    hh = ih if found.hh is found.ih else steps.by_sample(found.hh)
+    if needed[3]:
+        grads[3] = outer_rows(ih, steps.by_sample(saved.x), row_dtype)
+    if needed[4]:
+        grads[4] = outer_rows(hh, steps.by_sample(saved.h), row_dtype)
+    if needed[5]:
+        grads[5] = ih.sum(1).to(row_dtype)
+    if needed[6]:
+        grads[6] = grads[5] if hh is ih and needed[5] else hh.sum(1).to(row_dtype)
     if needed[7] and found.hr is not None:
-        projected, hidden = map(steps.by_sample, found.hr)
-        grads[7] = outer_rows(projected.contiguous(), hidden.contiguous(), row_dtype)
+        grads[7] = outer_rows(*map(steps.by_sample, found.hr), row_dtype)
     return tuple(grads)
 
 
@@ -548,7 +389,7 @@ def _composite(
     recurrence: Recurrence, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
 ) -> tuple[Tensor, Tensor | None]:
     """One layer in one direction, step by step, each sample with its own weights."""
-    of_x = linear(steps.by_sample(x), weights.ih, weights.bias_ih)
+    of_x = linear(steps.by_sample(steps.rows(x)), weights.ih, weights.bias_ih)
     h, c = steps.in_samples_order(h0), None if c0 is None else steps.in_samples_order(c0)
     outputs = []
     for t, of_x_now in enumerate(of_x.unbind(1)):
@@ -561,7 +402,7 @@ def _composite(
             h = torch.where(running, new_h, h)
             c = None if c is None or new_c is None else torch.where(running, new_c, c)
         outputs.append(h)
-    y = steps.by_step(torch.stack(outputs, 1))
+    y = steps.from_samples(torch.stack(outputs, 1))
     return y, None if c is None else steps.in_sequences_order(c)
 
 

@@ -14,7 +14,7 @@ from expanded_nn._errors import complaint
 from expanded_nn._module import Expanded
 from expanded_nn._patches import Geometry, Patches, cropped
 from expanded_nn._registry import expands
-from expanded_nn._shared import is_shared, shared, shared_or_none
+from expanded_nn._shared import cast_shared, is_shared, shared, shared_or_none
 from expanded_nn.factored import FactoredTensor
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ class _PatchRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         g, x = ctx.saved_tensors
-        weight = _cast(grad, g.dtype)
+        weight = cast_shared(grad, g.dtype)
         grad_g = grad_x = None
         if ctx.needs_input_grad[0]:
             grad_g = _apply(x, weight, None, ctx.geometry, None)
@@ -61,28 +61,6 @@ def patch_rows(
     if torch.is_grad_enabled():
         return _PatchRows.apply(g, x, row_shape, dtype, geometry)  # type: ignore[no-untyped-call,no-any-return]
     return FactoredTensor.of(Patches.of(g, x, row_shape, geometry, dtype))
-
-
-class _Cast(torch.autograd.Function):
-    """A shared weight in another dtype, still expanded."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = weight.dtype
-        return shared(weight).to(dtype).expand_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor, None]:
-        return rows.to(ctx.dtype), None
-
-
-def _cast(
-    weight: Tensor,  # (B, *shape)
-    dtype: torch.dtype,
-) -> Tensor:
-    if weight.dtype == dtype or not is_shared(weight):
-        return weight.to(dtype)
-    return _Cast.apply(weight, dtype)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Convolution(torch.autograd.Function):
@@ -111,7 +89,7 @@ class _Convolution(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             if torch.is_grad_enabled():
-                grad_x = _input_gradient(g, x, _cast(weight, g.dtype), how, transposed=transposed).to(dtype)
+                grad_x = _input_gradient(g, x, cast_shared(weight, g.dtype), how, transposed=transposed).to(dtype)
             else:
                 grad_x = _torch_input_gradient(g, x, shared(weight), how, ctx.output_padding).to(dtype)
         if ctx.needs_input_grad[1]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from expanded_nn._batch import batch_dim
 from expanded_nn._errors import complaint
-from expanded_nn._module import Expanded, is_slice
+from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import is_shared, owned, shared
 from expanded_nn._terms import OneHot, SparseOneHot
@@ -229,7 +229,7 @@ class Embedding(Expanded, nn.Embedding):
             )
         if rows == batch:
             return index.transpose(0, dim), dim
-        if batch > 1 and is_slice(index, batch, dim) and not (index.dim() == 1 and _are_positions(index)):
+        if self.is_slice(index) and not (index.dim() == 1 and _are_positions(index)):
             raise self.slice_error(index)
         if rows == 1 and index.dim() > 1:
             return index.transpose(0, dim).expand(batch, *[-1] * (index.dim() - 1)), dim

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -18,6 +18,8 @@ from expanded_nn._batch import batch_dim
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._lift import Place, swapped
 from expanded_nn._module import Expanded
+
+PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)  # their parameters belong to the module that holds them
 
 
 class General(Expanded):
@@ -29,14 +31,30 @@ class General(Expanded):
     the samples where the arguments have them.
     """
 
-    _ranks: dict[str, int] | None = None
+    _ranks: dict[str, int] | None = None  # of each own parameter, those in lists included, when it was converted
 
-    @property
-    def ranks(self) -> dict[str, int]:  # type: ignore[override]
-        """The number of dimensions that each parameter had when the module was converted."""
-        return self._ranks or {}
+    def note_ranks(self) -> None:
+        """Notes how many dimensions the parameters have without a batch dimension."""
+        lists = [(f"{name}.", child) for name, child in self.named_modules() if isinstance(child, PARAMETER_LISTS)]
+        self._ranks = {
+            prefix + name: each.dim()
+            for prefix, module in [("", self), *lists]
+            for name, each in module._parameters.items()
+            if each is not None
+        }
+
+    def _own_batch(self) -> int | None:
+        return next((each.shape[0] for (each, rank) in self._ranked() if each.dim() == rank + 1), None)
+
+    def _ranked(self) -> Iterator[tuple[Tensor, int]]:
+        for name, rank in (self._ranks or {}).items():
+            path, _, leaf = name.rpartition(".")
+            parameter = (self.get_submodule(path) if path else self)._parameters.get(leaf)
+            if parameter is not None:
+                yield parameter, rank
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_backward_hooks()
         batch = self.batch_size
         originals = {
             (module, name): each
@@ -106,7 +124,8 @@ class General(Expanded):
     def _expanded_of(self, module: torch.nn.Module, name: str) -> Tensor:
         parameter = module._parameters[name]
         assert parameter is not None
-        if isinstance(module, Expanded) and module._is_batched(name, parameter):
+        own = any(parameter is each and each.dim() == rank + 1 for each, rank in self._ranked())
+        if own or (isinstance(module, Expanded) and module._is_batched(name, parameter)):
             return parameter
         if self._recorder is None or not torch.is_grad_enabled():
             return parameter.expand(self.batch_size, *parameter.shape)
@@ -134,6 +153,16 @@ class General(Expanded):
     def _with_batch(self, output: Tensor) -> Tensor:
         first = self._recorder is None or self._recorder.settings.batch_first
         return output.movedim(0, batch_dim(output.dim(), batch_first=first))
+
+    def _refuse_backward_hooks(self) -> None:
+        for name, module in self.named_modules():
+            if module is not self and (module._backward_hooks or module._backward_pre_hooks):
+                raise complaint(
+                    self.name,
+                    f"its child {name!r} has a full backward hook, which a vmap does not call",
+                    "no such hook inside a module with parameters of its own",
+                    "Take the hook off, or hook the tensors (register_hook) outside of the module.",
+                )
 
     def _refuse_mutation(self, leaves: list[Any]) -> None:
         """A tensor of one sample that the forward left behind in the module or in an argument."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
-from expanded_nn._shared import is_shared, owned, shared, shared_or_none
+from expanded_nn._shared import cast_shared, is_shared, owned, shared, shared_or_none
 from expanded_nn._terms import Outer, is_batched
 from expanded_nn.factored import FactoredTensor
 
@@ -68,7 +68,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             if torch.is_grad_enabled():
-                grad_x = linear(g, weight.transpose(1, 2)).to(x.dtype)
+                grad_x = linear(g, cast_shared(weight, g.dtype).transpose(1, 2)).to(x.dtype)
             else:
                 grad_x = torch.matmul(g, shared(weight).to(g.dtype)).to(x.dtype)
         if ctx.needs_input_grad[1]:
@@ -125,7 +125,7 @@ class _Bilinear(torch.autograd.Function):
         x1, x2, weight = ctx.saved_tensors
         grad_x1 = grad_x2 = grad_weight = grad_bias = None
         if torch.is_grad_enabled():
-            each, one = "b o i j", weight.to(g.dtype)
+            each, one = "b o i j", cast_shared(weight, g.dtype)
         else:
             each, one = "o i j", shared(weight).to(g.dtype)
         flat_g, flat_x1, flat_x2 = positions(g), positions(x1).to(g.dtype), positions(x2).to(g.dtype)
