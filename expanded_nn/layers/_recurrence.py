@@ -279,7 +279,7 @@ class _Recurrent(torch.autograd.Function):
         ctx.recurrence, ctx.steps = recurrence, steps
         y, c = recurrence.fused(steps, x, h0, c0, _shared_weights(weights))
         # a copy of the outputs, as the next layer may change them in place
-        ctx.save_for_backward(x, h0, c0, steps.rows(y).clone(memory_format=torch.contiguous_format), *weights)
+        ctx.save_for_backward(x, h0, c0, steps.copied_rows(y, y.dtype), *weights)
         return owned(y), c
 
     @staticmethod
@@ -322,10 +322,7 @@ def _gradients(
     assert h0 is not None
     assert y is not None
     saved = Saved(steps.rows(x), steps.previous(h0, y), y, c0)
-    if g is None:
-        g = torch.zeros_like(y)
-    else:
-        g = steps.rows(g).to(dtype, copy=True, memory_format=torch.contiguous_format)
+    g = torch.zeros_like(y) if g is None else steps.copied_rows(g, dtype)
     found = recurrence.backward(steps, saved, one, g, None if g_c is None else g_c.to(dtype))
 
     grads: list[Tensor | None] = [None] * len(needed)
@@ -346,7 +343,8 @@ def _gradients(
     if needed[6]:
         grads[6] = grads[5] if hh is ih and needed[5] else hh.sum(1).to(row_dtype)
     if needed[7] and found.hr is not None:
-        grads[7] = outer_rows(*map(steps.by_sample, found.hr), row_dtype)
+        g, hidden = found.hr
+        grads[7] = outer_rows(steps.by_sample(g), steps.by_sample(hidden), row_dtype)
     return tuple(grads)
 
 

@@ -98,6 +98,15 @@ class Steps:
         """A layer's input or output as rows."""
         return steps if self.packed is not None else steps.transpose(0, 1).reshape(-1, steps.shape[-1])
 
+    def copied_rows(
+        self,
+        steps: Tensor,  # (T, B, features), or (N, features)
+        dtype: torch.dtype,
+    ) -> Tensor:  # (N, features)
+        """A layer's input or output as rows in memory of their own."""
+        laid_out = steps if self.packed is not None else steps.transpose(0, 1)
+        return laid_out.to(dtype, copy=True, memory_format=torch.contiguous_format).view(-1, steps.shape[-1])
+
     def from_rows(
         self,
         rows: Tensor,  # (N, features)

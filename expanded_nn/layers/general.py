@@ -44,14 +44,15 @@ class General(Expanded):
         }
 
     def _own_batch(self) -> int | None:
-        return next((each.shape[0] for (each, rank) in self._ranked() if each.dim() == rank + 1), None)
+        return next((each.shape[0] for each in self._guests()), None)
 
-    def _ranked(self) -> Iterator[tuple[Tensor, int]]:
+    def _guests(self) -> Iterator[Tensor]:
+        """The parameters that have come with a batch dimension of their own."""
         for name, rank in (self._ranks or {}).items():
             path, _, leaf = name.rpartition(".")
             parameter = (self.get_submodule(path) if path else self)._parameters.get(leaf)
-            if parameter is not None:
-                yield parameter, rank
+            if parameter is not None and parameter.dim() == rank + 1:
+                yield parameter
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse_backward_hooks()
@@ -63,7 +64,8 @@ class General(Expanded):
             if each is not None
         }
         places = list(originals)
-        expanded = [self._expanded_of(module, name) for module, name in places]
+        guests = {id(each) for module in self.modules() if isinstance(module, General) for each in module._guests()}
+        expanded = [self._expanded_of(module, name, guests) for module, name in places]
         leaves, structure = tree_flatten((args, kwargs))
         dims = [self._sample_dim(leaf, batch) for leaf in leaves]
         if batch == 0:
@@ -121,11 +123,10 @@ class General(Expanded):
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         return super(Expanded, self).forward(*args, **kwargs)
 
-    def _expanded_of(self, module: torch.nn.Module, name: str) -> Tensor:
+    def _expanded_of(self, module: nn.Module, name: str, guests: set[int]) -> Tensor:
         parameter = module._parameters[name]
         assert parameter is not None
-        own = any(parameter is each and each.dim() == rank + 1 for each, rank in self._ranked())
-        if own or (isinstance(module, Expanded) and module._is_batched(name, parameter)):
+        if id(parameter) in guests or (isinstance(module, Expanded) and module._is_batched(name, parameter)):
             return parameter
         if self._recorder is None or not torch.is_grad_enabled():
             return parameter.expand(self.batch_size, *parameter.shape)

@@ -1,0 +1,343 @@
+"""Attention: `MultiheadAttention`, and the `Transformer` family that is made of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import sqrt
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from expanded_nn._errors import complaint
+from expanded_nn._expand import Recorder
+from expanded_nn._module import Expanded, PerSampleModule, Root
+from expanded_nn._registry import expands
+from expanded_nn._shared import cast_shared, is_shared, owned, shared
+from expanded_nn._twins import expand_modules
+from expanded_nn.layers.linear import linear, outer_rows, positions
+
+
+class _Part(torch.autograd.Function):
+    """A linear map by some of the rows of a shared weight; the other rows have a zero gradient, factored."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: slice) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.part, ctx.bias_dtype = part, None if bias is None else bias.dtype
+        return owned(F.linear(x, shared(weight)[part], None if bias is None else shared(bias)[part]))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        around = (ctx.part.start, weight.shape[1] - ctx.part.stop)
+        if ctx.needs_input_grad[0]:
+            if torch.is_grad_enabled():
+                grad_x = linear(g, cast_shared(weight, g.dtype)[:, ctx.part].transpose(1, 2)).to(x.dtype)
+            else:
+                grad_x = torch.matmul(g, shared(weight)[ctx.part].to(g.dtype)).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = outer_rows(F.pad(g, around), x.to(g.dtype), weight.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = F.pad(positions(g).sum(1, dtype=ctx.bias_dtype), around)
+        return grad_x, grad_weight, grad_bias, None
+
+
+def in_projection(
+    x: Tensor,  # (B, T, E)
+    weight: Tensor,  # (B, 3 * E, E)
+    bias: Tensor | None,  # (B, 3 * E)
+    part: slice,
+) -> Tensor:  # (B, T, size of the part)
+    """The part of a packed projection that `x` needs."""
+    if is_shared(weight, bias):
+        return _Part.apply(x, weight, bias, part)  # type: ignore[no-untyped-call,no-any-return]
+    return linear(x, weight[:, part], None if bias is None else bias[:, part])
+
+
+class _TwiceDifferentiable(torch.autograd.Function):
+    """Passes the output of fused attention on; its gradient goes back to the kernel, or around it.
+
+    The kernels' own backward has no derivative. Where one is due (`create_graph=True`) the gradient reaches query,
+    key, value and mask by plain operations instead.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,  # (B, heads, T, features), what the kernel made of the others
+        query: Tensor,  # (B, heads, T, features)
+        key: Tensor,  # (B, heads, S, features)
+        value: Tensor,  # (B, heads, S, features)
+        mask: Tensor | None,  # (B or 1, heads or 1, T or 1, S)
+        is_causal: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.is_causal = is_causal
+        return owned(output.view_as(output))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return g, None, None, None, None, None
+        inputs: tuple[Tensor | None, ...] = ctx.saved_tensors
+        query, key, value, mask = (None if each is None else each.to(g.dtype) for each in inputs)
+        assert query is not None
+        assert key is not None
+        assert value is not None
+        logits = _logits(query, key, mask)
+        if ctx.is_causal:
+            logits = logits.masked_fill(logits.new_ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        nothing = (logits == -torch.inf).all(-1, keepdim=True)  # nowhere to attend: the output is zero
+        weights = logits.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+        by_weights = g @ value.mT
+        by_logits = weights * (by_weights - (by_weights * weights).sum(-1, keepdim=True))
+        by_product = by_logits / sqrt(query.shape[-1])
+        grads = (
+            by_product @ key,
+            by_product.mT @ query,
+            weights.mT @ g,
+            None if mask is None else by_logits.sum_to_size(mask.shape),
+        )
+        return None, *(None if x is None or d is None else d.to(x.dtype) for d, x in zip(grads, inputs, strict=True)), None
+
+
+def _logits(
+    query: Tensor,  # (B, heads, T, features)
+    key: Tensor,  # (B, heads, S, features)
+    mask: Tensor | None,  # (B or 1, heads or 1, T or 1, S)
+) -> Tensor:  # (B, heads, T, S)
+    """What the softmax of attention is taken of."""
+    product = (query * sqrt(1 / query.shape[-1])) @ key.mT
+    return product if mask is None else product + mask.to(product.dtype)
+
+
+def _fused_attention(
+    query: Tensor,  # (B, heads, T, features)
+    key: Tensor,  # (B, heads, S, features)
+    value: Tensor,  # (B, heads, S, features)
+    mask: Tensor | None,  # (B or 1, heads or 1, T or 1, S)
+    dropout: float,
+    is_causal: bool,
+) -> Tensor:  # (B, heads, T, features)
+    """`F.scaled_dot_product_attention`, differentiable twice where it draws nothing at random."""
+    output = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal)
+    if dropout or not output.requires_grad:
+        return output
+    return _TwiceDifferentiable.apply(output, query, key, value, mask, is_causal)  # type: ignore[no-untyped-call,no-any-return]
+
+
+@expands(nn.MultiheadAttention)
+class MultiheadAttention(Expanded, nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` with per-sample gradients.
+
+    Query, key and value are `(B, T, features)`, or `(T, B, features)` without `batch_first`; each of them may have one
+    row that all samples share. A mask `(T, S)` is shared, one of `(B * num_heads, T, S)` is each sample's own.
+    """
+
+    ranks: ClassVar[dict[str, int]] = {
+        "in_proj_weight": 2,
+        "q_proj_weight": 2,
+        "k_proj_weight": 2,
+        "v_proj_weight": 2,
+        "in_proj_bias": 1,
+        "bias_k": 3,
+        "bias_v": 3,
+    }
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        expand_modules(self)
+
+    def samples_in(self, query: Tensor, *args: Any, **kwargs: Any) -> int | None:
+        self._refuse_other_layouts("query", query)
+        return query.shape[self._batch_dim]
+
+    def expanded_forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if is_causal and attn_mask is None:
+            raise complaint(
+                self.name, "is_causal is given without attn_mask", "the mask too, as torch does", "Pass attn_mask."
+            )
+        is_causal = is_causal and key_padding_mask is None and not need_weights
+        q, k, v = self._projected(query, key, value)
+        mask = self._mask(query, (len(q), q.shape[1], k.shape[1]), None if is_causal else attn_mask, key_padding_mask)
+        if self.bias_k is not None:
+            k = torch.cat([k, self.expanded("bias_k").flatten(1, 2)], 1)
+            v = torch.cat([v, self.expanded("bias_v").flatten(1, 2)], 1)
+        if self.add_zero_attn:
+            k, v = (F.pad(each, (0, 0, 0, 1)) for each in (k, v))
+        q, k, v = (rearrange(each, "b t (heads f) -> b heads t f", heads=self.num_heads) for each in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
+        if need_weights:
+            weights = F.dropout(_logits(q, k, mask).softmax(-1), dropout)
+            heads = weights @ v
+        else:
+            heads = _fused_attention(q, k, v, mask, dropout, is_causal)
+        output = linear(
+            rearrange(heads, "b heads t f -> b t (heads f)"),
+            self._out_projection("weight"),
+            self._out_projection("bias"),
+        )
+        if not self.batch_first:
+            output = output.transpose(0, 1)
+        if not need_weights:
+            return output, None
+        return output, weights.mean(1) if average_attn_weights else weights
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Query, key and value as attention sees them, `(B, T, E)` each."""
+        given = {"query": query, "key": key, "value": value}
+        checked = {id(x): self._samples_first(argument, x) for argument, x in given.items()}
+        inputs = [checked[id(x)] for x in given.values()]
+        if inputs[1].shape[1] != inputs[2].shape[1]:
+            raise complaint(
+                self.name,
+                f"key has shape {tuple(key.shape)}, value {tuple(value.shape)}",
+                "one value for each key",
+                "Give both the same number of positions.",
+            )
+        bias = self.expanded("in_proj_bias")
+        if not self._qkv_same_embed_dim:
+            biases = [None] * 3 if bias is None else bias.chunk(3, 1)
+            weights = [self.expanded(f"{each}_proj_weight") for each in "qkv"]
+            return tuple(map(linear, inputs, weights, biases))
+        weight, size = self.expanded("in_proj_weight"), self.embed_dim
+        if len(checked) == 1:
+            return linear(inputs[0], weight, bias).chunk(3, -1)
+        if key is value:
+            q = _in_projection(inputs[0], weight, bias, slice(0, size))
+            return q, *_in_projection(inputs[1], weight, bias, slice(size, 3 * size)).chunk(2, -1)
+        return tuple(_in_projection(x, weight, bias, slice(i * size, i * size + size)) for i, x in enumerate(inputs))
+
+    def _mask(
+        self,
+        query: Tensor,
+        sizes: tuple[int, int],  # T, S
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+    ) -> Tensor | None:  # (B or 1, heads or 1, T or 1, S')
+        """What is added to the products of queries and keys, `None` for nothing."""
+        key_padding_mask = F._canonical_mask(
+            key_padding_mask, "key_padding_mask", F._none_or_dtype(attn_mask), "attn_mask", query.dtype
+        )
+        attn_mask = F._canonical_mask(attn_mask, "attn_mask", None, "", query.dtype, False)
+        masks = []
+        if attn_mask is not None:
+            batch = (self.batch_size * self.num_heads,) if attn_mask.dim() == 3 else ()
+            self._refuse_other_shape("attn_mask", attn_mask, (*batch, *sizes))
+            masks.append(attn_mask.reshape(self.batch_size if batch else 1, self.num_heads if batch else 1, *sizes))
+        if key_padding_mask is not None:
+            key_padding_mask = self.checked(key_padding_mask, 1, argument="key_padding_mask")
+            self._refuse_other_shape("key_padding_mask", key_padding_mask, (self.batch_size, sizes[1]))
+            masks.append(rearrange(key_padding_mask, "b s -> b 1 1 s"))
+        if not masks:
+            return None
+        return F.pad(sum(masks[1:], start=masks[0]), (0, (self.bias_k is not None) + self.add_zero_attn))
+
+    def _out_projection(self, name: str) -> Any:
+        """A parameter of `out_proj`, whose own forward torch does not call either."""
+        if not isinstance(self.out_proj, Expanded):
+            raise complaint(
+                self.name,
+                f"out_proj is a plain {type(self.out_proj).__name__}",
+                "its expanded twin",
+                "Convert the model: convert(model, inplace=True).",
+            )
+        return self.out_proj.expanded(name)
+
+    @property
+    def _batch_dim(self) -> int:
+        return 0 if self.batch_first else 1
+
+    def _samples_first(self, argument: str, x: Tensor) -> Tensor:
+        """`x` as `(B, T, features)`."""
+        self._refuse_unbatched(argument, x)
+        return self.checked(x, 2, dim=self._batch_dim, argument=argument).transpose(0, self._batch_dim)
+
+    def _refuse_unbatched(self, argument: str, x: Tensor) -> None:
+        if x.is_nested or x.dim() != 3:
+            layout = "(B, T, features)" if self.batch_first else "(T, B, features)"
+            remedy = "pass a padded tensor with key_padding_mask" if x.is_nested else f"call it with unsqueeze({self._batch_dim})"
+            raise complaint(
+                self.name,
+                f"{argument} is a nested tensor" if x.is_nested else f"{argument} has shape {tuple(x.shape)}",
+                f"a batch of sequences, {layout}",
+                f"In per-sample mode {remedy}, or switch per_sample(False).",
+            )
+
+    def _refuse_other_shape(self, argument: str, x: Tensor, wanted: tuple[int, ...]) -> None:
+        if x.shape != wanted:
+            raise complaint(
+                self.name,
+                f"{argument} has shape {tuple(x.shape)}",
+                f"{wanted}, for {self.batch_size} samples and {self.num_heads} heads",
+                "A mask (T, S) is shared by all samples; one of three dimensions is (B * num_heads, T, S).",
+            )
+
+    def _own_batch(self) -> int | None:
+        own = super()._own_batch()
+        return self.out_proj._own_batch() if own is None and isinstance(self.out_proj, Expanded) else own
+
+    def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
+        if self.batch_first:
+            return super()._inside_general(recorder, args, kwargs)
+        return super(Expanded, self).forward(*args, **kwargs)  # a whole batch has its samples first
+
+
+class _Container(Root):
+    """A module of `torch.nn` whose parameters are all its children's: they become expanded when it is made.
+
+    Its own `batch_first` says where the samples stand in the inputs of its children.
+    """
+
+    watches: ClassVar[bool] = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        expand_modules(self)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        torch_class = next(base for base in cls.__mro__ if not issubclass(base, PerSampleModule))
+        cls.__signature__ = inspect.signature(torch_class)  # type: ignore[attr-defined]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._layout(), self._fast_path_where_it_is_right():
+            return super().forward(*args, **kwargs)
+
+    def _attention(self) -> nn.Module | None:
+        """The attention that says where the samples stand."""
+        return next((each for each in self.modules() if isinstance(each, nn.MultiheadAttention)), None)
+
+    @contextmanager
+    def _layout(self) -> Iterator[None]:
+        recorder, attention = self._recorder, self._attention()
+        if recorder is None or recorder.originals is not None or attention is None:
+            yield
+            return
+        before = recorder.settings
+        recorder.settings = replace(before, batch_first=attention.batch_first)
+        try:
+            yield
+        finally:
+            recorder.settings = before
+
+    @contextmanager
+    def _fast_path_where_it_is_right(self) -> Iterator[None]:
+        """Without torch's fused inference where rows are due or weights have a batch dimension."""
