@@ -12,6 +12,14 @@ from expanded_nn.grads import (
     per_sample_grads as per_sample_grads,
 )
 from expanded_nn.layers.activation import PReLU as PReLU
+from expanded_nn.layers.attention import (
+    MultiheadAttention as MultiheadAttention,
+    Transformer as Transformer,
+    TransformerDecoder as TransformerDecoder,
+    TransformerDecoderLayer as TransformerDecoderLayer,
+    TransformerEncoder as TransformerEncoder,
+    TransformerEncoderLayer as TransformerEncoderLayer,
+)
 from expanded_nn.layers.conv import (
     Conv1d as Conv1d,
     Conv2d as Conv2d,
@@ -70,10 +78,16 @@ __all__ = [
     "LSTMCell",
     "LayerNorm",
     "Linear",
+    "MultiheadAttention",
     "PReLU",
     "RMSNorm",
     "RNN",
     "RNNCell",
+    "Transformer",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
     # for layers of your own
     "Expanded",
     "expands",

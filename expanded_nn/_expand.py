@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from expanded_nn._batch import tensors
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._storage import Recycled
 from expanded_nn._terms import SparseOneHot, in_own_dtype, refuse_batched
-from expanded_nn.factored import Cell, FactoredTensor, compact, times
+from expanded_nn.factored import Cell, FactoredTensor, materialized, times
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Leaf:
     Attributes:
         expected: The gradient that its expansions have sent to it in backward `task`.
         given: The `grad_sample` that the recorder set last.
+        memory: Where dense rows are written.
         grad: `.grad` when the rows were delivered last, and its version then.
     """
 
@@ -72,6 +74,7 @@ class Leaf:
         self.given: Tensor | None = None
         self.grad: tuple[weakref.ref[Tensor], int] | None = None
         self.handle: Any = None
+        self.memory = Recycled()
 
 
 def running_backward() -> int:
@@ -301,9 +304,10 @@ class Recorder:
             rows = each.rows.get(parameter)
             parts.append(_zero_rows(each.batch, parameter) if rows is None else rows)
         rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if self.settings.materialize and isinstance(rows, FactoredTensor):
-            rows = rows.dense()
-        parameter.grad_sample = self.leaves[parameter].given = rows  # type: ignore[attr-defined]
+        leaf = self.leaves[parameter]
+        if self.settings.materialize:
+            rows = materialized(rows, leaf.memory)
+        parameter.grad_sample = leaf.given = rows  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Takes the hooks off the parameters; rows stay where they are."""
@@ -330,12 +334,10 @@ class _Expand(torch.autograd.Function):
         refuse_batched(rows)
         if recorder is None:
             return rows.sum(0), None, None, None
-        scale = float(ctx.now.batch) if recorder.settings.loss_reduction == "mean" else 1.0
+        scale = max(1, ctx.now.batch) if recorder.settings.loss_reduction == "mean" else 1
         with in_own_dtype(rows):
-            total = _sparse_total(rows)
-            rows = compact(rows)
-            total = None if not recorder.settings.accumulate_grad else _total(rows) if total is None else total
-            recorder.deliver(ctx.now, ctx.parameter, times(rows, scale))
+            kept, total = _kept_and_total(rows, scale, recorder.settings, ctx.leaf.memory)
+            recorder.deliver(ctx.now, ctx.parameter, kept)
         if total is not None:
             _send(ctx.leaf, total)
         return total, None, None, None
@@ -391,15 +393,24 @@ def _leaves_of(weight: Tensor) -> list[Tensor]:
     return list(leaves)
 
 
-def _total(rows: Tensor) -> Tensor:
-    """The plain gradient."""
-    return rows.weighted_sum() if isinstance(rows, FactoredTensor) and not rows.requires_grad else rows.sum(0)
-
-
-def _sparse_total(rows: Tensor) -> Tensor | None:
-    """The plain gradient where torch's is sparse."""
+def _kept_and_total(rows: Tensor, scale: float, settings: Settings, memory: Recycled) -> tuple[Tensor, Tensor | None]:
+    """The scaled rows, in the smaller of their forms, and the plain gradient, the sum of the unscaled ones."""
+    kept = times(rows, scale)
     if not isinstance(rows, FactoredTensor) or rows.requires_grad:
-        return None
+        return kept, rows.sum(0) if settings.accumulate_grad else None
+    dense = rows.held_numel() >= rows.numel() or (settings.materialize and rows.sums_faster_dense())
+    if dense:
+        kept = materialized(kept, memory)
+    if not settings.accumulate_grad:
+        return kept, None
+    sparse = _sparse_total(rows)
+    if sparse is not None:
+        return kept, sparse
+    return kept, kept.sum(0) / scale if dense else rows.weighted_sum()
+
+
+def _sparse_total(rows: FactoredTensor) -> Tensor | None:
+    """The plain gradient where torch's is sparse."""
     terms = rows.terms()
     sparse = [term.sparse_sum() for term in terms if isinstance(term, SparseOneHot)]
     return reduce(torch.add, sparse) if sparse and len(sparse) == len(terms) else None

@@ -234,8 +234,8 @@ class Expanded(PerSampleModule):
             self.name,
             f"{argument} of shape {tuple(x.shape)} is a slice of a tensor of shape {base}",
             f"all {self.batch_size} samples at once",
-            "Call the layer on the whole batch; for a loop over the samples, switch per_sample(False). Clone the slice "
-            "if all samples share it.",
+            "Call the layer on the whole batch; for a loop over the samples, switch per_sample(False). A slice that all "
+            "samples share is to be expanded to B rows.",
         )
 
     def _is_batched(self, name: str, parameter: Tensor) -> bool:

@@ -87,7 +87,7 @@ class Patches(Term):
         """The scaled `g` and `x`, in the rows' dtype."""
         return self.leading(), self.factors[1].to(self.dtype)
 
-    def dense(self) -> Tensor:
+    def dense(self, out: Tensor | None = None) -> Tensor:
         g, x = self.both()
         return dense_rows(g, x, self.row_shape, self.geometry)
 

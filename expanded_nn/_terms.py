@@ -65,8 +65,8 @@ class Term(ABC):
         self.coefficient = coefficient
 
     @abstractmethod
-    def dense(self) -> Tensor:
-        """The rows themselves, `(B, *row_shape)`, in memory of their own."""
+    def dense(self, out: Tensor | None = None) -> Tensor:
+        """The rows themselves, `(B, *row_shape)`, in memory of their own: that of `out`, where it serves."""
 
     @abstractmethod
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
@@ -175,7 +175,7 @@ class Dense(Term):
         """Wraps rows `(B, *row_shape)`."""
         return cls((rows,), rows.shape[1:], rows.dtype)
 
-    def dense(self) -> Tensor:
+    def dense(self, out: Tensor | None = None) -> Tensor:
         rows = self.leading()
         return rows.clone() if rows.data_ptr() == self.factors[0].data_ptr() else rows
 
@@ -207,11 +207,11 @@ class Outer(Term):
         """The scaled `g` and `a`, in the rows' dtype."""
         return self.leading(), self.factors[1].to(self.dtype)
 
-    def dense(self) -> Tensor:
+    def dense(self, out: Tensor | None = None) -> Tensor:
         g, a = self.both()
         if g.shape[1] == 1:
-            return g.transpose(1, 2) * a
-        return torch.bmm(g.transpose(1, 2), a)
+            return torch.mul(g.transpose(1, 2), a, out=out)
+        return torch.bmm(g.transpose(1, 2), a, out=out)
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         g, a = self.both()
@@ -280,7 +280,7 @@ class OneHot(Term):
         """The scaled values, in the rows' dtype, and the index."""
         return self.leading(), self.factors[1]
 
-    def dense(self) -> Tensor:
+    def dense(self, out: Tensor | None = None) -> Tensor:
         values, index = self.both()
         return _added_by_index(values, index, self.row_shape[0])
 

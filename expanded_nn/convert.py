@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from types import new_class
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from expanded_nn._errors import ConversionError
-from expanded_nn._module import Expanded, PerSampleModule, Root, twin_class
-from expanded_nn._registry import EXPANDED, registered_base
-from expanded_nn.layers.general import PARAMETER_LISTS, General
+from expanded_nn._module import PerSampleModule, Root, twin_class
+from expanded_nn._registry import EXPANDED
+from expanded_nn._twins import expand_modules, raise_for, rebased
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_HARMLESS = {"extra_repr", "reset_parameters", "_reset_parameters"}
-_BELONGS_TO_PARENT = (*PARAMETER_LISTS, parametrize.ParametrizationList)
 
 
 def convert(model: Model, *, inplace: bool = False) -> Model:
@@ -47,13 +40,10 @@ def convert(model: Model, *, inplace: bool = False) -> Model:
         >>> model.weight.grad_sample.shape
         torch.Size([5, 2, 3])
     """
-    _raise_for(model)
+    raise_for(model)
     if not inplace:
         model = _copied(model)
-    for module in list(_convertible(model)):
-        module.__class__ = _expanded_class(module)
-        if isinstance(module, General):
-            module.note_ranks()
+    expand_modules(model)
     if not isinstance(model, PerSampleModule):
         model.__class__ = twin_class(Root, type(model))  # type: ignore[assignment]
     return model
@@ -111,68 +101,6 @@ def _copied(model: Model) -> Model:
         ) from error
 
 
-def _members(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that stand for themselves, by name: lists of parameters belong to the module that holds them."""
-    inside: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        if module not in inside:
-            yield name, module
-        for child in module.children():
-            if isinstance(child, _BELONGS_TO_PARENT):
-                inside.update(child.modules())
-
-
-def _convertible(model: nn.Module) -> Iterator[nn.Module]:
-    for _, module in _members(model):
-        if not isinstance(module, Expanded) and (_holds_parameters(module) or _is_watched(type(module))):
-            yield module
-
-
-def _holds_parameters(module: nn.Module) -> bool:
-    """Whether a module has parameters itself, or in a list of them, or will have them."""
-    if any(parameter is not None for parameter in module._parameters.values()) or parametrize.is_parametrized(module):
-        return True
-    lists = [child for child in module.children() if isinstance(child, PARAMETER_LISTS)]
-    return any(True for child in lists for _ in child.parameters())
-
-
-def _is_watched(module_class: type[nn.Module]) -> bool:
-    base = registered_base(module_class)
-    return base is not None and getattr(EXPANDED[base], "watches", False)
-
-
-def _expanded_class(module: nn.Module) -> type[nn.Module]:
-    """The twin's class; parametrizations stay on top, where `torch.nn.utils.parametrize` looks for them."""
-    module_class = parametrize.type_before_parametrizations(module)
-    twin = _twin_of(module_class)
-    return twin if module_class is type(module) else _rebased(type(module), (twin,))
-
-
-def _rebased(module_class: type[nn.Module], bases: tuple[type, ...]) -> type[nn.Module]:
-    """The same class on other bases."""
-    namespace = {key: value for key, value in vars(module_class).items() if key not in ("__dict__", "__weakref__")}
-    return new_class(module_class.__name__, bases, {}, lambda made: made.update(namespace))
-
-
-def _twin_of(module_class: type[nn.Module]) -> type[nn.Module]:
-    if module_class in EXPANDED:
-        return EXPANDED[module_class]
-    base = registered_base(module_class)
-    if base is None or _overrides(module_class, base):
-        return twin_class(General, module_class)
-    return twin_class(EXPANDED[base], module_class)  # type: ignore[arg-type]
-
-
-def _overrides(module_class: type[nn.Module], base: type[nn.Module]) -> bool:
-    """Whether a user's subclass changes what `base` does, and not only how it is made or shown."""
-    own = module_class.__mro__[: module_class.__mro__.index(base)]
-    return any(
-        callable(getattr(base, name, None)) and (name == "__call__" or not (name in _HARMLESS or name.startswith("__")))
-        for each in own
-        for name in vars(each)
-    )
-
-
 def _plain_class(module_class: type[nn.Module]) -> type[nn.Module]:
     plain: type[nn.Module] | None = vars(module_class).get("plain_class")
     if plain is not None:
@@ -182,34 +110,4 @@ def _plain_class(module_class: type[nn.Module]) -> type[nn.Module]:
         return plain
     # a class made on top of an expanded one, as torch.nn.utils.parametrize makes it
     bases = tuple(_plain_class(base) if issubclass(base, PerSampleModule) else base for base in module_class.__bases__)
-    return _rebased(module_class, bases)
-
-
-_REFUSED: tuple[tuple[type[nn.Module], str, str], ...] = (
-    (nn.SyncBatchNorm, "it mixes samples across processes", "use GroupNorm instead"),
-    (nn.DataParallel, "it splits the batch over replicas", "convert its .module, and use DistributedDataParallel"),
-    (
-        nn.parallel.DistributedDataParallel,
-        "it is a wrapper around a model",
-        "convert the model first, then wrap it",
-    ),
-)
-
-
-def _raise_for(model: nn.Module) -> None:
-    problems = []
-    for name, module in _members(model):
-        problem = _problem(module)
-        if problem is not None:
-            reason, remedy = problem
-            problems.append(f"  {name or 'the model itself'} ({type(module).__name__}): {reason}; {remedy}.")
-    if problems:
-        raise ConversionError("These modules cannot be converted:\n" + "\n".join(problems))
-
-
-def _problem(module: nn.Module) -> tuple[str, str] | None:
-    if isinstance(module, torch.jit.ScriptModule):
-        return "TorchScript code cannot be changed", "convert the Python module, and do not script it"
-    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
-        return "its parameters have no shape yet", "run the model once, then convert it"
-    return next(((reason, remedy) for refused, reason, remedy in _REFUSED if isinstance(module, refused)), None)
+    return rebased(module_class, bases)

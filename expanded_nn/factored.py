@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from expanded_nn._errors import complaint
-from expanded_nn._terms import Dense, Term, in_own_dtype, merged
+from expanded_nn._storage import Recycled
+from expanded_nn._terms import Dense, Outer, Term, in_own_dtype, merged
 
 aten = torch.ops.aten
+MANY_POSITIONS = 16  # memory traffic of one dense row costs about as much as the arithmetic of so many positions
 Block = tuple[int, tuple[Term, ...]]  # so many rows, and the terms that add up to them
 
 
@@ -39,17 +41,23 @@ class Cell:
         self.blocks = tuple((size, merged(terms) if len(terms) > 1 else terms) for size, terms in self.blocks)
         return self.blocks
 
-    def densify(self) -> Tensor:
-        """The rows `(B, *row_shape)`, kept in place of the factors."""
+    def densify(self, memory: Recycled | None = None) -> Tensor:
+        """The rows `(B, *row_shape)`, kept in place of the factors; written to `memory`, if that serves."""
         if self.dense is None:
-            self.dense = self.cat([self._block_rows(size, terms) for size, terms in self.merge()])
+            blocks = self.merge()
+            if len(blocks) > 1:
+                memory = None
+            self.dense = self.cat([self._block_rows(size, terms, memory) for size, terms in blocks])
             self.blocks = ()
         return self.dense
 
-    def _block_rows(self, size: int, terms: tuple[Term, ...]) -> Tensor:
+    def _block_rows(self, size: int, terms: tuple[Term, ...], memory: Recycled | None) -> Tensor:
         if not terms:
             return torch.zeros(size, *self.row_shape, dtype=self.dtype, device=self.device)
-        rows = terms[0].dense().reshape(size, *self.row_shape)
+        out = None
+        if memory is not None and isinstance(terms[0], Outer):
+            out = memory.empty((size, *terms[0].row_shape), self.dtype, self.device)
+        rows = terms[0].dense(out).reshape(size, *self.row_shape)
         for term in terms[1:]:
             rows += term.dense().reshape(size, *self.row_shape)
         return rows
@@ -122,6 +130,10 @@ class FactoredTensor(Tensor):
     def held_numel(self) -> int:
         """How many numbers are held: those of the factors, or of the dense rows."""
         return sum(term.numel() for term in self.terms())
+
+    def sums_faster_dense(self) -> bool:
+        """Whether adding up dense rows, once they are there, costs less than the product of the factors."""
+        return any(isinstance(term, Outer) and term.factors[0].shape[1] >= MANY_POSITIONS for term in self.terms())
 
     def dense(self) -> Tensor:
         """The rows as a plain tensor `(B, *shape)`; they stay dense from then on."""
@@ -302,11 +314,14 @@ def as_factored(rows: Tensor) -> FactoredTensor:
     return rows if isinstance(rows, FactoredTensor) else FactoredTensor.of(Dense.of(rows))
 
 
-def compact(rows: Tensor) -> Tensor:
-    """The rows in the smaller of their two forms: factors, or dense."""
-    if isinstance(rows, FactoredTensor) and (rows.is_dense or rows.held_numel() >= rows.numel()):
-        return rows.dense()
-    return rows
+def materialized(rows: Tensor, memory: Recycled | None = None) -> Tensor:
+    """Dense rows, written to `memory` where they are made here and have no derivative."""
+    if not isinstance(rows, FactoredTensor):
+        return rows
+    if not rows.requires_grad:
+        with torch.no_grad(), in_own_dtype(rows):
+            rows._cell.densify(memory)
+    return rows.dense()
 
 
 def times(rows: Tensor, factor: float) -> Tensor:

@@ -275,11 +275,12 @@ def one_word_each(batch: int) -> Call:
 
 
 class Gathered(nn.Embedding):
-    """One sample in plain operations: torch forgets scale_grad_by_freq in the second derivative."""
+    """One sample in plain operations: torch's second derivative forgets scale_grad_by_freq and fails without words."""
 
     def forward(self, input: Tensor) -> Tensor:
         words = input.flatten()
-        share = (1 / (words == words[:, None]).sum(1)).reshape(input.shape)
+        frequency = (words == words[:, None]).sum(1) if self.scale_grad_by_freq else torch.ones_like(words)
+        share = (1 / frequency).reshape(input.shape)
         if self.padding_idx is not None:
             share = share.masked_fill(input == self.padding_idx, 0)
         rows, share = self.weight[input], share.unsqueeze(-1)
@@ -291,7 +292,7 @@ def embedding(name: str, call: Callable[[int], Call], sum_of_rows: bool = True, 
         f"embedding_{name}",
         lambda: nn.Embedding(WORDS, 4, **arguments),
         call,
-        twin=(lambda: Gathered(WORDS, 4, **arguments)) if "scale_grad_by_freq" in arguments else None,
+        twin=None if "max_norm" in arguments else lambda: Gathered(WORDS, 4, **arguments),
         sum_of_rows=sum_of_rows,
     )
 

@@ -144,19 +144,33 @@ def test_dtype_is_kept() -> None:
     assert model.float().per_sample().position.dtype == torch.float32
 
 
-@pytest.mark.parametrize("general", [False, True], ids=["layers", "general_rule"])
-def test_hooks_are_kept(general: bool) -> None:
-    module, seen = Block() if general else nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4)), []
-    layer = module.net[0] if general else module[1]
+def test_hooks_are_kept() -> None:
+    module, seen = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4)), []
     module.register_forward_hook(lambda m, args, out: seen.append("root"))
-    layer.register_forward_hook(lambda m, args, out: seen.append("layer"))
-    layer.register_forward_pre_hook(lambda m, args: seen.append("before"))
-    layer.register_full_backward_pre_hook(lambda m, go: seen.append("before backward"))
-    layer.register_full_backward_hook(lambda m, gi, go: seen.append("backward"))
+    module[1].register_forward_hook(lambda m, args, out: seen.append("layer"))
+    module[1].register_forward_pre_hook(lambda m, args: seen.append("before"))
+    module[1].register_full_backward_pre_hook(lambda m, go: seen.append("before backward"))
+    module[1].register_full_backward_hook(lambda m, gi, go: seen.append("backward"))
     for model in (module, enn.convert(module).per_sample()):
         seen.clear()
         plain(model, words).backward()
         assert seen == ["before", "layer", "root", "before backward", "backward"]
+
+
+def test_forward_hooks_are_kept_under_the_general_rule() -> None:
+    module, seen = Block(), []
+    module.net[0].register_forward_pre_hook(lambda m, args: seen.append("before"))
+    module.net[0].register_forward_hook(lambda m, args, out: seen.append("layer"))
+    plain(enn.convert(module).per_sample(), words).backward()
+    assert seen == ["before", "layer"]
+
+
+def test_backward_hook_under_the_general_rule_is_an_error() -> None:
+    module = Block()
+    module.net[0].register_full_backward_hook(lambda m, gi, go: None)
+    model = enn.convert(module).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"Block.*net\.0.*full backward hook"):
+        words.on(model)
 
 
 def test_forward_hook_that_changes_the_output() -> None:

@@ -370,8 +370,16 @@ def test_positions_a_sample_are_not_shared() -> None:
     words_against_the_loop(lambda words: words.cumsum(1) % 7, 3, 6)
 
 
-def test_single_index_is_shared() -> None:
-    words_against_the_loop(lambda words: torch.tensor([4]), 3, 6)
+def test_single_index_is_ambiguous() -> None:
+    """`(1,)` is one row that all share, `(1, dim)`, or one position, `(T, dim)` with T = 1."""
+    model = enn.convert(Words(lambda words: torch.tensor([4]))).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"places.*\(1,\).*unsqueeze\(0\)"):
+        model(torch.randint(10, (3, 6)))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_single_index_with_two_dimensions_is_shared(dim: int) -> None:
+    words_against_the_loop(lambda words: torch.tensor([4]).unsqueeze(dim), 3, 6)
 
 
 def test_relative_positions_are_shared() -> None:

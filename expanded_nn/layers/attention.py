@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from math import sqrt
 from typing import Any, ClassVar
@@ -49,7 +47,7 @@ class _Part(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def in_projection(
+def _in_projection(
     x: Tensor,  # (B, T, E)
     weight: Tensor,  # (B, 3 * E, E)
     bias: Tensor | None,  # (B, 3 * E)
@@ -105,7 +103,11 @@ class _TwiceDifferentiable(torch.autograd.Function):
             weights.mT @ g,
             None if mask is None else by_logits.sum_to_size(mask.shape),
         )
-        return None, *(None if x is None or d is None else d.to(x.dtype) for d, x in zip(grads, inputs, strict=True)), None
+        return (
+            None,
+            *(None if x is None or d is None else d.to(x.dtype) for d, x in zip(grads, inputs, strict=True)),
+            None,
+        )
 
 
 def _logits(
@@ -156,7 +158,7 @@ class MultiheadAttention(Expanded, nn.MultiheadAttention):
         expand_modules(self)
 
     def samples_in(self, query: Tensor, *args: Any, **kwargs: Any) -> int | None:
-        self._refuse_other_layouts("query", query)
+        self._refuse_unbatched("query", query)
         return query.shape[self._batch_dim]
 
     def expanded_forward(
@@ -176,7 +178,7 @@ class MultiheadAttention(Expanded, nn.MultiheadAttention):
             )
         is_causal = is_causal and key_padding_mask is None and not need_weights
         q, k, v = self._projected(query, key, value)
-        mask = self._mask(query, (len(q), q.shape[1], k.shape[1]), None if is_causal else attn_mask, key_padding_mask)
+        mask = self._mask(query, (q.shape[1], k.shape[1]), None if is_causal else attn_mask, key_padding_mask)
         if self.bias_k is not None:
             k = torch.cat([k, self.expanded("bias_k").flatten(1, 2)], 1)
             v = torch.cat([v, self.expanded("bias_v").flatten(1, 2)], 1)
@@ -273,7 +275,11 @@ class MultiheadAttention(Expanded, nn.MultiheadAttention):
     def _refuse_unbatched(self, argument: str, x: Tensor) -> None:
         if x.is_nested or x.dim() != 3:
             layout = "(B, T, features)" if self.batch_first else "(T, B, features)"
-            remedy = "pass a padded tensor with key_padding_mask" if x.is_nested else f"call it with unsqueeze({self._batch_dim})"
+            remedy = (
+                "pass a padded tensor with key_padding_mask"
+                if x.is_nested
+                else f"call it with unsqueeze({self._batch_dim})"
+            )
             raise complaint(
                 self.name,
                 f"{argument} is a nested tensor" if x.is_nested else f"{argument} has shape {tuple(x.shape)}",
@@ -318,26 +324,56 @@ class _Container(Root):
         cls.__signature__ = inspect.signature(torch_class)  # type: ignore[attr-defined]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._layout(), self._fast_path_where_it_is_right():
+        if self._fast_path_is_wrong() and torch.backends.mha.get_fastpath_enabled():
+            torch.backends.mha.set_fastpath_enabled(False)
+            try:
+                return self.forward(*args, **kwargs)
+            finally:
+                torch.backends.mha.set_fastpath_enabled(True)
+        recorder, attention = self._recorder, self._attention()
+        if recorder is None or recorder.originals is not None or attention is None:
             return super().forward(*args, **kwargs)
+        settings = recorder.settings
+        recorder.settings = replace(settings, batch_first=attention.batch_first)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            recorder.settings = settings
 
-    def _attention(self) -> nn.Module | None:
+    def _fast_path_is_wrong(self) -> bool:
+        """Whether torch's fused inference would miss that rows are due, or that weights have a batch dimension."""
+        if self.training:
+            return False
+        if self._recorder is not None and torch.is_grad_enabled():
+            mapped = self._recorder.originals is not None
+            return mapped or any(parameter.requires_grad for parameter in self.parameters())
+        return any(each._own_batch() is not None for each in self.modules() if isinstance(each, Expanded))
+
+    def _attention(self) -> nn.MultiheadAttention | None:
         """The attention that says where the samples stand."""
         return next((each for each in self.modules() if isinstance(each, nn.MultiheadAttention)), None)
 
-    @contextmanager
-    def _layout(self) -> Iterator[None]:
-        recorder, attention = self._recorder, self._attention()
-        if recorder is None or recorder.originals is not None or attention is None:
-            yield
-            return
-        before = recorder.settings
-        recorder.settings = replace(before, batch_first=attention.batch_first)
-        try:
-            yield
-        finally:
-            recorder.settings = before
 
-    @contextmanager
-    def _fast_path_where_it_is_right(self) -> Iterator[None]:
-        """Without torch's fused inference where rows are due or weights have a batch dimension."""
+@expands(nn.TransformerEncoderLayer)
+class TransformerEncoderLayer(_Container, nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer` with per-sample gradients."""
+
+
+@expands(nn.TransformerDecoderLayer)
+class TransformerDecoderLayer(_Container, nn.TransformerDecoderLayer):
+    """`torch.nn.TransformerDecoderLayer` with per-sample gradients."""
+
+
+@expands(nn.TransformerEncoder)
+class TransformerEncoder(_Container, nn.TransformerEncoder):
+    """`torch.nn.TransformerEncoder` with per-sample gradients."""
+
+
+@expands(nn.TransformerDecoder)
+class TransformerDecoder(_Container, nn.TransformerDecoder):
+    """`torch.nn.TransformerDecoder` with per-sample gradients."""
+
+
+@expands(nn.Transformer)
+class Transformer(_Container, nn.Transformer):
+    """`torch.nn.Transformer` with per-sample gradients; a custom encoder or decoder is converted in place."""

@@ -1,0 +1,128 @@
+"""Which module becomes what: the expanded twin of every module that needs one, and the modules that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import new_class
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from expanded_nn._errors import ConversionError
+from expanded_nn._module import Expanded, twin_class
+from expanded_nn._registry import EXPANDED, registered_base
+from expanded_nn.layers.general import PARAMETER_LISTS, General
+
+_HARMLESS = {"extra_repr", "reset_parameters", "_reset_parameters"}
+_BELONGS_TO_PARENT = (*PARAMETER_LISTS, parametrize.ParametrizationList)
+
+
+def expand_modules(model: nn.Module) -> None:
+    """Turns every module of `model` that needs one into its expanded twin, in place.
+
+    Raises:
+        ConversionError: If modules cannot be converted; it lists all of them, each with class, reason and remedy.
+    """
+    raise_for(model)
+    for module in list(_convertible(model)):
+        module.__class__ = _expanded_class(module)
+        if isinstance(module, General):
+            module.note_ranks()
+
+
+def _members(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that stand for themselves, by name: lists of parameters belong to the module that holds them."""
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module not in inside:
+            yield name, module
+        for child in module.children():
+            if isinstance(child, _BELONGS_TO_PARENT):
+                inside.update(child.modules())
+
+
+def _convertible(model: nn.Module) -> Iterator[nn.Module]:
+    for _, module in _members(model):
+        if not isinstance(module, Expanded) and (_holds_parameters(module) or _is_watched(module)):
+            yield module
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    """Whether a module has parameters itself, or in a list of them, or will have them."""
+    if any(parameter is not None for parameter in module._parameters.values()) or parametrize.is_parametrized(module):
+        return True
+    lists = [child for child in module.children() if isinstance(child, PARAMETER_LISTS)]
+    return any(True for child in lists for _ in child.parameters())
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether a module has a twin to become even without parameters of its own."""
+    base = registered_base(type(module))
+    return base is not None and getattr(EXPANDED[base], "watches", False) and not isinstance(module, EXPANDED[base])
+
+
+def _expanded_class(module: nn.Module) -> type[nn.Module]:
+    """The twin's class; parametrizations stay on top, where `torch.nn.utils.parametrize` looks for them."""
+    module_class = parametrize.type_before_parametrizations(module)
+    base = registered_base(module_class)
+    if base is None:
+        fits = False
+    elif issubclass(EXPANDED[base], Expanded):
+        fits = not _overrides(module_class, base)
+    else:
+        fits = not _holds_parameters(module)  # a container: its children see to the rows, whatever its forward does
+    if not fits:
+        twin = twin_class(General, module_class)
+    elif module_class is base:
+        twin = EXPANDED[base]
+    else:
+        twin = twin_class(EXPANDED[base], module_class)  # type: ignore[index,arg-type]
+    return twin if module_class is type(module) else rebased(type(module), (twin,))
+
+
+def rebased(module_class: type[nn.Module], bases: tuple[type, ...]) -> type[nn.Module]:
+    """The same class on other bases."""
+    namespace = {key: value for key, value in vars(module_class).items() if key not in ("__dict__", "__weakref__")}
+    return new_class(module_class.__name__, bases, {}, lambda made: made.update(namespace))
+
+
+def _overrides(module_class: type[nn.Module], base: type[nn.Module]) -> bool:
+    """Whether a user's subclass changes what `base` does, and not only how it is made or shown."""
+    own = module_class.__mro__[: module_class.__mro__.index(base)]
+    return any(
+        callable(getattr(base, name, None)) and (name == "__call__" or not (name in _HARMLESS or name.startswith("__")))
+        for each in own
+        for name in vars(each)
+    )
+
+
+_REFUSED: tuple[tuple[type[nn.Module], str, str], ...] = (
+    (nn.SyncBatchNorm, "it mixes samples across processes", "use GroupNorm instead"),
+    (nn.DataParallel, "it splits the batch over replicas", "convert its .module, and use DistributedDataParallel"),
+    (
+        nn.parallel.DistributedDataParallel,
+        "it is a wrapper around a model",
+        "convert the model first, then wrap it",
+    ),
+)
+
+
+def raise_for(model: nn.Module) -> None:
+    """Raises one error that lists all modules that cannot be converted."""
+    problems = []
+    for name, module in _members(model):
+        problem = _problem(module)
+        if problem is not None:
+            reason, remedy = problem
+            problems.append(f"  {name or 'the model itself'} ({type(module).__name__}): {reason}; {remedy}.")
+    if problems:
+        raise ConversionError("These modules cannot be converted:\n" + "\n".join(problems))
+
+
+def _problem(module: nn.Module) -> tuple[str, str] | None:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "TorchScript code cannot be changed", "convert the Python module, and do not script it"
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+        return "its parameters have no shape yet", "run the model once, then convert it"
+    return next(((reason, remedy) for refused, reason, remedy in _REFUSED if isinstance(module, refused)), None)

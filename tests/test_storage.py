@@ -1,0 +1,62 @@
+"""Dense rows are written to recycled memory, and what somebody holds never changes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import expanded_nn as enn
+
+
+def step(model: nn.Module, x: Tensor) -> Tensor:
+    model.zero_grad()
+    model(x).square().sum(1).mean().backward()
+    return model.weight.grad_sample
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        pytest.param(lambda rows: rows, id="tensor"),
+        pytest.param(lambda rows: rows[1:], id="slice"),
+        pytest.param(lambda rows: rows.detach().flatten(1), id="view"),
+        pytest.param(lambda rows: rows.numpy(), id="array"),
+        pytest.param(lambda rows: rows.untyped_storage(), id="storage"),
+        pytest.param(lambda rows: [rows.unbind()[0]], id="list"),
+    ],
+)
+def test_held_rows_never_change(hold: Callable[[Tensor], object]) -> None:
+    model = enn.convert(nn.Linear(40, 30)).per_sample(materialize=True)
+    held = hold(step(model, torch.randn(4, 40)))
+    before = torch.tensor(list(held)) if isinstance(held, torch.UntypedStorage) else torch.as_tensor(held[0]).clone()
+    for _ in range(3):
+        step(model, torch.randn(4, 40))
+    after = torch.tensor(list(held)) if isinstance(held, torch.UntypedStorage) else torch.as_tensor(held[0])
+    assert torch.equal(before, after)
+
+
+def test_memory_is_used_again() -> None:
+    model = enn.convert(nn.Linear(40, 30)).per_sample(materialize=True)
+    places = {step(model, torch.randn(4, 40)).data_ptr() for _ in range(5)}
+    assert len(places) == 1
+
+
+def test_a_smaller_batch_fits_into_the_memory_of_a_larger_one() -> None:
+    model = enn.convert(nn.Linear(40, 30)).per_sample(materialize=True)
+    plain = nn.Linear(40, 30)
+    plain.load_state_dict(model.state_dict())
+    for batch in (8, 5, 8, 1, 0, 8):
+        x = torch.randn(batch, 40)
+        rows = step(model, x)
+        expected = [torch.autograd.grad(plain(each).square().sum(), plain.weight)[0] for each in x]
+        assert rows.shape == (batch, 30, 40)
+        assert torch.allclose(rows, torch.stack(expected) if expected else rows)
+
+
+def test_memory_goes_with_the_mode() -> None:
+    model = enn.convert(nn.Linear(40, 30)).per_sample(materialize=True)
+    step(model, torch.randn(4, 40))
+    recorder = model._recorder
+    model.per_sample(False)
+    assert not recorder.leaves
