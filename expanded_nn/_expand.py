@@ -46,8 +46,8 @@ class Pass:
     Attributes:
         batch: B, the number of samples.
         rows: For each parameter that a backward has reached, its rows `(B, *shape)` so far.
-        backwards: The backward, by number, that delivered each parameter's rows last.
         reached: Whether a backward has reached the pass.
+        done: Whether such a backward has ended.
     """
 
     def __init__(self, batch: int) -> None:
@@ -61,10 +61,13 @@ class Leaf:
     """What the recorder knows of one parameter.
 
     Attributes:
-        expected: The gradient that its expansions have sent to it in backward `task`.
+        task: The backward, by number, that `sent` and `expected` speak of.
+        sent: The gradient that its one expansion has sent to it.
+        expected: The sum of those that several expansions have sent, of passes that end in one backward.
         given: The `grad_sample` that the recorder set last.
         memory: Where dense rows are written.
         grad: `.grad` when the rows were delivered last, and its version then.
+        handle: The hook that finds uses outside of the module.
     """
 
     def __init__(self) -> None:
@@ -181,7 +184,8 @@ class Recorder:
     def _recomputed_pass(self, module: nn.Module, batch: int | None) -> Pass:
         """A checkpoint computes a forward again inside the backward: it belongs to the pass it was first in."""
         self._begin_backward(recomputing=True)
-        passes = [each for ref in self.live if (each := ref()) is not None and not each.done]
+        alive = [each for ref in self.live if (each := ref()) is not None]
+        passes = [each for each in alive if not each.done] or alive  # done ones: a second backward on a retained graph
         fitting = [each for each in passes if each.batch == batch] if len(passes) > 1 else passes
         if len(fitting) == 1:
             return fitting[0]
@@ -428,8 +432,10 @@ def _was_cleared(parameter: Tensor, leaf: Leaf) -> bool:
     if leaf.grad is None:
         return False
     grad, version = leaf.grad
-    changed = grad() is not parameter.grad or parameter.grad._version != version
-    return changed and not bool(parameter.grad.any())  # zero_grad(set_to_none=False)
+    if grad() is parameter.grad and parameter.grad._version == version:
+        return False
+    values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+    return not bool(values.any())  # zero_grad(set_to_none=False)
 
 
 def _send(leaf: Leaf, total: Tensor) -> None:

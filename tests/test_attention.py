@@ -1,17 +1,35 @@
 """The laws of test_layers.py for attention, whose masks, layouts and two outputs take more words."""
 
-from collections.abc import Callable
+import copy
+import inspect
+import io
+import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.common_modules import ModuleInfo, module_db
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 import test_layers as laws
 from cases import Case
-from oracle import Call
+from oracle import (
+    Call,
+    assert_all_close,
+    assert_close,
+    assert_close_rows,
+    gradient_penalty,
+    grads_of,
+    loop,
+    plain,
+    rows_of,
+    sample_losses,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning"),
@@ -300,12 +318,603 @@ def test_derivative_of_grad_sample(case: Case) -> None:
     laws.test_derivative_of_grad_sample(case, False)
 
 
-@every_case
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)
 def test_lower_precision(case: Case) -> None:
     laws.test_lower_precision(case, torch.bfloat16)
 
 
+@pytest.mark.parametrize("case", TRANSFORMERS, ids=lambda case: case.name)
+def test_single_precision(case: Case) -> None:
+    laws.test_lower_precision(case, torch.float32)
+
+
 @every_case
-@pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
-def test_weights_that_differ_by_sample(case: Case, on: bool) -> None:
-    laws.test_weights_that_differ_by_sample(case, on)
+def test_weights_that_differ_by_sample(case: Case) -> None:
+    laws.test_weights_that_differ_by_sample(case, True)
+
+
+@every_case
+def test_weights_that_differ_by_sample_off(case: Case) -> None:
+    if case.name.endswith(("time_first", "square")) and case in TRANSFORMERS:
+        with pytest.raises(enn.PerSampleError, match=r"weights have a batch dimension, its inputs are \(T, B"):
+            laws.test_weights_that_differ_by_sample(case, False)
+    else:
+        laws.test_weights_that_differ_by_sample(case, False)
+
+
+@pytest.mark.parametrize("case", [case for case in TRANSFORMERS if not case.training], ids=lambda case: case.name)
+def test_weights_that_differ_by_sample_without_grad(case: Case) -> None:
+    """Torch's fused inference knows of one weight only."""
+    weights = {name: w.detach() for name, w in laws.differing(case).items()}
+    call = case.inputs(BATCH)
+    for on in (True, False):
+        for context in (torch.no_grad, torch.enable_grad):
+            with context():
+                model = laws.expanded(case).per_sample(on)
+                output = torch.func.functional_call(model, weights, call.args, dict(call.kwargs))
+            expected = []
+            for i in range(BATCH):
+                own, alone = {name: w[i] for name, w in weights.items()}, take(call, i)
+                expected.append(torch.func.functional_call(case.module(), own, alone.args, dict(alone.kwargs)))
+            assert_close(output, torch.cat(expected).detach())
+
+
+# --- classes, copies, files -----------------------------------------------------------------------------------
+
+CLASSES: dict[type[nn.Module], tuple[Any, ...]] = {
+    nn.MultiheadAttention: (SIZE, HEADS),
+    nn.TransformerEncoderLayer: (SIZE, HEADS, 6),
+    nn.TransformerDecoderLayer: (SIZE, HEADS, 6),
+    nn.TransformerEncoder: (encoder_layer(), 2, nn.LayerNorm(SIZE)),
+    nn.TransformerDecoder: (decoder_layer(), 2, nn.LayerNorm(SIZE)),
+    nn.Transformer: (SIZE, HEADS, 1, 1, 6),
+}
+each_class = pytest.mark.parametrize("torch_class", CLASSES, ids=lambda torch_class: torch_class.__name__)
+
+
+def made(torch_class: type[nn.Module], kind: Any) -> nn.Module:
+    torch.manual_seed(3)
+    return kind(*copy.deepcopy(CLASSES[torch_class])).double()
+
+
+def call_of(module: nn.Module) -> Call:
+    inputs = {nn.MultiheadAttention: 3, nn.TransformerEncoderLayer: 1, nn.TransformerEncoder: 1}
+    number = next((n for kind, n in inputs.items() if isinstance(module, kind)), 2)
+    return Call(tuple(torch.randn(QUERIES, BATCH, SIZE) for _ in range(number)))
+
+
+def types(module: nn.Module) -> list[type]:
+    return [type(each) for each in module.modules()]
+
+
+@each_class
+def test_made_directly(torch_class: type[nn.Module]) -> None:
+    kind = getattr(enn, torch_class.__name__)
+    ours, theirs = made(torch_class, kind), made(torch_class, torch_class)
+    assert isinstance(ours, torch_class)
+    assert inspect.signature(kind) == inspect.signature(torch_class)
+    assert types(ours) == types(enn.convert(theirs))
+    assert types(enn.revert(ours)) == types(theirs)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert all(isinstance(each, enn.Expanded) for each in ours.modules() if list(each.parameters(recurse=False)))
+    theirs.load_state_dict(ours.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+
+
+@each_class
+def test_copies(torch_class: type[nn.Module]) -> None:
+    model = made(torch_class, getattr(enn, torch_class.__name__)).eval().per_sample()
+    call = call_of(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
+    for each in copies:
+        assert types(each) == types(model)
+        rows = []
+        for one in (each, model):
+            one.zero_grad()
+            loss = call.on(one)[0] if torch_class is nn.MultiheadAttention else call.on(one)
+            loss.sin().sum().backward()
+            rows.append({name: p.grad_sample.clone() for name, p in one.named_parameters()})
+        assert_close_rows(*rows)
+
+
+def test_what_is_given_is_converted_too() -> None:
+    norm = nn.LayerNorm(SIZE)
+    model = enn.TransformerEncoder(enn.TransformerEncoderLayer(SIZE, HEADS, 6, activation=nn.PReLU()), 2, norm)
+    assert model.norm is norm
+    assert isinstance(norm, enn.LayerNorm)
+    assert isinstance(model.layers[1].activation, enn.PReLU)
+    assert type(model.layers[0]) is enn.TransformerEncoderLayer
+    custom = enn.Transformer(SIZE, HEADS, custom_encoder=nn.Linear(SIZE, SIZE), num_decoder_layers=1)
+    assert isinstance(custom.encoder, enn.Linear)
+
+
+def test_what_is_given_and_cannot_be_converted() -> None:
+    with pytest.raises(enn.ConversionError, match=r"norm \(SyncBatchNorm\): it mixes samples"):
+        enn.TransformerEncoder(encoder_layer(), 2, nn.SyncBatchNorm(SIZE))
+
+
+def test_user_class_on_top_of_ours() -> None:
+    class Mine(enn.TransformerEncoderLayer):
+        def forward(self, src: Tensor) -> Tensor:  # type: ignore[override]
+            return 2 * super().forward(src)
+
+    model = Mine(SIZE, HEADS, 6, 0.0, batch_first=True)
+    assert type(enn.convert(model)) is Mine
+    plain_model = enn.revert(model)
+    assert not isinstance(plain_model, enn.TransformerEncoderLayer)
+    right(plain_model, one(BATCH), model)
+
+
+class Louder(nn.TransformerEncoderLayer):
+    """A user's subclass with a part of its own, without parameters."""
+
+    def _sa_block(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return 2 * super()._sa_block(x, *args, **kwargs)
+
+
+class Gated(Louder):
+    """And one with a parameter."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gate = nn.Parameter(torch.full((), 0.5))
+
+    def _sa_block(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.gate * super()._sa_block(x, *args, **kwargs)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", [Louder, Gated])
+def test_user_subclass(kind: type[nn.Module], batch_first: bool) -> None:
+    layer = kind(SIZE, HEADS, 6, dropout=0.0, batch_first=batch_first)
+    module = layer if batch_first else BatchFirst(layer)
+    model = right(module, square(BATCH))
+    assert isinstance(model if batch_first else model.transformer, enn.TransformerEncoderLayer) == (kind is Louder)
+    assert types(enn.revert(model)) == types(module)
+
+
+# --- what the kernels do --------------------------------------------------------------------------------------
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def test_fused_attention_stays_in_use() -> None:
+    model = enn.convert(Attend(nn.MultiheadAttention(SIZE, HEADS, batch_first=True), need_weights=False)).per_sample()
+    call = two(BATCH)
+    with Operations() as forward:
+        loss = plain(model, call)
+    with Operations() as backward:
+        loss.backward()
+    assert FLASH in forward.names
+    assert f"{FLASH}_backward" in backward.names
+    assert not {"_softmax", "_softmax_backward_data"} & backward.names
+
+
+@pytest.mark.parametrize("inputs", [1, 2, 3])
+def test_rows_of_the_projections_stay_factored(inputs: int) -> None:
+    model = enn.convert(Attend(nn.MultiheadAttention(64, 4, batch_first=True), need_weights=False)).per_sample()
+    plain(model, sequences(*[(2, 64)] * inputs)(BATCH)).backward()
+    assert isinstance(model.attention.in_proj_weight.grad_sample, enn.FactoredTensor)
+    assert isinstance(model.attention.out_proj.weight.grad_sample, enn.FactoredTensor)
+
+
+def test_nowhere_to_attend() -> None:
+    """A sample whose keys are all padding: the fused kernel gives zeros, and so do all derivatives."""
+    call = sequences(QUERY, MEMORY, key_padding_mask=padding(KEYS))(BATCH)
+    call.kwargs["key_padding_mask"][1] = True
+    module = Attend(nn.MultiheadAttention(SIZE, HEADS, batch_first=True), need_weights=False)
+    model = right(module, call)
+    assert not model.attention.in_proj_weight.grad_sample[1].any()
+    model.zero_grad()
+    gradient_penalty(model, call).backward()
+    math = twice(lambda: module, True)()
+    assert_close_rows(rows_of(model), loop(math, call, BATCH, take=take, objective=gradient_penalty))
+    assert all(p.grad_sample.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_mask_that_needs_gradient(need_weights: bool) -> None:
+    """Shared by all samples: its gradient is the sum, and it has second derivatives."""
+
+    def build() -> nn.Module:
+        return Attend(nn.MultiheadAttention(SIZE, HEADS, batch_first=True), need_weights=need_weights)
+
+    module = twice(build, True)()
+    model = enn.convert(build()).per_sample(loss_reduction="sum")
+    model.load_state_dict(module.state_dict())
+    x, mask = torch.randn(BATCH, *QUERY), torch.randn(QUERIES, QUERIES)
+    results = []
+    for one in (model, module):
+        call = Call((x,), {"attn_mask": mask}).requires_grad()
+        loss = plain(one, call)
+        first = torch.autograd.grad(loss, [call.kwargs["attn_mask"], *call.args, *one.parameters()], create_graph=True)
+        second = torch.autograd.grad(
+            sum(g.square().sum() for g in first), [call.kwargs["attn_mask"], *call.args, *one.parameters()]
+        )
+        results.append([*first, *second])
+    assert_all_close(*results)
+    model.zero_grad()
+    call = Call((x,), {"attn_mask": mask})
+    plain(model, call.requires_grad()).backward()
+    assert_close_rows(rows_of(model), loop(module, call, BATCH, take=take))
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_dropout_draws_as_torch_does(need_weights: bool) -> None:
+    module = Attend(nn.MultiheadAttention(SIZE, HEADS, dropout=0.4, batch_first=True), need_weights=need_weights)
+    model, call = enn.convert(module).per_sample(loss_reduction="sum"), two(BATCH)
+    for one in (module, model):
+        torch.manual_seed(5)
+        plain(one, call).backward()
+    assert_close_rows(grads_of(model), grads_of(module))
+    assert_close_rows({name: r.sum(0) for name, r in rows_of(model).items()}, grads_of(module))
+
+
+def test_dropout_is_differentiable_twice() -> None:
+    module = Attend(nn.MultiheadAttention(SIZE, HEADS, dropout=0.4, batch_first=True), need_weights=False)
+    model, call = enn.convert(module).per_sample(loss_reduction="sum"), two(BATCH)
+    for one in (module, model):
+        torch.manual_seed(5)
+        gradient_penalty(one, call).backward()
+    assert_close_rows(grads_of(model), grads_of(module))
+
+
+@pytest.mark.parametrize("case", [case for case in ATTENTION if "_time" not in case.name], ids=lambda case: case.name)
+def test_autocast(case: Case) -> None:
+    """Rows have the parameter's dtype, outputs that of torch."""
+    call = case.inputs(BATCH).map(lambda t: t.float() if t.is_floating_point() else t)
+    model = enn.convert(case.module().float()).per_sample(loss_reduction="sum")
+    with torch.autocast("cpu", torch.bfloat16):
+        output, expected = call.on(model), call.on(case.module().float())
+        loss = sample_losses(output.float()).sum()
+    assert output.dtype == expected.dtype
+    loss.backward()
+    assert all(r.dtype == torch.float32 for r in rows_of(model).values())
+    in_float64 = call.map(lambda t: t.double() if t.is_floating_point() else t)
+    assert_close_rows(rows_of(model), loop(case.module(), in_float64, BATCH, take=take), tol=8e-2)
+
+
+# --- sharing, freezing, nesting -------------------------------------------------------------------------------
+
+
+def right(module: nn.Module, call: Call, model: nn.Module | None = None, **settings: Any) -> nn.Module:
+    """The rows of the converted model are those of the loop."""
+    model = enn.convert(module) if model is None else model
+    enn.per_sample(model, loss_reduction="sum", **settings)
+    assert_close(call.on(model), call.on(module).detach(), tol=1e-12)
+    model.zero_grad()
+    plain(model, call).backward()
+    expected = loop(module, call, BATCH, take=take)
+    assert_close_rows(rows_of(model), expected)
+    assert_close_rows(grads_of(model), {name: r.sum(0) for name, r in expected.items()})
+    return model
+
+
+class Twice(nn.Module):
+    """One attention called twice, and another that shares its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = Attend(nn.MultiheadAttention(SIZE, HEADS, batch_first=True))
+        self.other = Attend(nn.MultiheadAttention(SIZE, HEADS, batch_first=True), need_weights=False)
+        self.other.attention.in_proj_weight = self.one.attention.in_proj_weight
+        self.other.attention.out_proj = self.one.attention.out_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.other(x)
+        return self.one(x) + self.one(self.other(x, x.cos()))
+
+
+def test_tied_layers() -> None:
+    model = right(Twice(), one(BATCH))
+    assert model.one.attention.out_proj is model.other.attention.out_proj
+
+
+def test_one_layer_many_times() -> None:
+    layer = encoder_layer()
+    right(nn.Sequential(layer, layer, nn.Linear(SIZE, 2)), one(BATCH))
+
+
+class Padded(nn.Module):
+    """A padding mask for an encoder that some layers follow."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(SIZE, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(x.shape[:2], dtype=torch.bool)
+        mask[:, -2:] = True
+        return self.head(self.encoder(x, src_key_padding_mask=mask))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("trainable", ["none", "layers.1.", "layers.0.", "norm.", "norm1", "out_proj"])
+def test_frozen_parts(trainable: str, training: bool) -> None:
+    """In eval mode torch's nested tensors and its fused inference would meet layers that have rows."""
+    module = Padded(encoder(dropout=0.0)).train(training)
+    for name, p in module.encoder.named_parameters():
+        p.requires_grad_(trainable in name)
+    call = one(BATCH)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    plain(model, call).backward()
+    torch.backends.mha.set_fastpath_enabled(False)
+    expected = loop(module, call, BATCH)
+    torch.backends.mha.set_fastpath_enabled(True)
+    assert_close_rows(rows_of(model), expected)
+
+
+def test_inference_is_fused() -> None:
+    """Where no rows are due torch's fast paths run, per-sample mode or not."""
+    module = Padded(encoder(dropout=0.5)).eval()
+    call = one(BATCH)
+    for on in (True, False):
+        model = enn.convert(module).per_sample(on)
+        for context in (torch.no_grad(), torch.enable_grad()):
+            model.encoder.requires_grad_(not torch.is_grad_enabled())
+            with context, Operations() as seen:
+                model.encoder.requires_grad_(not torch.is_grad_enabled())
+                output = call.on(model)
+            assert "_transformer_encoder_layer_fwd" in seen.names
+            with torch.no_grad():
+                assert torch.equal(output, call.on(module))
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_one_row_is_shared_by_all_samples() -> None:
+    class Pool(nn.Module):
+        """A table of queries and one of keys for all samples."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, SIZE)
+            self.attend = Attend(nn.MultiheadAttention(SIZE, HEADS, batch_first=True))
+            self.back = Attend(nn.MultiheadAttention(SIZE, HEADS))
+            self.explicit = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            table = self.table(torch.arange(10)[None])
+            if self.explicit:
+                table = table.expand(len(x), -1, -1)
+            return torch.cat([self.attend(table, x), self.back(x, table)], 1)
+
+    module = Pool()
+    model = enn.convert(module)
+    module.explicit = True  # torch itself broadcasts nothing here
+    right(module, one(BATCH), model)
+
+
+class Classifier(nn.Module):
+    """Parameters of its own beside an encoder: the general rule, with a class token."""
+
+    def __init__(self, masked: bool, **arguments: Any) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, SIZE))
+        self.encoder = encoder(**arguments)
+        self.first = arguments.get("batch_first", True)
+        self.masked = masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        mask = causal(x.shape[1]) if self.masked else None
+        x = self.encoder(x if self.first else x.transpose(0, 1), mask)
+        return x[:, 0] if self.first else x[0]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("steps", [QUERIES, 2, 0])
+def test_inside_the_general_rule(masked: bool, batch_first: bool, training: bool, steps: int) -> None:
+    module = Classifier(masked, batch_first=batch_first).train(training)
+    right(module, sequences((steps, SIZE))(BATCH))
+
+
+def test_frozen_inside_the_general_rule() -> None:
+    module = Classifier(False).eval()
+    module.encoder.layers.requires_grad_(False)
+    right(module, one(BATCH))
+
+
+@pytest.mark.parametrize("name", ["in_proj_weight", "in_proj_bias", "bias_k"])
+def test_parametrized(name: str) -> None:
+    module = Attend(nn.MultiheadAttention(SIZE, HEADS, batch_first=True, add_bias_kv=True))
+    nn.utils.parametrizations.weight_norm(module.attention, name)
+    nn.utils.parametrizations.weight_norm(module.attention.out_proj)
+    right(module, two(BATCH))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_checkpoint(batch_first: bool, reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(SIZE, SIZE)
+            layer = encoder_layer(batch_first=batch_first)
+            self.layer = layer if batch_first else BatchFirst(layer)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.layer, self.first(x), use_reentrant=reentrant)
+
+    right(Checkpointed(), square(BATCH))
+
+
+# --- time first -----------------------------------------------------------------------------------------------
+
+
+@each_class
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_time_first_root(torch_class: type[nn.Module], batch_first: bool) -> None:
+    """The layer itself says where the samples stand, whatever `per_sample` was told; also with T = B."""
+    module = made(torch_class, torch_class).eval()
+    model = enn.convert(module).per_sample(batch_first=batch_first, loss_reduction="sum")
+    call = call_of(module).map(lambda x: x[:BATCH])
+    result = call.on(model)
+    output = result[0] if isinstance(result, tuple) else result
+    sample_losses(output.transpose(0, 1)).sum().backward()
+    for i in range(BATCH):
+        module.zero_grad()
+        result = call.map(lambda x, i=i: x[:, i : i + 1]).on(module)
+        output = result[0] if isinstance(result, tuple) else result
+        sample_losses(output.transpose(0, 1), i).sum().backward()
+        assert_close_rows({name: r[i] for name, r in rows_of(model).items()}, grads_of(module))
+
+
+# --- what is refused ------------------------------------------------------------------------------------------
+
+
+class Feed(nn.Module):
+    """A root whose input tells B, and which gives attention something else."""
+
+    def __init__(self, feed: Callable[[Tensor], tuple[Any, ...]], **arguments: Any) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(SIZE, HEADS, batch_first=True, **arguments)
+        self.feed = feed
+
+    def forward(self, x: Tensor) -> Tensor:
+        *given, masks = self.feed(x)
+        return self.layer(*given, **masks)[0]
+
+
+@pytest.mark.parametrize(
+    ("feed", "match"),
+    [
+        (lambda x: (x[:2], x, x, {}), r"layer \(MultiheadAttention\): query has shape \(2, 5, 4\), 2 rows"),
+        (lambda x: (x, x[:2], x, {}), r"layer \(MultiheadAttention\): key has shape \(2, 5, 4\), 2 rows"),
+        (lambda x: (x, x, x[:2], {}), r"layer \(MultiheadAttention\): value has shape \(2, 5, 4\), 2 rows"),
+        (lambda x: (torch.cat([x, x]), x, x, {}), r"query has shape \(6, 5, 4\), .*folded batch of 3 x 2"),
+        (lambda x: (x, x[1:2], x[1:2], {}), r"key of shape \(1, 5, 4\) is a slice"),
+        (lambda x: (x[0], x[0], x[0], {}), r"query has shape \(5, 4\); wanted a batch of .*query.unsqueeze\(0\)"),
+        (lambda x: (x, x[0], x[0], {}), r"key has shape \(5, 4\); wanted a batch of sequences, \(B, T, features\)"),
+        (lambda x: (x[:, None], x, x, {}), r"query has shape \(3, 1, 5, 4\); wanted a batch of sequences"),
+        (lambda x: (x, x, x[:, :2], {}), r"key has shape \(3, 5, 4\), value \(3, 2, 4\); wanted one value for each"),
+        (
+            lambda x: (x, x, x, {"key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)}),
+            r"key_padding_mask has shape \(2, 5\), 2 rows",
+        ),
+        (
+            lambda x: (x, x, x, {"key_padding_mask": torch.zeros(3, 4, dtype=torch.bool)}),
+            r"key_padding_mask has shape \(3, 4\); wanted \(3, 5\), for 3 samples",
+        ),
+        (
+            lambda x: (x, x, x, {"key_padding_mask": torch.zeros(5, dtype=torch.bool)}),
+            r"key_padding_mask has shape \(5,\), no batch dimension",
+        ),
+        (
+            lambda x: (x, x, x, {"attn_mask": torch.zeros(4, 5, dtype=torch.bool)}),
+            r"attn_mask has shape \(4, 5\); wanted \(5, 5\), for 3 samples and 2 heads",
+        ),
+        (
+            lambda x: (x, x, x, {"attn_mask": torch.zeros(3, 5, 5, dtype=torch.bool)}),
+            r"attn_mask has shape \(3, 5, 5\); wanted \(6, 5, 5\), .* is \(B \* num_heads, T, S\)",
+        ),
+        (lambda x: (x, x, x, {"is_causal": True}), r"is_causal is given without attn_mask"),
+        (
+            lambda x: (torch.nested.nested_tensor(list(x.detach())), x, x, {}),
+            r"query is a nested tensor; .*Pad it \(key_padding_mask\)",
+        ),
+    ],
+)
+def test_bad_input(feed: Callable[[Tensor], tuple[Any, ...]], match: str) -> None:
+    with pytest.raises(enn.PerSampleError, match=match):
+        enn.convert(Feed(feed)).per_sample()(torch.randn(BATCH, *QUERY).sin())
+
+
+def test_unbatched_input_is_refused_by_name() -> None:
+    attention = enn.MultiheadAttention(SIZE, HEADS).per_sample()
+    x = torch.randn(QUERY)
+    with pytest.raises(enn.PerSampleError, match=r"MultiheadAttention: query .*query.unsqueeze\(1\)"):
+        attention(x, x, x)
+    with pytest.raises(enn.PerSampleError, match=r"MultiheadAttention: query .*query.unsqueeze\(1\)"):
+        attention(query=x, key=x, value=x)
+    with pytest.raises(enn.PerSampleError, match=r"^TransformerEncoderLayer: input has shape \(5, 4\)"):
+        enn.convert(encoder_layer(norm_first=True)).per_sample()(x)
+
+
+def test_plain_child_put_in_later() -> None:
+    attention = enn.MultiheadAttention(SIZE, HEADS).per_sample()
+    attention.out_proj = nn.Linear(SIZE, SIZE)
+    x = torch.randn(QUERIES, BATCH, SIZE)
+    with pytest.raises(enn.PerSampleError, match=r"out_proj is a plain Linear; .*convert\(model, inplace=True\)"):
+        attention(x, x, x)
+    enn.per_sample(attention)(x, x, x)[0].sum().backward()
+    assert attention.out_proj.weight.grad_sample.shape == (BATCH, SIZE, SIZE)
+
+
+# --- torch's own module database ------------------------------------------------------------------------------
+
+
+def database() -> Iterator[Any]:
+    for info in module_db:
+        if info.module_cls in CLASSES:
+            for training in (True, False):
+                for i, given in enumerate(inputs_of(info, training)):
+                    yield pytest.param(info, training, i, id=f"{info.module_cls.__name__}-{training}-{i}-{given.desc}")
+
+
+def inputs_of(info: ModuleInfo, training: bool) -> list[Any]:
+    return info.module_inputs_func(info, device="cpu", dtype=torch.float64, requires_grad=True, training=training)
+
+
+class Output(nn.Module):
+    """Samples first, and one tensor."""
+
+    def __init__(self, module: nn.Module, batch_first: bool) -> None:
+        super().__init__()
+        self.module, self.batch_first = module, batch_first
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        result = self.module(*args, **kwargs)
+        output, weights = result if isinstance(result, tuple) else (result, None)
+        output = output if self.batch_first else output.transpose(0, 1)
+        return output if weights is None else torch.cat([output.flatten(1), weights.flatten(1)], 1)
+
+
+@pytest.mark.parametrize(("info", "training", "i"), [*database()])
+def test_module_database(info: ModuleInfo, training: bool, i: int) -> None:
+    given = inputs_of(info, training)[i]
+    arguments = given.constructor_input
+    module = info.module_cls(*arguments.args, **arguments.kwargs).double().train(training)
+    attention = next(each for each in module.modules() if isinstance(each, nn.MultiheadAttention))
+    call = Call(given.forward_input.args, given.forward_input.kwargs).map(Tensor.detach)
+    model = enn.convert(Output(module, attention.batch_first)).per_sample(
+        loss_reduction="sum", batch_first=attention.batch_first
+    )
+    if call.args[0].dim() == 2:
+        with pytest.raises(enn.PerSampleError, match=type(module).__name__):
+            call.on(model)
+        return
+    dim = 0 if attention.batch_first else 1
+    samples = call.args[0].shape[dim]
+
+    def alone(call: Call, i: int) -> Call:
+        def cut(name: str, x: Any) -> Any:
+            if not isinstance(x, Tensor) or (name.endswith("mask") and "padding" not in name and x.dim() == 2):
+                return x
+            if name.endswith("mask"):
+                rows = attention.num_heads if x.dim() == 3 else 1
+                return x[i * rows : (i + 1) * rows]
+            return x.narrow(dim, i, 1)
+
+        return Call(tuple(cut("", x) for x in call.args), {name: cut(name, x) for name, x in call.kwargs.items()})
+
+    plain(model, call).backward()
+    assert_close_rows(rows_of(model), loop(Output(module, attention.batch_first), call, samples, take=alone))

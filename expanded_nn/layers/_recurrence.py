@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from expanded_nn._gemm import Product, affine
+from expanded_nn._gemm import add_product, affine
 from expanded_nn._shared import is_shared, owned, shared
 from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear, outer_rows
@@ -107,11 +107,10 @@ class Elman(Recurrence):
         y = saved.y
         slope = (y > 0).to(y.dtype) if self.relu else torch.addcmul(y.new_ones(()), y, y, value=-1)
         gs, slopes = steps.split(g), steps.split(slope)
-        back = Product(weights.hh, steps.batch, len(gs))
         g_h0 = g.new_zeros(steps.batch, g.shape[1])
         for t in reversed(range(len(gs))):
             gs[t].mul_(slopes[t])
-            back.add_to(_first(gs[t - 1] if t else g_h0, steps.sizes[t]), gs[t])
+            add_product(_first(gs[t - 1] if t else g_h0, steps.sizes[t]), gs[t], weights.hh)
         return Gradients(g, g, g_h0)
 
 
@@ -141,8 +140,7 @@ class Lstm(Recurrence):
         x, h, y, c0 = saved
         assert c0 is not None
         bias = None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
-        z = affine(x, weights.ih, bias)
-        z += affine(h, weights.hh)
+        z = affine(torch.cat([x, h], 1), torch.cat([weights.ih, weights.hh], 1), bias)
         gates = z.unflatten(1, (4, c0.shape[1]))
         gates[:, :2].sigmoid_()
         gates[:, 2].tanh_()
@@ -150,10 +148,11 @@ class Lstm(Recurrence):
         i, f, n, o = gates.unbind(1)
         entering, forget = i * n, f.clone(memory_format=torch.contiguous_format)
         c = _cell_states_before(steps, c0, forget, entering)
-        tanh_c = torch.addcmul(entering, forget, c).tanh_()
-        hidden = y if weights.hr is None else o * tanh_c
+        new_c = torch.addcmul(entering, forget, c)
+        hidden = y if weights.hr is None else o * new_c.tanh()
+        half = new_c.mul_(2).sigmoid_()  # tanh is slow, and 1 - tanh(c)^2 = 4 s (1 - s) with s = sigmoid(2 c)
+        slope = torch.addcmul(half, half, half, value=-1, out=half).mul_(o).mul_(4)
         # each gate gives way to the derivative of its pre-activation: by h for o, by c for the others
-        slope = torch.addcmul(o, hidden, tanh_c, value=-1)
         torch.addcmul(hidden, hidden, o, value=-1, out=o)
         torch.addcmul(i, entering, n, value=-1, out=n)
         torch.addcmul(entering, entering, i, value=-1, out=i)
@@ -162,7 +161,6 @@ class Lstm(Recurrence):
 
         gs, zs, slopes, forgets = map(steps.split, (g, z, slope, forget))
         by_c, by_h = steps.split(gates[:, :3]), steps.split(o)
-        back = Product(weights.hh, steps.batch, len(gs))
         g_h0 = g.new_zeros(steps.batch, g.shape[1])
         g_c = torch.zeros_like(c0) if g_c is None else g_c.clone()
         for t in reversed(range(len(gs))):
@@ -172,7 +170,7 @@ class Lstm(Recurrence):
             by_c[t].mul_(g_now.unsqueeze(1))
             by_h[t].mul_(g_h)
             g_now.mul_(forgets[t])
-            back.add_to(_first(gs[t - 1] if t else g_h0, size), zs[t])
+            add_product(_first(gs[t - 1] if t else g_h0, size), zs[t], weights.hh)
         return Gradients(z, z, g_h0, g_c, None if weights.hr is None else (g, hidden))
 
 
@@ -211,13 +209,12 @@ class Gru(Recurrence):
         h_n.copy_(by_h_n)
 
         gs, keeps, zs, by_h = map(steps.split, (g, keep, of_h, of_h.unflatten(1, (3, size))))
-        back = Product(weights.hh, steps.batch, len(gs))
         g_h0 = g.new_zeros(steps.batch, size)
         for t in reversed(range(len(gs))):
             by_h[t].mul_(gs[t].unsqueeze(1))
             before = _first(gs[t - 1] if t else g_h0, steps.sizes[t])
             before.addcmul_(gs[t], keeps[t])
-            back.add_to(before, zs[t])
+            add_product(before, zs[t], weights.hh)
         of_x[:, : 2 * size] = of_h[:, : 2 * size]
         torch.mul(g, slope, out=of_x[:, 2 * size :])
         return Gradients(of_x, of_h, g_h0)

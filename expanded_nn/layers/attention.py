@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from expanded_nn._batch import tensors
 from expanded_nn._errors import complaint
 from expanded_nn._expand import Recorder
 from expanded_nn._module import Expanded, PerSampleModule, Root
@@ -135,8 +136,33 @@ def _fused_attention(
     return _TwiceDifferentiable.apply(output, query, key, value, mask, is_causal)  # type: ignore[no-untyped-call,no-any-return]
 
 
+def _refuse_unbatched(who: str, argument: str, x: Tensor, batch_first: bool) -> None:
+    """Raises where `x` is no batch of sequences."""
+    if x.is_nested or x.dim() != 3:
+        call = f"{argument}.unsqueeze({0 if batch_first else 1})"
+        raise complaint(
+            who,
+            f"{argument} is a nested tensor" if x.is_nested else f"{argument} has shape {tuple(x.shape)}",
+            f"a batch of sequences, {'(B, T, features)' if batch_first else '(T, B, features)'}",
+            f"{'Pad it (key_padding_mask)' if x.is_nested else f'Call it with {call}'}, or switch per_sample(False).",
+        )
+
+
+class _Converted(PerSampleModule):
+    """A module of `torch.nn` that is made of others: they become expanded with it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        expand_modules(self)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        torch_class = next(base for base in cls.__mro__ if not issubclass(base, PerSampleModule))
+        cls.__signature__ = inspect.signature(torch_class)  # type: ignore[attr-defined]
+
+
 @expands(nn.MultiheadAttention)
-class MultiheadAttention(Expanded, nn.MultiheadAttention):
+class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with per-sample gradients.
 
     Query, key and value are `(B, T, features)`, or `(T, B, features)` without `batch_first`; each of them may have one
@@ -153,12 +179,8 @@ class MultiheadAttention(Expanded, nn.MultiheadAttention):
         "bias_v": 3,
     }
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        expand_modules(self)
-
     def samples_in(self, query: Tensor, *args: Any, **kwargs: Any) -> int | None:
-        self._refuse_unbatched("query", query)
+        _refuse_unbatched(self.name, "query", query, self.batch_first)
         return query.shape[self._batch_dim]
 
     def expanded_forward(
@@ -269,23 +291,8 @@ class MultiheadAttention(Expanded, nn.MultiheadAttention):
 
     def _samples_first(self, argument: str, x: Tensor) -> Tensor:
         """`x` as `(B, T, features)`."""
-        self._refuse_unbatched(argument, x)
+        _refuse_unbatched(self.name, argument, x, self.batch_first)
         return self.checked(x, 2, dim=self._batch_dim, argument=argument).transpose(0, self._batch_dim)
-
-    def _refuse_unbatched(self, argument: str, x: Tensor) -> None:
-        if x.is_nested or x.dim() != 3:
-            layout = "(B, T, features)" if self.batch_first else "(T, B, features)"
-            remedy = (
-                "pass a padded tensor with key_padding_mask"
-                if x.is_nested
-                else f"call it with unsqueeze({self._batch_dim})"
-            )
-            raise complaint(
-                self.name,
-                f"{argument} is a nested tensor" if x.is_nested else f"{argument} has shape {tuple(x.shape)}",
-                f"a batch of sequences, {layout}",
-                f"In per-sample mode {remedy}, or switch per_sample(False).",
-            )
 
     def _refuse_other_shape(self, argument: str, x: Tensor, wanted: tuple[int, ...]) -> None:
         if x.shape != wanted:
@@ -306,22 +313,10 @@ class MultiheadAttention(Expanded, nn.MultiheadAttention):
         return super(Expanded, self).forward(*args, **kwargs)  # a whole batch has its samples first
 
 
-class _Container(Root):
-    """A module of `torch.nn` whose parameters are all its children's: they become expanded when it is made.
-
-    Its own `batch_first` says where the samples stand in the inputs of its children.
-    """
+class _Container(_Converted, Root):
+    """A module of `torch.nn` whose parameters are all its children's; their samples stand where its attention says."""
 
     watches: ClassVar[bool] = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        expand_modules(self)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        torch_class = next(base for base in cls.__mro__ if not issubclass(base, PerSampleModule))
-        cls.__signature__ = inspect.signature(torch_class)  # type: ignore[attr-defined]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._fast_path_is_wrong() and torch.backends.mha.get_fastpath_enabled():
@@ -330,9 +325,15 @@ class _Container(Root):
                 return self.forward(*args, **kwargs)
             finally:
                 torch.backends.mha.set_fastpath_enabled(True)
-        recorder, attention = self._recorder, self._attention()
+        recorder = self._recorder
+        attention = next((each for each in self.modules() if isinstance(each, nn.MultiheadAttention)), None)
         if recorder is None or recorder.originals is not None or attention is None:
+            self._refuse_unknown_layout(attention)
             return super().forward(*args, **kwargs)
+        if self._rows_are_due():
+            first = next((each for each in tensors((args, kwargs)) if isinstance(each, Tensor)), None)
+            if first is not None:
+                _refuse_unbatched(recorder.name_of(self), "input", first, attention.batch_first)
         settings = recorder.settings
         recorder.settings = replace(settings, batch_first=attention.batch_first)
         try:
@@ -340,18 +341,27 @@ class _Container(Root):
         finally:
             recorder.settings = settings
 
+    def _rows_are_due(self) -> bool:
+        if self._recorder is None or not torch.is_grad_enabled():
+            return False
+        return self._recorder.originals is not None or any(each.requires_grad for each in self.parameters())
+
     def _fast_path_is_wrong(self) -> bool:
         """Whether torch's fused inference would miss that rows are due, or that weights have a batch dimension."""
-        if self.training:
-            return False
-        if self._recorder is not None and torch.is_grad_enabled():
-            mapped = self._recorder.originals is not None
-            return mapped or any(parameter.requires_grad for parameter in self.parameters())
+        return not self.training and (self._rows_are_due() or self._has_batched_weights())
+
+    def _has_batched_weights(self) -> bool:
         return any(each._own_batch() is not None for each in self.modules() if isinstance(each, Expanded))
 
-    def _attention(self) -> nn.MultiheadAttention | None:
-        """The attention that says where the samples stand."""
-        return next((each for each in self.modules() if isinstance(each, nn.MultiheadAttention)), None)
+    def _refuse_unknown_layout(self, attention: nn.MultiheadAttention | None) -> None:
+        """Off, layers take the first dimension of their input for the samples."""
+        if self._recorder is None and attention and not attention.batch_first and self._has_batched_weights():
+            raise complaint(
+                type(self).__name__,
+                "its weights have a batch dimension, its inputs are (T, B, features)",
+                "batch_first=True, as long as per-sample mode is off",
+                "Switch per_sample() on, or make it with batch_first=True.",
+            )
 
 
 @expands(nn.TransformerEncoderLayer)
