@@ -16,8 +16,10 @@ Place = tuple[nn.Module, str]
 class Call:
     """A layer's call inside `vmap`: the arguments' structure, and then the result's."""
 
-    def __init__(self, module: nn.Module, originals: dict[Place, Tensor], structure: TreeSpec) -> None:
-        self.module, self.originals, self.structure = module, originals, structure
+    def __init__(
+        self, module: nn.Module, originals: dict[Place, Tensor], structure: TreeSpec, dims: Sequence[int]
+    ) -> None:
+        self.module, self.originals, self.structure, self.dims = module, originals, structure, dims
         self.result: tuple[list[Any], TreeSpec] = ([], structure)
 
     def run(self, leaves: Sequence[Any]) -> list[Tensor]:
@@ -50,12 +52,14 @@ class _Lift(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], call: Call, *leaves: Any) -> tuple[Any, Any]:
-        whole = [
-            leaf if dim is None else leaf.movedim(dim, 0).flatten(0, 1)
-            for leaf, dim in zip(leaves, in_dims[1:], strict=True)
-        ]
-        outputs = tuple(tensor.unsqueeze(1) for tensor in call.run(whole))
-        return outputs, (0,) * len(outputs)
+        where = iter(call.dims)
+        whole = []
+        for leaf, mapped in zip(leaves, in_dims[1:], strict=True):
+            dim = next(where) if isinstance(leaf, Tensor) else None
+            whole.append(leaf if dim is None or mapped is None else leaf.movedim(mapped, dim).flatten(dim, dim + 1))
+        outputs = call.run(whole)
+        dims = call.module.sample_dims(len(outputs))  # type: ignore[operator]
+        return tuple(output.unsqueeze(dim + 1) for output, dim in zip(outputs, dims, strict=True)), tuple(dims)
 
 
 def lifted(module: nn.Module, originals: dict[Place, Tensor], args: Any, kwargs: Any) -> Any:
@@ -64,9 +68,10 @@ def lifted(module: nn.Module, originals: dict[Place, Tensor], args: Any, kwargs:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not any(map(torch._C._functorch.is_batchedtensor, tensors)):
         return NotImplemented
-    if any(leaf.dim() < 2 or leaf.shape[0] != 1 for leaf in tensors):
+    dims: list[int] = module.sample_dims(len(tensors))  # type: ignore[operator]
+    if any(leaf.dim() < 2 or leaf.shape[dim] != 1 for leaf, dim in zip(tensors, dims, strict=True)):
         return NotImplemented
-    call = Call(module, originals, structure)
+    call = Call(module, originals, structure, dims)
     return call.rebuild(_Lift.apply(call, *leaves))  # type: ignore[no-untyped-call]
 
 

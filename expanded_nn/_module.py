@@ -119,6 +119,10 @@ class Expanded(PerSampleModule):
         first = self._recorder is None or self._recorder.settings.batch_first
         return batch_of((args, kwargs), batch_first=first)
 
+    def sample_dims(self, tensors: int) -> list[int]:
+        """Where the samples stand in each of the first tensors among the arguments, and likewise in the result."""
+        return [0] * tensors
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
         if recorder is not None and recorder.originals is not None:
@@ -136,8 +140,10 @@ class Expanded(PerSampleModule):
         """Inside the general rule's `vmap`: on the whole batch if it can be, sample by sample otherwise."""
         originals, recorder.originals = recorder.originals, None
         assert originals is not None
+        knows_samples = recorder.settings.batch_first or hasattr(self, "batch_first")
         try:
-            result = lifted(self, originals, args, kwargs) if torch.is_grad_enabled() else NotImplemented
+            liftable = knows_samples and torch.is_grad_enabled()
+            result = lifted(self, originals, args, kwargs) if liftable else NotImplemented
         finally:
             recorder.originals = originals
         return super().forward(*args, **kwargs) if result is NotImplemented else result
@@ -234,8 +240,8 @@ class Expanded(PerSampleModule):
             self.name,
             f"{argument} of shape {tuple(x.shape)} is a slice of a tensor of shape {base}",
             f"all {self.batch_size} samples at once",
-            "Call the layer on the whole batch; for a loop over the samples, switch per_sample(False). A slice that all "
-            "samples share is to be expanded to B rows.",
+            "Call the layer on the whole batch; for a loop over the samples, switch per_sample(False). Expand a slice "
+            "that all samples share to B rows.",
         )
 
     def _is_batched(self, name: str, parameter: Tensor) -> bool:

@@ -6,6 +6,7 @@ import copy
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from expanded_nn._errors import ConversionError
 from expanded_nn._module import PerSampleModule, Root, twin_class
@@ -58,16 +59,20 @@ def revert(model: Model, *, inplace: bool = False) -> Model:
 
     Returns:
         The plain model.
+
+    Raises:
+        ConversionError: If a class was derived from an expanded one, and so has no plain one.
     """
     if not inplace:
         model = _copied(model)
     for module in list(model.modules()):
         if isinstance(module, PerSampleModule):
+            plain = _plain_class(module)
             if module._recorder is not None:
                 module._recorder.close()
             for attribute in ("_recorder", "_ranks"):
                 module.__dict__.pop(attribute, None)
-            module.__class__ = _plain_class(type(module))  # type: ignore[assignment]
+            module.__class__ = plain  # type: ignore[assignment]
     for parameter in model.parameters():
         parameter.__dict__.pop("grad_sample", None)
     return model
@@ -101,13 +106,15 @@ def _copied(model: Model) -> Model:
         ) from error
 
 
-def _plain_class(module_class: type[nn.Module]) -> type[nn.Module]:
+def _plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that `module` had before; parametrizations stay on top."""
+    module_class = parametrize.type_before_parametrizations(module)
     plain: type[nn.Module] | None = vars(module_class).get("plain_class")
-    if plain is not None:
-        return plain
-    plain = next((torch_class for torch_class, twin in EXPANDED.items() if twin is module_class), None)
-    if plain is not None:
-        return plain
-    # a class made on top of an expanded one, as torch.nn.utils.parametrize makes it
-    bases = tuple(_plain_class(base) if issubclass(base, PerSampleModule) else base for base in module_class.__bases__)
-    return rebased(module_class, bases)
+    if plain is None:
+        plain = next((torch_class for torch_class, twin in EXPANDED.items() if twin is module_class), None)
+    if plain is None:
+        raise ConversionError(
+            f"{module_class.__name__} is derived from an expanded class, so there is no plain one to go back to. "
+            "Derive it from the torch.nn class, and convert it."
+        )
+    return plain if module_class is type(module) else rebased(type(module), (plain,))

@@ -1,15 +1,18 @@
 """The laws of test_layers.py for recurrent layers, whose outputs, states and sequences take more words."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence, unpack_sequence
+from torch.testing._internal.common_modules import ModuleInput, module_db
+from torch.utils._pytree import tree_leaves, tree_map
 
 import expanded_nn as enn
+from expanded_nn import _gemm
 from oracle import (
     Call,
     Take,
@@ -299,6 +302,23 @@ def test_lower_precision(case: Case, dtype: torch.dtype) -> None:
     assert_close_rows(rows_of(model), loop(module, exact, BATCH), 1e-4 if dtype == torch.float32 else 5e-2)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_layers_in_single_precision(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From some size on, products in single precision run on oneDNN, where torch has it."""
+    layer, arguments = KINDS[kind]
+    module, x = layer(32, 128, batch_first=True, **arguments), torch.randn(64, 3, 32)
+
+    def rows(dtype: torch.dtype) -> dict[str, Tensor]:
+        model = enn.convert(module.to(dtype)).per_sample(loss_reduction="sum")
+        model(x.to(dtype))[0].sin().sum().backward()
+        return {name: row.double() for name, row in rows_of(model).items()}
+
+    expected = rows(torch.float64)
+    assert_close_rows(rows(torch.float32), expected, 1e-5)
+    monkeypatch.setattr(_gemm, "_ONEDNN", False)
+    assert_close_rows(rows(torch.float32), expected, 1e-5)
+
+
 @every_case
 def test_autocast(case: Case) -> None:
     call = case.inputs(BATCH).map(lambda t: t.float() if t.is_floating_point() else t)
@@ -373,6 +393,25 @@ def test_third_derivative() -> None:
             value = slope.sin().sum()
         total.append(torch.autograd.grad(value, call.floats())[0])
     assert_close(*total)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [(), (2, 5, 1)])
+def test_a_jacobian_by_one_vmapped_backward(kind: str, lengths: tuple[int, ...]) -> None:
+    case = layer_case(kind, lengths=lengths, states=True, bidirectional=True)
+    model, jacobians = expanded(case), []
+    for each in (model, case.module()):
+        call = case.inputs(BATCH).requires_grad()
+        out = call.on(each)
+        seeds = torch.randn(4, *out.shape, generator=torch.Generator().manual_seed(5))
+        if each is model:
+            jacobians.append(torch.autograd.grad(out, call.floats(), seeds, is_grads_batched=True))
+        else:
+            by_seed = [torch.autograd.grad(out, call.floats(), seed, retain_graph=True) for seed in seeds]
+            jacobians.append([torch.stack(grads) for grads in zip(*by_seed, strict=True)])
+    assert_all_close(*jacobians)
+    with pytest.raises(enn.PerSampleError, match="vmapped backward"):
+        torch.autograd.grad(case.inputs(BATCH).on(model), [*model.parameters()], seeds, is_grads_batched=True)
 
 
 def test_two_calls_in_one_pass_add() -> None:
@@ -489,6 +528,49 @@ def test_one_sequence_shared_by_all_samples() -> None:
     call, model = Call((torch.randn(BATCH, 1),)), enn.convert(Shared()).per_sample(loss_reduction="sum")
     plain(model, call).backward()
     assert_close_rows(rows_of(model), loop(Shared(), call, BATCH))
+
+
+# --- torch's module database: all its cases are unbatched, or packed ------------------------------------------
+
+
+def database() -> Iterator[object]:
+    for info in module_db:
+        if issubclass(info.module_cls, nn.RNNBase | nn.RNNCellBase):
+            inputs = info.module_inputs_func(
+                info, device="cpu", dtype=torch.float64, requires_grad=False, training=True
+            )
+            for i, given in enumerate(inputs):
+                yield pytest.param(info.module_cls, given, id=f"{info.module_cls.__name__}-{i}")
+
+
+@pytest.mark.parametrize(("kind", "given"), list(database()))
+def test_a_case_of_the_module_database(kind: type[nn.Module], given: ModuleInput) -> None:
+    module = kind(*given.constructor_input.args, **given.constructor_input.kwargs)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    x, *hx = given.forward_input.args
+    if isinstance(x, PackedSequence):
+        sequences = [(each, *hx) for each in unpack_sequence(x)]
+        together = (x, *tree_map(lambda t: torch.stack([t] * len(sequences), 1), hx))
+    else:
+        with pytest.raises(enn.PerSampleError, match=rf"^{kind.__name__}: .*(unbatched sequence|no batch dimension)"):
+            model(x, *hx)
+        sequences = [tree_map(lambda t, i=i: t + i / 2, (x, *hx)) for i in range(BATCH)]
+        in_cell = isinstance(module, nn.RNNCellBase)
+        dims = (0 if in_cell or module.batch_first else 1, 0 if in_cell else 1)
+        together = tuple(
+            tree_map(lambda *ts, dim=dim: torch.stack(ts, dim), *each)
+            for each, dim in zip(zip(*sequences, strict=True), dims, strict=False)
+        )
+    sum(t.sin().sum() for t in floats(model(*together))).backward()
+    rows = [
+        torch.autograd.grad(sum(t.sin().sum() for t in floats(module(*each))), list(module.parameters()))
+        for each in sequences
+    ]
+    assert_all_close([p.grad_sample for p in model.parameters()], map(torch.stack, zip(*rows, strict=True)))
+
+
+def floats(output: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 # --- bad input ------------------------------------------------------------------------------------------------

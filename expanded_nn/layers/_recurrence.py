@@ -17,6 +17,7 @@ from torch import Tensor
 
 from expanded_nn._gemm import add_product, affine
 from expanded_nn._shared import is_shared, owned, shared
+from expanded_nn._terms import is_batched
 from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear, outer_rows
 
@@ -286,7 +287,7 @@ class _Recurrent(torch.autograd.Function):
             return (None,) * (2 + len(needed))
         x, h0, c0, y, *weights = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() or any(each is not None and is_batched(each) for each in (g, g_c)):
                 inputs = (x, h0, c0, *weights)
                 return None, None, *_composite_gradients(ctx.recurrence, ctx.steps, inputs, needed, g, g_c)
             inputs = (x, h0, c0, y)
@@ -354,16 +355,18 @@ def _composite_gradients(
     g_c: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The same gradients from differentiable operations, so that they have derivatives themselves."""
-    # views, as one input may be computed from another, whose gradient must not go through the first
-    aliases = [None if each is None else each.view_as(each) for each in inputs]
-    x, h0, c0, *weights = aliases
-    assert x is not None
-    assert h0 is not None
-    ih, hh, *others = weights
-    assert ih is not None
-    assert hh is not None
-    first_c = None if c0 is None else c0.to(ih.dtype)
-    y, c = _composite(recurrence, steps, x.to(ih.dtype), h0.to(ih.dtype), first_c, Weights(ih, hh, *others))
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # views, as one input may be computed from another, whose gradient must not go through the first
+        aliases = [None if each is None else each.view_as(each) for each in inputs]
+        x, h0, c0, *weights = aliases
+        assert x is not None
+        assert h0 is not None
+        ih, hh, *others = weights
+        assert ih is not None
+        assert hh is not None
+        first_c = None if c0 is None else c0.to(ih.dtype)
+        y, c = _composite(recurrence, steps, x.to(ih.dtype), h0.to(ih.dtype), first_c, Weights(ih, hh, *others))
     outputs = [(output, grad) for output, grad in ((y, g), (c, g_c)) if output is not None and grad is not None]
     wanted = [alias for alias, each in zip(aliases, needed, strict=True) if each and alias is not None]
     grads = iter(
@@ -371,7 +374,7 @@ def _composite_gradients(
             [output for output, _ in outputs],
             wanted,
             [grad.to(output.dtype) for output, grad in outputs],
-            create_graph=True,
+            create_graph=again,
             allow_unused=True,
         )
     )

@@ -272,7 +272,8 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
             masks.append(rearrange(key_padding_mask, "b s -> b 1 1 s"))
         if not masks:
             return None
-        return F.pad(sum(masks[1:], start=masks[0]), (0, (self.bias_k is not None) + self.add_zero_attn))
+        mask, extra = sum(masks[1:], start=masks[0]), (self.bias_k is not None) + self.add_zero_attn
+        return F.pad(mask, (0, extra)) if extra else mask
 
     def _out_projection(self, name: str) -> Any:
         """A parameter of `out_proj`, whose own forward torch does not call either."""

@@ -68,6 +68,7 @@ class General(Expanded):
         expanded = [self._expanded_of(module, name, guests) for module, name in places]
         leaves, structure = tree_flatten((args, kwargs))
         dims = [self._sample_dim(leaf, batch) for leaf in leaves]
+        self._refuse_other_rows(leaves, batch)
         if batch == 0:
             return self._empty(places, expanded, args, kwargs)
         returned: list[Any] = []
@@ -135,13 +136,29 @@ class General(Expanded):
     def _sample_dim(self, leaf: Any, batch: int) -> int | None:
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             return None
-        first = self._recorder is None or self._recorder.settings.batch_first
-        dim = batch_dim(leaf.dim(), batch_first=first)
+        dim = self._dim_of(leaf)
         return dim if leaf.shape[dim] == batch else None
 
-    def _without_batch(self, output: Tensor) -> Tensor:
+    def _dim_of(self, tensor: Tensor) -> int:
+        """Where the samples stand: as the module says, if it has a `batch_first` of its own, or as the model does."""
         first = self._recorder is None or self._recorder.settings.batch_first
-        dim = batch_dim(output.dim(), batch_first=first)
+        return batch_dim(tensor.dim(), batch_first=getattr(self, "batch_first", first))
+
+    def _refuse_other_rows(self, leaves: list[Any], batch: int) -> None:
+        given = [each for each in leaves if isinstance(each, Tensor) and each.dim()]
+        if given and given[0].is_floating_point():
+            self.checked(given[0], 0, dim=self._dim_of(given[0]), argument="the first tensor")
+        for each in given[1:]:
+            if batch > 1 and each.shape == (batch, batch):
+                raise complaint(
+                    self.name,
+                    f"an argument has shape {tuple(each.shape)}, and may be a row a sample or a matrix that all share",
+                    "an argument that can be read in one way only",
+                    "Give the matrix to the module as a buffer, or the batch another size.",
+                )
+
+    def _without_batch(self, output: Tensor) -> Tensor:
+        dim = self._dim_of(output) if output.dim() else 0
         if output.dim() == 0 or output.shape[dim] != 1:
             raise complaint(
                 self.name,
@@ -152,8 +169,7 @@ class General(Expanded):
         return output.squeeze(dim)
 
     def _with_batch(self, output: Tensor) -> Tensor:
-        first = self._recorder is None or self._recorder.settings.batch_first
-        return output.movedim(0, batch_dim(output.dim(), batch_first=first))
+        return output.movedim(0, self._dim_of(output))
 
     def _refuse_backward_hooks(self) -> None:
         for name, module in self.named_modules():

@@ -24,6 +24,9 @@ class _Layers(Expanded, nn.RNNBase):
         """Weights are matrices, biases are vectors; how many there are depends on the arguments."""
         return {name: 2 if name.startswith("weight") else 1 for name in self._flat_weights_names}
 
+    def sample_dims(self, tensors: int) -> list[int]:
+        return [0 if self.batch_first else 1] + [1] * (tensors - 1)
+
     def samples_in(self, input: Tensor | PackedSequence, hx: Any = None) -> int | None:
         if isinstance(input, PackedSequence):
             return int(input.batch_sizes[0])
