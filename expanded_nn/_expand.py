@@ -144,10 +144,15 @@ class Recorder:
 
     def _watch(self, module: nn.Module) -> None:
         """Hooks on all parameters: one that no layer expands may be used outside of its module as well."""
-        if module not in self.watched:
-            self.watched.add(module)
-            for parameter in module.parameters():
-                if parameter.requires_grad and isinstance(parameter, nn.Parameter):  # no guest of functional_call
+        if module in self.watched:
+            return
+        self.watched.add(module)
+        for member in module.modules():
+            if getattr(member, "_recorder", self) is not self:
+                continue  # it belongs to another model as well
+            for parameter in member._parameters.values():
+                # no guest of functional_call
+                if parameter is not None and parameter.requires_grad and isinstance(parameter, nn.Parameter):
                     self._leaf(parameter)
 
     def open(self, module: nn.Module, batch: int | None) -> Pass:
@@ -156,6 +161,13 @@ class Recorder:
             self.current = self._recomputed_pass(module, batch)
             return self.current
         self._end_backward()
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise complaint(
+                self.name_of(module),
+                "a transform of torch.func (grad, vmap, jvp, ...) is applied to a model in per-sample mode",
+                "one of the two",
+                "Switch per_sample(False) for the transform; its functions see the plain torch.nn model then.",
+            )
         if batch is None:
             raise complaint(
                 self.name_of(module),
@@ -233,6 +245,13 @@ class Recorder:
             return f"{name} ({type(member).__name__})" if name else type(member).__name__
         parameters = root.named_parameters() if root is not None else iter([])
         return next((name for name, parameter in parameters if parameter is member), "a parameter")
+
+    def holder_of(self, parameter: Tensor) -> nn.Module | None:
+        """The module that stands for itself and holds the parameter, as far as the root is known."""
+        root = self.root() if self.root is not None else None
+        modules = root.modules() if root is not None else iter([])
+        holders = (each for each in modules if any(parameter is one for one in each._parameters.values()))
+        return next(holders, None)
 
     # Backward: rows.
 
@@ -465,8 +484,16 @@ class _OutsideUse:
             return
         if expected is not None and _equal(expected, grad.detach()):
             return
+        name, holder = recorder.name_of(parameter), recorder.holder_of(parameter)
+        if holder is not None and not hasattr(holder, "_recorder"):
+            raise complaint(
+                name,
+                f"the parameter belongs to a plain {type(holder).__name__}, so its gradient has no rows",
+                "an expanded module",
+                "Convert the model again after changing its layers: convert(model, inplace=True).per_sample(True).",
+            )
         raise complaint(
-            recorder.name_of(parameter),
+            name,
             "the parameter is also used outside of its module, so its gradient has a part that belongs to no row",
             "every use inside the module that holds it",
             "Give the second use a layer of its own that shares the parameter (head.weight = embedding.weight) and "

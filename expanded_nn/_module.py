@@ -45,7 +45,7 @@ class PerSampleModule(nn.Module):
         of sample i's own loss. Off, every layer runs the very `torch.nn` code.
 
         Args:
-            mode: Whether to switch on.
+            mode: Whether to switch on. Either way the rows held so far are dropped.
             loss_reduction: How the loss was reduced over the samples. With `"mean"` the rows are scaled by B, so
                 that `grad_sample.mean(0) == grad`; with `"sum"`, `grad_sample.sum(0) == grad`.
             batch_first: Whether samples stand first, `(B, T, …)`, or second, `(T, B, …)`, in the model's input and
@@ -209,7 +209,7 @@ class Expanded(PerSampleModule):
             raise complaint(
                 self.name,
                 f"{argument} has shape {tuple(x.shape)}, no batch dimension",
-                f"{batch} samples before the last {feature_dims} dimension(s)",
+                f"the samples in a dimension before the last {feature_dims}",
                 f"Call it with {argument}.unsqueeze(0) for one sample, or for one that all samples share.",
             )
         rows = x.shape[dim]
@@ -218,6 +218,14 @@ class Expanded(PerSampleModule):
         if rows == 1:
             if self.is_slice(x):
                 raise self.slice_error(x, argument)
+            if dim == 0 and x.requires_grad and x.dim() > 1 and x.shape[1] == batch:
+                raise complaint(
+                    self.name,
+                    f"{argument} of shape {tuple(x.shape)} may be {batch} samples with a dimension before them",
+                    "the samples first",
+                    "A layer's output has one row a sample even where its input is shared, so leave out the "
+                    "unsqueeze(0) after it, or put it before.",
+                )
             return x.expand(*x.shape[:dim], batch, *x.shape[dim + 1 :])
         fold = f"folded batch of {batch} x {rows // batch}" if batch and rows % batch == 0 else "other rows"
         raise complaint(
@@ -295,8 +303,7 @@ def switch(model: nn.Module, settings: Settings | None) -> None:
             if module._recorder is not None:
                 module._recorder.close()
             module._recorder = recorder
-    if recorder is not None:
-        _prepare(model.parameters())
+    _prepare(model.parameters())
 
 
 def _refuse_unconverted(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from expanded_nn._errors import ConversionError
-from expanded_nn._module import PerSampleModule, Root, twin_class
+from expanded_nn._module import PerSampleModule, Root, switch, twin_class
 from expanded_nn._registry import EXPANDED
 from expanded_nn._twins import expand_modules, raise_for, rebased
 
@@ -45,6 +45,7 @@ def convert(model: Model, *, inplace: bool = False) -> Model:
     if not inplace:
         model = _copied(model)
     expand_modules(model)
+    switch(model, None)
     if not isinstance(model, PerSampleModule):
         model.__class__ = twin_class(Root, type(model))  # type: ignore[assignment]
     return model
@@ -70,7 +71,7 @@ def revert(model: Model, *, inplace: bool = False) -> Model:
             plain = _plain_class(module)
             if module._recorder is not None:
                 module._recorder.close()
-            for attribute in ("_recorder", "_ranks"):
+            for attribute in ("_recorder", "_ranks", "_compared"):
                 module.__dict__.pop(attribute, None)
             module.__class__ = plain  # type: ignore[assignment]
     for parameter in model.parameters():

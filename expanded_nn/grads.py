@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
-from expanded_nn._module import PerSampleModule
+from expanded_nn._module import Expanded, PerSampleModule
 from expanded_nn.factored import FactoredTensor, as_factored
 
 
@@ -165,6 +165,9 @@ def per_sample_grads(model: nn.Module) -> PerSampleGrads:
     Returns:
         A mapping from parameter name to `(B, *shape)`; parameters that no backward has reached are not in it.
 
+    Raises:
+        PerSampleError: If a trainable parameter belongs to no module in per-sample mode.
+
     Example:
         >>> import torch, expanded_nn as enn
         >>> model = enn.convert(torch.nn.Linear(3, 2)).per_sample()
@@ -172,6 +175,7 @@ def per_sample_grads(model: nn.Module) -> PerSampleGrads:
         >>> enn.per_sample_grads(model).norms().shape
         torch.Size([5])
     """
+    _refuse_other_parameters(model)
     held = {name: getattr(parameter, "grad_sample", None) for name, parameter in model.named_parameters()}
     return PerSampleGrads({name: rows for name, rows in held.items() if rows is not None})
 
@@ -194,7 +198,8 @@ def clip_grad_sample_norms_(
         The norms from before the clipping, `(B,)`, or name -> `(B,)` where `max_norm` is a mapping.
 
     Raises:
-        PerSampleError: If a row holds inf or NaN, or `max_norm` lacks a parameter.
+        PerSampleError: If a row holds inf or NaN, a parameter belongs to no module in per-sample mode, or `max_norm`
+            lacks one.
         ValueError: If `reduction` or `max_norm` has no meaning.
     """
     if reduction not in ("sum", "mean"):
@@ -224,6 +229,19 @@ def clip_grad_sample_norms_(
     if recorder is not None:
         recorder.note_grads()
     return norms
+
+
+def _refuse_other_parameters(model: nn.Module) -> None:
+    recording = [each for each in model.modules() if isinstance(each, PerSampleModule) and each._recorder is not None]
+    known = {id(parameter) for module in recording for parameter in module.parameters() if isinstance(module, Expanded)}
+    others = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in known]
+    if others:
+        raise complaint(
+            type(model).__name__,
+            f"the parameters {others[:5]}{'...' if len(others) > 5 else ''} have no rows",
+            "every trainable parameter in a module in per-sample mode",
+            "Switch it on before the forward: convert(model, inplace=True).per_sample(True).",
+        )
 
 
 def _factors(norms: Tensor, max_norm: float) -> Tensor:

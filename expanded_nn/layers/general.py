@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._batch import batch_dim
 from expanded_nn._errors import PerSampleError, complaint
@@ -31,6 +32,7 @@ class General(Expanded):
     the samples where the arguments have them.
     """
 
+    _compared: frozenset[Any] = frozenset()  # ways to read the arguments whose result was compared with the plain one
     _ranks: dict[str, int] | None = None  # of each own parameter, those in lists included, when it was converted
 
     def note_ranks(self) -> None:
@@ -78,17 +80,44 @@ class General(Expanded):
             args, kwargs = tree_unflatten(alone, structure)
             with swapped(places, weights), _quiet_fallbacks(), _Watch(self):
                 result = self._plain_forward(*args, **kwargs)
-            outputs, returned[:] = tree_flatten(result)[0], [result]
+            outputs, returned[:] = _flatten(result)[0], [result]
             return [self._without_batch(each) for each in outputs if isinstance(each, Tensor)]
 
         with self._children_lifted(originals):
             outputs = iter(self._mapped(one_sample, dims)(expanded, leaves))
-        result_leaves, result_structure = tree_flatten(returned[0])
+        result_leaves, result_structure = _flatten(returned[0])
         self._refuse_mutation(leaves)
-        return tree_unflatten(
-            [self._with_batch(next(outputs)) if isinstance(each, Tensor) else each for each in result_leaves],
-            result_structure,
-        )
+        results = [self._with_batch(next(outputs)) if isinstance(each, Tensor) else each for each in result_leaves]
+        if not guests:
+            self._compare_once(results, tuple(dims), args, kwargs)
+        return tree_unflatten(results, result_structure)
+
+    def _compare_once(self, results: list[Any], dims: tuple[int | None, ...], args: Any, kwargs: Any) -> None:
+        """Runs the plain forward, once for each way to read the arguments: it has to say the same.
+
+        It does not where the forward mixes samples, or where an argument that all samples share has B rows by chance.
+        """
+        key = (self.training, dims)
+        if key in self._compared:
+            return
+        buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
+        states = _random_states()
+        with torch.no_grad():
+            expected, _ = _flatten(self._plain_forward(*args, **kwargs))
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        if not all(map(torch.equal, states, _random_states())):
+            return  # its random numbers differ
+        for result, plain in zip(results, expected, strict=True):
+            if isinstance(plain, Tensor) and not _agree(result, plain):
+                raise complaint(
+                    self.name,
+                    "on the whole batch its forward gives another result than sample by sample",
+                    "samples that do not depend on each other, and arguments whose rows are the samples",
+                    "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module; "
+                    "give a tensor that all samples share to the module as a buffer.",
+                )
+        self._compared = self._compared | {key}
 
     @contextmanager
     def _children_lifted(self, originals: dict[Place, Any]) -> Iterator[None]:
@@ -210,6 +239,28 @@ class General(Expanded):
             ],
             structure,
         )
+
+
+def _flatten(result: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves of a result, dataclasses taken apart as well."""
+    leaves, structure = tree_flatten(result)
+    unknown = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf)}
+    for each in unknown:
+        register_dataclass(each)
+    return tree_flatten(result) if unknown else (leaves, structure)
+
+
+def _random_states() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return states + torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else states
+
+
+def _agree(result: Tensor, plain: Tensor) -> bool:
+    if result.shape != plain.shape or not plain.is_floating_point():
+        return result.shape == plain.shape
+    tolerance = 100 * torch.finfo(plain.dtype).eps ** 0.5
+    scale = plain.abs().max() if plain.numel() else torch.ones(())
+    return bool(((result - plain).abs() <= tolerance * scale).logical_or(plain.isfinite().logical_not()).all())
 
 
 @contextmanager
