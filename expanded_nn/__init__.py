@@ -4,6 +4,7 @@ from expanded_nn import functional as functional
 from expanded_nn._errors import ConversionError as ConversionError, PerSampleError as PerSampleError
 from expanded_nn._module import Expanded as Expanded
 from expanded_nn._registry import expands as expands
+from expanded_nn.check import Report as Report, check as check
 from expanded_nn.convert import convert as convert, per_sample as per_sample, revert as revert
 from expanded_nn.factored import FactoredTensor as FactoredTensor
 from expanded_nn.grads import (
@@ -29,6 +30,7 @@ from expanded_nn.layers.conv import (
     ConvTranspose3d as ConvTranspose3d,
 )
 from expanded_nn.layers.embedding import Embedding as Embedding, EmbeddingBag as EmbeddingBag
+from expanded_nn.layers.general import alone as alone
 from expanded_nn.layers.linear import Bilinear as Bilinear, Linear as Linear
 from expanded_nn.layers.norm import (
     BatchNorm1d as BatchNorm1d,
@@ -55,6 +57,9 @@ __all__ = [
     "convert",
     "revert",
     "per_sample",
+    # trust
+    "check",
+    "Report",
     # layers
     "BatchNorm1d",
     "BatchNorm2d",
@@ -90,6 +95,7 @@ __all__ = [
     "TransformerEncoderLayer",
     # for layers of your own
     "Expanded",
+    "alone",
     "expands",
     "functional",
     # the rows

@@ -7,6 +7,7 @@ once in it, and receives the `(B, *shape)` gradients, the rows, when a backward 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from expanded_nn._batch import tensors
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._storage import Recycled
 from expanded_nn._terms import SparseOneHot, in_own_dtype, refuse_batched
-from expanded_nn.factored import Cell, FactoredTensor, materialized, times
+from expanded_nn.factored import Cell, FactoredTensor, materialized, running_backward, times
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,6 @@ class Leaf:
         self.memory = Recycled()
 
 
-def running_backward() -> int:
-    """The number of the backward that this code runs in, -1 outside of any."""
-    return torch._C._current_graph_task_id()
-
-
 class Recorder:
     """Keeps the passes of one model, expands its parameters and holds their rows.
 
@@ -96,6 +92,7 @@ class Recorder:
         self.settings = settings
         self.depth = 0
         self.samples: list[Tensor] = []
+        self.broadcast: list[nn.Module] = []  # embeddings whose index has had no batch dimension in this forward
         self.originals: dict[tuple[nn.Module, str], Tensor] | None = None
         self.root: weakref.ref[nn.Module] | None = None
         self.current: Pass | None = None
@@ -132,9 +129,20 @@ class Recorder:
             self.samples = [
                 each for each in tensors(inputs) if isinstance(each, Tensor) and now.batch in each.shape[:2]
             ]
+            self.broadcast.clear()
         self.depth += 1
         try:
             yield
+        except (RuntimeError, IndexError, ValueError) as error:
+            if self.depth > 1 or not self.broadcast or isinstance(error, PerSampleError):
+                raise
+            raise complaint(
+                self.name_of(self.broadcast[0]),
+                f"its index without a batch dimension gave one row a sample, and later the forward failed ({error})",
+                "code that goes on with (B, *index.shape, dim)",
+                "Let what follows the embedding broadcast over the samples, or send the module around it through the "
+                "general rule: alone(ItsClass) before convert.",
+            ) from error
         finally:
             self.depth -= 1
             if self.depth == 0:
@@ -397,23 +405,34 @@ class _ExpandComputed(torch.autograd.Function):
 
 def _leaves_of(weight: Tensor) -> list[Tensor]:
     """The leaf tensors that `weight` was computed from."""
-    leaves: dict[Tensor, None] = {}
+    nodes = list(_graph_of(weight))
+    if any(map(_is_expansion, nodes)):
+        raise PerSampleError(
+            "A weight was computed from the output of a model in per-sample mode, so its samples are mixed. "
+            "Compute it with per_sample(False), or give each sample its own weight, (B, *shape)."
+        )
+    return list(dict.fromkeys(node.variable for node in nodes if hasattr(node, "variable")))
+
+
+def comes_from_rows(x: Tensor) -> bool:
+    """Whether `x` was computed from a layer's output in per-sample mode, which has B rows."""
+    return any(map(_is_expansion, _graph_of(x)))
+
+
+def _is_expansion(node: Any) -> bool:
+    return isinstance(node, _Expand._backward_cls | _ExpandComputed._backward_cls)
+
+
+def _graph_of(tensor: Tensor) -> Iterator[Any]:
+    """The nodes of the graph that `tensor` ends, nearest first."""
     seen: set[Any] = set()
-    nodes: list[Any] = [weight.grad_fn]
+    nodes = deque([tensor.grad_fn])
     while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, _Expand._backward_cls):
-            raise PerSampleError(
-                "A weight was computed from the output of a model in per-sample mode, so its samples are mixed. "
-                "Compute it with per_sample(False), or give each sample its own weight, (B, *shape)."
-            )
-        if hasattr(node, "variable"):
-            leaves[node.variable] = None
-        nodes.extend(parent for parent, _ in node.next_functions)
-    return list(leaves)
+        node = nodes.popleft()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes.extend(parent for parent, _ in node.next_functions)
 
 
 def _kept_and_total(rows: Tensor, scale: float, settings: Settings, memory: Recycled) -> tuple[Tensor, Tensor | None]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from expanded_nn._batch import batch_dim, batch_of
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._expand import Recorder, Settings
+from expanded_nn._expand import Recorder, Settings, comes_from_rows
 from expanded_nn._lift import lifted
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -218,13 +218,13 @@ class Expanded(PerSampleModule):
         if rows == 1:
             if self.is_slice(x):
                 raise self.slice_error(x, argument)
-            if dim == 0 and x.requires_grad and x.dim() > 1 and x.shape[1] == batch:
+            if comes_from_rows(x):
                 raise complaint(
                     self.name,
-                    f"{argument} of shape {tuple(x.shape)} may be {batch} samples with a dimension before them",
-                    "the samples first",
-                    "A layer's output has one row a sample even where its input is shared, so leave out the "
-                    "unsqueeze(0) after it, or put it before.",
+                    f"{argument} of shape {tuple(x.shape)} has one row, but was computed from {batch} rows",
+                    "one row a sample",
+                    "A layer's output has one row a sample even where its input is shared: leave out an unsqueeze(0) "
+                    "after a position embedding, or put it before; do not mix or pick samples.",
                 )
             return x.expand(*x.shape[:dim], batch, *x.shape[dim + 1 :])
         fold = f"folded batch of {batch} x {rows // batch}" if batch and rows % batch == 0 else "other rows"
@@ -232,8 +232,9 @@ class Expanded(PerSampleModule):
             self.name,
             f"{argument} has shape {tuple(x.shape)}, {rows} rows in dimension {dim} ({fold})",
             f"{batch} rows, one a sample, or 1 that all share",
-            "Keep the batch in a dimension of its own (unflatten it), or say per_sample(batch_size=..., "
-            "batch_first=...) if the samples stand elsewhere.",
+            "Keep the batch in a dimension of its own (unflatten it), send the module that folds it through the "
+            "general rule (alone(ItsClass) before convert), or say per_sample(batch_size=..., batch_first=...) if the samples "
+            "stand elsewhere.",
         )
 
     def is_slice(self, x: Tensor) -> bool:

@@ -247,6 +247,13 @@ class Outer(Term):
             return other.gram(self).t()
         return super().gram(other)
 
+    def transposed(self) -> Outer:
+        """Rows `(B, in, out)`."""
+        g, a = self.factors
+        term = Outer((a, g), self.row_shape[::-1], self.dtype, self.coefficient)
+        term.guards = self.guards
+        return term
+
     def _positions_are_few(self, other: Outer) -> bool:
         """Whether that costs less than products of dense rows, which are made once for all pairs."""
         t, s = self.factors[0].shape[1], other.factors[0].shape[1]

@@ -23,6 +23,11 @@ MANY_POSITIONS = 16  # memory traffic of one dense row costs about as much as th
 Block = tuple[int, tuple[Term, ...]]  # so many rows, and the terms that add up to them
 
 
+def running_backward() -> int:
+    """The number of the backward that this code runs in, -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
 class Cell:
     """What a factored tensor and its aliases (detached, reshaped) share: blocks of rows, or the dense rows."""
 
@@ -577,6 +582,23 @@ def _index_selected(rows: FactoredTensor, dim: int, index: Tensor) -> Any:
     return _chosen(rows, lambda factor: factor[index], alias=False)
 
 
+def _transposed(rows: FactoredTensor, one: int = -2, other: int = -1) -> Any:
+    """Each row transposed, where autograd asks: there nobody sees that it is no alias."""
+    if {one % rows.dim(), other % rows.dim()} != {1, 2} or rows.dim() != 3 or running_backward() < 0:
+        return NotImplemented
+    if rows.is_dense or rows._cell.row_shape != tuple(rows.shape[1:]):
+        return NotImplemented
+    if not all(isinstance(term, Outer) for term in rows.terms()):
+        return NotImplemented
+    blocks = rows._remade(lambda term: cast(Outer, term).transposed())
+    cell = Cell(blocks, tuple(rows.shape[:0:-1]), rows.dtype, rows.device)
+    return FactoredTensor(cell, (rows.shape[0], rows.shape[2], rows.shape[1]))
+
+
+def _permuted(rows: FactoredTensor, dims: Sequence[int]) -> Any:
+    return _transposed(rows, 1, 2) if [dim % rows.dim() for dim in dims] == [0, 2, 1] else NotImplemented
+
+
 def _times_vector(rows: Any, vector: Any) -> Any:
     if not isinstance(rows, FactoredTensor) or isinstance(vector, FactoredTensor) or vector.dtype != rows.dtype:
         return NotImplemented
@@ -634,6 +656,8 @@ TABLE: dict[Any, Callable[..., Any]] = {
     torch.einsum: _einsum,
     aten.view.default: _viewed,
     aten._unsafe_view.default: _viewed,
+    aten.transpose.int: _transposed,
+    aten.permute.default: _permuted,
     aten.detach.default: _aliased,
     aten.alias.default: _aliased,
     aten.clone.default: _cloned,

@@ -273,12 +273,18 @@ ARCHITECTURES = {
         bos_token_id=1,
         eos_token_id=2,
     ),
-    "clip": Architecture(
-        "CLIPModel",
-        clip_config,
-        text_and_image,
-        lambda result: result.text_embeds * result.image_embeds,
-        frozenset({"CLIPModel", "CLIPVisionEmbeddings"}),
+    "clip-text": Architecture(
+        "CLIPTextModelWithProjection",
+        lambda: hf.CLIPTextConfig(**SMALL, projection_dim=4),
+        text,
+        lambda result: result.text_embeds,
+    ),
+    "clip-vision": Architecture(
+        "CLIPVisionModelWithProjection",
+        lambda: hf.CLIPVisionConfig(**VISION, projection_dim=4),
+        image,
+        lambda result: result.image_embeds,
+        frozenset({"CLIPVisionEmbeddings"}),
     ),
 }
 
@@ -295,7 +301,7 @@ OPT = of(
     word_embed_proj_dim=4,
     pad_token_id=1,
 )
-CLIP_CONTRASTIVE = Architecture("CLIPModel", clip_config, text_and_image, lambda result: result.logits_per_text)
+CLIP = Architecture("CLIPModel", clip_config, text_and_image, lambda result: result.text_embeds * result.image_embeds)
 
 
 def experts(model: str, config: str, implementation: str, **arguments: Any) -> Architecture:
@@ -331,35 +337,18 @@ REFUSED = {
         Architecture("MambaForCausalLM", ARCHITECTURES["mamba"].config, text),
         r"layers\.0\.mixer \(MambaMixer\)",
     ),
+    "t5": (ARCHITECTURES["t5"], r"relative_attention_bias \(Embedding\).*index without a batch dimension"),
+    "t5-gated": (ARCHITECTURES["t5-gated"], r"relative_attention_bias \(Embedding\).*index without a batch dimension"),
+    "clip-contrastive": (CLIP, r"CLIPModel.*on the whole batch its forward gives another result"),
 }
 
-T5_BIAS = pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="relative_attention_bias is looked up without a batch dimension, and T5 permutes it as 3-D",
-)
-CLIP_ROOT = pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="the root holds logit_scale, so that all runs in one vmap, where a hook calls requires_grad_()",
-)
-WHISPER_POSITIONS = pytest.mark.xfail(
-    strict=True,
-    raises=enn.PerSampleError,
-    reason="a false alarm: the position embedding is called with (B, B) ids, and may mean a matrix that all share",
-)
-NOT_YET = {"t5": T5_BIAS, "t5-gated": T5_BIAS}
-NO_CHECKPOINTS_YET = {**NOT_YET, "clip": CLIP_ROOT}
+RELATIVE = ("t5", "t5-gated")  # refused as they are, right with T5Attention taken as a whole
 WITHOUT_ATTENTION = {"convnext", "resnet", "mamba"}
 WITHOUT_CHECKPOINTS = {"convnext", "resnet"}
 
 
-def table(but: set[str] = frozenset(), marks: dict[str, Any] = NOT_YET) -> list[Any]:  # type: ignore[assignment]
-    return [
-        pytest.param(each, id=name, marks=marks.get(name, ()))
-        for name, each in ARCHITECTURES.items()
-        if name not in but
-    ]
+def table(but: set[str] = frozenset()) -> list[Any]:  # type: ignore[assignment]
+    return [pytest.param(each, id=name) for name, each in ARCHITECTURES.items() if name not in {*but, *RELATIVE}]
 
 
 def assert_rows_are_right(
@@ -400,7 +389,7 @@ def test_rows_equal_the_loop(architecture: Architecture) -> None:
     assert isinstance(converted, type(model))
 
 
-@pytest.mark.parametrize("architecture", table(marks={**NOT_YET, "whisper": WHISPER_POSITIONS}))
+@pytest.mark.parametrize("architecture", table())
 def test_rows_equal_the_loop_with_as_many_samples_as_positions(architecture: Architecture) -> None:
     assert_rows_are_right(architecture, architecture.build(), architecture.call(4, 4), 4)
 
@@ -412,14 +401,21 @@ def test_eager_attention(architecture: Architecture) -> None:
     assert_rows_are_right(architecture, model, architecture.call(), 3)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("architecture", table(WITHOUT_CHECKPOINTS, NO_CHECKPOINTS_YET))
-def test_gradient_checkpointing(architecture: Architecture, use_reentrant: bool) -> None:
+@pytest.mark.parametrize("architecture", table(WITHOUT_CHECKPOINTS))
+def test_reentrant_checkpointing(architecture: Architecture) -> None:
+    assert_right_with_checkpoints(architecture, use_reentrant=True)
+
+
+@pytest.mark.parametrize("architecture", table(WITHOUT_CHECKPOINTS))
+def test_checkpointing(architecture: Architecture) -> None:
+    assert_right_with_checkpoints(architecture, use_reentrant=False)
+
+
+def assert_right_with_checkpoints(architecture: Architecture, *, use_reentrant: bool) -> None:
     def prepare(converted: nn.Module) -> None:
         converted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
 
-    model = architecture.build().train()
-    assert_rows_are_right(architecture, model, architecture.call(), 3, prepare)
+    assert_rows_are_right(architecture, architecture.build().train(), architecture.call(), 3, prepare)
 
 
 @pytest.mark.parametrize("architecture", table({"resnet"}))
@@ -458,36 +454,40 @@ def test_refused_by_name(architecture: Architecture, words: str) -> None:
         architecture.call().on(model)
 
 
-T5_MASK = pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="fused attention refuses, under vmap, a mask that needs gradient"
-)
+T5_WITHOUT_CACHE = replace(ARCHITECTURES["t5"], inputs=without_cache(two_texts))
 
 
 class TestAlone:
-    """A module in which the samples are folded together, or share an index, goes through the general rule as a whole."""
+    """A module in which the samples are folded together, or share an index, takes the general rule as a whole."""
 
     CASES = (
-        pytest.param(OPT, "opt.modeling_opt.OPTDecoderLayer", id="opt"),
+        pytest.param(replace(OPT, inputs=without_cache(padded_text)), "opt.modeling_opt.OPTDecoderLayer", id="opt"),
         pytest.param(mixtral("batched_mm"), "mixtral.modeling_mixtral.MixtralSparseMoeBlock", id="mixtral"),
         pytest.param(qwen2_moe("batched_mm"), "qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock", id="qwen2-moe"),
         pytest.param(
-            replace(ARCHITECTURES["t5"], settings={"set_attn_implementation": "eager"}),
+            replace(T5_WITHOUT_CACHE, settings={"set_attn_implementation": "eager"}),
             "t5.modeling_t5.T5Attention",
             id="t5-eager",
         ),
-        pytest.param(ARCHITECTURES["t5"], "t5.modeling_t5.T5Attention", id="t5-sdpa", marks=T5_MASK),
+        pytest.param(T5_WITHOUT_CACHE, "t5.modeling_t5.T5Attention", id="t5-sdpa"),
     )
 
     def register(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         module, _, name = path.rpartition(".")
         folding = getattr(import_module(f"transformers.models.{module}"), name)
-        twin = type(name, (General, folding), {"watches": True})
-        monkeypatch.setitem(EXPANDED, folding, twin)
+        monkeypatch.setitem(EXPANDED, folding, None)  # to be taken away again
+        enn.alone(folding)
 
     @pytest.mark.parametrize(("architecture", "path"), CASES)
     def test_rows_equal_the_loop(self, architecture: Architecture, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.register(path, monkeypatch)
         assert_rows_are_right(architecture, architecture.build(), architecture.call(), 3)
+
+    def test_a_cache_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.register("opt.modeling_opt.OPTDecoderLayer", monkeypatch)
+        model = enn.convert(OPT.build()).per_sample()
+        with pytest.raises(enn.PerSampleError, match=r"layers\.0 \(OPTDecoderLayer\).*its forward keeps tensors"):
+            OPT.call().on(model)
 
     @pytest.mark.parametrize("architecture", [pytest.param(mixtral("eager"), id="mixtral")])
     def test_a_loop_over_the_experts_is_refused(
@@ -499,20 +499,11 @@ class TestAlone:
             architecture.call().on(model)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="SILENT: the root holds logit_scale, so each sample is compared with itself alone: another forward",
-)
-def test_a_contrastive_loss_is_no_sum_over_samples() -> None:
-    model = CLIP_CONTRASTIVE.build()
-    converted = enn.convert(model).per_sample()
-    call = CLIP_CONTRASTIVE.call()
-    try:
-        output = CLIP_CONTRASTIVE.output(call.on(converted))
-    except enn.PerSampleError as error:
-        assert "CLIPModel" in str(error)  # noqa: PT017
-    else:
-        assert_close(output, CLIP_CONTRASTIVE.output(call.on(model)))
+def test_clip_embeddings_with_a_frozen_temperature() -> None:
+    """The rows of a loss that mixes no samples; only the temperature's would be of all pairs."""
+    model = CLIP.build()
+    model.logit_scale.requires_grad_(False)
+    assert_rows_are_right(CLIP, model, CLIP.call(), 3)
 
 
 class TestLora:

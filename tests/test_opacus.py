@@ -12,10 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import expanded_nn as enn
 from oracle import relative_error
+from processes import gathered, run_scenarios, torchrun
 
 pytest.importorskip("opacus", reason="Opacus comes with the extra `examples`: pip install expanded_nn[examples]")
 
@@ -24,7 +27,13 @@ from opacus.accountants import RDPAccountant
 from opacus.data_loader import DPDataLoader
 from opacus.grad_sample import GradSampleModuleNoOp
 from opacus.layers import DPGRU, DPLSTM, DPMultiheadAttention
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.optimizers import (
+    DistributedDPOptimizer,
+    DistributedDPOptimizerFastGradientClipping,
+    DPOptimizer,
+    DPOptimizerFastGradientClipping,
+    FSDPOptimizerFastGradientClipping,
+)
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.validators import ModuleValidator
 
@@ -369,3 +378,132 @@ def test_fast_clipping_holds_no_rows(case: tuple[nn.Module, TensorDataset], phys
     (exact, history), (fast, fast_history) = trained
     assert history == fast_history
     assert_same_weights(fast, exact, 1e-5)  # Opacus adds 1e-6 to the norms
+
+
+BATCHES = (8, 5, 0)  # how many samples a rank sees in each step; the second rank one less
+
+
+def alone(model: nn.Module, world: int) -> nn.Module:
+    """Trained by Opacus in this process, on what all ranks see together."""
+    model = enn.convert(model).per_sample()
+    optimizer = dp_optimizer(model, expected_batch_size=8 * world)
+    for step in range(len(BATCHES)):
+        parts = [share(rank, step) for rank in range(world)]
+        optimizer.zero_grad()
+        backward(model, *(torch.cat(part) for part in zip(*parts, strict=True)))
+        optimizer.step()
+    return model
+
+
+def share(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """What a rank sees in a step."""
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    rows = max(0, BATCHES[step] - (rank == 1))
+    return torch.randn(rows, 6, generator=generator), torch.randint(CLASSES, (rows,), generator=generator)
+
+
+def opacus_on_ddp(rank: int, world: int) -> None:
+    plain = mlp()
+    model = DistributedDataParallel(enn.convert(plain).per_sample())
+    optimizer = dp_optimizer(model, DistributedDPOptimizer, expected_batch_size=8)
+    for step in range(len(BATCHES)):
+        optimizer.zero_grad()
+        backward(model, *share(rank, step))
+        optimizer.step()
+    assert_same_weights(model.module, alone(plain, world))
+
+
+def opacus_engine_on_ddp(rank: int, world: int) -> None:
+    model = DistributedDataParallel(enn.convert(mlp()).per_sample())
+    data = dataset(torch.randn(100 * world, 6))  # many: Opacus' distributed sampler skips empty batches, one rank waits
+    torch.manual_seed(rank)  # each rank draws its own samples, and the first one all of the noise
+    wrapped, optimizer, batches = PrivacyEngine(accountant="rdp").make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        data_loader=DataLoader(data, batch_size=50 * world),
+        noise_multiplier=1.0, max_grad_norm=LIMIT, grad_sample_mode="no_op",
+    )  # fmt: skip
+    assert isinstance(optimizer, DistributedDPOptimizer)
+    for x, y in batches:
+        optimizer.zero_grad()
+        backward(wrapped, x, y)
+        optimizer.step()
+    for parameter in model.parameters():
+        assert all(torch.equal(parameter, other) for other in gathered(parameter.detach()))
+
+
+def opacus_fast_clipping_on_ddp(rank: int, world: int) -> None:
+    plain = mlp()
+    model = DistributedDataParallel(enn.convert(plain).per_sample(accumulate_grad=False))
+    optimizer = dp_optimizer(model, DistributedDPOptimizerFastGradientClipping, expected_batch_size=8)
+    for step in range(len(BATCHES)):
+        optimizer.zero_grad()
+        with model.no_sync():  # Opacus' optimizer adds up the ranks
+            backward(model, *share(rank, step))
+        enn.clip_grad_sample_norms_(model, LIMIT)
+        optimizer.step()
+    assert_same_weights(model.module, alone(plain, world), 1e-5)  # Opacus adds 1e-6 to the norms
+
+
+def even_mlp(width: int) -> nn.Module:
+    """Parts of equal size for each rank: Opacus' optimizer cannot step on others."""
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 8))
+
+
+def sharded(plain: nn.Module) -> nn.Module:
+    model = enn.convert(plain)
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    return fully_shard(model).per_sample(accumulate_grad=False)
+
+
+def opacus_fast_clipping_on_fsdp(rank: int, world: int) -> None:
+    """The clipped sum over all ranks: to Opacus, which would divide the noise else, a loss that is summed."""
+    plain = even_mlp(40)
+    model = sharded(plain)
+    optimizer = FSDPOptimizerFastGradientClipping(
+        torch.optim.SGD(model.parameters(), lr=1.0 / (8 * world)), noise_multiplier=0.0, max_grad_norm=LIMIT,
+        expected_batch_size=None, loss_reduction="sum",
+    )  # fmt: skip
+    for step in range(len(BATCHES)):
+        optimizer.zero_grad()
+        backward(model, *share(rank, step))
+        enn.clip_grad_sample_norms_(model, LIMIT)
+        optimizer.step()
+    expected = dict(alone(plain, world).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert relative_error(parameter.full_tensor(), expected[name]) <= 1e-5, name
+
+
+def opacus_noise_on_fsdp(rank: int, world: int) -> None:
+    """The noise on the sum has the standard deviation that the accountant is told, whatever the number of ranks."""
+    model = sharded(even_mlp(500))
+    optimizer = FSDPOptimizerFastGradientClipping(
+        torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=3.0, max_grad_norm=LIMIT,
+        expected_batch_size=None, loss_reduction="sum",
+    )  # fmt: skip
+    before = torch.cat([parameter.detach().full_tensor().flatten() for parameter in model.parameters()])
+    backward(model, torch.randn(0, 6), torch.randint(CLASSES, (0,)))
+    enn.clip_grad_sample_norms_(model, LIMIT)
+    optimizer.step()
+    after = torch.cat([parameter.detach().full_tensor().flatten() for parameter in model.parameters()])
+    assert abs(float((after - before).std()) / (3.0 * LIMIT) - 1) < 0.05
+
+
+SCENARIOS = [
+    opacus_on_ddp,
+    opacus_engine_on_ddp,
+    opacus_fast_clipping_on_ddp,
+    opacus_fast_clipping_on_fsdp,
+    opacus_noise_on_fsdp,
+]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_in_real_processes(processes: int) -> None:
+    output = torchrun(__file__, processes)
+    for scenario in SCENARIOS:
+        assert output.count(f"passed {scenario.__name__}") == processes
+
+
+if __name__ == "__main__":
+    run_scenarios(SCENARIOS)

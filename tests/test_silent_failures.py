@@ -355,3 +355,183 @@ def test_dropout_draws_once_a_sample_in_a_general_module() -> None:
     assert not torch.equal(out[0], out[1])
     out.sum().backward()
     assert_close(model.weight.grad_sample, out.detach())
+
+
+class Positions(nn.Module):
+    """Learned positions, with an extra dimension put before or after the look-up."""
+
+    def __init__(self, look_up: Callable[[nn.Embedding, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(10, 4), nn.Embedding(6, 4), nn.Linear(4, 2)
+        self.look_up = look_up
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.words(words) + self.look_up(self.places, torch.arange(words.shape[1])))
+
+
+def test_positions_unsqueezed_after_the_look_up() -> None:
+    model = enn.convert(Positions(lambda places, index: places(index)[None])).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"head \(Linear\).*one row, but was computed from 3 rows.*unsqueeze"):
+        model(torch.randint(10, (3, 5)))
+
+
+def test_positions_unsqueezed_before_the_look_up() -> None:
+    module = Positions(lambda places, index: places(index[None]))
+    words = torch.randint(10, (3, 5))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    assert torch.equal(model(words), module(words))
+
+
+def test_mean_over_the_batch_taken_as_one_row() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return h[:, :2] + self.second(h.mean(0, keepdim=True))
+
+    with pytest.raises(enn.PerSampleError, match=r"second \(Linear\).*computed from 3 rows.*do not mix"):
+        enn.convert(Mixed()).per_sample()(torch.randn(3, 4))
+
+
+class Weighted(nn.Module):
+    """A parameter of its own, and an argument that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return x * self.scale * weights
+
+
+class Holder(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("weights", torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, self.weights)
+
+
+def test_shared_argument_with_as_many_rows_as_samples_in_the_general_rule() -> None:
+    module = Holder(Weighted())
+    model = enn.convert(module).per_sample()
+    x = torch.randn(5, 4)
+    assert torch.equal(model(x), module(x))
+    with pytest.raises(enn.PerSampleError, match=r"inner \(Weighted\).*another result than sample by sample"):
+        model(torch.randn(4, 4))
+
+
+def test_samples_mixed_inside_the_general_rule() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x - x.mean(0)) * self.scale
+
+    with pytest.raises(enn.PerSampleError, match=r"Centred: on the whole batch.*another result"):
+        enn.convert(Centred()).per_sample()(torch.randn(3, 4))
+
+
+def test_general_rule_leaves_the_random_state_and_buffers_alone() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * self.scale
+
+    model = enn.convert(Noisy()).per_sample()
+    state = torch.get_rng_state()
+    model(torch.randn(0, 4)), model(torch.ones(3, 4))
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.calls == 2
+
+
+def test_clipping_a_model_that_is_not_in_per_sample_mode() -> None:
+    model = nn.Linear(3, 2)
+    model(torch.randn(4, 3)).sum().backward()
+    with pytest.raises(enn.PerSampleError, match=r"\['weight', 'bias'\] have no rows.*per_sample\(True\)"):
+        enn.clip_grad_sample_norms_(model, 1.0)
+
+
+def test_clipping_a_model_of_which_a_part_is_plain() -> None:
+    model = nn.Sequential(enn.Linear(4, 4).per_sample(), nn.Linear(4, 2))
+    model(torch.randn(3, 4)).sum().backward()
+    with pytest.raises(enn.PerSampleError, match=r"\['1.weight', '1.bias'\] have no rows"):
+        enn.clip_grad_sample_norms_(model, 1.0)
+
+
+def test_rows_of_an_older_step_after_switching_off() -> None:
+    model = enn.Linear(3, 2).per_sample()
+    model(torch.randn(4, 3)).sum().backward()
+    model.per_sample(False)
+    assert model.weight.grad_sample is None
+
+
+def test_layer_replaced_after_conversion() -> None:
+    model = enn.convert(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))).per_sample()
+    model[1] = nn.Linear(4, 3)
+    with pytest.raises(enn.PerSampleError, match=r"1\.bias: the parameter belongs to a plain Linear.*convert"):
+        model(torch.randn(3, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        pytest.param(lambda model, x: torch.func.jacrev(model)(x), id="jacrev"),
+        pytest.param(lambda model, x: torch.func.jvp(model, (x,), (x,)), id="jvp"),
+        pytest.param(lambda model, x: torch.func.vmap(model)(x), id="vmap"),
+    ],
+)
+def test_transform_of_a_model_in_per_sample_mode(transform: Callable[[nn.Module, Tensor], object]) -> None:
+    model = enn.convert(nn.Linear(4, 2)).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"torch\.func.*per_sample\(False\)"):
+        transform(model, torch.randn(3, 4))
+
+
+def test_transform_of_a_model_switched_off() -> None:
+    module = nn.Linear(4, 2)
+    model = enn.convert(module).per_sample().per_sample(False)
+    x = torch.randn(3, 4)
+    assert torch.equal(torch.func.jacrev(model)(x), torch.func.jacrev(module)(x))
+
+
+def test_module_shared_by_two_models() -> None:
+    both = nn.Linear(4, 4)
+    one, other = nn.Sequential(both, nn.Linear(4, 2)), nn.Sequential(both, nn.Linear(4, 3))
+    for model in (one, other):
+        enn.convert(model, inplace=True).per_sample(loss_reduction="sum")
+    x = torch.randn(3, 4)
+    one(x).square().sum().backward()
+    loop = enn.revert(one)
+    expected = [torch.autograd.grad(loop(each).square().sum(), loop[0].weight)[0] for each in x]
+    assert torch.allclose(both.weight.grad_sample, torch.stack(expected))
+
+
+def test_folded_batch_taken_as_a_whole() -> None:
+    class Folding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]).tanh()
+
+    class Model(nn.Sequential):
+        pass
+
+    x = torch.randn(3, 5, 4)
+    with pytest.raises(enn.PerSampleError, match=r"folded batch of 3 x 5.*alone\(ItsClass\)"):
+        enn.convert(Model(Folding())).per_sample()(x)
+    enn.alone(Folding)
+    right(Model(Folding()), Call((x,)))

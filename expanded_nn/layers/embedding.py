@@ -235,6 +235,8 @@ class Embedding(Expanded, nn.Embedding):
             return index.transpose(0, dim).expand(batch, *[-1] * (index.dim() - 1)), dim
         if batch > 1:
             self._refuse_other_batch(index, dim)
+        if self._recorder is not None:
+            self._recorder.broadcast.append(self)
         return index.expand(batch, *index.shape), 0 if batch_first else 1
 
     def _refuse_other_batch(self, index: Tensor, dim: int) -> None:

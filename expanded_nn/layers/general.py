@@ -7,11 +7,14 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import new_class
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree_leaves, tree_unflatten
 
@@ -19,6 +22,7 @@ from expanded_nn._batch import batch_dim
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._lift import Place, swapped
 from expanded_nn._module import Expanded
+from expanded_nn._registry import EXPANDED
 
 PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)  # their parameters belong to the module that holds them
 
@@ -50,13 +54,23 @@ class General(Expanded):
 
     def _guests(self) -> Iterator[Tensor]:
         """The parameters that have come with a batch dimension of their own."""
+        return (parameter for parameter, rank in self._ranked() if parameter.dim() == rank + 1)
+
+    def _has_own_rows(self) -> bool:
+        """Whether the module's own parameters ask for gradients, or its class was sent here as a whole."""
+        own = (each.requires_grad or each.dim() > rank for each, rank in self._ranked())
+        return self.watches or parametrize.is_parametrized(self) or any(own)
+
+    def _ranked(self) -> Iterator[tuple[Tensor, int]]:
         for name, rank in (self._ranks or {}).items():
             path, _, leaf = name.rpartition(".")
             parameter = (self.get_submodule(path) if path else self)._parameters.get(leaf)
-            if parameter is not None and parameter.dim() == rank + 1:
-                yield parameter
+            if parameter is not None:
+                yield parameter, rank
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._has_own_rows():
+            return self._plain_forward(*args, **kwargs)  # its children see to theirs
         self._refuse_backward_hooks()
         batch = self.batch_size
         originals = {
@@ -70,7 +84,9 @@ class General(Expanded):
         expanded = [self._expanded_of(module, name, guests) for module, name in places]
         leaves, structure = tree_flatten((args, kwargs))
         dims = [self._sample_dim(leaf, batch) for leaf in leaves]
-        self._refuse_other_rows(leaves, batch)
+        given = [each for each in leaves if isinstance(each, Tensor) and each.dim()]
+        if given and given[0].is_floating_point():
+            self.checked(given[0], 0, dim=self._dim_of(given[0]), argument="the first tensor")
         if batch == 0:
             return self._empty(places, expanded, args, kwargs)
         returned: list[Any] = []
@@ -88,28 +104,30 @@ class General(Expanded):
         result_leaves, result_structure = _flatten(returned[0])
         self._refuse_mutation(leaves)
         results = [self._with_batch(next(outputs)) if isinstance(each, Tensor) else each for each in result_leaves]
-        if not guests:
-            self._compare_once(results, tuple(dims), args, kwargs)
+        if not guests and not self._compared_once(results, tuple(dims), args, kwargs):
+            self._refuse_square(given[1:], batch)
         return tree_unflatten(results, result_structure)
 
-    def _compare_once(self, results: list[Any], dims: tuple[int | None, ...], args: Any, kwargs: Any) -> None:
+    def _compared_once(self, results: list[Any], dims: tuple[int | None, ...], args: Any, kwargs: Any) -> bool:
         """Runs the plain forward, once for each way to read the arguments: it has to say the same.
 
         It does not where the forward mixes samples, or where an argument that all samples share has B rows by chance.
+
+        Returns:
+            Whether the results could be compared: not those that are random, nor those that a user's hooks see.
         """
         key = (self.training, dims)
         if key in self._compared:
-            return
-        buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
+            return True
+        children = [each for each in self.modules() if each is not self]
+        if any(each._forward_hooks or each._forward_pre_hooks for each in children):
+            return False
         states = _random_states()
-        with torch.no_grad():
+        with torch.no_grad(), self._buffers_copied():
             expected, _ = _flatten(self._plain_forward(*args, **kwargs))
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        if not all(map(torch.equal, states, _random_states())):
-            return  # its random numbers differ
+        same_numbers = _restored(states)
         for result, plain in zip(results, expected, strict=True):
-            if isinstance(plain, Tensor) and not _agree(result, plain):
+            if isinstance(plain, Tensor) and not self._agree(result.detach(), plain, same_numbers):
                 raise complaint(
                     self.name,
                     "on the whole batch its forward gives another result than sample by sample",
@@ -117,7 +135,41 @@ class General(Expanded):
                     "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module; "
                     "give a tensor that all samples share to the module as a buffer.",
                 )
-        self._compared = self._compared | {key}
+        if same_numbers:
+            self._compared = self._compared | {key}
+        return same_numbers
+
+    def _agree(self, result: Tensor, plain: Tensor, same_numbers: bool) -> bool:
+        dim = self._dim_of(result) if result.dim() else 0
+        if plain.dim() == result.dim() > 0 and plain.shape[dim] == 1:
+            plain = plain.expand(*plain.shape[:dim], result.shape[dim], *plain.shape[dim + 1 :])
+        if result.shape != plain.shape or not same_numbers or not plain.is_floating_point():
+            return result.shape == plain.shape
+        tolerance = 100 * torch.finfo(plain.dtype).eps ** 0.5
+        scale = plain.abs().max() if plain.numel() else torch.ones(())
+        return bool(((result - plain).abs() <= tolerance * scale).logical_or(plain.isfinite().logical_not()).all())
+
+    def _refuse_square(self, others: list[Tensor], batch: int) -> None:
+        for each in others:
+            if batch > 1 and each.shape == (batch, batch):
+                raise complaint(
+                    self.name,
+                    f"an argument has shape {tuple(each.shape)}, and may be a row a sample or a matrix that all share",
+                    "an argument that can be read in one way only",
+                    "Give the matrix to the module as a buffer, or the batch another size.",
+                )
+
+    @contextmanager
+    def _buffers_copied(self) -> Iterator[None]:
+        """Copies in the buffers' places, for a forward that leaves no traces."""
+        buffers = {module: dict(module._buffers) for module in self.modules()}
+        try:
+            for module, each in buffers.items():
+                module._buffers.update({name: None if one is None else one.clone() for name, one in each.items()})
+            yield
+        finally:
+            for module, each in buffers.items():
+                module._buffers.update(each)
 
     @contextmanager
     def _children_lifted(self, originals: dict[Place, Any]) -> Iterator[None]:
@@ -139,7 +191,7 @@ class General(Expanded):
             try:
                 return mapped(*arguments)
             except RuntimeError as error:
-                if isinstance(error, PerSampleError) or not re.search("vmap|[Bb]atching rule", str(error)):
+                if isinstance(error, PerSampleError) or not re.search("vmap|functorch|[Bb]atching rule", str(error)):
                     raise
                 raise complaint(
                     self.name,
@@ -173,19 +225,6 @@ class General(Expanded):
         first = self._recorder is None or self._recorder.settings.batch_first
         return batch_dim(tensor.dim(), batch_first=getattr(self, "batch_first", first))
 
-    def _refuse_other_rows(self, leaves: list[Any], batch: int) -> None:
-        given = [each for each in leaves if isinstance(each, Tensor) and each.dim()]
-        if given and given[0].is_floating_point():
-            self.checked(given[0], 0, dim=self._dim_of(given[0]), argument="the first tensor")
-        for each in given[1:]:
-            if batch > 1 and each.shape == (batch, batch):
-                raise complaint(
-                    self.name,
-                    f"an argument has shape {tuple(each.shape)}, and may be a row a sample or a matrix that all share",
-                    "an argument that can be read in one way only",
-                    "Give the matrix to the module as a buffer, or the batch another size.",
-                )
-
     def _without_batch(self, output: Tensor) -> Tensor:
         dim = self._dim_of(output) if output.dim() else 0
         if output.dim() == 0 or output.shape[dim] != 1:
@@ -214,16 +253,15 @@ class General(Expanded):
         """A tensor of one sample that the forward left behind in the module or in an argument."""
         kept = [(f"attribute {name!r}", value) for module in self.modules() for name, value in vars(module).items()]
         kept += [("a buffer", module._buffers) for module in self.modules()]
-        kept += [
-            ("an argument", vars(leaf)) for leaf in leaves if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__")
-        ]
+        kept += [("an argument", leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
         for what, value in kept:
-            if any(map(_is_of_one_sample, tree_leaves(value))):
+            if any(map(_is_of_one_sample, _inside(value))):
                 raise complaint(
                     self.name,
                     f"its forward keeps tensors in {what}",
                     "a forward that leaves nothing behind",
-                    "Do without the cache in per-sample mode, or write the per-sample forward with @expands.",
+                    "Do without the cache in per-sample mode (use_cache=False), or write the per-sample forward with "
+                    "@expands.",
                 )
 
     def _empty(self, places: list[Any], expanded: list[Tensor], args: Any, kwargs: Any) -> Any:
@@ -255,12 +293,47 @@ def _random_states() -> list[Tensor]:
     return states + torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else states
 
 
-def _agree(result: Tensor, plain: Tensor) -> bool:
-    if result.shape != plain.shape or not plain.is_floating_point():
-        return result.shape == plain.shape
-    tolerance = 100 * torch.finfo(plain.dtype).eps ** 0.5
-    scale = plain.abs().max() if plain.numel() else torch.ones(())
-    return bool(((result - plain).abs() <= tolerance * scale).logical_or(plain.isfinite().logical_not()).all())
+def alone(module_class: type[nn.Module]) -> type[nn.Module]:
+    """Sends the modules of a class through the general rule as a whole, with all that is in them.
+
+    For a class whose forward folds samples into rows, looks up an index without a batch dimension, or otherwise does
+    what the layers inside cannot take apart: each sample goes through it alone, as a batch of one. It is slower than
+    layers of their own, and needs a forward that `vmap` can follow.
+
+    Args:
+        module_class: The class; also usable as a decorator.
+
+    Returns:
+        The class itself.
+
+    Example:
+        >>> import torch, expanded_nn as enn
+        >>> @enn.alone
+        ... class Folded(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.linear = torch.nn.Linear(3, 2)
+        ...     def forward(self, x):  # (B, T, 3)
+        ...         return self.linear(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        >>> model = enn.convert(Folded()).per_sample()
+        >>> model(torch.randn(5, 4, 3)).square().sum((1, 2)).mean().backward()
+        >>> model.linear.weight.grad_sample.shape
+        torch.Size([5, 2, 3])
+    """
+    namespace = {"watches": True, "plain_class": module_class, "__module__": module_class.__module__}
+    bases = (General, module_class)
+    EXPANDED[module_class] = new_class(module_class.__name__, bases, {}, lambda made: made.update(namespace))
+    return module_class
+
+
+def _restored(states: list[Tensor]) -> bool:
+    """Puts the random states back; whether they had stayed the same."""
+    if all(map(torch.equal, states, _random_states())):
+        return True
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
+    return False
 
 
 @contextmanager
@@ -282,6 +355,11 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.embedding:
             return _embedding(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and any(
+            map(_is_floating_mask, (*args[3:4], kwargs.get("attn_mask")))
+        ):
+            with sdpa_kernel(SDPBackend.MATH):  # the fused kernels refuse a mask that may need gradient
+                return func(*args, **kwargs)
         if _is_in_place(func) and not _is_of_one_sample(args[0]) and any(map(_is_of_one_sample, tree_leaves(args))):
             raise self._shared_change(args[0])
         return func(*args, **kwargs)
@@ -294,6 +372,10 @@ class _Watch(TorchFunctionMode):
             "a forward that changes nothing that samples share",
             "Do without that buffer in per-sample mode, or write the per-sample forward with @expands.",
         )
+
+
+def _is_floating_mask(mask: Any) -> bool:
+    return _is_of_one_sample(mask) and mask.is_floating_point()
 
 
 def _is_in_place(func: Any) -> bool:
@@ -311,6 +393,14 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *a
         return rows
     padding_idx = padding_idx % weight.shape[0]
     return torch.where((input == padding_idx).unsqueeze(-1), rows.detach(), rows)
+
+
+def _inside(value: Any, depth: int = 4) -> Iterator[Any]:
+    """What is inside containers and plain objects, to some depth."""
+    for leaf in tree_leaves(value):
+        yield leaf
+        if depth and hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor | nn.Module | type):
+            yield from _inside(list(vars(leaf).values()), depth - 1)
 
 
 def _is_of_one_sample(value: Any) -> bool:

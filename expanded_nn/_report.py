@@ -1,0 +1,77 @@
+"""What `check` hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from expanded_nn._errors import PerSampleError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason not to trust the rows.
+
+    Attributes:
+        kind: `"conversion"`, `"run"` (it does not), `"layer"` (a layer's own complaint, as of rows that are not
+            samples), `"mixing"` of samples, `"random"`, `"outside"` use of a parameter, or `"rows"` that differ.
+        where: The qualified name of the module, with its class, or of the parameter.
+        text: What was found where, what was wanted, and what to do.
+    """
+
+    kind: str
+    where: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` found.
+
+    Attributes:
+        problems: The reasons not to trust the rows, none if they can be trusted on such inputs.
+        notes: What is no reason for distrust, but worth knowing: parameters never used, what was not compared.
+        errors: Parameter name -> error of its rows, relative to those of the sample-by-sample loop, or to 10
+            tolerances of the whole gradient where they are smaller than that; empty if the loop was not run.
+        samples: B.
+        dtype: The coarsest dtype that the model computed in.
+        tolerance: The relative error that counts as rounding in that dtype.
+    """
+
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+    errors: Mapping[str, float] = field(default_factory=dict)
+    samples: int = 0
+    dtype: torch.dtype = torch.float64
+    tolerance: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether no problem was found."""
+        return not self.problems
+
+    def raise_for_problems(self) -> None:
+        """Raises the report as an error.
+
+        Raises:
+            PerSampleError: If not `ok`.
+        """
+        if self.problems:
+            raise PerSampleError(str(self))
+
+    def __str__(self) -> str:
+        if self.problems:
+            lines = [f"check: {len(self.problems)} reason(s) not to trust the per-sample gradients:"]
+        else:
+            worst = max(self.errors.values(), default=0.0)
+            lines = [
+                f"check: no problem found for {self.samples} samples. The rows of {len(self.errors)} parameter(s) "
+                f"agree with the sample-by-sample loop, to {worst:.1e} (tolerance {self.tolerance:.1e}, {self.dtype})."
+            ]
+        lines += [f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1)]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])

@@ -1,0 +1,209 @@
+"""Running a copy of a model again and again under the same conditions, on the whole batch or on one sample."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence, unpack_sequence
+from torch.overrides import TorchFunctionMode
+
+from expanded_nn._batch import batch_dim, batch_of, tensors
+from expanded_nn._errors import complaint
+from expanded_nn._expand import Settings
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Leaves the random state as it was; gradients are on meanwhile."""
+    # torch.manual_seed would reach a CUDA that is not there yet, and so change its state later
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        random.setstate(state)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
+class Runner:
+    """Runs a module, each time from the same buffers and the same random state, on arguments of its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.modules = list(module.modules())
+        self.buffers = copy.deepcopy([each._buffers for each in self.modules])
+
+    def __call__(self, call: Call, seed: int = 0) -> list[Tensor]:
+        """The floating tensors in the output."""
+        for each, buffers in zip(self.modules, copy.deepcopy(self.buffers), strict=True):
+            each._buffers.update(buffers)
+        args, kwargs = _mapped(call.arguments, _fresh)
+        _seed(seed)
+        return _floats(self.module(*args, **kwargs))
+
+
+_OWN_LAYOUT = (
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a forward: of the batch, or of one sample.
+
+    Attributes:
+        arguments: By position, and by keyword.
+        batch: B.
+        batch_first: Whether the samples stand first.
+    """
+
+    arguments: tuple[Any, Any]
+    batch: int
+    batch_first: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, settings: Settings, arguments: tuple[Any, Any]) -> Call:
+        """The call of `model`, a plain one, with what `per_sample` was told.
+
+        Raises:
+            PerSampleError: If there are fewer than 2 samples.
+        """
+        own = [each.batch_first for each in model.modules() if isinstance(each, nn.RNNBase | nn.MultiheadAttention)]
+        batch_first = bool(own[0]) if own and isinstance(model, _OWN_LAYOUT) else settings.batch_first
+        batch = settings.batch_size or batch_of(arguments, batch_first=batch_first) or 0
+        if batch < 2:
+            raise complaint("check", f"the inputs hold {batch} sample(s)", "2 or more", "Give it a larger batch.")
+        return cls(arguments, batch, batch_first)
+
+    def sample(self, i: int) -> Call:
+        """The call of one sample alone: of each tensor with B rows, one row."""
+
+        def alone(value: Any) -> Any:
+            if isinstance(value, PackedSequence):
+                return pack_sequence([unpack_sequence(value)[i]])
+            dim = self._dim(value)
+            if dim is None:
+                return value
+            return value.detach().narrow(dim, i, 1).requires_grad_(value.requires_grad and value.is_leaf)
+
+        return Call(_mapped(self.arguments, alone), 1, self.batch_first)
+
+    def _dim(self, tensor: Tensor) -> int | None:
+        if tensor.dim() == 0:
+            return None
+        dim = batch_dim(tensor.dim(), batch_first=self.batch_first)
+        if tensor.shape[dim] == self.batch:
+            return dim
+        return 1 if tensor.dim() == 3 and tensor.shape[1] == self.batch else None  # a state (layers, B, features)
+
+    def is_ambiguous(self) -> bool:
+        """Whether another dimension of a tensor has the size B, too."""
+        shapes = [list(each.shape) for each in tensors(self.arguments) if isinstance(each, Tensor)]
+        return any(shape.count(self.batch) > 1 for shape in shapes)
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """`value` with each tensor in it replaced, the same by the same; whatever else is in it is copied."""
+    memo: dict[int, Any] = {}
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, Tensor | PackedSequence):
+            memo[id(value)] = memo[id(value)] if id(value) in memo else function(value)
+            return memo[id(value)]
+        if isinstance(value, Mapping):
+            changed: Any = copy.copy(value)
+            for key, each in value.items():
+                changed[key] = walk(each)
+            return changed
+        if isinstance(value, list | tuple):
+            parts = map(walk, value)
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if is_dataclass(value) and not isinstance(value, type):
+            changed = copy.copy(value)
+            for field in fields(value):
+                object.__setattr__(changed, field.name, walk(getattr(value, field.name)))
+            return changed
+        return copy.deepcopy(value)
+
+    return walk(value)
+
+
+def _fresh(tensor: Any) -> Any:
+    if isinstance(tensor, PackedSequence):
+        return PackedSequence(_fresh(tensor.data), *tensor[1:])
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+def _floats(output: Any) -> list[Tensor]:
+    found = [
+        pad_packed_sequence(each, batch_first=True)[0] if isinstance(each, PackedSequence) else each
+        for each in tensors(output)
+    ]
+    found = [torch.view_as_real(each) if each.is_complex() else each for each in found]
+    return [each for each in found if each.is_floating_point()]
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Turns dropout off, as its masks for a sample alone and in a batch differ.
+
+    Attributes:
+        met: Whether there was any.
+    """
+
+    met = False
+
+    def turn_off(self, model: nn.Module) -> None:
+        """Turns off what modules hold; a function mode reaches only what is called as a function."""
+        for module in model.modules():
+            name = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
+            if isinstance(module, nn.modules.dropout._DropoutNd | nn.RNNBase | nn.MultiheadAttention):
+                self.met |= module.training and getattr(module, name) > 0
+                setattr(module, name, 0.0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            given.update(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+            self.met |= bool(given.get("dropout_p"))
+            return func(**{**given, "dropout_p": 0.0})
+        if func in _DROPOUTS:
+            bound = inspect.signature(func).bind(*args, **given)
+            bound.apply_defaults()
+            given = bound.arguments
+            self.met |= bool(given["training"] and given.get("p", given.get("dropout_p")))
+            given["training"] = False
+            return func(*bound.args, **bound.kwargs)
+        return func(*args, **given)
+
+
+_DROPOUTS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    F.multi_head_attention_forward,
+}

@@ -1,0 +1,197 @@
+"""Where the samples stand in a tensor, told by its shape for one sample alone; and where in a model they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from expanded_nn._batch import batch_dim
+from expanded_nn._running import Call
+from expanded_nn._trace import Trace
+
+Place = tuple[int, bool]
+
+
+def views(
+    whole: Tensor,
+    shape: Sequence[int],
+    batch: int,
+) -> dict[Place, Tensor]:  # each (B, ...)
+    """The ways to see `whole` as one tensor of at least such a shape a sample.
+
+    A way is the dimension in which the samples stand, and whether they stand second in it, as in `(T * B, ...)`.
+    """
+    found: dict[Place, Tensor] = {}
+    if whole.dim() == len(shape) + 1 and whole.numel() == batch * prod(shape):  # squeeze() took the batch of one away
+        shape = next((s for s in ((1, *shape), (*shape[:1], 1, *shape[1:])) if _grown(whole, s, batch)), ())
+    for dim in _grown(whole, shape, batch):
+        one = shape[dim]
+        found[dim, False] = whole.unflatten(dim, (batch, one)).movedim(dim, 0)
+        if one > 1:
+            found[dim, True] = whole.unflatten(dim, (one, batch)).movedim(dim + 1, 0)
+    return found
+
+
+def of_sample(view: Tensor, i: int, shape: Sequence[int]) -> Tensor:
+    """The part of one sample in a view; a shorter one was padded in the batch."""
+    part = view[i]
+    return part[tuple(map(slice, shape))] if part.dim() == len(shape) else part.reshape(shape)
+
+
+def _grown(whole: Tensor, shape: Sequence[int], batch: int) -> list[int]:
+    """The dimensions of `whole` that are B times as large."""
+    if whole.dim() != len(shape) or any(many < one for many, one in zip(whole.shape, shape, strict=True)):
+        return []
+    return [dim for dim, one in enumerate(shape) if one and whole.shape[dim] == batch * one]
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    """The difference, relative to the larger of the two; where both are inf or NaN they agree."""
+    part, *norms = squares(one, other)
+    return (part / max(norms)) ** 0.5 if part else 0.0
+
+
+def squares(one: Tensor, other: Tensor) -> tuple[float, float, float]:
+    """The squared norms of the difference, of the one and of the other."""
+    one, other = _plain(one), _plain(other)
+    finite = one.isfinite()
+    if one.shape != other.shape or not torch.equal(finite, other.isfinite()):
+        return torch.inf, 1.0, 1.0
+    one, other = one.where(finite, 0), other.where(finite, 0)
+    return float((one - other).square().sum()), float(one.square().sum()), float(other.square().sum())
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+class Layout:
+    """Where the samples stand in each output of a model.
+
+    Attributes:
+        places: Of each output; `None` if there are no samples in it.
+        unclear: The first output, if any, in which no one dimension is B times as large as for one sample.
+    """
+
+    def __init__(self, outputs: list[Tensor], alone: list[list[Tensor]]) -> None:
+        self.batch = len(alone)
+        self.shapes = [[each.shape for each in own] for own in alone]
+        self.places: list[Place | None] = []
+        self.unclear: int | None = None
+        for n, output in enumerate(outputs):
+            own = [each[n] for each in alone if n < len(each)]
+            ways = [views(output, each.shape, self.batch) for each in own]
+            common = [place for place in (ways[0] if ways else {}) if all(place in each for each in ways)]
+            if len(own) == self.batch and all(each.shape == output.shape for each in own):
+                self.places.append(None)
+            elif len(own) == self.batch and len({dim for dim, _ in common}) == 1:
+                errors = [sum(_errors(ways, own, place)) for place in common]
+                self.places.append(common[errors.index(min(errors))])
+            else:
+                self.unclear = n
+                return
+
+    def parts(self, outputs: list[Tensor], i: int) -> list[Tensor]:
+        """What is of sample `i`."""
+        return [
+            of_sample(views(output, shape, self.batch)[place], i, shape)
+            for output, shape, place in zip(outputs, self.shapes[i], self.places, strict=True)
+            if place is not None
+        ]
+
+    def kept(self, alone: list[Tensor]) -> list[Tensor]:
+        """The same of a sample's own outputs."""
+        return [each for each, place in zip(alone, self.places, strict=True) if place is not None]
+
+    def difference(self, outputs: list[Tensor], own: list[Tensor], i: int) -> float:
+        """The largest relative difference of an output for sample `i` in the batch and alone."""
+        return max(map(difference, self.parts(outputs, i), self.kept(own)))
+
+    def losses(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Each sample's own loss."""
+        return [sample_loss(self.parts(outputs, i), i) for i in range(self.batch)]
+
+
+def _errors(ways: list[dict[Place, Tensor]], own: list[Tensor], place: Place) -> list[float]:
+    return [difference(of_sample(way[place], i, x.shape), x) for i, (way, x) in enumerate(zip(ways, own, strict=True))]
+
+
+def sample_loss(parts: list[Tensor], i: int) -> Tensor:
+    """A sample's own loss: nonlinear, of all that came out, the same for the sample alone and in a batch."""
+    generator = torch.Generator().manual_seed(i)
+    losses = []
+    for part in parts:
+        coefficients = torch.randn(part.shape, generator=generator, dtype=torch.float32).to(part.device)
+        part = part.to(torch.promote_types(part.dtype, torch.float32))
+        part = part.where(part.isfinite(), 0)  # masked logits
+        losses.append((coefficients * (part + 0.5 * torch.hypot(part, torch.ones_like(part)))).sum())
+    return torch.stack(losses).sum()
+
+
+def first_mixed(whole: Trace, lone: Trace, i: int, batch: int, tolerance: float) -> int:
+    """The place of the first event whose values for sample `i` are others in the batch than alone."""
+
+    def agree(many: Tensor, one: Tensor) -> bool:
+        ways = views(many, one.shape, batch).values()
+        if ways:
+            return any(difference(of_sample(view, i, one.shape), one) <= tolerance for view in ways)
+        return many.shape != one.shape or many.dim() == 0 or difference(many, one) <= tolerance
+
+    place = whole.first_difference(lone, agree)
+    return len(whole.events) if place is None else place
+
+
+def last_mixed(
+    whole: Trace,  # with_grads
+    lone: Trace,
+    losses: list[Tensor],  # each sample's own
+) -> int | None:
+    """The place of the first event from which on the loss of some samples reaches no others.
+
+    Any two samples are parted in one of `2 log2(B)` backwards, by a bit of their numbers.
+    """
+    batch, reached = len(losses), -1
+    for bit in range((batch - 1).bit_length()):
+        for side in (0, 1):
+            others = (torch.arange(batch) >> bit) % 2 == side
+            own = [loss for loss, other in zip(losses, others, strict=True) if not other and loss.requires_grad]
+            whole.grads.clear()
+            if own:
+                torch.stack(own).sum().backward(retain_graph=True)
+            for (k, n), grad in whole.grads.items():
+                if k > reached and _reaches(grad, lone_shape(whole, lone, k, n), others.to(grad.device)):
+                    reached = k
+    whole.grads.clear()
+    return None if reached < 0 else reached + 1
+
+
+def lone_shape(whole: Trace, lone: Trace, k: int, n: int) -> torch.Size | None:
+    """The shape that a value has for one sample, as far as the model goes the same way."""
+    same_way = k < len(lone.events) and str(lone.events[k]) == str(whole.events[k])
+    return lone.events[k].values[n].shape if same_way and n < len(lone.events[k].values) else None
+
+
+def _reaches(grad: Tensor, shape: torch.Size | None, others: Tensor) -> bool:
+    precision = torch.finfo(grad.dtype).eps
+    grad = _plain(grad)
+    ways = [] if shape is None else list(views(grad, shape, len(others)).values())
+    return bool(ways) and all(bool(view[others].norm() > precision * view.norm()) for view in ways)
+
+
+def layer_without_samples(whole: Trace, lone: Trace, parameter: str, call: Call) -> tuple[str, str]:
+    """The layer that holds a parameter, and its input's shape, if B rows come in for one sample as well."""
+    for k, event in enumerate(whole.events):
+        if event.side == "output" or not event.path or not parameter.startswith(f"{event.path}."):
+            continue
+        for n, many in enumerate(event.values):
+            one = lone_shape(whole, lone, k, n)
+            dim = batch_dim(max(1, many.dim()), batch_first=call.batch_first)
+            if one is not None and many.dim() == len(one) > dim and many.shape[dim] == one[dim] == call.batch:
+                return event.who, str(tuple(many.shape))
+    return "", ""

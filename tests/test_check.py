@@ -1,0 +1,609 @@
+"""`check` finds by running what makes rows wrong, names it, and changes nothing."""
+
+import random
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+import expanded_nn as enn
+from cases import Scale
+from oracle import Call, assert_close_rows, loop, plain, rows_of
+
+
+class Model(nn.Module):
+    """Layers by name, and a forward that uses them."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: Any) -> None:
+        super().__init__()
+        self.function = forward
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def between(mix: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Two linear maps, and something between them."""
+    return Model(lambda m, x: m.b(mix(m.a(x))), a=nn.Linear(4, 4), b=nn.Linear(4, 3))
+
+
+def features(samples: int = 5) -> Tensor:
+    return torch.randn(samples, 4)
+
+
+def words(samples: int = 5, length: int = 3) -> Tensor:
+    return torch.randint(9, (samples, length))
+
+
+def images() -> Tensor:
+    return torch.randn(4, 2, 7, 6)
+
+
+def of_kind(report: enn.Report, kind: str) -> list[str]:
+    return [problem.where for problem in report.problems if problem.kind == kind]
+
+
+# --- clean models ----------------------------------------------------------------------------------------------
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Tanh(), nn.Linear(4, 9, bias=False))
+    model[2].weight = model[0].weight
+    return model
+
+
+def tagger(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    """The output is padded to the longest sequence of the batch, or of the sample alone."""
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return m.head(pad_packed_sequence(m.lstm(packed)[0], batch_first=True)[0])
+
+
+def transposed(m: Any, x: Tensor) -> Tensor:
+    return m.a(x).transpose(0, 1).flatten(0, 1)
+
+
+@dataclass
+class Pair:
+    one: Tensor
+    others: dict[str, Tensor]
+
+
+def pairs(m: Any, pair: Pair, *, scale: Tensor) -> Pair:
+    return Pair(m.a(pair.one), {"sum": m.a(pair.others["two"]) * scale, "ids": torch.arange(3)})
+
+
+CLEAN: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]] = {
+    "cnn": lambda: (
+        nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(80, 3)),
+        (images(),),
+        {},
+    ),
+    "batch_norm_eval": lambda: (
+        nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)).eval(),
+        (images(),),
+        {},
+    ),
+    "transformer": lambda: (
+        nn.Sequential(nn.Linear(4, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)),
+        (torch.randn(3, 5, 4),),
+        {},
+    ),
+    "transformer_samples_second": lambda: (nn.TransformerEncoderLayer(8, 2, 16), (torch.randn(5, 3, 8),), {}),
+    "attention_dropout": lambda: (
+        Model(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True)),
+        (torch.randn(3, 5, 4),),
+        {},
+    ),
+    "lstm": lambda: (
+        Model(
+            lambda m, x, h: m.a(m.lstm(x, h)[0]),
+            lstm=nn.LSTM(4, 5, 2, dropout=0.3, batch_first=True),
+            a=nn.Linear(5, 2),
+        ),
+        (torch.randn(3, 6, 4), (torch.randn(2, 3, 5), torch.randn(2, 3, 5))),
+        {},
+    ),
+    "lstm_samples_second": lambda: (nn.LSTM(4, 5), (torch.randn(6, 3, 4),), {}),
+    "packed": lambda: (
+        nn.GRU(4, 5, bidirectional=True),
+        (pack_sequence([torch.randn(n, 4) for n in (2, 5, 3)], enforce_sorted=False),),
+        {},
+    ),
+    "padded_output": lambda: (
+        Model(tagger, lstm=nn.LSTM(4, 5, batch_first=True), head=nn.Linear(5, 2)),
+        (torch.randn(3, 6, 4), torch.tensor([4, 6, 1])),
+        {},
+    ),
+    "tied": lambda: (tied(), (words(),), {}),
+    "frozen": lambda: (
+        nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Tanh(), nn.Linear(4, 2)),
+        (features(),),
+        {},
+    ),
+    "dropout": lambda: (nn.Sequential(nn.Linear(4, 50), nn.Dropout(), nn.Linear(50, 3)), (features(),), {}),
+    "general": lambda: (nn.Sequential(nn.Linear(4, 4), Scale(4), nn.Linear(4, 2)), (features(),), {}),
+    "parametrized": lambda: (
+        nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), parametrizations.spectral_norm(nn.Linear(4, 4))),
+        (features(),),
+        {},
+    ),
+    "sparse": lambda: (nn.Embedding(9, 4, sparse=True, padding_idx=2), (words(),), {}),
+    "folded_output": lambda: (Model(lambda m, x: m.a(x).flatten(0, 1), a=nn.Linear(4, 2)), (torch.randn(3, 5, 4),), {}),
+    "transposed_output": lambda: (Model(transposed, a=nn.Linear(4, 2)), (torch.randn(3, 5, 4),), {}),
+    "squeezed_output": lambda: (Model(lambda m, x: m.a(x).squeeze(), a=nn.Linear(4, 1)), (features(),), {}),
+    "infinite_output": lambda: (
+        Model(lambda m, x: m.a(x).masked_fill(x > 0, -torch.inf), a=nn.Linear(4, 4)),
+        (features(),),
+        {},
+    ),
+    "complex_output": lambda: (Model(lambda m, x: torch.fft.fft(m.a(x)), a=nn.Linear(4, 4)), (features(),), {}),
+    "nested_arguments": lambda: (
+        Model(pairs, a=nn.Linear(4, 2)),
+        (Pair(features(), {"two": features()}),),
+        {"scale": torch.ones(1, 2)},
+    ),
+    "input_derivative": lambda: (
+        Model(
+            lambda m, x: torch.autograd.grad(m.b(m.a(x).tanh()).sum(), x, create_graph=True)[0],
+            a=nn.Linear(4, 4),
+            b=nn.Linear(4, 1, bias=False),
+        ),
+        (features().requires_grad_(),),
+        {},
+    ),
+    "checkpoint": lambda: (
+        Model(lambda m, x: checkpoint(m.b, m.a(x), use_reentrant=False), a=nn.Linear(4, 4), b=nn.Dropout()),
+        (features(),),
+        {},
+    ),
+    "reentrant_checkpoint": lambda: (
+        Model(
+            lambda m, x: checkpoint(m.b, m.a(x), use_reentrant=True),
+            a=nn.Linear(4, 4),
+            b=nn.Sequential(nn.Linear(4, 4), nn.Dropout()),
+        ),
+        (features(),),
+        {},
+    ),
+    "zoo": lambda: (
+        Model(lambda m, x: m.b(m.a(x)), a=enn.Linear(4, 4), b=enn.LayerNorm(4)),
+        (features(),),
+        {},
+    ),
+    "converted": lambda: (
+        enn.convert(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))).per_sample(
+            loss_reduction="sum", accumulate_grad=False, materialize=True
+        ),
+        (features(),),
+        {},
+    ),
+    "converted_samples_second": lambda: (
+        enn.convert(nn.Sequential(nn.Linear(4, 4), Scale(4))).per_sample(batch_first=False),
+        (torch.randn(6, 3, 4),),
+        {},
+    ),
+    "converted_batch_size": lambda: (
+        enn.convert(Model(lambda m, table, x: m.a(x) + table.sum(), a=nn.Linear(4, 2))).per_sample(batch_size=5),
+        (torch.randn(2, 3), features()),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CLEAN.values(), ids=CLEAN)
+def test_clean(case: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]) -> None:
+    model, args, kwargs = case()
+    report = enn.check(model, *args, **kwargs)
+    assert report.ok, str(report)
+    report.raise_for_problems()
+    assert set(report.errors) == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert max(report.errors.values()) <= 1e-12
+    assert "no problem found" in str(report)
+
+
+# --- samples mixed across the batch ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(2), nn.BatchNorm2d(2, affine=False)], ids=["affine", "plain"])
+def test_batch_norm_in_train_mode(norm: nn.Module) -> None:
+    report = enn.check(nn.Sequential(nn.Conv2d(2, 2, 3), norm.double()), images())
+    assert not report.ok
+    assert {problem.where for problem in report.problems} == {"1 (BatchNorm2d)"}
+    with pytest.raises(enn.PerSampleError, match=r"1 \(BatchNorm2d\): .*GroupNorm"):
+        report.raise_for_problems()
+
+
+def test_batch_norm_that_does_not_take_one_sample() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    assert len(enn.check(model, features()).problems) == 1
+    by_hand = between(lambda h: F.batch_norm(h, None, None, training=True))
+    (problem,) = enn.check(by_hand, features()).problems
+    assert problem.kind == "run"
+    assert "on sample 0 alone it raises ValueError: Expected more than 1 value" in str(problem)
+
+
+MIXING: dict[str, Callable[[Tensor], Tensor]] = {
+    "centred": lambda h: h - h.mean(0),
+    "mean": lambda h: h + h.mean(0, keepdim=True),
+    "attention": lambda h: (h @ h.T).softmax(-1) @ h,
+    "cumulative": lambda h: h.cumsum(0),
+    "rolled": lambda h: h.roll(1, 0),
+    "weakly": lambda h: h + 1e-12 * h.mean(0),
+    "in_the_gradient_only": lambda h: h + h.mean(0) - h.mean(0).detach(),
+    "without_gradient": lambda h: h - h.mean(0).detach(),
+}
+
+
+@pytest.mark.parametrize("mix", MIXING.values(), ids=MIXING)
+@pytest.mark.parametrize("convert", [False, True], ids=["plain", "converted"])
+def test_mixing_between_layers(mix: Callable[[Tensor], Tensor], convert: bool) -> None:
+    module = between(mix)
+    report = enn.check(enn.convert(module) if convert else module, features())
+    (problem,) = (problem for problem in report.problems if problem.kind == "mixing")
+    assert problem.where == "Model"
+    assert "between the output of a (Linear) and the input of b (Linear)" in str(problem)
+    assert "depends on the other samples" in str(problem)
+    assert "GroupNorm" in str(problem)
+    assert max(report.errors.values()) > 1e-2 or mix is MIXING["weakly"]
+
+
+def test_mixing_in_a_layer_of_the_users_own() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Model(lambda m, h: h - h.mean(0)), nn.Linear(4, 4))
+    assert of_kind(enn.check(model, features()), "mixing") == ["1 (Model)"]
+
+
+def test_mixing_before_the_first_layer() -> None:
+    model = Model(lambda m, x: m.a(x - x.mean(0)), a=nn.Linear(4, 4))
+    report = enn.check(model, features())
+    assert of_kind(report, "mixing") == ["Model"]
+    assert "between the input of Model and the input of a (Linear)" in str(report)
+
+
+def test_the_mean_of_the_batch_into_a_layer() -> None:
+    model = Model(lambda m, x: m.a(x) + m.b(x.mean(0, keepdim=True)), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    report = enn.check(model, features())
+    assert not report.ok
+    assert "b (Linear)" in str(report)
+
+
+def test_attention_across_the_batch() -> None:
+    model = Model(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(4, 2))
+    report = enn.check(model, torch.randn(3, 3, 4))
+    assert of_kind(report, "mixing") == ["a (MultiheadAttention)"]
+    assert "batch_first=True" in str(report)
+    assert "B = 3 is the size of another dimension too" in str(report)
+    assert of_kind(enn.check(model, torch.randn(3, 6, 4)), "layer") == ["a (MultiheadAttention)"]
+
+
+def test_router_with_capacity() -> None:
+    """Who comes late is left out: no gradient shows it."""
+
+    def route(m: Any, x: Tensor) -> Tensor:
+        weights = m.router(x).softmax(-1)
+        chosen = F.one_hot(weights.argmax(-1), 2)
+        has_room = ((chosen.cumsum(0) * chosen).sum(-1, keepdim=True) <= 1).double()
+        experts = torch.stack([m.one(x), m.two(x)], 1)
+        return x + has_room * ((weights * chosen).unsqueeze(-1) * experts).sum(1)
+
+    model = Model(route, router=nn.Linear(4, 2), one=nn.Linear(4, 4), two=nn.Linear(4, 4))
+    report = enn.check(model, features(6))
+    assert of_kind(report, "mixing") == ["Model"]
+    assert "between the output of two (Linear) and the output of Model" in str(report)
+
+
+def test_two_places_of_mixing() -> None:
+    mean = Model(lambda m, h: h - h.mean(0))
+    model = nn.Sequential(nn.Linear(4, 4), mean, nn.Linear(4, 4), nn.Tanh(), deepcopy(mean), nn.Linear(4, 4))
+    assert of_kind(enn.check(model, features()), "mixing") == ["1 (Model)", "4 (Model)"]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_mixing_inside_a_checkpoint(use_reentrant: bool) -> None:
+    model = Model(
+        lambda m, x: checkpoint(m.b, m.a(x), use_reentrant=use_reentrant),
+        a=nn.Linear(4, 4),
+        b=nn.Sequential(nn.Linear(4, 4), Model(lambda m, h: h - h.mean(0))),
+    )
+    assert of_kind(enn.check(model, features()), "mixing") == ["b.1 (Model)"]
+
+
+def test_similarities_of_all_samples() -> None:
+    report = enn.check(Model(lambda m, x: m.a(x) @ m.a(x).T, a=nn.Linear(4, 2)), features())
+    assert "shapes [(5, 5)] for the batch and [(1, 1)] for a sample alone" in str(report)
+    assert of_kind(report, "mixing") == ["Model"]
+
+
+# --- rows that are not samples ---------------------------------------------------------------------------------
+
+
+def test_folded_batch() -> None:
+    model = Model(lambda m, x: m.a(x.flatten(0, 1)).unflatten(0, x.shape[:2]), a=nn.Linear(4, 2))
+    report = enn.check(model, torch.randn(3, 5, 4))
+    assert of_kind(report, "layer") == ["a (Linear)"]
+    assert "(15, 4), 15 rows in dimension 0 (folded batch of 3 x 5)" in str(report)
+    assert "the rows were not compared" in str(report)
+
+
+def test_every_layer_that_complains_is_named() -> None:
+    def fold(m: Any, x: Tensor) -> Tensor:
+        return m.c(m.b(m.a(x.flatten(0, 1))).unflatten(0, x.shape[:2]) + m.p(torch.arange(x.shape[1])))
+
+    model = Model(fold, a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4), p=nn.Embedding(9, 4))
+    assert of_kind(enn.check(model, torch.randn(3, 3, 4)), "layer") == ["a (Linear)", "b (Linear)", "p (Embedding)"]
+
+
+def positions(index: Callable[[int], Tensor]) -> nn.Module:
+    return Model(lambda m, w: m.e(w) + m.p(index(w.shape[1])), e=nn.Embedding(9, 4), p=nn.Embedding(9, 4))
+
+
+def test_positions_as_many_as_samples() -> None:
+    assert enn.check(positions(torch.arange), words(5, 3)).ok
+    report = enn.check(positions(torch.arange), words(5, 5))
+    assert of_kind(report, "layer") == ["p (Embedding)"]
+    assert "index.unsqueeze(0)" in str(report)
+
+
+def test_positions_that_no_rule_sees() -> None:
+    report = enn.check(positions(lambda n: torch.arange(n).flip(0)), words(5, 5))
+    (problem,) = report.problems
+    assert (problem.kind, problem.where) == ("rows", "p (Embedding)")
+    assert "its input has shape (5,) for the batch and for a sample alone" in str(problem)
+    assert "the rows of p.weight differ from the sample-by-sample loop" in str(problem)
+    assert report.errors["p.weight"] > 0.1
+    assert report.errors["e.weight"] < 1e-12
+
+
+# --- parameters ------------------------------------------------------------------------------------------------
+
+
+def test_parameters_used_outside_of_their_modules() -> None:
+    def outside(m: Any, x: Tensor) -> Tensor:
+        return F.linear(m.a(x), m.a.weight) + m.b(x) * m.b.bias + m.c(x)
+
+    report = enn.check(Model(outside, a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4)), features())
+    assert set(of_kind(report, "outside")) == {"a.weight", "b.bias"}
+    assert "also used outside of its module" in str(report)
+
+
+def test_parameters_never_used_are_a_note() -> None:
+    model = Model(lambda m, x: m.a(x), a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4).requires_grad_(False))
+    report = enn.check(model, features())
+    assert report.ok
+    assert any("never used: b.weight, b.bias;" in note for note in report.notes)
+    assert "c.weight" not in str(report)
+    assert set(report.errors) == {"a.weight", "a.bias"}
+
+
+class Wrong(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@enn.expands(Wrong)
+class ExpandedWrong(enn.Expanded, Wrong):
+    """Its output is right, its rows are twice too large."""
+
+    def expanded_forward(self, x: Tensor) -> Tensor:
+        weight = self.expanded("weight")
+        return x * (2 * weight - weight.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_rows_that_differ_from_the_loop(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Wrong()).to(dtype)
+    report = enn.check(model, features().to(dtype))
+    assert of_kind(report, "rows") == ["1.weight"]
+    if dtype in (torch.float64, torch.float32):  # below, a part of the gradient is measured by the whole
+        assert report.errors["1.weight"] == pytest.approx(1)
+    assert max(report.errors["0.weight"], report.errors["0.bias"]) <= report.tolerance
+    assert report.dtype is dtype
+    assert "the rows of 1.weight differ from the sample-by-sample loop (by " in str(report)
+
+
+# --- randomness ------------------------------------------------------------------------------------------------
+
+
+def test_dropout_is_a_note() -> None:
+    for layer in (nn.Dropout(0.2), Model(lambda m, h: F.dropout(h, 0.2, m.training))):
+        model = nn.Sequential(nn.Linear(4, 50), layer, nn.Linear(50, 2))
+        assert any("dropout was switched off" in note for note in enn.check(model, features()).notes)
+        assert enn.check(model.eval(), features()).notes == ()
+
+
+@pytest.mark.parametrize("mix", [False, True])
+def test_other_random_numbers_are_a_note(mix: bool) -> None:
+    noise = Model(lambda m, h: h + torch.randn_like(h) + random.random())
+    model = nn.Sequential(nn.Linear(4, 4), noise, nn.Linear(4, 2))
+    if mix:
+        model.insert(1, Model(lambda m, h: h - h.mean(0)))
+    report = enn.check(model, features())
+    assert of_kind(report, "mixing") == (["1 (Model)"] if mix else [])
+    assert report.ok is not mix
+    assert report.errors
+    assert any("(Model) draws random numbers" in note for note in report.notes)
+
+
+def test_random_numbers_out_of_nowhere() -> None:
+    generator = random.Random(1)
+    model = nn.Sequential(nn.Linear(4, 4), Model(lambda m, h: h * generator.random()))
+    report = enn.check(model, features())
+    assert of_kind(report, "random") == ["1 (Model)"]
+    assert "two runs from the same random state differ" in str(report)
+
+
+def test_state_from_one_call_to_the_next() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * self.calls
+
+    model = nn.Sequential(nn.Linear(4, 4), Counts())
+    report = enn.check(model, features())
+    assert of_kind(report, "random") == ["1 (Counts)"]
+    assert "keep no state" in str(report)
+    assert model[1].calls == 0
+
+
+# --- what cannot be checked ------------------------------------------------------------------------------------
+
+
+def test_conversion_errors_are_problems() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.SyncBatchNorm(3), nn.Linear(3, 3))
+    report = enn.check(model, features())
+    assert of_kind(report, "conversion") == ["0 (LazyLinear)", "1 (SyncBatchNorm)"]
+    assert "use GroupNorm" in str(report)
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    model = nn.Linear(4, 4)
+    model.stream = (each for each in ())
+    report = enn.check(model, features())
+    assert of_kind(report, "conversion") == ["Linear"]
+    assert "it cannot be copied (TypeError: cannot pickle 'generator' object)" in str(report)
+
+
+@pytest.mark.parametrize("output", [lambda h: h.mean(), lambda h: None], ids=["loss", "nothing"])
+def test_an_output_without_samples(output: Callable[[Tensor], Any]) -> None:
+    report = enn.check(Model(lambda m, x: output(m.a(x)), a=nn.Linear(4, 4)), features())
+    assert of_kind(report, "run") == ["Model"]
+    assert "has one row a sample" in str(report)
+
+
+def test_a_loss_beside_the_output_is_left_out() -> None:
+    model = Model(lambda m, x: {"loss": m.a(x).mean(), "logits": m.a(x)}, a=nn.Linear(4, 4))
+    report = enn.check(model, features())
+    assert report.ok
+    assert any("left out" in note for note in report.notes)
+
+
+def test_a_frozen_model() -> None:
+    report = enn.check(nn.Linear(4, 4).requires_grad_(False), features())
+    assert report.ok
+    assert any("no output depends on a parameter" in note for note in report.notes)
+
+
+def test_bags_by_offsets() -> None:
+    model = nn.EmbeddingBag(9, 4)
+    assert enn.check(model, words(5, 3)).ok
+    report = enn.check(model, words(1, 10)[0], torch.tensor([0, 3, 5]))
+    assert "the model counts 3 samples, its first tensor has 10 rows" in str(report)
+
+
+def test_too_few_samples_are_an_error() -> None:
+    with pytest.raises(enn.PerSampleError, match=r"the inputs hold 1 sample\(s\); wanted 2 or more"):
+        enn.check(nn.Linear(4, 4), features(1))
+
+
+def test_what_only_per_sample_mode_raises() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if any(isinstance(module, enn.Linear) for module in self.modules()):
+                raise KeyError("oh")
+            return self.a(x)
+
+    model = Fails()
+    model.a = nn.Linear(4, 4)
+    report = enn.check(model, features())
+    assert of_kind(report, "run") == ["Fails"]
+    assert "in per-sample mode it raises KeyError" in str(report)
+
+
+# --- the report, and what must not change ------------------------------------------------------------------------
+
+
+def test_the_report_reads_well() -> None:
+    text = str(enn.check(between(MIXING["centred"]), features()))
+    first, *lines = text.splitlines()
+    assert first == "check: 2 reason(s) not to trust the per-sample gradients:"
+    assert [line[:5] for line in lines] == ["  1. ", "  2. "]
+    assert lines[1].endswith("See to the problem above first.")
+
+
+@pytest.mark.parametrize(
+    "context", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
+def test_under_a_context_of_the_users(context: Callable[[], Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).float()
+    with context():
+        report = enn.check(model, features().float())
+    assert report.ok, str(report)
+    assert len(report.errors) == 4
+
+
+def everything_of(model: nn.Module) -> list[Any]:
+    """What identifies a model's state, by name; tensors as copies."""
+    state: list[Any] = [torch.get_rng_state().tolist(), random.getstate(), torch.is_grad_enabled()]
+    for name, module in model.named_modules():
+        hooks = [len(each) for each in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)]
+        recorder = id(vars(module).get("_recorder"))
+        state.append((name, type(module), module.training, hooks, sorted(vars(module)), recorder))
+        state.append(list(vars(module).get("calls", [])))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        rows = getattr(tensor, "grad_sample", None)
+        state.append((name, id(tensor), tensor.tolist(), tensor._version, tensor.requires_grad))
+        state.append((id(tensor.grad), None if tensor.grad is None else tensor.grad.tolist()))
+        state.append((id(rows), None if rows is None else rows.tolist()))
+    return state
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.fails_on = 0
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(x))
+        if len(x) == self.fails_on:
+            raise KeyboardInterrupt
+        self.seen += 1
+        return F.dropout(x, 0.5) * random.random()
+
+
+@pytest.mark.parametrize("fails_on", [0, 5, 1], ids=["works", "fails", "fails_alone"])
+@pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
+def test_nothing_is_changed(fails_on: int, on: bool) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Stateful(), nn.LayerNorm(4).eval(), nn.Linear(4, 2))
+    module[0].weight.requires_grad_(False)
+    model = enn.convert(module).per_sample(on, loss_reduction="sum")
+    model[3].register_forward_hook(lambda module, args, output: 2 * output)
+    x = features()
+    model(x).sum().backward()
+    model[1].fails_on = fails_on
+    before, inputs = everything_of(model), x.clone()
+    if fails_on:
+        with pytest.raises(KeyboardInterrupt):
+            enn.check(model, x)
+    else:
+        assert enn.check(model, x).ok
+    assert everything_of(model) == before
+    assert torch.equal(x, inputs)
+
+
+def test_in_the_middle_of_a_pass() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    call = Call((features(),))
+    loss = plain(model, call)
+    assert enn.check(model, features(3)).ok
+    loss.backward()
+    assert_close_rows(rows_of(model), loop(module, call, 5))

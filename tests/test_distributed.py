@@ -1,0 +1,262 @@
+"""Many processes by torch's own engines: DistributedDataParallel and FSDP2, in real processes under torchrun."""
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import expanded_nn as enn
+from oracle import Call, assert_close, loop
+from processes import averaged, gathered, run_scenarios, torchrun
+
+ROWS, LIMIT, VOCABULARY, WIDTH, LENGTH = 4, 0.5, 11, 8, 5
+
+
+class TinyGPT(nn.Module):
+    """Embedding and head share their weight; the block is what one shards on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.block = nn.TransformerEncoderLayer(WIDTH, 2, dim_feedforward=16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.head(self.block(self.embedding(index)))
+
+
+class Branches(nn.Module):
+    """A part that the forward leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(6, 3)
+        self.unused = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.GroupNorm(3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 16, 4))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "mlp": (mlp, lambda rows: torch.randn(rows, 6)),
+    "cnn": (cnn, lambda rows: torch.randn(rows, 1, 6, 6)),
+    "gpt": (TinyGPT, lambda rows: torch.randint(VOCABULARY, (rows, LENGTH))),
+}
+
+
+def objective(module: Callable[..., Tensor], call: Call, first: int = 0) -> Tensor:
+    return call.on(module).sin().sum()
+
+
+def backward(model: nn.Module, x: Tensor) -> None:
+    """The mean over the rows; a mean over none has gradient zero."""
+    (objective(model, Call((x,))) / max(1, len(x))).backward()
+
+
+def expected_rows(plain: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    return loop(plain, Call((x,)), len(x), objective=objective)
+
+
+def norms_of(rows: dict[str, Tensor]) -> Tensor:
+    return torch.cat([each.flatten(1) for each in rows.values()], 1).norm(dim=1)
+
+
+def clipped_sum(rows: dict[str, Tensor], limit: float = LIMIT) -> dict[str, Tensor]:
+    factors = (limit / norms_of(rows)).clamp(max=1)
+    return {name: torch.tensordot(factors, each, 1) for name, each in rows.items()}
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
+
+
+def ddp_reduces_the_gradient_and_leaves_the_rows_local(rank: int, world: int) -> None:
+    for make_model, make_input in MODELS.values():
+        for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
+            plain = make_model()
+            model = DistributedDataParallel(enn.convert(plain).per_sample(), **options)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                x = make_input(ROWS * world)[rank * ROWS : (rank + 1) * ROWS]
+                if step == 1 and rank == 1:
+                    x = x[:0]
+                for (_, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                    q.data.copy_(p.data)
+                rows = expected_rows(plain, x)
+                optimizer.zero_grad(set_to_none=step == 2)
+                backward(model, x)
+                for name, parameter in parameters_of(model).items():
+                    assert_close(parameter.grad_sample, rows[name], name=name)
+                    assert_close(parameter.grad, averaged(rows[name].sum(0) / max(1, len(x))), name=name)
+                optimizer.step()
+
+
+def ddp_with_a_part_that_is_not_used(rank: int, world: int) -> None:
+    model = DistributedDataParallel(enn.convert(Branches()).per_sample(), find_unused_parameters=True)
+    for _ in range(2):
+        model.zero_grad()
+        backward(model, torch.randn(ROWS + rank, 6))
+        assert model.module.used.weight.grad_sample.shape == (ROWS + rank, 3, 6)
+        assert model.module.unused.weight.grad_sample is None
+
+
+def ddp_clips_micro_batches(rank: int, world: int) -> None:
+    """Under `no_sync`: rows of this rank's samples alone are clipped, then the ranks add up."""
+    for make_model, make_input in MODELS.values():
+        plain = make_model()
+        model = DistributedDataParallel(enn.convert(plain).per_sample(accumulate_grad=False))
+        expected = clipped_sum(expected_rows(plain, x := make_input(ROWS * world)))
+        with model.no_sync():
+            for part in x[rank * ROWS : (rank + 1) * ROWS].split(2):
+                backward(model, part)
+                enn.clip_grad_sample_norms_(model, LIMIT)
+        for name, parameter in parameters_of(model).items():
+            assert parameter.grad_sample is None
+            dist.all_reduce(parameter.grad)
+            assert_close(parameter.grad, expected[name], name=name)
+
+
+def sharded(plain: nn.Module, **options: object) -> nn.Module:
+    """A converted copy; the layers with layers or parameters of their own are shards, and so is what is left."""
+    model = enn.convert(plain)
+    for module in [model.block] if isinstance(model, TinyGPT) else model:
+        if any(True for _ in module.parameters()):
+            fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
+def fsdp_scatters_the_gradient_and_leaves_the_rows_local(rank: int, world: int) -> None:
+    for make_model, make_input in MODELS.values():
+        for reshard in (True, False):
+            plain = make_model()
+            model = sharded(plain, reshard_after_forward=reshard).per_sample()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                x = make_input(ROWS * world)[rank * ROWS : (rank + 1) * ROWS]
+                if step == 1 and rank == 1:
+                    x = x[:0]
+                for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                    q.data.copy_(whole(p.data))
+                rows = expected_rows(plain, x)
+                optimizer.zero_grad(set_to_none=step == 2)
+                backward(model, x)
+                for name, parameter in model.named_parameters():
+                    assert isinstance(parameter, DTensor)
+                    assert_close(parameter.grad_sample, rows[name], name=name)
+                    assert_close(whole(parameter.grad), averaged(rows[name].sum(0) / max(1, len(x))), name=name)
+                assert_close(enn.per_sample_grads(model).norms(), norms_of(rows))
+                optimizer.step()
+
+
+def fsdp_appends_the_rows_of_several_backwards(rank: int, world: int) -> None:
+    for make_model, make_input in MODELS.values():
+        plain = make_model()
+        model = sharded(plain).per_sample()
+        x = make_input(ROWS * world)[rank * ROWS : (rank + 1) * ROWS]
+        for _ in range(2):
+            model.zero_grad()
+            backward(model, x[:1])
+            backward(model, x[1:])
+            for name, rows in expected_rows(plain, x).items():
+                assert_close(parameters_of(model)[name].grad_sample, rows, name=name)
+
+
+def fsdp_scatters_the_clipped_sum(rank: int, world: int) -> None:
+    for make_model, make_input in MODELS.values():
+        for reduction in ("sum", "mean"):
+            plain = make_model()
+            model = sharded(plain).per_sample()
+            x = make_input(ROWS * world)
+            rows = expected_rows(plain, x)
+            backward(model, x[rank * ROWS : (rank + 1) * ROWS])
+            norms = enn.clip_grad_sample_norms_(model, LIMIT, reduction=reduction)
+            assert_close(torch.cat(gathered(norms)), norms_of(rows))
+            for name, total in clipped_sum(rows).items():
+                parameter = parameters_of(model)[name]
+                assert parameter.grad.placements == parameter.placements
+                assert_close(whole(parameter.grad), total if reduction == "sum" else total / len(x), name=name)
+
+
+def fsdp_clips_micro_batches_at_constant_memory(rank: int, world: int) -> None:
+    for make_model, make_input in MODELS.values():
+        plain = make_model()
+        model = sharded(plain).per_sample(accumulate_grad=False)
+        expected = clipped_sum(expected_rows(plain, x := make_input(ROWS * world)))
+        for part in x[rank * ROWS : (rank + 1) * ROWS].split(2):
+            backward(model, part)
+            enn.clip_grad_sample_norms_(model, LIMIT)
+            assert all(parameter.grad_sample is None for parameter in model.parameters())
+        for name, parameter in model.named_parameters():
+            assert_close(whole(parameter.grad), expected[name], name=name)
+
+
+def fsdp_in_mixed_precision(rank: int, world: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plain = mlp().float()
+    model = sharded(plain, mp_policy=policy).per_sample()
+    x = torch.randn(ROWS * world, 6, dtype=torch.float32)
+    expected = clipped_sum(expected_rows(plain, x))
+    backward(model, x[rank * ROWS : (rank + 1) * ROWS])
+    enn.clip_grad_sample_norms_(model, LIMIT)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        assert_close(whole(parameter.grad), expected[name], 3e-2, name)
+
+
+def a_model_converted_after_it_was_sharded(rank: int, world: int) -> None:
+    plain = mlp()
+    model = deepcopy(plain)
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    model = enn.convert(fully_shard(model), inplace=True).per_sample()
+    x = torch.randn(ROWS * world, 6)
+    backward(model, x[rank * ROWS : (rank + 1) * ROWS])
+    enn.clip_grad_sample_norms_(model, LIMIT)
+    for name, total in clipped_sum(expected_rows(plain, x)).items():
+        assert_close(whole(parameters_of(model)[name].grad), total, name=name)
+
+
+DDP = [
+    ddp_reduces_the_gradient_and_leaves_the_rows_local,
+    ddp_with_a_part_that_is_not_used,
+    ddp_clips_micro_batches,
+]
+FSDP = [
+    fsdp_scatters_the_gradient_and_leaves_the_rows_local,
+    fsdp_appends_the_rows_of_several_backwards,
+    fsdp_scatters_the_clipped_sum,
+    fsdp_clips_micro_batches_at_constant_memory,
+    fsdp_in_mixed_precision,
+    a_model_converted_after_it_was_sharded,
+]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_in_real_processes(processes: int) -> None:
+    output = torchrun(__file__, processes)
+    for scenario in (*DDP, *FSDP):
+        assert output.count(f"passed {scenario.__name__}") == processes
+
+
+if __name__ == "__main__":
+    run_scenarios([*DDP, *FSDP])
