@@ -232,9 +232,9 @@ class Expanded(PerSampleModule):
             self.name,
             f"{argument} has shape {tuple(x.shape)}, {rows} rows in dimension {dim} ({fold})",
             f"{batch} rows, one a sample, or 1 that all share",
-            "Keep the batch in a dimension of its own (unflatten it), send the module that folds it through the "
-            "general rule (alone(ItsClass) before convert), or say per_sample(batch_size=..., batch_first=...) if the samples "
-            "stand elsewhere.",
+            "Keep the batch in a dimension of its own (unflatten it); or send the module that folds it through the "
+            "general rule, alone(ItsClass) before convert; or say where the samples stand, per_sample(batch_size=..., "
+            "batch_first=...).",
         )
 
     def is_slice(self, x: Tensor) -> bool:

@@ -92,13 +92,11 @@ class Trace:
         return None if len(self.events) == len(other.events) else min(len(self.events), len(other.events))
 
     def before(self, place: int) -> tuple[str, str]:
-        """Who runs just before an event, and since when, where that is a part of a module only."""
-        first, last = self.events[max(0, place - 1)], self.events[min(place, len(self.events) - 1)]
-        alone = first.who == last.who
-        return (
-            first.inside if first.side == "input" or not alone else first.who,
-            "" if alone else f"between {first} and {last} ",
-        )
+        """Who runs just before an event; and between what, if that is a part of a module only."""
+        place = min(place, len(self.events) - 1)
+        first, last = self.events[max(0, place - 1)], self.events[place]
+        is_whole = (first.who, first.side, last.side) == (last.who, "input", "output")
+        return first.inside, "" if is_whole else f"between {first} and {last} "
 
 
 class Guard:

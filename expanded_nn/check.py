@@ -311,7 +311,7 @@ class _Check:
                 norms[name] += norm
         unused = [name for name in plain if name not in used]
         if unused:
-            self.notes.append(f"never used: {', '.join(unused)}; no output depends on them, they get no rows.")
+            self.notes.append(f"never used: {_listed(unused)}; no output depends on them, they get no rows.")
         # a gradient may vanish but for rounding
         least = max((10 * self.tolerance) ** 2 * sum(norms.values()), torch.finfo(torch.float64).tiny)
         self.errors = {name: (parts[name] / max(norms[name], least)) ** 0.5 for name in plain if name in used}
@@ -324,7 +324,7 @@ class _Check:
             layers.setdefault(layer_without_samples(self.whole, self.lone, name, self.call), []).append(name)
         for (where, shape), names in layers.items():
             worst = max(names, key=errors.__getitem__)
-            differ = f"the rows of {', '.join(names)} differ from the sample-by-sample loop (by {errors[worst]:.1e})"
+            differ = f"the rows of {_listed(names)} differ from the sample-by-sample loop (by {errors[worst]:.1e})"
             if where:
                 found = (
                     f"its input has shape {shape} for the batch and for a sample alone, so its rows are no samples; "
@@ -338,6 +338,10 @@ class _Check:
 
 def _problem(kind: str, error: PerSampleError) -> Problem:
     return Problem(kind, str(error).partition(": ")[0], str(error))
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _precision(tensor: Tensor) -> float:

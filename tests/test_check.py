@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from cases import Scale
+from expanded_nn._registry import EXPANDED
 from oracle import Call, assert_close_rows, loop, plain, rows_of
 
 
@@ -301,6 +302,13 @@ def test_router_with_capacity() -> None:
     assert "between the output of two (Linear) and the output of Model" in str(report)
 
 
+def test_mixing_between_two_calls_of_a_layer() -> None:
+    model = Model(lambda m, x: m.a(m.a(x).cumsum(0)), a=nn.Linear(4, 4))
+    report = enn.check(model, features())
+    assert of_kind(report, "mixing") == ["Model"]
+    assert "between the output of a (Linear) and the input of a (Linear)" in str(report)
+
+
 def test_two_places_of_mixing() -> None:
     mean = Model(lambda m, h: h - h.mean(0))
     model = nn.Sequential(nn.Linear(4, 4), mean, nn.Linear(4, 4), nn.Tanh(), deepcopy(mean), nn.Linear(4, 4))
@@ -393,7 +401,6 @@ class Wrong(nn.Module):
         return x * self.weight
 
 
-@enn.expands(Wrong)
 class ExpandedWrong(enn.Expanded, Wrong):
     """Its output is right, its rows are twice too large."""
 
@@ -403,7 +410,8 @@ class ExpandedWrong(enn.Expanded, Wrong):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_rows_that_differ_from_the_loop(dtype: torch.dtype) -> None:
+def test_rows_that_differ_from_the_loop(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXPANDED, Wrong, ExpandedWrong)
     model = nn.Sequential(nn.Linear(4, 4), Wrong()).to(dtype)
     report = enn.check(model, features().to(dtype))
     assert of_kind(report, "rows") == ["1.weight"]
@@ -492,6 +500,11 @@ def test_a_loss_beside_the_output_is_left_out() -> None:
     report = enn.check(model, features())
     assert report.ok
     assert any("left out" in note for note in report.notes)
+
+
+def test_long_lists_are_cut() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)), Model(lambda m, h: h - h.mean(0)))
+    assert "2.bias, 3.weight, 3.bias and 4 more differ" in str(enn.check(model, features()))
 
 
 def test_a_frozen_model() -> None:
