@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from expanded_nn._batch import tensors
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._sharded import is_shard, is_zero
 from expanded_nn._storage import Recycled
 from expanded_nn._terms import SparseOneHot, in_own_dtype, refuse_batched
 from expanded_nn.factored import Cell, FactoredTensor, materialized, running_backward, times
@@ -68,6 +69,8 @@ class Leaf:
         given: The `grad_sample` that the recorder set last.
         memory: Where dense rows are written.
         grad: `.grad` when the rows were delivered last, and its version then.
+        home: The module that holds the parameter, and its name there, in a model that FSDP has sharded.
+        shard: What the module shows in place of the parameter once FSDP has given back what it gathered.
         handle: The hook that finds uses outside of the module.
     """
 
@@ -79,6 +82,8 @@ class Leaf:
         self.grad: tuple[weakref.ref[Tensor], int] | None = None
         self.handle: Any = None
         self.memory = Recycled()
+        self.home: tuple[weakref.ref[nn.Module], str] | None = None
+        self.shard: Tensor | None = None
 
 
 class Recorder:
@@ -105,6 +110,7 @@ class Recorder:
         self.backward: int | None = None
         self.recomputing = False
         self.mapping = False
+        self.sharded = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         copied: Recorder = memo.setdefault(id(self), Recorder(self.settings))
@@ -155,6 +161,7 @@ class Recorder:
         if module in self.watched:
             return
         self.watched.add(module)
+        self.sharded = self.sharded or any(is_shard(each) for each in module.parameters())
         for member in module.modules():
             if getattr(member, "_recorder", self) is not self:
                 continue  # it belongs to another model as well
@@ -162,6 +169,8 @@ class Recorder:
                 # no guest of functional_call
                 if parameter is not None and parameter.requires_grad and isinstance(parameter, nn.Parameter):
                     self._leaf(parameter)
+                    if is_shard(parameter) and not hasattr(parameter, "grad_sample"):
+                        parameter.grad_sample = None  # type: ignore[attr-defined]
 
     def open(self, module: nn.Module, batch: int | None) -> Pass:
         """The pass that a forward of so many samples belongs to, a new one if need be."""
@@ -242,7 +251,17 @@ class Recorder:
             leaf = self.leaves[parameter] = Leaf()
             leaf.handle = parameter.register_hook(_OutsideUse(self, leaf, parameter))
             _run_first(parameter, leaf.handle)
+            if self.sharded:
+                leaf.home = self._home_of(parameter)
         return leaf
+
+    def _home_of(self, parameter: Tensor) -> tuple[weakref.ref[nn.Module], str] | None:
+        root = self.root() if self.root is not None else None
+        for module in root.modules() if root is not None else ():
+            for name, each in module._parameters.items():
+                if each is parameter:
+                    return weakref.ref(module), name
+        return None
 
     def name_of(self, member: nn.Module | Tensor) -> str:
         """The qualified name of a module or a parameter, with its class, as far as the root is known."""
@@ -307,12 +326,14 @@ class Recorder:
         for parameter, leaf in self.leaves.items():
             if leaf.given is not None and leaf.given.shape[0] != sum(each.batch for each in self.held):
                 self._publish(parameter)
+            _show(leaf)
         self.note_grads()
 
     def note_grads(self) -> None:
         """Notes each `.grad` as it is now, so that clearing it is seen."""
         for parameter, leaf in self.leaves.items():
-            leaf.grad = None if parameter.grad is None else (weakref.ref(parameter.grad), parameter.grad._version)
+            grad = _shown(parameter, leaf).grad
+            leaf.grad = None if grad is None else (weakref.ref(grad), grad._version)
 
     def _drop_stale_rows(self) -> None:
         """Rows go when the gradient they add up to was cleared, or when the user took them away."""
@@ -328,6 +349,9 @@ class Recorder:
         if parameter in self.leaves:
             self.leaves[parameter].given = None
         parameter.grad_sample = None  # type: ignore[attr-defined]
+        if is_shard(parameter):
+            for gathered in [each for each, leaf in self.leaves.items() if leaf.shard is parameter]:
+                self.forget(gathered)
 
     def _publish(self, parameter: Tensor) -> None:
         parts = []
@@ -338,6 +362,8 @@ class Recorder:
         leaf = self.leaves[parameter]
         if self.settings.materialize:
             rows = materialized(rows, leaf.memory)
+        if hasattr(leaf.given, "_processed"):  # Opacus' mark on rows that a step has used
+            rows._processed = True  # type: ignore[attr-defined]
         parameter.grad_sample = leaf.given = rows  # type: ignore[attr-defined]
 
     def close(self) -> None:
@@ -463,8 +489,23 @@ def _zero_rows(batch: int, parameter: Tensor) -> Tensor:
     return FactoredTensor(cell, (batch, *parameter.shape))
 
 
+def _shown(parameter: Tensor, leaf: Leaf) -> Tensor:
+    """The parameter as the model shows it between the passes: itself, or FSDP's shard of it."""
+    return parameter if leaf.shard is None else leaf.shard
+
+
+def _show(leaf: Leaf) -> None:
+    """Hands the rows of a parameter that FSDP had gathered to the shard that is in its place."""
+    module = leaf.home[0]() if leaf.home is not None else None
+    shown = module._parameters.get(leaf.home[1]) if leaf.home is not None and module is not None else None
+    if leaf.given is not None and shown is not None and is_shard(shown):
+        leaf.shard = shown
+        shown.grad_sample = leaf.given  # type: ignore[attr-defined]
+
+
 def _was_cleared(parameter: Tensor, leaf: Leaf) -> bool:
     """Whether `.grad` or `.grad_sample` was reset since the rows were delivered."""
+    parameter = _shown(parameter, leaf)
     if getattr(parameter, "grad_sample", None) is not leaf.given or parameter.grad is None:
         return True
     if leaf.grad is None:
@@ -473,7 +514,7 @@ def _was_cleared(parameter: Tensor, leaf: Leaf) -> bool:
     if grad() is parameter.grad and parameter.grad._version == version:
         return False
     values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
-    return not bool(values.any())  # zero_grad(set_to_none=False)
+    return is_zero(values)  # zero_grad(set_to_none=False)
 
 
 def _send(leaf: Leaf, total: Tensor) -> None:

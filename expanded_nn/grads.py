@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
 from expanded_nn._module import Expanded, PerSampleModule
+from expanded_nn._sharded import added_over_ranks, is_shard, scattered
 from expanded_nn.factored import FactoredTensor, as_factored
 
 
@@ -210,7 +211,7 @@ def clip_grad_sample_norms_(
     grads = per_sample_grads(model)
     norms = grads.norms(per_parameter=isinstance(max_norm, Mapping))
     parameters = dict(model.named_parameters())
-    recorder = model._recorder if isinstance(model, PerSampleModule) else None
+    recorder = next((each._recorder for each in model.modules() if isinstance(each, PerSampleModule)), None)
     adds = recorder is not None and not recorder.settings.accumulate_grad
     if isinstance(norms, Tensor):
         _refuse_nonfinite("all parameters", norms)
@@ -220,9 +221,15 @@ def clip_grad_sample_norms_(
         for name, each in norms.items():
             _refuse_nonfinite(name, each)
         factors = {name: _factors(each, max_norm[name]) for name, each in norms.items()}  # type: ignore[index]
+    count = grads.batch_size
+    shards = [each for name in grads if is_shard(each := parameters[name])]
+    if shards and reduction == "mean":
+        count = added_over_ranks(count, shards[0])
     for name, rows in grads._rows.items():
         parameter = parameters[name]
-        total = rows.weighted_sum(factors[name] / max(1, rows.shape[0]) if reduction == "mean" else factors[name])
+        total = rows.weighted_sum(factors[name] / max(1, count) if reduction == "mean" else factors[name])
+        if is_shard(parameter):
+            total = scattered(total, parameter)
         parameter.grad = parameter.grad + total if adds and parameter.grad is not None else total
         if recorder is not None and adds:
             recorder.forget(parameter)

@@ -1,0 +1,60 @@
+"""Parameters that FSDP2 has sharded: `DTensor`s over the ranks, whole only inside their layer's forward."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expanded_nn._errors import complaint
+
+
+def _distributed() -> Any:
+    """`torch.distributed.tensor`, if anything has imported it: importing it takes long, and without it is no shard."""
+    return sys.modules.get("torch.distributed.tensor")
+
+
+def is_shard(parameter: Any) -> bool:
+    """Whether each rank holds a part of the parameter."""
+    distributed = _distributed()
+    return distributed is not None and isinstance(parameter, distributed.DTensor)
+
+
+def is_zero(grad: Tensor) -> bool:
+    """Whether a gradient is zero, on all ranks where it is sharded."""
+    some = grad.any()
+    return not bool(some.full_tensor() if is_shard(some) else some)  # type: ignore[attr-defined]
+
+
+def scattered(
+    total: Tensor,  # shape
+    parameter: Any,  # a DTensor
+) -> Tensor:
+    """The sum over the ranks of what each has for the whole parameter, sharded as the parameter is.
+
+    Raises:
+        PerSampleError: If the rows are of another shape, as under tensor parallelism.
+    """
+    if total.shape != parameter.shape or is_shard(total):
+        raise complaint(
+            "clip_grad_sample_norms_",
+            f"rows of shape {tuple(total.shape)} for a sharded parameter of shape {tuple(parameter.shape)}",
+            "rows of the whole parameter",
+            "Shard by torch.distributed.fsdp.fully_shard alone.",
+        )
+    part = _part_of_a_sum(total.to(parameter.dtype), parameter.device_mesh)
+    return part.redistribute(placements=parameter.placements)  # type: ignore[no-any-return]
+
+
+def added_over_ranks(count: int, parameter: Any) -> int:
+    """The sum of a number over the ranks that share a parameter."""
+    mesh = parameter.device_mesh
+    return int(_part_of_a_sum(torch.tensor(count, device=mesh.device_type), mesh).full_tensor())
+
+
+def _part_of_a_sum(local: Tensor, mesh: Any) -> Any:
+    """A DTensor that is the sum of what the ranks hold."""
+    distributed = _distributed()
+    return distributed.DTensor.from_local(local, mesh, [distributed.Partial()] * mesh.ndim, run_check=False)
