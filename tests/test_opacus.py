@@ -46,6 +46,13 @@ pytestmark = [
 SAMPLES, CLASSES, VOCABULARY, LENGTH, WIDTH, LIMIT = 24, 3, 12, 5, 8, 0.5
 
 
+@pytest.fixture(autouse=True)
+def global_flags() -> Iterator[None]:
+    """Opacus sets a flag of torch.backends; importing torch's own test database forbids that for good."""
+    with torch.backends.__allow_nonbracketed_mutation():
+        yield
+
+
 class Text(nn.Module):
     """Token ids `(B, T)` to class scores `(B, 3)`, through any layer `(B, T, 8) -> (B, T, 8)`."""
 
