@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._batch import tensors
+from expanded_nn._cell import Cell, running_backward
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._sharded import is_shard, is_zero
 from expanded_nn._storage import Recycled
 from expanded_nn._terms import SparseOneHot, in_own_dtype, refuse_batched
-from expanded_nn.factored import Cell, FactoredTensor, materialized, running_backward, times
+from expanded_nn.factored import FactoredTensor, materialized, times
 
 
 @dataclass(frozen=True)

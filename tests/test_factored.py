@@ -1,0 +1,283 @@
+"""The factored gradient against its dense twin: operation by operation, kind by kind."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from expanded_nn import FactoredTensor, PerSampleError
+from expanded_nn._patches import Patches
+from expanded_nn._terms import Dense, OneHot, Outer, Term
+from expanded_nn.factored import TABLE
+from expanded_nn.layers.conv import conv2d
+
+B = 4
+
+
+def outer(positions: int) -> Term:
+    return Outer.of(torch.randn(B, positions, 3), torch.randn(B, positions, 5), torch.float64)
+
+
+def one_hot() -> Term:
+    return OneHot.of(torch.randn(B, 6, 5), torch.randint(3, (B, 6)), 3, torch.float64)
+
+
+def patches() -> Term:
+    weight = torch.randn(1, 3, 5, 1, 1).expand(B, 3, 5, 1, 1).requires_grad_()
+    (rows,) = torch.autograd.grad(conv2d(torch.randn(B, 5, 4, 4), weight, None).sin().sum(), weight)
+    (term,) = rows.terms()
+    assert isinstance(term, Patches)
+    return term
+
+
+KINDS: dict[str, Callable[[], list[Term]]] = {
+    "outer_1": lambda: [outer(1)],
+    "outer_2": lambda: [outer(2)],
+    "outer_30": lambda: [outer(30)],
+    "one_hot": lambda: [one_hot()],
+    "patches": lambda: [patches()],
+    "dense": lambda: [Dense.of(torch.randn(B, 3, 5))],
+    "outer+outer": lambda: [outer(2), outer(1)],
+    "outer+one_hot": lambda: [outer(2), one_hot()],
+    "all": lambda: [outer(2), one_hot(), patches(), Dense.of(torch.randn(B, 3, 5))],
+    "none": list,
+}
+
+
+def make(kind: str) -> tuple[FactoredTensor, Tensor]:
+    """A factored tensor `(B, 3, 5)` and its dense twin."""
+    terms = KINDS[kind]()
+    rows, twin = FactoredTensor.of(outer(1)) * 0, torch.zeros(B, 3, 5)
+    rows._cell.replace([(B, tuple(terms))])
+    for term in terms:
+        twin = twin + term.dense().reshape(B, 3, 5)
+    return rows, twin
+
+
+@pytest.fixture(params=KINDS)
+def pair(request: pytest.FixtureRequest) -> tuple[FactoredTensor, Tensor]:
+    return make(request.param)
+
+
+def plain(value: Any) -> Any:
+    return value.dense() if isinstance(value, FactoredTensor) else value
+
+
+def same(one: Any, other: Any) -> None:
+    torch.testing.assert_close(plain(one), plain(other), rtol=1e-9, atol=1e-12)
+
+
+by_row = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
+FACTORED: dict[str, Callable[[Any], Any]] = {  # done on the factors
+    "add": lambda g: g + g,
+    "subtract": lambda g: g - 2 * g,
+    "negate": lambda g: -g,
+    "times number": lambda g: g * 3,
+    "number times": lambda g: 3.0 * g,
+    "times rows": lambda g: g * by_row[:, None, None],
+    "times scalar tensor": lambda g: g * torch.tensor(3.0),
+    "divide": lambda g: g / 4,
+    "detach": lambda g: g.detach(),
+    "clone": lambda g: g.clone(),
+    "view": lambda g: g.view(B, -1),
+    "reshape": lambda g: g.reshape(len(g), -1),
+    "flatten": lambda g: g.flatten(1),
+    "slice": lambda g: g[1:3],
+    "index": lambda g: g[torch.tensor([2, 0, 2])],
+    "mask": lambda g: g[torch.tensor([True, False, True, True])],
+    "index_select": lambda g: g.index_select(0, torch.tensor([3, 1])),
+    "cat": lambda g: torch.cat([g, 2 * g]),
+    "to double": lambda g: g.double(),
+    "mul_": lambda g: g.mul_(3),
+    "mul_ rows": lambda g: g.mul_(by_row[:, None, None]),
+    "div_": lambda g: g.div_(2),
+    "add_": lambda g: g.add_(g),
+}
+REDUCED: dict[str, Callable[[Any], Any]] = {  # from the factors, a plain tensor
+    "sum": lambda g: g.sum(0),
+    "sum keepdim": lambda g: g.sum(0, keepdim=True),
+    "mean": lambda g: g.mean(0),
+    "norm": lambda g: g.norm(),
+    "row norms": lambda g: g.flatten(1).norm(dim=1),
+    "row norms 2": lambda g: g.reshape(len(g), -1).norm(2, dim=-1),
+    "vector_norm": lambda g: torch.linalg.vector_norm(g, dim=(1, 2), keepdim=True),
+    "einsum implicit": lambda g: torch.einsum("i,i...", by_row, g),
+    "einsum": lambda g: torch.einsum("b,b...->...", by_row, g),
+    "einsum named": lambda g: torch.einsum("bij,b->ij", g, by_row),
+    "matvec": lambda g: g.flatten(1) @ torch.arange(15.0),
+    "mv": lambda g: torch.mv(g.flatten(1), torch.arange(15.0)),
+}
+DENSE: dict[str, Callable[[Any], Any]] = {  # makes the rows dense, and is right
+    "stack": lambda g: torch.stack([g, g]),
+    "row": lambda g: g[1],
+    "column": lambda g: g[:, 1],
+    "transpose": lambda g: g.transpose(1, 2),
+    "permute": lambda g: g.permute(2, 0, 1),
+    "square": lambda g: g.square(),
+    "add number": lambda g: g + 1,
+    "add dense": lambda g: g + torch.ones(B, 3, 5),
+    "dense add_": lambda g: torch.ones(B, 3, 5).add_(g),
+    "times tensor": lambda g: g * torch.arange(15.0).view(3, 5),
+    "max": lambda g: g.max(),
+    "sum all": lambda g: g.sum(),
+    "sum rows": lambda g: g.sum((1, 2)),
+    "norm 1": lambda g: g.flatten(1).norm(p=1, dim=1),
+    "matmul": lambda g: g @ torch.ones(5, 2),
+    "einsum pairs": lambda g: torch.einsum("aij,bij->ab", g, g),
+    "einsum rows": lambda g: torch.einsum("bij,ij->b", g, torch.ones(3, 5)),
+    "add_ number": lambda g: g.add_(1),
+    "clamp_": lambda g: g.clamp_(min=0),
+    "zero_": lambda g: g.zero_(),
+    "isnan": lambda g: g.isnan(),
+    "allclose": lambda g: torch.allclose(g, g),
+    "unbind": lambda g: g.unbind()[2],
+    "where": lambda g: torch.where(g > 0, g, 0.0),
+    "foreach": lambda g: torch._foreach_mul([g, g], 2.0)[1],
+    "tolist": lambda g: torch.tensor(g.tolist()),
+    "numpy": lambda g: torch.as_tensor(g.detach().numpy()),
+    "asarray": lambda g: torch.as_tensor(np.asarray(g)),
+    "dlpack": lambda g: torch.from_dlpack(g),
+}
+
+
+@pytest.mark.parametrize("name", FACTORED)
+def test_on_the_factors(pair: tuple[FactoredTensor, Tensor], name: str) -> None:
+    rows, twin = pair
+    result = FACTORED[name](rows)
+    assert isinstance(result, FactoredTensor)
+    assert not result.is_dense
+    same(result, FACTORED[name](twin))
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_reduced_from_the_factors(pair: tuple[FactoredTensor, Tensor], name: str) -> None:
+    rows, twin = pair
+    same(REDUCED[name](rows), REDUCED[name](twin))
+    assert not rows.is_dense
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_what_is_not_in_the_table_becomes_dense(pair: tuple[FactoredTensor, Tensor], name: str) -> None:
+    rows, twin = pair
+    result, expected = DENSE[name](rows), DENSE[name](twin)
+    if isinstance(expected, Tensor):
+        same(result, expected)
+    else:
+        assert result == expected
+
+
+def test_every_entry_of_the_table_has_a_case() -> None:
+    seen: set[Any] = set()
+    table = dict(TABLE)
+
+    def recording(function: Callable[..., Any], key: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            if result is not NotImplemented or key is Tensor.__setitem__:
+                seen.add(key)
+            return result
+
+        return call
+
+    try:
+        TABLE.update({key: recording(function, key) for key, function in table.items()})
+        for operation in [*FACTORED.values(), *REDUCED.values(), *DENSE.values(), lambda g: g.__setitem__(0, 1.0)]:
+            operation(make("outer_2")[0])
+        make("outer_2")[0].sub_(make("outer_2")[0])
+        make("outer_2")[0].float()
+    finally:
+        TABLE.update(table)
+    in_backward = {torch.ops.aten.transpose.int, torch.ops.aten.permute.default}  # by the laws of second order
+    not_reached = {each for each in TABLE if each not in seen} - in_backward
+    scalar = {key for key in not_reached if "Scalar" in str(key)} | {torch.ops.aten.alias.default}
+    assert not_reached <= scalar | {torch.ops.aten._unsafe_view.default}
+
+
+@pytest.mark.parametrize("kind", ["outer_2", "one_hot", "all"])
+@pytest.mark.parametrize("other", ["outer_2", "outer_30", "one_hot", "patches", "dense", "all"])
+def test_gram(kind: str, other: str) -> None:
+    (rows, twin), (others, other_twin) = make(kind), make(other)
+    same(rows.gram(others), twin.flatten(1) @ other_twin.flatten(1).t())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda g: g.__setitem__(0, 7.0), id="setitem"),
+        pytest.param(lambda g: g.__setitem__(slice(1, 3), 0.0), id="setitem_slice"),
+        pytest.param(lambda g: g[0].zero_(), id="row"),
+        pytest.param(lambda g: g.view(B, -1).mul_(2), id="view_mul"),
+        pytest.param(lambda g: g.view(B, -1).add_(1), id="view_add"),
+        pytest.param(lambda g: g.detach().mul_(2), id="detached"),
+        pytest.param(lambda g: g.unbind()[1].fill_(3), id="unbind"),
+    ],
+)
+def test_changes_by_way_of_an_alias(pair: tuple[FactoredTensor, Tensor], change: Callable[[Any], Any]) -> None:
+    rows, twin = pair
+    change(rows), change(twin)
+    same(rows, twin)
+
+
+def test_rows_chosen_from_changed_ones_are_refused() -> None:
+    rows, _ = make("outer_2")
+    chosen = rows[1:3]
+    with pytest.raises(PerSampleError, match=r"in-place change of rows that were chosen.*Clone the rows"):
+        chosen.mul_(2)
+    rows.mul_(2)
+    with pytest.raises(PerSampleError, match=r"changed in place.*Choose the rows again"):
+        chosen.sum(0)
+
+
+def test_a_changed_factor_is_refused() -> None:
+    g, a = torch.randn(B, 2, 3), torch.randn(B, 2, 5)
+    rows = FactoredTensor.of(Outer.of(g, a, torch.float64)) * 2
+    held = rows.clone()
+    a.add_(1)
+    with pytest.raises(PerSampleError, match=r"changed in place after the backward.*materialize=True"):
+        rows.sum(0)
+    held.sum(0)
+
+
+def through_a_file(rows: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(rows, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        pytest.param(copy.deepcopy, id="deepcopy"),
+        pytest.param(copy.copy, id="copy"),
+        pytest.param(lambda g: pickle.loads(pickle.dumps(g)), id="pickle"),
+        pytest.param(through_a_file, id="save"),
+    ],
+)
+def test_copies(pair: tuple[FactoredTensor, Tensor], copied: Callable[[Tensor], Tensor]) -> None:
+    rows, twin = pair
+    same(copied(rows), twin)
+
+
+def test_another_dtype(pair: tuple[FactoredTensor, Tensor]) -> None:
+    rows, twin = pair
+    single = rows.float()
+    assert single.dtype == torch.float32
+    torch.testing.assert_close(single.dense(), twin.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_manners_of_a_tensor(pair: tuple[FactoredTensor, Tensor]) -> None:
+    rows, twin = pair
+    assert isinstance(rows, Tensor)
+    assert (rows.shape, rows.dtype, rows.device) == (twin.shape, twin.dtype, twin.device)
+    assert (len(rows), rows.numel(), rows.dim()) == (len(twin), twin.numel(), twin.dim())
+    assert "FactoredTensor(shape=(4, 3, 5)" in repr(rows)
+    assert rows.data_ptr() == rows.dense().data_ptr()
+    for row, expected in zip(rows, twin, strict=True):
+        same(row, expected)
