@@ -18,6 +18,11 @@ def running_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def cat(parts: list[Tensor]) -> Tensor:
+    """The parts of all blocks, one after the other."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 class Cell:
     """What a factored tensor and its aliases (detached, reshaped) share: blocks of rows, or the dense rows."""
 
@@ -42,13 +47,13 @@ class Cell:
             blocks = self.merge()
             if len(blocks) > 1:
                 memory = None
-            self.dense = self.cat([self._block_rows(size, terms, memory) for size, terms in blocks])
+            self.dense = cat([self._block_rows(size, terms, memory) for size, terms in blocks])
             self.blocks = ()
         return self.dense
 
     def _block_rows(self, size: int, terms: tuple[Term, ...], memory: Recycled | None) -> Tensor:
         if not terms:
-            return torch.zeros(size, *self.row_shape, dtype=self.dtype, device=self.device)
+            return self.zeros(size, *self.row_shape)
         out = None
         if memory is not None and isinstance(terms[0], Outer):
             out = memory.empty((size, *terms[0].row_shape), self.dtype, self.device)
@@ -56,10 +61,6 @@ class Cell:
         for term in terms[1:]:
             rows += term.dense().reshape(size, *self.row_shape)
         return rows
-
-    def cat(self, parts: Sequence[Tensor]) -> Tensor:
-        """The parts of all blocks, one after the other."""
-        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def zeros(self, *size: int) -> Tensor:
         """Zeros of the rows' dtype, on the rows' device."""

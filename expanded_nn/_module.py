@@ -116,8 +116,7 @@ class Expanded(PerSampleModule):
 
     def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
         """B, where this layer is called on its own."""
-        first = self._recorder is None or self._recorder.settings.batch_first
-        return batch_of((args, kwargs), batch_first=first)
+        return batch_of((args, kwargs), batch_first=self.model_batch_first)
 
     def sample_dims(self, tensors: int) -> list[int]:
         """Where the samples stand in each of the first tensors among the arguments, and likewise in the result."""
@@ -162,6 +161,11 @@ class Expanded(PerSampleModule):
         return self._recorder.expand(parameter)
 
     @property
+    def model_batch_first(self) -> bool:
+        """Whether samples stand first in what has no layout of its own, as `per_sample(batch_first=...)` said."""
+        return self._recorder is None or self._recorder.settings.batch_first
+
+    @property
     def batch_size(self) -> int:
         """B of the pass that this forward belongs to."""
         own = self._own_batch()
@@ -191,7 +195,7 @@ class Expanded(PerSampleModule):
         Raises:
             PerSampleError: If the rows of an input are not the samples.
         """
-        first = fixed_layout or self._recorder is None or self._recorder.settings.batch_first
+        first = fixed_layout or self.model_batch_first
         dim = batch_dim(next(iter(inputs.values())).dim() - feature_dims, batch_first=first)
         moved = [self.checked(x, feature_dims, dim=dim, argument=argument) for argument, x in inputs.items()]
         if dim == 0:

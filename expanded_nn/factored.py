@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from expanded_nn._cell import Block, Cell, running_backward
+from expanded_nn._cell import Block, Cell, cat, running_backward
 from expanded_nn._errors import complaint
 from expanded_nn._storage import Recycled
 from expanded_nn._terms import Dense, Outer, Term, in_own_dtype
@@ -89,15 +89,15 @@ class FactoredTensor(Tensor):
             return cast(Tensor, _ToDense.apply(self))  # type: ignore[no-untyped-call]
         return self._rows()
 
-    def _rows(self) -> Tensor:
+    def _rows(self, memory: Recycled | None = None) -> Tensor:
         self._check_source()
         with torch.no_grad(), in_own_dtype(self):
-            return self._cell.densify().view(self.shape)
+            return self._cell.densify(memory).view(self.shape)
 
     @_in_own_dtype
     def squared_norms(self) -> Tensor:
         """`||row||^2` for each row, `(B,)`."""
-        return self._cell.cat([self._block_inner(size, terms) for size, terms in self.blocks])
+        return cat([self._block_inner(size, terms) for size, terms in self.blocks])
 
     def _block_inner(self, size: int, terms: tuple[Term, ...]) -> Tensor:
         total = self._cell.zeros(size)
@@ -129,7 +129,7 @@ class FactoredTensor(Tensor):
         vector: Tensor,  # shape
     ) -> Tensor:
         """`<row, vector>` for each row, `(B,)`."""
-        return self._cell.cat(
+        return cat(
             [sum((t.matvec(vector) for t in terms), start=self._cell.zeros(size)) for size, terms in self.blocks]
         )
 
@@ -266,10 +266,7 @@ def materialized(rows: Tensor, memory: Recycled | None = None) -> Tensor:
     """Dense rows, written to `memory` where they are made here and have no derivative."""
     if not isinstance(rows, FactoredTensor):
         return rows
-    if not rows.requires_grad:
-        with torch.no_grad(), in_own_dtype(rows):
-            rows._cell.densify(memory)
-    return rows.dense()
+    return rows.dense() if rows.requires_grad else rows._rows(memory)
 
 
 def times(rows: Tensor, factor: float) -> Tensor:

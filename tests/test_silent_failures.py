@@ -536,3 +536,22 @@ def test_folded_batch_taken_as_a_whole() -> None:
         enn.convert(Model(Folding())).per_sample()(x)
     enn.alone(Folding)
     right(Model(Folding()), Call((x,)))
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.5])
+def test_general_rule_compares_once_and_not_at_each_step(probability: float) -> None:
+    calls = []
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.dropout = nn.Parameter(torch.ones(4)), nn.Dropout(probability)
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(len(x))
+            return self.dropout(x * self.scale)
+
+    model = enn.convert(Scaled()).per_sample()
+    for _ in range(3):
+        model(torch.randn(5, 4)).sum().backward()
+    assert calls == [1, 5, 1, 1]

@@ -213,7 +213,7 @@ class Embedding(Expanded, nn.Embedding):
     def _samples_first(self, index: Tensor) -> tuple[Tensor, int]:
         """The index as `(B, *)`, and the dimension in which the samples stand in the result."""
         batch = self.batch_size
-        batch_first = self._recorder is None or self._recorder.settings.batch_first
+        batch_first = self.model_batch_first
         if index.dim() == 0:
             return index.expand(batch), 0
         dim = batch_dim(index.dim(), batch_first=batch_first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import new_class
 from typing import Any
@@ -36,7 +36,7 @@ class General(Expanded):
     the samples where the arguments have them.
     """
 
-    _compared: frozenset[Any] = frozenset()  # ways to read the arguments whose result was compared with the plain one
+    _compared: Mapping[Any, bool] = {}  # a way to read the arguments -> whether its result could be compared
     _ranks: dict[str, int] | None = None  # of each own parameter, those in lists included, when it was converted
 
     def note_ranks(self) -> None:
@@ -117,8 +117,12 @@ class General(Expanded):
             Whether the results could be compared: not those that are random, nor those that a user's hooks see.
         """
         key = (self.training, dims)
-        if key in self._compared:
-            return True
+        if key not in self._compared:
+            comparable = self._compare(results, args, kwargs)
+            self._compared = {**self._compared, key: comparable}
+        return self._compared[key]
+
+    def _compare(self, results: list[Any], args: Any, kwargs: Any) -> bool:
         children = [each for each in self.modules() if each is not self]
         if any(each._forward_hooks or each._forward_pre_hooks for each in children):
             return False
@@ -135,8 +139,6 @@ class General(Expanded):
                     "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module; "
                     "give a tensor that all samples share to the module as a buffer.",
                 )
-        if same_numbers:
-            self._compared = self._compared | {key}
         return same_numbers
 
     def _agree(self, result: Tensor, plain: Tensor, same_numbers: bool) -> bool:
@@ -222,8 +224,7 @@ class General(Expanded):
 
     def _dim_of(self, tensor: Tensor) -> int:
         """Where the samples stand: as the module says, if it has a `batch_first` of its own, or as the model does."""
-        first = self._recorder is None or self._recorder.settings.batch_first
-        return batch_dim(tensor.dim(), batch_first=getattr(self, "batch_first", first))
+        return batch_dim(tensor.dim(), batch_first=getattr(self, "batch_first", self.model_batch_first))
 
     def _without_batch(self, output: Tensor) -> Tensor:
         dim = self._dim_of(output) if output.dim() else 0
