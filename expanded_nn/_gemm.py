@@ -24,6 +24,16 @@ def affine(
     return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
 
+def product(
+    x: Tensor,  # (rows, in)
+    matrix: Tensor,  # (in, out)
+) -> Tensor:  # (rows, out)
+    """`x @ matrix`."""
+    if _onednn_is_faster(x, matrix.shape[1]):
+        return _by_onednn(x.contiguous(), matrix.t(), None)
+    return torch.mm(x, matrix)
+
+
 def add_product(
     total: Tensor,  # (rows, out)
     x: Tensor,  # (rows, in)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._gemm import product
 
 CHUNK_NUMEL = 1 << 22  # dense rows made at once, where an algorithm needs them only in passing
 
@@ -217,7 +218,7 @@ class Outer(Term):
         g, a = self.both()
         if weights is not None:
             g = g * weights.to(g.dtype)[:, None, None]
-        return g.flatten(0, 1).t() @ a.flatten(0, 1)
+        return product(g.flatten(0, 1).t(), a.flatten(0, 1))
 
     def matvec(self, vector: Tensor) -> Tensor:
         g, a = self.both()

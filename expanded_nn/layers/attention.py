@@ -19,7 +19,7 @@ from expanded_nn._module import Expanded, PerSampleModule, Root
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_shared, owned, shared
 from expanded_nn._twins import expand_modules
-from expanded_nn.layers.linear import linear, outer_rows, positions
+from expanded_nn.layers.linear import linear, outer_rows, positions, times_matrix
 
 
 class _Part(torch.autograd.Function):
@@ -40,7 +40,7 @@ class _Part(torch.autograd.Function):
             if torch.is_grad_enabled():
                 grad_x = linear(g, cast_shared(weight, g.dtype)[:, ctx.part].transpose(1, 2)).to(x.dtype)
             else:
-                grad_x = torch.matmul(g, shared(weight)[ctx.part].to(g.dtype)).to(x.dtype)
+                grad_x = times_matrix(g, shared(weight)[ctx.part].to(g.dtype)).to(x.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = outer_rows(F.pad(g, around), x.to(g.dtype), weight.dtype)
         if ctx.needs_input_grad[2]:

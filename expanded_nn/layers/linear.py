@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from einops import einsum
 from torch import Tensor, nn
 
+from expanded_nn._gemm import product
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_shared, owned, shared, shared_or_none
@@ -53,6 +54,16 @@ def positions(
     return x.reshape(x.shape[0], prod(x.shape[1:-1]), x.shape[-1])
 
 
+def times_matrix(
+    g: Tensor,  # (*, out)
+    matrix: Tensor,  # (out, in)
+) -> Tensor:  # (*, in)
+    """`g @ matrix`, without history."""
+    if is_batched(g):
+        return torch.matmul(g, matrix)
+    return product(g.reshape(prod(g.shape[:-1]), g.shape[-1]), matrix).view(*g.shape[:-1], matrix.shape[1])
+
+
 class _Linear(torch.autograd.Function):
     """A linear map whose weight is one, expanded over the batch."""
 
@@ -70,7 +81,7 @@ class _Linear(torch.autograd.Function):
             if torch.is_grad_enabled():
                 grad_x = linear(g, cast_shared(weight, g.dtype).transpose(1, 2)).to(x.dtype)
             else:
-                grad_x = torch.matmul(g, shared(weight).to(g.dtype)).to(x.dtype)
+                grad_x = times_matrix(g, shared(weight).to(g.dtype)).to(x.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = outer_rows(g, x.to(g.dtype), weight.dtype)
         if ctx.needs_input_grad[2]:
