@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from expanded_nn._batch import tensors
 from expanded_nn._cell import Cell, running_backward
@@ -55,7 +57,7 @@ class Pass:
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
-        self.rows: dict[Tensor, Tensor] = {}
+        self.rows: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self.reached = False
         self.done = False
 
@@ -96,20 +98,21 @@ class Recorder:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.depth = 0
+        self.depth, self.thread = 0, 0
         self.samples: list[Tensor] = []
         self.broadcast: list[nn.Module] = []  # embeddings whose index has had no batch dimension in this forward
-        self.originals: dict[tuple[nn.Module, str], Tensor] | None = None
+        self.originals: Mapping[tuple[nn.Module, str], Tensor] | None = None
         self.root: weakref.ref[nn.Module] | None = None
         self.current: Pass | None = None
         self.before: Pass | None = None
         self.live: list[weakref.ref[Pass]] = []
         self.held: list[Pass] = []
-        self.leaves: dict[Tensor, Leaf] = {}
+        self.leaves: MutableMapping[Tensor, Leaf] = WeakTensorKeyDictionary()
         self.watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.expanded: dict[Tensor, tuple[Pass, int, int, Tensor]] = {}
         self.backward: int | None = None
         self.recomputing = False
+        self.finish: Callable[[], Any] = lambda: None
         self.mapping = False
         self.sharded = False
 
@@ -137,7 +140,7 @@ class Recorder:
                 each for each in tensors(inputs) if isinstance(each, Tensor) and now.batch in each.shape[:2]
             ]
             self.broadcast.clear()
-        self.depth += 1
+        self.depth, self.thread = self.depth + 1, get_ident()
         try:
             yield
         except (RuntimeError, IndexError, ValueError) as error:
@@ -157,6 +160,15 @@ class Recorder:
             if self.depth == 0 and running_backward() >= 0:
                 self.current = previous
 
+    @contextmanager
+    def inside_general(self, originals: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
+        """Layers called meanwhile run their plain forward, or on the whole batch with these parameters, if they can."""
+        before, self.originals = self.originals, originals
+        try:
+            yield
+        finally:
+            self.originals = before
+
     def _watch(self, module: nn.Module) -> None:
         """Hooks on all parameters: one that no layer expands may be used outside of its module as well."""
         if module in self.watched:
@@ -172,6 +184,19 @@ class Recorder:
                     self._leaf(parameter)
                     if is_shard(parameter) and not hasattr(parameter, "grad_sample"):
                         parameter.grad_sample = None  # type: ignore[attr-defined]
+
+    def inside(self, module: nn.Module) -> bool:
+        """Whether this is in the middle of a forward: of this thread, as another's would share its pass."""
+        if not self.depth:
+            return False
+        if not torch.compiler.is_compiling() and self.thread != get_ident():
+            raise complaint(
+                self.name_of(module),
+                "another thread is in the middle of a forward of this model",
+                "one thread at a time",
+                "Give each thread a model of its own: copy.deepcopy(model).",
+            )
+        return True
 
     def open(self, module: nn.Module, batch: int | None) -> Pass:
         """The pass that a forward of so many samples belongs to, a new one if need be."""
@@ -246,6 +271,24 @@ class Recorder:
         leaves = _leaves_of(weight)
         return _ExpandComputed.apply((weight, leaves, self), batch, *map(self.expand, leaves))  # type: ignore[no-untyped-call,no-any-return]
 
+    def expand_outside(self, weight: Tensor) -> Tensor:
+        """`expand`, for a use of a weight outside of the layers: in the pass of the last forward."""
+        previous, recomputing = self.current, running_backward() >= 0
+        module = self.root() if self.root is not None else None
+        if module is not None and recomputing and not self.depth:
+            self.current = self._recomputed_pass(module, None)
+        try:
+            if self.current is None or (self.current.reached and not recomputing):
+                raise complaint(
+                    "expanded(weight)",
+                    "there was no forward since the last backward",
+                    "a forward of the model, which says how many samples there are",
+                    "Call the model first.",
+                )
+            return self.expand(weight)
+        finally:
+            self.current = previous
+
     def _leaf(self, parameter: Tensor) -> Leaf:
         leaf = self.leaves.get(parameter)
         if leaf is None:
@@ -297,7 +340,7 @@ class Recorder:
 
     def _begin_backward(self, recomputing: bool = False) -> None:
         task = running_backward()
-        if self.backward == task or (self.backward is not None and self.recomputing):
+        if self.backward == task or (self.recomputing and self.finish() is not None):
             self.recomputing = self.recomputing or recomputing
             return
         self._end_backward()
@@ -308,7 +351,9 @@ class Recorder:
             alive = recorder()
             if alive is not None and alive.backward == task:
                 alive._end_backward()
+                alive.note_grads()
 
+        self.finish = weakref.ref(finish)  # the backward holds it, and lets go of it when it ends or fails
         torch.autograd.Variable._execution_engine.queue_callback(finish)
         self._drop_stale_rows()
 
@@ -328,7 +373,6 @@ class Recorder:
             if leaf.given is not None and leaf.given.shape[0] != sum(each.batch for each in self.held):
                 self._publish(parameter)
             _show(leaf)
-        self.note_grads()
 
     def note_grads(self) -> None:
         """Notes each `.grad` as it is now, so that clearing it is seen."""
@@ -338,7 +382,8 @@ class Recorder:
 
     def _drop_stale_rows(self) -> None:
         """Rows go when the gradient they add up to was cleared, or when the user took them away."""
-        for parameter, leaf in self.leaves.items():
+        self.held = [each for each in self.held if each.rows]
+        for parameter, leaf in list(self.leaves.items()):
             if leaf.given is not None and (not self.settings.accumulate_grad or _was_cleared(parameter, leaf)):
                 self.forget(parameter)
 
@@ -475,7 +520,10 @@ def _kept_and_total(rows: Tensor, scale: float, settings: Settings, memory: Recy
     sparse = _sparse_total(rows)
     if sparse is not None:
         return kept, sparse
-    return kept, kept.sum(0) / scale if dense else rows.weighted_sum()
+    if not dense:
+        return kept, rows.weighted_sum()
+    wide = torch.promote_types(kept.dtype, torch.float32)  # B times the gradient may be too large for float16
+    return kept, (kept.sum(0, dtype=wide) / scale).to(kept.dtype)
 
 
 def _sparse_total(rows: FactoredTensor) -> Tensor | None:
@@ -531,6 +579,8 @@ def _send(leaf: Leaf, total: Tensor) -> None:
 class _OutsideUse:
     """A hook on a parameter: what arrives must be what its expansions sent, or something else uses it too."""
 
+    __torch_unserializable__ = True  # torch.multiprocessing leaves it out without a warning
+
     def __init__(self, recorder: Recorder, leaf: Leaf, parameter: Tensor) -> None:
         self.recorder, self.leaf, self.parameter = weakref.ref(recorder), leaf, weakref.ref(parameter)
 
@@ -557,9 +607,17 @@ class _OutsideUse:
             name,
             "the parameter is also used outside of its module, so its gradient has a part that belongs to no row",
             "every use inside the module that holds it",
-            "Give the second use a layer of its own that shares the parameter (head.weight = embedding.weight) and "
-            "call that layer.",
+            "Use it by expanded_nn.expanded(weight), as in expanded_nn.functional.linear(x, expanded(weight)); or give "
+            "the second use a layer of its own that shares the parameter (head.weight = embedding.weight).",
         )
+
+
+def recorder_of(weight: Tensor) -> Recorder | None:
+    """The recorder that watches a parameter, or those that a weight was computed from; `None` if nothing does."""
+    leaves = [weight] if weight.is_leaf else _leaves_of(weight)
+    hooks = [hook for leaf in leaves for hook in (leaf._backward_hooks or {}).values()]
+    found = [hook.recorder() for hook in hooks if isinstance(hook, _OutsideUse)]
+    return next((each for each in found if each is not None and each.depth), next(iter(found), None))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ class Call:
     """A layer's call inside `vmap`: the arguments' structure, and then the result's."""
 
     def __init__(
-        self, module: nn.Module, originals: dict[Place, Tensor], structure: TreeSpec, dims: Sequence[int]
+        self, module: nn.Module, originals: Mapping[Place, Tensor], structure: TreeSpec, dims: Sequence[int]
     ) -> None:
         self.module, self.originals, self.structure, self.dims = module, originals, structure, dims
         self.result: tuple[list[Any], TreeSpec] = ([], structure)
@@ -62,17 +62,32 @@ class _Lift(torch.autograd.Function):
         return tuple(output.unsqueeze(dim + 1) for output, dim in zip(outputs, dims, strict=True)), tuple(dims)
 
 
-def lifted(module: nn.Module, originals: dict[Place, Tensor], args: Any, kwargs: Any) -> Any:
-    """The layer's result, computed on the whole batch, or `NotImplemented` where an argument is no batch of one."""
+def lifted(module: nn.Module, originals: Mapping[Place, Tensor], args: Any, kwargs: Any) -> Any:
+    """The layer's result, computed on the whole batch, or `NotImplemented` where that cannot be."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if not any(map(torch._C._functorch.is_batchedtensor, tensors)):
+    if not originals or not any(map(torch._C._functorch.is_batchedtensor, tensors)):
         return NotImplemented
+    if torch._C._functorch.peek_interpreter_stack().level() > 1:
+        return NotImplemented  # a transform of the user's own, inside
     dims: list[int] = module.sample_dims(len(tensors))  # type: ignore[operator]
-    if any(leaf.dim() < 2 or leaf.shape[dim] != 1 for leaf, dim in zip(tensors, dims, strict=True)):
+    fits = all(_is_one_sample(leaf, dim) or _is_mask(leaf) for leaf, dim in zip(tensors, dims, strict=True))
+    if not fits and (not module.positionwise or any(leaf.dim() == 0 for leaf in tensors)):
         return NotImplemented
+    if not fits:  # (T, features): a sample's positions without its batch dimension
+        leaves = [leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     call = Call(module, originals, structure, dims)
-    return call.rebuild(_Lift.apply(call, *leaves))  # type: ignore[no-untyped-call]
+    result = call.rebuild(_Lift.apply(call, *leaves))  # type: ignore[no-untyped-call]
+    return result if fits else result.squeeze(0)
+
+
+def _is_one_sample(tensor: Tensor, dim: int) -> bool:
+    return tensor.dim() > 1 and tensor.shape[dim] == 1
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether it is a matrix that all samples share."""
+    return tensor.dim() == 2 and not torch._C._functorch.is_batchedtensor(tensor)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._batch import batch_dim, batch_of
+from expanded_nn._compiled import Use, compiled_pass, outside_of_graph
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._expand import Recorder, Settings, comes_from_rows
 from expanded_nn._lift import lifted
@@ -88,12 +89,17 @@ class PerSampleModule(nn.Module):
 class Root(PerSampleModule):
     """A converted model without parameters of its own: its forward begins a pass."""
 
+    def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
+        """B, where this module is the root of a call."""
+        return batch_of((args, kwargs), batch_first=self._recorder is None or self._recorder.settings.batch_first)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
-        if recorder is None or recorder.depth or not torch.is_grad_enabled():
+        if recorder is None or not torch.is_grad_enabled() or recorder.inside(self):
             return super().forward(*args, **kwargs)
-        batch = batch_of((args, kwargs), batch_first=recorder.settings.batch_first)
-        with recorder.scope(self, batch, (args, kwargs)):
+        if torch.compiler.is_compiling():
+            return compiled_pass(self, args, kwargs)
+        with recorder.scope(self, self.samples_in(*args, **kwargs), (args, kwargs)):
             return super().forward(*args, **kwargs)
 
 
@@ -105,10 +111,20 @@ class Expanded(PerSampleModule):
     Attributes:
         ranks: Parameter name -> its number of dimensions in `torch.nn`, without a batch dimension.
         watches: Whether `convert` turns a layer of this class into its twin even if it has no parameters.
+        positionwise: Whether each position goes through it alone, so that any input is a batch of positions.
+        traceable: Whether the forward is one of tensors, without chance, and can be in a graph of `torch.compile`.
+        uses: While a compiled forward runs, one for each call of this layer in it.
+        uses_missing: How many calls have been without one.
+        remade: While rows are made after a compiled backward, the call that they are of.
     """
 
     ranks: ClassVar[dict[str, int]] = {}
     watches: ClassVar[bool] = False
+    positionwise: ClassVar[bool] = False
+    traceable: ClassVar[bool] = False
+    uses: list[Use] | tuple[()] = ()
+    uses_missing = 0
+    remade: Use | None = None
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward in per-sample mode, with `self.expanded(name)` in place of `self.<name>`."""
@@ -130,10 +146,45 @@ class Expanded(PerSampleModule):
             if self._own_batch() is None:
                 return super().forward(*args, **kwargs)
             return self.expanded_forward(*args, **kwargs)
-        if recorder.depth:
+        if torch.compiler.is_compiling():
+            return self._in_graph(args, kwargs)
+        if recorder.inside(self):
             return self.expanded_forward(*args, **kwargs)
         with recorder.scope(self, self.samples_in(*args, **kwargs), (args, kwargs)):
             return self.expanded_forward(*args, **kwargs)
+
+    def _in_graph(self, args: Any, kwargs: Any) -> Any:
+        """The forward in per-sample mode, as `torch.compile` traces it."""
+        assert self._recorder is not None
+        if not self._recorder.depth:
+            return compiled_pass(self, args, kwargs)
+        if not self.uses:
+            return outside_of_graph(self, args, kwargs)
+        use = self.uses.pop()
+        return use.tapped(self.expanded_forward(*args, **kwargs), args, kwargs)
+
+    def traced_parameters(self) -> list[str]:
+        """The parameters whose rows a compiled forward is to give, none if the layer has to stay out of the graph."""
+        own = [name for name in self.ranks if getattr(self, name) is not None]
+        if not self.traceable or self._own_batch() is not None or any(name not in self._parameters for name in own):
+            return []
+        return [name for name in own if getattr(self, name).requires_grad]
+
+    def rows_of(self, g: Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The rows of each parameter from the gradient of the output, by a second forward of the layer alone.
+
+        Args:
+            g: The gradient of what `expanded_forward(*args, **kwargs)` returned, of its shape.
+            args: What that was called with.
+            kwargs: What that was called with by name.
+
+        Returns:
+            Parameter name -> `(B, *shape)`.
+        """
+        leaves = {name: self.expanded(name).requires_grad_() for name in self.traced_parameters()}
+        with torch.enable_grad():
+            output = self.expanded_forward(*args, **kwargs)
+        return dict(zip(leaves, torch.autograd.grad(output, list(leaves.values()), g), strict=True))
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
         """Inside the general rule's `vmap`: on the whole batch if it can be, sample by sample otherwise."""
@@ -153,9 +204,13 @@ class Expanded(PerSampleModule):
         A weight that comes with a batch dimension of its own, as through `torch.func.functional_call`, is taken as
         it is.
         """
+        if self.remade is not None:
+            return self.remade.parameters[name]
         parameter = getattr(self, name)
         if parameter is None or self._is_batched(name, parameter):
             return parameter
+        if torch.compiler.is_compiling():
+            return parameter.detach().expand(self.batch_size, *parameter.shape)
         if self._recorder is None or not torch.is_grad_enabled() or self._recorder.current is None:
             return parameter.expand(self.batch_size, *parameter.shape)
         return self._recorder.expand(parameter)
@@ -163,16 +218,20 @@ class Expanded(PerSampleModule):
     @property
     def model_batch_first(self) -> bool:
         """Whether samples stand first in what has no layout of its own, as `per_sample(batch_first=...)` said."""
+        if self.remade is not None:
+            return self.remade.batch_first
         return self._recorder is None or self._recorder.settings.batch_first
 
     @property
     def batch_size(self) -> int:
         """B of the pass that this forward belongs to."""
+        if self.remade is not None:
+            return self.remade.batch
         own = self._own_batch()
         if own is not None:
             return own
-        assert self._recorder is not None
-        assert self._recorder.current is not None
+        if self._recorder is None or self._recorder.current is None:
+            raise AttributeError(f"{type(self).__name__}.batch_size is there during a forward in per-sample mode")
         return self._recorder.current.batch
 
     @property
@@ -222,7 +281,7 @@ class Expanded(PerSampleModule):
         if rows == 1:
             if self.is_slice(x):
                 raise self.slice_error(x, argument)
-            if comes_from_rows(x):
+            if x.requires_grad and comes_from_rows(x):
                 raise complaint(
                     self.name,
                     f"{argument} of shape {tuple(x.shape)} has one row, but was computed from {batch} rows",

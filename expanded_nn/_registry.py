@@ -1,4 +1,4 @@
-"""The table from a `torch.nn` class to its expanded twin."""
+"""The table from a class to its expanded twin."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -7,10 +7,11 @@ from torch import nn
 
 ExpandedClass = TypeVar("ExpandedClass", bound=type[nn.Module])
 
-EXPANDED: dict[type[nn.Module], type[nn.Module]] = {}
+# a class, or its name "package.module.Class" -> its twin, or what its twin derives from beside it
+EXPANDED: dict[type[nn.Module] | str, type[nn.Module]] = {}
 
 
-def expands(torch_class: type[nn.Module]) -> Callable[[ExpandedClass], ExpandedClass]:
+def expands(torch_class: type[nn.Module] | str) -> Callable[[ExpandedClass], ExpandedClass]:
     """Registers the decorated class as the expanded twin of `torch_class`.
 
     The twin derives from `Expanded` and from `torch_class`, has no `__init__` of its own and writes its
@@ -18,7 +19,9 @@ def expands(torch_class: type[nn.Module]) -> Callable[[ExpandedClass], ExpandedC
     batch, `(B, *shape)`.
 
     Args:
-        torch_class: The class whose instances `convert` turns into the decorated one.
+        torch_class: The class whose instances `convert` turns into the decorated one. Or its full name,
+            `"package.module.Class"`, where the package is not to be imported for it: the twin then derives from
+            `Expanded` alone, and `convert` makes the class of both when it meets such a module.
 
     Raises:
         TypeError: If the decorated class does not derive from `torch_class`.
@@ -42,7 +45,7 @@ def expands(torch_class: type[nn.Module]) -> Callable[[ExpandedClass], ExpandedC
     """
 
     def register(expanded_class: ExpandedClass) -> ExpandedClass:
-        if not issubclass(expanded_class, torch_class):
+        if isinstance(torch_class, type) and not issubclass(expanded_class, torch_class):
             raise TypeError(
                 f"{expanded_class.__name__} expands {torch_class.__name__} but does not derive from it. "
                 f"Declare it as `class {expanded_class.__name__}(Expanded, {torch_class.__name__})`."
@@ -55,4 +58,15 @@ def expands(torch_class: type[nn.Module]) -> Callable[[ExpandedClass], ExpandedC
 
 def registered_base(module_class: type[nn.Module]) -> type[nn.Module] | None:
     """The nearest class in `module_class`'s ancestry that has an expanded twin, or `None`."""
-    return next((base for base in module_class.__mro__ if base in EXPANDED), None)
+    return next((base for base in module_class.__mro__ if _registered(base) is not None), None)
+
+
+def registered_twin(base: type[nn.Module]) -> type[nn.Module]:
+    """What is registered for a class, by itself or by its name: its twin, or what its twin derives from beside it."""
+    twin = _registered(base)
+    assert twin is not None
+    return twin
+
+
+def _registered(base: type[nn.Module]) -> type[nn.Module] | None:
+    return EXPANDED.get(base) or EXPANDED.get(f"{base.__module__}.{base.__qualname__}")

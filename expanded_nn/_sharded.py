@@ -19,7 +19,8 @@ def _distributed() -> Any:
 def is_shard(parameter: Any) -> bool:
     """Whether each rank holds a part of the parameter."""
     distributed = _distributed()
-    return distributed is not None and isinstance(parameter, distributed.DTensor)
+    kind = getattr(distributed, "DTensor", None)  # another thread may be importing it at this moment
+    return kind is not None and isinstance(parameter, kind)
 
 
 def is_zero(grad: Tensor) -> bool:

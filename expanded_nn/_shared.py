@@ -11,6 +11,11 @@ def is_shared(*weights: Tensor | None) -> bool:
     return all(weight is None or weight.shape[0] < 2 or weight.stride(0) == 0 for weight in weights)
 
 
+def is_constant(*weights: Tensor | None) -> bool:
+    """Whether all the weights are the same for all samples and ask for no gradient: torch's own op does then."""
+    return is_shared(*weights) and not any(weight is not None and weight.requires_grad for weight in weights)
+
+
 def shared(weight: Tensor) -> Tensor:
     """The one weight `(*shape)` behind an expanded `(B, *shape)`, without its history.
 
@@ -26,7 +31,7 @@ def shared_or_none(weight: Tensor | None) -> Tensor | None:
 
 def owned(output: Tensor) -> Tensor:
     """`output`, no view in autograd's eyes: the next layer may change in place what a Function returns."""
-    if not output._is_view():
+    if not torch.compiler.is_compiling() and not output._is_view():
         return output
     return cast(Tensor, torch.ops.aten._unsafe_view(output, output.shape))
 

@@ -45,6 +45,12 @@ def in_own_dtype(rows: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(rows.device.type, enabled=False)
 
 
+def _matrix(
+    rows: Tensor,  # (B, *row_shape)
+) -> Tensor:  # (B, numbers in a row)
+    return rows.reshape(rows.shape[0], prod(rows.shape[1:]))
+
+
 class Term(ABC):
     """Rows `(B, *row_shape)` of one kind.
 
@@ -95,20 +101,20 @@ class Term(ABC):
         """`<row[b], other_row[b]>`, `(B,)`."""
         return torch.cat(
             [
-                (mine.dense().flatten(1) * theirs.dense().flatten(1)).sum(1)
+                (_matrix(mine.dense()) * _matrix(theirs.dense())).sum(1)
                 for mine, theirs in zip(self.chunks(), other.chunks(), strict=True)
             ]
         )
 
     def squared_norms(self) -> Tensor:
         """`||row[b]||^2`, `(B,)`."""
-        return torch.cat([chunk.dense().flatten(1).square().sum(1) for chunk in self.chunks()])
+        return torch.cat([_matrix(chunk.dense()).square().sum(1) for chunk in self.chunks()])
 
     def gram(self, other: Term) -> Tensor:
         """`<row[b], other_row[b']>`, `(B, B')`."""
-        theirs = [chunk.dense().flatten(1) for chunk in other.chunks()]
+        theirs = [_matrix(chunk.dense()) for chunk in other.chunks()]
         return torch.cat(
-            [torch.cat([mine.dense().flatten(1) @ each.t() for each in theirs], 1) for mine in self.chunks()]
+            [torch.cat([_matrix(mine.dense()) @ each.t() for each in theirs], 1) for mine in self.chunks()]
         )
 
     def numel(self) -> int:
@@ -185,10 +191,10 @@ class Dense(Term):
         return rows.sum(0) if weights is None else torch.tensordot(weights.to(rows.dtype), rows, dims=1)
 
     def matvec(self, vector: Tensor) -> Tensor:
-        return torch.mv(self.leading().flatten(1), vector.flatten())
+        return torch.mv(_matrix(self.leading()), vector.flatten())
 
     def squared_norms(self) -> Tensor:
-        norms: Tensor = torch.linalg.vector_norm(self.leading().flatten(1), dim=1)
+        norms: Tensor = torch.linalg.vector_norm(_matrix(self.leading()), dim=1)
         return norms.square()
 
 

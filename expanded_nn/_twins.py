@@ -11,7 +11,8 @@ from torch.nn.utils import parametrize
 
 from expanded_nn._errors import ConversionError
 from expanded_nn._module import Expanded, twin_class
-from expanded_nn._registry import EXPANDED, registered_base
+from expanded_nn._registry import registered_base, registered_twin
+from expanded_nn.layers import transformers as transformers  # registers its twins
 from expanded_nn.layers.general import PARAMETER_LISTS, General
 
 _HARMLESS = {"extra_repr", "reset_parameters", "_reset_parameters"}
@@ -59,25 +60,28 @@ def _holds_parameters(module: nn.Module) -> bool:
 def _is_watched(module: nn.Module) -> bool:
     """Whether a module has a twin to become even without parameters of its own."""
     base = registered_base(type(module))
-    return base is not None and getattr(EXPANDED[base], "watches", False) and not isinstance(module, EXPANDED[base])
+    if base is None or isinstance(module, registered_twin(base)):
+        return False
+    return getattr(registered_twin(base), "watches", False)
 
 
 def _expanded_class(module: nn.Module) -> type[nn.Module]:
     """The twin's class; parametrizations stay on top, where `torch.nn.utils.parametrize` looks for them."""
     module_class = parametrize.type_before_parametrizations(module)
     base = registered_base(module_class)
-    if base is None:
+    kind = None if base is None else registered_twin(base)
+    if base is None or kind is None:
         fits = False
-    elif issubclass(EXPANDED[base], Expanded):
+    elif issubclass(kind, Expanded):
         fits = not _overrides(module_class, base)
     else:
         fits = not _holds_parameters(module)  # a container: its children see to the rows, whatever its forward does
     if not fits:
         twin = twin_class(General, module_class)
-    elif module_class is base:
-        twin = EXPANDED[base]
+    elif issubclass(kind, module_class):  # type: ignore[arg-type]
+        twin = kind  # type: ignore[assignment]
     else:
-        twin = twin_class(EXPANDED[base], module_class)  # type: ignore[index,arg-type]
+        twin = twin_class(kind, module_class)  # type: ignore[arg-type]
     return twin if module_class is type(module) else rebased(type(module), (twin,))
 
 

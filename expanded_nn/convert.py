@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from expanded_nn._errors import ConversionError
 from expanded_nn._module import PerSampleModule, Root, switch, twin_class
-from expanded_nn._registry import EXPANDED
+from expanded_nn._registry import registered_base, registered_twin
 from expanded_nn._twins import expand_modules, raise_for, rebased
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -112,7 +112,8 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
     module_class = parametrize.type_before_parametrizations(module)
     plain: type[nn.Module] | None = vars(module_class).get("plain_class")
     if plain is None:
-        plain = next((torch_class for torch_class, twin in EXPANDED.items() if twin is module_class), None)
+        plain = registered_base(module_class)
+        plain = None if plain is None or registered_twin(plain) is not module_class else plain
     if plain is None:
         raise ConversionError(
             f"{module_class.__name__} is derived from an expanded class, so there is no plain one to go back to. "

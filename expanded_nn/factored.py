@@ -262,6 +262,18 @@ def as_factored(rows: Tensor) -> FactoredTensor:
     return rows if isinstance(rows, FactoredTensor) else FactoredTensor.of(Dense.of(rows))
 
 
+def widened(rows: FactoredTensor) -> FactoredTensor:
+    """The rows in float32, where they are of lower precision."""
+    if rows.dtype not in (torch.float16, torch.bfloat16):
+        return rows
+    return rows._like(rows._remade(lambda term: term.to(torch.float32)), rows.shape, torch.float32)
+
+
+def average(rows: FactoredTensor) -> Tensor:
+    """The mean row, `(*shape)`; the sum may be too large for the rows' dtype."""
+    return (widened(rows).weighted_sum() / rows.shape[0]).to(rows.dtype)
+
+
 def materialized(rows: Tensor, memory: Recycled | None = None) -> Tensor:
     """Dense rows, written to `memory` where they are made here and have no derivative."""
     if not isinstance(rows, FactoredTensor):
@@ -411,14 +423,6 @@ def _plus_(rows: Any, other: Any, *, alpha: float = 1) -> Any:
     return rows
 
 
-def _minus(rows: Any, other: Any, *, alpha: float = 1) -> Any:
-    return _plus(rows, other, alpha=-alpha)
-
-
-def _minus_(rows: Any, other: Any, *, alpha: float = 1) -> Any:
-    return _plus_(rows, other, alpha=-alpha)
-
-
 def _dims(rows: FactoredTensor, dim: Any) -> set[int]:
     if dim is None or dim == []:
         return set(range(rows.dim()))
@@ -433,8 +437,10 @@ def _total(rows: FactoredTensor, dim: Any = None, keepdim: bool = False, *, dtyp
 
 
 def _average(rows: FactoredTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    total = _total(rows, dim, keepdim, dtype=dtype)
-    return total if total is NotImplemented else total / rows.shape[0]
+    if _dims(rows, dim) != {0} or dtype not in (None, rows.dtype):
+        return NotImplemented
+    mean = average(rows)
+    return mean.unsqueeze(0) if keepdim else mean
 
 
 def _norm(rows: FactoredTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
@@ -442,10 +448,10 @@ def _norm(rows: FactoredTensor, ord: Any = 2, dim: Any = None, keepdim: bool = F
     if ord != 2 or dtype not in (None, rows.dtype) or rows.dim() < 2:
         return NotImplemented
     if dims == set(range(rows.dim())):
-        total = rows.squared_norms().sum().sqrt()
+        total = widened(rows).squared_norms().sum().clamp(min=0).sqrt().to(rows.dtype)
         return total.reshape([1] * rows.dim()) if keepdim else total
     if dims == set(range(1, rows.dim())):
-        norms = rows.squared_norms().clamp(min=0).sqrt()
+        norms = widened(rows).squared_norms().clamp(min=0).sqrt().to(rows.dtype)
         return norms.reshape(-1, *[1] * (rows.dim() - 1)) if keepdim else norms
     return NotImplemented
 
@@ -578,8 +584,6 @@ TABLE: dict[Any, Callable[..., Any]] = {
     # operator -> function on the factors; NotImplemented makes the rows dense
     aten.add.Tensor: _plus,
     aten.add_.Tensor: _plus_,
-    aten.sub.Tensor: _minus,
-    aten.sub_.Tensor: _minus_,
     aten.neg.default: _negated,
     aten.mul.Tensor: _times,
     aten.mul.Scalar: _times,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from expanded_nn._errors import complaint
 from expanded_nn._module import Expanded, PerSampleModule
 from expanded_nn._sharded import added_over_ranks, is_shard, scattered
-from expanded_nn.factored import FactoredTensor, as_factored
+from expanded_nn.factored import FactoredTensor, as_factored, average, widened
 
 
 class PerSampleGrads(Mapping[str, Tensor]):
@@ -89,7 +89,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
     def mean(self) -> dict[str, Tensor]:
         """The mean row of each parameter, `(*shape)`."""
-        return {name: rows.weighted_sum() / rows.shape[0] for name, rows in self._rows.items()}
+        return {name: average(rows) for name, rows in self._rows.items()}
 
     def var(self, correction: float = 1) -> dict[str, Tensor]:
         """The variance over the rows of each entry of each parameter, `(*shape)`.
@@ -107,7 +107,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
         """
         other = self if other is None else other
         self._refuse_other_names(other, "gram")
-        return _added(rows.gram(other._rows[name]) for name, rows in self._rows.items())
+        return _added(widened(rows).gram(widened(other._rows[name])) for name, rows in self._rows.items())
 
     def matvec(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """The inner product of each row with one vector, `G @ v`, `(B,)`.
@@ -142,10 +142,16 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
     def flatten(self) -> Tensor:
         """G itself, dense: `(B, P)`."""
-        return torch.cat([torch.cat([part.flatten(1) for part in rows.chunks()]) for rows in self._rows.values()], 1)
+        return torch.cat(
+            [
+                torch.cat([part.reshape(part.shape[0], math.prod(part.shape[1:])) for part in rows.chunks()])
+                for rows in self._rows.values()
+            ],
+            1,
+        )
 
     def _squared_norms(self) -> dict[str, Tensor]:
-        return {name: _widened(rows).squared_norms().clamp(min=0) for name, rows in self._rows.items()}
+        return {name: widened(rows).squared_norms().clamp(min=0) for name, rows in self._rows.items()}
 
     def _refuse_other_names(self, other: Mapping[str, object], what: str) -> None:
         if set(other) != set(self):
@@ -227,7 +233,8 @@ def clip_grad_sample_norms_(
         count = added_over_ranks(count, shards[0])
     for name, rows in grads._rows.items():
         parameter = parameters[name]
-        total = rows.weighted_sum(factors[name] / max(1, count) if reduction == "mean" else factors[name])
+        weights = factors[name] / max(1, count) if reduction == "mean" else factors[name]
+        total = widened(rows).weighted_sum(weights).to(parameter.dtype)
         if is_shard(parameter):
             total = scattered(total, parameter)
         parameter.grad = parameter.grad + total if adds and parameter.grad is not None else total
@@ -271,16 +278,11 @@ def _snapshot(rows: Tensor) -> FactoredTensor:
     return factored._like(factored.blocks, factored.shape)
 
 
-def _widened(rows: FactoredTensor) -> FactoredTensor:
-    """The rows in float32, where they are of lower precision."""
-    if rows.dtype not in (torch.float16, torch.bfloat16):
-        return rows
-    return rows._like(rows._remade(lambda term: term.to(torch.float32)), rows.shape, torch.float32)
-
-
 def _variance(rows: FactoredTensor, correction: float) -> Tensor:
-    mean = rows.weighted_sum() / rows.shape[0]
-    return _added((part - mean).square().sum(0) for part in rows.chunks()) / max(0.0, rows.shape[0] - correction)
+    wide = widened(rows)
+    mean = wide.weighted_sum() / rows.shape[0]
+    squares = _added((part - mean).square().sum(0) for part in wide.chunks())
+    return (squares / max(0.0, rows.shape[0] - correction)).to(rows.dtype)
 
 
 def _added(parts: Iterable[Tensor]) -> Tensor:

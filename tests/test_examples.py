@@ -1,31 +1,127 @@
-"""The examples run, and write their pictures."""
+"""The examples run, and write their pictures; each is short, and none is left out."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import functional_call
+
+import expanded_nn as enn
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+QUICK = {  # arguments of a run of a few seconds; at full size each takes less than a minute
+    "dp_sgd": ["--epochs", "1"],
+    "llm_rows": ["--steps", "2"],
+    "maml": ["--steps", "20"],
+    "mislabelled": ["--epochs", "1"],
+    "noise_scale": ["--epochs", "5"],
+    "pinn": ["--steps", "10"],
+    "quickstart": ["--epochs", "1"],
+}
+FULL_SIZE_ONLY = {"distributed_dp"}  # writes no picture
+LONG = {"distributed_dp"}  # two engines in one file
+NEEDS = {"dp_sgd": "opacus", "distributed_dp": "opacus", "llm_rows": "transformers"}
+FILES = sorted(path for path in EXAMPLES.glob("*.py") if not path.name.startswith("_"))
 
 
-@pytest.mark.parametrize(
-    ("example", "arguments"),
-    [
-        pytest.param("quickstart.py", ["--epochs", "1"], id="quickstart"),
-        pytest.param("dp_sgd.py", [], id="dp_sgd", marks=pytest.mark.slow),
-    ],
-)
-def test_example(example: str, arguments: list[str], tmp_path: Path) -> None:
-    picture = tmp_path / "picture.png"
-    command = [sys.executable, "-W", "error", str(EXAMPLES / example), *arguments, "--out", str(picture)]
+def run(name: str, arguments: list[str]) -> str:
+    """Runs an example in a process of its own, where every warning is an error; what it printed."""
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def draws(name: str, arguments: list[str], tmp_path: Path) -> None:
+    picture = tmp_path / "pictures" / "picture.png"
+    printed = run(name, [*arguments, "--seed", "1", "--out", str(picture)])
+    assert str(picture) in printed.replace("\n", "")
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_example(name: str, tmp_path: Path) -> None:
+    draws(name, QUICK[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_example_at_full_size(name: str, tmp_path: Path) -> None:
+    draws(name, [], tmp_path)
 
 
 @pytest.mark.slow
 def test_distributed_example() -> None:
+    pytest.importorskip("opacus")
     command = [sys.executable, str(EXAMPLES / "distributed_dp.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_example_is_run() -> None:
+    assert {path.stem for path in FILES} == {*QUICK, *FULL_SIZE_ONLY}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem not in LONG], ids=lambda path: path.stem)
+def test_an_example_is_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 100
+
+
+def test_pictures_are_small() -> None:
+    pictures = list((EXAMPLES.parent / "docs" / "images").glob("*.png"))
+    assert {path.stem: path.stat().st_size for path in pictures if path.stat().st_size >= 150_000} == {}
+
+
+# --- what two examples compute, against plain torch -------------------------------------------------------------
+
+
+def test_maml_agrees_with_a_loop_over_the_tasks() -> None:
+    """The gradient of the loss after the step, by the start."""
+    maml = loaded("maml")
+    model, _ = maml.train(steps=1, meta=True)
+    plain = enn.revert(model)
+    x, y = maml.waves(5)
+    start = dict(plain.named_parameters())
+    predicted = []
+    for x_i, y_i in zip(x, y, strict=True):
+        loss = F.mse_loss(plain(x_i[: maml.SHOTS]), y_i[: maml.SHOTS])
+        grads = torch.autograd.grad(loss, list(start.values()), create_graph=True)
+        own = {name: weight - 0.02 * grad for (name, weight), grad in zip(start.items(), grads, strict=True)}
+        predicted.append(functional_call(plain, own, x_i))
+    expected = torch.autograd.grad(maml.error(torch.stack(predicted), y), list(start.values()))
+    actual = torch.autograd.grad(maml.error(maml.after_a_step(model, x, y), y), list(model.parameters()))
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_moments_are_those_of_the_samples_alone() -> None:
+    """tr(Σ) and |G|² of the noise scale, from gradients taken one sample at a time."""
+    example = loaded("noise_scale")
+    model = enn.convert(example.small_cnn()).per_sample(True)
+    images, labels = torch.randn(7, 1, 8, 8), torch.arange(7)
+    plain = enn.revert(model)
+    rows = []
+    for image, label in zip(images, labels, strict=True):
+        grads = torch.autograd.grad(F.cross_entropy(plain(image[None]), label[None]), list(plain.parameters()))
+        rows.append(torch.cat([grad.flatten() for grad in grads]))
+    spread = torch.stack(rows).var(0).sum()
+    square = torch.stack(rows).mean(0).square().sum() - spread / 7
+    loss, grads = example.rows(model, images, labels)
+    torch.testing.assert_close(loss, F.cross_entropy(plain(images), labels))
+    torch.testing.assert_close(example.moments(grads), torch.stack([spread, square]), rtol=1e-9, atol=0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from expanded_nn._gemm import add_product, affine
 from expanded_nn._shared import is_shared, owned, shared
-from expanded_nn._terms import is_batched
+from expanded_nn._terms import in_own_dtype, is_batched
 from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear, outer_rows
 
@@ -286,7 +286,7 @@ class _Recurrent(torch.autograd.Function):
         if g is None and g_c is None:
             return (None,) * (2 + len(needed))
         x, h0, c0, y, *weights = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):
+        with in_own_dtype(x):
             if torch.is_grad_enabled() or any(each is not None and is_batched(each) for each in (g, g_c)):
                 inputs = (x, h0, c0, *weights)
                 return None, None, *_composite_gradients(ctx.recurrence, ctx.steps, inputs, needed, g, g_c)

@@ -40,6 +40,7 @@ class PReLU(Expanded, nn.PReLU):
     """`torch.nn.PReLU` with per-sample gradients; input `(B, *)`, or `(B, num_parameters, *)` with several slopes."""
 
     ranks: ClassVar[dict[str, int]] = {"weight": 1}
+    traceable: ClassVar[bool] = True
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         each_channel = self.num_parameters > 1

@@ -17,9 +17,9 @@ from expanded_nn._errors import complaint
 from expanded_nn._expand import Recorder
 from expanded_nn._module import Expanded, PerSampleModule, Root
 from expanded_nn._registry import expands
-from expanded_nn._shared import cast_shared, is_shared, owned, shared
+from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared
 from expanded_nn._twins import expand_modules
-from expanded_nn.layers.linear import linear, outer_rows, positions, times_matrix
+from expanded_nn.layers.linear import bias_rows, linear, outer_rows, positions, times_matrix
 
 
 class _Part(torch.autograd.Function):
@@ -55,6 +55,8 @@ def _in_projection(
     part: slice,
 ) -> Tensor:  # (B, T, size of the part)
     """The part of a packed projection that `x` needs."""
+    if is_constant(weight, bias):
+        return F.linear(x, shared(weight)[part], None if bias is None else shared(bias)[part])
     if is_shared(weight, bias):
         return _Part.apply(x, weight, bias, part)  # type: ignore[no-untyped-call,no-any-return]
     return linear(x, weight[:, part], None if bias is None else bias[:, part])
@@ -131,17 +133,17 @@ def _fused_attention(
 ) -> Tensor:  # (B, heads, T, features)
     """`F.scaled_dot_product_attention`, differentiable twice where it draws nothing at random."""
     output = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal)
-    if dropout or not output.requires_grad:
+    if dropout or not output.requires_grad or torch.compiler.is_compiling():
         return output
     return _TwiceDifferentiable.apply(output, query, key, value, mask, is_causal)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _refuse_unbatched(who: str, argument: str, x: Tensor, batch_first: bool) -> None:
+def _refuse_unbatched(module: PerSampleModule, argument: str, x: Tensor, batch_first: bool) -> None:
     """Raises where `x` is no batch of sequences."""
     if x.is_nested or x.dim() != 3:
         call = f"{argument}.unsqueeze({0 if batch_first else 1})"
         raise complaint(
-            who,
+            type(module).__name__ if module._recorder is None else module._recorder.name_of(module),
             f"{argument} is a nested tensor" if x.is_nested else f"{argument} has shape {tuple(x.shape)}",
             f"a batch of sequences, {'(B, T, features)' if batch_first else '(T, B, features)'}",
             f"{'Pad it (key_padding_mask)' if x.is_nested else f'Call it with {call}'}, or switch per_sample(False).",
@@ -180,7 +182,7 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
     }
 
     def samples_in(self, query: Tensor, *args: Any, **kwargs: Any) -> int | None:
-        _refuse_unbatched(self.name, "query", query, self.batch_first)
+        _refuse_unbatched(self, "query", query, self.batch_first)
         return query.shape[self._batch_dim]
 
     def expanded_forward(
@@ -213,22 +215,17 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
             heads = weights @ v
         else:
             heads = _fused_attention(q, k, v, mask, dropout, is_causal)
-        output = linear(
-            rearrange(heads, "b heads t f -> b t (heads f)"),
-            self._out_projection("weight"),
-            self._out_projection("bias"),
-        )
-        if not self.batch_first:
-            output = output.transpose(0, 1)
+        output = self._out_projection(heads.transpose(1, 2).flatten(2)).transpose(0, self._batch_dim)
         if not need_weights:
             return output, None
         return output, weights.mean(1) if average_attn_weights else weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Query, key and value as attention sees them, `(B, T, E)` each."""
-        given = {"query": query, "key": key, "value": value}
-        checked = {id(x): self._samples_first(argument, x) for argument, x in given.items()}
-        inputs = [checked[id(x)] for x in given.values()]
+        first = self._samples_first("query", query)
+        second = first if key is query else self._samples_first("key", key)
+        third = first if value is query else second if value is key else self._samples_first("value", value)
+        inputs = [first, second, third]
         if inputs[1].shape[1] != inputs[2].shape[1]:
             raise complaint(
                 self.name,
@@ -241,13 +238,51 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
             biases = [None] * 3 if bias is None else bias.chunk(3, 1)
             weights = [self.expanded(f"{each}_proj_weight") for each in "qkv"]
             return tuple(map(linear, inputs, weights, biases))
-        weight, size = self.expanded("in_proj_weight"), self.embed_dim
-        if len(checked) == 1:
-            return linear(inputs[0], weight, bias).chunk(3, -1)
+        if query is key is value:
+            return self._in_projection(inputs[0], 0, 3).chunk(3, -1)
         if key is value:
-            q = _in_projection(inputs[0], weight, bias, slice(0, size))
-            return q, *_in_projection(inputs[1], weight, bias, slice(size, 3 * size)).chunk(2, -1)
-        return tuple(_in_projection(x, weight, bias, slice(i * size, i * size + size)) for i, x in enumerate(inputs))
+            q = self._in_projection(inputs[0], 0, 1)
+            return q, *self._in_projection(inputs[1], 1, 3).chunk(2, -1)
+        return tuple(self._in_projection(x, i, i + 1) for i, x in enumerate(inputs))
+
+    def _in_projection(
+        self,
+        x: Tensor,  # (B, T, E)
+        start: int,
+        stop: int,
+    ) -> Tensor:  # (B, T, (stop - start) * E)
+        """Queries, keys and values from the packed weight, of which there are three: those from `start` to `stop`."""
+        weight, bias = self.expanded("in_proj_weight"), self.expanded("in_proj_bias")
+        if stop - start == 3:
+            y = linear(x, weight, bias)
+        else:
+            y = _in_projection(x, weight, bias, slice(start * self.embed_dim, stop * self.embed_dim))
+        if torch.compiler.is_compiling() and self.uses:
+            y = self.uses.pop().tapped(y, (x, start, stop), {})
+        return y
+
+    def rows_of(self, g: Tensor, x: Tensor, start: int, stop: int) -> dict[str, Tensor]:
+        g = F.pad(g, (start * self.embed_dim, (3 - stop) * self.embed_dim))
+        weight, bias = self.expanded("in_proj_weight"), self.expanded("in_proj_bias")
+        rows = {"in_proj_weight": outer_rows(g, x.to(g.dtype), weight.dtype)}
+        return rows if bias is None else rows | {"in_proj_bias": bias_rows(g, bias.dtype)}
+
+    def _in_graph(self, args: Any, kwargs: Any) -> Any:
+        assert self._recorder is not None
+        inputs = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
+        projections = 1 if inputs[0] is inputs[1] is inputs[2] else 2 if inputs[1] is inputs[2] else 3
+        at_hand = len(self.uses) >= projections or not self._has_own_rows()
+        if not self._recorder.depth or not at_hand or (self.out_proj.weight.requires_grad and not self.out_proj.uses):
+            self.uses = []
+            return super()._in_graph(args, kwargs)
+        return self.expanded_forward(*args, **kwargs)
+
+    def _has_own_rows(self) -> bool:
+        return any(each is not None and each.requires_grad for each in self._parameters.values())
+
+    @property
+    def traceable(self) -> bool:  # type: ignore[override]
+        return self._qkv_same_embed_dim and self.bias_k is None and self.model_batch_first
 
     def _mask(
         self,
@@ -275,8 +310,11 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         mask, extra = sum(masks[1:], start=masks[0]), (self.bias_k is not None) + self.add_zero_attn
         return F.pad(mask, (0, extra)) if extra else mask
 
-    def _out_projection(self, name: str) -> Any:
-        """A parameter of `out_proj`, whose own forward torch does not call either."""
+    def _out_projection(
+        self,
+        heads: Tensor,  # (B, T, E)
+    ) -> Tensor:  # (B, T, E)
+        """What `out_proj` makes of the heads' features; its own forward torch does not call either."""
         if not isinstance(self.out_proj, Expanded):
             raise complaint(
                 self.name,
@@ -284,7 +322,10 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
                 "its expanded twin",
                 "Convert the model: convert(model, inplace=True).",
             )
-        return self.out_proj.expanded(name)
+        y = linear(heads, self.out_proj.expanded("weight"), self.out_proj.expanded("bias"))
+        if torch.compiler.is_compiling() and self.out_proj.uses:
+            y = self.out_proj.uses.pop().tapped(y, (heads,), {})
+        return y
 
     @property
     def _batch_dim(self) -> int:
@@ -292,7 +333,7 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
 
     def _samples_first(self, argument: str, x: Tensor) -> Tensor:
         """`x` as `(B, T, features)`."""
-        _refuse_unbatched(self.name, argument, x, self.batch_first)
+        _refuse_unbatched(self, argument, x, self.batch_first)
         return self.checked(x, 2, dim=self._batch_dim, argument=argument).transpose(0, self._batch_dim)
 
     def _refuse_other_shape(self, argument: str, x: Tensor, wanted: tuple[int, ...]) -> None:
@@ -320,7 +361,7 @@ class _Container(_Converted, Root):
     watches: ClassVar[bool] = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._fast_path_is_wrong() and torch.backends.mha.get_fastpath_enabled():
+        if torch.backends.mha.get_fastpath_enabled() and self._fast_path_is_wrong():
             torch.backends.mha.set_fastpath_enabled(False)
             try:
                 return self.forward(*args, **kwargs)
@@ -334,8 +375,10 @@ class _Container(_Converted, Root):
         if self._rows_are_due():
             first = next((each for each in tensors((args, kwargs)) if isinstance(each, Tensor)), None)
             if first is not None:
-                _refuse_unbatched(recorder.name_of(self), "input", first, attention.batch_first)
+                _refuse_unbatched(self, "input", first, attention.batch_first)
         settings = recorder.settings
+        if settings.batch_first == attention.batch_first:
+            return super().forward(*args, **kwargs)
         recorder.settings = replace(settings, batch_first=attention.batch_first)
         try:
             return super().forward(*args, **kwargs)
@@ -349,7 +392,9 @@ class _Container(_Converted, Root):
 
     def _fast_path_is_wrong(self) -> bool:
         """Whether torch's fused inference would miss that rows are due, or that weights have a batch dimension."""
-        return not self.training and (self._rows_are_due() or self._has_batched_weights())
+        if self.training or torch.compiler.is_compiling():  # in a graph torch itself keeps to what is differentiable
+            return False
+        return self._rows_are_due() or self._has_batched_weights()
 
     def _has_batched_weights(self) -> bool:
         return any(each._own_batch() is not None for each in self.modules() if isinstance(each, Expanded))

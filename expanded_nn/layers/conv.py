@@ -14,7 +14,7 @@ from expanded_nn._errors import complaint
 from expanded_nn._module import Expanded
 from expanded_nn._patches import Geometry, Patches, cropped
 from expanded_nn._registry import expands
-from expanded_nn._shared import cast_shared, is_shared, shared, shared_or_none
+from expanded_nn._shared import cast_shared, is_constant, is_shared, shared, shared_or_none
 from expanded_nn.factored import FactoredTensor
 
 aten = torch.ops.aten
@@ -96,7 +96,7 @@ class _Convolution(torch.autograd.Function):
             moving, still = (x, g) if transposed else (g, x)
             grad_weight = patch_rows(moving, still, tuple(weight.shape[1:]), weight.dtype, how)
         if ctx.needs_input_grad[2]:
-            grad_bias = g.sum(tuple(range(2, g.dim())), dtype=ctx.bias_dtype)
+            grad_bias = bias_rows(g, ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None
 
 
@@ -157,6 +157,8 @@ def _apply(
     output_padding: tuple[int, ...] | None,
 ) -> Tensor:  # (B, out, *positions)
     """Each sample's own convolution, transposed where there is an `output_padding`."""
+    if is_constant(weight, bias):
+        return _torch_convolution(x, shared(weight), shared_or_none(bias), how, output_padding)
     if is_shared(weight, bias):
         return _Convolution.apply(x, weight, bias, how, output_padding)  # type: ignore[no-untyped-call,no-any-return]
     batch = x.shape[0]
@@ -198,10 +200,27 @@ def _conv(
     groups: int,
 ) -> Tensor:
     _check_samples(f"conv{dims}d", x, weight, dims)
+    x, how = _placed(x, weight.shape[3:], stride, padding, dilation, groups)
+    return _apply(x, weight, bias, how, None)
+
+
+def _placed(
+    x: Tensor, kernel: Sequence[int], stride: Sizes, padding: Sizes | str, dilation: Sizes, groups: int
+) -> tuple[Tensor, Geometry]:
+    """The input, padded where the geometry cannot say it, and where the kernel goes."""
+    dims = len(kernel)
     stride, dilation = _each(stride, dims), _each(dilation, dims)
     if isinstance(padding, str):
-        x, padding = _padded_by_name(x, padding, weight.shape[3:], stride, dilation)
-    return _apply(x, weight, bias, Geometry(stride, _each(padding, dims), dilation, groups), None)
+        x, padding = _padded_by_name(x, padding, kernel, stride, dilation)
+    return x, Geometry(stride, _each(padding, dims), dilation, groups)
+
+
+def bias_rows(
+    g: Tensor,  # (B, out, *positions)
+    dtype: torch.dtype,
+) -> Tensor:  # (B, out)
+    """The rows of a convolution's bias."""
+    return g.sum(tuple(range(2, g.dim())), dtype=dtype)
 
 
 def _padded_by_name(
@@ -347,6 +366,8 @@ def conv_transpose3d(
 class _ConvNd(Expanded, nn.modules.conv._ConvNd):
     """A convolution over as many dimensions as its kernel has."""
 
+    traceable: ClassVar[bool] = True
+
     def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
         return batch_of((args, kwargs))
 
@@ -354,11 +375,22 @@ class _ConvNd(Expanded, nn.modules.conv._ConvNd):
         return self.by_sample(self._convolve, len(self.kernel_size) + 1, fixed_layout=True, input=input)
 
     def _convolve(self, x: Tensor) -> Tensor:
-        padding: Sizes | str = self.padding
-        if self.padding_mode != "zeros":
-            x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
+        x, padding = self._padded(x)
         weight, bias = self.expanded("weight"), self.expanded("bias")
         return _conv(len(self.kernel_size), x, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+    def _padded(self, x: Tensor) -> tuple[Tensor, Sizes | str]:
+        """The input, padded by other than zeros, and the padding that is left to do."""
+        if self.padding_mode == "zeros":
+            return x, self.padding
+        return F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
+
+    def rows_of(self, g: Tensor, input: Tensor) -> dict[str, Tensor]:
+        weight, bias = self.expanded("weight"), self.expanded("bias")
+        x, padding = self._padded(self.checked(input, len(self.kernel_size) + 1))
+        x, how = _placed(x, weight.shape[3:], self.stride, padding, self.dilation, self.groups)
+        rows = {"weight": patch_rows(g, x.to(g.dtype), tuple(weight.shape[1:]), weight.dtype, how)}
+        return rows if bias is None else rows | {"bias": bias_rows(g, bias.dtype)}
 
 
 @expands(nn.Conv1d)
@@ -384,6 +416,8 @@ class Conv3d(_ConvNd, nn.Conv3d):
 
 class _ConvTransposeNd(Expanded, nn.modules.conv._ConvTransposeNd):
     """A transposed convolution over as many dimensions as its kernel has."""
+
+    traceable: ClassVar[bool] = True
 
     def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
         return batch_of((args, kwargs))

@@ -14,7 +14,7 @@ from expanded_nn._batch import batch_dim
 from expanded_nn._errors import complaint
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
-from expanded_nn._shared import is_shared, owned, shared
+from expanded_nn._shared import is_constant, is_shared, owned, shared
 from expanded_nn._terms import OneHot, SparseOneHot
 from expanded_nn.factored import FactoredTensor
 
@@ -66,6 +66,16 @@ def _wrapped(padding_idx: int | None, entries: int) -> int | None:
     return padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + entries
 
 
+def _looked_up(
+    index: Tensor,  # (B, *) int
+    weight: Tensor,  # (entries, dim)
+) -> Tensor:  # (B, *, dim)
+    if index.dim() > 1 and index.transpose(0, 1).is_contiguous():
+        # The layout (T, B, dim) is that of the index, and the one that the user's views expect.
+        return F.embedding(index.transpose(0, 1), weight).transpose(0, 1)
+    return F.embedding(index, weight)
+
+
 class _Embedding(torch.autograd.Function):
     """A look-up; where `valid` is false nothing was asked for."""
 
@@ -85,10 +95,7 @@ class _Embedding(torch.autograd.Function):
         if not ctx.is_shared:
             flat = _flat_index(index)[..., None].expand(-1, -1, weight.shape[2])
             return owned(weight.gather(1, flat).reshape(*index.shape, weight.shape[2]))
-        if index.dim() > 1 and index.transpose(0, 1).is_contiguous():
-            # The layout (T, B, dim) is that of the index, and the one that the user's views expect.
-            return owned(F.embedding(index.transpose(0, 1), shared(weight)).transpose(0, 1))
-        return owned(F.embedding(index, shared(weight)))
+        return owned(_looked_up(index, shared(weight)))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -158,6 +165,8 @@ def embedding(
     padding_idx = _wrapped(padding_idx, weight.shape[1])
     if max_norm is not None:
         _renormalise(weight, input, None, max_norm, norm_type)
+    if is_constant(weight):
+        return _looked_up(input, shared(weight))
     return _Embedding.apply(input, weight, padding_idx, scale_grad_by_freq, sparse, None)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -195,6 +204,11 @@ class Embedding(Expanded, nn.Embedding):
     """
 
     ranks: ClassVar[dict[str, int]] = {"weight": 2}
+    positionwise: ClassVar[bool] = True
+
+    @property
+    def traceable(self) -> bool:  # type: ignore[override]
+        return self.max_norm is None  # else the forward changes the weight
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         index, dim = self._samples_first(input)

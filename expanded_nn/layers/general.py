@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import new_class
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,12 @@ from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree
 
 from expanded_nn._batch import batch_dim
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._expand import Recorder
 from expanded_nn._lift import Place, swapped
 from expanded_nn._module import Expanded
 from expanded_nn._registry import EXPANDED
+
+ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
 
 PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)  # their parameters belong to the module that holds them
 
@@ -68,6 +71,24 @@ class General(Expanded):
             if parameter is not None:
                 yield parameter, rank
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result, recorder = super().forward(*args, **kwargs), self._recorder
+        if recorder is None or not recorder.depth or recorder.originals is not None or torch.is_grad_enabled():
+            return result
+        if not self._has_own_rows():
+            return result
+        # a reentrant checkpoint's first forward: of the shapes that the second one will have
+        leaves, structure = _flatten(result)
+        return tree_unflatten([self._with_all_rows(each) for each in leaves], structure)
+
+    def _with_all_rows(self, output: Any) -> Any:
+        """What samples share, once for each of them."""
+        if not isinstance(output, Tensor) or output.dim() == 0:
+            return output
+        dim = self._dim_of(output)
+        shape = (*output.shape[:dim], self.batch_size, *output.shape[dim + 1 :])
+        return output.expand(shape) if output.shape[dim] == 1 else output
+
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._has_own_rows():
             return self._plain_forward(*args, **kwargs)  # its children see to theirs
@@ -96,10 +117,12 @@ class General(Expanded):
             args, kwargs = tree_unflatten(alone, structure)
             with swapped(places, weights), _quiet_fallbacks(), _Watch(self):
                 result = self._plain_forward(*args, **kwargs)
+            if Counter(_ids_of_one_sample((args, kwargs))) - Counter(_ids_of_one_sample(alone)):
+                raise self._keeping("an argument")
             outputs, returned[:] = _flatten(result)[0], [result]
             return [self._without_batch(each) for each in outputs if isinstance(each, Tensor)]
 
-        with self._children_lifted(originals):
+        with self._children_inside(originals):
             outputs = iter(self._mapped(one_sample, dims)(expanded, leaves))
         result_leaves, result_structure = _flatten(returned[0])
         self._refuse_mutation(leaves)
@@ -122,12 +145,13 @@ class General(Expanded):
             self._compared = {**self._compared, key: comparable}
         return self._compared[key]
 
+    @torch.no_grad()
     def _compare(self, results: list[Any], args: Any, kwargs: Any) -> bool:
         children = [each for each in self.modules() if each is not self]
         if any(each._forward_hooks or each._forward_pre_hooks for each in children):
             return False
         states = _random_states()
-        with torch.no_grad(), self._buffers_copied():
+        with self._buffers_copied(), self._children_inside({}):
             expected, _ = _flatten(self._plain_forward(*args, **kwargs))
         same_numbers = _restored(states)
         for result, plain in zip(results, expected, strict=True):
@@ -145,10 +169,10 @@ class General(Expanded):
         dim = self._dim_of(result) if result.dim() else 0
         if plain.dim() == result.dim() > 0 and plain.shape[dim] == 1:
             plain = plain.expand(*plain.shape[:dim], result.shape[dim], *plain.shape[dim + 1 :])
-        if result.shape != plain.shape or not same_numbers or not plain.is_floating_point():
+        if result.shape != plain.shape or not same_numbers or not plain.is_floating_point() or plain.is_meta:
             return result.shape == plain.shape
         tolerance = 100 * torch.finfo(plain.dtype).eps ** 0.5
-        scale = plain.abs().max() if plain.numel() else torch.ones(())
+        scale = plain.where(plain.isfinite(), 0).abs().max() if plain.numel() else torch.ones(())
         return bool(((result - plain).abs() <= tolerance * scale).logical_or(plain.isfinite().logical_not()).all())
 
     def _refuse_square(self, others: list[Tensor], batch: int) -> None:
@@ -173,18 +197,9 @@ class General(Expanded):
             for module, each in buffers.items():
                 module._buffers.update(each)
 
-    @contextmanager
-    def _children_lifted(self, originals: dict[Place, Any]) -> Iterator[None]:
+    def _children_inside(self, originals: Mapping[Place, Tensor]) -> AbstractContextManager[None]:
         """Expanded layers called meanwhile find the parameters that `vmap` has taken from them."""
-        recorder = self._recorder
-        if recorder is None:
-            yield
-            return
-        before, recorder.originals = recorder.originals, originals
-        try:
-            yield
-        finally:
-            recorder.originals = before
+        return nullcontext() if self._recorder is None else self._recorder.inside_general(originals)
 
     def _mapped(self, function: Callable[..., Any], dims: list[int | None]) -> Callable[..., Any]:
         mapped = torch.vmap(function, in_dims=(0, dims), randomness="different")
@@ -203,6 +218,9 @@ class General(Expanded):
                 ) from error
 
         return call
+
+    def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
+        return self._plain_forward(*args, **kwargs)  # sample by sample already; its layers find their own way
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         return super(Expanded, self).forward(*args, **kwargs)
@@ -252,18 +270,22 @@ class General(Expanded):
 
     def _refuse_mutation(self, leaves: list[Any]) -> None:
         """A tensor of one sample that the forward left behind in the module or in an argument."""
-        kept = [(f"attribute {name!r}", value) for module in self.modules() for name, value in vars(module).items()]
-        kept += [("a buffer", module._buffers) for module in self.modules()]
-        kept += [("an argument", leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
-        for what, value in kept:
-            if any(map(_is_of_one_sample, _inside(value))):
-                raise complaint(
-                    self.name,
-                    f"its forward keeps tensors in {what}",
-                    "a forward that leaves nothing behind",
-                    "Do without the cache in per-sample mode (use_cache=False), or write the per-sample forward with "
-                    "@expands.",
-                )
+        for module in self.modules():
+            kept = [(f"attribute {name!r}", value) for name, value in vars(module).items() if name != "_buffers"]
+            kept += [(f"the buffer {name!r}", value) for name, value in module._buffers.items()]
+            for what, value in kept:
+                if any(map(_is_of_one_sample, _inside(value))):
+                    raise self._keeping(what)
+        if any(map(_is_of_one_sample, _inside([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
+            raise self._keeping("an argument")
+
+    def _keeping(self, what: str) -> PerSampleError:
+        return complaint(
+            self.name,
+            f"its forward keeps tensors in {what}",
+            "a forward that leaves nothing behind",
+            "Do without the cache in per-sample mode (use_cache=False), or write the per-sample forward with @expands.",
+        )
 
     def _empty(self, places: list[Any], expanded: list[Tensor], args: Any, kwargs: Any) -> Any:
         """No samples: the plain forward says the shapes, and every parameter gets no rows."""
@@ -294,7 +316,13 @@ def _random_states() -> list[Tensor]:
     return states + torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else states
 
 
-def alone(module_class: type[nn.Module]) -> type[nn.Module]:
+class Alone(General):
+    """A module that goes through the general rule as a whole, whether it has parameters of its own or not."""
+
+    watches: ClassVar[bool] = True
+
+
+def alone(module_class: ModuleClass) -> ModuleClass:
     """Sends the modules of a class through the general rule as a whole, with all that is in them.
 
     For a class whose forward folds samples into rows, looks up an index without a batch dimension, or otherwise does
@@ -302,10 +330,10 @@ def alone(module_class: type[nn.Module]) -> type[nn.Module]:
     layers of their own, and needs a forward that `vmap` can follow.
 
     Args:
-        module_class: The class; also usable as a decorator.
+        module_class: The class, or its full name `"package.module.Class"`; also usable as a decorator.
 
     Returns:
-        The class itself.
+        What was given.
 
     Example:
         >>> import torch, expanded_nn as enn
@@ -321,9 +349,7 @@ def alone(module_class: type[nn.Module]) -> type[nn.Module]:
         >>> model.linear.weight.grad_sample.shape
         torch.Size([5, 2, 3])
     """
-    namespace = {"watches": True, "plain_class": module_class, "__module__": module_class.__module__}
-    bases = (General, module_class)
-    EXPANDED[module_class] = new_class(module_class.__name__, bases, {}, lambda made: made.update(namespace))
+    EXPANDED[module_class] = Alone
     return module_class
 
 
@@ -371,7 +397,8 @@ class _Watch(TorchFunctionMode):
             self.module.name,
             f"its forward writes what belongs to one sample into {names[0] if names else 'a tensor that all share'}",
             "a forward that changes nothing that samples share",
-            "Do without that buffer in per-sample mode, or write the per-sample forward with @expands.",
+            "Do without that buffer or cache in per-sample mode (use_cache=False), or write the per-sample forward "
+            "with @expands.",
         )
 
 
@@ -402,6 +429,10 @@ def _inside(value: Any, depth: int = 4) -> Iterator[Any]:
         yield leaf
         if depth and hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor | nn.Module | type):
             yield from _inside(list(vars(leaf).values()), depth - 1)
+
+
+def _ids_of_one_sample(values: Any) -> list[int]:
+    return [id(leaf) for leaf in tree_leaves(values) if _is_of_one_sample(leaf)]
 
 
 def _is_of_one_sample(value: Any) -> bool:

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from einops import einsum
 from torch import Tensor, nn
 
+from expanded_nn._batch import batch_dim
 from expanded_nn._gemm import product
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
-from expanded_nn._shared import cast_shared, is_shared, owned, shared, shared_or_none
+from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
 from expanded_nn._terms import Outer, is_batched
 from expanded_nn.factored import FactoredTensor
 
@@ -54,6 +55,14 @@ def positions(
     return x.reshape(x.shape[0], prod(x.shape[1:-1]), x.shape[-1])
 
 
+def bias_rows(
+    g: Tensor,  # (B, *, out)
+    dtype: torch.dtype,
+) -> Tensor:  # (B, out)
+    """The rows of a linear map's bias."""
+    return positions(g).sum(1, dtype=dtype)
+
+
 def times_matrix(
     g: Tensor,  # (*, out)
     matrix: Tensor,  # (out, in)
@@ -85,7 +94,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = outer_rows(g, x.to(g.dtype), weight.dtype)
         if ctx.needs_input_grad[2]:
-            grad_bias = positions(g).sum(1, dtype=ctx.bias_dtype)
+            grad_bias = bias_rows(g, ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias
 
 
@@ -104,6 +113,8 @@ def linear(
     Returns:
         `(B, *, out)`.
     """
+    if is_constant(weight, bias):
+        return F.linear(x, shared(weight), shared_or_none(bias))
     if is_shared(weight, bias):
         return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
     y = torch.bmm(positions(x), weight.transpose(1, 2))
@@ -117,9 +128,18 @@ class Linear(Expanded, nn.Linear):
     """`torch.nn.Linear` with per-sample gradients; input `(B, *, in_features)`."""
 
     ranks: ClassVar[dict[str, int]] = {"weight": 2, "bias": 1}
+    positionwise: ClassVar[bool] = True
+    traceable: ClassVar[bool] = True
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         return self.by_sample(lambda x: linear(x, self.expanded("weight"), self.expanded("bias")), 1, input=input)
+
+    def rows_of(self, g: Tensor, input: Tensor) -> dict[str, Tensor]:
+        dim = batch_dim(input.dim() - 1, batch_first=self.model_batch_first)
+        x, g = self.checked(input, 1, dim=dim).transpose(0, dim), g.transpose(0, dim)
+        weight, bias = self.expanded("weight"), self.expanded("bias")
+        rows = {"weight": outer_rows(g, x.to(g.dtype), weight.dtype)}
+        return rows if bias is None else rows | {"bias": bias_rows(g, bias.dtype)}
 
 
 class _Bilinear(torch.autograd.Function):
@@ -177,6 +197,8 @@ def bilinear(
     Returns:
         `(B, *, out)`.
     """
+    if is_constant(weight, bias):
+        return F.bilinear(input1, input2, shared(weight), shared_or_none(bias))
     if is_shared(weight, bias):
         return _Bilinear.apply(input1, input2, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
     pairs = _pairs(positions(input1), positions(input2))
@@ -188,6 +210,8 @@ class Bilinear(Expanded, nn.Bilinear):
     """`torch.nn.Bilinear` with per-sample gradients; inputs `(B, *, in1_features)` and `(B, *, in2_features)`."""
 
     ranks: ClassVar[dict[str, int]] = {"weight": 3, "bias": 1}
+    positionwise: ClassVar[bool] = True
+    traceable: ClassVar[bool] = True
 
     def expanded_forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         def op(x1: Tensor, x2: Tensor) -> Tensor:

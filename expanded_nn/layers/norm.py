@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
-from expanded_nn._shared import is_shared, shared, shared_or_none
+from expanded_nn._shared import is_constant, is_shared, shared, shared_or_none
 
 aten = torch.ops.aten
 
@@ -142,6 +142,8 @@ def layer_norm(
     Returns:
         `(B, *, *normalized_shape)`.
     """
+    if is_constant(weight, bias):
+        return F.layer_norm(x, list(normalized_shape), shared_or_none(weight), shared_or_none(bias), eps)
     if weight is not None and is_shared(weight, bias):
         return _LayerNorm.apply(x, weight, bias, normalized_shape, eps)  # type: ignore[no-untyped-call,no-any-return]
     y = F.layer_norm(x, list(normalized_shape), eps=eps)
@@ -191,6 +193,8 @@ def rms_norm(
     Returns:
         `(B, *, *normalized_shape)`.
     """
+    if is_constant(weight):
+        return F.rms_norm(x, list(normalized_shape), shared_or_none(weight), eps)
     if weight is not None and is_shared(weight):
         return _RMSNorm.apply(x, weight, normalized_shape, eps)  # type: ignore[no-untyped-call,no-any-return]
     y = F.rms_norm(x, list(normalized_shape), eps=eps)
@@ -200,6 +204,10 @@ def rms_norm(
 @expands(nn.LayerNorm)
 class LayerNorm(Expanded, nn.LayerNorm):
     """`torch.nn.LayerNorm` with per-sample gradients; input `(B, *, *normalized_shape)`."""
+
+    positionwise: ClassVar[bool] = True
+
+    traceable: ClassVar[bool] = True
 
     @property
     def ranks(self) -> dict[str, int]:  # type: ignore[override]
@@ -215,6 +223,10 @@ class LayerNorm(Expanded, nn.LayerNorm):
 @expands(nn.RMSNorm)
 class RMSNorm(Expanded, nn.RMSNorm):
     """`torch.nn.RMSNorm` with per-sample gradients; input `(B, *, *normalized_shape)`."""
+
+    positionwise: ClassVar[bool] = True
+
+    traceable: ClassVar[bool] = True
 
     @property
     def ranks(self) -> dict[str, int]:  # type: ignore[override]
@@ -392,6 +404,7 @@ class GroupNorm(Expanded, nn.GroupNorm):
     """`torch.nn.GroupNorm` with per-sample gradients; input `(B, num_channels, *)`."""
 
     ranks: ClassVar[dict[str, int]] = {"weight": 1, "bias": 1}
+    traceable: ClassVar[bool] = True
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         def op(x: Tensor) -> Tensor:
@@ -402,6 +415,10 @@ class GroupNorm(Expanded, nn.GroupNorm):
 
 class _InstanceNorm(Expanded, nn.modules.instancenorm._InstanceNorm):
     ranks: ClassVar[dict[str, int]] = {"weight": 1, "bias": 1}
+
+    @property
+    def traceable(self) -> bool:  # type: ignore[override]
+        return not self.track_running_stats  # a second forward would move them twice
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
@@ -441,6 +458,7 @@ class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
 class _BatchNorm(Expanded, nn.modules.batchnorm._BatchNorm):
     ranks: ClassVar[dict[str, int]] = {"weight": 1, "bias": 1}
     watches: ClassVar[bool] = True
+    traceable: ClassVar[bool] = True
 
     @property
     def mixes_samples(self) -> bool:

@@ -1,0 +1,139 @@
+"""Layers of the `transformers` package, registered by name: the package is not imported."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from expanded_nn._lift import swapped
+from expanded_nn._module import Expanded, Root
+from expanded_nn._registry import expands
+from expanded_nn.layers.embedding import Embedding
+from expanded_nn.layers.general import Alone
+from expanded_nn.layers.linear import linear
+
+
+@expands("transformers.pytorch_utils.Conv1D")
+class Conv1D(Expanded):
+    """The linear layer of GPT-2, whose weight is `(in, out)`; input `(B, *, in)`."""
+
+    ranks: ClassVar[dict[str, int]] = {"weight": 2, "bias": 1}
+    positionwise: ClassVar[bool] = True
+
+    def expanded_forward(self, x: Tensor) -> Tensor:
+        return self.by_sample(lambda x: linear(x, self.expanded("weight").mT, self.expanded("bias")), 1, x=x)
+
+
+class FeatureNorm(Expanded):
+    """A norm whose weight multiplies the features; input `(B, *, features)`.
+
+    It runs the forward of its own class, precision and all, with a weight of as many dimensions as the input.
+    """
+
+    ranks: ClassVar[dict[str, int]] = {"weight": 1}
+    positionwise: ClassVar[bool] = True
+
+    def expanded_forward(self, hidden_states: Tensor) -> Tensor:
+        def op(x: Tensor) -> Tensor:
+            weight = self.expanded("weight")
+            weight = weight.reshape(weight.shape[0], *[1] * (x.dim() - 2), -1)
+            with swapped([(self, "weight")], [weight]):
+                return super(Expanded, self).forward(x)  # type: ignore[no-any-return]
+
+        return self.by_sample(op, 1, hidden_states=hidden_states)
+
+
+class ScaledEmbedding(Embedding):
+    """An embedding that multiplies what it looks up by `embed_scale`; input `(B, *)`."""
+
+    embed_scale: Any  # a number or a tensor
+
+    def expanded_forward(self, input_ids: Tensor) -> Tensor:
+        found, scale = super().expanded_forward(input_ids), self.embed_scale
+        return found * (scale.to(found.dtype) if isinstance(scale, Tensor) else scale)
+
+
+class RelativeAttention(Root):
+    """Attention with a bias for each pair of positions, looked up by an index that has no batch dimension."""
+
+    watches: ClassVar[bool] = True
+
+    def compute_bias(self, *args: Any, **kwargs: Any) -> Tensor:  # (B, heads, T, S)
+        compute, recorder, table = super().compute_bias, self._recorder, self.relative_attention_bias  # type: ignore[misc]
+        if recorder is None or not recorder.depth or recorder.originals is not None or not isinstance(table, Expanded):
+            return compute(*args, **kwargs)  # type: ignore[no-any-return]
+        batch, heads = table.batch_size, table.embedding_dim
+        # B tables of so many heads are one of B times as many
+        weight = rearrange(table.expanded("weight"), "b buckets heads -> buckets (b heads)")
+        with swapped([(table, "weight")], [weight]), recorder.inside_general({}):
+            bias = compute(*args, **kwargs)
+        return rearrange(bias, "1 (b heads) t s -> b heads t s", b=batch, heads=heads)  # type: ignore[no-any-return]
+
+
+class Experts(Alone):
+    """A mixture of experts that folds the samples into rows, by the implementation that `vmap` can follow."""
+
+    def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
+        configs: list[Any] = [each.config for each in self.modules() if hasattr(each, "config")]
+        before = [each._experts_implementation for each in configs]
+        try:
+            for each in configs:
+                each._experts_implementation = "batched_mm"
+            return super()._plain_forward(*args, **kwargs)
+        finally:
+            for each, implementation in zip(configs, before, strict=True):
+                each._experts_implementation = implementation
+
+
+BY_NAME: dict[type[nn.Module], dict[str, str]] = {
+    # twin -> the package of each model, its class there
+    FeatureNorm: {
+        "deepseek_v2": "DeepseekV2RMSNorm",
+        "deepseek_v3": "DeepseekV3RMSNorm",
+        "gemma": "GemmaRMSNorm",
+        "gemma2": "Gemma2RMSNorm",
+        "gemma3": "Gemma3RMSNorm",
+        "glm": "GlmRMSNorm",
+        "glm4": "Glm4RMSNorm",
+        "gpt_oss": "GptOssRMSNorm",
+        "granite": "GraniteRMSNorm",
+        "llama": "LlamaRMSNorm",
+        "longt5": "LongT5LayerNorm",
+        "mamba": "MambaRMSNorm",
+        "mistral": "MistralRMSNorm",
+        "mixtral": "MixtralRMSNorm",
+        "mt5": "MT5LayerNorm",
+        "olmo2": "Olmo2RMSNorm",
+        "olmoe": "OlmoeRMSNorm",
+        "phi3": "Phi3RMSNorm",
+        "qwen2": "Qwen2RMSNorm",
+        "qwen2_moe": "Qwen2MoeRMSNorm",
+        "qwen3": "Qwen3RMSNorm",
+        "qwen3_moe": "Qwen3MoeRMSNorm",
+        "smollm3": "SmolLM3RMSNorm",
+        "t5": "T5LayerNorm",
+        "umt5": "UMT5LayerNorm",
+    },
+    ScaledEmbedding: {
+        "bart": "BartScaledWordEmbedding",
+        "gemma": "GemmaTextScaledWordEmbedding",
+        "gemma2": "Gemma2TextScaledWordEmbedding",
+        "gemma3": "Gemma3TextScaledWordEmbedding",
+        "mbart": "MBartScaledWordEmbedding",
+    },
+    RelativeAttention: {"mt5": "MT5Attention", "t5": "T5Attention", "umt5": "UMT5Attention"},
+    Experts: {
+        "deepseek_v2": "DeepseekV2Moe",
+        "deepseek_v3": "DeepseekV3MoE",
+        "mixtral": "MixtralSparseMoeBlock",
+        "olmoe": "OlmoeSparseMoeBlock",
+        "qwen2_moe": "Qwen2MoeSparseMoeBlock",
+        "qwen3_moe": "Qwen3MoeSparseMoeBlock",
+    },
+    Alone: {"deberta_v2": "DebertaV2Encoder", "opt": "OPTDecoderLayer", "swin": "SwinLayer"},
+}
+for twin, classes in BY_NAME.items():
+    for package, name in classes.items():
+        expands(f"transformers.models.{package}.modeling_{package}.{name}")(twin)

@@ -1,0 +1,112 @@
+"""The benchmarks' workloads at tiny sizes: all ways of the library agree with the loop; the tables are written."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # Opacus installs a package `benchmarks` of its own
+
+from benchmarks import report
+from benchmarks.__main__ import chosen
+from benchmarks.measure import TOLERANCES, Result, admitted, as_json, compare, difference, expected
+from benchmarks.peers import METHODS, Method, NotInstalled, Step, plain
+from benchmarks.workloads import WORKLOADS, Task
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+OURS = [each for each in METHODS if "expanded_nn" in each.name and not each.compiles]
+CLIP = next(each for each in OURS if each.kind == "clip")
+
+
+def task(name: str) -> Task:
+    return WORKLOADS[name].task(CPU, quick=True, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_agrees_with_the_loop(name: str) -> None:
+    wanted = expected(task(name))
+    norms = torch.stack([rows.flatten(1).norm(dim=1) for rows in wanted["rows"]]).norm(dim=0)
+    assert (norms > 1).any(), "nothing would be clipped"
+    for method in OURS:
+        result, step = admitted(method, task(name), wanted[method.kind])
+        assert result.state == "measured", result
+        assert step is not None
+        assert difference(step.run(), wanted[method.kind]) <= TOLERANCES[torch.float64], "the second step"
+
+
+def scaled(task: Task, factor: float) -> Step:
+    step = plain(task)
+    return Step(lambda: [each * factor for each in step.run()], step.clear)
+
+
+def raising(error: Exception) -> Step:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("build", "state"),
+    [
+        (partial(scaled, factor=1.0), "measured"),
+        (partial(scaled, factor=1.001), "wrong"),
+        (partial(scaled, factor=float("nan")), "wrong"),
+        (lambda _: raising(NotInstalled("peer")), "not installed"),
+        (lambda _: raising(RuntimeError("one line\nanother")), "failed"),
+    ],
+)
+def test_states(build: object, state: str) -> None:
+    methods = [METHODS[0], Method("under test", "step", build)]  # type: ignore[arg-type]
+    first, second = compare(task("tiny"), methods, seconds=0.0, rounds=2)
+    assert (first.state, first.ratio) == ("measured", [1.0, 1.0, 1.0])
+    assert second.state == state
+    assert second.note == ("RuntimeError: one line" if state == "failed" else "")
+    assert bool(second.ratio) == (state == "measured")
+
+
+def test_methods_have_keys_of_their_own() -> None:
+    assert len({each.key for each in METHODS}) == len(METHODS)
+
+
+def test_chosen_methods() -> None:
+    asked = SimpleNamespace(quick=False, no_compile=False, methods=["ghost"])
+    names = [each.name for each in chosen(WORKLOADS["tiny"], asked)]  # type: ignore[arg-type]
+    assert names == ["plain", "Opacus ghost clipping"]
+
+
+def test_page(tmp_path: Path) -> None:
+    results = as_json(compare(task("tiny"), [METHODS[0], *OURS], seconds=0.0, rounds=2))
+    peers = [Result("JAX", "rows", ratio=[0.1, 0.2, 0.3], seconds=[1.0] * 3, error=0.0, first=1.0)]
+    peers += [Result("JAX", "clip", state="failed", note="no")]
+    found = {
+        "machine": {"cpu": "?", "cores": 1, "threads": 1, "gpu": None, "load before": 0, "date": "", "versions": {}},
+        "workloads": {"tiny": {"about": "small", "sizes": "{}", "results": results + as_json(peers)}},
+        "sweeps": {"samples": {"varies": "batch", "values": [3], "results": [results]}},
+        "memory": {"tiny": {"step: plain": 2**20, "clip: expanded_nn": 2**21, "clip: JAX": None}},
+    }
+    report.write(found, tmp_path, tmp_path, "cpu")
+    page = (tmp_path / "README.md").read_text()
+    assert "| JAX | **0.20** |" in page
+    assert "| JAX | failed |" in page
+    assert "- clip: JAX: `no`" in page
+    assert "- tiny, rows: JAX 0.20; expanded_nn" in page
+    assert "| clip: expanded_nn | 2.00 (2 MiB) |" in page
+    assert json.loads((tmp_path / "cpu.json").read_text()) == found
+    assert {each.name for each in tmp_path.glob("*.png")} == {"bench_steps_cpu.png", "bench_growth_cpu.png"}
+
+
+def test_command_line() -> None:
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--only", "tiny", "--methods", "expanded_nn", "loop"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for method in (each for each in METHODS if ("expanded_nn" in each.name or each.name == "loop")):
+        assert (f"| {method.key} |" in done.stdout) == (not method.compiles)
+
+
+def test_peak_memory() -> None:
+    command = [sys.executable, "-m", "benchmarks", "--peak", "tiny", CLIP.key]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 0

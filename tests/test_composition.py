@@ -1,0 +1,774 @@
+"""What a converted model is used with: autocast, checkpoints, hooks, threads, transforms, copies, pruning.
+
+Each against the sample-by-sample loop. What other files hold to for every layer is not said again here: second
+derivatives and derivatives of the rows (test_layers, test_rnn, test_attention), parametrizations and pickles of a
+model before and after a step (test_convert), passes (test_mechanism).
+"""
+
+import copy
+import pickle
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+import expanded_nn as enn
+from cases import Scale
+from expanded_nn._sharded import is_shard
+from families import FAMILIES, Family, every_family, families
+from oracle import (
+    Call,
+    assert_close,
+    assert_close_rows,
+    grads_of,
+    loop,
+    plain,
+    relative_error,
+    rows_of,
+    sample_losses,
+    take_rows,
+)
+from workers import Rows, gradients_in_another_process, spawned
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning"),  # torch's RMSNorm
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # vmap of the plain module
+]
+
+SAMPLES = 3
+with_numbers = pytest.mark.parametrize("family", [f for f in FAMILIES if not f.words], ids=lambda f: f.name)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 2))
+
+
+def batch(samples: int = SAMPLES, seed: int = 1) -> Call:
+    return Call((torch.randn(samples, 4, generator=torch.Generator().manual_seed(seed)),))
+
+
+def on(module: nn.Module, **settings: Any) -> nn.Module:
+    return enn.convert(module).per_sample(loss_reduction="sum", **settings)
+
+
+def right(model: nn.Module, expected: dict[str, Tensor], call: Call) -> None:
+    """The rows of one backward, and their sum."""
+    model.zero_grad()
+    plain(model, call).backward()
+    assert_close_rows(rows_of(model), expected)
+    assert_close_rows(grads_of(model), {name: rows.sum(0) for name, rows in expected.items()})
+
+
+# --- autocast -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward_outside", "backward_inside"])
+@every_family
+def test_autocast(family: Family, inside: bool) -> None:
+    """No less exact than torch's own step on each sample alone, in the dtype of the parameters."""
+    module = family.module().float()
+    call = family.call(SAMPLES).map(lambda t: t.float() if t.is_floating_point() else t)
+    model = on(module)
+
+    def objective(module: Callable[..., Any], call: Call, first: int = 0) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = call.on(module)
+        return sample_losses(output.float(), first).sum()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+        objective(model, call).backward()
+    exact = loop(copy.deepcopy(module).double(), family.call(SAMPLES), SAMPLES)
+    autocast = loop(module, call, SAMPLES, objective=objective)
+    for name, rows in rows_of(model).items():
+        assert rows.dtype == model.get_parameter(name).grad.dtype == torch.float32
+        allowed = 2 * relative_error(autocast[name], exact[name]) + 4 * torch.finfo(torch.bfloat16).eps
+        assert_close(rows, exact[name], tol=allowed, name=name)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """A model whose forward is computed again in the backward, once or at two levels."""
+
+    def __init__(self, inner: nn.Module, use_reentrant: bool, nested: bool = False) -> None:
+        super().__init__()
+        self.inner = inner
+        self.use_reentrant, self.nested = use_reentrant, nested
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.deeper if self.nested else self.inner, x, use_reentrant=self.use_reentrant).tanh()
+
+    def deeper(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["once", "nested"])
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["not_reentrant", "reentrant"])
+@every_family
+def test_checkpoint(family: Family, use_reentrant: bool, nested: bool) -> None:
+    if use_reentrant and family.words:
+        return  # a reentrant checkpoint asks for an input with gradient, which words have not
+    call = family.call(SAMPLES)
+    expected = loop(Checkpointed(family.module(), False), call, SAMPLES)  # torch.autograd.grad refuses reentrant ones
+    model = on(Checkpointed(family.module(), use_reentrant, nested))
+    call = call.requires_grad() if use_reentrant else call
+    for _ in range(2):
+        right(model, expected, call)
+
+
+# --- hooks ----------------------------------------------------------------------------------------------------
+
+
+def layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that are called and hold no general module inside, so that backward hooks are allowed."""
+    for module in model.modules():
+        if not list(module.children()) and any(True for _ in module.parameters()):
+            yield module
+
+
+@with_numbers
+def test_forward_hooks_that_change_what_goes_in_and_out(family: Family) -> None:
+    module = family.module()
+    module.register_forward_pre_hook(lambda module, args: (1.5 * args[0],))
+    module.register_forward_hook(lambda module, args, out: out.sin())
+    for layer in layers(module):
+        layer.register_forward_pre_hook(lambda module, args: (args[0] + 0.1, *args[1:]))
+    right(on(module), loop(module, family.call(SAMPLES), SAMPLES), family.call(SAMPLES))
+
+
+@families("mlp", "cnn", "conv_transpose", "instance_norm", "batch_norm", "lstm", "transformer")
+def test_full_backward_hooks_that_change_gradients(family: Family) -> None:
+    """Such a hook speaks of a layer's input, so it reaches the layers before."""
+    module = family.module()
+    for layer in layers(module):
+        layer.register_full_backward_pre_hook(lambda module, out: tuple(g if g is None else 0.5 * g for g in out))
+        layer.register_full_backward_hook(lambda module, into, out: tuple(g if g is None else 3 * g for g in into))
+    call = family.call(SAMPLES)
+    right(on(module), loop(module, call, SAMPLES), call)
+    right(on(module), loop(module, call, SAMPLES), call.requires_grad())
+
+
+def test_hook_on_the_output_that_changes_the_gradient_of_one_sample() -> None:
+    model, seen = on(net()), []
+    out = batch().on(model)
+    out.register_hook(lambda g: seen.append(1) or g * torch.tensor([1.0, 0.0, 2.0])[:, None])
+    sample_losses(out).sum().backward()
+    expected = loop(net(), batch(), SAMPLES)
+    factor = torch.tensor([1.0, 0.0, 2.0])
+    assert_close_rows(rows_of(model), {n: r * factor.reshape(-1, *[1] * (r.dim() - 1)) for n, r in expected.items()})
+    assert seen == [1]
+
+
+# --- which gradients are asked for ----------------------------------------------------------------------------
+
+
+@with_numbers
+def test_gradients_of_the_inputs_alone_leave_no_rows(family: Family) -> None:
+    model, module = on(family.module()), family.module()
+    call = family.call(SAMPLES).requires_grad()
+    loss = plain(model, call)
+    for _ in range(2):
+        grads = torch.autograd.grad(loss, call.floats(), retain_graph=True)
+    assert_close(grads[0], torch.autograd.grad(plain(module, call), call.floats())[0])
+    assert all(p.grad_sample is None and p.grad is None for p in model.parameters())
+    loss.backward()
+    assert_close_rows(rows_of(model), loop(module, family.call(SAMPLES), SAMPLES))
+
+
+def test_backward_for_some_leaves_alone() -> None:
+    model = on(net())
+    x = batch().args[0].requires_grad_()
+    plain(model, Call((x,))).backward(inputs=[x, model[3].weight])
+    expected = loop(net(), batch(), SAMPLES)
+    assert_close(model[3].weight.grad_sample, expected["3.weight"])
+    assert all(p.grad_sample is None for name, p in model.named_parameters() if name != "3.weight")
+
+
+def test_torch_autograd_grad_of_parameters_adds_no_rows_to_those_held() -> None:
+    """It adds nothing to `.grad` either."""
+    model = on(net())
+    plain(model, batch()).backward()
+    torch.autograd.grad(plain(model, batch(seed=2)), list(model.parameters()))
+    assert_close_rows(rows_of(model), loop(net(), batch(), SAMPLES))
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["first", "accumulating"])
+def test_gradients_of_parameters_inside_the_loss(held: bool) -> None:
+    """The norm of each row, taken by `torch.autograd.grad` inside the loss: it must not count as a backward."""
+    model = on(net())
+    if held:
+        plain(model, batch(seed=2)).backward()
+    loss = plain(model, batch())
+    torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    loss.backward()
+    expected = loop(net(), batch(), SAMPLES)
+    if held:
+        before = loop(net(), batch(seed=2), SAMPLES)
+        expected = {name: torch.cat([before[name], rows]) for name, rows in expected.items()}
+    assert_close_rows(rows_of(model), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
+@families("mlp", "cnn", "embedding", "lstm", "attention", "general")
+def test_backward_through_a_loss_on_the_rows(family: Family) -> None:
+    """Both backwards belong to one pass: row i is the gradient of sample i's loss and of its row's squared norm."""
+    model, call = on(family.module()), family.call(SAMPLES)
+    plain(model, call).backward(create_graph=True)
+    sum(rows.square().sum() for rows in rows_of(model).values()).backward()
+
+    def both(module: nn.Module, call: Call, first: int = 0) -> Tensor:
+        loss = plain(module, call, first)
+        grads = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+        return loss + sum(g.square().sum() for g in grads)
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the fused kernel has no second
+        expected = loop(family.module(), call, SAMPLES, objective=both)
+    assert_close_rows({name: rows.detach() for name, rows in rows_of(model).items()}, expected)
+
+
+# --- batches --------------------------------------------------------------------------------------------------
+
+
+@every_family
+def test_batches_of_changing_size_are_appended(family: Family) -> None:
+    model, module = on(family.module()), family.module()
+    sizes = [3, 1, 4, 2]
+    for seed, samples in enumerate(sizes):
+        plain(model, family.call(samples, seed)).backward()
+    parts = [loop(module, family.call(samples, seed), samples) for seed, samples in enumerate(sizes)]
+    expected = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    assert_close_rows(rows_of(model), expected)
+    assert_close_rows(grads_of(model), {name: rows.sum(0) for name, rows in expected.items()})
+    norms = torch.cat([rows.reshape(len(rows), -1) for rows in expected.values()], 1).norm(dim=1)
+    assert_close(enn.per_sample_grads(model).norms(), norms)
+
+
+@every_family
+def test_an_empty_batch_among_others(family: Family) -> None:
+    if family.name in ("rnn", "lstm", "gru"):
+        return  # torch's own layers refuse it
+    model = on(family.module())
+    for samples in (2, 0, 3):
+        plain(model, family.call(samples, samples)).backward()
+    parts = [loop(family.module(), family.call(samples, samples), samples) for samples in (2, 3)]
+    assert_close_rows(rows_of(model), {name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+
+
+# --- threads --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def eager_switches() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def in_threads(*functions: Callable[[], None]) -> list[BaseException]:
+    """Runs all at the same time; what they raised."""
+    raised: list[BaseException] = []
+    start = threading.Barrier(len(functions))
+
+    def guarded(function: Callable[[], None]) -> None:
+        torch.set_default_dtype(torch.float64)
+        start.wait()
+        try:
+            function()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(each,)) for each in functions]
+    with eager_switches():
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    return raised
+
+
+def test_models_in_threads_of_their_own() -> None:
+    chosen = [family for family in FAMILIES if family.name in ("mlp", "cnn", "embedding", "general")]
+
+    def steps(family: Family, model: nn.Module, expected: dict[str, Tensor]) -> Callable[[], None]:
+        return lambda: [right(model, expected, family.call(SAMPLES)) for _ in range(10)] and None
+
+    runs = [steps(f, on(f.module()), loop(f.module(), f.call(SAMPLES), SAMPLES)) for f in chosen]
+    assert in_threads(*runs) == []
+
+
+def test_step_while_another_thread_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch imports `torch.distributed.tensor` when it is first needed; a module stands there empty meanwhile."""
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("torch.distributed.tensor"))
+    assert not is_shard(net()[0].weight)
+
+
+def test_forward_and_backward_in_different_threads() -> None:
+    model, losses = on(net()), []
+    assert in_threads(lambda: losses.append(plain(model, batch()))) == []
+    assert in_threads(losses[0].backward) == []
+    assert_close_rows(rows_of(model), loop(net(), batch(), SAMPLES))
+
+
+def test_one_model_in_two_threads_at_once_is_refused() -> None:
+    """A hook keeps the first thread inside its forward until the second has tried its own."""
+    model = on(net())
+    inside, tried = threading.Event(), threading.Event()
+
+    def wait(module: nn.Module, args: Any, out: Tensor) -> None:
+        if not inside.is_set():
+            inside.set()
+            tried.wait(10)
+
+    model[0].register_forward_hook(wait)
+
+    def second() -> None:
+        inside.wait(10)
+        try:
+            plain(model, batch(seed=2)).backward()
+        finally:
+            tried.set()
+
+    raised = in_threads(lambda: plain(model, batch()).backward(), second)
+    assert [type(each) for each in raised] == [enn.PerSampleError]
+    assert "thread" in str(raised[0])
+
+
+def test_inference_in_another_thread() -> None:
+    model, module = on(net()), net()
+
+    def infer() -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                assert_close(batch(5).on(model), batch(5).on(module).detach(), tol=1e-12)
+
+    expected = loop(net(), batch(), SAMPLES)
+    assert in_threads(infer, lambda: [right(model, expected, batch()) for _ in range(10)] and None) == []
+
+
+# --- conversion in parts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_part_converted_and_switched_on_before_the_whole(inplace: bool) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Scale(4))
+    enn.convert(inner, inplace=True).per_sample()
+    plain(inner, batch()).backward()
+    outer = nn.Sequential(inner, nn.LayerNorm(4), nn.Linear(4, 2))
+    module = enn.revert(outer)
+    model = enn.convert(outer, inplace=inplace)
+    model = enn.convert(model, inplace=inplace).per_sample(loss_reduction="sum")
+    right(model, loop(module, batch(), SAMPLES), batch())
+
+
+def test_part_of_a_model_switched_off() -> None:
+    """A part that is off trains as ever: its parameters have a gradient and no rows."""
+    model = on(net())
+    model[0].per_sample(False)
+    plain(model, batch()).backward()
+    expected = loop(net(), batch(), SAMPLES)
+    assert model[0].weight.grad_sample is None
+    assert_close(model[0].weight.grad, expected["0.weight"].sum(0))
+    assert_close(model[3].weight.grad_sample, expected["3.weight"])
+
+
+# --- torch.func and functional calls --------------------------------------------------------------------------
+
+
+@every_family
+def test_transforms_in_plain_mode_are_those_of_the_plain_module(family: Family) -> None:
+    module, call = family.module(), family.call(SAMPLES)
+    model = enn.convert(module).per_sample().per_sample(False)
+
+    def rows(module: nn.Module) -> Any:
+        parameters = {name: p.detach() for name, p in module.named_parameters()}
+
+        def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(module, parameters, (x[None],)).sin().sum()
+
+        return torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, *call.args)
+
+    try:
+        expected = rows(module)
+    except (RuntimeError, NotImplementedError) as error:
+        with pytest.raises(type(error)):
+            rows(model)
+        return
+    actual = rows(model)
+    for name, each in expected.items():
+        assert torch.equal(actual[name], each), name
+
+
+def test_forward_mode_and_jacobians_in_plain_mode() -> None:
+    module, x = net(), batch().args[0]
+    model = enn.convert(module).per_sample().per_sample(False)
+    for transform in (torch.func.jacfwd, torch.func.jacrev):
+        assert torch.equal(transform(model)(x), transform(module)(x))
+    assert torch.equal(torch.func.jvp(model, (x,), (x.cos(),))[1], torch.func.jvp(module, (x,), (x.cos(),))[1])
+    hessians = [torch.func.hessian(lambda x, each=each: each(x).sum())(x) for each in (model, module)]
+    assert torch.equal(*hessians)
+
+
+@every_family
+def test_functional_call_with_other_leaves(family: Family) -> None:
+    """The rows belong to the tensors that were given, not to the model's own parameters."""
+    if family.name == "parametrized":
+        return  # torch computes its weight before the call
+    model, module = on(family.module()), family.module()
+    given = {name: torch.randn_like(p).requires_grad_() for name, p in module.named_parameters()}
+    output = torch.func.functional_call(model, given, family.call(SAMPLES).args)
+    sample_losses(output).sum().backward()
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            p.copy_(given[name])
+    expected = loop(module, family.call(SAMPLES), SAMPLES)
+    assert_close_rows({name: p.grad_sample for name, p in given.items()}, expected)
+    assert_close_rows({name: p.grad for name, p in given.items()}, {n: r.sum(0) for n, r in expected.items()})
+    assert all(p.grad_sample is None and p.grad is None for p in model.parameters())
+
+
+@families("mlp", "cnn", "embedding", "lstm")
+def test_functional_call_with_computed_weights(family: Family) -> None:
+    """A step of an inner loop: the rows are those of the leaves that the weights were computed from."""
+    model, module = on(family.module()), family.module()
+    call = family.call(SAMPLES)
+
+    def loss(given: nn.Module, leaves: dict[str, Tensor], call: Call, first: int = 0) -> Tensor:
+        weights = {name: (0.5 * each).tanh() for name, each in leaves.items()}
+        return sample_losses(torch.func.functional_call(given, weights, call.args), first).sum()
+
+    def fresh() -> dict[str, Tensor]:
+        return {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+
+    ours, theirs = fresh(), fresh()
+    loss(model, ours, call).backward()
+    rows = [
+        torch.autograd.grad(loss(module, theirs, take_rows(call, i), i), list(theirs.values())) for i in range(SAMPLES)
+    ]
+    for (name, leaf), *own in zip(ours.items(), *rows, strict=True):
+        assert_close(leaf.grad_sample, torch.stack(own), name=name)
+
+
+# --- tracing, export, compilation, in plain mode --------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # torch's own layers look at sizes
+@families("mlp", "cnn", "embedding", "lstm", "general_with_layers")
+def test_jit_trace_in_plain_mode(family: Family) -> None:
+    model, call = enn.convert(family.module().eval()).per_sample().per_sample(False), family.call(SAMPLES)
+    traced = torch.jit.trace(model, call.args)
+    assert_close(call.on(traced), call.on(family.module().eval()).detach(), tol=1e-12)
+
+
+def test_attributes_of_a_layer_that_is_off_can_be_asked_for() -> None:
+    """Tools walk over `dir(module)`, and take an AttributeError for a no."""
+    layer = enn.Linear(4, 2)
+    for name in dir(layer):
+        if not name.startswith("__"):
+            getattr(layer, name, None)
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights.* were assigned during export")  # torch's GRU
+@families("mlp", "cnn", "embedding", "gru", "transformer", "general_with_layers")
+def test_export_in_plain_mode(family: Family) -> None:
+    model, call = enn.convert(family.module().eval()).per_sample().per_sample(False), family.call(SAMPLES)
+    exported = torch.export.export(model, call.args)
+    assert_close(call.on(exported.module()), call.on(family.module().eval()).detach(), tol=1e-12)
+
+
+@families("mlp", "cnn", "embedding", "general_with_layers")
+def test_compile_in_plain_mode(family: Family) -> None:
+    """As one graph; back in per-sample mode the rows are right."""
+    torch._dynamo.reset()
+    model, call = enn.convert(family.module()).per_sample().per_sample(False), family.call(SAMPLES)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    plain(compiled, call).backward()
+    expected = loop(family.module(), call, SAMPLES)
+    assert_close_rows(grads_of(model), {name: rows.sum(0) for name, rows in expected.items()})
+    assert all(p.grad_sample is None for p in model.parameters())
+    model.per_sample(loss_reduction="sum")
+    right(model, expected, call)
+
+
+# --- lazy, meta, dtype ----------------------------------------------------------------------------------------
+
+
+def test_lazy_modules_convert_once_they_have_shapes() -> None:
+    module = nn.Sequential(nn.LazyConv1d(4, 3), nn.LazyInstanceNorm1d(affine=True), nn.Flatten(), nn.LazyLinear(2))
+    call = Call((torch.randn(SAMPLES, 2, 7),))
+    with pytest.raises(enn.ConversionError, match=r"0 \(LazyConv1d\): its parameters have no shape yet; run the model"):
+        enn.convert(module)
+    call.on(module)
+    right(on(module), loop(module, call, SAMPLES), call)
+
+
+def test_meta_device() -> None:
+    for family in FAMILIES:
+        if family.name in ("embedding", "embedding_bag", "tied", "general", "general_with_layers"):
+            continue  # they look at values: of an index, and of what the general rule compares
+        model = on(family.module()).to("meta")
+        family.call(SAMPLES).map(lambda t: t.to("meta")).on(model).sum().backward()
+        for p in model.parameters():
+            assert p.grad_sample.shape == (SAMPLES, *p.shape)
+            assert p.grad_sample.device.type == p.grad.device.type == "meta"
+
+
+@pytest.mark.parametrize("name", ["embedding", "embedding_bag", "general"])
+def test_meta_device_where_values_are_looked_at(name: str) -> None:
+    """Shapes all the same, or an error that names the layer."""
+    family = next(each for each in FAMILIES if each.name == name)
+    model = on(family.module()).to("meta")
+    try:
+        family.call(SAMPLES).map(lambda t: t.to("meta")).on(model).sum().backward()
+    except enn.PerSampleError as error:
+        assert "meta" in str(error)  # noqa: PT017
+        return
+    assert all(p.grad_sample.shape == (SAMPLES, *p.shape) for p in model.parameters())
+
+
+@every_family
+def test_dtype_changed_after_the_conversion(family: Family) -> None:
+    model = on(family.module().float())
+    single = family.call(SAMPLES).map(lambda t: t.float() if t.is_floating_point() else t)
+    plain(model, single).backward()
+    assert all(p.grad_sample.dtype == torch.float32 for p in model.parameters())
+    model.double().load_state_dict(family.module().state_dict())
+    right(model, loop(family.module(), family.call(SAMPLES), SAMPLES), family.call(SAMPLES))
+    assert all(p.grad_sample.dtype == torch.float64 for p in model.parameters())
+
+
+def test_clipping_after_a_change_of_dtype() -> None:
+    """Rows held from before are of another dtype than the parameter; what is set is of the parameter's."""
+    model = on(net().float())
+    plain(model, batch().map(Tensor.float)).backward()
+    model.double()
+    enn.clip_grad_sample_norms_(model, 1.0)
+    assert all(p.grad.dtype == torch.float64 for p in model.parameters())
+
+
+# --- copies and processes -------------------------------------------------------------------------------------
+
+
+@every_family
+def test_pickle_of_a_model_that_holds_rows(family: Family) -> None:
+    if family.name == "parametrized":
+        return  # torch refuses to pickle parametrized modules
+    model, call = on(family.module(), materialize=family.name == "cnn"), family.call(SAMPLES)
+    plain(model, call).backward()
+    before = {name: rows.clone() for name, rows in rows_of(model).items()}
+    twin = pickle.loads(pickle.dumps(model))
+    expected = loop(family.module(), call, SAMPLES)
+    right(twin, expected, call)
+    plain(model, call).backward()  # the original goes on, and appends
+    assert_close_rows(rows_of(model), {name: torch.cat([before[name], rows]) for name, rows in expected.items()})
+
+
+def test_copy_between_forward_and_backward() -> None:
+    model, expected = on(net()), loop(net(), batch(), SAMPLES)
+    loss = plain(model, batch())
+    twin = copy.deepcopy(model)
+    right(twin, expected, batch())
+    loss.backward()
+    assert_close_rows(rows_of(model), expected)
+    assert_close_rows(rows_of(twin), expected)
+
+
+def test_copy_made_inside_a_forward() -> None:
+    """As an average of the weights might be updated in a hook."""
+    model, twins = on(net()), []
+    handle = model[1].register_forward_hook(lambda *_: twins.append(copy.deepcopy(model)))
+    expected = loop(net(), batch(), SAMPLES)
+    loss = plain(model, batch())
+    handle.remove()
+    loss.backward()
+    assert_close_rows(rows_of(model), expected)
+    right(twins[0], expected, batch())
+
+
+def test_spawned_process_computes_the_same_rows() -> None:
+    model, call = on(net()), batch()
+    plain(model, call).backward()
+    theirs = spawned(gradients_in_another_process, model, call.args[0])
+    assert_close_rows({name: torch.as_tensor(rows) for name, rows in theirs.items()}, loop(net(), call, SAMPLES))
+
+
+def test_model_in_the_workers_of_a_data_loader() -> None:
+    """A converted model, with rows, inside a data set that spawned workers use."""
+    model = on(net())
+    plain(model, batch()).backward()
+    loader = DataLoader(Rows(model, batch(4).args[0]), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    rows = list(loader)
+    assert len(rows) == 4
+    for i, row in enumerate(rows):
+        alone = Call((batch(4).args[0][i : i + 1],))
+        assert_close(row, loop(net(), alone, 1)["0.weight"][0])
+
+
+# --- averages, pruning, norms of weights ----------------------------------------------------------------------
+
+
+def test_averaged_model() -> None:
+    model = on(net())
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(3):
+        right(model, loop(enn.revert(model), batch(seed=seed), SAMPLES), batch(seed=seed))
+        optimizer.step()
+        averaged.update_parameters(model)
+    assert all(p.grad_sample is None for p in averaged.parameters())
+    right(averaged.module, loop(enn.revert(averaged.module), batch(), SAMPLES), batch())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_pruning(when: str) -> None:
+    """The rows are those of the parameter behind the mask."""
+
+    def pruned(model: nn.Module) -> nn.Module:
+        torch.manual_seed(3)
+        for layer, name in ((model[0], "weight"), (model[3], "weight"), (model[3], "bias")):
+            prune.random_unstructured(layer, name, 0.4)
+        return model
+
+    if when == "before":
+        model = enn.convert(pruned(net()), inplace=True).per_sample(loss_reduction="sum")
+    else:
+        model = pruned(on(net()))
+    expected = loop(pruned(net()), batch(), SAMPLES, create_graph=True)  # pruned modules cannot be copied
+    right(model, {name: rows.detach() for name, rows in expected.items()}, batch())
+    assert set(rows_of(model)) >= {"0.weight_orig", "3.weight_orig", "3.bias_orig"}
+    for layer in (model[0], model[3]):
+        prune.remove(layer, "weight")
+    prune.remove(model[3], "bias")
+    module = enn.revert(model)
+    right(model.per_sample(loss_reduction="sum"), loop(module, batch(), SAMPLES), batch())
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("training", [False, True])
+def test_old_spectral_norm_in_place(training: bool) -> None:
+    def normed() -> nn.Module:
+        module = net()
+        nn.utils.spectral_norm(module[0])
+        return module.train(training)
+
+    model = enn.convert(normed(), inplace=True).per_sample(loss_reduction="sum")
+    plain(model, batch()).backward()
+    module = normed()
+    batch().on(module)  # one step of the power iteration, as the batch has made
+    expected = loop(module.eval(), batch(), SAMPLES, create_graph=True)
+    assert_close_rows(rows_of(model), {name: rows.detach() for name, rows in expected.items()})
+
+
+def test_parametrization_registered_in_the_middle_of_training() -> None:
+    model, module = on(net()), net()
+    plain(model, batch(seed=2)).backward()
+    for each in (model, module):
+        each.zero_grad()
+        parametrizations.weight_norm(each[0])
+    plain(model, batch()).backward()
+    assert_close_rows(rows_of(model), loop(module, batch(), SAMPLES))
+
+
+# --- shapes and layouts of memory -----------------------------------------------------------------------------
+
+
+@with_numbers
+def test_input_that_is_not_contiguous(family: Family) -> None:
+    """Every second row of a larger tensor, flipped, with its last two dimensions stored the other way round."""
+    (x,) = family.call(2 * SAMPLES).args
+    odd = x.flip(0)[::2]
+    odd = odd if odd.dim() < 3 else odd.mT.contiguous().mT
+    right(on(family.module()), loop(family.module(), Call((odd,)), SAMPLES), Call((odd,)))
+
+
+@every_family
+def test_gradient_of_the_output_that_is_not_contiguous(family: Family) -> None:
+    """As a sum gives it: one number seen many times (stride 0), and a transposed one."""
+    for objective in (
+        lambda module, call, first=0: call.on(module).sum(),
+        lambda module, call, first=0: (call.on(module).flatten(1).T.contiguous().cumsum(0)).sum(),
+    ):
+        model, call = on(family.module()), family.call(SAMPLES)
+        objective(model, call).backward()
+        assert_close_rows(rows_of(model), loop(family.module(), call, SAMPLES, objective=objective))
+
+
+@every_family
+def test_layer_used_again_on_what_comes_from_it(family: Family) -> None:
+    """One model on two inputs, their outputs multiplied, so that each use's gradient depends on the other."""
+    calls = [family.call(SAMPLES, seed) for seed in (1, 2)]
+
+    def product(module: nn.Module, call: Call, first: int = 0) -> Tensor:
+        return sample_losses(module(call.args[0]) * module(call.args[1]), first).sum()
+
+    pair = Call((calls[0].args[0], calls[1].args[0]))
+    model = on(family.module())
+    product(model, pair).backward()
+    assert_close_rows(rows_of(model), loop(family.module(), pair, SAMPLES, objective=product))
+
+
+@every_family
+def test_second_backward_on_a_retained_graph(family: Family) -> None:
+    model, call = on(family.module()), family.call(SAMPLES)
+    loss = plain(model, call)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    expected = {name: 2 * rows for name, rows in loop(family.module(), call, SAMPLES).items()}
+    assert_close_rows(rows_of(model), expected)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_layers_that_share_weights_crosswise() -> None:
+    """The weight of the one is that of the other, the bias of the other that of the one; one is used twice."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.two.weight, self.one.bias = self.one.weight, self.two.bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(x).tanh()) * self.one(x)
+
+    module = Shared()
+    right(on(module), loop(module, batch(), SAMPLES), batch())
+
+
+def test_losses_of_samples_weighted_by_hand() -> None:
+    """The rows follow the loss that was given, sample by sample."""
+    weights, y = torch.tensor([0.0, 2.0, -1.0]), torch.tensor([1, 0, 1])
+    model = on(net())
+    (F.cross_entropy(batch().on(model), y, reduction="none") * weights).sum().backward()
+
+    def own(module: nn.Module, call: Call, first: int = 0) -> Tensor:
+        return weights[first] * F.cross_entropy(call.on(module), y[first : first + 1])
+
+    assert_close_rows(rows_of(model), loop(net(), batch(), SAMPLES, objective=own))
+
+
+def test_warnings_of_torch_stay_torch_s_own() -> None:
+    """Nothing of the library warns in an ordinary step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for family in FAMILIES:
+            plain(on(family.module()), family.call(SAMPLES)).backward()

@@ -1,0 +1,128 @@
+"""Every code block of the documentation and the README runs, and prints what the page says it prints."""
+
+import ast
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import expanded_nn as enn
+from expanded_nn._registry import EXPANDED
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+# A block of Python with what it prints in the block that follows, or code that the reader does not see.
+BLOCK = re.compile(
+    r"^<!-- setup\n(?P<hidden>.*?)^-->"
+    r"|^```python\n(?P<code>.*?)^```$(?:\n*^```text\n(?P<printed>.*?)^```$)?",
+    re.DOTALL | re.MULTILINE,
+)
+
+# The README shows its lines without a model or data around them.
+README_SETUP = """
+import torch
+from torch import nn
+
+model = nn.Sequential()
+model.body, model.act, model.fc = nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 10)
+x, y = torch.randn(6, 20), torch.randint(10, (6,))
+micro_batches = [(x, y), (x, y)]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+NEEDS = {"from opacus": "opacus", "from backpack": "backpack"}
+
+
+@pytest.fixture(autouse=True)
+def as_a_reader_has_it() -> Iterator[None]:
+    torch.set_default_dtype(torch.float32)
+    with torch.backends.__allow_nonbracketed_mutation():  # Opacus sets a flag of torch.backends
+        yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:Secure RNG turned off")
+@pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha")
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_code_of_a_page(page: Path) -> None:
+    """Block by block in one namespace; errors point to the line of the page."""
+    text = page.read_text()
+    names: dict[str, object] = {"__name__": page.stem}
+    if page.name == "README.md":
+        exec(README_SETUP, names)
+    left_out = []
+    for block in BLOCK.finditer(text):
+        code = block["hidden"] or block["code"]
+        missing = [package for words, package in NEEDS.items() if words in code and find_spec(package) is None]
+        if missing:
+            left_out += missing
+            continue
+        line = text.count("\n", 0, block.start("hidden" if block["hidden"] else "code"))
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile("\n" * line + code, str(page), "exec"), names)
+        if block["code"] is not None:
+            assert out.getvalue() == (block["printed"] or ""), f"{page.name}, the block at line {line + 1}"
+    if left_out:
+        pytest.skip(f"all of {page.name} ran but the blocks that import {', '.join(left_out)}: not installed")
+
+
+def test_blocks_are_found() -> None:
+    """Every fence that says Python is one that runs."""
+    for page in PAGES:
+        text = page.read_text()
+        assert text.count("```python") == sum(block["code"] is not None for block in BLOCK.finditer(text)), page.name
+        assert text.count("<!-- setup") == sum(block["hidden"] is not None for block in BLOCK.finditer(text)), page.name
+
+
+def test_each_line_of_the_silent_failures_names_a_test() -> None:
+    text = (DOCS / "silent_failures.md").read_text()
+    named = re.findall(r'^pytest "(\S+)::(\w+)"$', text, re.MULTILINE)
+    assert len(named) == text.count("\n### ") >= 30
+    trees = {file: ast.parse((ROOT / file).read_text()) for file, _ in named}
+    for file, test in named:
+        assert test in {node.name for node in trees[file].body if isinstance(node, ast.FunctionDef)}, f"{file}::{test}"
+
+
+@pytest.mark.filterwarnings("ignore")  # other libraries', which are not ours to mend
+def test_the_silent_failures_come_out_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all libraries that are installed; ours is right, or refuses in its own words."""
+    monkeypatch.syspath_prepend(DOCS)
+    script = import_module("silent_failures")
+    text = (DOCS / "silent_failures.md").read_text()
+    torch.set_default_dtype(torch.float64)
+    traps = list(script.traps())
+    assert len(traps) == text.count("\n### ")
+    for trap in traps:
+        part = text.partition(f"\n### {trap.title}\n")[2].partition("\n### ")[0]
+        outcomes = script.run(trap)
+        for title, outcome in outcomes.items():
+            assert f"\n- {title}: {outcome.cell}" in part, (trap.title, title, outcome)
+        ours = outcomes["expanded_nn"]
+        assert ours.word in ("right", "`check` finds it") or ours.detail.startswith("PerSampleError"), trap.title
+
+
+def test_the_table_of_layers_has_them_all() -> None:
+    text = (DOCS / "layers.md").read_text()
+    ours = {each.__name__ for each in EXPANDED.values() if each.__module__.startswith("expanded_nn.layers")}
+    missing = {name for name in ours & set(enn.__all__) if f"`{name}`" not in text}
+    assert not missing
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (DOCS / "api.md").read_text()
+    layers = {each.__name__ for each in EXPANDED.values()}
+    missing = {name for name in set(enn.__all__) - layers if not re.search(rf":: {name}(\(\))?$", text, re.MULTILINE)}
+    assert missing == {"functional"}  # a module; its functions have a part of their own
+    ops = [name for name, each in vars(enn.functional).items() if callable(each) and not name.startswith("_")]
+    assert not {name for name in ops if not re.search(rf":: {name}$", text, re.MULTILINE)}

@@ -1,0 +1,724 @@
+"""Every error of the library, raised: who, what was found, what was wanted, what to do.
+
+The table has an entry for each `raise` in the package, with the words of its text; a test says which lines have none.
+After it come mistakes with batches that must not end in an error from the inside of torch.
+"""
+
+import ast
+import contextlib
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.checkpoint import checkpoint
+
+import expanded_nn as enn
+from expanded_nn._sharded import scattered
+from families import FAMILIES, Family
+from oracle import plain, sample_losses
+
+PACKAGE = Path(enn.__file__).parent
+SAMPLES = 3
+
+
+class Refusal(NamedTuple):
+    """What is refused, and the words of the refusal."""
+
+    error: type[BaseException]
+    words: str
+    run: Callable[[], object]
+
+
+REFUSALS: list[Refusal] = []
+
+
+def refused(words: str, error: type[BaseException] = enn.PerSampleError) -> Callable[..., Any]:
+    """Enters a function into the table."""
+
+    def enter(run: Callable[[], object]) -> Callable[[], object]:
+        REFUSALS.append(Refusal(error, words, run))
+        return run
+
+    return enter
+
+
+def on(*layers: nn.Module, **settings: Any) -> Any:
+    return enn.convert(nn.Sequential(*layers)).per_sample(**settings)
+
+
+class Feed(nn.Module):
+    """A root whose input says B, and a layer that is called as the test has it."""
+
+    def __init__(self, layer: nn.Module, call: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(self.layer, x)
+
+
+def feed(layer: nn.Module, call: Callable[[Any, Tensor], Any], samples: int = SAMPLES, **settings: Any) -> Any:
+    """The layer called inside a forward of so many samples."""
+    return enn.convert(Feed(layer, call)).per_sample(**settings)(torch.randn(samples, 6, 4))
+
+
+def rows_held(model: nn.Module) -> None:
+    model(torch.randn(SAMPLES, 4)).sum().backward()
+
+
+# --- settings, conversion -------------------------------------------------------------------------------------
+
+
+@refused(r'loss_reduction is \'none\'; wanted "mean" or "sum"', ValueError)
+def another_reduction() -> None:
+    enn.Linear(2, 2).per_sample(loss_reduction="none")
+
+
+@refused(r"batch_size is -1; wanted None or a number from 0", ValueError)
+def a_negative_batch_size() -> None:
+    enn.Linear(2, 2).per_sample(batch_size=-1)
+
+
+@refused(r"2 \(Linear\): the module holds parameters but is a plain one; wanted its expanded twin.*convert\(model")
+def a_layer_put_in_later() -> None:
+    model = enn.convert(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    model.append(nn.Linear(4, 4))
+    model.per_sample()
+
+
+@refused(
+    r"cannot be converted:\n  0 \(LazyLinear\): .*no shape yet; run the model once.*\n  1 \(SyncBatchNorm\): it mixes",
+    enn.ConversionError,
+)
+def modules_that_cannot_be_converted() -> None:
+    enn.convert(nn.Sequential(nn.LazyLinear(3), nn.SyncBatchNorm(3)))
+
+
+@refused(r"Linear cannot be copied .*in place: convert\(model, inplace=True\)", enn.ConversionError)
+def a_model_that_cannot_be_copied() -> None:
+    model = nn.Linear(2, 2)
+    model.kept = model(torch.ones(1, 2))
+    enn.convert(model)
+
+
+@refused(r"Mine is derived from an expanded class.*Derive it from the torch.nn class", enn.ConversionError)
+def reverting_a_class_on_top_of_ours() -> None:
+    class Mine(enn.Linear):
+        pass
+
+    enn.revert(Mine(2, 2))
+
+
+@refused(r"Wrong expands Softplus but does not derive from it. Declare it as `class Wrong\(Expanded, Soft", TypeError)
+def expanding_without_deriving() -> None:
+    class Wrong(nn.Module):
+        pass
+
+    enn.expands(nn.Softplus)(Wrong)
+
+
+@refused(r"Empty has to define expanded_forward", NotImplementedError)
+def a_layer_without_a_forward() -> None:
+    class Empty(enn.Expanded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+    Empty().per_sample()(torch.ones(SAMPLES, 2))
+
+
+# --- who is a sample ------------------------------------------------------------------------------------------
+
+
+@refused(r"^Sequential: no argument is a tensor; wanted a tensor whose rows are the samples.*batch_size=")
+def no_tensor_to_count() -> None:
+    on(nn.Linear(2, 2))([1, 2])
+
+
+@refused(r"^Sequential: a transform of torch\.func.*per_sample\(False\)")
+def a_transform() -> None:
+    torch.func.jacrev(on(nn.Linear(4, 2)))(torch.randn(SAMPLES, 4))
+
+
+@refused(r"layer \(Linear\): input has shape \(4,\), no batch dimension; wanted .*input\.unsqueeze\(0\)")
+def no_batch_dimension() -> None:
+    feed(nn.Linear(4, 2), lambda layer, x: layer(x[0, 0]))
+
+
+@refused(r"layer \(Linear\): input of shape \(1, 4\) has one row, but was computed from 3 rows.*do not mix")
+def the_mean_over_the_batch() -> None:
+    feed(nn.Linear(4, 4), lambda layer, x: layer(layer(x[:, 0]).mean(0, keepdim=True)))
+
+
+@refused(r"layer \(Linear\): input has shape \(18, 4\), 18 rows in dimension 0 \(folded batch of 3 x 6\).*unflatten")
+def a_folded_batch() -> None:
+    feed(nn.Linear(4, 2), lambda layer, x: layer(x.flatten(0, 1)))
+
+
+@refused(r"layer \(Linear\): input of shape \(1, 6, 4\) is a slice of a tensor of shape \(3, 6, 4\).*all 3 samples")
+def a_loop_over_the_samples() -> None:
+    feed(nn.Linear(4, 2), lambda layer, x: [layer(x[i : i + 1]) for i in range(3)])
+
+
+@refused(r"layer \(Embedding\): its index without a batch dimension gave one row a sample.*broadcast over the samples")
+def an_index_without_a_batch_dimension() -> None:
+    feed(nn.Embedding(9, 4), lambda layer, x: x + layer(torch.arange(12).view(2, 6) % 9)[0].unsqueeze(2), samples=7)
+
+
+@refused(r"layer \(Embedding\): input has shape \(3,\) and may be positions that all 3 .*unsqueeze\(0\) for positions")
+def an_index_of_two_readings() -> None:
+    feed(nn.Embedding(9, 4), lambda layer, x: layer(torch.arange(3)))
+
+
+@refused(r"layer \(Embedding\): input of shape \(1, 6\) is a slice of a tensor of shape \(3, 6\)")
+def a_slice_of_an_index() -> None:
+    index = torch.randint(9, (3, 6))
+    enn.convert(Feed(nn.Embedding(9, 4), lambda layer, x: layer(x[:1]))).per_sample()(index)
+
+
+@refused(r"layer \(Embedding\): input has shape \(6, 2\), 6 rows \(folded batch of 3 x 2\).*unsqueeze\(0\) if all")
+def a_folded_index() -> None:
+    feed(nn.Embedding(9, 4), lambda layer, x: layer(torch.randint(9, (6, 2))))
+
+
+@refused(r"layer \(EmbeddingBag\): offsets say 2 bags; wanted 3, one a sample.*batch_size=")
+def other_bags() -> None:
+    feed(nn.EmbeddingBag(9, 4), lambda layer, x: layer(torch.arange(6), torch.tensor([0, 3])), batch_size=SAMPLES)
+
+
+@refused(r"0 \(BatchNorm1d\): it normalises by the statistics of the batch.*GroupNorm")
+def batch_norm_in_train_mode() -> None:
+    on(nn.BatchNorm1d(4))(torch.randn(SAMPLES, 4))
+
+
+# --- recurrent layers, attention ------------------------------------------------------------------------------
+
+
+@refused(r"layer \(GRU\): input is a PackedSequence of 2 sequences; wanted 3 sequences, one a sample")
+def other_sequences() -> None:
+    feed(nn.GRU(4, 5), lambda layer, x: layer(pack_sequence([x[0], x[1]])))
+
+
+@refused(r"layer \(LSTM\): input has shape \(6, 4\), an unbatched sequence; .*input\.unsqueeze\(0\)")
+def an_unbatched_sequence() -> None:
+    feed(nn.LSTM(4, 5, batch_first=True), lambda layer, x: layer(x[0]))
+
+
+@refused(r"layer \(LSTMCell\): input has shape \(4,\), no batch dimension; .*input\.unsqueeze\(0\)")
+def an_unbatched_step() -> None:
+    feed(nn.LSTMCell(4, 5), lambda layer, x: layer(x[0, 0]))
+
+
+@refused(r"Unknown nonlinearity: sigmoid", RuntimeError)
+def another_nonlinearity() -> None:
+    layer = enn.RNNCell(4, 5).per_sample()
+    layer.nonlinearity = "sigmoid"
+    layer(torch.randn(SAMPLES, 4))
+
+
+def attend(call: Callable[[Any, Tensor], Any]) -> None:
+    feed(nn.MultiheadAttention(4, 2, batch_first=True), call)
+
+
+@refused(r"layer \(MultiheadAttention\): query has shape \(6, 4\); .*query\.unsqueeze\(0\)")
+def an_unbatched_query() -> None:
+    attend(lambda layer, x: layer(x[0], x[0], x[0]))
+
+
+@refused(r"layer \(MultiheadAttention\): is_causal is given without attn_mask.*Pass attn_mask")
+def causal_without_a_mask() -> None:
+    attend(lambda layer, x: layer(x, x, x, is_causal=True))
+
+
+@refused(r"layer \(MultiheadAttention\): key has shape \(3, 6, 4\), value \(3, 5, 4\); wanted one value for each key")
+def more_keys_than_values() -> None:
+    attend(lambda layer, x: layer(x, x, x[:, 1:]))
+
+
+@refused(r"layer \(MultiheadAttention\): attn_mask has shape \(6, 5\); wanted \(6, 6\), for 3 samples and 2 heads")
+def another_mask() -> None:
+    attend(lambda layer, x: layer(x, x, x, attn_mask=torch.zeros(6, 5)))
+
+
+@refused(r"MultiheadAttention: out_proj is a plain Linear; wanted its expanded twin")
+def a_plain_projection() -> None:
+    layer = enn.MultiheadAttention(4, 2, batch_first=True).per_sample()
+    layer.out_proj = nn.Linear(4, 4)
+    layer(*[torch.randn(SAMPLES, 6, 4)] * 3)
+
+
+@refused(r"TransformerEncoderLayer: its weights have a batch dimension, its inputs are \(T, B, .*batch_first=True")
+def batched_weights_of_unknown_layout() -> None:
+    layer = enn.TransformerEncoderLayer(4, 2, 6, dropout=0.0)
+    weights = {name: p.detach().expand(SAMPLES, *p.shape) for name, p in layer.named_parameters()}
+    torch.func.functional_call(layer, weights, (torch.randn(6, SAMPLES, 4),))
+
+
+# --- operations -----------------------------------------------------------------------------------------------
+
+
+@refused(r"functional\.conv1d: x has shape \(3, 4\), weight \(3, 5, 4, 3\); .*weight\.expand\(len\(x\)")
+def a_convolution_without_space() -> None:
+    enn.functional.conv1d(torch.randn(3, 4), torch.randn(3, 5, 4, 3))
+
+
+@refused(r"functional\.linear: the input has shape \(2, 4\), the weight \(3, 5, 4\); .*unflatten a folded batch")
+def weights_of_other_samples() -> None:
+    enn.functional.linear(torch.randn(2, 4), torch.randn(3, 5, 4))
+
+
+@refused(r"expanded\(weight\): there was no forward since the last backward; .*Call the model first")
+def a_weight_expanded_after_the_backward() -> None:
+    model = on(nn.Linear(4, 4))
+    rows_held(model)
+    enn.expanded(model[0].weight)
+
+
+@refused(r'padding is \'wide\'; wanted numbers, "valid" or "same"', ValueError)
+def a_padding_of_no_name() -> None:
+    enn.functional.conv1d(torch.randn(3, 4, 6), torch.randn(3, 5, 4, 3), padding="wide")
+
+
+@refused(r'padding is "same" and stride \(2,\); wanted stride 1', ValueError)
+def the_same_padding_with_a_stride() -> None:
+    enn.functional.conv1d(torch.randn(3, 4, 6), torch.randn(3, 5, 4, 3), stride=2, padding="same")
+
+
+@refused(r"padding_idx is 9; wanted one of the 9 entries", ValueError)
+def a_padding_entry_that_is_none() -> None:
+    enn.functional.embedding(torch.zeros(3, 2, dtype=torch.int64), torch.randn(3, 9, 4), padding_idx=9)
+
+
+def bag(input: Tensor, **arguments: Any) -> Tensor:
+    return enn.functional.embedding_bag(input, torch.randn(3, 9, 4), **arguments)
+
+
+@refused(r"embedding_bag: the input has 2 samples; wanted 3, as the weight. Expand the one or the other")
+def bags_of_other_samples() -> None:
+    bag(torch.zeros(2, 2, dtype=torch.int64))
+
+
+@refused(
+    r"embedding_bag: input has shape \(6,\), with no offsets; wanted \(B, N\) without offsets or \(N,\)", ValueError
+)
+def bags_without_offsets() -> None:
+    bag(torch.zeros(6, dtype=torch.int64))
+
+
+@refused(r"per_sample_weights has shape \(3, 1\); wanted that of input, \(3, 2\)", ValueError)
+def weights_of_another_shape() -> None:
+    bag(torch.zeros(3, 2, dtype=torch.int64), mode="sum", per_sample_weights=torch.ones(3, 1))
+
+
+@refused(r"mode is 'median'; wanted \"sum\", \"mean\" or \"max\"", ValueError)
+def a_mode_of_no_name() -> None:
+    bag(torch.zeros(3, 2, dtype=torch.int64), mode="median")
+
+
+@refused(r'mode="max" supports neither scale_grad_by_freq nor sparse', ValueError)
+def a_sparse_maximum() -> None:
+    bag(torch.zeros(3, 2, dtype=torch.int64), mode="max", sparse=True)
+
+
+@refused(r"per_sample_weights with mode='mean'; wanted mode=\"sum\"", NotImplementedError)
+def a_weighted_mean() -> None:
+    bag(torch.zeros(3, 2, dtype=torch.int64), mode="mean", per_sample_weights=torch.ones(3, 2))
+
+
+@refused(r"^batch_norm: it normalises by the statistics of the batch")
+def the_batch_norm_of_a_batch() -> None:
+    enn.functional.batch_norm(torch.randn(3, 4), torch.zeros(4), torch.ones(4), training=True)
+
+
+@refused(r"Embedding: max_norm is 1\.0 and the weight is computed from other parameters.*Remove the parametrization")
+def a_parametrized_table_with_a_max_norm() -> None:
+    layer = parametrizations.weight_norm(nn.Embedding(9, 4, max_norm=1.0))
+    enn.convert(layer).per_sample()(torch.zeros(3, 2, dtype=torch.int64))
+
+
+# --- the general rule -----------------------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    """A parameter, and a forward that the test writes."""
+
+    def __init__(self, forward: Callable[..., Any], **children: nn.Module) -> None:
+        super().__init__()
+        self.scale, self.does = nn.Parameter(torch.ones(4)), forward
+        self.register_buffer("seen", torch.zeros(4))
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, *args: Any) -> Any:
+        return self.does(self, *args)
+
+
+def own(forward: Callable[..., Any], *args: Any, **children: nn.Module) -> None:
+    enn.convert(nn.Sequential(Feed(Own(forward, **children), lambda layer, x: layer(x, *args)))).per_sample()(
+        torch.randn(SAMPLES, 4)
+    )
+
+
+@refused(r"0\.layer \(Own\): on the whole batch its forward gives another result than sample by sample.*as a buffer")
+def a_forward_that_mixes_samples() -> None:
+    own(lambda self, x: (x - x.mean(0)) * self.scale)
+
+
+@refused(r"0\.layer \(Own\): an argument has shape \(3, 3\), and may be a row a sample or a matrix that all share")
+def a_square_argument() -> None:
+    own(lambda self, x, m: F.dropout(x * self.scale) + 0 * m.sum(), torch.randn(3, 3))
+
+
+@refused(r"0\.layer \(Own\): its forward does what vmap cannot follow .*@expands")
+def a_branch_on_a_value() -> None:
+    own(lambda self, x: x * self.scale if x.sum() > 0 else x)
+
+
+@refused(r"of the user's own", RuntimeError)
+def an_error_of_the_users_own() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        raise RuntimeError("of the user's own")
+
+    own(forward)
+
+
+@refused(r"0\.layer \(Own\): for one sample its forward returns a tensor of shape \(\); wanted one row in dimension 0")
+def a_reduction_over_the_batch() -> None:
+    own(lambda self, x: (x * self.scale).sum())
+
+
+@refused(r"0\.layer \(Own\): its child 'inner' has a full backward hook, which a vmap does not call.*Take the hook off")
+def a_backward_hook_inside() -> None:
+    inner = nn.Linear(4, 4)
+    inner.register_full_backward_hook(lambda *_: None)
+    own(lambda self, x: self.inner(x) * self.scale, inner=inner)
+
+
+@refused(r"0\.layer \(Own\): its forward keeps tensors in attribute 'kept'.*use_cache=False")
+def a_cache() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.kept = [x]
+        return x * self.scale
+
+    own(forward)
+
+
+@refused(r"0\.layer \(Own\): its forward keeps tensors in an argument")
+def a_list_that_is_filled() -> None:
+    def forward(self: Any, x: Tensor, given: list[Tensor]) -> Tensor:
+        given.append(x)
+        return x * self.scale
+
+    own(forward, [])
+
+
+@refused(r"0\.layer \(Own\): its forward keeps tensors in an argument")
+def a_cache_that_is_filled() -> None:
+    def forward(self: Any, x: Tensor, given: Any) -> Tensor:
+        given.kept = x
+        return x * self.scale
+
+    own(forward, SimpleNamespace())
+
+
+@refused(r"0\.layer \(Own\): its forward writes what belongs to one sample into the buffer 'seen'.*Do without")
+def a_buffer_that_is_written() -> None:
+    own(lambda self, x: x * self.scale + self.seen.add_(x[0]))
+
+
+# --- backward -------------------------------------------------------------------------------------------------
+
+
+@refused(r"^0\.weight: the parameter is also used outside of its module.*share")
+def a_use_outside() -> None:
+    model = on(nn.Linear(4, 4))
+    (model(torch.randn(SAMPLES, 4)).sum() + model[0].weight.sum()).backward()
+
+
+@refused(r"^1\.(weight|bias): the parameter belongs to a plain Linear, so its gradient has no rows.*Convert the model")
+def a_layer_replaced_by_a_plain_one() -> None:
+    model = on(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[1] = nn.Linear(4, 2)
+    rows_held(model)
+
+
+@refused(r"create_graph=True reached a weight that is computed from other parameters.*remove the parametrization")
+def second_derivatives_of_a_parametrization() -> None:
+    model = on(parametrizations.weight_norm(nn.Linear(4, 4)))
+    torch.autograd.grad(model(torch.randn(3, 4)).square().sum(), list(model.parameters()), create_graph=True)
+
+
+@refused(r"A weight was computed from the output of a model in per-sample mode.*per_sample\(False\)")
+def a_weight_made_of_samples() -> None:
+    model = on(nn.Linear(4, 4))
+    weight = model(torch.randn(SAMPLES, 4)).mean(0).expand(4, 4)
+    torch.func.functional_call(model, {"0.weight": weight}, (torch.randn(SAMPLES, 4),))
+
+
+@refused(r"A vmapped backward \(is_grads_batched=True.*per_sample\(False\)")
+def a_vmapped_backward() -> None:
+    model = on(nn.Linear(4, 4))
+    out = model(torch.randn(SAMPLES, 4))
+    torch.autograd.grad(out, model[0].weight, torch.randn(2, *out.shape), is_grads_batched=True)
+
+
+@refused(r"^(Sequential|0 \(Linear\)): a forward inside a backward, as a checkpoint makes it, fits 2 of 3 passes")
+def a_checkpoint_of_two_passes() -> None:
+    model = on(nn.Linear(4, 4))
+    sizes = (3, 2, 3)
+    sum(checkpoint(model, torch.randn(size, 4), use_reentrant=False).sum() for size in sizes).backward()
+
+
+@refused(r"^grad_sample: a tensor that a factored .* was changed in place after the backward.*materialize=True")
+def an_input_changed_after_the_backward() -> None:
+    model, x = on(nn.Linear(40, 40)), torch.randn(SAMPLES, 40)
+    model(x).sum().backward()
+    x.zero_()
+    model[0].weight.grad_sample.flatten(1).norm(dim=1)
+
+
+@refused(r"^grad_sample: rows that were chosen .* used after that was changed in place.*Choose the rows again")
+def chosen_rows_after_a_change() -> None:
+    model = on(nn.Linear(40, 40))
+    model(torch.randn(SAMPLES, 40)).sum().backward()
+    rows = model[0].weight.grad_sample
+    chosen = rows[1:]
+    rows.mul_(2)
+    chosen.sum()
+
+
+@refused(r"^grad_sample: an in-place change of rows that were chosen from a factored gradient.*Clone the rows first")
+def a_change_of_chosen_rows() -> None:
+    model = on(nn.Linear(40, 40))
+    model(torch.randn(SAMPLES, 40)).sum().backward()
+    model[0].weight.grad_sample[1:].mul_(2)
+
+
+# --- using the rows -------------------------------------------------------------------------------------------
+
+
+@refused(r"per_sample_grads: the parameters hold \{'a': 3, 'b': 2\} rows; wanted equally many. Clear the gradients")
+def different_numbers_of_rows() -> None:
+    enn.PerSampleGrads({"a": torch.ones(3, 2), "b": torch.ones(2, 2)})
+
+
+@refused(r"PerSampleGrads\.sum: weights has shape \(2,\); wanted \(3,\). Give one a row")
+def other_weights() -> None:
+    enn.PerSampleGrads({"a": torch.ones(3, 2)}).sum(torch.ones(2))
+
+
+@refused(r"PerSampleGrads\.matvec: the names differ in \['a', 'b'\]")
+def other_names() -> None:
+    enn.PerSampleGrads({"a": torch.ones(3, 2)}).matvec({"b": torch.ones(2)})
+
+
+@refused(r'reduction is \'max\'; wanted "sum" or "mean"', ValueError)
+def clipping_to_a_maximum() -> None:
+    enn.clip_grad_sample_norms_(on(nn.Linear(4, 4)), 1.0, reduction="max")
+
+
+@refused(r"max_norm is nan; wanted a number above 0", ValueError)
+def clipping_to_nan() -> None:
+    enn.clip_grad_sample_norms_(on(nn.Linear(4, 4)), float("nan"))
+
+
+@refused(r"^Linear: the parameters \['weight', 'bias'\] have no rows; .*convert\(model, inplace=True\)\.per_sample")
+def clipping_a_plain_model() -> None:
+    enn.clip_grad_sample_norms_(nn.Linear(4, 4), 1.0)
+
+
+@refused(r"the gradient of all parameters is inf or NaN in rows \[1\]; wanted finite rows. Leave these samples out")
+def clipping_nan() -> None:
+    model, x = on(nn.Linear(4, 4)), torch.randn(SAMPLES, 4)
+    x[1] = torch.nan
+    model(x).sum().backward()
+    enn.clip_grad_sample_norms_(model, 1.0)
+
+
+@refused(r"rows of shape \(2,\) for a sharded parameter of shape \(3,\); wanted rows of the whole parameter")
+def rows_of_a_part() -> None:
+    scattered(torch.ones(2), nn.Parameter(torch.ones(3)))
+
+
+# --- check ----------------------------------------------------------------------------------------------------
+
+
+@refused(r"check: the inputs hold 1 sample\(s\); wanted 2 or more. Give it a larger batch")
+def checking_one_sample() -> None:
+    enn.check(nn.Linear(4, 4), torch.randn(1, 4))
+
+
+@refused(r"reason\(s\) not to trust(?s:.*)BatchNorm1d")
+def a_report_with_problems() -> None:
+    enn.check(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(5, 4)).raise_for_problems()
+
+
+# --- the table ------------------------------------------------------------------------------------------------
+
+# `lifted` returns before, where no argument is batched; an AttributeError of a property is said by `nn.Module` instead
+NEVER_SEEN = ("raise AssertionError(", "raise AttributeError(")
+
+
+class Site(NamedTuple):
+    """A `raise` in the package: its file, its lines, its text."""
+
+    file: Path
+    first: int
+    last: int
+    text: str
+
+
+def sites() -> list[Site]:
+    """All of them, but for a bare `raise`, which hands on what is not of the library."""
+    found = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        source = file.read_text()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                text = source.splitlines()[node.lineno - 1].strip()
+                found.append(Site(file, node.lineno, node.end_lineno or node.lineno, text))
+    return found
+
+
+def raised_by(refusal: Refusal) -> BaseException:
+    with pytest.raises(refusal.error, match=refusal.words) as info:
+        refusal.run()
+    return info.value
+
+
+def places(error: BaseException | None) -> set[tuple[Path, int]]:
+    """The lines that an error has gone through, and those of the errors behind it."""
+    if error is None:
+        return set()
+    frames = traceback.extract_tb(error.__traceback__)
+    return {(Path(f.filename), f.lineno or 0) for f in frames} | places(error.__cause__) | places(error.__context__)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.run.__name__)
+def test_words(refusal: Refusal) -> None:
+    error = raised_by(refusal)
+    if isinstance(error, enn.PerSampleError):
+        assert str(error).rstrip().endswith((".", ")", "loop."))
+
+
+def test_every_raise_has_an_entry() -> None:
+    """Whoever adds an error adds what raises it, with its words."""
+    reached = set().union(*(places(raised_by(each)) for each in REFUSALS))
+    missed = [
+        f"{site.file.relative_to(PACKAGE)}:{site.first}: {site.text}"
+        for site in sites()
+        if not any(file == site.file and site.first <= line <= site.last for file, line in reached)
+        and not site.text.startswith(NEVER_SEEN)
+    ]
+    assert missed == []
+
+
+# --- mistakes with batches --------------------------------------------------------------------------------------
+
+
+class Mistaken(nn.Module):
+    """A root of B samples that gives its model something else."""
+
+    def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.change = inner, change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.change(x))
+
+
+MISTAKES: dict[str, Callable[[Tensor], Tensor]] = {
+    "half": lambda x: x[: len(x) // 2],
+    "one_more": lambda x: torch.cat([x, x[:1]]),
+    "twice": lambda x: torch.cat([x, x]),
+    "one_of_them": lambda x: x[1:2],
+    "without_its_dimension": lambda x: x[1],
+    "folded": lambda x: x.flatten(0, 1) if x.dim() > 2 else x.flatten(),
+    "chosen": lambda x: x[torch.tensor([0, 2])],
+    "none": lambda x: x[:0],
+    "unfolded": lambda x: x.unflatten(0, (2, 2)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_mistake_with_the_batch_is_named(family: Family, mistake: Callable[[Tensor], Tensor]) -> None:
+    """The error names a layer inside, unless torch's own plain layer refuses such an input as well."""
+    if mistake is MISTAKES["one_more"] and family.name in ("embedding", "tied"):
+        return  # any other number of rows is an index without a batch dimension, which all samples share
+    module, call = family.module(), family.call(4)
+    model = enn.convert(Mistaken(module, mistake)).per_sample()
+    try:
+        with torch.no_grad():
+            module(mistake(*call.args))
+    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+        expected: tuple[type[BaseException], ...] = (enn.PerSampleError, type(error))
+        words = "."
+    else:
+        expected, words = (enn.PerSampleError,), r"^inner[\w.]* \(\w+\): .*wanted"
+    with pytest.raises(expected, match=words):
+        sample_losses(call.on(model)).sum().backward()
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_input_of_a_sample_alone_is_refused_at_the_root(family: Family) -> None:
+    """Without its batch dimension, the first dimension of a sample would be taken for the batch, or there is none."""
+    (x,) = family.call(1).args
+    model, plain_rows = enn.convert(family.module()).per_sample(), None
+    with contextlib.suppress(RuntimeError, ValueError, IndexError, AssertionError):
+        plain_rows = family.module()(x[0]).shape
+    try:
+        output = model(x[0])
+    except enn.PerSampleError as error:
+        assert "(" in str(error) and "wanted" in str(error)  # noqa: PT017, PT018
+        return
+    except (RuntimeError, ValueError, IndexError, AssertionError):
+        assert plain_rows is None
+        return
+    # positions or features of one sample are as good as samples to such a layer: nothing in the shape tells
+    assert output.shape == plain_rows
+    assert len(output) == len(x[0])
+
+
+def test_errors_of_torch_stay_torch_s_own() -> None:
+    """Wrong features are torch's to refuse, in its own words."""
+    for family in FAMILIES:
+        if family.words:
+            continue
+        (x,) = family.call(SAMPLES).args
+        channels = family.name in ("cnn", "conv_groups", "conv_transpose", "instance_norm", "batch_norm")
+        wrong = torch.cat([x, x], 1 if channels else -1)
+        module, model = family.module(), enn.convert(family.module()).per_sample()
+        with pytest.raises((RuntimeError, ValueError, AssertionError)) as theirs:
+            module(wrong)
+        with pytest.raises((RuntimeError, ValueError, AssertionError)) as ours:
+            model(wrong)
+        assert type(ours.value) is type(theirs.value), family.name
+
+
+def test_errors_from_another_thread_name_the_layer_too() -> None:
+    """The backward of a CPU model runs where it is called."""
+    model, seen = on(nn.Linear(4, 4)), []
+
+    def run() -> None:
+        try:
+            (plain(model, family_call()) + model[0].weight.sum()).backward()
+        except enn.PerSampleError as error:
+            seen.append(str(error))
+
+    def family_call() -> Any:
+        return FAMILIES[0].call(SAMPLES).map(lambda t: t.to(model[0].weight.dtype))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen[0].startswith("0.weight: ")

@@ -1,0 +1,391 @@
+"""Random models out of the zoo, against the loop. Each is right, or refused for a reason that the contract gives."""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, reject, settings, strategies as st
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import expanded_nn as enn
+from cases import EVEN_SAME, Holder
+from oracle import (
+    Call,
+    assert_all_close,
+    assert_close,
+    assert_close_rows,
+    dense,
+    gradient_penalty,
+    loop,
+    plain,
+    relative_error,
+)
+from zoo import ORACLE, STARTS, TWICE, Plan, plans
+
+pytestmark = [
+    pytest.mark.filterwarnings(EVEN_SAME),
+    pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning"),
+]
+
+Rows = dict[str, Tensor]
+# Errors that are not the library's own words yet; each has a test of its own below.
+KNOWN = [
+    "Either your tensor may have escaped",  # test_checkpoint_in_the_general_rule
+    "offsets|another result than sample by sample",  # test_bags_with_offsets_in_the_general_rule
+    "Expected hidden size",  # test_states_that_the_general_rule_makes_for_one_sample
+    "Recomputed values",  # test_checkpoint_whose_first_layer_has_a_shared_row
+    "(GroupNorm|InstanceNorm.d|PReLU): input has",  # test_checkpoint_of_a_fixed_layout_in_a_time_first_model
+    "derivative for aten::_scaled_dot_product",  # torch's own words, of an attention that is frozen
+]
+TORCH, FLOOR = 10, 1e-4  # in float32 an error may be so many times torch's own, and a little
+unhurried = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+@settings(unhurried, max_examples=80, derandomize=True)
+@given(st.data())
+@pytest.mark.parametrize("kind", STARTS)
+def test_random_models(kind: str, data: st.DataObject) -> None:
+    verify(data.draw(plans(kind), "plan"))
+
+
+@pytest.mark.fuzz
+@settings(unhurried, max_examples=500)
+@given(st.data())
+@pytest.mark.parametrize("kind", STARTS)
+def test_many_random_models(kind: str, data: st.DataObject) -> None:
+    verify(data.draw(plans(kind), "plan"))
+
+
+def verify(plan: Plan) -> None:
+    """The model's rows, gradients and their algebra are those of the loop."""
+    module = plan.module()
+    calls = [plan.call(n, seed) for n, seed in zip(batches(plan), (11, 12), strict=True)]
+    whole = module if plan.dtype == torch.float64 else copy.deepcopy(module).double()
+    reference, exact, expected = played_by_torch(plan, whole, calls)
+    tols = dict.fromkeys(expected, 1e-9)
+    tol = 1e-9
+    if plan.dtype != torch.float64:  # as exact as torch itself
+        _, own_results, own_rows = played_by_torch(plan, module, calls)
+        tol = TORCH * max(map(relative_error, own_results, exact), default=0.0) + FLOOR
+        tols = {name: TORCH * relative_error(own_rows[name], rows) + FLOOR for name, rows in expected.items()}
+    report = None
+    try:
+        if plan.script == "check" and plan.samples > 1:
+            report = enn.check(made(plan, module), *calls[0].args)
+        model = made(plan, module)
+        results = play(plan, model, calls)
+    except (enn.PerSampleError, RuntimeError, IndexError) as error:
+        if any(re.search(each, str(error)) for each in KNOWN):
+            event("known")
+            return
+        if not isinstance(error, enn.PerSampleError) or not plan.refuses(error):
+            raise
+        assert not (report and report.ok), "check found nothing"
+        event("refused")
+        return
+    assert report is None or report.ok, str(report)
+    event("right")
+    assert_all_close(results, exact, tol)
+    reached = {name for name, p in reference.named_parameters() if p.grad is not None}
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert {name for name, p in named.items() if p.grad_sample is not None} == reached
+    rows = {name: each for name, each in expected.items() if name in reached}
+    for name, each in rows.items():
+        assert_close(named[name].grad_sample, each, tols[name], name)
+        assert named[name].grad_sample.dtype == plan.dtype
+    if plan.dtype == torch.float64:
+        verify_gradients(plan, reference, named, rows)
+        if rows:
+            verify_algebra(enn.per_sample_grads(model), rows)
+            verify_clipping(plan, model, rows)
+
+
+def batches(plan: Plan) -> list[int]:
+    """The numbers of samples in the two calls."""
+    return [plan.samples, plan.samples + (plan.script in ("append", "uneven"))]
+
+
+def played_by_torch(plan: Plan, module: nn.Module, calls: list[Call]) -> tuple[nn.Module, list[Tensor], Rows]:
+    """The same by torch, and the loop's rows; a model that torch itself refuses is no example."""
+    dtype = next((p.dtype for p in module.parameters()), plan.dtype)
+    calls = [call.map(lambda t: t.to(dtype) if t.is_floating_point() else t) for call in calls]
+    reference = copy.deepcopy(module)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
+            return reference, play(plan, reference, calls), expected_rows(plan, module, calls)
+    except (RuntimeError, IndexError, ValueError) as error:
+        event(f"torch: {str(error)[:60]}")
+        reject()
+
+
+def made(plan: Plan, module: nn.Module) -> nn.Module:
+    """The model in per-sample mode, in one of the ways to get there."""
+    if plan.made == "convert inplace":
+        return enn.convert(copy.deepcopy(module), inplace=True).per_sample(**plan.settings)
+    model = enn.convert(module).per_sample(**plan.settings)
+    if plan.made == "deepcopy":
+        return copy.deepcopy(model)
+    return model.per_sample(False).per_sample(**plan.settings) if plan.made == "off and on" else model
+
+
+def play(plan: Plan, module: nn.Module, calls: list[Call]) -> list[Tensor]:
+    """The script, by a model in per-sample mode or by torch; the losses and the inputs' gradients."""
+    if plan.input_grad:
+        calls = [call.requires_grad() for call in calls]
+    losses: list[Tensor] = []
+
+    def loss(call: Call) -> Tensor:
+        total = objective(plan)(module, call, 0)
+        mean = plan.settings["loss_reduction"] == "mean"
+        losses.append(total / max(1, samples_of(plan, call)) if mean else total)
+        return losses[-1]
+
+    one, other = calls
+    if plan.script in ("twice", "uneven"):
+        backward(loss(one) + loss(other))
+    elif plan.script == "retained":
+        backward(loss(one), retain_graph=True)
+        backward(losses[0])
+    else:
+        backward(loss(one))
+        if plan.script == "cleared":
+            module.zero_grad()
+        if plan.script in ("append", "cleared"):
+            backward(loss(other))
+    inputs = [each.grad for call in calls for each in call.floats() if each.grad is not None]
+    return [each.detach() for each in losses] + inputs
+
+
+def backward(loss: Tensor, **options: bool) -> None:
+    if loss.requires_grad:
+        loss.backward(**options)
+
+
+def samples_of(plan: Plan, call: Call) -> int:
+    first = next(i for i, each in enumerate(plan.inputs) if not each.offsets)
+    return call.args[first].shape[plan.inputs[first].dim]
+
+
+def objective(plan: Plan) -> Callable[..., Tensor]:
+    chosen = gradient_penalty if plan.script == "penalty" and plan.call(1).floats() else plain
+
+    def total(module: Callable[..., Tensor], call: Call, first: int) -> Tensor:
+        return chosen(lambda *args: plan.samples_first(module(*args)), call, first)
+
+    return total
+
+
+def expected_rows(plan: Plan, module: nn.Module, calls: list[Call]) -> Rows:
+    """What the loop says."""
+    oracle = plan.module(TWICE if plan.script == "penalty" else ORACLE)
+    oracle = oracle.to(next((p.dtype for p in module.parameters()), plan.dtype))
+    oracle.load_state_dict(module.state_dict())
+
+    def rows(call: Call) -> Rows:
+        return loop(oracle, call, samples_of(plan, call), take=plan.take, objective=objective(plan))
+
+    one, accumulate = rows(calls[0]), plan.settings["accumulate_grad"]
+    if plan.script == "retained":
+        return {name: each * (2 if accumulate else 1) for name, each in one.items()}
+    if plan.script not in ("twice", "append", "uneven", "cleared"):
+        return one
+    other = rows(calls[1])
+    if plan.script == "twice":
+        return {name: each + other[name] for name, each in one.items()}
+    if plan.script == "cleared" or (plan.script == "append" and not accumulate):
+        return other
+    return {name: torch.cat([each, other[name]]) for name, each in one.items()}
+
+
+def verify_gradients(plan: Plan, reference: nn.Module, named: Rows, rows: Rows) -> None:
+    """`.grad` is torch's own, and the sum of the rows."""
+    if not plan.settings["accumulate_grad"]:
+        assert all(p.grad is None for p in named.values())
+        return
+    sizes = batches(plan) if plan.script in ("append", "uneven") else [plan.samples]
+    mean = plan.settings["loss_reduction"] == "mean"
+    weights = torch.cat([torch.full((n,), 1 / n if mean and n else 1.0) for n in sizes])
+    total = {name: torch.einsum("b...,b->...", each, weights) for name, each in rows.items()}
+    grads = {name: dense(named[name].grad) for name in rows}
+    assert_close_rows(grads, total)
+    if plan.sum_of_rows and plan.script != "penalty":
+        assert_close_rows(grads, {name: dense(reference.get_parameter(name).grad) for name in rows})
+
+
+def matrix(rows: Rows) -> Tensor:  # (B, P)
+    return torch.cat([each[..., None].flatten(1) for each in rows.values()], 1)
+
+
+def verify_algebra(grads: enn.PerSampleGrads, rows: Rows) -> None:
+    """What is computed from the factors is what the dense rows say."""
+    G = matrix(rows)
+    assert set(grads) == set(rows)
+    grads = enn.PerSampleGrads({name: grads[name] for name in rows})
+    samples, generator = len(G), torch.Generator().manual_seed(3)
+    weights = torch.randn(samples, generator=generator, dtype=torch.float64)
+    vectors = {name: torch.randn(each.shape[1:], generator=generator) for name, each in rows.items()}
+    dtype = next(iter(grads.values())).dtype
+    assert_close(grads.norms(), G.norm(dim=1), name="norms")
+    assert_close_rows(
+        grads.norms(per_parameter=True),
+        {name: each[..., None].flatten(1).norm(dim=1) for name, each in rows.items()},
+    )
+    assert_close_rows(
+        grads.sum(weights.to(dtype)), {n: torch.einsum("b...,b->...", r, weights) for n, r in rows.items()}
+    )
+    assert_close(grads.gram(), G @ G.T, name="gram")
+    assert_close(grads.matvec(vectors), G @ torch.cat([each.flatten() for each in vectors.values()]), name="matvec")
+    assert_close(grads.flatten(), G, name="flatten")
+    if samples:
+        assert_close_rows(grads.mean(), {name: each.mean(0) for name, each in rows.items()})
+    if samples > 1:
+        assert_close_rows(grads.var(), {name: each.var(0) for name, each in rows.items()})
+
+
+def verify_clipping(plan: Plan, model: nn.Module, rows: Rows) -> None:
+    norms = matrix(rows).norm(dim=1)
+    max_norm = 0.9 * float(norms.median()) + 1e-3 if len(norms) else 1.0
+    reduction = plan.settings["loss_reduction"]
+    assert_close(enn.clip_grad_sample_norms_(model, max_norm, reduction=reduction), norms, name="norms")
+    factors = (max_norm / norms.clamp(min=1e-300)).clamp(max=1) / (max(1, len(norms)) if reduction == "mean" else 1)
+    named = dict(model.named_parameters())
+    total = {name: torch.einsum("b...,b->...", each, factors) for name, each in rows.items()}
+    assert_close_rows({name: dense(named[name].grad) for name in rows}, total)
+    if not plan.settings["accumulate_grad"]:
+        assert all(named[name].grad_sample is None for name in rows)
+
+
+# --- what random models have found ----------------------------------------------------------------------------
+
+
+def right(module: nn.Module, *args: Tensor, **settings: Any) -> nn.Module:
+    """The rows are those of the loop, with the samples in the first dimension."""
+    model = enn.convert(module).per_sample(loss_reduction="sum", **settings)
+    call = Call(args)
+    plain(model, call).backward()
+    expected = loop(module, call, len(args[0]))
+    assert_close_rows({name: p.grad_sample for name, p in model.named_parameters()}, expected)
+    return model
+
+
+class Scaled(nn.Module):
+    """A layer around which the module's own parameter sends the whole forward through the general rule."""
+
+    def __init__(self, layer: nn.Module, *shape: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.scale = nn.Parameter(torch.full(shape, 0.7))
+
+    def forward(self, x: Tensor, *args: Tensor) -> Tensor:
+        return self.scale * self.layer(x, *args)
+
+
+class Applied(nn.Module):
+    """A layer, called by a function."""
+
+    def __init__(self, layer: nn.Module, how: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.how = layer, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self.layer, x)
+
+
+def test_scalar_parameter() -> None:
+    x = torch.randn(3, 4)
+    module = Scaled(nn.Linear(4, 2))
+    model = right(module, x)
+    rows = loop(module, Call((x,)), 3)
+    verify_algebra(enn.per_sample_grads(model), rows)
+    assert_close(enn.clip_grad_sample_norms_(model, 1.0), matrix(rows).norm(dim=1))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_of_one_channel(affine: bool) -> None:
+    right(nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1, affine=affine)).eval(), torch.randn(3, 2))
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_states_that_the_general_rule_makes_for_one_sample(kind: type[nn.RNNBase]) -> None:
+    def how(layer: nn.Module, x: Tensor) -> Tensor:
+        state = torch.zeros(1, x.shape[0], 3)
+        return layer(x, (state, state) if kind is nn.LSTM else state)[0]
+
+    right(Scaled(Applied(kind(2, 3, batch_first=True), how), 3), torch.randn(2, 4, 2))
+
+
+def test_bags_with_offsets_in_the_general_rule() -> None:
+    model = enn.convert(Scaled(nn.EmbeddingBag(7, 2), 2)).per_sample(batch_size=2)
+    with pytest.raises(enn.PerSampleError, match="offsets"):
+        model(torch.tensor([1, 2, 3, 4]), torch.tensor([0, 2]))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_in_the_general_rule(use_reentrant: bool) -> None:
+    module = Scaled(Applied(nn.Linear(2, 2), lambda layer, x: checkpoint(layer, x, use_reentrant=use_reentrant)), 2)
+    model = enn.convert(module).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"checkpoint|setup_context"):
+        model(torch.randn(3, 2, requires_grad=True)).sum().backward()
+
+
+def test_parameters_in_a_list_have_no_rows_after_a_copy() -> None:
+    model = copy.deepcopy(enn.convert(Holder(2)).per_sample())
+    assert all(p.grad_sample is None for p in model.parameters())
+
+
+def test_layer_of_fixed_layout_alone_in_a_time_first_model() -> None:
+    layer = enn.GroupNorm(3, 3).per_sample(batch_first=False)
+    layer(torch.randn(2, 3, 4)).sum().backward()
+    assert layer.weight.grad_sample.shape == (2, 3)
+
+
+def test_checkpoint_of_a_fixed_layout_in_a_time_first_model() -> None:
+    def how(layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(layer, x.transpose(0, 1), use_reentrant=False)
+
+    model = enn.convert(Applied(nn.GroupNorm(3, 3), how)).per_sample(batch_first=False, loss_reduction="sum")
+    calls = [Call((torch.randn(3, n, 5),)) for n in (2, 4)]
+    sum(plain(model, call) for call in calls).backward()
+    alone = Applied(nn.GroupNorm(3, 3), lambda layer, x: layer(x))
+    rows = [loop(alone, Call((call.args[0].transpose(0, 1),)), n) for call, n in zip(calls, (2, 4), strict=True)]
+    assert_close(model.layer.weight.grad_sample, torch.cat([each["layer.weight"] for each in rows]))
+
+
+def test_checkpoint_whose_first_layer_has_a_shared_row() -> None:
+    def how(layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: layer(torch.ones(1, 2)) * y, x, use_reentrant=False)
+
+    model = enn.convert(Applied(nn.Linear(2, 2), how)).per_sample()
+    inputs = [torch.randn(n, 2, requires_grad=True) for n in (2, 1)]
+    with pytest.raises(enn.PerSampleError, match="checkpoint"):
+        sum(model(x).sum() for x in inputs).backward()
+
+
+def test_features_in_a_time_first_model() -> None:
+    """In `(B, features)` a layer without a layout would take the features for the samples."""
+    module = Applied(nn.Sequential(nn.RNN(2, 3), nn.PReLU()), lambda layers, x: layers[1](layers[0](x)[1][-1]))
+    model = enn.convert(module).per_sample(batch_first=False)
+    with pytest.raises(enn.PerSampleError, match="PReLU"):
+        model(torch.randn(4, 3, 2))
+
+
+def test_second_backward_through_nested_reentrant_checkpoints() -> None:
+    def how(layers: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(
+            lambda y: checkpoint(layers[1], y, use_reentrant=True), layers[0](x).tanh(), use_reentrant=True
+        )
+
+    module = Applied(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), how)
+    model = enn.convert(module).per_sample(accumulate_grad=False)
+    loss = model(torch.randn(3, 2, requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert all(p.grad_sample is not None for p in model.parameters())

@@ -1,0 +1,626 @@
+"""Modules with parameters of their own: which layers inside leave the `vmap`, and what such a module may do."""
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import expanded_nn as enn
+from expanded_nn._registry import EXPANDED
+from oracle import Call, assert_close, assert_close_rows, coefficients, grads_of, loop, plain, rows_of
+
+B, T, D = 3, 5, 4
+
+
+def values(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Own(nn.Module):
+    """A module with a parameter of its own and layers inside."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+        for name, layer in layers.items():
+            self.add_module(name, layer.double())
+        self.use = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.use(self, *args, **kwargs)
+
+
+@contextmanager
+def whole_batches() -> Iterator[set[str]]:
+    """The names of the layers that have seen all samples at once."""
+    seen: set[str] = set()
+    layers = [each for each in vars(enn).values() if isinstance(each, type) and issubclass(each, enn.Expanded)]
+    owners = {base for each in layers for base in each.__mro__ if "expanded_forward" in vars(base)} - {enn.Expanded}
+    with pytest.MonkeyPatch.context() as patch:
+        for owner in owners:
+            patch.setattr(owner, "expanded_forward", noting(owner.expanded_forward, seen))
+        yield seen
+
+
+def noting(forward: Callable[..., Any], seen: set[str]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert not any(isinstance(each, Tensor) and torch._C._functorch.is_batchedtensor(each) for each in args)
+        seen.add(self.name.partition(" ")[0])
+        return forward(self, *args, **kwargs)
+
+    return call
+
+
+def assert_right(module: nn.Module, call: Call, samples: int = B, fast: set[str] | None = None) -> nn.Module:
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    with whole_batches() as seen:
+        output = call.on(model)
+    assert fast is None or seen == fast
+    if isinstance(output, Tensor):
+        assert_close(output, call.on(module).detach())
+    plain(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, samples))
+    for name, grad in grads_of(model).items():
+        assert_close(grad, rows_of(model)[name].sum(0), name=name)
+    return model
+
+
+# --- which layers leave the vmap --------------------------------------------------------------------------------
+
+
+def attention(**arguments: Any) -> nn.Module:
+    return nn.MultiheadAttention(D, 2, batch_first=True, **arguments)
+
+
+def causal(steps: int = T) -> Tensor:
+    return torch.ones(steps, steps, dtype=torch.bool).triu(1)
+
+
+def fold(layer: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """The layer on all positions of all samples, folded into one dimension: `(T, features)` for one sample."""
+    return layer(*(x.flatten(0, 1) for x in inputs)).unflatten(0, inputs[0].shape[:2])
+
+
+def single(layer: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """The layer on each position alone, `(features,)`."""
+    return torch.stack([torch.stack([layer(position) for position in sample]) for sample in x])
+
+
+def squeezed(layer: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """The layer on each sample alone, without a batch dimension."""
+    return torch.stack([layer(sample) for sample in x])
+
+
+def own_mask(m: Any, x: Tensor) -> Tensor:
+    """A mask made of the sample's own values, one for each head."""
+    mask = (x @ x.mT).repeat_interleave(2, 0)
+    return m.scale * m.layer(x, x, x, attn_mask=mask)[0]
+
+
+def features(*shape: int) -> Callable[[int], Call]:
+    return lambda samples: Call((values(samples, *shape),))
+
+
+def indices(*shape: int) -> Callable[[int], Call]:
+    return lambda samples: Call((torch.randint(0, 7, (samples, *shape), generator=torch.Generator().manual_seed(3)),))
+
+
+Case = tuple[Callable[..., Any], Callable[[], nn.Module], Callable[[int], Call], bool]
+ONE_LAYER: dict[str, Case] = {
+    # how the layer is called, the layer, the input, whether it sees the whole batch
+    "linear": (lambda m, x: m.scale * m.layer(x), lambda: nn.Linear(D, 6), features(T, D), True),
+    "linear, by keyword": (lambda m, x: m.scale * m.layer(input=x), lambda: nn.Linear(D, 6), features(T, D), True),
+    "linear, no batch dimension": (
+        lambda m, x: m.scale * fold(m.layer, x),
+        lambda: nn.Linear(D, 6),
+        features(T, D),
+        True,
+    ),
+    "linear, one position": (
+        lambda m, x: m.scale * single(m.layer, x),
+        lambda: nn.Linear(D, 6),
+        features(T, D),
+        True,
+    ),
+    "linear, single step": (lambda m, x: m.scale * fold(m.layer, x), lambda: nn.Linear(D, 6), features(1, D), True),
+    "linear, more dimensions": (
+        lambda m, x: m.scale * fold(m.layer, x),
+        lambda: nn.Linear(D, 6),
+        features(T, 2, D),
+        True,
+    ),
+    "linear, twice": (
+        lambda m, x: m.scale * fold(m.layer, fold(m.layer, x).tanh()) + m.layer(x),
+        lambda: nn.Linear(D, D),
+        features(T, D),
+        True,
+    ),
+    "bilinear, no batch dimension": (
+        lambda m, x: m.scale * fold(m.layer, x, x.sin()),
+        lambda: nn.Bilinear(D, D, 6),
+        features(T, D),
+        True,
+    ),
+    "layer norm, no batch dimension": (
+        lambda m, x: m.scale * fold(m.layer, x),
+        lambda: nn.LayerNorm(D),
+        features(T, D),
+        True,
+    ),
+    "layer norm over positions": (
+        lambda m, x: m.scale * squeezed(m.layer, x),
+        lambda: nn.LayerNorm((T, D)),
+        features(T, D),
+        True,
+    ),
+    "rms norm, no batch dimension": (
+        lambda m, x: m.scale * fold(m.layer, x),
+        lambda: nn.RMSNorm(D),
+        features(T, D),
+        True,
+    ),
+    "embedding": (lambda m, x: m.scale * m.layer(x), lambda: nn.Embedding(7, D), indices(T), True),
+    "embedding, no batch dimension": (
+        lambda m, x: m.scale * fold(m.layer, x),
+        lambda: nn.Embedding(7, D, padding_idx=2),
+        indices(T),
+        True,
+    ),
+    "embedding of one word": (
+        lambda m, x: m.scale * single(m.layer, x),
+        lambda: nn.Embedding(7, D, padding_idx=2),
+        indices(T),
+        False,
+    ),
+    "convolution": (lambda m, x: m.scale * m.layer(x), lambda: nn.Conv2d(2, 3, 3), features(2, 6, 6), True),
+    "convolution, no batch dimension": (
+        lambda m, x: m.scale * squeezed(m.layer, x),
+        lambda: nn.Conv2d(2, 3, 3),
+        features(2, 6, 6),
+        False,
+    ),
+    "lstm": (lambda m, x: m.scale * m.layer(x)[0], lambda: nn.LSTM(D, 3, batch_first=True), features(T, D), True),
+    "attention": (lambda m, x: m.scale * m.layer(x, x, x)[0], attention, features(T, D), True),
+    "attention, mask that all share": (
+        lambda m, x: m.scale * m.layer(x, x, x, attn_mask=causal())[0],
+        attention,
+        features(T, D),
+        True,
+    ),
+    "attention, as many positions as samples": (
+        lambda m, x: m.scale * m.layer(x, x, x, attn_mask=causal(B))[0],
+        attention,
+        features(B, D),
+        True,
+    ),
+    "attention, padding": (
+        lambda m, x: m.scale * m.layer(x, x, x, key_padding_mask=x[..., 0] > 1)[0],
+        attention,
+        features(T, D),
+        True,
+    ),
+    "attention, mask of each sample": (own_mask, attention, features(T, D), False),
+    "inside a vmap of its own": (
+        lambda m, x: m.scale * fold(torch.vmap(m.layer), x),
+        lambda: nn.Linear(D, 6),
+        features(T, D),
+        False,
+    ),
+    "inside a jacobian of its own": (
+        lambda m, x: m.scale * fold(torch.vmap(torch.func.jacrev(lambda one: m.layer(one).sin())), x),
+        lambda: nn.Linear(D, 6),
+        features(T, D),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("samples", [B, 1])
+@pytest.mark.parametrize(("use", "layer", "call", "fast"), ONE_LAYER.values(), ids=ONE_LAYER)
+def test_one_layer(use: Any, layer: Callable[[], nn.Module], call: Any, fast: bool, samples: int) -> None:
+    module = Own(use, layer=layer())
+    assert_right(module, call(samples), samples, fast={"layer"} if fast else set())
+
+
+def test_encoder_with_a_mask() -> None:
+    """All layers of it, as it stands in a module with a class token."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.scale * m.encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(T))
+
+    layer = nn.TransformerEncoderLayer(D, 2, 6, dropout=0.0, batch_first=True)
+    module = Own(forward, encoder=nn.TransformerEncoder(layer, 1, enable_nested_tensor=False))
+    own = {"self_attn", "linear1", "linear2", "norm1", "norm2"}
+    assert_right(module, features(T, D)(B), fast={f"encoder.layers.0.{name}" for name in own})
+
+
+def test_lifted_layers_keep_their_factors() -> None:
+    """The rows of a layer that has left the `vmap` are held as factors; those of the others are dense."""
+    module = Own(lambda m, x: m.scale * fold(m.layer, x), layer=nn.Linear(32, 48))
+    model = enn.convert(module).per_sample()
+    model(values(B, 2, 32)).square().sum().backward()
+    rows = model.layer.weight.grad_sample
+    assert isinstance(rows, enn.FactoredTensor)
+    assert rows.held_numel() < rows.numel()
+
+
+def test_general_inside_general() -> None:
+    inner = Own(lambda m, x: m.scale * fold(m.layer, x), layer=nn.Linear(D, D))
+    module = Own(lambda m, x: m.inner(x).tanh() * m.scale, inner=inner)
+    assert_right(module, features(T, D)(B), fast={"inner.layer"})
+
+
+def test_folded_children_of_a_module_taken_as_a_whole() -> None:
+    class Folded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, 6), nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x.flatten(0, 1)).relu()).unflatten(0, x.shape[:2])
+
+    enn.alone(Folded)
+    module = nn.Sequential(nn.Linear(D, D), Folded().double()).double()
+    assert_right(module, features(T, D)(B), fast={"0", "1.first", "1.second.0", "1.second.1"})
+
+
+def test_samples_second() -> None:
+    module = Own(lambda m, x: m.scale * m.layer(x), layer=nn.Linear(D, 6))
+    call = Call((values(T, B, D),))
+    model = enn.convert(module).per_sample(loss_reduction="sum", batch_first=False)
+    (coefficients(call.on(model).transpose(0, 1), 0).transpose(0, 1) * call.on(model).sin()).sum().backward()
+    assert rows_of(model)["layer.weight"].shape == (B, 6, D)
+    model.zero_grad()
+    call.on(model).sin().sum().backward()
+    for i in range(B):
+        grads = torch.autograd.grad(module(call.args[0][:, i : i + 1]).sin().sum(), list(module.parameters()))
+        for rows, grad in zip(rows_of(model).values(), grads, strict=True):
+            assert_close(rows[i], grad)
+
+
+# --- containers: arguments and results --------------------------------------------------------------------------
+
+
+@dataclass
+class Pair:
+    one: Tensor
+    other: Tensor | None
+    label: str = "a pair"
+
+
+class Named(NamedTuple):
+    one: Tensor
+    other: Tensor
+
+
+RESULTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "tuple": lambda a, b: (a, b),
+    "list": lambda a, b: [a, b],
+    "dict": lambda a, b: {"one": a, "other": b},
+    "named tuple": Named,
+    "dataclass": Pair,
+    "nested": lambda a, b: {"pairs": [Pair(a, None), (b, "text")], "count": 2, "none": None},
+}
+
+
+def leaves(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, Pair):
+        return leaves([result.one, result.other])
+    parts = result.values() if isinstance(result, dict) else result if isinstance(result, list | tuple) else []
+    return [leaf for part in parts for leaf in leaves(part)]
+
+
+class Sums(nn.Module):
+    """What comes out of another module, as one tensor."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([leaf.flatten(1) for leaf in leaves(self.inner(x))], 1)
+
+
+@pytest.mark.parametrize("wrap", RESULTS.values(), ids=RESULTS)
+def test_results(wrap: Callable[[Tensor, Tensor], Any]) -> None:
+    inner = Own(
+        lambda m, x: wrap(m.scale * m.first(x), m.second(x).tanh()), first=nn.Linear(D, 2), second=nn.Linear(D, 3)
+    )
+    model = assert_right(Sums(inner), features(T, D)(B), fast={"inner.first", "inner.second"})
+    result, expected = model.inner(values(B, T, D)), inner(values(B, T, D))
+    assert type(result) is type(expected)
+    if isinstance(result, Pair):
+        assert result.label == "a pair"
+    if isinstance(result, dict) and "pairs" in result:
+        assert (result["count"], result["none"], result["pairs"][1][1]) == (2, None, "text")
+
+
+def test_keyword_and_other_arguments() -> None:
+    def forward(m: Any, x: Tensor, *, context: Tensor, power: int, how: str = "add", mask: Tensor | None = None) -> Any:
+        assert isinstance(power, int)
+        both = m.first(x) ** power + m.second(context) if how == "add" else m.first(x) * m.second(context)
+        return m.scale * both if mask is None else m.scale * both * mask
+
+    module = Own(forward, first=nn.Linear(D, 2), second=nn.Linear(D, 2))
+    x, context, mask = values(B, T, D), values(B, T, D, seed=2), values(T, 1, seed=3)
+    fast = {"first", "second"}
+    assert_right(module, Call((x,), {"context": context, "power": 3}), fast=fast)
+    assert_right(module, Call((x,), {"context": context, "power": 2, "how": "times", "mask": None}), fast=fast)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    call = Call((x,), {"context": context, "power": 2, "mask": mask})  # the mask is of all samples
+    plain(model, call).backward()
+    expected = loop(
+        module, Call((x, context)), B, objective=lambda m, c, i: plain(lambda x, y: shared(m, x, y, mask), c, i)
+    )
+    assert_close_rows(rows_of(model), expected)
+
+
+def shared(module: nn.Module, x: Tensor, context: Tensor, mask: Tensor) -> Tensor:
+    return module(x, context=context, power=2, mask=mask)
+
+
+def test_arguments_in_containers() -> None:
+    def forward(m: Any, batch: dict[str, Any]) -> Tensor:
+        return m.scale * m.layer(batch["x"]) + batch["more"][0].sum(-1, keepdim=True) * batch["factor"]
+
+    module = Own(forward, layer=nn.Linear(D, 2))
+    call = Call(({"x": values(B, T, D), "more": [values(B, T, D, seed=2), None], "factor": 0.5},))
+    assert_right(module, call, fast={"layer"})
+
+
+def test_children_of_a_module_with_parameters_in_lists() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList([torch.rand(2) for _ in range(2)])
+            self.layers = nn.ModuleDict({"a": nn.Linear(D, 2), "b": nn.Linear(D, 2)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(w * layer(x) for w, layer in zip(self.weights, self.layers.values(), strict=True))
+
+    assert_right(Mixture().double(), features(T, D)(B), fast={"layers.a", "layers.b"})
+
+
+# --- what is refused, by name -----------------------------------------------------------------------------------
+
+
+def write_into_a_buffer(m: Any, x: Tensor) -> Tensor:
+    m.layer.running.mul_(0.9).add_(x.detach().mean((0, 1)))
+    return m.scale * x
+
+
+def replace_a_buffer(m: Any, x: Tensor) -> Tensor:
+    m.layer.running = 0.9 * m.layer.running + x.detach().mean((0, 1))
+    return m.scale * x
+
+
+def write_a_part_of_a_buffer(m: Any, x: Tensor) -> Tensor:
+    m.layer.running[0] = x.detach().mean()
+    return m.scale * x
+
+
+def keep_an_attribute(m: Any, x: Tensor) -> Tensor:
+    m.layer.last = x
+    return m.scale * x
+
+
+def fill_an_argument(m: Any, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
+    if cache is not None:
+        cache["x"] = x
+    return m.scale * x
+
+
+def branch_on_a_value(m: Any, x: Tensor) -> Tensor:
+    return m.scale * x if x.sum() > 0 else -m.scale * x
+
+
+def take_an_item(m: Any, x: Tensor) -> Tensor:
+    return m.scale * x * x.sum().item()
+
+
+def reduce_over_the_samples(m: Any, x: Tensor) -> Tensor:
+    return (m.scale * x).sum()
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "buffer in place": (write_into_a_buffer, r"part \(Own\): .*the buffer 'layer\.running'"),
+    "buffer replaced": (replace_a_buffer, r"part \(Own\): its forward keeps tensors in the buffer 'running'"),
+    "part of a buffer": (write_a_part_of_a_buffer, r"part \(Own\): .*the buffer 'layer\.running'"),
+    "attribute": (keep_an_attribute, r"part \(Own\): its forward keeps tensors in attribute 'last'"),
+    "branch": (branch_on_a_value, r"part \(Own\): its forward does what vmap cannot follow.*@expands"),
+    "item": (take_an_item, r"part \(Own\): its forward does what vmap cannot follow.*@expands"),
+    "no batch dimension": (reduce_over_the_samples, r"part \(Own\): for one sample its forward returns.*shape \(\)"),
+}
+
+
+class Running(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.zeros(D))
+
+
+class Around(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+@pytest.mark.parametrize(("forward", "words"), REFUSED.values(), ids=REFUSED)
+def test_refused_by_name(forward: Callable[..., Any], words: str) -> None:
+    model = enn.convert(Around(Own(forward, layer=Running()))).per_sample()
+    with pytest.raises(enn.PerSampleError, match=words):
+        model(values(B, T, D))
+
+
+def test_cache_in_an_argument_is_refused() -> None:
+    model = enn.convert(Own(fill_an_argument)).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"Own: .*keeps tensors in an argument.*use_cache=False"):
+        model(values(B, T, D), {})
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_of_a_result_that_all_samples_share(use_reentrant: bool) -> None:
+    """The first forward of a reentrant checkpoint has no gradient, and yet a row for each sample."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(D, D).double()
+            self.bias = Own(lambda m, x: (m.scale * m.layer(x), m.scale.expand(1, T, 1)), layer=nn.Linear(D, 2))
+            self.use_reentrant = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            values, shared = checkpoint(self.bias, self.first(x), use_reentrant=self.use_reentrant)
+            return values * shared.exp()
+
+    module, call = Model(), features(T, D)(B)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    model.use_reentrant = use_reentrant
+    plain(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, B))
+
+
+# --- randomness -------------------------------------------------------------------------------------------------
+
+RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand_like": torch.rand_like,
+    "randn": lambda x: torch.randn(x.shape, dtype=x.dtype),
+    "normal_": lambda x: torch.empty_like(x).normal_(),
+    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
+    "dropout": lambda x: F.dropout(torch.ones_like(x), 0.5),
+}
+
+
+@pytest.mark.parametrize("draw", RANDOM.values(), ids=RANDOM)
+def test_each_sample_draws_for_itself(draw: Callable[[Tensor], Tensor]) -> None:
+    """And the rows are of what was drawn: the gradient of `scale` is the sum of a sample's own noise."""
+    model = enn.convert(Own(lambda m, x: m.scale * draw(x))).per_sample(loss_reduction="sum")
+    output = model(values(2, 40))
+    assert not torch.equal(output[0], output[1])
+    output.sum().backward()
+    assert_close(model.scale.grad_sample, output.detach().sum(1) / model.scale.detach())
+    assert_close(model.scale.grad, model.scale.grad_sample.sum(0))
+
+
+def test_the_seed_says_what_is_drawn() -> None:
+    model = enn.convert(Own(lambda m, x: m.layer(m.scale * x), layer=nn.Dropout())).per_sample()
+    model(values(B, 40))  # compares once
+    torch.manual_seed(3)
+    first = model(values(B, 40))
+    assert not torch.equal(first, model(values(B, 40)))
+    torch.manual_seed(3)
+    assert torch.equal(first, model(values(B, 40)))
+
+
+# --- registration -----------------------------------------------------------------------------------------------
+
+
+class Gain(nn.Module):
+    """As if of a package that is not imported for its twin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(D, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+class MyGain(Gain):
+    """With nothing of its own but the way it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = True
+
+
+class Negative(Gain):
+    def forward(self, x: Tensor) -> Tensor:
+        return -super().forward(x)
+
+
+class GainTwin(enn.Expanded):
+    def expanded_forward(self, x: Tensor) -> Tensor:
+        return self.by_sample(lambda x: x * self.expanded("gain")[:, None], 2, x=x)
+
+
+@pytest.fixture
+def by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXPANDED, f"{__name__}.Gain", GainTwin)
+
+
+@pytest.mark.usefixtures("by_name")
+@pytest.mark.parametrize("plain_class", [Gain, MyGain])
+def test_twin_by_name(plain_class: type[nn.Module]) -> None:
+    module = nn.Sequential(plain_class(), nn.Linear(D, 2).double())
+    model = assert_right(module, features(T, D)(B))
+    assert isinstance(model[0], GainTwin)
+    assert isinstance(model[0], plain_class)
+    assert type(enn.revert(model)[0]) is plain_class
+    assert model[0].__class__.__name__ == plain_class.__name__
+    for copied in (deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied[0]) is type(model[0])
+
+
+@pytest.mark.usefixtures("by_name")
+def test_subclass_with_another_forward_keeps_to_the_general_rule() -> None:
+    model = assert_right(Negative(), features(T, D)(B))
+    assert not isinstance(model, GainTwin)
+
+
+@pytest.mark.usefixtures("by_name")
+def test_a_class_comes_before_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXPANDED, Gain, None)  # to be taken away again
+
+    @enn.expands(Gain)
+    class Other(enn.Expanded, Gain):
+        def expanded_forward(self, x: Tensor) -> Tensor:
+            return x * self.expanded("gain")[:, None]
+
+    assert type(enn.convert(Gain())) is Other
+    assert type(enn.revert(enn.convert(Gain()))) is Gain
+
+
+def test_expands_and_alone_take_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXPANDED, name := f"{__name__}.Gain", None)
+    assert enn.expands(name)(GainTwin) is GainTwin
+    assert isinstance(enn.convert(Gain()), GainTwin)
+    assert enn.alone(name) == name
+    assert not isinstance(enn.convert(Gain()), GainTwin)
+    assert_right(Gain(), features(T, D)(B))
+
+
+class Folding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(D, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def test_copies_of_a_module_taken_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXPANDED, Folding, None)
+    enn.alone(Folding)
+    module, call = Folding(), features(T, D)(B)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for copied in (model, deepcopy(model), pickle.loads(pickle.dumps(model))):
+        plain(copied, call).backward()
+        assert_close_rows(rows_of(copied), loop(module, call, B))
+    assert type(enn.revert(model)) is Folding
