@@ -1,0 +1,235 @@
+"""Tables and plots of what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+TITLES = {
+    "step": "The plain gradient alone",
+    "rows": "Rows: the dense `(B, *shape)` gradients of all parameters",
+    "clip": "Clip: the sum of the rows, each clipped to norm 1",
+}
+NOT_DENSE = "expanded_nn, factored"  # rows that were not built
+STYLES = {
+    "expanded_nn": ("tab:red", "o"),
+    "expanded_nn, compiled": ("tab:red", "^"),
+    "torch.func": ("tab:blue", "s"),
+    "torch.func, compiled": ("tab:blue", "^"),
+    "Opacus hooks": ("tab:green", "D"),
+    "Opacus ghost clipping": ("tab:green", "v"),
+    "BackPACK": ("tab:purple", "P"),
+    "JAX": ("tab:orange", "X"),
+    "loop": ("tab:gray", "_"),
+}
+Found = dict[str, Any]
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith("expanded_nn")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def times(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def cell(result: Found | None) -> str:
+    """The median ratio, or why there is none."""
+    if result is None:
+        return ""
+    return times(result["ratio"][1]) if result["state"] == "measured" else result["state"]
+
+
+def measured(results: Iterable[Found], kind: str) -> dict[str, float]:
+    """Method -> median ratio, of those that were right."""
+    return {each["name"]: each["ratio"][1] for each in results if each["kind"] == kind and each["state"] == "measured"}
+
+
+def details(name: str, entry: Found) -> str:
+    """Everything about one workload."""
+    plain = entry["results"][0]["seconds"][1]
+    sizes = entry["sizes"].strip("{}").replace("'", "")
+    head = ["method", "times plain", "quartiles", "ms", "turns", "difference from the loop", "first step, s"]
+    lines = [f"### {name}: {entry['about']}", "", f"{sizes}. The plain step takes {plain * 1e3:.3g} ms.", ""]
+    rows = []
+    for each in entry["results"]:
+        label = f"{each['kind']}: {each['name']}"
+        error = "" if each["error"] is None else f"{each['error']:.0e}"
+        if each["state"] == "measured":
+            low, middle, high = each["ratio"]
+            spread, ms = f"{times(low)} to {times(high)}", f"{each['seconds'][1] * 1e3:.3g}"
+            rows.append([label, times(middle), spread, ms, str(each["turns"]), error, f"{each['first']:.2g}"])
+        else:
+            rows.append([label, each["state"], "", "", "", error, ""])
+    notes = [f"- {each['kind']}: {each['name']}: `{each['note']}`" for each in entry["results"] if each["note"]]
+    return "\n".join([*lines, table(head, rows), "", *notes, *([""] if notes else [])])
+
+
+def summary(workloads: Found, kind: str) -> str:
+    """The median ratios, a line a method and a column a workload; the fastest of each in bold."""
+    names = dict.fromkeys(r["name"] for entry in workloads.values() for r in entry["results"] if r["kind"] == kind)
+    rows = []
+    for name in names:
+        cells = [name]
+        for entry in workloads.values():
+            ratios = measured(entry["results"], kind)
+            found = next((r for r in entry["results"] if (r["name"], r["kind"]) == (name, kind)), None)
+            text = cell(found)
+            best = min(value for key, value in ratios.items() if key != NOT_DENSE)
+            cells.append(f"**{text}**" if kind != "step" and name != NOT_DENSE and ratios.get(name) == best else text)
+        rows.append(cells)
+    return table(["", *workloads], rows)
+
+
+def faster_peers(workloads: Found) -> list[str]:
+    """A line for each task in which a peer's median is below that of the uncompiled library."""
+    lines = []
+    for name, entry in workloads.items():
+        for kind in ("rows", "clip"):
+            ratios = measured(entry["results"], kind)
+            own = ratios.get("expanded_nn", float("inf"))
+            faster = {key: value for key, value in ratios.items() if not is_ours(key) and value < own}
+            if faster:
+                who = ", ".join(f"{key} {times(value)}" for key, value in sorted(faster.items(), key=lambda it: it[1]))
+                lines.append(f"- {name}, {kind}: {who}; expanded_nn {times(own)}")
+    return lines or ["- nowhere"]
+
+
+def sweep(title: str, entry: Found) -> str:
+    by_method: dict[str, list[str]] = {}
+    for results in entry["results"]:
+        for each in results[1:]:
+            by_method.setdefault(f"{each['kind']}: {each['name']}", []).append(cell(each))
+    plain = [f"{results[0]['seconds'][1] * 1e3:.3g}" for results in entry["results"]]
+    head = [f"{entry['varies']} =", *map(str, entry["values"])]
+    rows = [["plain, ms", *plain], *([label, *cells] for label, cells in by_method.items())]
+    return "\n".join([f"### {title}", "", table(head, rows), ""])
+
+
+def memory(entries: Found) -> str:
+    labels = list(next(iter(entries.values())))
+    rows = []
+    for label in labels:
+        cells = [label]
+        for found in entries.values():
+            peak, plain = found[label], found[labels[0]]
+            cells.append("failed" if peak is None else f"{peak / plain:.2f} ({peak / 2**20:.0f} MiB)")
+        rows.append(cells)
+    return table(["", *entries], rows)
+
+
+def about(machine: Found) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads"
+    gpu = f", {machine['gpu']}" if machine["gpu"] else ""
+    return f"{machine['date']}, on {where}{gpu} (load before the run: {machine['load before']}). {versions}."
+
+
+INTRODUCTION = """# What per-sample gradients cost
+
+Written by `make bench`. All numbers are times of a whole step (forward, backward, freeing) as a multiple of the plain
+mini-batch step of the same `torch.nn` model: medians over rounds in which all methods take turns in one process, in a
+new order each round. Each method's result was first compared with a loop over the samples in float64: "wrong" means
+that the gradient of a parameter differed by more than 0.5 % of its norm (10 % in bfloat16), "failed" that the method
+raised, and its words are with the workload below. The fastest is in bold. Rows that are left factored are not in memory
+as dense tensors, so they do not compete.
+
+Opacus has LSTM and GRU classes of its own, which take the place of torch's here.
+"""
+MEMORY = """## Memory
+
+What three steps need at most beyond the model and its data, as a multiple of the plain step's need: the peak of the
+resident set of a process of its own, in which freed blocks of 64 kB and more go back to the system at once. On a GPU,
+the peak of the allocator.
+"""
+
+
+def page(title: str, found: Found) -> str:
+    parts = [f"## {title}", "", about(found["machine"]), ""]
+    for kind, heading in TITLES.items():
+        parts += [f"### {heading}", "", summary(found["workloads"], kind), ""]
+    parts += ["### Where a peer is faster", "", *faster_peers(found["workloads"]), ""]
+    parts += [f"## {title}: growth", "", *(sweep(*each) for each in found["sweeps"].items())]
+    parts += [MEMORY, memory(found["memory"]), ""]
+    parts += [f"## {title}: all there is", "", *(details(*each) for each in found["workloads"].items())]
+    return "\n".join(parts)
+
+
+def write(found: Found, results: Path, images: Path, name: str) -> None:
+    """Writes `<name>.json` and the page of all that lie beside it; the plots are those of this run.
+
+    Args:
+        found: The run.
+        results: The folder of the tables.
+        images: The folder of the plots.
+        name: Of the device.
+    """
+    results.mkdir(parents=True, exist_ok=True)
+    (results / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    runs = {each.stem.upper(): json.loads(each.read_text()) for each in sorted(results.glob("*.json"))}
+    (results / "README.md").write_text("\n".join([INTRODUCTION, *(page(*each) for each in runs.items())]))
+    draw_steps(found["workloads"], images / f"bench_steps_{name}.png")
+    draw_growth(found["sweeps"], images / f"bench_growth_{name}.png")
+
+
+def save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def draw_steps(workloads: Found, path: Path) -> None:
+    """A line a workload, a mark a method, rows on the left and clipping on the right."""
+    figure = Figure(figsize=(11, 1.5 + 0.42 * len(workloads)), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axis, kind in zip(panels, ("rows", "clip"), strict=True):
+        for name, (color, marker) in STYLES.items():
+            found = [(measured(entry["results"], kind).get(name), i) for i, entry in enumerate(workloads.values())]
+            points = [(ratio, i) for ratio, i in found if ratio is not None]
+            if points:
+                size = 80 if name == "expanded_nn" else 40
+                axis.scatter(*zip(*points, strict=True), s=size, c=color, marker=marker, label=name, alpha=0.85)
+        finish(axis, "dense rows" if kind == "rows" else "clipped sum")
+        axis.set_xscale("log")
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_xlabel("time, as a multiple of the plain step")
+    panels[0].set_yticks(range(len(workloads)), list(workloads))
+    panels[0].invert_yaxis()
+    handles = {label: mark for axis in panels for mark, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False)
+    save(figure, path)
+
+
+def draw_growth(sweeps: Found, path: Path) -> None:
+    """The ratios of rows (full lines) and of clipping (dashed) as B or T grows."""
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    panels = figure.subplots(1, len(sweeps), squeeze=False)[0]
+    for axis, (title, entry) in zip(panels, sweeps.items(), strict=True):
+        for kind, line in (("rows", "-"), ("clip", "--")):
+            for name, (color, marker) in STYLES.items():
+                found = [measured(results, kind).get(name) for results in entry["results"]]
+                if any(found):
+                    axis.plot(entry["values"], found, line, c=color, marker=marker, label=f"{kind}: {name}", ms=5)
+        finish(axis, title)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(entry["values"], map(str, entry["values"]))
+        axis.set_xlabel(entry["varies"])
+    panels[0].set_ylabel("time / plain step")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    save(figure, path)
+
+
+def finish(axis: Axes, title: str) -> None:
+    axis.set_title(title)
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,100 @@
+"""Sphinx builds the site from here: `make docs`. Nothing is fetched, neither by the build nor by the pages."""
+
+import ast
+import importlib.metadata
+import re
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+import expanded_nn
+from expanded_nn._registry import EXPANDED
+
+ROOT = Path(__file__).parent.parent
+
+project = "expanded_nn"
+author = "expanded_nn contributors"
+copyright = author
+version = release = importlib.metadata.version("expanded_nn")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+smartquotes = False
+default_role = "code"  # docstrings say `B` as Markdown does
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+python_display_short_literal_types = True
+python_use_unqualified_type_names = True
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+copybutton_exclude = ".linenos, .gp, .go"
+pygments_style = "friendly"
+
+html_theme = "furo"
+html_title = "expanded_nn"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}
+
+
+def gallery() -> str:
+    """Each example: its docstring, its picture if it has drawn one, and its code; the quickstart first."""
+    scripts = sorted((ROOT / "examples").glob("[!_]*.py"), key=lambda each: (each.stem != "quickstart", each.stem))
+    return "\n".join(map(entry, scripts))
+
+
+def entry(script: Path) -> str:
+    name = script.stem
+    title, _, text = (ast.get_docstring(ast.parse(script.read_text())) or name).partition("\n\n")
+    has_picture = (ROOT / "docs" / "images" / f"{name}.png").exists()
+    picture = f"![What {script.name} draws](images/{name}.png)\n" if has_picture else ""
+    return f"""
+## {name}
+
+**{" ".join(title.split())}**
+
+{text}
+
+{picture}
+```sh
+python examples/{script.name}
+```
+
+<details><summary>The whole file</summary>
+
+```{{literalinclude}} ../examples/{script.name}
+```
+
+</details>
+"""
+
+
+def results() -> str:
+    """What the benchmarks wrote when they were run last."""
+    found = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+    return "\n\n".join(re.sub(r"^#", "##", each.read_text(), flags=re.MULTILINE) for each in found)
+
+
+def layers() -> str:
+    """The classes that the library registers for those of torch.nn."""
+    found = sorted(each.__name__ for each in EXPANDED.values() if each.__module__.startswith("expanded_nn.layers"))
+    return "\n".join(f".. autoclass:: {name}" for name in found if name in expanded_nn.__all__)
+
+
+def fill(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Puts what lies elsewhere in the repository where a page has `%% name %%` on a line."""
+    for name, text in {"gallery": gallery, "results": results, "layers": layers}.items():
+        if f"%% {name} %%" in source[0]:
+            source[0] = source[0].replace(f"%% {name} %%", text())
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("source-read", fill)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,374 @@
+"""Runs the known traps through every library, compares with a loop over the samples, and writes silent_failures.md.
+
+The traps are those of tests/test_silent_failures.py: the module and the input are taken from the tests themselves.
+Peers that are not installed are left out. Usage: PYTHONPATH=tests python docs/silent_failures.py [words of a title]
+"""
+
+import contextlib
+import importlib.metadata
+import re
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import expanded_nn as enn
+import oracle
+import test_check
+import test_silent_failures
+from oracle import Call, Objective, gradient_penalty, loop, plain, relative_error, rows_of
+
+try:
+    from opacus import GradSampleModule
+    from opacus.validators import ModuleValidator
+except ImportError:
+    GradSampleModule = None
+try:
+    from backpack import backpack, extend
+    from backpack.extensions import BatchGrad
+except ImportError:
+    backpack = None
+
+Rows = dict[str, Tensor | None]
+SAMPLES, TOLERANCE = 3, 1e-9
+LSTM_TEST = "tests/test_rnn.py::test_rows_equal_the_loop"
+MIXING_TEST = "tests/test_check.py::test_mixing_between_layers"
+
+
+@dataclass
+class Trap:
+    """A module and an input on which rows have been seen to be wrong.
+
+    Attributes:
+        title: What the trap is, as the page says it.
+        test: The test that proves what expanded_nn does.
+        module: The plain module.
+        call: Its arguments, 3 samples.
+        objective: The loss, a sum over the samples.
+        oracle: The plain module that the loop runs, where it is another one.
+    """
+
+    title: str
+    test: str
+    module: nn.Module
+    call: Call
+    objective: Objective = plain
+    oracle: nn.Module | None = None
+
+
+class Captured(BaseException):
+    """The test has called the model, and what it called it with is known."""
+
+
+class Recorder:
+    """Stands in for the library in a test: takes the module and the call, and stops the test there."""
+
+    PerSampleError = enn.PerSampleError
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def convert(self, module: nn.Module) -> "Recorder":
+        self.found["module"] = module
+        return self
+
+    def per_sample(self, **settings: Any) -> "Recorder":
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.found["call"] = Call(args, kwargs)
+        raise Captured
+
+    def right(self, module: nn.Module, call: Call, **settings: Any) -> None:
+        self.found.update(module=module, call=call, **settings)
+        raise Captured
+
+
+def from_test(title: str, name: str, *arguments: Any) -> Trap:
+    """The trap that a test of test_silent_failures.py is about."""
+    test, recorder = getattr(test_silent_failures, name), Recorder()
+    globals_ = {**test.__globals__, "enn": recorder, "right": recorder.right}
+    torch.manual_seed(0)
+    with contextlib.suppress(Captured):
+        types.FunctionType(test.__code__, globals_, closure=test.__closure__)(*arguments)
+    return Trap(title, f"tests/test_silent_failures.py::{name}", **recorder.found)
+
+
+class Sequences(nn.Module):
+    """An LSTM on sequences of different lengths, packed inside of the model in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+
+
+def traps() -> Iterator[Trap]:
+    yield from_test("Convolution of a permuted view", "test_convolution_whose_input_is_a_permuted_view")
+    yield from_test("Convolution with groups", "test_convolution_with_groups")
+    yield from_test(
+        'Convolution, padding_mode="reflect"', "test_convolution_with_padding_mode_other_than_zeros", "reflect"
+    )
+    yield from_test(
+        'Convolution, padding_mode="circular"', "test_convolution_with_padding_mode_other_than_zeros", "circular"
+    )
+    yield from_test('Convolution, padding="same", even kernel', "test_convolution_with_padding_same", 4)
+    yield from_test("Embedding, padding_idx", "test_embedding_with_padding_idx")
+    yield from_test("Embedding, scale_grad_by_freq", "test_embedding_with_scale_grad_by_freq")
+    yield from_test("EmbeddingBag, repeated indices", "test_embedding_bag_with_repeated_indices")
+    yield from_test('EmbeddingBag, mode="max"', "test_embedding_bag_with_mode_max")
+    torch.manual_seed(0)
+    lengths = torch.tensor([2, 5, 3])
+    yield Trap("LSTM, unsorted PackedSequence", LSTM_TEST, Sequences(), Call((torch.randn(3, 5, 4), lengths)))
+    yield from_test("Weight used outside its module", "test_weight_used_outside_its_module")
+    yield from_test("Loss with an input derivative", "test_input_derivative_losses")
+    yield from_test("Loss with a Laplacian", "test_laplacian")
+    yield from_test("Tied weights", "test_tied_weights")
+    yield from_test("Batch folded into the rows", "test_batch_folded_into_rows")
+    yield from_test("Position ids, one row for all", "test_broadcast_position_ids")
+    yield from_test("Position ids without a batch dimension", "test_positions_unsqueezed_after_the_look_up")
+    yield from_test("Layers called by keyword", "test_layer_called_by_keyword")
+    yield from_test("ReLU in place after a layer", "test_in_place_relu_after_a_layer", nn.Conv2d(4, 4, 3, padding=1))
+    yield from_test("Residual added in place", "test_in_place_residual")
+    yield from_test("LayerNorm(bias=False)", "test_layer_norm_without_bias")
+    yield from_test("Empty batch", "test_empty_batch")
+    yield from_test("Eval mode, with BatchNorm", "test_model_in_eval_mode")
+    yield from_test("Checkpoint, reentrant", "test_checkpointing", True)
+    yield from_test("Checkpoint, not reentrant", "test_checkpointing", False)
+    yield from_test("LoRA on an embedding", "test_lora_on_an_embedding")
+    yield from_test("LoRA on an embedding, padding_idx", "test_lora_on_an_embedding_with_padding_idx")
+    yield from_test("Buffer that a forward changes", "test_cache_that_a_layer_mutates")
+    yield from_test("BatchNorm in train mode", "test_batch_norm_in_train_mode", nn.BatchNorm2d(4))
+    torch.manual_seed(0)
+    mixing = test_check.between(test_check.MIXING["centred"])
+    yield Trap("Mean over the batch taken off", MIXING_TEST, mixing, Call((torch.randn(3, 4),)))
+
+
+# The libraries: each gives the rows of a trap, its loss being a sum over the samples.
+
+
+def ours(trap: Trap) -> Rows:
+    model = enn.convert(trap.module).per_sample(loss_reduction="sum")
+    trap.objective(model, trap.call, 0).backward()
+    return rows_of(model)
+
+
+def opacus(trap: Trap) -> Rows:
+    recurrent = any(isinstance(each, nn.RNNBase) for each in trap.module.modules())
+    module = ModuleValidator.fix(trap.module) if recurrent else deepcopy(trap.module)
+    trap.objective(GradSampleModule(module, loss_reduction="sum"), trap.call, 0).backward()
+    return {name: each.grad_sample for name, each in module.named_parameters() if each.requires_grad}
+
+
+def by_backpack(trap: Trap) -> Rows:
+    module = extend(deepcopy(trap.module))
+    loss = trap.objective(module, trap.call, 0)
+    with backpack(BatchGrad()):  # around this backward alone, not those that the loss is made of
+        loss.backward()
+    return {name: getattr(each, "grad_batch", None) for name, each in module.named_parameters() if each.requires_grad}
+
+
+def torch_func(trap: Trap) -> Rows:
+    """`vmap(grad(loss))` over the samples, derivatives by the input written by `grad` as well."""
+    module = deepcopy(trap.module)
+    named = {name: each.detach() for name, each in module.named_parameters() if each.requires_grad}
+    others = {name: each.detach() for name, each in module.named_parameters() if not each.requires_grad}
+    others |= dict(module.named_buffers())
+    with torch.no_grad():
+        output = trap.call.on(deepcopy(module))
+    factors = oracle.coefficients(output, 0)
+
+    def sample_loss(parameters: dict[str, Tensor], arguments: Any, factor: Tensor) -> Tensor:
+        def forward(x: Any) -> Tensor:
+            args, kwargs = tree_map_only(Tensor, lambda t: t.unsqueeze(0), x)
+            return functional_call(module, (parameters, others), args, kwargs)
+
+        def loss(x: Any) -> Tensor:
+            return (factor * forward(x)[0].sin()).sum()
+
+        if trap.objective is gradient_penalty:
+            return loss(arguments) + sum(each.square().sum() for each in tree_leaves(grad(loss)(arguments)))
+        if trap.objective is plain:
+            return loss(arguments)
+        hessian = torch.func.hessian(lambda x: forward(((x,), {})).sum())
+        return hessian(arguments[0][0]).trace().square()
+
+    arguments = (trap.call.args, dict(trap.call.kwargs))
+    per_sample = vmap(grad(sample_loss), in_dims=(None, 0, 0), randomness="different")
+    return per_sample(named, arguments, factors)
+
+
+def expanded_weights(trap: Trap) -> Rows:
+    module = deepcopy(trap.module)
+    named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+    trap.objective(call_for_per_sample_grads(module, loss_reduction="sum"), trap.call, 0).backward()
+    return {name: getattr(each, "grad_sample", None) for name, each in named}
+
+
+def libraries() -> dict[str, Callable[[Trap], Rows]]:
+    """Title -> what gives the rows; of the peers only those installed."""
+    found: dict[str, Callable[[Trap], Rows]] = {"expanded_nn": ours}
+    if GradSampleModule is not None:
+        found[f"Opacus {importlib.metadata.version('opacus')}"] = opacus
+    if backpack is not None:
+        found[f"BackPACK {importlib.metadata.version('backpack-for-pytorch')}"] = by_backpack
+    version = torch.__version__.partition("+")[0]
+    return found | {f"torch.func {version}": torch_func, f"ExpandedWeights {version}": expanded_weights}
+
+
+@dataclass
+class Outcome:
+    """What came of it: a word for the table, and what to add in the details."""
+
+    word: str
+    detail: str = ""
+
+    @property
+    def cell(self) -> str:
+        return f"**{self.word}**" if self.word == "wrong" else self.word
+
+
+def outcome(trap: Trap, library: Callable[[Trap], Rows], expected: dict[str, Tensor]) -> Outcome:
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            rows = library(trap)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return Outcome("error", f"{type(error).__name__}: {text[:400]}{'…' if len(text) > 400 else ''}")
+    said = sorted({str(each.message).split(". ")[0] for each in told if "Full backward hook" not in str(each.message)})
+    warned = f"; it warns: “{plain_words(said[0])}”" if said else ", without a word"
+    missing = sorted(name for name in expected if rows.get(name) is None)
+    if missing:
+        return Outcome("no rows", f"for {', '.join(f'`{name}`' for name in missing)}{warned}")
+    shapes = {name: tuple(rows[name].shape) for name in expected if rows[name].shape != expected[name].shape}
+    if shapes:
+        name, shape = next(iter(shapes.items()))
+        return Outcome("wrong", f"`{name}` has rows of shape {shape}, not {tuple(expected[name].shape)}{warned}")
+    errors = {name: relative_error(rows[name], each) for name, each in expected.items()}
+    worst = max(errors, key=errors.__getitem__)
+    if errors[worst] <= TOLERANCE:
+        return Outcome("right")
+    size = f"{errors[worst]:.0%}" if errors[worst] < 10 else "more than ten times their size"
+    return Outcome("wrong", f"the rows of `{worst}` are off by {size}{warned}")
+
+
+def plain_words(text: str) -> str:
+    """A warning without what Markdown would take for markup."""
+    return re.sub(r"<class '(?:\S*\.)?(\w+)'>", r"\1", text).replace("_", "\\_")
+
+
+def run(trap: Trap) -> dict[str, Outcome]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if trap.call.args and isinstance(trap.call.args[0], Tensor) and len(trap.call.args[0]) == 0:
+            expected = {name: each.new_zeros(0, *each.shape) for name, each in trap.module.named_parameters()}
+        else:
+            expected = loop(trap.oracle or trap.module, trap.call, SAMPLES, objective=trap.objective)
+    found = {title: outcome(trap, library, expected) for title, library in libraries().items()}
+    if trap.test == MIXING_TEST:
+        (problem, *_) = enn.check(trap.module, *trap.call.args).problems
+        found["expanded_nn"] = Outcome("`check` finds it", f"`check`: {problem}")
+    return found
+
+
+HEAD = """\
+# Silent failures
+
+A wrong gradient of the right shape trains, and nobody notices. These are cases in which libraries for per-sample
+gradients have been seen to go wrong, each run through all of them in float64 and compared with a loop over the samples
+in plain PyTorch.
+
+- **right**: all rows agree with the loop, to a relative error of 1e-9.
+- **wrong**: rows came out, and they are others than the loop's, or of another number.
+- **no rows**: a parameter got none. Asking for them gives `None` or an AttributeError.
+- **error**: the library refused, or failed in the attempt. No rows, no harm.
+
+{counts}
+
+The table is written by a script that takes each module and input from the very test that proves our column:
+
+```sh
+PYTHONPATH=tests python docs/silent_failures.py            # all of it, and this page
+PYTHONPATH=tests python docs/silent_failures.py "groups"   # one line, on the screen
+```
+
+Peers that are not installed are left out (`pip install opacus`, `pip install --no-deps backpack-for-pytorch unfoldNd`).
+The tests run it again, and compare with this page for the libraries that are there.
+
+How each library was asked: `GradSampleModule(model)` with Opacus' own `DPLSTM` for the LSTM; BackPACK's `BatchGrad`;
+`vmap(grad(loss))` over `functional_call`; and `call_for_per_sample_grads(model)`, PyTorch's own ExpandedWeights. The
+loss is a sum over the samples of each one's own. An error is no reproach: it is what we do ourselves where rows cannot
+be right.
+
+"""
+
+
+def page(found: list[tuple[Trap, dict[str, Outcome]]]) -> str:
+    titles = list(libraries())
+    counts = []
+    for title in titles:
+        words = [outcomes[title].word for _, outcomes in found]
+        said = [f"{words.count(word)} {word}" for word in ("right", "wrong", "no rows", "error") if word in words]
+        if any("check" in word for word in words):
+            said.append("1 found by `check` alone")
+        counts.append(f"| {title} | {', '.join(said)} |")
+    lines = [HEAD.format(counts="\n".join(["| Library | Of the cases |", "|---|---|", *counts])), "## The cases\n"]
+    lines += ["| Case | " + " | ".join(titles) + " |", "|---|" + "---|" * len(titles)]
+    for trap, outcomes in found:
+        cells = (outcomes[title].cell for title in titles)
+        lines.append(f"| [{trap.title}](#{anchor(trap.title)}) | " + " | ".join(cells) + " |")
+    lines.append("\n## In detail\n")
+    for trap, outcomes in found:
+        lines += [f"({anchor(trap.title)})=", f"### {trap.title}\n"]
+        for title, each in outcomes.items():
+            detail = f": {as_text(each)}" if each.detail else ""
+            lines.append(f"- {title}: {each.cell}{detail}")
+        again = f"PYTHONPATH=tests python docs/silent_failures.py '{trap.title}'"
+        lines.append(f'\n```sh\npytest "{trap.test}"\n{again}\n```\n')
+    return "\n".join(lines)
+
+
+def as_text(found: Outcome) -> str:
+    """Error texts as code, so that nothing in them is taken for markup."""
+    if found.word == "error":
+        return "`" + found.detail.replace("`", "'") + "`"
+    return found.detail
+
+
+def anchor(title: str) -> str:
+    return "trap-" + "-".join("".join(c if c.isalnum() else " " for c in title.lower()).split())
+
+
+def main() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    words = [each.lower() for each in sys.argv[1:]]
+    found = []
+    for trap in traps():
+        if all(word in trap.title.lower() for word in words):
+            found.append((trap, run(trap)))
+            print(trap.title)
+            for title, each in found[-1][1].items():
+                print(f"    {title:24} {each.word:8} {each.detail}")
+    if not words:
+        Path(__file__).with_suffix(".md").write_text(page(found))
+
+
+if __name__ == "__main__":
+    main()
