@@ -3,11 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
-
-run_each = set -e; for script in $(1); do echo "== $$script"; $(BIN)/python $$script; done
+BENCH := .venv-bench
+BENCH_READY := $(BENCH)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow fuzz check format examples bench clean
+.PHONY: help demo test slow fuzz check format examples docs bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -15,7 +15,7 @@ help: ## this list
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -c constraints.txt torch
-	$(BIN)/pip install -c constraints.txt -e ".[test,examples,dev]"
+	$(BIN)/pip install -c constraints.txt -e ".[test,examples,docs,dev]"
 	@touch $@
 
 demo: $(READY) ## set up, then find the wrong labels among handwritten digits
@@ -43,11 +43,23 @@ format: $(READY) ## format, and fix what the linter can fix
 	$(BIN)/ruff format
 
 examples: $(READY) ## run every example
-	@$(call run_each,$(wildcard examples/[!_]*.py))
+	@set -e; for script in examples/[!_]*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
-bench: $(READY) ## run every benchmark
-	@$(call run_each,$(wildcard benchmarks/[!_]*.py))
+docs: $(READY) ## the documentation, into docs/_build/html; warnings are errors
+	$(BIN)/python -m sphinx -W --keep-going -E -q -b html docs docs/_build/html
+
+# The other libraries live in an environment of their own, as two of them ask for a torchvision that is not needed.
+$(BENCH_READY): setup.cfg constraints.txt
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/pip install -c constraints.txt torch einops numpy scipy opt_einsum matplotlib tqdm
+	$(BENCH)/bin/pip install --no-deps opacus==1.6.0 backpack-for-pytorch==1.7.1 unfoldnd==0.2.3
+	-$(BENCH)/bin/pip install jax==0.10.2
+	$(BENCH)/bin/pip install --no-deps -e .
+	@touch $@
+
+bench: $(BENCH_READY) ## compare with other libraries, into benchmarks/results and docs/images
+	$(BENCH)/bin/python -m benchmarks
 
 clean: ## remove the environment, caches and build products
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from expanded_nn._errors import complaint
 from expanded_nn._expand import recorder_of
@@ -46,6 +47,8 @@ def expanded(weight: Tensor) -> Tensor:
         >>> model.tok.weight.grad_sample.shape
         torch.Size([2, 7, 3])
     """
+    if torch.compiler.is_compiling():
+        return _outside_of_graph(expanded, weight)
     if torch._C._functorch.is_batchedtensor(weight) or not torch.is_grad_enabled():
         return weight  # inside the general rule: the weight of one sample
     recorder = recorder_of(weight)
@@ -75,6 +78,14 @@ def with_plain_weights(operation: Operation, torchs: Callable[..., Tensor], rank
                 f"a weight of {rank} dimensions, or of {rank + 1} and as many rows as the input, the samples",
                 "Keep the samples in the first dimension of both; unflatten a folded batch.",
             )
+        if torch.compiler.is_compiling() and weight.requires_grad:
+            return _outside_of_graph(operation, *given.args, **given.kwargs)
         return operation(*given.args, **given.kwargs)
 
     return cast(Operation, call)
+
+
+@_disable_dynamo
+def _outside_of_graph(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """What makes rows is no part of a graph of `torch.compile`."""
+    return function(*args, **kwargs)
