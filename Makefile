@@ -7,7 +7,7 @@ BENCH := .venv-bench
 BENCH_READY := $(BENCH)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow fuzz check format examples docs bench clean
+.PHONY: help demo test slow fuzz check format examples docs dist bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -47,6 +47,9 @@ examples: $(READY) ## run every example
 
 docs: $(READY) ## the documentation, into docs/_build/html; warnings are errors
 	$(BIN)/python -m sphinx -W --keep-going -E -q -b html docs docs/_build/html
+
+dist: $(READY) ## the wheel and the source archive, into dist
+	$(BIN)/python -m build
 
 # The other libraries live in an environment of their own, as two of them ask for a torchvision that is not needed.
 $(BENCH_READY): setup.cfg constraints.txt

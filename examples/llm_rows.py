@@ -22,8 +22,7 @@ MODULES = ("argparse", "_pydecimal", "difflib", "html.entities", "pydoc", "stati
 LAYERS = ("wte", "wpe", "h.0", "h.1", "h.2", "h.3", "ln_f")  # wte is the embedding and the head
 
 
-def passages() -> Tensor:
-    """The modules' sources, cut into passages `(N, LENGTH)`."""
+def passages() -> Tensor:  # (N, LENGTH)
     sources = "\n".join(find_spec(name).loader.get_source(name) for name in MODULES)
     return torch.tensor(list(sources.encode())).unfold(0, LENGTH, LENGTH)
 
@@ -68,7 +67,7 @@ def draw(loss: Tensor, norms: Tensor, marked: dict[str, int], path: Path) -> Non
         right.plot(norms[i], LAYERS, "o-", label=what)
     left.set(xlabel="loss of a passage", ylabel="norm of its gradient", ylim=0)
     right.set(xlabel="norm of its gradient in a layer", xscale="log")
-    right.legend(loc="lower left", fontsize="small")
+    right.legend(loc="lower left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
@@ -77,6 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/images/llm_rows.png"), help="the picture")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--passages", type=int, default=320)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -84,7 +84,7 @@ def main() -> None:
     texts = passages()
     model = train(texts, args.steps)
     print(enn.check(model, texts[:4]))
-    texts = texts[torch.randperm(len(texts))[:320]]
+    texts = texts[torch.randperm(len(texts))[: args.passages]]
     loss, norms = measure(model, texts).tensor_split([1], dim=1)
     loss, total = loss[:, 0], norms.norm(dim=1)
     print(f"The median of {len(texts)} passages: loss {loss.median():.1f}, norm {total.median():.1f}")

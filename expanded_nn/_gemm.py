@@ -34,6 +34,16 @@ def product(
     return torch.mm(x, matrix)
 
 
+def transposed_product(
+    g: Tensor,  # (rows, out)
+    a: Tensor,  # (rows, in)
+) -> Tensor:  # (out, in)
+    """`g.T @ a`; oneDNN gets a transposed copy of the smaller of the two."""
+    if g.shape[1] <= a.shape[1] or not _onednn_is_faster(g, a.shape[1]):
+        return product(g.t(), a)
+    return product(a.t(), g).t().contiguous()
+
+
 def add_product(
     total: Tensor,  # (rows, out)
     x: Tensor,  # (rows, in)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._gemm import product
+from expanded_nn._gemm import transposed_product
 
 CHUNK_NUMEL = 1 << 22  # dense rows made at once, where an algorithm needs them only in passing
 
@@ -223,8 +223,9 @@ class Outer(Term):
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         g, a = self.both()
         if weights is not None:
-            g = g * weights.to(g.dtype)[:, None, None]
-        return product(g.flatten(0, 1).t(), a.flatten(0, 1))
+            weights = weights.to(g.dtype)[:, None, None]
+            g, a = (g, a * weights) if a.shape[2] < g.shape[2] else (g * weights, a)
+        return transposed_product(g.flatten(0, 1), a.flatten(0, 1))
 
     def matvec(self, vector: Tensor) -> Tensor:
         g, a = self.both()

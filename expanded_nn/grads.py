@@ -231,10 +231,12 @@ def clip_grad_sample_norms_(
     shards = [each for name in grads if is_shard(each := parameters[name])]
     if shards and reduction == "mean":
         count = added_over_ranks(count, shards[0])
-    for name, rows in grads._rows.items():
+    while grads._rows:  # taken out one by one, so that the rows make room for the sums
+        name, rows = grads._rows.popitem()
         parameter = parameters[name]
         weights = factors[name] / max(1, count) if reduction == "mean" else factors[name]
         total = widened(rows).weighted_sum(weights).to(parameter.dtype)
+        del rows
         if is_shard(parameter):
             total = scattered(total, parameter)
         parameter.grad = parameter.grad + total if adds and parameter.grad is not None else total
