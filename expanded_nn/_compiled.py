@@ -9,6 +9,7 @@ compiler.
 
 from __future__ import annotations
 
+import sys
 from math import prod
 from typing import Any
 
@@ -43,7 +44,7 @@ class Use:
         names: The parameters that want rows.
         batch: B.
         parameters: All parameters, `(B, *shape)`, without history.
-        args: What the layer was called with, without history; so is `kwargs`.
+        args: What the layer was called with, copied as of then; so is `kwargs`.
         shape: The shape of the layer's output.
         batch_first: Whether samples stood first in what has no layout of its own.
         anchors: What the output's gradient gets out of the graph by, for each dtype that the output may have.
@@ -57,7 +58,8 @@ class Use:
         self.batch_first = True
         expanded = [layer.expanded(name) for name in names]
         self.batch: int = expanded[0].shape[0]
-        self.parameters = {name: _bare(layer.expanded(name)) for name in layer.ranks}
+        parameters = {name: layer.expanded(name) for name in layer.ranks}
+        self.parameters = {name: None if each is None else each.detach() for name, each in parameters.items()}
         device = expanded[0].device.type
         low = torch.get_autocast_dtype(device)
         self.autocast = torch.autocast(device, low, enabled=torch.is_autocast_enabled(device))
@@ -69,8 +71,8 @@ class Use:
 
     def tapped(self, output: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The output of the layer, whose gradient will reach the anchor."""
-        self.args = tuple(_bare(each) for each in args)
-        self.kwargs = {name: _bare(each) for name, each in kwargs.items()}
+        self.args = tuple(_kept(each) for each in args)
+        self.kwargs = {name: _kept(each) for name, each in kwargs.items()}
         self.shape = tuple(output.shape)
         self.batch_first = self.layer.model_batch_first
         return _Tap.apply(output, self.anchors[output.dtype])  # type: ignore[no-untyped-call,no-any-return]
@@ -123,8 +125,9 @@ class _Tap(torch.autograd.Function):
         return g, torch.ops.expanded_nn.token(g)
 
 
-def _bare(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+def _kept(value: Any) -> Any:
+    """A copy: a view would follow what the graph does to it in place afterwards."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 @_disable_dynamo(recursive=False)
@@ -154,6 +157,14 @@ class _Scope:
         self.scope = recorder.scope(self.module, batch, (self.args, self.kwargs))
         self.scope.__enter__()
         self.layers: list[Any] = []
+        self.own_forwards: list[tuple[Any, Any]] = []
+        try:
+            self._prepare(recorder)
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+
+    def _prepare(self, recorder: Recorder) -> None:
         if recorder.current is None or recorder.current.batch == 0 or recorder.sharded:
             return
         for layer in self.module.modules():
@@ -162,13 +173,17 @@ class _Scope:
             self.layers.append(layer)
             names = layer.traced_parameters()
             if not layer.traceable:
+                self.own_forwards.append((layer, layer.__dict__.get("forward")))
                 layer.forward = torch._dynamo.disable(layer.forward)
             elif names:
                 layer.uses = [Use(layer, names) for _ in range(1 + layer.uses_missing)]
 
     @_disable_dynamo
-    def __exit__(self, *error: Any) -> bool | None:
+    def __exit__(self, *error: Any) -> None:
         for layer in self.layers:
             layer.__dict__.pop("uses", None)
-            layer.__dict__.pop("forward", None)
-        return self.scope.__exit__(*error)
+        for layer, forward in self.own_forwards:
+            del layer.forward
+            if forward is not None:  # one that somebody has put on the instance
+                layer.forward = forward
+        self.scope.__exit__(*error)

@@ -277,6 +277,43 @@ def test_frozen_layers_and_no_grad() -> None:
     assert inside.blocks[0].up.weight.grad_sample is None
 
 
+class InPlaceResidual(nn.Module):
+    """The input of a layer is changed in place after the layer has seen it, which eager autograd refuses."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.in_place = nn.Linear(4, 4), nn.Linear(4, 4), in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.second(x)
+        return x.add_(y) if self.in_place else x + y
+
+
+def test_input_changed_in_place_later_on() -> None:
+    torch.manual_seed(0)
+    model = InPlaceResidual(in_place=False)
+    eager = enn.convert(model).per_sample()
+    model.in_place = True
+    inside = enn.convert(model).per_sample()
+    x = torch.randn(B, 4)
+    step(eager, eager, x)
+    step(inside, torch.compile(inside, backend="aot_eager"), x)
+    assert_same(inside, eager)
+
+
+def test_forward_on_the_instance_is_left_there() -> None:
+    model, x = made("own parameter")
+    inside = enn.convert(model).per_sample()
+    calls = []
+    forward = inside[1].forward
+    inside[1].forward = lambda each: calls.append(1) or forward(each)
+    mine = inside[1].forward
+    step(inside, torch.compile(inside, backend="aot_eager"), x)
+    assert inside[1].forward is mine
+    assert calls
+
+
 def test_samples_second() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), nn.Linear(8, 2))
