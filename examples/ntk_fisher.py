@@ -1,8 +1,8 @@
 """Two matrices from the rows: the tangent kernel foretells a training, and the Fisher matrix need not be built.
 
 Inner products of the outputs' gradients are the empirical neural tangent kernel (Jacot et al., 2018). If it stayed as
-it is at the start, gradient descent would have a closed form; a wide network comes near it. Inner products of the
-losses' gradients, divided by B, have the nonzero eigenvalues of the empirical Fisher matrix F, `P x P`.
+it is at the start, training would have a closed form; wide networks come nearest to it. Inner products of the losses'
+gradients, divided by B, have the nonzero eigenvalues of the empirical Fisher matrix F `(P, P)`.
 """
 
 import argparse
@@ -28,8 +28,8 @@ def load() -> tuple[Tensor, Tensor]:
 
 def gradients(model: nn.Module, images: Tensor, labels: Tensor | None = None) -> tuple[Tensor, enn.PerSampleGrads]:
     """The outputs `(B,)`, and the gradient of each one; or that of its squared error, if there are labels."""
-    model.per_sample(True, loss_reduction="sum").zero_grad()
-    outputs = model(images).squeeze(1)
+    model.zero_grad()
+    outputs = model.per_sample(True, loss_reduction="sum")(images).squeeze(1)
     (outputs if labels is None else (outputs - labels) ** 2 / 2).sum().backward()
     return outputs.detach(), enn.per_sample_grads(model)
 
@@ -49,12 +49,14 @@ def foretell_and_train(model: nn.Module, images: Tensor, labels: Tensor, steps: 
     return new + new_grads.gram(grads) @ learned, model(images[TRAIN:]).squeeze(1).detach(), values
 
 
-def fisher(grads: enn.PerSampleGrads) -> tuple[Tensor, Tensor, Tensor]:
-    """F's B largest eigenvalues, those of the Gram matrix divided by B, and the relative error of `F v` without F."""
+def fisher(grads: enn.PerSampleGrads) -> tuple[Tensor, Tensor]:
+    """The largest eigenvalues `(B,)` of F, and those of the Gram matrix divided by B; prints how they differ."""
     matrix, v = grads.flatten().T @ grads.flatten() / TRAIN, grads.mean()
     ours, plain = (nn.utils.parameters_to_vector(each.values()) for each in (grads.sum(grads.matvec(v) / TRAIN), v))
-    error = (ours - matrix @ plain).norm() / ours.norm()
-    return torch.linalg.eigvalsh(matrix)[-TRAIN:], torch.linalg.eigvalsh(grads.gram() / TRAIN), error
+    direct, by_gram = torch.linalg.eigvalsh(matrix)[-TRAIN:], torch.linalg.eigvalsh(grads.gram() / TRAIN)
+    apart, error = (direct - by_gram).abs().max() / direct[-1], (ours - matrix @ plain).norm() / ours.norm()
+    print(f"F's eigenvalues by the Gram matrix are {apart:.0e} off, F v by matvec and sum {error:.0e}.")
+    return direct, by_gram
 
 
 def draw(results: dict[int, tuple[Tensor, ...]], direct: Tensor, by_gram: Tensor, path: Path) -> None:
@@ -62,15 +64,13 @@ def draw(results: dict[int, tuple[Tensor, ...]], direct: Tensor, by_gram: Tensor
     left, middle, right = figure.subplots(1, 3)
     for width, (foretold, trained, values) in results.items():
         left.plot(foretold, trained, ".", label=f"width {width}")
-        middle.loglog(values.flip(0))
+        middle.semilogy(values.flip(0))
     left.axline((0, 0), slope=1, color="gray", ls=":")
     left.set(title="outputs for new digits", xlabel="foretold by the kernel", ylabel="after the training")
     left.legend()
-    middle.set(title="eigenvalues of the kernels")
-    right.loglog(direct.flip(0), lw=5, alpha=0.4, label="F itself")
-    right.loglog(by_gram.flip(0), color="black", label="Gram matrix / B")
-    right.set(title=f"eigenvalues of F, width {WIDTHS[-1]}")
-    right.legend()
+    middle.set_title("eigenvalues of the kernels")
+    right.semilogy(direct.flip(0), "C0o", by_gram.flip(0), "k-")
+    right.set_title("eigenvalues of F; line: gram / B")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
@@ -83,20 +83,15 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(1)  # the networks are too small to share out between threads
-    torch.set_default_dtype(torch.float64)
     torch.manual_seed(args.seed)
-    images, labels = load()
-    results = {}
+    (images, labels), results = load(), {}
     for n in WIDTHS:
         model = enn.convert(nn.Sequential(nn.Linear(64, n), nn.ReLU(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, 1)))
-        foretold, trained, _ = results[n] = foretell_and_train(model, images, labels, args.steps)
-        right = [(each * labels[TRAIN:] > 0).double().mean() for each in (foretold, trained)]
-        print(f"width {n}: {(foretold - trained).norm() / trained.norm():.0%} off the kernel's forecast, "
-              f"{right[1]:.0%} right (the forecast {right[0]:.0%})")  # fmt: skip
-    direct, by_gram, error = fisher(gradients(model, images[:TRAIN], labels[:TRAIN])[1])
-    print(f"Eigenvalues from F and from the Gram matrix: {(direct - by_gram).abs().max() / by_gram[-1]:.0e} apart, "
-          f"F v without F: {error:.0e}")  # fmt: skip
-    draw(results, direct, by_gram, args.out)
+        foretold, trained, _ = results[n] = foretell_and_train(model.double(), images, labels, args.steps)
+        network, kernel = ((each * labels[TRAIN:] > 0).double().mean() for each in (trained, foretold))
+        off = (foretold - trained).norm() / trained.norm()
+        print(f"width {n}: {off:.0%} off the kernel's forecast; {network:.1%} right, the forecast {kernel:.1%}")
+    draw(results, *fisher(gradients(model, images[:TRAIN], labels[:TRAIN])[1]), args.out)
     print(f"Forecasts and spectra: {args.out}")
 
 

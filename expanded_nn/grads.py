@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,21 @@ class PerSampleGrads(Mapping[str, Tensor]):
     def batch_size(self) -> int:
         """B, the number of rows."""
         return next((rows.shape[0] for rows in self._rows.values()), 0)
+
+    def rows(self, index: slice | Tensor) -> PerSampleGrads:
+        """The gradients of some of the samples, as of one of two passes.
+
+        Args:
+            index: A slice, or the samples' numbers `(n,)`, or a mask `(B,)`.
+        """
+        return PerSampleGrads({name: rows[index] for name, rows in self._rows.items()})
+
+    @overload
+    def norms(self, per_parameter: Literal[False] = False) -> Tensor: ...
+    @overload
+    def norms(self, per_parameter: Literal[True]) -> dict[str, Tensor]: ...
+    @overload
+    def norms(self, per_parameter: bool) -> Tensor | dict[str, Tensor]: ...
 
     def norms(self, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
         """The Euclidean norm of each row, accumulated in float32 at the least.

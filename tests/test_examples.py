@@ -15,17 +15,16 @@ import expanded_nn as enn
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QUICK = {  # arguments of a run of a few seconds; at full size each takes less than a minute
-    "dp_sgd": ["--epochs", "1"],
-    "llm_rows": ["--steps", "2"],
+    "llm_rows": ["--steps", "2", "--passages", "16"],
     "maml": ["--steps", "20"],
     "mislabelled": ["--epochs", "1"],
-    "noise_scale": ["--epochs", "5"],
+    "noise_scale": ["--epochs", "4"],
     "pinn": ["--steps", "10"],
     "quickstart": ["--epochs", "1"],
 }
-FULL_SIZE_ONLY = {"distributed_dp"}  # writes no picture
-LONG = {"distributed_dp"}  # two engines in one file
-NEEDS = {"dp_sgd": "opacus", "distributed_dp": "opacus", "llm_rows": "transformers"}
+SLOW = ["dp_sgd"]  # more than a few seconds at any size
+LONG = ["distributed_dp"]  # two engines in one file, and no picture
+NEEDS = {"dp_sgd": "opacus", "llm_rows": "transformers"}
 FILES = sorted(path for path in EXAMPLES.glob("*.py") if not path.name.startswith("_"))
 
 
@@ -61,7 +60,7 @@ def test_example(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_example_at_full_size(name: str, tmp_path: Path) -> None:
     draws(name, [], tmp_path)
 
@@ -75,7 +74,7 @@ def test_distributed_example() -> None:
 
 
 def test_every_example_is_run() -> None:
-    assert {path.stem for path in FILES} == {*QUICK, *FULL_SIZE_ONLY}
+    assert {path.stem for path in FILES} == {*QUICK, *SLOW, *LONG}
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.stem not in LONG], ids=lambda path: path.stem)

@@ -84,6 +84,18 @@ def test_algebra_agrees_with_the_dense_matrix(case: tuple[nn.Module, Tensor, Ten
     close(grads.flatten(), matrix)
 
 
+@pytest.mark.parametrize("index", [slice(1, 3), torch.tensor([4, 0, 4]), torch.arange(BATCH) > 2])
+def test_rows_of_some_samples(case: tuple[nn.Module, Tensor, Tensor], index: slice | Tensor) -> None:
+    model, x, _ = case
+    backward(model, x)
+    grads = enn.per_sample_grads(model)
+    some, dense = grads.rows(index), grads.flatten()[index]
+    torch.testing.assert_close(some.flatten(), dense, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(some.norms(), dense.norm(dim=1), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(some.gram(grads), dense @ grads.flatten().T, rtol=1e-9, atol=1e-12)
+    assert some.batch_size == len(dense)
+
+
 def test_a_sample_projects_alike_in_any_batch(case: tuple[nn.Module, Tensor, Tensor]) -> None:
     model, x, _ = case
     projections = []
