@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from expanded_nn._patches import Patches
 from expanded_nn._storage import Recycled
 from expanded_nn._terms import Dense, Outer, Term, merged
 
@@ -38,7 +39,8 @@ class Cell:
         """The blocks, with the terms of each merged by kind."""
         if self.dense is not None:
             return ((self.dense.shape[0], (Dense.of(self.dense),)),)
-        self.blocks = tuple((size, merged(terms) if len(terms) > 1 else terms) for size, terms in self.blocks)
+        if any(len(terms) > 1 for _, terms in self.blocks):
+            self.blocks = tuple((size, merged(terms) if len(terms) > 1 else terms) for size, terms in self.blocks)
         return self.blocks
 
     def densify(self, memory: Recycled | None = None) -> Tensor:
@@ -55,7 +57,7 @@ class Cell:
         if not terms:
             return self.zeros(size, *self.row_shape)
         out = None
-        if memory is not None and isinstance(terms[0], Outer):
+        if memory is not None and _fills_memory(terms[0]):
             out = memory.empty((size, *terms[0].row_shape), self.dtype, self.device)
         rows = terms[0].dense(out).reshape(size, *self.row_shape)
         for term in terms[1:]:
@@ -69,3 +71,8 @@ class Cell:
     def replace(self, blocks: Sequence[Block]) -> None:
         """Other rows in this place: an in-place change."""
         self.blocks, self.dense, self.version = tuple(blocks), None, self.version + 1
+
+
+def _fills_memory(term: Term) -> bool:
+    """Whether its dense rows are written to the memory that it is given."""
+    return isinstance(term, Outer) or (isinstance(term, Patches) and term.fills_memory)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from expanded_nn._batch import tensors
 from expanded_nn._cell import Cell, running_backward
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._sharded import is_shard, is_zero
 from expanded_nn._storage import Recycled
-from expanded_nn._terms import SparseOneHot, in_own_dtype, refuse_batched
+from expanded_nn._terms import SparseOneHot, Term, in_own_dtype, refuse_batched
 from expanded_nn.factored import FactoredTensor, materialized, times
 
 
@@ -50,14 +49,13 @@ class Pass:
 
     Attributes:
         batch: B, the number of samples.
-        rows: For each parameter that a backward has reached, its rows `(B, *shape)` so far.
+        number: Its place among all passes, in the order of their forwards.
         reached: Whether a backward has reached the pass.
         done: Whether such a backward has ended.
     """
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-        self.rows: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+    def __init__(self, batch: int, number: int) -> None:
+        self.batch, self.number = batch, number
         self.reached = False
         self.done = False
 
@@ -66,6 +64,7 @@ class Leaf:
     """What the recorder knows of one parameter.
 
     Attributes:
+        parameter: The parameter, which may be a guest of `functional_call` and not live long.
         task: The backward, by number, that `sent` and `expected` speak of.
         sent: The gradient that its one expansion has sent to it.
         expected: The sum of those that several expansions have sent, of passes that end in one backward.
@@ -77,7 +76,8 @@ class Leaf:
         handle: The hook that finds uses outside of the module.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameter: weakref.ref[Tensor]) -> None:
+        self.parameter = parameter
         self.task = -1
         self.sent: weakref.ref[Tensor] | None = None
         self.expected: Tensor | None = None
@@ -87,6 +87,9 @@ class Leaf:
         self.memory = Recycled()
         self.home: tuple[weakref.ref[nn.Module], str] | None = None
         self.shard: Tensor | None = None
+
+
+Held = dict[Pass, dict[Leaf, Tensor]]  # each parameter's rows `(B, *shape)`, pass by pass
 
 
 class Recorder:
@@ -106,13 +109,18 @@ class Recorder:
         self.current: Pass | None = None
         self.before: Pass | None = None
         self.live: list[weakref.ref[Pass]] = []
-        self.held: list[Pass] = []
-        self.leaves: MutableMapping[Tensor, Leaf] = WeakTensorKeyDictionary()
+        self.awaited: list[Pass] = []  # which no graph keeps alive
+        self.passes = 0
+        self.held: Held = {}
+        self.aside: tuple[Held, dict[Leaf, Tensor | None]] | None = None
+        self.leaves: dict[int, Leaf] = {}  # by the parameter's id
+        self.lost: list[int] = []
         self.watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.expanded: dict[Tensor, tuple[Pass, int, int, Tensor]] = {}
         self.backward: int | None = None
-        self.recomputing = False
+        self.recomputing = self.delivering = False
         self.finish: Callable[[], Any] = lambda: None
+        self.behind: tuple[Any, list[Pass]] | None = None
         self.mapping = False
         self.sharded = False
 
@@ -128,37 +136,19 @@ class Recorder:
 
     # Forward: passes and expansions.
 
-    @contextmanager
-    def scope(self, module: nn.Module, batch: int | None, inputs: Any) -> Iterator[None]:
+    def scope(self, module: nn.Module, batch: int | None, inputs: Any) -> Forward:
         """The forward of `module`; the outermost one begins a pass, or goes on with the last."""
-        previous = self.current
-        if self.depth == 0:
+        return Forward(self, module, batch, inputs)
+
+    def begin(self, module: nn.Module, batch: int | None, inputs: Any) -> None:
+        """The start of an outermost forward."""
+        if self.root is None or running_backward() < 0:  # a layer that a checkpoint runs again is no root
             self.root = weakref.ref(module)
+            self._let_go()
             self._watch(module)
-            now = self.open(module, self.settings.batch_size if self.settings.batch_size is not None else batch)
-            self.samples = [
-                each for each in tensors(inputs) if isinstance(each, Tensor) and now.batch in each.shape[:2]
-            ]
-            self.broadcast.clear()
-        self.depth, self.thread = self.depth + 1, get_ident()
-        try:
-            yield
-        except (RuntimeError, IndexError, ValueError) as error:
-            if self.depth > 1 or not self.broadcast or isinstance(error, PerSampleError):
-                raise
-            raise complaint(
-                self.name_of(self.broadcast[0]),
-                f"its index without a batch dimension gave one row a sample, and later the forward failed ({error})",
-                "code that goes on with (B, *index.shape, dim)",
-                "Let what follows the embedding broadcast over the samples, or send the module around it through the "
-                "general rule: alone(ItsClass) before convert.",
-            ) from error
-        finally:
-            self.depth -= 1
-            if self.depth == 0:
-                self.samples = []
-            if self.depth == 0 and running_backward() >= 0:
-                self.current = previous
+        now = self.open(module, self.settings.batch_size if self.settings.batch_size is not None else batch)
+        self.samples = [each for each in tensors(inputs) if isinstance(each, Tensor) and now.batch in each.shape[:2]]
+        self.broadcast.clear()
 
     @contextmanager
     def inside_general(self, originals: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
@@ -220,7 +210,7 @@ class Recorder:
             )
         if self.current is None or self.current.reached or self.current.batch != batch:
             self.before = self.current
-            self.current = Pass(batch)
+            self.current, self.passes = Pass(batch, self.passes), self.passes + 1
             self.expanded.clear()
             self.live = [ref for ref in self.live if ref() is not None]
             self.live.append(weakref.ref(self.current))
@@ -240,8 +230,11 @@ class Recorder:
         """A checkpoint computes a forward again inside the backward: it belongs to the pass it was first in."""
         self._begin_backward(recomputing=True)
         alive = [each for ref in self.live if (each := ref()) is not None]
+        if len(alive) > 1:
+            alive = self._passes_behind(torch._C._current_autograd_node()) or alive
         passes = [each for each in alive if not each.done] or alive  # done ones: a second backward on a retained graph
-        fitting = [each for each in passes if each.batch == batch] if len(passes) > 1 else passes
+        # one row may be one that all samples share
+        fitting = [each for each in passes if batch in (each.batch, 1)] if len(passes) > 1 else passes
         if len(fitting) == 1:
             return fitting[0]
         raise complaint(
@@ -250,6 +243,13 @@ class Recorder:
             "exactly one",
             "Call backward for each pass before the next forward, or do without checkpoints here.",
         )
+
+    def _passes_behind(self, node: Any) -> list[Pass]:
+        """The passes that the graph of a node comes from."""
+        if self.behind is None or self.behind[0] is not node:
+            nodes: list[Any] = [each for each in _graph_of(node) if isinstance(each, _Expand._backward_cls)]
+            self.behind = (node, list(dict.fromkeys(each.now for each in nodes if each.recorder() is self)))
+        return self.behind[1]
 
     def expand(self, parameter: Tensor) -> Tensor:
         """The parameter as `(B, *shape)`, the same tensor for all its uses in a pass."""
@@ -290,14 +290,24 @@ class Recorder:
             self.current = previous
 
     def _leaf(self, parameter: Tensor) -> Leaf:
-        leaf = self.leaves.get(parameter)
-        if leaf is None:
-            leaf = self.leaves[parameter] = Leaf()
-            leaf.handle = parameter.register_hook(_OutsideUse(self, leaf, parameter))
+        leaf = self.leaves.get(id(parameter))
+        if leaf is None or leaf.parameter() is not parameter:
+            self._let_go()
+            lost, key = self.lost, id(parameter)
+            leaf = self.leaves[key] = Leaf(weakref.ref(parameter, lambda _: lost.append(key)))
+            leaf.handle = parameter.register_hook(_OutsideUse(self, leaf))
             _run_first(parameter, leaf.handle)
             if self.sharded:
                 leaf.home = self._home_of(parameter)
         return leaf
+
+    def _let_go(self) -> None:
+        """Forgets parameters that are no more."""
+        while self.lost:
+            leaf = self.leaves.get(key := self.lost.pop())
+            if leaf is not None and leaf.parameter() is None:
+                del self.leaves[key]
+                self._drop(leaf)
 
     def _home_of(self, parameter: Tensor) -> tuple[weakref.ref[nn.Module], str] | None:
         root = self.root() if self.root is not None else None
@@ -326,17 +336,41 @@ class Recorder:
 
     # Backward: rows.
 
-    def deliver(self, now: Pass, parameter: Tensor, rows: Tensor) -> None:
-        """Takes the rows of one parameter; a backward may bring a parameter's rows in several parts."""
+    def deliver(self, now: Pass, leaf: Leaf, rows: Tensor, *, asked: bool = False) -> None:
+        """Takes the rows of one parameter; a backward may bring a parameter's rows in several parts.
+
+        Args:
+            now: The pass they are of.
+            leaf: The parameter.
+            rows: `(B, *shape)`.
+            asked: Whether `torch.autograd.grad` asked for the gradient, which does not go to `.grad` then.
+        """
         self._begin_backward()
-        now.reached = True
-        if not any(each is now for each in self.held):
-            self.held.append(now)
-            order = {id(ref()): place for place, ref in enumerate(self.live)}
-            self.held.sort(key=lambda each: order.get(id(each), -1))
-        held = now.rows.get(parameter)
-        now.rows[parameter] = rows if held is None else held + rows
-        self._publish(parameter)
+        if not self.delivering:
+            self.delivering = True
+            if asked:
+                self._set_aside()
+            else:
+                self._drop_stale_rows()
+        now.reached = now.reached or not asked
+        if now not in self.held:
+            self.held[now] = {}
+            self.held = dict(sorted(self.held.items(), key=lambda item: item[0].number))
+        of_pass = self.held[now]
+        of_pass[leaf] = of_pass[leaf] + rows if leaf in of_pass else rows
+        self._publish(leaf)
+
+    def note_plain_forward(self) -> None:
+        """A layer runs without gradients, as a reentrant checkpoint has it: the backward will run it again.
+
+        Within a backward it is a checkpoint inside another one, whose backwards are parts of this one.
+        """
+        if torch.compiler.is_compiling():
+            return
+        if running_backward() >= 0:
+            self._begin_backward(recomputing=True)
+        elif self.depth and self.current is not None and self.current not in self.awaited:
+            self.awaited.append(self.current)
 
     def _begin_backward(self, recomputing: bool = False) -> None:
         task = running_backward()
@@ -344,24 +378,25 @@ class Recorder:
             self.recomputing = self.recomputing or recomputing
             return
         self._end_backward()
-        self.backward, self.recomputing = task, recomputing
+        self.backward, self.recomputing, self.delivering = task, recomputing, False
         recorder = weakref.ref(self)
 
         def finish() -> None:
             alive = recorder()
             if alive is not None and alive.backward == task:
+                adds = alive.delivering and alive.aside is None
                 alive._end_backward()
-                alive.note_grads()
+                if adds:
+                    alive.note_grads()
 
         self.finish = weakref.ref(finish)  # the backward holds it, and lets go of it when it ends or fails
         torch.autograd.Variable._execution_engine.queue_callback(finish)
-        self._drop_stale_rows()
 
     def _end_backward(self) -> None:
         """All rows of a backward are here: parameters that it left out have zero rows."""
         if self.backward is None:
             return
-        self.backward, self.recomputing = None, False
+        self.backward, self.recomputing, self.behind = None, False, None
         if self.current is not None and self.current.reached:
             self.current = self.before = None
             self.expanded.clear()
@@ -369,58 +404,142 @@ class Recorder:
             now = ref()
             if now is not None and now.reached:
                 now.done = True
-        for parameter, leaf in self.leaves.items():
-            if leaf.given is not None and leaf.given.shape[0] != sum(each.batch for each in self.held):
-                self._publish(parameter)
-            _show(leaf)
+        self.awaited = [each for each in self.awaited if not each.reached]
+        if len(self.held) > 1:
+            rows = sum(each.batch for each in self.held)
+            for leaf in self.leaves.values():
+                if leaf.given is not None and leaf.given.shape[0] != rows:
+                    self._publish(leaf)
+        if self.sharded:
+            for leaf in self.leaves.values():
+                _show(leaf)
 
     def note_grads(self) -> None:
         """Notes each `.grad` as it is now, so that clearing it is seen."""
-        for parameter, leaf in self.leaves.items():
-            grad = _shown(parameter, leaf).grad
+        for leaf in self.leaves.values():
+            shown = _shown(leaf)
+            grad = None if shown is None else shown.grad
             leaf.grad = None if grad is None else (weakref.ref(grad), grad._version)
 
     def _drop_stale_rows(self) -> None:
         """Rows go when the gradient they add up to was cleared, or when the user took them away."""
-        self.held = [each for each in self.held if each.rows]
-        for parameter, leaf in list(self.leaves.items()):
-            if leaf.given is not None and (not self.settings.accumulate_grad or _was_cleared(parameter, leaf)):
-                self.forget(parameter)
+        self._take_back()
+        for leaf in self.leaves.values():
+            if leaf.given is not None and (not self.settings.accumulate_grad or _was_cleared(leaf)):
+                self._forget(leaf)
+
+    def _set_aside(self) -> None:
+        """Rows whose sum does not go to `.grad` stand alone: the others come back with the next backward."""
+        self._take_back()
+        for leaf in self.leaves.values():
+            if leaf.given is not None and _was_reset(leaf):
+                self._forget(leaf)
+        self.aside, self.held = (self.held, {leaf: leaf.given for leaf in self.leaves.values()}), {}
+        for leaf in self.leaves.values():
+            self._give(leaf, None)
+
+    def _take_back(self) -> None:
+        """The rows that were set aside, but for those that the user took away since."""
+        if self.aside is None:
+            return
+        (self.held, before), self.aside = self.aside, None
+        for leaf in self.leaves.values():
+            if _was_reset(leaf):
+                self._forget(leaf)
+            else:
+                self._give(leaf, before.get(leaf))
 
     def forget(self, parameter: Tensor) -> None:
         """Drops the rows of one parameter."""
-        for each in self.held:
-            each.rows.pop(parameter, None)
-        self.held = [each for each in self.held if each.rows]
-        if parameter in self.leaves:
-            self.leaves[parameter].given = None
+        leaf = self.leaves.get(id(parameter))
+        if leaf is not None:
+            self._forget(leaf)
         parameter.grad_sample = None  # type: ignore[attr-defined]
-        if is_shard(parameter):
-            for gathered in [each for each, leaf in self.leaves.items() if leaf.shard is parameter]:
-                self.forget(gathered)
+        if self.sharded and is_shard(parameter):
+            for gathered in [each for each in self.leaves.values() if each.shard is parameter]:
+                self._forget(gathered)
 
-    def _publish(self, parameter: Tensor) -> None:
-        parts = []
-        for each in self.held:
-            rows = each.rows.get(parameter)
-            parts.append(_zero_rows(each.batch, parameter) if rows is None else rows)
+    def _forget(self, leaf: Leaf) -> None:
+        self._drop(leaf)
+        self._give(leaf, None)
+
+    def _give(self, leaf: Leaf, rows: Tensor | None) -> None:
+        """Sets `grad_sample`."""
+        leaf.given = rows
+        for shown in (leaf.parameter(), leaf.shard):
+            if shown is not None:
+                shown.grad_sample = rows  # type: ignore[attr-defined]
+
+    def _drop(self, leaf: Leaf) -> None:
+        for held in (self.held, self.aside[0]) if self.aside is not None else (self.held,):
+            for now, rows in list(held.items()):
+                rows.pop(leaf, None)
+                if not rows:
+                    del held[now]
+
+    def _publish(self, leaf: Leaf) -> None:
+        parameter = leaf.parameter()
+        if parameter is None:
+            return
+        parts = [held[leaf] if leaf in held else _zero_rows(now.batch, parameter) for now, held in self.held.items()]
         rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        leaf = self.leaves[parameter]
         if self.settings.materialize:
             rows = materialized(rows, leaf.memory)
-        if hasattr(leaf.given, "_processed"):  # Opacus' mark on rows that a step has used
+        if leaf.given is not None and hasattr(leaf.given, "_processed"):  # Opacus' mark on rows that a step has used
             rows._processed = True  # type: ignore[attr-defined]
-        parameter.grad_sample = leaf.given = rows  # type: ignore[attr-defined]
+        self._give(leaf, rows)
 
     def close(self) -> None:
-        """Takes the hooks off the parameters; rows stay where they are."""
+        """Takes the hooks off the parameters and lets go of the rows, which may have a graph that leads back here."""
         for leaf in self.leaves.values():
             leaf.handle.remove()
+            leaf.given = leaf.expected = None
         self.leaves.clear()
         self.watched.clear()
         self.expanded.clear()
         self.held.clear()
-        self.current = None
+        self.awaited.clear()
+        self.current = self.aside = None
+
+
+class Forward:
+    """A forward within a recorder's scope; a class, as a generator costs more than all else at the start of a pass.
+
+    Args:
+        recorder: Whose passes it is in.
+        module: The module whose forward it is.
+        batch: B, as its arguments say.
+        inputs: Its arguments.
+    """
+
+    def __init__(self, recorder: Recorder, module: nn.Module, batch: int | None, inputs: Any) -> None:
+        self.recorder, self.module, self.batch, self.inputs = recorder, module, batch, inputs
+
+    def __enter__(self) -> None:
+        recorder = self.recorder
+        self.previous = recorder.current
+        if recorder.depth == 0:
+            recorder.begin(self.module, self.batch, self.inputs)
+        recorder.depth, recorder.thread = recorder.depth + 1, get_ident()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        recorder = self.recorder
+        recorder.depth -= 1
+        if recorder.depth:
+            return
+        recorder.samples = []
+        if running_backward() >= 0:
+            recorder.current = self.previous
+        if recorder.broadcast and isinstance(error, RuntimeError | IndexError | ValueError):
+            if isinstance(error, PerSampleError):
+                return
+            raise complaint(
+                recorder.name_of(recorder.broadcast[0]),
+                f"its index without a batch dimension gave one row a sample, and later the forward failed ({error})",
+                "code that goes on with (B, *index.shape, dim)",
+                "Let what follows the embedding broadcast over the samples, or send the module around it through the "
+                "general rule: alone(ItsClass) before convert.",
+            ) from error
 
 
 class _Expand(torch.autograd.Function):
@@ -437,13 +556,26 @@ class _Expand(torch.autograd.Function):
         refuse_batched(rows)
         if recorder is None:
             return rows.sum(0), None, None, None
-        scale = max(1, ctx.now.batch) if recorder.settings.loss_reduction == "mean" else 1
-        with in_own_dtype(rows):
-            kept, total = _kept_and_total(rows, scale, recorder.settings, ctx.leaf.memory)
-            recorder.deliver(ctx.now, ctx.parameter, kept)
+        settings, asked = recorder.settings, _is_asked_for(ctx)
+        scale = max(1, ctx.now.batch) if settings.loss_reduction == "mean" else 1
+        # without the first, each attribute of a factored tensor takes a way through Python
+        with torch._C.DisableTorchFunctionSubclass(), in_own_dtype(rows):
+            add_up = settings.accumulate_grad or asked
+            kept, total = _kept_and_total(rows, scale, add_up, settings.materialize, ctx.leaf.memory)
+            if not asked or torch.is_grad_enabled():
+                recorder.deliver(ctx.now, ctx.leaf, kept, asked=asked)
         if total is not None:
             _send(ctx.leaf, total)
         return total, None, None, None
+
+
+def _is_asked_for(ctx: Any) -> bool:
+    """Whether `torch.autograd.grad` asks for the parameter's gradient, so that `.grad` stays as it is."""
+    try:
+        torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+    except RuntimeError:  # its words: it does not speak of a leaf in torch.autograd.grad
+        return True
+    return False
 
 
 class _ExpandComputed(torch.autograd.Function):
@@ -477,7 +609,7 @@ class _ExpandComputed(torch.autograd.Function):
 
 def _leaves_of(weight: Tensor) -> list[Tensor]:
     """The leaf tensors that `weight` was computed from."""
-    nodes = list(_graph_of(weight))
+    nodes = list(_graph_of(weight.grad_fn))
     if any(map(_is_expansion, nodes)):
         raise PerSampleError(
             "A weight was computed from the output of a model in per-sample mode, so its samples are mixed. "
@@ -488,17 +620,17 @@ def _leaves_of(weight: Tensor) -> list[Tensor]:
 
 def comes_from_rows(x: Tensor) -> bool:
     """Whether `x` was computed from a layer's output in per-sample mode, which has B rows."""
-    return any(map(_is_expansion, _graph_of(x)))
+    return any(map(_is_expansion, _graph_of(x.grad_fn)))
 
 
 def _is_expansion(node: Any) -> bool:
     return isinstance(node, _Expand._backward_cls | _ExpandComputed._backward_cls)
 
 
-def _graph_of(tensor: Tensor) -> Iterator[Any]:
-    """The nodes of the graph that `tensor` ends, nearest first."""
+def _graph_of(node: Any) -> Iterator[Any]:
+    """The nodes of the graph that `node` ends, nearest first."""
     seen: set[Any] = set()
-    nodes = deque([tensor.grad_fn])
+    nodes = deque([node])
     while nodes:
         node = nodes.popleft()
         if node is not None and node not in seen:
@@ -507,17 +639,20 @@ def _graph_of(tensor: Tensor) -> Iterator[Any]:
             nodes.extend(parent for parent, _ in node.next_functions)
 
 
-def _kept_and_total(rows: Tensor, scale: float, settings: Settings, memory: Recycled) -> tuple[Tensor, Tensor | None]:
+def _kept_and_total(
+    rows: Tensor, scale: float, add_up: bool, materialize: bool, memory: Recycled
+) -> tuple[Tensor, Tensor | None]:
     """The scaled rows, in the smaller of their forms, and the plain gradient, the sum of the unscaled ones."""
     kept = times(rows, scale)
     if not isinstance(rows, FactoredTensor) or rows.requires_grad:
-        return kept, rows.sum(0) if settings.accumulate_grad else None
-    dense = rows.held_numel() >= rows.numel() or (settings.materialize and rows.sums_faster_dense())
+        return kept, rows.sum(0) if add_up else None
+    terms = rows.terms()
+    dense = sum(term.numel() for term in terms) >= rows.numel() or (materialize and rows.sums_faster_dense())
     if dense:
         kept = materialized(kept, memory)
-    if not settings.accumulate_grad:
+    if not add_up:
         return kept, None
-    sparse = _sparse_total(rows)
+    sparse = _sparse_total(terms)
     if sparse is not None:
         return kept, sparse
     if not dense:
@@ -526,9 +661,8 @@ def _kept_and_total(rows: Tensor, scale: float, settings: Settings, memory: Recy
     return kept, (kept.sum(0, dtype=wide) / scale).to(kept.dtype)
 
 
-def _sparse_total(rows: FactoredTensor) -> Tensor | None:
+def _sparse_total(terms: Sequence[Term]) -> Tensor | None:
     """The plain gradient where torch's is sparse."""
-    terms = rows.terms()
     sparse = [term.sparse_sum() for term in terms if isinstance(term, SparseOneHot)]
     return reduce(torch.add, sparse) if sparse and len(sparse) == len(terms) else None
 
@@ -538,9 +672,9 @@ def _zero_rows(batch: int, parameter: Tensor) -> Tensor:
     return FactoredTensor(cell, (batch, *parameter.shape))
 
 
-def _shown(parameter: Tensor, leaf: Leaf) -> Tensor:
+def _shown(leaf: Leaf) -> Tensor | None:
     """The parameter as the model shows it between the passes: itself, or FSDP's shard of it."""
-    return parameter if leaf.shard is None else leaf.shard
+    return leaf.parameter() if leaf.shard is None else leaf.shard
 
 
 def _show(leaf: Leaf) -> None:
@@ -552,10 +686,15 @@ def _show(leaf: Leaf) -> None:
         shown.grad_sample = leaf.given  # type: ignore[attr-defined]
 
 
-def _was_cleared(parameter: Tensor, leaf: Leaf) -> bool:
+def _was_reset(leaf: Leaf) -> bool:
+    """Whether the user has set `grad_sample`."""
+    return getattr(_shown(leaf), "grad_sample", None) is not leaf.given
+
+
+def _was_cleared(leaf: Leaf) -> bool:
     """Whether `.grad` or `.grad_sample` was reset since the rows were delivered."""
-    parameter = _shown(parameter, leaf)
-    if getattr(parameter, "grad_sample", None) is not leaf.given or parameter.grad is None:
+    parameter = _shown(leaf)
+    if parameter is None or parameter.grad is None or _was_reset(leaf):
         return True
     if leaf.grad is None:
         return False
@@ -581,11 +720,12 @@ class _OutsideUse:
 
     __torch_unserializable__ = True  # torch.multiprocessing leaves it out without a warning
 
-    def __init__(self, recorder: Recorder, leaf: Leaf, parameter: Tensor) -> None:
-        self.recorder, self.leaf, self.parameter = weakref.ref(recorder), leaf, weakref.ref(parameter)
+    def __init__(self, recorder: Recorder, leaf: Leaf) -> None:
+        self.recorder, self.leaf = weakref.ref(recorder), leaf
 
     def __call__(self, grad: Tensor | None) -> None:
-        recorder, parameter, leaf = self.recorder(), self.parameter(), self.leaf
+        recorder, leaf = self.recorder(), self.leaf
+        parameter = leaf.parameter()
         if grad is None or recorder is None or parameter is None or recorder.mapping:
             return
         mine = leaf.task == running_backward()
@@ -608,7 +748,8 @@ class _OutsideUse:
             "the parameter is also used outside of its module, so its gradient has a part that belongs to no row",
             "every use inside the module that holds it",
             "Use it by expanded_nn.expanded(weight), as in expanded_nn.functional.linear(x, expanded(weight)); or give "
-            "the second use a layer of its own that shares the parameter (head.weight = embedding.weight).",
+            "the second use a layer of its own that shares the parameter (head.weight = embedding.weight). If no rows "
+            "are wanted of this backward, as in the outer step of meta-learning, switch per_sample(False) before it.",
         )
 
 

@@ -19,7 +19,7 @@ def affine(
     bias: Tensor | None = None,  # (out,)
 ) -> Tensor:  # (rows, out)
     """`x @ weight.T + bias`."""
-    if _onednn_is_faster(x, weight.shape[0]):
+    if onednn_is_faster(x, weight.shape[0]):
         return _by_onednn(x, weight, bias)
     return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
@@ -29,7 +29,7 @@ def product(
     matrix: Tensor,  # (in, out)
 ) -> Tensor:  # (rows, out)
     """`x @ matrix`."""
-    if _onednn_is_faster(x, matrix.shape[1]):
+    if onednn_is_faster(x, matrix.shape[1]):
         return _by_onednn(x.contiguous(), matrix.t(), None)
     return torch.mm(x, matrix)
 
@@ -39,7 +39,7 @@ def transposed_product(
     a: Tensor,  # (rows, in)
 ) -> Tensor:  # (out, in)
     """`g.T @ a`; oneDNN gets a transposed copy of the smaller of the two."""
-    if g.shape[1] <= a.shape[1] or not _onednn_is_faster(g, a.shape[1]):
+    if g.shape[1] <= a.shape[1] or not onednn_is_faster(g, a.shape[1]):
         return product(g.t(), a)
     return product(a.t(), g).t().contiguous()
 
@@ -50,7 +50,7 @@ def add_product(
     matrix: Tensor,  # (in, out)
 ) -> None:
     """`total += x @ matrix`."""
-    if _onednn_is_faster(x, matrix.shape[1]):
+    if onednn_is_faster(x, matrix.shape[1]):
         total.add_(_by_onednn(x, matrix.t(), None))
     else:
         total.addmm_(x, matrix)
@@ -61,7 +61,8 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-def _onednn_is_faster(x: Tensor, out: int) -> bool:
+def onednn_is_faster(x: Tensor, out: int) -> bool:
+    """Whether `affine` of `x`, `(rows, in)`, to so many features runs on oneDNN."""
     return (
         _ONEDNN
         and x.dtype == torch.float32

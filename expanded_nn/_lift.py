@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 Place = tuple[nn.Module, str]
@@ -56,10 +57,26 @@ class _Lift(torch.autograd.Function):
         whole = []
         for leaf, mapped in zip(leaves, in_dims[1:], strict=True):
             dim = next(where) if isinstance(leaf, Tensor) else None
-            whole.append(leaf if dim is None or mapped is None else leaf.movedim(mapped, dim).flatten(dim, dim + 1))
+            whole.append(leaf if dim is None else _of_all_samples(leaf, dim, mapped, info.batch_size))
         outputs = call.run(whole)
         dims = call.module.sample_dims(len(outputs))  # type: ignore[operator]
         return tuple(output.unsqueeze(dim + 1) for output, dim in zip(outputs, dims, strict=True)), tuple(dims)
+
+
+def _of_all_samples(leaf: Tensor, dim: int, mapped: int | None, batch: int) -> Tensor:
+    """What the samples have each, or share, as the argument of a call on the whole batch."""
+    if mapped is not None:
+        return leaf.movedim(mapped, dim).flatten(dim, dim + 1)
+    if dim == 0:
+        return leaf  # a layer knows one row that all share
+    return leaf.expand(*leaf.shape[:dim], batch, *leaf.shape[dim + 1 :])
+
+
+def _apply(call: Call, *leaves: Any) -> tuple[Tensor, ...]:
+    """The call, as a function of torch's in the eyes of a `TorchFunctionMode`."""
+    if has_torch_function(leaves):
+        return handle_torch_function(_apply, leaves, call, *leaves)
+    return _Lift.apply(call, *leaves)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def lifted(module: nn.Module, originals: Mapping[Place, Tensor], args: Any, kwargs: Any) -> Any:
@@ -77,7 +94,7 @@ def lifted(module: nn.Module, originals: Mapping[Place, Tensor], args: Any, kwar
     if not fits:  # (T, features): a sample's positions without its batch dimension
         leaves = [leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     call = Call(module, originals, structure, dims)
-    result = call.rebuild(_Lift.apply(call, *leaves))  # type: ignore[no-untyped-call]
+    result = call.rebuild(_apply(call, *leaves))
     return result if fits else result.squeeze(0)
 
 

@@ -76,7 +76,7 @@ class PerSampleModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._recorder is not None:
-            _prepare(self._parameters.values())
+            _prepare(self.parameters())  # those in a ParameterList within, too
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.plain_class is None:
@@ -112,6 +112,7 @@ class Expanded(PerSampleModule):
         ranks: Parameter name -> its number of dimensions in `torch.nn`, without a batch dimension.
         watches: Whether `convert` turns a layer of this class into its twin even if it has no parameters.
         positionwise: Whether each position goes through it alone, so that any input is a batch of positions.
+        fixed_layout: Whether samples stand first by definition, as in `(N, C, H, W)`, whatever the model says.
         traceable: Whether the forward is one of tensors, without chance, and can be in a graph of `torch.compile`.
         uses: While a compiled forward runs, one for each call of this layer in it.
         uses_missing: How many calls have been without one.
@@ -121,6 +122,7 @@ class Expanded(PerSampleModule):
     ranks: ClassVar[dict[str, int]] = {}
     watches: ClassVar[bool] = False
     positionwise: ClassVar[bool] = False
+    fixed_layout: ClassVar[bool] = False
     traceable: ClassVar[bool] = False
     uses: list[Use] | tuple[()] = ()
     uses_missing = 0
@@ -132,7 +134,7 @@ class Expanded(PerSampleModule):
 
     def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
         """B, where this layer is called on its own."""
-        return batch_of((args, kwargs), batch_first=self.model_batch_first)
+        return batch_of((args, kwargs), batch_first=self.fixed_layout or self.model_batch_first)
 
     def sample_dims(self, tensors: int) -> list[int]:
         """Where the samples stand in each of the first tensors among the arguments, and likewise in the result."""
@@ -143,6 +145,8 @@ class Expanded(PerSampleModule):
         if recorder is not None and recorder.originals is not None:
             return self._inside_general(recorder, args, kwargs)
         if recorder is None or not torch.is_grad_enabled() or not self._has_rows():
+            if recorder is not None:
+                recorder.note_plain_forward()
             if self._own_batch() is None:
                 return super().forward(*args, **kwargs)
             return self.expanded_forward(*args, **kwargs)
@@ -239,23 +243,22 @@ class Expanded(PerSampleModule):
         """The layer's qualified name in the model and its class, for errors."""
         return type(self).__name__ if self._recorder is None else self._recorder.name_of(self)
 
-    def by_sample(
-        self, function: Callable[..., Tensor], feature_dims: int, *, fixed_layout: bool = False, **inputs: Tensor
-    ) -> Tensor:
+    def by_sample(self, function: Callable[..., Tensor], feature_dims: int, **inputs: Tensor) -> Tensor:
         """`function(*inputs)` with the samples moved to the front of each input, and back in the result.
 
         Args:
             function: An op of tensors `(B, …)`.
             feature_dims: How many dimensions at the end of an input are a sample's own at the least.
-            fixed_layout: Whether the samples stand first by definition, as in `(N, C, H, W)`.
             inputs: The layer's inputs by the names it gives them, `(B, *, …)` or, with `batch_first=False`,
                 `(T, B, *, …)`.
 
         Raises:
             PerSampleError: If the rows of an input are not the samples.
         """
-        first = fixed_layout or self.model_batch_first
-        dim = batch_dim(next(iter(inputs.values())).dim() - feature_dims, batch_first=first)
+        first = next(iter(inputs.values()))
+        dim = batch_dim(first.dim() - feature_dims, batch_first=self.fixed_layout or self.model_batch_first)
+        if dim and first.dim() == 2:
+            self.refuse_square(first)
         moved = [self.checked(x, feature_dims, dim=dim, argument=argument) for argument, x in inputs.items()]
         if dim == 0:
             return function(*moved)
@@ -299,6 +302,18 @@ class Expanded(PerSampleModule):
             "general rule, alone(ItsClass) before convert; or say where the samples stand, per_sample(batch_size=..., "
             "batch_first=...).",
         )
+
+    def refuse_square(self, x: Tensor, argument: str = "input") -> None:
+        """Raises for `(B, B)` in a time-first model: samples by features, or positions by samples."""
+        if tuple(x.shape) == (self.batch_size, self.batch_size) and self.batch_size > 1:
+            raise complaint(
+                self.name,
+                f"{argument} of shape {tuple(x.shape)} in a model with batch_first=False may have its samples first or "
+                "second",
+                "a shape that tells",
+                f"Say it by another dimension: {argument}.unsqueeze(0) where the samples stand first, and "
+                f"{argument}.unsqueeze(-1) where they stand second.",
+            )
 
     def is_slice(self, x: Tensor) -> bool:
         """Whether `x` is some rows of a tensor that has all samples, as in a loop over them."""

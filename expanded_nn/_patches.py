@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import cast
@@ -11,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expanded_nn._gemm import affine, onednn_is_faster
 from expanded_nn._terms import CHUNK_NUMEL, Outer, Term
 
 aten = torch.ops.aten
 
 COLUMNS_NUMEL = 1 << 18  # columns made at once: they stay in the cache
 ROWS_PER_FACTOR = 8  # rows so many times larger than their factors are made from columns
+MANY_CHANNELS, FEWER_ROWS_PER_FACTOR = 128, 2  # sooner, with so many channels
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,13 @@ class Patches(Term):
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         g, x = self.both()
-        return dense_rows(g, x, self.row_shape, self.geometry)
+        return dense_rows(g, x, self.row_shape, self.geometry, out)
+
+    @property
+    def fills_memory(self) -> bool:
+        """Whether `dense` writes to the memory that it is given."""
+        g, x = self.factors
+        return _kernel_for(g, x, self.row_shape, self.dtype) is _rows_by_columns
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         g, x = self.both()
@@ -153,30 +161,36 @@ def dense_rows(
     x: Tensor,  # (B, in, *size)
     row_shape: tuple[int, ...],
     how: Geometry,
+    out: Tensor | None = None,
 ) -> Tensor:  # (B, *row_shape)
-    """The rows themselves, by the kernel that is fastest for the shape.
+    """The rows themselves, by the kernel that is fastest for the shape; in `out`, if that kernel can write there."""
+    if not g.shape[0] * prod(row_shape) or not x.numel():
+        return g.new_zeros(g.shape[0], *row_shape)
+    kernel = _kernel_for(g, x, row_shape, g.dtype)
+    return _rows_by_columns(g, x, row_shape, how, out) if kernel is _rows_by_columns else kernel(g, x, row_shape, how)
 
-    Measured on 2 CPU cores, 180 random shapes, float32: one kernel with a group for each sample costs 1.1 to 1.6
+
+def _kernel_for(g: Tensor, x: Tensor, row_shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Tensor]:
+    """What computes the rows.
+
+    Measured on CPU cores, some 200 random shapes, float32: one kernel with a group for each sample costs 1.1 to 1.6
     times the batch gradient, where a loop over the samples, columns or a product for each entry of the kernel cost 1.2
-    to 5 times. Exceptions: rows much larger than what they are made of (columns, twice as fast); one channel a group
-    (`g` moving over `x`, 25 times as fast for a depthwise 7 x 7); kernels of one entry, and dtypes other than float32
-    (columns, up to 100 times as fast).
+    to 5 times. Exceptions: rows much larger than what they are made of, sooner where there are many channels to
+    multiply each column with (columns, twice as fast); one channel a group (`g` moving over `x`, 25 times as fast for
+    a depthwise 7 x 7); kernels of one entry, and dtypes other than float32 (columns, up to 100 times as fast).
     """
-    batch, kernel = g.shape[0], row_shape[2:]
-    numel = batch * prod(row_shape)
-    if not numel or not x.numel():
-        return g.new_zeros(batch, *row_shape)
-    grouped = g.dtype == torch.float32 and g.device.type == "cpu" and prod(kernel) > 1
-    if not grouped or numel > ROWS_PER_FACTOR * (g.numel() + x.numel()):
-        return _rows_by_columns(g, x, row_shape, how)
-    if row_shape[1] == 1:
-        return _rows_by_moving(g, x, row_shape, how)
-    return _rows_by_groups(g, x, row_shape, how)
+    grouped = dtype == torch.float32 and g.device.type == "cpu" and prod(row_shape[2:]) > 1
+    rows_per_factor = FEWER_ROWS_PER_FACTOR if row_shape[0] >= MANY_CHANNELS else ROWS_PER_FACTOR
+    if not grouped or g.shape[0] * prod(row_shape) > rows_per_factor * (g.numel() + x.numel()):
+        return _rows_by_columns
+    return _rows_by_moving if row_shape[1] == 1 else _rows_by_groups
 
 
-def _rows_by_columns(g: Tensor, x: Tensor, row_shape: tuple[int, ...], how: Geometry) -> Tensor:
+def _rows_by_columns(
+    g: Tensor, x: Tensor, row_shape: tuple[int, ...], how: Geometry, out: Tensor | None = None
+) -> Tensor:
     """The rows as products of `g` with the columns of a few samples at once."""
-    rows = g.new_empty(g.shape[0], *row_shape)
+    rows = g.new_empty(g.shape[0], *row_shape) if out is None else out
     windows = _windows(x, g.shape[2:], row_shape[2:], how)
     g = _by_group(g, how.groups)
     by_group = rows.view(*g.shape[:2], prod(row_shape[1:]))
@@ -184,8 +198,21 @@ def _rows_by_columns(g: Tensor, x: Tensor, row_shape: tuple[int, ...], how: Geom
     for start in range(0, len(windows), size):
         part = slice(start * how.groups, (start + size) * how.groups)
         columns = windows[start : start + size].reshape(-1, by_group.shape[2], g.shape[2])
-        torch.bmm(g[part], columns.transpose(1, 2), out=by_group[part])
+        _write_products(by_group[part], g[part], columns)
     return rows
+
+
+def _write_products(
+    rows: Tensor,  # (N, out, patch)
+    g: Tensor,  # (N, out, T)
+    columns: Tensor,  # (N, patch, T)
+) -> None:
+    """`rows[n] = g[n] @ columns[n].T`; one by one by the faster library, and copied, or all at once."""
+    if not onednn_is_faster(g[0], columns.shape[1]):
+        torch.bmm(g, columns.transpose(1, 2), out=rows)
+        return
+    for row, one, other in zip(rows, g.contiguous(), columns, strict=True):
+        row.copy_(affine(one, other))
 
 
 def _rows_by_groups(g: Tensor, x: Tensor, row_shape: tuple[int, ...], how: Geometry) -> Tensor:

@@ -110,6 +110,16 @@ class Call:
 
         return Call(_mapped(self.arguments, alone), 1, self.batch_first)
 
+    def nudged(self, generator: torch.Generator) -> Call:
+        """The call with other last bits in its numbers."""
+
+        def other(value: Any) -> Any:
+            if isinstance(value, PackedSequence):
+                return PackedSequence(other(value.data), *value[1:])
+            return nudged(value, generator).requires_grad_(value.requires_grad and value.is_leaf)
+
+        return Call(_mapped(self.arguments, other), self.batch, self.batch_first)
+
     def _dim(self, tensor: Tensor) -> int | None:
         if tensor.dim() == 0:
             return None
@@ -122,6 +132,14 @@ class Call:
         """Whether another dimension of a tensor has the size B, too."""
         shapes = [list(each.shape) for each in tensors(self.arguments) if isinstance(each, Tensor)]
         return any(shape.count(self.batch) > 1 for shape in shapes)
+
+
+def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Each number a little larger, smaller or the same, as rounding makes it."""
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        return tensor.detach()
+    signs = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor)
+    return tensor.detach() * (1 + 2 * torch.finfo(tensor.dtype).eps * signs)
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:

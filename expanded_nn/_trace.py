@@ -80,9 +80,24 @@ class Trace:
             if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 continue
             if self.with_grads and tensor.requires_grad:
-                tensor.register_hook(partial(self.grads.__setitem__, (len(self.events), len(values))))
+                self._watch(tensor, (len(self.events), len(values)))
             values.append(tensor.detach().clone())
         self.events.append(Event(path, who, side, self.stack[-1], values))
+
+    def _watch(self, tensor: Tensor, key: tuple[int, int]) -> None:
+        """Notes the tensor's gradient of each backward."""
+        node = tensor.grad_fn
+        if node is None:
+            tensor.register_hook(partial(self.grads.__setitem__, key))
+            return
+        place = tensor.output_nr
+
+        def note(grads: tuple[Tensor | None, ...]) -> None:
+            grad = grads[place]
+            if grad is not None:
+                self.grads[key] = grad
+
+        node.register_prehook(note)  # not the tensor's: on a view that was changed in place torch crashes at it
 
     def first_difference(self, other: Trace, same: Callable[[Tensor, Tensor], bool]) -> int | None:
         """The place of the first event that is not the same in `other`."""

@@ -12,7 +12,7 @@ from expanded_nn._errors import ConversionError, PerSampleError, complaint
 from expanded_nn._expand import Recorder, Settings
 from expanded_nn._module import PerSampleModule
 from expanded_nn._report import Problem, Report as Report
-from expanded_nn._running import Call, Runner, WithoutDropout, undisturbed
+from expanded_nn._running import Call, Runner, WithoutDropout, nudged, undisturbed
 from expanded_nn._samples import (
     Layout,
     difference,
@@ -25,6 +25,7 @@ from expanded_nn._samples import (
 from expanded_nn._trace import Guard, Trace
 from expanded_nn.convert import convert, revert
 
+_ROUNDINGS = 10  # an error is one of rounding up to so many times what the last bits of the inputs change
 _REPORT = "If no layer of your own (@expands) is to blame, please report it, with the model."
 
 
@@ -48,7 +49,7 @@ def check(model: nn.Module, *args: Any, **kwargs: Any) -> Report:
         kwargs: The model's inputs by keyword.
 
     Returns:
-        The findings: `print` it, or call its `raise_for_problems()`.
+        The findings; `print` shows them, and their `raise_for_problems()` raises an error if there are any.
 
     Raises:
         PerSampleError: If the inputs hold fewer than 2 samples.
@@ -293,29 +294,69 @@ class _Check:
 
     def compare_rows(self, losses: list[Tensor]) -> None:
         """Compares the rows with the gradient of each sample's own loss through the plain model."""
-        plain = {name: p for name, p in self.plain.module.named_parameters() if p.requires_grad}
+        plain = [name for name, p in self.plain.module.named_parameters() if p.requires_grad]
         rows = {name: getattr(p, "grad_sample", None) for name, p in self.expanded.module.named_parameters()}
         parts, norms, used = dict.fromkeys(plain, 0.0), dict.fromkeys(plain, 0.0), set()
-        for i in range(self.batch):
-            for p in plain.values():
-                p.grad = None
-            loss = losses[i] if self.is_random else sample_loss(self.layout.kept(self.plain(self.call.sample(i))), i)
-            if loss.requires_grad:
-                loss.backward(retain_graph=self.is_random)
-            for name, p in plain.items():
-                if p.grad is not None:
-                    used.add(name)
-                grad = torch.zeros_like(p) if p.grad is None else p.grad
-                part, _, norm = squares(_row(rows[name], i, self.batch, p), grad)
+        for i, own in enumerate(self.gradients(self.call, losses)):
+            for name, (grad, was_used) in own.items():
+                part, _, norm = squares(_row(rows[name], i, self.batch, grad), grad)
                 parts[name] += part
                 norms[name] += norm
+                used |= {name} if was_used else set()
         unused = [name for name in plain if name not in used]
         if unused:
             self.notes.append(f"never used: {_listed(unused)}; no output depends on them, they get no rows.")
         # a gradient may vanish but for rounding
-        least = max((10 * self.tolerance) ** 2 * sum(norms.values()), torch.finfo(torch.float64).tiny)
-        self.errors = {name: (parts[name] / max(norms[name], least)) ** 0.5 for name in plain if name in used}
+        total = max(sum(norms.values()), torch.finfo(torch.float64).tiny)
+        least = (10 * self.tolerance) ** 2 * total
+        errors = {name: (parts[name] / max(norms[name], least)) ** 0.5 for name in used}
+        if 0 < max(errors.values(), default=0.0) - self.tolerance < torch.inf:
+            noise = self.noise()
+            scales = {name: min(total, noise[name] * (_ROUNDINGS / self.tolerance) ** 2) for name in used}
+            errors = {name: (parts[name] / max(norms[name], least, scales[name])) ** 0.5 for name in used}
+        self.errors = {name: errors[name] for name in plain if name in used}
         self.complain_of_rows({name: error for name, error in self.errors.items() if error > self.tolerance})
+
+    def gradients(self, call: Call, losses: list[Tensor]) -> Iterator[dict[str, tuple[Tensor, bool]]]:
+        """For each sample, parameter name -> the gradient of its own loss through the plain model, if it has one.
+
+        Args:
+            call: The batch.
+            losses: Each sample's own loss in it, for a model that draws random numbers.
+        """
+        named = {name: p for name, p in self.plain.module.named_parameters() if p.requires_grad}
+        for i in range(self.batch):
+            for p in named.values():
+                p.grad = None
+            loss = losses[i] if self.is_random else sample_loss(self.layout.kept(self.plain(call.sample(i))), i)
+            if loss.requires_grad:
+                loss.backward(retain_graph=self.is_random)
+            yield {
+                name: (torch.zeros_like(p) if p.grad is None else p.grad, p.grad is not None)
+                for name, p in named.items()
+            }
+
+    def noise(self) -> dict[str, float]:
+        """Parameter name -> how much the loop's gradients owe to rounding, squared.
+
+        It is what changes where inputs and parameters change by no more than rounding does.
+        """
+        parameters = list(self.plain.module.parameters())
+        before = [p.detach().clone() for p in parameters]
+        own = list(self.gradients(self.call, self.layout.losses(self.plain(self.call))))
+        most: dict[str, float] = {}
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            call = self.call.nudged(generator)
+            _fill(parameters, [nudged(p, generator) for p in parameters])
+            try:
+                other = list(self.gradients(call, self.layout.losses(self.plain(call))))
+            finally:
+                _fill(parameters, before)
+            for name in own[0]:
+                now = sum(squares(one[name][0], two[name][0])[0] for one, two in zip(own, other, strict=True))
+                most[name] = max(now, most.get(name, 0.0))
+        return most
 
     def complain_of_rows(self, errors: dict[str, float]) -> None:
         """By layer, where the layer took for samples what are none."""
@@ -338,6 +379,12 @@ class _Check:
 
 def _problem(kind: str, error: PerSampleError) -> Problem:
     return Problem(kind, str(error).partition(": ")[0], str(error))
+
+
+@torch.no_grad()
+def _fill(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 def _listed(names: list[str]) -> str:

@@ -230,6 +230,11 @@ def clip_grad_sample_norms_(
     limits = max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]
     if any(not limit > 0 for limit in limits):
         raise ValueError(f"clip_grad_sample_norms_: max_norm is {max_norm}; wanted a number above 0.")
+    with torch._C.DisableTorchFunctionSubclass():  # the rows' own dispatch costs more than the algebra of small models
+        return _clip(model, max_norm, reduction)
+
+
+def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: str) -> Tensor | dict[str, Tensor]:
     grads = per_sample_grads(model)
     norms = grads.norms(per_parameter=isinstance(max_norm, Mapping))
     parameters = dict(model.named_parameters())

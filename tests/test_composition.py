@@ -224,6 +224,66 @@ def test_gradients_of_parameters_inside_the_loss(held: bool) -> None:
     assert_close_rows(rows_of(model), expected)
 
 
+def test_rows_of_torch_autograd_grad_stand_alone() -> None:
+    """With create_graph=True they are there, for a loss to contain them; the next backward brings back those held."""
+    model = on(net())
+    plain(model, batch(seed=2)).backward()
+    torch.autograd.grad(plain(model, batch()), [model[0].weight, model[0].bias], create_graph=True)
+    expected = loop(net(), batch(), SAMPLES)
+    assert_close(model[0].weight.grad_sample.detach(), expected["0.weight"])
+    assert model[3].weight.grad_sample is None
+    assert_close(enn.per_sample_grads(model).norms() ** 2, sum(squares(expected[f"0.{p}"]) for p in ("weight", "bias")))
+    plain(model, batch(4, seed=3)).backward()
+    parts = [loop(net(), batch(n, seed), n) for n, seed in ((SAMPLES, 2), (4, 3))]
+    assert_close_rows(rows_of(model), {name: torch.cat([part[name] for part in parts]) for name in expected})
+
+
+def squares(rows: Tensor) -> Tensor:
+    """The squared norms of the rows."""
+    return rows.flatten(1).square().sum(1)
+
+
+def test_rows_of_torch_autograd_grad_that_were_taken_away() -> None:
+    """Whoever sets `grad_sample` to `None` has reset it, with what was held before."""
+    model = on(net())
+    plain(model, batch(seed=2)).backward()
+    torch.autograd.grad(plain(model, batch()), list(model.parameters()), create_graph=True)
+    for p in model.parameters():
+        p.grad_sample = None
+    plain(model, batch(4, seed=3)).backward()
+    assert_close_rows(rows_of(model), loop(net(), batch(4, seed=3), 4))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_torch_autograd_grad_without_accumulation(create_graph: bool) -> None:
+    """It gives the gradients, which a backward in this mode leaves out."""
+    model = on(net(), accumulate_grad=False)
+    plain(model, batch(seed=2)).backward()
+    grads = torch.autograd.grad(plain(model, batch()), list(model.parameters()), create_graph=create_graph)
+    for (name, rows), grad in zip(loop(net(), batch(), SAMPLES).items(), grads, strict=True):
+        assert_close(grad.detach(), rows.sum(0), name=name)
+    if not create_graph:
+        assert_close_rows(rows_of(model), loop(net(), batch(seed=2), SAMPLES))
+
+
+def test_torch_autograd_grad_of_two_batches() -> None:
+    """Parameters that one of them has not used have zero rows there."""
+    model = on(net())
+    loss = plain(model, batch()) + plain(model[3], Call((torch.ones(2, 5),)))
+    torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    assert {len(p.grad_sample) for p in model.parameters()} == {SAMPLES + 2}
+    assert_close(model[0].weight.grad_sample[SAMPLES:].detach(), torch.zeros(2, 5, 4))
+
+
+def test_gradients_of_the_inputs_through_a_checkpoint_leave_the_rows_alone() -> None:
+    """Its forward in the middle of `torch.autograd.grad` is no backward of the parameters."""
+    model = on(Checkpointed(net(), False), accumulate_grad=False)
+    plain(model, batch(seed=2)).backward()
+    call = batch().requires_grad()
+    torch.autograd.grad(plain(model, call), call.floats())
+    assert_close_rows(rows_of(model), loop(Checkpointed(net(), False), batch(seed=2), SAMPLES))
+
+
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
 @families("mlp", "cnn", "embedding", "lstm", "attention", "general")
 def test_backward_through_a_loss_on_the_rows(family: Family) -> None:

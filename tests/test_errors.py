@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
+from expanded_nn._compiled import Use
 from expanded_nn._sharded import scattered
 from families import FAMILIES, Family
 from oracle import plain, sample_losses
@@ -198,6 +199,11 @@ def other_bags() -> None:
 @refused(r"0 \(BatchNorm1d\): it normalises by the statistics of the batch.*GroupNorm")
 def batch_norm_in_train_mode() -> None:
     on(nn.BatchNorm1d(4))(torch.randn(SAMPLES, 4))
+
+
+@refused(r"^layer \(PReLU\): input of shape \(3, 3\) in a model with batch_first=False may .*input\.unsqueeze\(-1\)")
+def samples_first_or_second() -> None:
+    feed(nn.PReLU(), lambda layer, x: layer(x[0, 0].expand(3, 4)[:, :3].clone()), 6, batch_first=False, batch_size=3)
 
 
 # --- recurrent layers, attention ------------------------------------------------------------------------------
@@ -435,6 +441,13 @@ def a_buffer_that_is_written() -> None:
     own(lambda self, x: x * self.scale + self.seen.add_(x[0]))
 
 
+@refused(r"0\.layer \(Own\): its forward looks up bags by offsets.*Give the bags to EmbeddingBag as a 2-D input")
+def bags_by_offsets_inside() -> None:
+    words = torch.randint(5, (SAMPLES, 4))
+    inner = nn.EmbeddingBag(5, 4)
+    own(lambda self, x: self.inner(words.flatten(), 4 * torch.arange(SAMPLES)) * self.scale, inner=inner)
+
+
 # --- backward -------------------------------------------------------------------------------------------------
 
 
@@ -471,11 +484,39 @@ def a_vmapped_backward() -> None:
     torch.autograd.grad(out, model[0].weight, torch.randn(2, *out.shape), is_grads_batched=True)
 
 
-@refused(r"^(Sequential|0 \(Linear\)): a forward inside a backward, as a checkpoint makes it, fits 2 of 3 passes")
+@refused(r"^Sequential: another thread is in the middle of a forward of this model.*copy\.deepcopy\(model\)")
+def one_model_in_two_threads() -> None:
+    model, raised = on(nn.Linear(4, 4)), []
+
+    def second() -> None:
+        try:
+            rows_held(model)
+        except enn.PerSampleError as error:
+            raised.append(error)
+
+    def meanwhile(*_: Any) -> None:
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    model[0].register_forward_pre_hook(meanwhile)
+    rows_held(model)
+    raise raised[0]
+
+
+@refused(r"^0 \(Linear\): the compiled backward lost the gradient of its output.*torch\.compiler\.disable")
+def a_compiled_gradient_that_was_copied() -> None:
+    model, x = on(nn.Linear(4, 4)), torch.randn(SAMPLES, 4)
+    with model._recorder.scope(model, SAMPLES, x):
+        use = Use(model[0], ["weight"])
+        use.tapped(F.linear(x, model[0].weight), (x,), {})
+        use.rows(torch.zeros(()))  # one number, and no others behind it in memory
+
+
+@refused(r"^0.layer \(Linear\): a forward inside a backward, as a checkpoint makes it, fits 2 of 3 passes")
 def a_checkpoint_of_two_passes() -> None:
-    model = on(nn.Linear(4, 4))
-    sizes = (3, 2, 3)
-    sum(checkpoint(model, torch.randn(size, 4), use_reentrant=False).sum() for size in sizes).backward()
+    model = on(Feed(nn.Linear(4, 4), lambda layer, x: checkpoint(layer, x, use_reentrant=True)))
+    sum(model(torch.randn(size, 4, requires_grad=True)).sum() for size in (3, 2, 3)).backward()
 
 
 @refused(r"^grad_sample: a tensor that a factored .* was changed in place after the backward.*materialize=True")

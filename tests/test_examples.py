@@ -19,6 +19,7 @@ QUICK = {  # arguments of a run of a few seconds; at full size each takes less t
     "maml": ["--steps", "20"],
     "mislabelled": ["--epochs", "1"],
     "noise_scale": ["--epochs", "4"],
+    "ntk_fisher": ["--steps", "10"],
     "pinn": ["--steps", "10"],
     "quickstart": ["--epochs", "1"],
 }

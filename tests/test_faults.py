@@ -570,3 +570,14 @@ def test_clipping_leaves_the_gradient_alone_where_it_refuses() -> None:
     with pytest.raises(enn.PerSampleError, match=r"Leave these samples out"):
         enn.clip_grad_sample_norms_(model, dict.fromkeys(before, 1.0))
     assert all(p.grad is before[name] for name, p in model.named_parameters())
+
+
+def test_switching_off_lets_go_of_rows_with_a_graph() -> None:
+    model = enn.convert(nn.Linear(3, 2)).per_sample()
+    x = torch.randn(5, 3)
+    alive = weakref.ref(x)
+    torch.autograd.grad(model(x).square().mean(), list(model.parameters()), create_graph=True)
+    model.per_sample(False)
+    del x
+    gc.collect()
+    assert alive() is None

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
-from cases import EVEN_SAME, Holder
+from cases import EVEN_SAME, Holder, Scale
 from oracle import (
     Call,
     assert_all_close,
@@ -38,11 +38,6 @@ pytestmark = [
 Rows = dict[str, Tensor]
 # Errors that are not the library's own words yet; each has a test of its own below.
 KNOWN = [
-    "Either your tensor may have escaped",  # test_checkpoint_in_the_general_rule
-    "offsets|another result than sample by sample",  # test_bags_with_offsets_in_the_general_rule
-    "Expected hidden size",  # test_states_that_the_general_rule_makes_for_one_sample
-    "Recomputed values",  # test_checkpoint_whose_first_layer_has_a_shared_row
-    "(GroupNorm|InstanceNorm.d|PReLU): input has",  # test_checkpoint_of_a_fixed_layout_in_a_time_first_model
     "derivative for aten::_scaled_dot_product",  # torch's own words, of an attention that is frozen
 ]
 TORCH, FLOOR = 10, 1e-4  # in float32 an error may be so many times torch's own, and a little
@@ -313,6 +308,26 @@ def test_batch_norm_of_one_channel(affine: bool) -> None:
     right(nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1, affine=affine)).eval(), torch.randn(3, 2))
 
 
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        (lambda: nn.GroupNorm(1, 1), (1, 4)),
+        (lambda: nn.InstanceNorm1d(1, affine=True), (1, 4)),
+        (lambda: nn.InstanceNorm1d(1, affine=True, track_running_stats=True).eval(), (1, 4)),
+        (lambda: nn.BatchNorm2d(1).eval(), (1, 4, 2)),
+        (lambda: nn.PReLU(), (1, 4)),
+        (lambda: nn.Conv1d(1, 1, 3), (1, 4)),
+        (lambda: nn.Conv2d(1, 1, 1), (1, 4, 2)),
+        (lambda: nn.ConvTranspose1d(1, 1, 3), (1, 4)),
+        (lambda: nn.Linear(1, 1), (1,)),
+        (lambda: nn.LayerNorm(1), (4, 1)),
+    ],
+)
+def test_layers_of_one_channel(make: Callable[[], nn.Module], size: tuple[int, ...]) -> None:
+    """Expanded weights `(B, 1)` stay expanded where they are reshaped."""
+    right(nn.Sequential(nn.Linear(size[-1], size[-1]), make(), nn.Tanh()).eval(), torch.randn(3, *size))
+
+
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_states_that_the_general_rule_makes_for_one_sample(kind: type[nn.RNNBase]) -> None:
     def how(layer: nn.Module, x: Tensor) -> Tensor:
@@ -322,18 +337,96 @@ def test_states_that_the_general_rule_makes_for_one_sample(kind: type[nn.RNNBase
     right(Scaled(Applied(kind(2, 3, batch_first=True), how), 3), torch.randn(2, 4, 2))
 
 
-def test_bags_with_offsets_in_the_general_rule() -> None:
-    model = enn.convert(Scaled(nn.EmbeddingBag(7, 2), 2)).per_sample(batch_size=2)
-    with pytest.raises(enn.PerSampleError, match="offsets"):
-        model(torch.tensor([1, 2, 3, 4]), torch.tensor([0, 2]))
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
+def test_cells_in_the_general_rule_of_a_time_first_model(kind: type[nn.RNNCellBase]) -> None:
+    def how(layer: nn.Module, x: Tensor) -> Tensor:
+        state = None
+        for step in x:
+            state = layer(step, state)
+        return (state[0] if isinstance(state, tuple) else state)[None]
+
+    module = Scaled(Applied(kind(2, 3), how), 3)
+    model = enn.convert(module).per_sample(batch_first=False, loss_reduction="sum")
+    call = Call((torch.randn(4, 2, 2),))
+    plain(lambda x: model(x).transpose(0, 1), call).backward()
+    time_second = Applied(module, lambda inner, x: inner(x.transpose(0, 1)).transpose(0, 1))
+    expected = loop(time_second, Call((call.args[0].transpose(0, 1),)), 2)
+    assert_close_rows({f"layer.{name}": p.grad_sample for name, p in model.named_parameters()}, expected)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_in_the_general_rule(use_reentrant: bool) -> None:
-    module = Scaled(Applied(nn.Linear(2, 2), lambda layer, x: checkpoint(layer, x, use_reentrant=use_reentrant)), 2)
+@pytest.mark.parametrize("lengths", [[1, 2], [2, 2]])
+def test_packing_in_the_general_rule(lengths: list[int]) -> None:
+    def split(layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(layer(packed)[0], batch_first=True, total_length=2)[0]
+
+    class Packs(Scaled):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+            return self.scale * split(self.layer, x, lengths)
+
+    model = enn.convert(Packs(nn.GRU(2, 3, batch_first=True), 3)).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"Packs: .*what vmap cannot follow"):
+        model(torch.randn(2, 2, 2), torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("words", [[1, 2, 3, 4], [1, 2]])
+@pytest.mark.parametrize("offsets", [[0, 2], [0, 0]])
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_bags_with_offsets_in_the_general_rule(words: list[int], offsets: list[int], batch_size: int | None) -> None:
+    model = enn.convert(Scaled(nn.EmbeddingBag(7, 2), 2)).per_sample(batch_size=batch_size)
+    with pytest.raises(enn.PerSampleError, match=r"Scaled: .* bags by offsets.* 2-D input \(B, N\)"):
+        model(torch.tensor(words), torch.tensor(offsets))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(2, 2),
+        lambda: nn.GRU(2, 2, batch_first=True),
+        lambda: nn.Sequential(nn.Linear(2, 2), Scale(2)),
+    ],
+)
+def test_checkpoint_in_the_general_rule(make: Callable[[], nn.Module]) -> None:
+    def how(layer: nn.Module, x: Tensor) -> Tensor:
+        def some(x: Tensor) -> Tensor:
+            y = layer(x.sin())
+            return (y[0] if isinstance(y, tuple) else y).exp() * x.cos()
+
+        return checkpoint(some, x, use_reentrant=False)
+
+    inside = Scaled(Applied(make(), how), 2)
+    right(inside, torch.randn(3, 4, 2))
+    right(Applied(inside, how), torch.randn(3, 4, 2))
+
+
+def test_reentrant_checkpoint_in_the_general_rule() -> None:
+    module = Scaled(Applied(nn.Linear(2, 2), lambda layer, x: checkpoint(layer, x, use_reentrant=True)), 2)
     model = enn.convert(module).per_sample()
-    with pytest.raises(enn.PerSampleError, match=r"checkpoint|setup_context"):
-        model(torch.randn(3, 2, requires_grad=True)).sum().backward()
+    with pytest.raises(enn.PerSampleError, match=r"Scaled: .*setup_context.* use_reentrant=False"):
+        model(torch.randn(3, 2, requires_grad=True))
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_check_of_a_view_that_was_changed_in_place(mixes: bool) -> None:
+    def how(layers: nn.Module, x: Tensor) -> Tensor:
+        x = layers[0](x).transpose(0, 1)
+        x[..., 0] *= 2
+        y = layers[1](x).transpose(0, 1)
+        return y - y.mean(0) if mixes else y
+
+    model = Applied(nn.Sequential(nn.Linear(2, 3), nn.Tanh()), how)
+    report = enn.check(model, torch.randn(4, 3, 2))
+    assert report.ok != mixes, str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("layer", [nn.LayerNorm, nn.RMSNorm])
+def test_check_of_gradients_that_are_all_rounding(layer: type[nn.Module], dtype: torch.dtype) -> None:
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 1), layer(1)).to(dtype)
+        report = enn.check(model, torch.randn(4, 3, dtype=dtype))
+        assert report.ok, str(report)
 
 
 def test_parameters_in_a_list_have_no_rows_after_a_copy() -> None:
@@ -359,9 +452,27 @@ def test_checkpoint_of_a_fixed_layout_in_a_time_first_model() -> None:
     assert_close(model.layer.weight.grad_sample, torch.cat([each["layer.weight"] for each in rows]))
 
 
-def test_checkpoint_whose_first_layer_has_a_shared_row() -> None:
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (3, 2)])
+def test_checkpoint_whose_first_layer_has_a_shared_row(sizes: tuple[int, int]) -> None:
+    """Its one row does not say which of the passes it belongs to; the graph does."""
+
     def how(layer: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(lambda y: layer(torch.ones(1, 2)) * y, x, use_reentrant=False)
+
+    module = Applied(nn.Linear(2, 2), how)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    calls = [Call((torch.randn(n, 2),)) for n in sizes]
+    sum(plain(model, call) for call in calls).backward()
+    expected = [loop(module, call, n) for call, n in zip(calls, sizes, strict=True)]
+    for name, p in model.named_parameters():
+        assert_close(p.grad_sample, torch.cat([rows[name] for rows in expected]), name=name)
+
+
+def test_reentrant_checkpoint_whose_first_layer_has_a_shared_row() -> None:
+    """The graph says nothing here."""
+
+    def how(layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: layer(torch.ones(1, 2)) * y, x, use_reentrant=True)
 
     model = enn.convert(Applied(nn.Linear(2, 2), how)).per_sample()
     inputs = [torch.randn(n, 2, requires_grad=True) for n in (2, 1)]
@@ -377,15 +488,30 @@ def test_features_in_a_time_first_model() -> None:
         model(torch.randn(4, 3, 2))
 
 
-def test_second_backward_through_nested_reentrant_checkpoints() -> None:
-    def how(layers: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(
-            lambda y: checkpoint(layers[1], y, use_reentrant=True), layers[0](x).tanh(), use_reentrant=True
-        )
+def test_features_in_a_time_first_general_rule() -> None:
+    module = Applied(nn.Sequential(Scale(3), nn.RNN(2, 3)), lambda layers, x: layers[0](layers[1](x)[1][-1]))
+    model = enn.convert(module).per_sample(batch_first=False)
+    with pytest.raises(enn.PerSampleError, match=r"layer\.0 \(Scale\): .*unsqueeze"):
+        model(torch.randn(4, 3, 2))
 
-    module = Applied(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), how)
-    model = enn.convert(module).per_sample(accumulate_grad=False)
-    loss = model(torch.randn(3, 2, requires_grad=True)).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert all(p.grad_sample is not None for p in model.parameters())
+
+@pytest.mark.parametrize("accumulate_grad", [True, False])
+def test_second_backward_through_nested_reentrant_checkpoints(accumulate_grad: bool) -> None:
+    """The backwards inside are parts of the one around them, and do not replace each other's rows."""
+
+    def how(use_reentrant: bool) -> Callable[[nn.Module, Tensor], Tensor]:
+        def nested(layer: nn.Module, x: Tensor) -> Tensor:
+            inner = lambda y: checkpoint(layer, y, use_reentrant=use_reentrant)  # noqa: E731
+            return checkpoint(inner, x, use_reentrant=use_reentrant).tanh()
+
+        return lambda layers, x: nested(layers[2], nested(layers[1], layers[0](x).tanh()))
+
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    model = enn.convert(Applied(layers, how(True))).per_sample(loss_reduction="sum", accumulate_grad=accumulate_grad)
+    x = torch.randn(3, 2)
+    loss = plain(model, Call((x.clone().requires_grad_(),)))
+    expected = loop(Applied(layers, how(False)), Call((x,)), 3)
+    for times in (1, 2 if accumulate_grad else 1):
+        loss.backward(retain_graph=True)
+        rows = {name: p.grad_sample for name, p in model.named_parameters()}
+        assert_close_rows(rows, {name: times * each for name, each in expected.items()})

@@ -551,3 +551,50 @@ def test_operation_twice_differentiated(case: Case) -> None:
         total = total + sum((dense(g) ** 2).sum() for g in grads)
     expected = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
     assert_all_close(actual, [dense(g) for g in expected])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("layer", "size"),
+    [
+        (nn.Conv2d(16, 32, 3, padding=1), (16, 16)),
+        (nn.Conv2d(32, 256, 3, stride=2, dilation=2), (9, 12)),
+        (nn.Conv2d(64, 128, 3, groups=2), (6, 6)),
+        (nn.Conv2d(64, 64, 1), (20, 20)),
+        (nn.ConvTranspose2d(64, 64, 3, stride=2), (6, 6)),
+    ],
+    ids=str,
+)
+def test_large_convolutions(layer: nn.Module, size: tuple[int, int], dtype: torch.dtype) -> None:
+    """Each way to the rows that a shape may take; the small cases take but one."""
+    layer = layer.double()
+    call = Call((torch.randn(BATCH, layer.in_channels, *size, dtype=torch.float64),))
+    expected = loop(layer, call, BATCH)
+    model = enn.convert(layer.to(dtype)).per_sample(loss_reduction="sum")
+    plain(model, Call((call.args[0].to(dtype),))).backward()
+    rows = {name: dense(p.grad_sample).double() for name, p in model.named_parameters()}
+    assert_close_rows(rows, expected, 1e-9 if dtype == torch.float64 else 1e-4)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_batch_norm_leaves_channels_where_they_are(dims: int, affine: bool) -> None:
+    memory_format = torch.channels_last if dims == 2 else torch.channels_last_3d
+    norm = (nn.BatchNorm2d if dims == 2 else nn.BatchNorm3d)(4, affine=affine)
+    with torch.no_grad():
+        for statistic in (norm.running_mean, norm.running_var, *norm.parameters()):
+            statistic.copy_(torch.rand_like(statistic) + 0.5)
+    module = nn.Sequential((nn.Conv2d if dims == 2 else nn.Conv3d)(4, 4, 1), norm).eval()
+    x = torch.randn(BATCH, 4, *[5] * dims).to(memory_format=memory_format)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    assert model[1](x).is_contiguous(memory_format=memory_format)
+    plain(model, Call((x,))).backward()
+    assert_close_rows({name: p.grad_sample for name, p in model.named_parameters()}, loop(module, Call((x,)), BATCH))
+
+
+@where(lambda case: case.has_parameters() and case not in GENERAL)  # a vmap's outputs are views
+def test_outputs_are_views_only_where_torchs_are(case: Case) -> None:
+    """What comes out may be changed in place, also where a wrapper around the layer looks at views."""
+    call = case.inputs(BATCH)
+    theirs, ours = call.on(case.module()), call.on(expanded(case))
+    assert theirs._is_view() or not ours._is_view()

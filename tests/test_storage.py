@@ -60,3 +60,25 @@ def test_memory_goes_with_the_mode() -> None:
     recorder = model._recorder
     model.per_sample(False)
     assert not recorder.leaves
+
+
+def test_memory_of_a_convolution_is_used_again() -> None:
+    """Its rows are made from columns, as they are much larger than their factors."""
+    model = enn.convert(nn.Conv2d(16, 32, 3)).per_sample(materialize=True)
+    reference = nn.Conv2d(16, 32, 3)
+    reference.load_state_dict(model.state_dict())
+    held, places = [], set()
+    for turn in range(5):
+        x = torch.randn(4, 16, 4, 4)
+        model.zero_grad()
+        model(x).square().sum((1, 2, 3)).mean().backward()
+        rows = model.weight.grad_sample
+        expected = [torch.autograd.grad(reference(each[None]).square().sum(), reference.weight)[0] for each in x]
+        assert torch.allclose(rows, torch.stack(expected))
+        places.add(rows.data_ptr())
+        if turn == 0:
+            held = [rows, rows.clone()]
+        del rows
+    assert len(places) == 2
+    assert places <= {each.data_ptr() for leaf in model._recorder.leaves.values() for each in leaf.memory.kept}
+    assert torch.equal(*held)

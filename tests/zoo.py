@@ -491,8 +491,6 @@ def packed(d: Draft) -> None:
         f"x = pad_packed_sequence(self.{name}(x)[0], batch_first=True, total_length={steps})[0]",
     ]
     d.add([f"self.{name} = {code}"], body)
-    if d.owns:
-        d.reasons.add("vmap")
 
 
 def cell(d: Draft) -> None:
@@ -733,7 +731,7 @@ def note_general(d: Draft) -> None:
     if d.time_first:  # in (B, features) the samples are not where such a model has them
         d.reasons.add("rows in dimension 1|one row in dimension 1")
     # a reentrant checkpoint, and a memory format, inside; the children say what they make of it
-    d.reasons |= {"must override the setup_context", "is_contiguous inside of vmap", "lstm_cell", "checkpoint"}
+    d.reasons |= {"must override the setup_context", "is_contiguous inside of vmap"}
 
 
 def block(d: Draft) -> None:
@@ -861,12 +859,14 @@ def plans(draw: Callable[..., Any], kind: str) -> Plan:
         if not needs_grad and d.rarely(9):
             part = d.pick("", ".weight", ".bias") if d.layers[name][0].startswith("nn.") else ""
             d.add([f"self.{name}{part}.requires_grad_(False)"], [])
+    bags = any(each.offsets for each in d.inputs)
+    if d.owns and "pack_padded_sequence" in d.source():
+        d.reasons.add("vmap")
+    if d.owns and bags:
+        d.reasons.add("bags by offsets")
     if "checkpoint" in d.source():
         d.reasons.add("as a checkpoint makes it")  # of several passes, if a layer's own input does not tell which
-    bags = any(each.offsets for each in d.inputs)
-    # check wants bags without offsets, and its hooks crash torch on a view that was changed in place
-    unchecked = bags or re.search(r"\w_\(|inplace|\+=|\*=|= 0\.5", d.source())
-    script = d.pick(*SCRIPTS[: -1 if unchecked else None])
+    script = d.pick(*SCRIPTS[: -1 if bags else None])  # check wants bags without offsets
     samples = d.pick(2, 3, 1, 5, 0)
     settings: dict[str, Any] = {
         "loss_reduction": d.pick("mean", "sum"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
-from expanded_nn._shared import shared
+from expanded_nn._shared import owned, shared
 
 
 def prelu(
@@ -32,7 +32,7 @@ def prelu(
     rest = x.shape[2:] if slopes > 1 else x.shape[1:]
     # the batch as one sample: each slope of each sample is that of one channel
     one_sample = x.reshape(1, x.shape[0] * slopes, prod(rest))
-    return F.prelu(one_sample, weight.reshape(-1)).view(x.shape)
+    return owned(F.prelu(one_sample, weight.reshape(-1)).view(x.shape))
 
 
 @expands(nn.PReLU)
@@ -42,10 +42,12 @@ class PReLU(Expanded, nn.PReLU):
     ranks: ClassVar[dict[str, int]] = {"weight": 1}
     traceable: ClassVar[bool] = True
 
-    def expanded_forward(self, input: Tensor) -> Tensor:
-        each_channel = self.num_parameters > 1
+    @property
+    def fixed_layout(self) -> bool:  # type: ignore[override]
+        return self.num_parameters > 1  # channels stand second
 
+    def expanded_forward(self, input: Tensor) -> Tensor:
         def op(x: Tensor) -> Tensor:
             return prelu(x, self.expanded("weight"))
 
-        return self.by_sample(op, int(each_channel), fixed_layout=each_channel, input=input)
+        return self.by_sample(op, int(self.fixed_layout), input=input)

@@ -200,6 +200,9 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
             raise complaint(
                 self.name, "is_causal is given without attn_mask", "the mask too, as torch does", "Pass attn_mask."
             )
+        given = zip((query, key, value), (self.embed_dim, self.kdim, self.vdim), strict=True)
+        if any(not each.is_nested and each.shape[-1] != size for each, size in given):
+            return super(Expanded, self).forward(query, key, value)  # raises
         is_causal = is_causal and key_padding_mask is None and not need_weights
         q, k, v = self._projected(query, key, value)
         mask = self._mask(query, (q.shape[1], k.shape[1]), None if is_causal else attn_mask, key_padding_mask)

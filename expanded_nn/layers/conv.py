@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expanded_nn._batch import batch_of
 from expanded_nn._errors import complaint
 from expanded_nn._module import Expanded
 from expanded_nn._patches import Geometry, Patches, cropped
@@ -366,13 +365,11 @@ def conv_transpose3d(
 class _ConvNd(Expanded, nn.modules.conv._ConvNd):
     """A convolution over as many dimensions as its kernel has."""
 
+    fixed_layout: ClassVar[bool] = True
     traceable: ClassVar[bool] = True
 
-    def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
-        return batch_of((args, kwargs))
-
     def expanded_forward(self, input: Tensor) -> Tensor:
-        return self.by_sample(self._convolve, len(self.kernel_size) + 1, fixed_layout=True, input=input)
+        return self.by_sample(self._convolve, len(self.kernel_size) + 1, input=input)
 
     def _convolve(self, x: Tensor) -> Tensor:
         x, padding = self._padded(x)
@@ -417,10 +414,8 @@ class Conv3d(_ConvNd, nn.Conv3d):
 class _ConvTransposeNd(Expanded, nn.modules.conv._ConvTransposeNd):
     """A transposed convolution over as many dimensions as its kernel has."""
 
+    fixed_layout: ClassVar[bool] = True
     traceable: ClassVar[bool] = True
-
-    def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
-        return batch_of((args, kwargs))
 
     def expanded_forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         dims, padding = len(self.kernel_size), self.padding
@@ -434,7 +429,7 @@ class _ConvTransposeNd(Expanded, nn.modules.conv._ConvTransposeNd):
                 dims, x, weight, bias, self.stride, padding, output_padding, self.groups, self.dilation
             )
 
-        return self.by_sample(op, dims + 1, fixed_layout=True, input=input)
+        return self.by_sample(op, dims + 1, input=input)
 
 
 @expands(nn.ConvTranspose1d)

@@ -13,9 +13,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._batch import batch_dim
@@ -26,6 +28,9 @@ from expanded_nn._module import Expanded
 from expanded_nn._registry import EXPANDED
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
+
+# torch's words where vmap gives up; the last where samples have results of different sizes
+_OF_VMAP = "vmap|functorch|[Bb]atching rule|stack expects each tensor to be equal size"
 
 PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)  # their parameters belong to the module that holds them
 
@@ -208,13 +213,16 @@ class General(Expanded):
             try:
                 return mapped(*arguments)
             except RuntimeError as error:
-                if isinstance(error, PerSampleError) or not re.search("vmap|functorch|[Bb]atching rule", str(error)):
+                if isinstance(error, PerSampleError) or not re.search(_OF_VMAP, str(error)):
                     raise
+                remedy = "Write its per-sample forward with @expands, or keep the parameters in modules of torch.nn."
+                if "setup_context" in str(error):
+                    remedy = "Give a checkpoint use_reentrant=False, and a Function of your own what the error says."
                 raise complaint(
                     self.name,
                     f"its forward does what vmap cannot follow ({error})",
                     "a forward that treats each sample alone and changes nothing in place that samples share",
-                    "Write its per-sample forward with @expands, or keep the parameters in modules of torch.nn.",
+                    remedy,
                 ) from error
 
         return call
@@ -238,6 +246,8 @@ class General(Expanded):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             return None
         dim = self._dim_of(leaf)
+        if dim and leaf.dim() == 2:
+            self.refuse_square(leaf)
         return dim if leaf.shape[dim] == batch else None
 
     def _dim_of(self, tensor: Tensor) -> int:
@@ -376,12 +386,21 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, module: General) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.hooks = module, _saved_tensors_hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        hooks = _saved_tensors_hooks()
+        if hooks != self.hooks and hooks is not None and hooks[0].__module__ == checkpoint.__name__:
+            # once the vmap is over, nothing of it can be computed again
+            with saved_tensors_hooks(_as_it_is, _as_it_is):
+                return self._corrected(func, args, kwargs or {})
+        return self._corrected(func, args, kwargs or {})
+
+    def _corrected(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is F.embedding:
             return _embedding(*args, **kwargs)
+        if func is F.embedding_bag and ((len(args) > 2 and args[2] is not None) or kwargs.get("offsets") is not None):
+            raise self._offsets()
         if func is F.scaled_dot_product_attention and any(
             map(_is_floating_mask, (*args[3:4], kwargs.get("attn_mask")))
         ):
@@ -390,6 +409,14 @@ class _Watch(TorchFunctionMode):
         if _is_in_place(func) and not _is_of_one_sample(args[0]) and any(map(_is_of_one_sample, tree_leaves(args))):
             raise self._shared_change(args[0])
         return func(*args, **kwargs)
+
+    def _offsets(self) -> PerSampleError:
+        return complaint(
+            self.module.name,
+            "its forward looks up bags by offsets, which tell the samples apart for the whole batch only",
+            "one row a sample",
+            "Give the bags to EmbeddingBag as a 2-D input (B, N), filled up with its padding_idx, without offsets.",
+        )
 
     def _shared_change(self, tensor: Tensor) -> PerSampleError:
         names = [f"the buffer {name!r}" for name, buffer in self.module.named_buffers() if buffer is tensor]
@@ -400,6 +427,18 @@ class _Watch(TorchFunctionMode):
             "Do without that buffer or cache in per-sample mode (use_cache=False), or write the per-sample forward "
             "with @expands.",
         )
+
+
+def _saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """What packs and unpacks the tensors that autograd saves now."""
+    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = torch._C._autograd._top_saved_tensors_default_hooks(
+        True
+    )
+    return hooks
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _is_floating_mask(mask: Any) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
-from expanded_nn._shared import is_constant, is_shared, shared, shared_or_none
+from expanded_nn._shared import is_constant, is_shared, owned, shared, shared_or_none
 
 aten = torch.ops.aten
 
@@ -252,7 +252,8 @@ def _one_sample(
 def _flat(
     parameter: Tensor | None,  # (B, C)
 ) -> Tensor | None:  # (B * C,)
-    return None if parameter is None else parameter.reshape(-1)
+    # contiguous, as torch's kernels err on one channel that stays expanded (stride 0)
+    return None if parameter is None else parameter.reshape(-1).contiguous()
 
 
 def _repeated(
@@ -303,7 +304,7 @@ def group_norm(
     y = torch.group_norm(
         _one_sample(x), batch * num_groups, _flat(weight), _flat(bias), eps, torch.backends.cudnn.enabled
     )
-    return y.view(x.shape)
+    return owned(y.view(x.shape))
 
 
 def instance_norm(
@@ -345,7 +346,7 @@ def instance_norm(
         assert var is not None
         running_mean.copy_(mean.view(batch, -1).mean(0))
         running_var.copy_(var.view(batch, -1).mean(0))
-    return y.view(x.shape)
+    return owned(y.view(x.shape))
 
 
 def _mixing(who: str) -> PerSampleError:
@@ -394,9 +395,29 @@ def batch_norm(
     batch = x.shape[0]
     if batch == 0:
         return _on_no_samples(x, weight, bias)
+    if x.dim() > 3 and x.stride(1) == 1 != x.shape[1] and _same_dtype(x, running_mean, running_var, weight, bias):
+        return _by_channel(x, running_mean, torch.rsqrt(running_var + eps), weight, bias)
     mean, var = running_mean.repeat(batch), running_var.repeat(batch)
     y = F.batch_norm(_one_sample(x), mean, var, _flat(weight), _flat(bias), False, momentum, eps)
-    return y.view(x.shape)
+    return owned(y.view(x.shape))
+
+
+def _same_dtype(*tensors: Tensor | None) -> bool:
+    return len({each.dtype for each in tensors if each is not None}) == 1
+
+
+def _by_channel(
+    x: Tensor,  # (B, C, *)
+    mean: Tensor,  # (C,)
+    rstd: Tensor,  # (C,)
+    weight: Tensor | None,  # (B, C)
+    bias: Tensor | None,  # (B, C)
+) -> Tensor:  # (B, C, *)
+    """The norm in plain operations, which leave channels that stand last where they are."""
+    ones = [1] * (x.dim() - 2)
+    scale = rstd.expand(x.shape[:2]) if weight is None else rstd * weight
+    xhat, scale = x - mean.reshape(-1, *ones), scale.reshape(*scale.shape, *ones)
+    return xhat * scale if bias is None else torch.addcmul(bias.reshape(*bias.shape, *ones), xhat, scale)
 
 
 @expands(nn.GroupNorm)
@@ -404,17 +425,19 @@ class GroupNorm(Expanded, nn.GroupNorm):
     """`torch.nn.GroupNorm` with per-sample gradients; input `(B, num_channels, *)`."""
 
     ranks: ClassVar[dict[str, int]] = {"weight": 1, "bias": 1}
+    fixed_layout: ClassVar[bool] = True
     traceable: ClassVar[bool] = True
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         def op(x: Tensor) -> Tensor:
             return group_norm(x, self.num_groups, self.expanded("weight"), self.expanded("bias"), self.eps)
 
-        return self.by_sample(op, 1, fixed_layout=True, input=input)
+        return self.by_sample(op, 1, input=input)
 
 
 class _InstanceNorm(Expanded, nn.modules.instancenorm._InstanceNorm):
     ranks: ClassVar[dict[str, int]] = {"weight": 1, "bias": 1}
+    fixed_layout: ClassVar[bool] = True
 
     @property
     def traceable(self) -> bool:  # type: ignore[override]
@@ -437,7 +460,7 @@ class _InstanceNorm(Expanded, nn.modules.instancenorm._InstanceNorm):
                 self.eps,
             )
 
-        return self.by_sample(op, self._get_no_batch_dim(), fixed_layout=True, input=input)  # type: ignore[no-untyped-call]
+        return self.by_sample(op, self._get_no_batch_dim(), input=input)  # type: ignore[no-untyped-call]
 
 
 @expands(nn.InstanceNorm1d)
@@ -457,6 +480,7 @@ class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
 
 class _BatchNorm(Expanded, nn.modules.batchnorm._BatchNorm):
     ranks: ClassVar[dict[str, int]] = {"weight": 1, "bias": 1}
+    fixed_layout: ClassVar[bool] = True
     watches: ClassVar[bool] = True
     traceable: ClassVar[bool] = True
 
@@ -480,7 +504,7 @@ class _BatchNorm(Expanded, nn.modules.batchnorm._BatchNorm):
                 x, self.running_mean, self.running_var, weight, bias, training=self.mixes_samples, eps=self.eps
             )
 
-        return self.by_sample(op, 1, fixed_layout=True, input=input)
+        return self.by_sample(op, 1, input=input)
 
 
 @expands(nn.BatchNorm1d)

@@ -135,6 +135,7 @@ class _Cell(Expanded, nn.RNNCellBase):
     """One step of a recurrence; the contributions of the steps that the user unrolls add up."""
 
     ranks: ClassVar[dict[str, int]] = {"weight_ih": 2, "weight_hh": 2, "bias_ih": 1, "bias_hh": 1}
+    batch_first: ClassVar[bool] = True  # (B, features), in a model that has time first as well
     mode: str
 
     def samples_in(self, input: Tensor, hx: Any = None) -> int | None:
