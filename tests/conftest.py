@@ -1,4 +1,4 @@
-"""Every test: float64, a fixed seed, one thread."""
+"""Every test: float64, a fixed seed, one thread; on the CPU, or where `--device` says."""
 
 from collections.abc import Iterator
 
@@ -6,11 +6,28 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", help="where new tensors are made, as in --device cuda")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--device") is None:
+        return
+    skip = pytest.mark.skip(reason="torch turns this off under a TorchFunctionMode, which a default device is")
+    for item in items:
+        if item.get_closest_marker("no_modes"):
+            item.add_marker(skip)
+
+
 @pytest.fixture(autouse=True)
-def float64_and_seed() -> Iterator[None]:
-    before = torch.get_default_dtype()
+def float64_and_seed(request: pytest.FixtureRequest) -> Iterator[None]:
+    before, device = torch.get_default_dtype(), request.config.getoption("--device")
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
+    if device is not None:
+        torch.set_default_device(device)
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(before)
+    if device is not None:
+        torch.set_default_device(None)

@@ -671,6 +671,7 @@ def slow(really: bool = True) -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(True)
 
 
+@pytest.mark.no_modes
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("on", [True, False])
 def test_inference_is_fused(on: bool, frozen: bool) -> None:

@@ -43,7 +43,7 @@ from oracle import (
 from workers import Rows, gradients_in_another_process, spawned
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning"),  # torch's RMSNorm
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # vmap of the plain module

@@ -488,7 +488,7 @@ def test_one_error_lists_everything() -> None:
             self.inner = nn.Sequential(nn.ReLU(), nn.SyncBatchNorm(4))
             self.scripted = torch.jit.script(nn.Linear(2, 2))
 
-    with pytest.warns(DeprecationWarning, match="jit"), pytest.raises(enn.ConversionError) as info:
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"), pytest.raises(enn.ConversionError) as info:
         enn.convert(Model())
     text = str(info.value)
     for name, class_name in (("lazy", "LazyLinear"), ("inner.1", "SyncBatchNorm"), ("scripted", "")):

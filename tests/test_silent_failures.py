@@ -485,7 +485,7 @@ def test_layer_replaced_after_conversion() -> None:
         model(torch.randn(3, 4)).sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize(
     "transform",
     [
