@@ -85,12 +85,8 @@ class Patches(Term):
     def chunks(self) -> Iterator[Patches]:
         return cast(Iterator[Patches], super().chunks())
 
-    def both(self) -> tuple[Tensor, Tensor]:
-        """The scaled `g` and `x`, in the rows' dtype."""
-        return self.leading(), self.factors[1].to(self.dtype)
-
     def dense(self, out: Tensor | None = None) -> Tensor:
-        g, x = self.both()
+        g, x = self.weighted()
         return dense_rows(g, x, self.row_shape, self.geometry, out)
 
     @property
@@ -100,15 +96,13 @@ class Patches(Term):
         return _kernel_for(g, x, self.row_shape, self.dtype) is _rows_by_columns
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
-        g, x = self.both()
-        if weights is not None:
-            g = g * weights.to(g.dtype).reshape(-1, *[1] * (g.dim() - 1))
+        g, x = self.weighted(weights)
         return _weight_gradient(g, x, self.row_shape, self.geometry)
 
     def matvec(self, vector: Tensor) -> Tensor:
-        g, x = self.both()
+        g, x = self.unscaled()
         y = _convolution(x, vector.reshape(self.row_shape), self.geometry)
-        return (y * g).flatten(1).sum(1)
+        return (y * g).flatten(1).sum(1).mul_(self.coefficient)
 
     def squared_norms(self) -> Tensor:
         return self.inner(self)
@@ -149,11 +143,11 @@ def _inner(one: Patches, two: Patches) -> Tensor:
 
 def _as_linear(term: Patches) -> Outer:
     """Each group of each sample as a linear map: rows `(B * groups, out / groups, in / groups * prod(kernel))`."""
-    g, x = term.both()
+    g, x = term.unscaled()
     windows = _windows(x, g.shape[2:], term.row_shape[2:], term.geometry)
     g = _by_group(g, term.geometry.groups)
     columns = windows.reshape(g.shape[0], prod(term.row_shape[1:]), g.shape[2])
-    return Outer.of(g.transpose(1, 2), columns.transpose(1, 2), term.dtype)
+    return Outer((g.mT, columns.mT), (g.shape[1], columns.shape[1]), term.dtype, term.coefficient)
 
 
 def dense_rows(

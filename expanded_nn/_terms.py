@@ -1,15 +1,16 @@
 """The kinds of factors a per-sample gradient is made of, and their algebra.
 
 A term stands for rows `(B, *row_shape)` and holds only what they are made of. All of a term's algebra is linear in
-its first factor, which carries the scalar `coefficient`. Factors are detached; a change of one in place after the
-term was made is detected by its version counter.
+its floating-point factors; the scalar `coefficient` multiplies what is smallest, as late as can be. Factors are
+detached; a change of one in place after the term was made is detected by its version counter.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from math import prod
 from typing import cast
 
@@ -21,6 +22,22 @@ from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._gemm import transposed_product
 
 CHUNK_NUMEL = 1 << 22  # dense rows made at once, where an algorithm needs them only in passing
+
+
+_kept_products: ContextVar[dict[object, Tensor] | None] = ContextVar("_kept_products", default=None)
+
+
+@contextmanager
+def shared_products() -> Iterator[None]:
+    """Within it the norms of terms with a factor in common, one after the other, multiply its positions once.
+
+    Queries, keys and values have their input in common, the two weights of a recurrence the gradient of its gates.
+    """
+    before = _kept_products.set({})
+    try:
+        yield
+    finally:
+        _kept_products.reset(before)
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -55,7 +72,7 @@ class Term(ABC):
     """Rows `(B, *row_shape)` of one kind.
 
     Args:
-        factors: The tensors the rows are made of, each `(B, ...)`, the first one the one that scales.
+        factors: The one or two tensors the rows are made of, each `(B, ...)`; the first is no index.
         row_shape: The shape of one row.
         dtype: The rows' dtype, to which factors are cast when used.
         coefficient: A number that multiplies all rows.
@@ -134,9 +151,7 @@ class Term(ABC):
             term.__dict__.update(self.__dict__)
             term.coefficient *= factor
             return term
-        first = self.factors[0]
-        first = first * factor.to(first.dtype).reshape(-1, *[1] * (first.dim() - 1))
-        return self._derived((first, *self.factors[1:]), self.coefficient, self.dtype)
+        return self._derived(_weighted(self.factors, factor), self.coefficient, self.dtype)
 
     def map(self, choose: Callable[[Tensor], Tensor]) -> Term:
         """The term of the rows that `choose` takes of any tensor `(B, ...)`."""
@@ -171,11 +186,25 @@ class Term(ABC):
                 "Change a clone of it, or switch on per_sample(materialize=True).",
             )
 
-    def leading(self) -> Tensor:
-        """The first factor, scaled and in the rows' dtype."""
+    def unscaled(self) -> tuple[Tensor, ...]:
+        """The factors in the rows' dtype, without the coefficient."""
         self.check()
-        factor = self.factors[0].to(self.dtype)
-        return factor if self.coefficient == 1.0 else factor * self.coefficient
+        return tuple(each.to(self.dtype) if each.is_floating_point() else each for each in self.factors)
+
+    def weighted(self, weights: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The factors in the rows' dtype, of which one has the coefficient, and each row's own number, `(B,)`."""
+        if weights is None and self.coefficient == 1.0:
+            return self.unscaled()
+        return _weighted(self.unscaled(), self.coefficient if weights is None else weights * self.coefficient)
+
+
+def _weighted(factors: Sequence[Tensor], by: float | Tensor) -> tuple[Tensor, ...]:
+    """The factors of rows times a number, or times each row's own, `(B,)`, which the smallest takes."""
+    at = min((i for i, each in enumerate(factors) if each.is_floating_point()), key=lambda i: factors[i].numel())
+    factor = factors[at]
+    if isinstance(by, Tensor):
+        by = by.to(factor.dtype).reshape(-1, *[1] * (factor.dim() - 1))
+    return (*factors[:at], factor * by, *factors[at + 1 :])
 
 
 class Dense(Term):
@@ -187,19 +216,22 @@ class Dense(Term):
         return cls((rows,), rows.shape[1:], rows.dtype)
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        rows = self.leading()
+        (rows,) = self.weighted()
         return rows.clone() if rows.data_ptr() == self.factors[0].data_ptr() else rows
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
-        rows = self.leading()
-        return rows.sum(0) if weights is None else torch.tensordot(weights.to(rows.dtype), rows, dims=1)
+        (rows,) = self.unscaled()
+        total = rows.sum(0) if weights is None else torch.tensordot(weights.to(rows.dtype), rows, dims=1)
+        return total.mul_(self.coefficient)
 
     def matvec(self, vector: Tensor) -> Tensor:
-        return torch.mv(_matrix(self.leading()), vector.flatten())
+        (rows,) = self.unscaled()
+        return torch.mv(_matrix(rows), vector.flatten()).mul_(self.coefficient)
 
     def squared_norms(self) -> Tensor:
-        norms: Tensor = torch.linalg.vector_norm(_matrix(self.leading()), dim=1)
-        return norms.square()
+        (rows,) = self.unscaled()
+        norms: Tensor = torch.linalg.vector_norm(_matrix(rows), dim=1)
+        return norms.mul_(self.coefficient).square()
 
 
 class Outer(Term):
@@ -214,37 +246,48 @@ class Outer(Term):
     ) -> Outer:
         return cls((g, a), (g.shape[-1], a.shape[-1]), dtype)
 
-    def both(self) -> tuple[Tensor, Tensor]:
-        """The scaled `g` and `a`, in the rows' dtype."""
-        return self.leading(), self.factors[1].to(self.dtype)
-
     def dense(self, out: Tensor | None = None) -> Tensor:
-        g, a = self.both()
+        g, a = self.weighted()
         if g.shape[1] == 1:
             return torch.mul(g.transpose(1, 2), a, out=out)
         return torch.bmm(g.transpose(1, 2), a, out=out)
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
-        g, a = self.both()
-        if weights is not None:
-            weights = weights.to(g.dtype)[:, None, None]
-            g, a = (g, a * weights) if a.shape[2] < g.shape[2] else (g * weights, a)
+        g, a = self.weighted(weights)
         return transposed_product(g.flatten(0, 1), a.flatten(0, 1))
 
     def matvec(self, vector: Tensor) -> Tensor:
-        g, a = self.both()
-        return (torch.matmul(a, vector.reshape(self.row_shape).t()) * g).sum((1, 2))
+        g, a = self.unscaled()
+        return (torch.matmul(a, vector.reshape(self.row_shape).t()) * g).sum((1, 2)).mul_(self.coefficient)
 
     def squared_norms(self) -> Tensor:
+        if self.factors[0].shape[1] > 1 and self._positions_are_fewer(self):
+            self.check()
+            return (self._products(0) * self._products(1)).sum((1, 2)).mul_(self.coefficient**2)
         return self.inner(self)
+
+    def _products(self, at: int) -> Tensor:
+        """The products of all positions of one factor, `(B, T, T)`."""
+        factor, kept = self.factors[at], _kept_products.get()
+        key = (factor.data_ptr(), factor.dtype, factor.shape, factor.stride(), self.dtype)
+        products = None if kept is None else kept.pop(key, None)
+        if products is None:
+            own = factor.to(self.dtype)
+            products = torch.bmm(own, own.mT)
+        if kept is not None:
+            kept[key] = products
+            if len(kept) > 2:  # the last one of each factor
+                del kept[next(iter(kept))]
+        return products
 
     def inner(self, other: Term) -> Tensor:
         if isinstance(other, Outer):
-            (g, a), (h, c) = self.both(), other.both()
+            (g, a), (h, c) = self.unscaled(), other.unscaled()
+            scale = self.coefficient * other.coefficient
             if g.shape[1] == h.shape[1] == 1:
-                return (g * h).sum((1, 2)) * (a * c).sum((1, 2))
+                return (g * h).sum((1, 2)) * (a * c).sum((1, 2)).mul_(scale)
             if self._positions_are_fewer(other):
-                return (torch.bmm(g, h.transpose(1, 2)) * torch.bmm(a, c.transpose(1, 2))).sum((1, 2))
+                return (torch.bmm(g, h.mT) * torch.bmm(a, c.mT)).sum((1, 2)).mul_(scale)
             if other is self:
                 return super().squared_norms()
         if isinstance(other, OneHot):
@@ -253,8 +296,9 @@ class Outer(Term):
 
     def gram(self, other: Term) -> Tensor:
         if isinstance(other, Outer) and self._positions_are_few(other):
-            (g, a), (h, c) = self.both(), other.both()
-            return (torch.einsum("bto,cso->bcts", g, h) * torch.einsum("bti,csi->bcts", a, c)).sum((2, 3))
+            (g, a), (h, c) = self.unscaled(), other.unscaled()
+            products = torch.einsum("bto,cso->bcts", g, h) * torch.einsum("bti,csi->bcts", a, c)
+            return products.sum((2, 3)).mul_(self.coefficient * other.coefficient)
         if isinstance(other, OneHot):
             return other.gram(self).t()
         return super().gram(other)
@@ -295,26 +339,20 @@ class OneHot(Term):
     ) -> OneHot:
         return cls((values, index), (entries, values.shape[-1]), dtype)
 
-    def both(self) -> tuple[Tensor, Tensor]:
-        """The scaled values, in the rows' dtype, and the index."""
-        return self.leading(), self.factors[1]
-
     def dense(self, out: Tensor | None = None) -> Tensor:
-        values, index = self.both()
+        values, index = self.weighted()
         return _added_by_index(values, index, self.row_shape[0])
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
-        values, index = self.both()
-        if weights is not None:
-            values = values * weights.to(values.dtype)[:, None, None]
+        values, index = self.weighted(weights)
         return _added_by_index(values.flatten(0, 1)[None], index.reshape(1, -1), self.row_shape[0])[0]
 
     def matvec(self, vector: Tensor) -> Tensor:
-        values, index = self.both()
+        values, index = self.weighted()
         return (F.embedding(index, vector.reshape(self.row_shape)) * values).sum((1, 2))
 
     def squared_norms(self) -> Tensor:
-        values, index = self.both()
+        values, index = self.weighted()
         ordered, order = index.sort(1)
         values = values.gather(1, order[..., None].expand_as(values))
         new = torch.cat([torch.zeros_like(ordered[:, :1]), ordered.diff(dim=1).ne(0).long()], 1)
@@ -324,12 +362,12 @@ class OneHot(Term):
         if isinstance(other, OneHot):
             if other is self:
                 return self.squared_norms()
-            (values, index), (others, other_index) = self.both(), other.both()
+            (values, index), (others, other_index) = self.weighted(), other.weighted()
             equal = index[:, :, None] == other_index[:, None, :]
             return (torch.bmm(values, others.transpose(1, 2)) * equal).sum((1, 2))
         if isinstance(other, Outer):
-            values, index = self.both()
-            g, a = other.both()  # rows (entries, dim): g (B, S, entries), a (B, S, dim)
+            values, index = self.weighted()
+            g, a = other.weighted()  # rows (entries, dim): g (B, S, entries), a (B, S, dim)
             picked = g.gather(2, index[:, None, :].expand(-1, g.shape[1], -1))
             return (picked * torch.bmm(a, values.transpose(1, 2))).sum((1, 2))
         return super().inner(other)
@@ -337,8 +375,8 @@ class OneHot(Term):
     def gram(self, other: Term) -> Tensor:
         if not isinstance(other, OneHot | Outer) or not self.batch:
             return super().gram(other)
-        values, index = self.both()
-        theirs = other.both()
+        values, index = self.weighted()
+        theirs = other.weighted()
         return torch.stack([_products(v, i, other, theirs) for v, i in zip(values, index, strict=True)])
 
 
@@ -347,12 +385,12 @@ class SparseOneHot(OneHot):
 
     def sparse_sum(self) -> Tensor:
         """The plain sum of the rows as a sparse COO tensor, as `torch.nn.Embedding(sparse=True)` gives it."""
-        values, index = (factor.flatten(0, 1) for factor in self.both())
+        values, index = (factor.flatten(0, 1) for factor in self.weighted())
         kept = values.ne(0).any(1)  # neither padding nor the filling of short bags
         return torch.sparse_coo_tensor(index[kept][None], values[kept], self.row_shape, check_invariants=False)
 
 
-def _products(values: Tensor, index: Tensor, other: Term, theirs: tuple[Tensor, Tensor]) -> Tensor:
+def _products(values: Tensor, index: Tensor, other: Term, theirs: Sequence[Tensor]) -> Tensor:
     """`<row, other_row[b]>`, `(B,)`, for the one row made of `values (T, dim)` at `index (T,)`."""
     if isinstance(other, OneHot):
         others, other_index = theirs
@@ -390,9 +428,12 @@ def _joined(group: list[Term]) -> list[Term]:
     if isinstance(first, Dense):
         total = first.dense()
         for term in group[1:]:
-            total += term.leading()
+            (rows,) = term.weighted()
+            total += rows
         return [Dense.of(total)]
     if isinstance(first, Outer | OneHot):
-        leading = torch.cat([term.leading() for term in group], 1)
-        return [first.remake((leading, torch.cat([term.factors[1] for term in group], 1)), 1.0, first.dtype)]
+        alike = all(term.coefficient == first.coefficient for term in group)
+        factors = [term.unscaled() if alike else term.weighted() for term in group]
+        joined = [torch.cat(each, 1) for each in zip(*factors, strict=True)]
+        return [first.remake(joined, first.coefficient if alike else 1.0, first.dtype)]
     return group

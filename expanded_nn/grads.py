@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from expanded_nn._errors import complaint
 from expanded_nn._module import Expanded, PerSampleModule
 from expanded_nn._sharded import added_over_ranks, is_shard, scattered
+from expanded_nn._terms import shared_products
 from expanded_nn.factored import FactoredTensor, as_factored, average, widened
 
 
@@ -167,7 +168,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
         )
 
     def _squared_norms(self) -> dict[str, Tensor]:
-        return {name: widened(rows).squared_norms().clamp(min=0) for name, rows in self._rows.items()}
+        with shared_products():
+            return {name: widened(rows).squared_norms().clamp(min=0) for name, rows in self._rows.items()}
 
     def _refuse_other_names(self, other: Mapping[str, object], what: str) -> None:
         if set(other) != set(self):
