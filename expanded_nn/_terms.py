@@ -151,7 +151,7 @@ class Term(ABC):
             term.__dict__.update(self.__dict__)
             term.coefficient *= factor
             return term
-        return self._derived(_weighted(self.factors, factor), self.coefficient, self.dtype)
+        return self._derived(_weighted(self.factors, factor, self.dtype), self.coefficient, self.dtype)
 
     def map(self, choose: Callable[[Tensor], Tensor]) -> Term:
         """The term of the rows that `choose` takes of any tensor `(B, ...)`."""
@@ -195,16 +195,28 @@ class Term(ABC):
         """The factors in the rows' dtype, of which one has the coefficient, and each row's own number, `(B,)`."""
         if weights is None and self.coefficient == 1.0:
             return self.unscaled()
-        return _weighted(self.unscaled(), self.coefficient if weights is None else weights * self.coefficient)
+        by = self.coefficient if weights is None else weights.to(_wide(self.dtype)) * self.coefficient
+        return _weighted(self.unscaled(), by, self.dtype)
 
 
-def _weighted(factors: Sequence[Tensor], by: float | Tensor) -> tuple[Tensor, ...]:
-    """The factors of rows times a number, or times each row's own, `(B,)`, which the smallest takes."""
-    at = min((i for i, each in enumerate(factors) if each.is_floating_point()), key=lambda i: factors[i].numel())
-    factor = factors[at]
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that numbers are multiplied and added up in before they become rows of `dtype`."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _weighted(factors: Sequence[Tensor], by: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The factors of rows times a number, or times each row's own, `(B,)`, which the smallest takes.
+
+    In float16 the first takes it: a gradient has room for B there, an input may be too large for it.
+    """
+    at = 0
+    if dtype != torch.float16:
+        numbers = (i for i, each in enumerate(factors) if each.is_floating_point() or each.is_complex())
+        at = min(numbers, key=lambda i: factors[i].numel())
+    factor = factors[at].to(dtype)
     if isinstance(by, Tensor):
-        by = by.to(factor.dtype).reshape(-1, *[1] * (factor.dim() - 1))
-    return (*factors[:at], factor * by, *factors[at + 1 :])
+        by = by.to(_wide(dtype)).reshape(-1, *[1] * (factor.dim() - 1))
+    return (*factors[:at], (factor * by).to(dtype), *factors[at + 1 :])
 
 
 class Dense(Term):
@@ -221,8 +233,11 @@ class Dense(Term):
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         (rows,) = self.unscaled()
-        total = rows.sum(0) if weights is None else torch.tensordot(weights.to(rows.dtype), rows, dims=1)
-        return total.mul_(self.coefficient)
+        wide = _wide(rows.dtype)
+        if weights is None:
+            return rows.sum(0, dtype=wide).mul_(self.coefficient).to(rows.dtype)
+        total: Tensor = torch.tensordot((weights.to(wide) * self.coefficient).to(rows.dtype), rows, dims=1)
+        return total
 
     def matvec(self, vector: Tensor) -> Tensor:
         (rows,) = self.unscaled()
@@ -258,12 +273,13 @@ class Outer(Term):
 
     def matvec(self, vector: Tensor) -> Tensor:
         g, a = self.unscaled()
-        return (torch.matmul(a, vector.reshape(self.row_shape).t()) * g).sum((1, 2)).mul_(self.coefficient)
+        y = torch.matmul(a, vector.reshape(self.row_shape).t()).to(_wide(self.dtype))
+        return (y * g).sum((1, 2)).mul_(self.coefficient).to(self.dtype)
 
     def squared_norms(self) -> Tensor:
         if self.factors[0].shape[1] > 1 and self._positions_are_fewer(self):
             self.check()
-            return (self._products(0) * self._products(1)).sum((1, 2)).mul_(self.coefficient**2)
+            return (self._products(0) * self._products(1)).sum((1, 2)).mul_(self.coefficient).mul_(self.coefficient)
         return self.inner(self)
 
     def _products(self, at: int) -> Tensor:

@@ -384,6 +384,14 @@ def a_square_argument() -> None:
     own(lambda self, x, m: F.dropout(x * self.scale) + 0 * m.sum(), torch.randn(3, 3))
 
 
+@refused(r"^Own: its result may have shape \(3, 1\) or \(1, 3\), and is not compared")
+def a_result_of_one_step_that_is_not_compared() -> None:
+    child = nn.Linear(4, 1)
+    child.register_forward_hook(lambda *_: None)
+    module = Own(lambda self, x: self.child(x).sum(0) * self.scale.sum(), child=child)
+    enn.convert(module).per_sample(batch_first=False)(torch.randn(5, 3, 4))
+
+
 @refused(r"0\.layer \(Own\): its forward does what vmap cannot follow .*@expands")
 def a_branch_on_a_value() -> None:
     own(lambda self, x: x * self.scale if x.sum() > 0 else x)

@@ -282,3 +282,55 @@ def test_manners_of_a_tensor(pair: tuple[FactoredTensor, Tensor]) -> None:
     assert rows.data_ptr() == rows.dense().data_ptr()
     for row, expected in zip(rows, twin, strict=True):
         same(row, expected)
+
+
+@pytest.mark.parametrize("positions", [1, 2])
+def test_a_coefficient_stays_within_half_precision(positions: int) -> None:
+    g, a = torch.full((B, positions, 8), 1e-3).half(), torch.full((B, positions, 5), 500.0).half()
+    rows, expected = FactoredTensor.of(Outer.of(g, a, torch.float16)) * 256, 256 * 0.5 * positions
+    weights = torch.full((B,), 1 / B)
+    torch.testing.assert_close(rows.weighted_sum(), torch.full((8, 5), B * expected).half(), rtol=1e-2, atol=0)
+    torch.testing.assert_close(rows.weighted_sum(weights), torch.full((8, 5), expected).half(), rtol=1e-2, atol=0)
+    by_row = Outer.of(g, a, torch.float16).scaled(torch.full((B,), 256.0).half())
+    torch.testing.assert_close(by_row.dense(), torch.full((B, 8, 5), expected).half(), rtol=1e-2, atol=0)
+    torch.testing.assert_close(rows.dense(), torch.full((B, 8, 5), expected).half(), rtol=1e-2, atol=0)
+
+
+def test_a_product_with_a_vector_does_not_vanish_before_its_coefficient() -> None:
+    g, a = torch.full((B, 1, 8), 4e-6).half(), torch.full((B, 1, 5), 0.02).half()
+    rows, vector = FactoredTensor.of(Outer.of(g, a, torch.float16)) * 256, torch.full((8, 5), 0.05).half()
+    expected = 256 * (g.double()[:, :, :, None] * a.double()[:, :, None] * vector.double()).sum((1, 2, 3))
+    torch.testing.assert_close(rows.matvec(vector).double(), expected, rtol=1e-2, atol=0)
+
+
+def test_a_sum_of_half_precision_rows_has_its_coefficient_before_it_is_rounded() -> None:
+    rows = FactoredTensor.of(Dense.of(torch.full((256, 3), 500.0).half())) / 256
+    torch.testing.assert_close(rows.sum(0), torch.full((3,), 500.0).half())
+    torch.testing.assert_close(rows.weighted_sum(torch.full((256,), 0.5)), torch.full((3,), 250.0).half())
+
+
+@pytest.mark.parametrize("kind", ["outer_2", "one_hot", "patches", "dense"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32])
+def test_weights_of_another_dtype(kind: str, dtype: torch.dtype) -> None:
+    rows, twin = make(kind)
+    weights = torch.tensor([1, 0, 1, 1]).to(dtype)
+    same((rows / 3 * 257).weighted_sum(weights), torch.einsum("b,bij->ij", weights.double(), twin) * 257 / 3)
+
+
+@pytest.mark.parametrize("kind", ["outer_2", "one_hot", "dense"])
+def test_rows_of_narrower_factors_are_scaled_in_their_own_dtype(kind: str) -> None:
+    (term,) = KINDS[kind]()
+    narrow = term.remake([f.half() if f.is_floating_point() else f for f in term.factors], 1.0, torch.float32)
+    scaled = narrow.scaled(torch.full((B,), 1e6, dtype=torch.float32))
+    torch.testing.assert_close(scaled.dense(), narrow.dense() * 1e6, rtol=1e-5, atol=10)
+
+
+def test_a_large_coefficient_overflows_as_numbers_do() -> None:
+    rows = FactoredTensor.of(Outer.of(torch.ones(B, 2, 30), torch.ones(B, 2, 50), torch.float64))
+    same((rows * 1e200).squared_norms(), torch.full((B,), torch.inf))
+
+
+def test_a_complex_term_takes_a_coefficient() -> None:
+    g, a = torch.randn(B, 2, 3, dtype=torch.complex128), torch.randn(B, 2, 5, dtype=torch.complex128)
+    term = Outer.of(g, a, torch.complex128)
+    same(term.scaled(3.0).dense(), 3 * term.dense())

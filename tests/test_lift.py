@@ -286,6 +286,29 @@ def test_samples_second() -> None:
             assert_close(rows[i], grad)
 
 
+@pytest.mark.parametrize("features_out", [1, 4])
+@pytest.mark.parametrize("of_steps", [True, False], ids=["(T, B)", "(B, features)"])
+def test_samples_second_and_results_of_two_dimensions(of_steps: bool, features_out: int) -> None:
+    """Of one sample, one step and one feature are both of shape (1, 1)."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        y, h = m.layer(x)
+        return m.scale.sum() * (y.sum(2) if of_steps else h[-1])
+
+    module = Own(forward, layer=nn.RNN(D, features_out))
+    model = enn.convert(module).per_sample(loss_reduction="sum", batch_first=False)
+    for steps, batch in [(1, 1), (5, 3), (1, 3), (3, 3), (1, 2), (4, 1)]:
+        x = values(steps, batch, D)
+        model.zero_grad()
+        y = model(x)
+        assert_close(y, module(x))
+        y.sin().sum().backward()
+        for i in range(batch):
+            grads = torch.autograd.grad(module(x[:, i : i + 1]).sin().sum(), list(module.parameters()))
+            for rows, grad in zip(rows_of(model).values(), grads, strict=True):
+                assert_close(rows[i], grad)
+
+
 # --- containers: arguments and results --------------------------------------------------------------------------
 
 

@@ -320,6 +320,7 @@ def _gradients(
     assert h0 is not None
     assert y is not None
     saved = Saved(steps.rows(x), steps.previous(h0, y), y, c0)
+    reached_hr = g is not None or len(steps.sizes) > 1  # the cell state after the first step does not depend on it
     g = torch.zeros_like(y) if g is None else steps.copied_rows(g, dtype)
     found = recurrence.backward(steps, saved, one, g, None if g_c is None else g_c.to(dtype))
 
@@ -340,7 +341,7 @@ def _gradients(
         grads[5] = ih.sum(1).to(row_dtype)
     if needed[6]:
         grads[6] = grads[5] if hh is ih and needed[5] else hh.sum(1).to(row_dtype)
-    if needed[7] and found.hr is not None:
+    if needed[7] and found.hr is not None and reached_hr:
         g, hidden = found.hr
         grads[7] = outer_rows(steps.by_sample(g), steps.by_sample(hidden), row_dtype)
     return tuple(grads)

@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,19 @@ ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
 # torch's words where vmap gives up; the last where samples have results of different sizes
 _OF_VMAP = "vmap|functorch|[Bb]atching rule|stack expects each tensor to be equal size"
 
+
+class Compared(NamedTuple):
+    """What came out when the results of the samples were compared with the plain forward of the whole batch.
+
+    Attributes:
+        alike: Whether they could be compared, and are the same: neither are random results, nor those that hooks see.
+        by_time: The results that were read as `(B, 1)` and are `(1, B)`, one step of a time-first sequence.
+    """
+
+    alike: bool
+    by_time: tuple[int, ...] = ()
+
+
 PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)  # their parameters belong to the module that holds them
 
 
@@ -44,7 +57,7 @@ class General(Expanded):
     the samples where the arguments have them.
     """
 
-    _compared: Mapping[Any, bool] = {}  # a way to read the arguments -> whether its result could be compared
+    _compared: Mapping[Any, Compared] = {}  # by the way to read the arguments and results
     _ranks: dict[str, int] | None = None  # of each own parameter, those in lists included, when it was converted
 
     def note_ranks(self) -> None:
@@ -90,9 +103,10 @@ class General(Expanded):
         """What samples share, once for each of them."""
         if not isinstance(output, Tensor) or output.dim() == 0:
             return output
-        dim = self._dim_of(output)
-        shape = (*output.shape[:dim], self.batch_size, *output.shape[dim + 1 :])
-        return output.expand(shape) if output.shape[dim] == 1 else output
+        dim, batch = self._dim_of(output), self.batch_size
+        if output.shape[dim] != 1 or batch == 1:
+            return output
+        return output.expand(*output.shape[:dim], batch, *output.shape[dim + 1 :]).clone()
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._has_own_rows():
@@ -116,6 +130,7 @@ class General(Expanded):
         if batch == 0:
             return self._empty(places, expanded, args, kwargs)
         returned: list[Any] = []
+        output_dims: list[int] = []
 
         def one_sample(weights: list[Tensor], inputs: list[Any]) -> list[Tensor]:
             alone = [each if dim is None else each.unsqueeze(dim) for each, dim in zip(inputs, dims, strict=True)]
@@ -124,42 +139,52 @@ class General(Expanded):
                 result = self._plain_forward(*args, **kwargs)
             if Counter(_ids_of_one_sample((args, kwargs))) - Counter(_ids_of_one_sample(alone)):
                 raise self._keeping("an argument")
-            outputs, returned[:] = _flatten(result)[0], [result]
-            return [self._without_batch(each) for each in outputs if isinstance(each, Tensor)]
+            outputs, returned[:] = [each for each in _flatten(result)[0] if isinstance(each, Tensor)], [result]
+            output_dims[:] = [self._output_dim(each) for each in outputs]
+            return [each.squeeze(dim) for each, dim in zip(outputs, output_dims, strict=True)]
 
         with self._children_inside(originals):
-            outputs = iter(self._mapped(one_sample, dims)(expanded, leaves))
+            mapped = self._mapped(one_sample, dims)(expanded, leaves)
         result_leaves, result_structure = _flatten(returned[0])
         self._refuse_mutation(leaves)
-        results = [self._with_batch(next(outputs)) if isinstance(each, Tensor) else each for each in result_leaves]
-        if not guests and not self._compared_once(results, tuple(dims), args, kwargs):
-            self._refuse_square(given[1:], batch)
+        outputs = iter([each.movedim(0, dim) for each, dim in zip(mapped, output_dims, strict=True)])
+        results = [next(outputs) if isinstance(each, Tensor) else each for each in result_leaves]
+        if not guests:
+            how = (self.training, *dims, *output_dims, batch == 1)
+            if how not in self._compared:
+                self._compared = {**self._compared, how: self._compare(results, args, kwargs)}
+            for i in self._compared[how].by_time:
+                results[i] = results[i].t()
+            if not self._compared[how].alike:
+                self._refuse_square(given[1:], batch)
         return tree_unflatten(results, result_structure)
 
-    def _compared_once(self, results: list[Any], dims: tuple[int | None, ...], args: Any, kwargs: Any) -> bool:
-        """Runs the plain forward, once for each way to read the arguments: it has to say the same.
+    @torch.no_grad()
+    def _compare(self, results: list[Any], args: Any, kwargs: Any) -> Compared:
+        """Runs the plain forward, once for each way to read arguments and results: it has to say the same.
 
         It does not where the forward mixes samples, or where an argument that all samples share has B rows by chance.
-
-        Returns:
-            Whether the results could be compared: not those that are random, nor those that a user's hooks see.
         """
-        key = (self.training, dims)
-        if key not in self._compared:
-            comparable = self._compare(results, args, kwargs)
-            self._compared = {**self._compared, key: comparable}
-        return self._compared[key]
-
-    @torch.no_grad()
-    def _compare(self, results: list[Any], args: Any, kwargs: Any) -> bool:
         children = [each for each in self.modules() if each is not self]
         if any(each._forward_hooks or each._forward_pre_hooks for each in children):
-            return False
+            if any(isinstance(each, Tensor) and self._may_be_one_step(each) for each in results):
+                raise complaint(
+                    self.name,
+                    f"its result may have shape {(self.batch_size, 1)} or {(1, self.batch_size)}, and is not compared "
+                    "with the plain forward, as hooks of its children would see that",
+                    "a result that can be read in one way only",
+                    "Take the hooks off for the first forward, or give the result a last dimension.",
+                )
+            return Compared(alike=False)
         states = _random_states()
         with self._buffers_copied(), self._children_inside({}):
             expected, _ = _flatten(self._plain_forward(*args, **kwargs))
         same_numbers = _restored(states)
-        for result, plain in zip(results, expected, strict=True):
+        by_time = []
+        for i, (result, plain) in enumerate(zip(results, expected, strict=True)):
+            if isinstance(plain, Tensor) and self._may_be_one_step(result) and plain.shape[0] == 1:
+                result = result.t()
+                by_time.append(i)
             if isinstance(plain, Tensor) and not self._agree(result.detach(), plain, same_numbers):
                 raise complaint(
                     self.name,
@@ -168,7 +193,11 @@ class General(Expanded):
                     "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module; "
                     "give a tensor that all samples share to the module as a buffer.",
                 )
-        return same_numbers
+        return Compared(same_numbers, tuple(by_time))
+
+    def _may_be_one_step(self, result: Tensor) -> bool:
+        """Whether a time-first module's result `(B, 1)` may be `(1, B)`, one step of a sequence."""
+        return self.batch_size > 1 and result.shape == (self.batch_size, 1) and self._dim_of(result) == 1
 
     def _agree(self, result: Tensor, plain: Tensor, same_numbers: bool) -> bool:
         dim = self._dim_of(result) if result.dim() else 0
@@ -254,8 +283,11 @@ class General(Expanded):
         """Where the samples stand: as the module says, if it has a `batch_first` of its own, or as the model does."""
         return batch_dim(tensor.dim(), batch_first=getattr(self, "batch_first", self.model_batch_first))
 
-    def _without_batch(self, output: Tensor) -> Tensor:
+    def _output_dim(self, output: Tensor) -> int:
+        """Where the one sample stands in what the forward returned for it: `(1, features)` where not `(T, 1)`."""
         dim = self._dim_of(output) if output.dim() else 0
+        if dim and output.dim() == 2 and output.shape[0] == 1:
+            return 0
         if output.dim() == 0 or output.shape[dim] != 1:
             raise complaint(
                 self.name,
@@ -263,10 +295,7 @@ class General(Expanded):
                 f"one row in dimension {dim}, the sample's",
                 "Return tensors with a batch dimension, and reduce over the samples outside of the module.",
             )
-        return output.squeeze(dim)
-
-    def _with_batch(self, output: Tensor) -> Tensor:
-        return output.movedim(0, self._dim_of(output))
+        return dim
 
     def _refuse_backward_hooks(self) -> None:
         for name, module in self.named_modules():
