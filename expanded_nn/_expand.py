@@ -748,8 +748,9 @@ class _OutsideUse:
             "the parameter is also used outside of its module, so its gradient has a part that belongs to no row",
             "every use inside the module that holds it",
             "Use it by expanded_nn.expanded(weight), as in expanded_nn.functional.linear(x, expanded(weight)); or give "
-            "the second use a layer of its own that shares the parameter (head.weight = embedding.weight). If no rows "
-            "are wanted of this backward, as in the outer step of meta-learning, switch per_sample(False) before it.",
+            "the second use a layer of its own that shares the parameter (head.weight = embedding.weight). A penalty "
+            "on weights that is no sample's own is the optimizer's weight_decay. If no rows are wanted of this "
+            "backward, as in the outer step of meta-learning, switch per_sample(False) before it.",
         )
 
 

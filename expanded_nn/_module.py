@@ -43,7 +43,7 @@ class PerSampleModule(nn.Module):
         """Switches per-sample gradients on or off for this module and all within it.
 
         On, a backward leaves `param.grad_sample`, `(B, *param.shape)`, beside `param.grad`: row i is the gradient
-        of sample i's own loss. Off, every layer runs the very `torch.nn` code.
+        of sample i's own loss. Off, every layer runs the very `torch.nn` code. Each call states all settings anew.
 
         Args:
             mode: Whether to switch on. Either way the rows held so far are dropped.
@@ -298,10 +298,21 @@ class Expanded(PerSampleModule):
             self.name,
             f"{argument} has shape {tuple(x.shape)}, {rows} rows in dimension {dim} ({fold})",
             f"{batch} rows, one a sample, or 1 that all share",
-            "Keep the batch in a dimension of its own (unflatten it); or send the module that folds it through the "
-            "general rule, alone(ItsClass) before convert; or say where the samples stand, per_sample(batch_size=..., "
-            "batch_first=...).",
+            f"{self._guess(x, dim)}Keep the batch in a dimension of its own (unflatten it); or send the module that "
+            "folds it through the general rule, alone(ItsClass) before convert; or say where the samples stand, "
+            f"per_sample(batch_size=..., batch_first=...): the first tensor of the call said {batch}.",
         )
+
+    def _guess(self, x: Tensor, dim: int) -> str:
+        """A remedy, where the shape suggests one."""
+        other = 1 - dim
+        if x.dim() > 1 and dim < 2 and x.shape[other] == self.batch_size:
+            return (
+                f"If the samples stand in dimension {other}, give the layer, or per_sample, batch_first={other == 0}. "
+            )
+        if x.shape[dim] < self.batch_size:
+            return "Where only some samples take this way, run it for all of them and choose by torch.where. "
+        return ""
 
     def refuse_square(self, x: Tensor, argument: str = "input") -> None:
         """Raises for `(B, B)` in a time-first model: samples by features, or positions by samples."""

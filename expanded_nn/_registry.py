@@ -39,7 +39,7 @@ def expands(torch_class: type[nn.Module] | str) -> Callable[[ExpandedClass], Exp
         ...     def expanded_forward(self, x):
         ...         return x * self.expanded("weight")
         >>> model = enn.convert(torch.nn.Sequential(Scale(3))).per_sample()
-        >>> model(torch.ones(4, 3)).sum().backward()
+        >>> model(torch.ones(4, 3)).sum(1).mean().backward()
         >>> model[0].weight.grad_sample.shape
         torch.Size([4, 3])
     """

@@ -42,8 +42,8 @@ def check(model: nn.Module, *args: Any, **kwargs: Any) -> Report:
     float32, 3.1e-2 for float32 on a GPU, which may be TF32): `check(model.double(), x.double())` sees more.
 
     Args:
-        model: A converted model, a module of zoo layers, or a plain one, of which a copy is converted. What it was
-            told by `per_sample` (`batch_first`, `batch_size`, ...) holds here.
+        model: A converted model, a module that holds layers of this library, or a plain one, of which a copy is
+            converted. What it was told by `per_sample` (`batch_first`, `batch_size`, ...) holds here.
         args: The model's inputs, at least 2 samples. Take a B that is the size of no other dimension: a tensor with B
             rows is taken for one row a sample.
         kwargs: The model's inputs by keyword.

@@ -7,7 +7,7 @@ operation makes the rows dense, once, and they stay dense from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -330,13 +330,19 @@ def _broadcasts_by_row(rows: FactoredTensor, factor: Any) -> Tensor | float | No
     """The number, or the `(B,)` numbers, that multiply the rows, or `None` if `factor` is of another shape."""
     if not isinstance(factor, Tensor):
         return float(factor) if isinstance(factor, int | float) else None
-    if isinstance(factor, FactoredTensor) or torch.result_type(rows, factor) != rows.dtype:
+    # a number of the rows' dtype in their place: asking them would make them dense
+    if isinstance(factor, FactoredTensor) or torch.result_type(_one(rows.dtype), factor) != rows.dtype:
         return None
     if factor.numel() == 1 and factor.dim() <= rows.dim():
         return factor.reshape(1).expand(rows.shape[0])
     if factor.shape == (rows.shape[0], *[1] * (rows.dim() - 1)):
         return factor.reshape(-1)
     return None
+
+
+@cache
+def _one(dtype: torch.dtype) -> Tensor:
+    return torch.ones(1, dtype=dtype, device="cpu")
 
 
 def _times(rows: Any, factor: Any) -> Any:

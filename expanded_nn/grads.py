@@ -120,10 +120,18 @@ class PerSampleGrads(Mapping[str, Tensor]):
         """The inner products of all rows with all rows of `other`, or with each other: `G @ other.T`, `(B, B')`.
 
         Raises:
-            PerSampleError: If `other` has other parameters.
+            PerSampleError: If `other` has other parameters, or parameters of other shapes.
         """
         other = self if other is None else other
         self._refuse_other_names(other, "gram")
+        for name, rows in self._rows.items():
+            if rows.shape[1:] != other[name].shape[1:]:
+                raise complaint(
+                    "PerSampleGrads.gram",
+                    f"{name!r} has rows of shape {tuple(rows.shape[1:])} and {tuple(other[name].shape[1:])}",
+                    "the rows of the same parameters",
+                    "Take both from one model, or from copies of it.",
+                )
         return _added(widened(rows).gram(widened(other._rows[name])) for name, rows in self._rows.items())
 
     def matvec(self, vectors: Mapping[str, Tensor]) -> Tensor:
@@ -136,7 +144,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
             PerSampleError: If `vectors` has other names than the parameters.
         """
         self._refuse_other_names(vectors, "matvec")
-        return _added(rows.matvec(vectors[name].to(rows.dtype)) for name, rows in self._rows.items())
+        return _added(_matvec(rows, vectors[name]) for name, rows in self._rows.items())
 
     def project(self, dim: int, *, generator: torch.Generator) -> Tensor:
         """A random projection of the rows, `(B, dim)`: entries of the matrix are drawn from N(0, 1 / dim).
@@ -210,9 +218,10 @@ def clip_grad_sample_norms_(
 ) -> Tensor | dict[str, Tensor]:
     """Scales each row to norm at most `max_norm` and sets `.grad` to the sum of the clipped rows.
 
-    The rows themselves stay as they are. With `per_sample(accumulate_grad=False)` the clipped sum is added to
-    `.grad` and the rows are freed, so that micro-batches accumulate at constant memory. Norms are accumulated in
-    float32 at the least (clipping as in Abadi et al., 2016, "Deep learning with differential privacy").
+    The rows themselves stay as they are. With `per_sample(accumulate_grad=False)` the clipped sum is instead *added* to
+    `.grad`, and the rows are freed, so that micro-batches accumulate at constant memory: take `reduction="sum"` there,
+    and divide by the size of the whole batch at the end. Norms are accumulated in float32 at the least (clipping as in
+    Abadi et al., 2016, "Deep learning with differential privacy").
 
     Args:
         model: A model in per-sample mode, after a backward.
@@ -223,8 +232,8 @@ def clip_grad_sample_norms_(
         The norms from before the clipping, `(B,)`, or name -> `(B,)` where `max_norm` is a mapping.
 
     Raises:
-        PerSampleError: If a row holds inf or NaN, a parameter belongs to no module in per-sample mode, or `max_norm`
-            lacks one.
+        PerSampleError: If no parameter has rows, a row holds inf or NaN, a parameter belongs to no module in per-sample
+            mode, or `max_norm` lacks one.
         ValueError: If `reduction` or `max_norm` has no meaning.
     """
     if reduction not in ("sum", "mean"):
@@ -238,6 +247,13 @@ def clip_grad_sample_norms_(
 
 def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: str) -> Tensor | dict[str, Tensor]:
     grads = per_sample_grads(model)
+    if not grads and any(each.requires_grad for each in model.parameters()):
+        raise complaint(
+            "clip_grad_sample_norms_",
+            "no parameter has rows",
+            "the rows of a backward in per-sample mode, (0, *shape) if there were no samples",
+            "Clip after backward and before zero_grad; with accumulate_grad=False, clipping takes the rows away.",
+        )
     norms = grads.norms(per_parameter=isinstance(max_norm, Mapping))
     parameters = dict(model.named_parameters())
     recorder = next((each._recorder for each in model.modules() if isinstance(each, PerSampleModule)), None)
@@ -301,6 +317,11 @@ def _refuse_nonfinite(what: str, norms: Tensor) -> None:
 def _snapshot(rows: Tensor) -> FactoredTensor:
     factored = as_factored(rows.detach())
     return factored._like(factored.blocks, factored.shape)
+
+
+def _matvec(rows: FactoredTensor, vector: Tensor) -> Tensor:
+    wide = widened(rows)
+    return wide.matvec(vector.to(wide.dtype)).to(rows.dtype)
 
 
 def _variance(rows: FactoredTensor, correction: float) -> Tensor:

@@ -165,6 +165,18 @@ def a_folded_batch() -> None:
     feed(nn.Linear(4, 2), lambda layer, x: layer(x.flatten(0, 1)))
 
 
+@refused(
+    r"layer \(Linear\): input has shape \(2, 4\), 2 rows .*choose by torch\.where.*first tensor of the call said 3"
+)
+def some_of_the_samples() -> None:
+    feed(nn.Linear(4, 2), lambda layer, x: layer(x[[0, 2], 0]))
+
+
+@refused(r"layer \(LSTM\): input has shape \(3, 6, 4\), 6 rows .*If the samples .* 0, give .* batch_first=True")
+def a_time_first_layer_on_samples_first() -> None:
+    feed(nn.LSTM(4, 2), lambda layer, x: layer(x))
+
+
 @refused(r"layer \(Linear\): input of shape \(1, 6, 4\) is a slice of a tensor of shape \(3, 6, 4\).*all 3 samples")
 def a_loop_over_the_samples() -> None:
     feed(nn.Linear(4, 2), lambda layer, x: [layer(x[i : i + 1]) for i in range(3)])
@@ -384,7 +396,7 @@ def a_square_argument() -> None:
     own(lambda self, x, m: F.dropout(x * self.scale) + 0 * m.sum(), torch.randn(3, 3))
 
 
-@refused(r"^Own: its result may have shape \(3, 1\) or \(1, 3\), and is not compared")
+@refused(r"^Own: for one sample its forward returns a tensor of shape \(1, 1\).* Without forward hooks on its children")
 def a_result_of_one_step_that_is_not_compared() -> None:
     child = nn.Linear(4, 1)
     child.register_forward_hook(lambda *_: None)
@@ -568,6 +580,19 @@ def other_weights() -> None:
 @refused(r"PerSampleGrads\.matvec: the names differ in \['a', 'b'\]")
 def other_names() -> None:
     enn.PerSampleGrads({"a": torch.ones(3, 2)}).matvec({"b": torch.ones(2)})
+
+
+@refused(r"PerSampleGrads\.gram: 'a' has rows of shape \(2,\) and \(3,\); wanted the rows of the same parameters")
+def products_with_another_models_rows() -> None:
+    enn.PerSampleGrads({"a": torch.ones(3, 2)}).gram(enn.PerSampleGrads({"a": torch.ones(3, 3)}))
+
+
+@refused(r"^clip_grad_sample_norms_: no parameter has rows; .*Clip after backward and before zero_grad")
+def clipping_twice() -> None:
+    model = on(nn.Linear(4, 4)).per_sample(accumulate_grad=False)
+    model(torch.randn(SAMPLES, 4)).sum().backward()
+    for _ in range(2):
+        enn.clip_grad_sample_norms_(model, 1.0)
 
 
 @refused(r'reduction is \'max\'; wanted "sum" or "mean"', ValueError)

@@ -150,9 +150,12 @@ DENSE: dict[str, Callable[[Any], Any]] = {  # makes the rows dense, and is right
 @pytest.mark.parametrize("name", FACTORED)
 def test_on_the_factors(pair: tuple[FactoredTensor, Tensor], name: str) -> None:
     rows, twin = pair
+    kinds = {type(term) for term in rows.terms()}
     result = FACTORED[name](rows)
     assert isinstance(result, FactoredTensor)
     assert not result.is_dense
+    assert not rows.is_dense
+    assert {type(term) for term in result.terms()} == kinds
     same(result, FACTORED[name](twin))
 
 

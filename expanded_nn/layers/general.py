@@ -38,11 +38,11 @@ class Compared(NamedTuple):
 
     Attributes:
         alike: Whether they could be compared, and are the same: neither are random results, nor those that hooks see.
-        by_time: The results that were read as `(B, 1)` and are `(1, B)`, one step of a time-first sequence.
+        dims: Where the samples stand in each result.
     """
 
     alike: bool
-    by_time: tuple[int, ...] = ()
+    dims: tuple[int, ...]
 
 
 PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)  # their parameters belong to the module that holds them
@@ -129,8 +129,9 @@ class General(Expanded):
             self.checked(given[0], 0, dim=self._dim_of(given[0]), argument="the first tensor")
         if batch == 0:
             return self._empty(places, expanded, args, kwargs)
+        watched = any(each._forward_hooks or each._forward_pre_hooks for each in self.modules() if each is not self)
         returned: list[Any] = []
-        output_dims: list[int] = []
+        ones: list[list[int]] = []  # for each result: where the sample may stand, likeliest first
 
         def one_sample(weights: list[Tensor], inputs: list[Any]) -> list[Tensor]:
             alone = [each if dim is None else each.unsqueeze(dim) for each, dim in zip(inputs, dims, strict=True)]
@@ -140,52 +141,45 @@ class General(Expanded):
             if Counter(_ids_of_one_sample((args, kwargs))) - Counter(_ids_of_one_sample(alone)):
                 raise self._keeping("an argument")
             outputs, returned[:] = [each for each in _flatten(result)[0] if isinstance(each, Tensor)], [result]
-            output_dims[:] = [self._output_dim(each) for each in outputs]
-            return [each.squeeze(dim) for each, dim in zip(outputs, output_dims, strict=True)]
+            ones[:] = [self._dims_of_one(each, told=bool(guests) or watched) for each in outputs]
+            return [each.squeeze(dims[0]) for each, dims in zip(outputs, ones, strict=True)]
 
         with self._children_inside(originals):
             mapped = self._mapped(one_sample, dims)(expanded, leaves)
         result_leaves, result_structure = _flatten(returned[0])
         self._refuse_mutation(leaves)
-        outputs = iter([each.movedim(0, dim) for each, dim in zip(mapped, output_dims, strict=True)])
-        results = [next(outputs) if isinstance(each, Tensor) else each for each in result_leaves]
+        results = [each.movedim(0, first) for each, (first, *_) in zip(mapped, ones, strict=True)]
         if not guests:
-            how = (self.training, *dims, *output_dims, batch == 1)
+            how = (self.training, *dims, *map(tuple, ones), batch == 1)
             if how not in self._compared:
-                self._compared = {**self._compared, how: self._compare(results, args, kwargs)}
-            for i in self._compared[how].by_time:
-                results[i] = results[i].t()
-            if not self._compared[how].alike:
+                compared = Compared(False, tuple(first for first, *_ in ones))
+                compared = compared if watched else self._compare(results, compared.dims, args, kwargs)
+                self._compared = {**self._compared, how: compared}
+            alike, result_dims = self._compared[how]
+            each_moved = zip(results, ones, result_dims, strict=True)
+            results = [each.transpose(first, dim) if dim != first else each for each, (first, *_), dim in each_moved]
+            if not alike:
                 self._refuse_square(given[1:], batch)
-        return tree_unflatten(results, result_structure)
+        outputs = iter(results)
+        whole = [next(outputs) if isinstance(each, Tensor) else each for each in result_leaves]
+        return tree_unflatten(whole, result_structure)
 
     @torch.no_grad()
-    def _compare(self, results: list[Any], args: Any, kwargs: Any) -> Compared:
+    def _compare(self, results: list[Tensor], dims: tuple[int, ...], args: Any, kwargs: Any) -> Compared:
         """Runs the plain forward, once for each way to read arguments and results: it has to say the same.
 
         It does not where the forward mixes samples, or where an argument that all samples share has B rows by chance.
         """
-        children = [each for each in self.modules() if each is not self]
-        if any(each._forward_hooks or each._forward_pre_hooks for each in children):
-            if any(isinstance(each, Tensor) and self._may_be_one_step(each) for each in results):
-                raise complaint(
-                    self.name,
-                    f"its result may have shape {(self.batch_size, 1)} or {(1, self.batch_size)}, and is not compared "
-                    "with the plain forward, as hooks of its children would see that",
-                    "a result that can be read in one way only",
-                    "Take the hooks off for the first forward, or give the result a last dimension.",
-                )
-            return Compared(alike=False)
         states = _random_states()
         with self._buffers_copied(), self._children_inside({}):
-            expected, _ = _flatten(self._plain_forward(*args, **kwargs))
+            leaves, _ = _flatten(self._plain_forward(*args, **kwargs))
         same_numbers = _restored(states)
-        by_time = []
-        for i, (result, plain) in enumerate(zip(results, expected, strict=True)):
-            if isinstance(plain, Tensor) and self._may_be_one_step(result) and plain.shape[0] == 1:
-                result = result.t()
-                by_time.append(i)
-            if isinstance(plain, Tensor) and not self._agree(result.detach(), plain, same_numbers):
+        expected = [each for each in leaves if isinstance(each, Tensor)]
+        found = []
+        for result, first, plain in zip(results, dims, expected, strict=True):
+            moved = [dim for dim in range(result.dim()) if result.transpose(first, dim).shape == plain.shape]
+            found.append(first if first in moved or not moved else moved[0])
+            if not self._agree(result.detach().transpose(first, found[-1]), plain, found[-1], same_numbers):
                 raise complaint(
                     self.name,
                     "on the whole batch its forward gives another result than sample by sample",
@@ -193,14 +187,9 @@ class General(Expanded):
                     "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module; "
                     "give a tensor that all samples share to the module as a buffer.",
                 )
-        return Compared(same_numbers, tuple(by_time))
+        return Compared(same_numbers, tuple(found))
 
-    def _may_be_one_step(self, result: Tensor) -> bool:
-        """Whether a time-first module's result `(B, 1)` may be `(1, B)`, one step of a sequence."""
-        return self.batch_size > 1 and result.shape == (self.batch_size, 1) and self._dim_of(result) == 1
-
-    def _agree(self, result: Tensor, plain: Tensor, same_numbers: bool) -> bool:
-        dim = self._dim_of(result) if result.dim() else 0
+    def _agree(self, result: Tensor, plain: Tensor, dim: int, same_numbers: bool) -> bool:
         if plain.dim() == result.dim() > 0 and plain.shape[dim] == 1:
             plain = plain.expand(*plain.shape[:dim], result.shape[dim], *plain.shape[dim + 1 :])
         if result.shape != plain.shape or not same_numbers or not plain.is_floating_point() or plain.is_meta:
@@ -283,19 +272,25 @@ class General(Expanded):
         """Where the samples stand: as the module says, if it has a `batch_first` of its own, or as the model does."""
         return batch_dim(tensor.dim(), batch_first=getattr(self, "batch_first", self.model_batch_first))
 
-    def _output_dim(self, output: Tensor) -> int:
-        """Where the one sample stands in what the forward returned for it: `(1, features)` where not `(T, 1)`."""
-        dim = self._dim_of(output) if output.dim() else 0
-        if dim and output.dim() == 2 and output.shape[0] == 1:
-            return 0
-        if output.dim() == 0 or output.shape[dim] != 1:
+    def _dims_of_one(self, output: Tensor, *, told: bool) -> list[int]:
+        """Where the one sample may stand in what the forward returned for it, likeliest first.
+
+        Args:
+            output: `(…, 1, …)`.
+            told: Whether it has to stand where the module or the model says, as no plain forward can tell.
+        """
+        ones = [dim for dim, size in enumerate(output.shape) if size == 1]
+        usual = self._dim_of(output) if output.dim() else 0
+        may_be_features = usual == 1 and output.dim() == 2 and 0 in ones  # (1, features), if not (T, 1)
+        if not ones or (told and (may_be_features or usual not in ones)):
             raise complaint(
                 self.name,
                 f"for one sample its forward returns a tensor of shape {tuple(output.shape)}",
-                f"one row in dimension {dim}, the sample's",
-                "Return tensors with a batch dimension, and reduce over the samples outside of the module.",
+                f"one row in dimension {usual}, the sample's, and it alone",
+                "Return tensors with a batch dimension, and reduce over the samples outside of the module. Without "
+                "forward hooks on its children, another dimension may be the sample's as well.",
             )
-        return dim
+        return sorted(ones, key=lambda dim: dim != (0 if may_be_features else usual))
 
     def _refuse_backward_hooks(self) -> None:
         for name, module in self.named_modules():
