@@ -140,7 +140,7 @@ def traps() -> Iterator[Trap]:
     yield from_test("Tied weights", "test_tied_weights")
     yield from_test("Batch folded into the rows", "test_batch_folded_into_rows")
     yield from_test("Position ids, one row for all", "test_broadcast_position_ids")
-    yield from_test("Position ids without a batch dimension", "test_positions_unsqueezed_after_the_look_up")
+    yield from_test("Positions unsqueezed after the look-up", "test_positions_unsqueezed_after_the_look_up")
     yield from_test("Layers called by keyword", "test_layer_called_by_keyword")
     yield from_test("ReLU in place after a layer", "test_in_place_relu_after_a_layer", nn.Conv2d(4, 4, 3, padding=1))
     yield from_test("Residual added in place", "test_in_place_residual")

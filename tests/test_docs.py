@@ -35,7 +35,7 @@ from torch import nn
 model = nn.Sequential()
 model.body, model.act, model.fc = nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 10)
 x, y = torch.randn(6, 20), torch.randint(10, (6,))
-micro_batches = [(x, y), (x, y)]
+micro_batches, batch_size, noise_multiplier = [(x, y), (x, y)], 12, 1.0
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 class TheirNorm(nn.Module):
