@@ -16,6 +16,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -c constraints.txt torch
 	$(BIN)/pip install -c constraints.txt -e ".[test,examples,docs,dev]"
+	$(BIN)/pip install --no-deps backpack-for-pytorch==1.7.1 unfoldnd==0.2.3  # asks for a torchvision it does not need
 	@touch $@
 
 demo: $(READY) ## set up, then find the wrong labels among handwritten digits

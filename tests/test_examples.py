@@ -23,9 +23,8 @@ QUICK = {  # arguments of a run of a few seconds; at full size each takes less t
     "pinn": ["--steps", "10"],
     "quickstart": ["--epochs", "1"],
 }
-SLOW = ["dp_sgd"]  # more than a few seconds at any size
-LONG = ["distributed_dp"]  # two engines in one file, and no picture
-NEEDS = {"dp_sgd": "opacus", "llm_rows": "transformers"}
+SLOW = ["distributed_dp", "dp_sgd"]  # more than a few seconds at any size
+NEEDS = {"distributed_dp": "opacus", "dp_sgd": "opacus", "llm_rows": "transformers"}
 FILES = sorted(path for path in EXAMPLES.glob("*.py") if not path.name.startswith("_"))
 
 
@@ -66,19 +65,11 @@ def test_example_at_full_size(name: str, tmp_path: Path) -> None:
     draws(name, [], tmp_path)
 
 
-@pytest.mark.slow
-def test_distributed_example() -> None:
-    pytest.importorskip("opacus")
-    command = [sys.executable, str(EXAMPLES / "distributed_dp.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_every_example_is_run() -> None:
-    assert {path.stem for path in FILES} == {*QUICK, *SLOW, *LONG}
+    assert {path.stem for path in FILES} == {*QUICK, *SLOW}
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.stem not in LONG], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) < 100
 
