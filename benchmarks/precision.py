@@ -1,6 +1,6 @@
 """Measures how far rows, norms and clipped sums in low precision are from float64, as a markdown table.
 
-    python -m benchmarks.precision
+    python -m benchmarks.precision > benchmarks/results/precision.md
 
 The reference is the sample-by-sample loop in float64, of the same model and inputs after they were rounded to the
 lower precision: what is left is the error of the computation. Beside each number stands that of the plain loop
@@ -20,6 +20,13 @@ from torch import Tensor, nn
 
 import expanded_nn as enn
 
+PAGE = """# How exact the rows are
+
+Written by `python -m benchmarks.precision > benchmarks/results/precision.md`: the relative error, against a loop over
+the samples in float64, of the rows, of their norms and of the clipped sum; in brackets that of the same loop in the
+lower precision, which is the error that torch makes by itself.
+
+{}"""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -177,4 +184,4 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=16, help="samples (16)")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        print(table(parser.parse_args().batch))
+        print(PAGE.format(table(parser.parse_args().batch)))
