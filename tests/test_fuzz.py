@@ -399,6 +399,19 @@ def test_checkpoint_in_the_general_rule(make: Callable[[], nn.Module]) -> None:
     right(Applied(inside, how), torch.randn(3, 4, 2))
 
 
+def test_checkpoint_in_the_general_rule_without_samples() -> None:
+    """The backward computes it again when the rule is over."""
+    module = Scaled(Applied(nn.PReLU(1), lambda layer, x: checkpoint(layer, x, use_reentrant=False)), 1)
+    model = enn.convert(module).per_sample()
+    x = torch.randn(0, 1, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (0, 1)
+    for parameter in model.parameters():
+        assert parameter.grad_sample is not None
+        assert parameter.grad_sample.shape == (0, *parameter.shape)
+
+
 def test_reentrant_checkpoint_in_the_general_rule() -> None:
     module = Scaled(Applied(nn.Linear(2, 2), lambda layer, x: checkpoint(layer, x, use_reentrant=True)), 2)
     model = enn.convert(module).per_sample()

@@ -323,7 +323,7 @@ class General(Expanded):
 
     def _empty(self, places: list[Any], expanded: list[Tensor], args: Any, kwargs: Any) -> Any:
         """No samples: the plain forward says the shapes, and every parameter gets no rows."""
-        with swapped(places, [module._parameters[name].detach() for module, name in places]):
+        with swapped(places, [module._parameters[name].detach() for module, name in places]), _Watch(self):
             result = self._plain_forward(*args, **kwargs)
         leaves, structure = tree_flatten(result)
         nothing = sum((each.sum() for each in expanded), start=torch.zeros(()))
