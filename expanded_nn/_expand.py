@@ -547,12 +547,15 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, now: Pass, leaf: Leaf, recorder: weakref.ref[Recorder]) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.parameter, ctx.now, ctx.leaf, ctx.recorder = parameter, now, leaf, recorder
         return parameter.expand(now.batch, *parameter.shape)
 
     @staticmethod
-    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, rows: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         recorder: Recorder | None = ctx.recorder()
+        if rows is None:  # the loss does not depend on the parameter
+            return None, None, None, None
         refuse_batched(rows)
         if recorder is None:
             return rows.sum(0), None, None, None

@@ -40,6 +40,8 @@ Rows = dict[str, Tensor]
 KNOWN = [
     "derivative for aten::_scaled_dot_product",  # torch's own words, of an attention that is frozen
 ]
+# Where the loop of `check` runs torch code that counts another word's frequency.
+TORCH_ERRS = re.compile(r"EmbeddingBag\(.*scale_grad_by_freq=True")
 TORCH, FLOOR = 10, 1e-4  # in float32 an error may be so many times torch's own, and a little
 unhurried = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -73,7 +75,7 @@ def verify(plan: Plan) -> None:
         tols = {name: TORCH * relative_error(own_rows[name], rows) + FLOOR for name, rows in expected.items()}
     report = None
     try:
-        if plan.script == "check" and plan.samples > 1:
+        if plan.script == "check" and plan.samples > 1 and not TORCH_ERRS.search(plan.classes):
             report = enn.check(made(plan, module), *calls[0].args)
         model = made(plan, module)
         results = play(plan, model, calls)

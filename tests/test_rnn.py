@@ -692,3 +692,13 @@ def test_time_first_in_a_batch_first_layer_is_refused() -> None:
     model = enn.convert(Feed(nn.LSTM(FEATURES, HIDDEN, batch_first=True), lambda x: x.transpose(0, 1))).per_sample()
     with pytest.raises(enn.PerSampleError, match=r"layer \(LSTM\): input has shape \(5, 4, 4\), 5 rows"):
         model(torch.randn(4, STEPS, FEATURES))
+
+
+def test_the_last_cell_state_of_one_step_does_not_depend_on_the_projection() -> None:
+    module = nn.LSTM(3, 4, proj_size=2, batch_first=True)
+    model = enn.convert(module).per_sample()
+    for each in (module, model):
+        each(torch.randn(2, 1, 3))[1][1].sum().backward()
+    assert {name for name, parameter in module.named_parameters() if parameter.grad is None} == {"weight_hr_l0"}
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (parameter.grad_sample is None) == (name == "weight_hr_l0")
