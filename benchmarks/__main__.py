@@ -90,7 +90,8 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str
     for name in names:
         workload = WORKLOADS[name]
         results = compare(workload.task(device, arguments.quick), chosen(workload, arguments), **limits)
-        found["workloads"][name] = {"about": workload.about, "sizes": str(workload.sizes), "results": as_json(results)}
+        said = {"about": workload.about, "extra": workload.extra, "sizes": str(workload.sizes)}
+        found["workloads"][name] = {**said, "results": as_json(results)}
         print(report.details(name, found["workloads"][name]), flush=True)
     if is_part(arguments):
         return found
@@ -133,6 +134,7 @@ def main() -> None:
     found = measure_all(arguments, device)
     if not is_part(arguments):
         report.write(found, ROOT / "benchmarks/results", ROOT / "docs/images", device.type)
+        report.into(ROOT / "README.md", report.digest(device.type, found))
 
 
 if __name__ == "__main__":

@@ -165,6 +165,33 @@ def page(title: str, found: Found) -> str:
     return "\n".join(parts)
 
 
+SHORT = {
+    "rows": "Dense rows `(B, *shape)` of all parameters:",
+    "clip": "The sum of the rows, each clipped to norm 1:",
+}
+MARKS = "<!-- written by make bench -->", "<!-- until here -->"
+
+
+def digest(name: str, found: Found) -> str:
+    """The tables without the variants, for the README."""
+    workloads = {key: each for key, each in found["workloads"].items() if not each["extra"]}
+    parts = []
+    for kind, heading in SHORT.items():
+        parts += [heading, "", summary(workloads, kind), ""]
+    parts += ["Where a peer is faster:", "", *faster_peers(workloads), ""]
+    plot = f"![Times of all methods on all workloads](docs/images/bench_steps_{name}.png)"
+    return "\n".join([*parts, f"Measured {about(found['machine'])}", "", plot])
+
+
+def into(page: Path, text: str) -> None:
+    """Puts the text between the marks of a page."""
+    before, begin, rest = page.read_text().partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not begin or not end:
+        raise ValueError(f"{page} lacks the lines {MARKS[0]} and {MARKS[1]}")
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+
+
 def write(found: Found, results: Path, images: Path, name: str) -> None:
     """Writes `<name>.json` and the page of all that lie beside it; the plots are those of this run.
 

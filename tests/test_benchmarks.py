@@ -84,7 +84,7 @@ def test_page(tmp_path: Path) -> None:
     peers += [Result("JAX", "clip", state="failed", note="no")]
     found = {
         "machine": {"cpu": "?", "cores": 1, "threads": 1, "gpu": None, "load before": 0, "date": "", "versions": {}},
-        "workloads": {"tiny": {"about": "small", "sizes": "{}", "results": results + as_json(peers)}},
+        "workloads": {"tiny": {"about": "small", "extra": False, "sizes": "{}", "results": results + as_json(peers)}},
         "sweeps": {"samples": {"varies": "batch", "values": [3], "results": [results]}},
         "memory": {"tiny": {"step: plain": 2**20, "clip: expanded_nn": 2**21, "clip: JAX": None}},
     }
@@ -97,6 +97,20 @@ def test_page(tmp_path: Path) -> None:
     assert "| clip: expanded_nn | 2.00 (2 MiB) |" in page
     assert json.loads((tmp_path / "cpu.json").read_text()) == found
     assert {each.name for each in tmp_path.glob("*.png")} == {"bench_steps_cpu.png", "bench_growth_cpu.png"}
+
+    readme = tmp_path / "digest.md"
+    readme.write_text("\n".join(["before", report.MARKS[0], "older", report.MARKS[1], "after"]))
+    for _ in range(2):  # it replaces what it wrote
+        report.into(readme, report.digest("cpu", found))
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter")
+    assert "older" not in text
+    assert text.count("| JAX | **0.20** |") == 1
+    assert "docs/images/bench_steps_cpu.png" in text
+    readme.write_text("no marks")
+    with pytest.raises(ValueError, match="lacks the lines"):
+        report.into(readme, "")
 
 
 def test_command_line() -> None:
