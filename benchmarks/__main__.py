@@ -129,7 +129,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     if arguments.peak:
         workload, key = arguments.peak
-        print(peak_here(*(WORKLOADS[workload].task(device, quick) for quick in (False, True)), *by_key([key])))
+        print(peak_here(WORKLOADS[workload].task(device), *by_key([key])))
         return
     found = measure_all(arguments, device)
     if not is_part(arguments):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import subprocess
@@ -165,17 +166,18 @@ def resident(field: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{field}:"))
 
 
-def peak_here(task: Task, small: Task, method: Method, steps: int = 3) -> int:
+def peak_here(task: Task, method: Method, steps: int = 3) -> int:
     """Bytes that a few steps need at most beyond the model and its data. Call it in a process of its own.
 
     Args:
         task: What is measured.
-        small: Runs before that, to load the code that the method needs.
         method: What is measured.
         steps: How many.
     """
-    whole(method.build(small))
+    whole(method.build(task))  # loads the code, and the kernels that are made for these shapes, and is gone
+    gc.collect()
     if task.x.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
         step, before = method.build(task), torch.cuda.memory_allocated()
         for _ in range(steps):
             whole(step)

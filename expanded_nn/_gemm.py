@@ -38,8 +38,8 @@ def transposed_product(
     g: Tensor,  # (rows, out)
     a: Tensor,  # (rows, in)
 ) -> Tensor:  # (out, in)
-    """`g.T @ a`; oneDNN gets a transposed copy of the smaller of the two."""
-    if g.shape[1] <= a.shape[1] or not onednn_is_faster(g, a.shape[1]):
+    """`g.T @ a`; oneDNN gets a transposed copy of `g`, or of `a` where that and one of the result are smaller."""
+    if g.numel() <= a.numel() + g.shape[1] * a.shape[1] or not onednn_is_faster(g, a.shape[1]):
         return product(g.t(), a)
     return product(a.t(), g).t().contiguous()
 
