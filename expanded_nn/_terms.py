@@ -227,25 +227,28 @@ class Dense(Term):
         """Wraps rows `(B, *row_shape)`."""
         return cls((rows,), rows.shape[1:], rows.dtype)
 
+    def matrix(self) -> Tensor:
+        """The rows without the coefficient, `(B, numbers in a row)`."""
+        (rows,) = self.unscaled()
+        return _matrix(rows)
+
     def dense(self, out: Tensor | None = None) -> Tensor:
         (rows,) = self.weighted()
         return rows.clone() if rows.data_ptr() == self.factors[0].data_ptr() else rows
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
-        (rows,) = self.unscaled()
-        wide = _wide(rows.dtype)
+        wide = _wide(self.dtype)
         if weights is None:
-            return rows.sum(0, dtype=wide).mul_(self.coefficient).to(rows.dtype)
-        total: Tensor = torch.tensordot((weights.to(wide) * self.coefficient).to(rows.dtype), rows, dims=1)
-        return total
+            total = self.matrix().sum(0, dtype=wide).mul_(self.coefficient).to(self.dtype)
+        else:
+            total = torch.mv(self.matrix().t(), (weights.to(wide) * self.coefficient).to(self.dtype))
+        return total.view(self.row_shape)
 
     def matvec(self, vector: Tensor) -> Tensor:
-        (rows,) = self.unscaled()
-        return torch.mv(_matrix(rows), vector.flatten()).mul_(self.coefficient)
+        return torch.mv(self.matrix(), vector.flatten()).mul_(self.coefficient)
 
     def squared_norms(self) -> Tensor:
-        (rows,) = self.unscaled()
-        norms: Tensor = torch.linalg.vector_norm(_matrix(rows), dim=1)
+        norms: Tensor = torch.linalg.vector_norm(self.matrix(), dim=1)
         return norms.mul_(self.coefficient).square()
 
 

@@ -75,6 +75,14 @@ class FactoredTensor(Tensor):
         """Whether the rows have been made dense."""
         return self._cell.dense is not None
 
+    def held_matrix(self) -> Tensor | None:
+        """The rows as `(B, numbers in a row)`, where they are held so: not to be changed."""
+        blocks = self.blocks
+        term = blocks[0][1][0] if len(blocks) == 1 and len(blocks[0][1]) == 1 else None
+        if not isinstance(term, Dense) or term.coefficient != 1.0:
+            return None
+        return term.matrix()
+
     def held_numel(self) -> int:
         """How many numbers are held: those of the factors, or of the dense rows."""
         return sum(term.numel() for term in self.terms())

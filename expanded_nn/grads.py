@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
+from expanded_nn._expand import Recorder
 from expanded_nn._module import Expanded, PerSampleModule
 from expanded_nn._sharded import added_over_ranks, is_shard, scattered
 from expanded_nn._terms import shared_products
 from expanded_nn.factored import FactoredTensor, as_factored, average, widened
+
+FEW_NUMBERS = 1 << 16  # in all rows of a parameter: below, an operation costs more than its arithmetic
+
+
+class _Part(NamedTuple):
+    """The rows of one parameter, or of several small ones side by side, as one."""
+
+    shapes: dict[str, torch.Size]  # those of the parameters
+    rows: FactoredTensor
+
+    def split(self, value: Tensor) -> dict[str, Tensor]:
+        """What has the shape of one row of the part, by parameter."""
+        if len(self.shapes) == 1:
+            return {name: value.view(shape) for name, shape in self.shapes.items()}
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        values = cast(list[Tensor], torch.split_with_sizes_copy(value, sizes))
+        return {name: each.view(shape) for (name, shape), each in zip(self.shapes.items(), values, strict=True)}
 
 
 class PerSampleGrads(Mapping[str, Tensor]):
@@ -81,10 +99,10 @@ class PerSampleGrads(Mapping[str, Tensor]):
         Returns:
             `(B,)` over all parameters together, or name -> `(B,)`.
         """
-        squared = self._squared_norms()
         if per_parameter:
-            return {name: each.sqrt() for name, each in squared.items()}
-        return _added(squared.values()).sqrt()
+            squares = _squared_norms(self._parts(join=False))
+            return {name: each.sqrt() for name, each in zip(self, squares, strict=True)}
+        return _added(_squared_norms(self._parts())).sqrt()
 
     def sum(
         self,
@@ -102,11 +120,11 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 f"({self.batch_size},)",
                 "Give one a row.",
             )
-        return {name: rows.weighted_sum(weights) for name, rows in self._rows.items()}
+        return self._by_parameter(lambda rows: rows.weighted_sum(weights))
 
     def mean(self) -> dict[str, Tensor]:
         """The mean row of each parameter, `(*shape)`."""
-        return {name: average(rows) for name, rows in self._rows.items()}
+        return self._by_parameter(average)
 
     def var(self, correction: float = 1) -> dict[str, Tensor]:
         """The variance over the rows of each entry of each parameter, `(*shape)`.
@@ -175,9 +193,23 @@ class PerSampleGrads(Mapping[str, Tensor]):
             1,
         )
 
-    def _squared_norms(self) -> dict[str, Tensor]:
-        with shared_products():
-            return {name: widened(rows).squared_norms().clamp(min=0) for name, rows in self._rows.items()}
+    def _by_parameter(self, value: Callable[[FactoredTensor], Tensor]) -> dict[str, Tensor]:
+        found = {name: each for part in self._parts() for name, each in part.split(value(part.rows)).items()}
+        return {name: found[name] for name in self}
+
+    def _parts(self, join: bool = True) -> list[_Part]:
+        """The parameters, of which small ones with dense rows may be side by side."""
+        parts, small = [], dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]()
+        for name, rows in self._rows.items():
+            matrix = rows.held_matrix() if join and rows.numel() <= FEW_NUMBERS else None
+            if matrix is None:
+                parts.append(_Part({name: rows.shape[1:]}, rows))
+            else:
+                small.setdefault((rows.dtype, rows.device), {})[name] = matrix
+        for matrices in small.values():
+            shapes = {name: self._rows[name].shape[1:] for name in matrices}
+            parts.append(_Part(shapes, as_factored(torch.cat(list(matrices.values()), 1))))
+        return parts
 
     def _refuse_other_names(self, other: Mapping[str, object], what: str) -> None:
         if set(other) != set(self):
@@ -208,9 +240,7 @@ def per_sample_grads(model: nn.Module) -> PerSampleGrads:
         >>> enn.per_sample_grads(model).norms().shape
         torch.Size([5])
     """
-    _refuse_other_parameters(model)
-    held = {name: getattr(parameter, "grad_sample", None) for name, parameter in model.named_parameters()}
-    return PerSampleGrads({name: rows for name, rows in held.items() if rows is not None})
+    return _rows_of(_recorded_parameters(model))
 
 
 def clip_grad_sample_norms_(
@@ -246,50 +276,67 @@ def clip_grad_sample_norms_(
 
 
 def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: str) -> Tensor | dict[str, Tensor]:
-    grads = per_sample_grads(model)
-    if not grads and any(each.requires_grad for each in model.parameters()):
+    parameters = _recorded_parameters(model)
+    grads = _rows_of(parameters)
+    if not grads and any(each.requires_grad for each in parameters.values()):
         raise complaint(
             "clip_grad_sample_norms_",
             "no parameter has rows",
             "the rows of a backward in per-sample mode, (0, *shape) if there were no samples",
             "Clip after backward and before zero_grad; with accumulate_grad=False, clipping takes the rows away.",
         )
-    norms = grads.norms(per_parameter=isinstance(max_norm, Mapping))
-    parameters = dict(model.named_parameters())
+    parts = grads._parts(join=not isinstance(max_norm, Mapping))
     recorder = next((each._recorder for each in model.modules() if isinstance(each, PerSampleModule)), None)
     adds = recorder is not None and not recorder.settings.accumulate_grad
-    if isinstance(norms, Tensor):
-        _refuse_nonfinite("all parameters", norms)
-        factors = dict.fromkeys(grads, _factors(norms, max_norm))  # type: ignore[arg-type]
-    else:
-        grads._refuse_other_names(max_norm, "norms")  # type: ignore[arg-type]
+    norms: Tensor | dict[str, Tensor]
+    if isinstance(max_norm, Mapping):
+        grads._refuse_other_names(max_norm, "norms")
+        norms = {name: each.sqrt() for name, each in zip(grads, _squared_norms(parts), strict=True)}
         for name, each in norms.items():
             _refuse_nonfinite(name, each)
-        factors = {name: _factors(each, max_norm[name]) for name, each in norms.items()}  # type: ignore[index]
+        factors = {name: _factors(each, max_norm[name]) for name, each in norms.items()}
+    else:
+        norms = _added(_squared_norms(parts)).sqrt()
+        _refuse_nonfinite("all parameters", norms)
+        factors = dict.fromkeys(grads, _factors(norms, max_norm))
     count = grads.batch_size
     shards = [each for name in grads if is_shard(each := parameters[name])]
     if shards and reduction == "mean":
         count = added_over_ranks(count, shards[0])
-    while grads._rows:  # taken out one by one, so that the rows make room for the sums
-        name, rows = grads._rows.popitem()
-        parameter = parameters[name]
-        weights = factors[name] / max(1, count) if reduction == "mean" else factors[name]
-        total = widened(rows).weighted_sum(weights).to(parameter.dtype)
-        del rows
-        if is_shard(parameter):
-            total = scattered(total, parameter)
-        parameter.grad = parameter.grad + total if adds and parameter.grad is not None else total
-        if recorder is not None and adds:
-            recorder.forget(parameter)
+    grads._rows.clear()
+    while parts:  # taken out one by one, so that the rows make room for the sums
+        shapes, rows = part = parts.pop()
+        weights = factors[next(iter(shapes))]
+        totals = part.split(widened(rows).weighted_sum(weights / max(1, count) if reduction == "mean" else weights))
+        del part, rows
+        for name, total in totals.items():
+            _add_to_grad(parameters[name], total, recorder if adds else None)
     if recorder is not None:
         recorder.note_grads()
     return norms
 
 
-def _refuse_other_parameters(model: nn.Module) -> None:
-    recording = [each for each in model.modules() if isinstance(each, PerSampleModule) and each._recorder is not None]
-    known = {id(parameter) for module in recording for parameter in module.parameters() if isinstance(module, Expanded)}
-    others = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in known]
+def _add_to_grad(parameter: Tensor, total: Tensor, recorder: Recorder | None) -> None:
+    """Sets `.grad`; or, with a recorder, adds to it and frees the rows."""
+    total = total.to(parameter.dtype)
+    if is_shard(parameter):
+        total = scattered(total, parameter)
+    parameter.grad = parameter.grad + total if recorder is not None and parameter.grad is not None else total
+    if recorder is not None:
+        recorder.forget(parameter)
+
+
+def _squared_norms(parts: Iterable[_Part]) -> list[Tensor]:
+    with shared_products():
+        return [widened(rows).squared_norms().clamp(min=0) for _, rows in parts]
+
+
+def _recorded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by name, none of which is trainable outside of a module in per-sample mode."""
+    parameters = dict(model.named_parameters())
+    recording = [each for each in model.modules() if isinstance(each, Expanded) and each._recorder is not None]
+    known = {id(parameter) for module in recording for parameter in _parameters(module)}
+    others = [name for name, each in parameters.items() if each.requires_grad and id(each) not in known]
     if others:
         raise complaint(
             type(model).__name__,
@@ -297,6 +344,17 @@ def _refuse_other_parameters(model: nn.Module) -> None:
             "every trainable parameter in a module in per-sample mode",
             "Switch it on before the forward: convert(model, inplace=True).per_sample(True).",
         )
+    return parameters
+
+
+def _rows_of(parameters: Mapping[str, Tensor]) -> PerSampleGrads:
+    held = {name: getattr(parameter, "grad_sample", None) for name, parameter in parameters.items()}
+    return PerSampleGrads({name: rows for name, rows in held.items() if rows is not None})
+
+
+def _parameters(module: nn.Module) -> Iterable[Tensor | None]:
+    """All parameters within a module."""
+    return module.parameters() if module._modules else module._parameters.values()
 
 
 def _factors(norms: Tensor, max_norm: float) -> Tensor:
@@ -315,8 +373,9 @@ def _refuse_nonfinite(what: str, norms: Tensor) -> None:
 
 
 def _snapshot(rows: Tensor) -> FactoredTensor:
-    factored = as_factored(rows.detach())
-    return factored._like(factored.blocks, factored.shape)
+    if not isinstance(rows, FactoredTensor):
+        return as_factored(rows)
+    return rows._like(rows.blocks, rows.shape)
 
 
 def _matvec(rows: FactoredTensor, vector: Tensor) -> Tensor:

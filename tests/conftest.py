@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from expanded_nn.layers import linear
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", help="where new tensors are made, as in --device cuda")
@@ -31,3 +33,10 @@ def float64_and_seed(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_default_dtype(before)
     if device is not None:
         torch.set_default_device(None)
+
+
+@pytest.fixture(autouse=True)
+def rows_stay_factored(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' layers are small: their rows would be dense from the start, and the factors left untested."""
+    if not request.node.get_closest_marker("small_rows"):
+        monkeypatch.setattr(linear, "FEW_NUMBERS", 0)

@@ -16,6 +16,8 @@ import torch.distributed as dist
 import expanded_nn as enn
 from expanded_nn._registry import EXPANDED
 
+pytestmark = pytest.mark.small_rows
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]

@@ -13,6 +13,8 @@ from torch.func import functional_call
 
 import expanded_nn as enn
 
+pytestmark = pytest.mark.small_rows
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QUICK = {  # arguments of a run of a few seconds; at full size each takes less than a minute
     "llm_rows": ["--steps", "2", "--passages", "16"],

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from cases import EVEN_SAME, Holder, Scale
+from expanded_nn.layers import linear
 from oracle import (
     Call,
     assert_all_close,
@@ -50,7 +51,9 @@ unhurried = settings(deadline=None, database=None, suppress_health_check=list(He
 @given(st.data())
 @pytest.mark.parametrize("kind", STARTS)
 def test_random_models(kind: str, data: st.DataObject) -> None:
-    verify(data.draw(plans(kind), "plan"))
+    plan = data.draw(plans(kind), "plan")
+    linear.FEW_NUMBERS = data.draw(st.sampled_from([0, 1 << 15]), "rows dense from the start up to")
+    verify(plan)
 
 
 @pytest.mark.fuzz
@@ -58,7 +61,9 @@ def test_random_models(kind: str, data: st.DataObject) -> None:
 @given(st.data())
 @pytest.mark.parametrize("kind", STARTS)
 def test_many_random_models(kind: str, data: st.DataObject) -> None:
-    verify(data.draw(plans(kind), "plan"))
+    plan = data.draw(plans(kind), "plan")
+    linear.FEW_NUMBERS = data.draw(st.sampled_from([0, 1 << 15]), "rows dense from the start up to")
+    verify(plan)
 
 
 def verify(plan: Plan) -> None:

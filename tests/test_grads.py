@@ -53,7 +53,7 @@ def dense(model: nn.Module) -> dict[str, Tensor]:
 
 
 def flat(rows: dict[str, Tensor]) -> Tensor:
-    return torch.cat([each.flatten(1) for each in rows.values()], 1)
+    return torch.cat([each.reshape(len(each), each[0].numel()) for each in rows.values()], 1)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -204,3 +204,24 @@ def test_a_wide_linear_is_normed_clipped_and_summed_without_its_dense_rows() -> 
         model.weight.grad_sample.flatten(1).norm(dim=1)
         model.weight.grad_sample.sum(0)
     assert max(event.self_cpu_memory_usage for event in profile.events()) < 64 * 1024 * 1024 * 4 / 8
+
+
+def test_small_parameters_of_two_dtypes() -> None:
+    """They go side by side by dtype, and come back in their own order, shape and dtype."""
+    rows = {
+        "a": torch.randn(4, 3),
+        "b": torch.randn(4, 2, 5).float(),
+        "c": torch.randn(4),
+        "d": torch.randn(4, 0, 2),
+        "e": torch.randn(4, 3, 0).float(),
+        "f": torch.randn(4, 2).float(),
+    }
+    grads, weights = enn.PerSampleGrads(rows), torch.rand(4)
+    weighted = {name: torch.einsum("b,b...->...", weights.to(each.dtype), each) for name, each in rows.items()}
+    means = {name: each.mean(0) for name, each in rows.items()}
+    for actual, expected in ((grads.sum(weights), weighted), (grads.mean(), means)):
+        assert list(actual) == list(rows)
+        for name, each in actual.items():
+            assert each._base is None or each._base.numel() == each.numel(), "memory of its own"
+            torch.testing.assert_close(each, expected[name])
+    torch.testing.assert_close(grads.norms(), flat(rows).norm(dim=1), check_dtype=False)

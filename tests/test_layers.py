@@ -237,6 +237,21 @@ def squared_norms_differentiated(model: nn.Module, rows: dict[str, Tensor], inpu
     return [dense(g) for g in torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)]
 
 
+# --- small layers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.small_rows
+@with_parameters
+def test_small_rows_equal_the_loop(case: Case) -> None:
+    test_rows_equal_the_loop(case, "mean", BATCH)
+
+
+@pytest.mark.small_rows
+@with_float_input
+def test_gradient_penalty_with_small_rows(case: Case) -> None:
+    test_gradient_penalty(case, "mean")
+
+
 # --- batches and passes ---------------------------------------------------------------------------------------
 
 

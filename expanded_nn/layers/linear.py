@@ -15,8 +15,10 @@ from expanded_nn._gemm import product
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
-from expanded_nn._terms import Outer, is_batched
+from expanded_nn._terms import Outer, in_own_dtype, is_batched
 from expanded_nn.factored import FactoredTensor
+
+FEW_NUMBERS = 1 << 15  # rows in all: below, keeping their factors takes longer than making them
 
 
 class _OuterRows(torch.autograd.Function):
@@ -39,10 +41,12 @@ def outer_rows(
     a: Tensor,  # (B, *, in)
     dtype: torch.dtype,
 ) -> Tensor:  # (B, out, in)
-    """The rows of a linear map's weight, factored."""
+    """The rows of a linear map's weight, factored unless they are small."""
     g, a = positions(g), positions(a)
-    if is_batched(g):
-        return torch.bmm(g.transpose(1, 2), a)
+    few = g.shape[0] * g.shape[-1] * a.shape[-1] <= FEW_NUMBERS and g.dtype == dtype and dtype.itemsize > 2
+    if few or is_batched(g):
+        with in_own_dtype(g):
+            return torch.bmm(g.transpose(1, 2), a)
     if torch.is_grad_enabled():
         return _OuterRows.apply(g, a, dtype)  # type: ignore[no-untyped-call,no-any-return]
     return FactoredTensor.of(Outer.of(g, a, dtype))
@@ -52,6 +56,8 @@ def positions(
     x: Tensor,  # (B, *, features)
 ) -> Tensor:  # (B, T, features)
     """All dimensions between the batch and the features as one."""
+    if x.dim() < 4:
+        return x.unsqueeze(1) if x.dim() == 2 else x
     return x.reshape(x.shape[0], prod(x.shape[1:-1]), x.shape[-1])
 
 
@@ -60,7 +66,7 @@ def bias_rows(
     dtype: torch.dtype,
 ) -> Tensor:  # (B, out)
     """The rows of a linear map's bias."""
-    return positions(g).sum(1, dtype=dtype)
+    return g.to(dtype) if g.dim() == 2 else positions(g).sum(1, dtype=dtype)
 
 
 def times_matrix(
@@ -70,6 +76,8 @@ def times_matrix(
     """`g @ matrix`, without history."""
     if is_batched(g):
         return torch.matmul(g, matrix)
+    if g.dim() == 2:
+        return product(g, matrix)
     return product(g.reshape(prod(g.shape[:-1]), g.shape[-1]), matrix).view(*g.shape[:-1], matrix.shape[1])
 
 
