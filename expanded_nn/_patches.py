@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import inf, prod
 from typing import cast
 
@@ -82,8 +83,8 @@ class Patches(Term):
     def remake(self, factors: Sequence[Tensor], coefficient: float, dtype: torch.dtype) -> Patches:
         return Patches(factors, self.row_shape, dtype, coefficient, geometry=self.geometry)
 
-    def chunks(self) -> Iterator[Patches]:
-        return cast(Iterator[Patches], super().chunks())
+    def chunks(self, numel: int | None = None) -> Iterator[Patches]:
+        return cast(Iterator[Patches], super().chunks(numel))
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         g, x = self.weighted()
@@ -108,11 +109,16 @@ class Patches(Term):
         return self.inner(self)
 
     def inner(self, other: Term) -> Tensor:
-        if isinstance(other, Patches) and self._cost_by_position(other) < max(self.positions, other.positions):
-            if other is self:
-                return torch.cat([_inner(chunk, chunk) for chunk in self.chunks()])
-            return torch.cat([_inner(one, two) for one, two in zip(self.chunks(), other.chunks(), strict=True)])
-        return super().squared_norms() if other is self else super().inner(other)
+        if not isinstance(other, Patches) or not self._positions_are_fewer(other):
+            return super().squared_norms() if other is self else super().inner(other)
+        entries = prod(self.padded_size) * prod(other.padded_size)
+        if entries < prod(self.row_shape[2:]) * self.positions * other.positions:
+            inner, numel = _inner_by_entries, entries
+        else:
+            inner, numel = _inner_by_windows, prod(self.row_shape[1:]) * max(self.positions, other.positions)
+        chunks = list(self.chunks(numel))
+        others = chunks if other is self else other.chunks(numel)
+        return torch.cat([inner(one, two) for one, two in zip(chunks, others, strict=True)])
 
     def gram(self, other: Term) -> Tensor:
         if isinstance(other, Patches) and self.geometry.groups == 1 and self._cost_by_position(other) < 1:
@@ -121,9 +127,20 @@ class Patches(Term):
         return super().gram(other)
 
     @property
+    def norms_take_rows(self) -> bool:
+        return not self._positions_are_fewer(self)
+
+    @property
     def positions(self) -> int:
-        """The number of places of the kernel on an input."""
         return prod(self.factors[0].shape[2:])
+
+    @property
+    def padded_size(self) -> tuple[int, ...]:
+        """The spatial size of the input with its padding."""
+        return tuple(n + 2 * p for n, p in zip(self.factors[1].shape[2:], self.geometry.padding, strict=True))
+
+    def _positions_are_fewer(self, other: Patches) -> bool:
+        return self._cost_by_position(other) < max(self.positions, other.positions)
 
     def _cost_by_position(self, other: Patches) -> float:
         """The cost of `<g h', x z'>` over all pairs of positions, where a product of dense rows costs 1."""
@@ -134,11 +151,29 @@ class Patches(Term):
         return self.positions * other.positions * (out + patch) / (out * patch)
 
 
-def _inner(one: Patches, two: Patches) -> Tensor:
-    """`<row[b], other_row[b]>`, `(B,)`, from products of positions."""
+def _inner_by_windows(one: Patches, two: Patches) -> Tensor:
+    """`<row[b], other_row[b]>`, `(B,)`, from products of windows."""
     mine = _as_linear(one)
     theirs = mine if two is one else _as_linear(two)
     return mine.inner(theirs).reshape(one.batch, one.geometry.groups).sum(1)
+
+
+def _inner_by_entries(one: Patches, two: Patches) -> Tensor:
+    """`<row[b], other_row[b]>`, `(B,)`, without windows: their products are sums of those of the inputs' entries."""
+    (g, x), (h, z) = one.unscaled(), two.unscaled()
+    (x, how), (z, other) = one.geometry.padded(x), two.geometry.padded(z)
+    entries = torch.bmm(_by_group(x, how.groups).mT, _by_group(z, how.groups))
+    entries = entries.view(-1, *x.shape[2:], *z.shape[2:])
+    strides, dilations = how.stride + other.stride, how.dilation + other.dilation
+    sizes = (*g.shape[2:], *h.shape[2:])
+    windows = g.new_zeros(len(entries), *sizes)
+    for place in product(*map(range, one.row_shape[2:])):
+        starts = [k * dilation for k, dilation in zip(place * 2, dilations, strict=True)]
+        moved = zip(starts, sizes, strides, strict=True)
+        windows += entries[:, *(slice(start, start + (t - 1) * stride + 1, stride) for start, t, stride in moved)]
+    gradients = torch.bmm(_by_group(g, how.groups).mT, _by_group(h, how.groups))
+    inner = (gradients * windows.view(gradients.shape)).sum((1, 2)).reshape(one.batch, how.groups).sum(1)
+    return inner.mul_(one.coefficient).mul_(two.coefficient)
 
 
 def _as_linear(term: Patches) -> Outer:

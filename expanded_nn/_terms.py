@@ -139,6 +139,16 @@ class Term(ABC):
         return sum(factor.numel() for factor in self.factors)
 
     @property
+    def positions(self) -> int:
+        """How many products of factors add up to a row."""
+        return 1
+
+    @property
+    def norms_take_rows(self) -> bool:
+        """Whether the norms are those of the dense rows, which are made for them."""
+        return False
+
+    @property
     def batch(self) -> int:
         """The number of rows, B."""
         return self.factors[0].shape[0]
@@ -166,9 +176,9 @@ class Term(ABC):
         """The same rows, in another dtype."""
         return self._derived(self.factors, self.coefficient, dtype)
 
-    def chunks(self) -> Iterator[Term]:
-        """The term in groups of rows whose dense form is of bounded size."""
-        size = max(1, CHUNK_NUMEL // max(1, prod(self.row_shape)))
+    def chunks(self, numel: int | None = None) -> Iterator[Term]:
+        """The term in groups of rows that need bounded memory: `numel` numbers a row, or those of its dense form."""
+        size = max(1, CHUNK_NUMEL // max(1, prod(self.row_shape) if numel is None else numel))
         if size >= self.batch:
             yield self
             return
@@ -264,6 +274,14 @@ class Outer(Term):
     ) -> Outer:
         return cls((g, a), (g.shape[-1], a.shape[-1]), dtype)
 
+    @property
+    def positions(self) -> int:
+        return self.factors[0].shape[1]
+
+    @property
+    def norms_take_rows(self) -> bool:
+        return self.positions > 1 and not self._positions_are_fewer(self)
+
     def dense(self, out: Tensor | None = None) -> Tensor:
         g, a = self.weighted()
         if g.shape[1] == 1:
@@ -280,10 +298,10 @@ class Outer(Term):
         return (y * g).sum((1, 2)).mul_(self.coefficient).to(self.dtype)
 
     def squared_norms(self) -> Tensor:
-        if self.factors[0].shape[1] > 1 and self._positions_are_fewer(self):
-            self.check()
-            return (self._products(0) * self._products(1)).sum((1, 2)).mul_(self.coefficient).mul_(self.coefficient)
-        return self.inner(self)
+        if self.positions == 1 or self.norms_take_rows:
+            return self.inner(self)
+        self.check()
+        return (self._products(0) * self._products(1)).sum((1, 2)).mul_(self.coefficient).mul_(self.coefficient)
 
     def _products(self, at: int) -> Tensor:
         """The products of all positions of one factor, `(B, T, T)`."""
@@ -303,7 +321,7 @@ class Outer(Term):
         if isinstance(other, Outer):
             (g, a), (h, c) = self.unscaled(), other.unscaled()
             scale = self.coefficient * other.coefficient
-            if g.shape[1] == h.shape[1] == 1:
+            if self.positions == other.positions == 1:
                 return (g * h).sum((1, 2)) * (a * c).sum((1, 2)).mul_(scale)
             if self._positions_are_fewer(other):
                 return (torch.bmm(g, h.mT) * torch.bmm(a, c.mT)).sum((1, 2)).mul_(scale)
@@ -331,13 +349,13 @@ class Outer(Term):
 
     def _positions_are_few(self, other: Outer) -> bool:
         """Whether that costs less than products of dense rows, which are made once for all pairs."""
-        t, s = self.factors[0].shape[1], other.factors[0].shape[1]
+        t, s = self.positions, other.positions
         out, in_ = self.row_shape
         return t * s * (out + in_) < out * in_
 
     def _positions_are_fewer(self, other: Outer) -> bool:
         """Whether `<g h', a c'>` over positions costs less than the dense rows do."""
-        t, s = self.factors[0].shape[1], other.factors[0].shape[1]
+        t, s = self.positions, other.positions
         out, in_ = self.row_shape
         return t * s * (out + in_) < max(t, s) * out * in_
 

@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from expanded_nn._cell import Block, Cell, cat, running_backward
 from expanded_nn._errors import complaint
 from expanded_nn._storage import Recycled
-from expanded_nn._terms import Dense, Outer, Term, in_own_dtype
+from expanded_nn._terms import CHUNK_NUMEL, Dense, Outer, Term, in_own_dtype
 
 aten = torch.ops.aten
+KEPT_ROWS = 4  # times as many numbers as the factors that they were made of
 MANY_POSITIONS = 16  # memory traffic of one dense row costs about as much as the arithmetic of so many positions
 
 
@@ -89,7 +90,14 @@ class FactoredTensor(Tensor):
 
     def sums_faster_dense(self) -> bool:
         """Whether adding up dense rows, once they are there, costs less than the product of the factors."""
-        return any(isinstance(term, Outer) and term.factors[0].shape[1] >= MANY_POSITIONS for term in self.terms())
+        return any(term.positions >= MANY_POSITIONS for term in self.terms())
+
+    def dense_for_norms(self) -> None:
+        """Makes small rows dense if their norms do so anyway: what comes after has them then."""
+        terms = self.terms()
+        small = self.numel() <= min(CHUNK_NUMEL, KEPT_ROWS * self.held_numel())
+        if small and len(terms) == 1 and terms[0].norms_take_rows:
+            self._rows()
 
     def dense(self) -> Tensor:
         """The rows as a plain tensor `(B, *shape)`; they stay dense from then on."""

@@ -328,7 +328,11 @@ def _add_to_grad(parameter: Tensor, total: Tensor, recorder: Recorder | None) ->
 
 def _squared_norms(parts: Iterable[_Part]) -> list[Tensor]:
     with shared_products():
-        return [widened(rows).squared_norms().clamp(min=0) for _, rows in parts]
+        found = []
+        for _, rows in parts:
+            rows.dense_for_norms()
+            found.append(widened(rows).squared_norms().clamp(min=0))
+        return found
 
 
 def _recorded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

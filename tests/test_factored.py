@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from expanded_nn import FactoredTensor, PerSampleError
-from expanded_nn._patches import Patches
+from expanded_nn import FactoredTensor, PerSampleError, PerSampleGrads
+from expanded_nn._patches import Geometry, Patches, _inner_by_entries, _inner_by_windows
 from expanded_nn._terms import Dense, OneHot, Outer, Term
 from expanded_nn.factored import TABLE
 from expanded_nn.layers.conv import conv2d
@@ -337,3 +337,51 @@ def test_a_complex_term_takes_a_coefficient() -> None:
     g, a = torch.randn(B, 2, 3, dtype=torch.complex128), torch.randn(B, 2, 5, dtype=torch.complex128)
     term = Outer.of(g, a, torch.complex128)
     same(term.scaled(3.0).dense(), 3 * term.dense())
+
+
+def convolution(size: tuple[int, ...], kernel: tuple[int, ...], groups: int = 1, **how: int) -> Patches:
+    """A term of many channels at few positions, so that its norms are made from products of those."""
+    each = {name: (how.get(name, default),) * len(size) for name, default in ONCE.items()}
+    geometry = Geometry(**each, groups=groups)
+    row_shape = (8 * groups, 8, *kernel)
+    positions = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, k, s, p, d in zip(size, kernel, geometry.stride, geometry.padding, geometry.dilation, strict=True)
+    ]
+    x, g = torch.randn(B, 8 * groups, *size), torch.randn(B, row_shape[0], *positions)
+    return Patches.of(g, x, row_shape, geometry, torch.float64)
+
+
+ONCE = {"stride": 1, "padding": 0, "dilation": 1}
+CONVOLUTIONS = {  # two for the same weight
+    "1d": lambda: (convolution((5,), (3,), padding=1), convolution((4,), (3,))),
+    "2d": lambda: (convolution((2, 3), (2, 3), padding=1), convolution((3, 3), (2, 3))),
+    "3d": lambda: (convolution((2,) * 3, (2,) * 3, padding=1), convolution((2, 3, 2), (2,) * 3)),
+    "groups": lambda: (convolution((4,), (3,), 3, padding=1), convolution((5,), (3,), 3)),
+    "strides": lambda: (convolution((6,), (5,), stride=2, padding=2), convolution((5,), (5,), padding=1)),
+    "dilation": lambda: (convolution((7,), (4,), dilation=2, padding=1), convolution((4,), (4,))),
+    "gaps": lambda: (convolution((9,), (2,), stride=3), convolution((8,), (2,), stride=3)),
+}
+
+
+@pytest.mark.parametrize("pair", CONVOLUTIONS)
+@pytest.mark.parametrize("algorithm", [_inner_by_windows, _inner_by_entries, Patches.inner])
+def test_inner_products_of_convolutions(pair: str, algorithm: Callable[[Patches, Patches], Tensor]) -> None:
+    one, two = (term.scaled(number) for term, number in zip(CONVOLUTIONS[pair](), (3.0, -0.5), strict=True))
+    for left, right in ((one, one), (one, two), (two, one)):
+        same(algorithm(left, right), (left.dense() * right.dense()).flatten(1).sum(1))
+
+
+def test_rows_that_norms_make_stay_where_they_are_small() -> None:
+    """What comes after the norms, as clipping, has them; those of the parameter stay factored."""
+    rows, twin = make("outer_30")
+    grads = PerSampleGrads({"weight": rows})
+    same(grads.norms(), twin.flatten(1).norm(dim=1))
+    assert grads["weight"].is_dense
+    assert not rows.is_dense
+    term = convolution((9, 9), (7, 7))  # its rows are more than four times as large as its factors
+    assert term.norms_take_rows
+    large = FactoredTensor.of(term)
+    grads = PerSampleGrads({"weight": large})
+    grads.norms()
+    assert not grads["weight"].is_dense
