@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _WORTHWHILE = 1 << 20  # multiplications below which a call of oneDNN costs more than it saves
+_WORTH_A_COPY = 1 << 21  # and one with a copy of its result
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -44,6 +45,20 @@ def transposed_product(
     return product(a.t(), g).t().contiguous()
 
 
+def batched_product(
+    x: Tensor,  # (N, rows, in)
+    matrix: Tensor,  # (N, in, out)
+    out: Tensor | None = None,  # (N, rows, out)
+) -> Tensor:  # (N, rows, out)
+    """`x[n] @ matrix[n]` for each n, written to `out`; all at once, or one by one and copied."""
+    if not len(x) or not onednn_is_faster(x[0], matrix.shape[2], _WORTH_A_COPY):
+        return torch.bmm(x, matrix, out=out)
+    out = x.new_empty(*x.shape[:2], matrix.shape[2]) if out is None else out
+    for each, one, other in zip(out, x, matrix, strict=True):
+        each.copy_(product(one, other))
+    return out
+
+
 def add_product(
     total: Tensor,  # (rows, out)
     x: Tensor,  # (rows, in)
@@ -61,12 +76,12 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-def onednn_is_faster(x: Tensor, out: int) -> bool:
+def onednn_is_faster(x: Tensor, out: int, worthwhile: int = _WORTHWHILE) -> bool:
     """Whether `affine` of `x`, `(rows, in)`, to so many features runs on oneDNN."""
     return (
         _ONEDNN
         and x.dtype == torch.float32
         and x.device.type == "cpu"
-        and x.numel() * out >= _WORTHWHILE
+        and x.numel() * out >= worthwhile
         and torch._C._get_mkldnn_enabled()
     )

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn._gemm import affine, onednn_is_faster
+from expanded_nn._gemm import batched_product
 from expanded_nn._terms import CHUNK_NUMEL, Outer, Term
 
 aten = torch.ops.aten
@@ -227,21 +227,8 @@ def _rows_by_columns(
     for start in range(0, len(windows), size):
         part = slice(start * how.groups, (start + size) * how.groups)
         columns = windows[start : start + size].reshape(-1, by_group.shape[2], g.shape[2])
-        _write_products(by_group[part], g[part], columns)
+        batched_product(g[part], columns.mT, by_group[part])
     return rows
-
-
-def _write_products(
-    rows: Tensor,  # (N, out, patch)
-    g: Tensor,  # (N, out, T)
-    columns: Tensor,  # (N, patch, T)
-) -> None:
-    """`rows[n] = g[n] @ columns[n].T`; one by one by the faster library, and copied, or all at once."""
-    if not onednn_is_faster(g[0], columns.shape[1]):
-        torch.bmm(g, columns.transpose(1, 2), out=rows)
-        return
-    for row, one, other in zip(rows, g.contiguous(), columns, strict=True):
-        row.copy_(affine(one, other))
 
 
 def _rows_by_groups(g: Tensor, x: Tensor, row_shape: tuple[int, ...], how: Geometry) -> Tensor:

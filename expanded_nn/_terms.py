@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._gemm import transposed_product
+from expanded_nn._gemm import batched_product, transposed_product
 
 CHUNK_NUMEL = 1 << 22  # dense rows made at once, where an algorithm needs them only in passing
 
@@ -286,7 +286,7 @@ class Outer(Term):
         g, a = self.weighted()
         if g.shape[1] == 1:
             return torch.mul(g.transpose(1, 2), a, out=out)
-        return torch.bmm(g.transpose(1, 2), a, out=out)
+        return batched_product(g.mT, a, out)
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         g, a = self.weighted(weights)

@@ -1,0 +1,65 @@
+"""Products without history: by either library, of any layout, large enough for both."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from expanded_nn import _gemm
+
+N, ROWS, IN, OUT = 3, 130, 120, 141
+
+
+@pytest.fixture(params=[True, False], ids=["onednn", "mkl"])
+def by_onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if not request.param:
+        monkeypatch.setattr(_gemm, "_ONEDNN", False)
+    return request.param and _gemm._ONEDNN and torch.get_default_device().type == "cpu"
+
+
+def matrix(*size: int, transposed: bool) -> Tensor:
+    *batch, rows, columns = size
+    drawn = torch.randn(*batch, columns, rows).mT if transposed else torch.randn(*size)
+    return drawn.float()
+
+
+def add_product(x: Tensor, y: Tensor) -> Tensor:
+    total = torch.ones(x.shape[0], y.shape[1], dtype=x.dtype)
+    _gemm.add_product(total, x, y)
+    return total - 1
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "affine": lambda x, y: _gemm.affine(x, y.t()),
+    "affine with a bias": lambda x, y: _gemm.affine(x, y.t(), torch.ones(OUT).float()) - 1,
+    "product": _gemm.product,
+    "transposed_product": lambda x, y: _gemm.transposed_product(x.t(), y),
+    "add_product": add_product,
+}
+
+
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name: str, left: bool, right: bool, by_onednn: bool) -> None:
+    x, y = matrix(ROWS, IN, transposed=left), matrix(IN, OUT, transposed=right)
+    assert _gemm.onednn_is_faster(x, OUT) == by_onednn
+    torch.testing.assert_close(PRODUCTS[name](x, y).double(), x.double() @ y.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("left", [False, True])
+def test_batched_products(left: bool, right: bool, given: bool, by_onednn: bool) -> None:
+    x, y = matrix(N, ROWS, IN, transposed=left), matrix(N, IN, OUT, transposed=right)
+    assert _gemm.onednn_is_faster(x[0], OUT, _gemm._WORTH_A_COPY) == by_onednn
+    out = torch.empty(N, ROWS, OUT).float() if given else None
+    found = _gemm.batched_product(x, y, out)
+    assert out is None or found is out
+    torch.testing.assert_close(found.double(), x.double() @ y.double(), rtol=1e-4, atol=1e-4)
+
+
+def test_no_samples() -> None:
+    x, y = torch.ones(0, ROWS, IN), torch.ones(0, IN, OUT)
+    assert _gemm.batched_product(x.float(), y.float()).shape == (0, ROWS, OUT)
