@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _WORTHWHILE = 1 << 20  # multiplications below which a call of oneDNN costs more than it saves
-_WORTH_A_COPY = 1 << 21  # and one with a copy of its result
+_WORTH_A_COPY = 5 << 19  # and one with a copy of its result
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from expanded_nn import _gemm
 
-N, ROWS, IN, OUT = 3, 130, 120, 141
+N, ROWS, IN, OUT = 3, 140, 150, 141
 
 
 @pytest.fixture(params=[True, False], ids=["onednn", "mkl"])
