@@ -285,7 +285,9 @@ def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: st
             "the rows of a backward in per-sample mode, (0, *shape) if there were no samples",
             "Clip after backward and before zero_grad; with accumulate_grad=False, clipping takes the rows away.",
         )
-    parts = grads._parts(join=not isinstance(max_norm, Mapping))
+    shards = [each for name in grads if is_shard(each := parameters[name])]
+    # sums of shards add up over the ranks, one after the other in the same order, whatever the numbers of samples there
+    parts = grads._parts(join=not shards and not isinstance(max_norm, Mapping))
     recorder = next((each._recorder for each in model.modules() if isinstance(each, PerSampleModule)), None)
     adds = recorder is not None and not recorder.settings.accumulate_grad
     norms: Tensor | dict[str, Tensor]
@@ -300,7 +302,6 @@ def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: st
         _refuse_nonfinite("all parameters", norms)
         factors = dict.fromkeys(grads, _factors(norms, max_norm))
     count = grads.batch_size
-    shards = [each for name in grads if is_shard(each := parameters[name])]
     if shards and reduction == "mean":
         count = added_over_ranks(count, shards[0])
     grads._rows.clear()

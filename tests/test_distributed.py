@@ -197,6 +197,20 @@ def fsdp_scatters_the_clipped_sum(rank: int, world: int) -> None:
                 assert_close(whole(parameter.grad), total if reduction == "sum" else total / len(x), name=name)
 
 
+def fsdp_scatters_in_one_order(rank: int, world: int) -> None:
+    """Few samples have dense rows, many have factored ones; the ranks wait for each other parameter by parameter."""
+    plain = nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 60))
+    model = sharded(plain).per_sample()
+    sizes = [4 if each % 2 else 16 for each in range(world)]
+    parts = torch.randn(sum(sizes), 60).split(sizes)
+    backward(model, parts[rank])
+    assert isinstance(parameters_of(model)["0.weight"].grad_sample, enn.FactoredTensor) == (sizes[rank] == 16)
+    enn.clip_grad_sample_norms_(model, LIMIT)
+    rows = [expected_rows(plain, part) for part in parts]
+    for name, total in clipped_sum({name: torch.cat([each[name] for each in rows]) for name in rows[0]}).items():
+        assert_close(whole(parameters_of(model)[name].grad), total, name=name)
+
+
 def fsdp_clips_micro_batches_at_constant_memory(rank: int, world: int) -> None:
     for make_model, make_input in MODELS.values():
         plain = make_model()
@@ -245,6 +259,7 @@ FSDP = [
     fsdp_scatters_the_gradient_and_leaves_the_rows_local,
     fsdp_appends_the_rows_of_several_backwards,
     fsdp_scatters_the_clipped_sum,
+    fsdp_scatters_in_one_order,
     fsdp_clips_micro_batches_at_constant_memory,
     fsdp_in_mixed_precision,
     a_model_converted_after_it_was_sharded,
