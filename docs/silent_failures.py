@@ -134,6 +134,7 @@ def traps() -> Iterator[Trap]:
     torch.manual_seed(0)
     lengths = torch.tensor([2, 5, 3])
     yield Trap("LSTM, unsorted PackedSequence", LSTM_TEST, Sequences(), Call((torch.randn(3, 5, 4), lengths)))
+    yield from_test("Complex weights", "test_complex_weights")
     yield from_test("Weight used outside its module", "test_weight_used_outside_its_module")
     yield from_test("Loss with an input derivative", "test_input_derivative_losses")
     yield from_test("Loss with a Laplacian", "test_laplacian")

@@ -39,3 +39,8 @@ def batch_of(value: Any, *, batch_first: bool = True) -> int | None:
 def batch_dim(dims: int, *, batch_first: bool) -> int:
     """Where the samples stand in a tensor of so many batch-like dimensions."""
     return 0 if batch_first or dims < 2 else 1
+
+
+def has_derivatives(tensor: Tensor) -> bool:
+    """Whether it holds real or complex numbers, and no counts, indices or truth values."""
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -49,7 +49,8 @@ class Cell:
             blocks = self.merge()
             if len(blocks) > 1:
                 memory = None
-            self.dense = cat([self._block_rows(size, terms, memory) for size, terms in blocks])
+            rows = cat([self._block_rows(size, terms, memory) for size, terms in blocks])
+            self.dense = rows.contiguous()  # as the wrapper says it is
             self.blocks = ()
         return self.dense
 

@@ -172,6 +172,8 @@ class Expanded(PerSampleModule):
         own = [name for name in self.ranks if getattr(self, name) is not None]
         if not self.traceable or self._own_batch() is not None or any(name not in self._parameters for name in own):
             return []
+        if any(getattr(self, name).is_complex() for name in own):
+            return []
         return [name for name in own if getattr(self, name).requires_grad]
 
     def rows_of(self, g: Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence, unpack_sequence
 from torch.overrides import TorchFunctionMode
 
-from expanded_nn._batch import batch_dim, batch_of, tensors
+from expanded_nn._batch import batch_dim, batch_of, has_derivatives, tensors
 from expanded_nn._errors import complaint
 from expanded_nn._expand import Settings
 
@@ -136,7 +136,7 @@ class Call:
 
 def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Each number a little larger, smaller or the same, as rounding makes it."""
-    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+    if not has_derivatives(tensor) or tensor.layout is not torch.strided:
         return tensor.detach()
     signs = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor)
     return tensor.detach() * (1 + 2 * torch.finfo(tensor.dtype).eps * signs)

@@ -7,13 +7,23 @@ from torch import Tensor
 
 
 def is_shared(*weights: Tensor | None) -> bool:
-    """Whether all the weights `(B, *shape)` are the same for all samples: expanded (stride 0), or B is 0 or 1."""
-    return all(weight is None or weight.shape[0] < 2 or weight.stride(0) == 0 for weight in weights)
+    """Whether the weights `(B, *shape)` are for an op that computes with one for all samples.
+
+    They are the same for all: expanded (stride 0), or B is 0 or 1. And they are real, if B is not 0, as factors of
+    complex rows would have to be conjugated in all that is made of them.
+    """
+    return _are_the_same(*weights) and not any(
+        weight is not None and weight.is_complex() and weight.shape[0] for weight in weights
+    )
 
 
 def is_constant(*weights: Tensor | None) -> bool:
     """Whether all the weights are the same for all samples and ask for no gradient: torch's own op does then."""
-    return is_shared(*weights) and not any(weight is not None and weight.requires_grad for weight in weights)
+    return _are_the_same(*weights) and not any(weight is not None and weight.requires_grad for weight in weights)
+
+
+def _are_the_same(*weights: Tensor | None) -> bool:
+    return all(weight is None or weight.shape[0] < 2 or weight.stride(0) == 0 for weight in weights)
 
 
 def shared(weight: Tensor) -> Tensor:

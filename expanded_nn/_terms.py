@@ -190,8 +190,8 @@ class Term(ABC):
         if any(factor._version != version for factor, version in self.guards):
             raise complaint(
                 "grad_sample",
-                "a tensor that a factored gradient, or a snapshot by per_sample_grads, still needs (a layer's input, the "
-                "gradient of its output, or the rows themselves) was changed in place",
+                "a tensor that a factored gradient, or a snapshot by per_sample_grads, still needs (a layer's input, "
+                "the gradient of its output, or the rows themselves) was changed in place",
                 "it unchanged until the rows have been used",
                 "Change a clone of it, or switch on per_sample(materialize=True).",
             )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expanded_nn._batch import has_derivatives
 from expanded_nn._errors import ConversionError, PerSampleError, complaint
 from expanded_nn._expand import Recorder, Settings
 from expanded_nn._module import PerSampleModule
@@ -134,7 +135,7 @@ class _Check:
 
     def set_tolerance(self) -> None:
         inside = [each for event in self.whole.events for each in event.values]
-        floating = [each for each in (*self.plain.module.parameters(), *inside) if each.is_floating_point()]
+        floating = [each for each in (*self.plain.module.parameters(), *inside) if has_derivatives(each)]
         dtypes = {_precision(each): each.dtype for each in floating} or {0.0: self.dtype}
         self.dtype, self.tolerance = dtypes[max(dtypes)], max(dtypes) ** 0.5
 

@@ -285,6 +285,11 @@ def widened(rows: FactoredTensor) -> FactoredTensor:
     return rows._like(rows._remade(lambda term: term.to(torch.float32)), rows.shape, torch.float32)
 
 
+def as_real(rows: FactoredTensor) -> FactoredTensor:
+    """Complex rows as rows of pairs of real numbers, `(B, *shape, 2)`; others as they are."""
+    return as_factored(torch.view_as_real(rows.dense().resolve_conj())) if rows.is_complex() else rows
+
+
 def average(rows: FactoredTensor) -> Tensor:
     """The mean row, `(*shape)`; the sum may be too large for the rows' dtype."""
     return (widened(rows).weighted_sum() / rows.shape[0]).to(rows.dtype)
@@ -467,7 +472,7 @@ def _average(rows: FactoredTensor, dim: Any = None, keepdim: bool = False, *, dt
 
 def _norm(rows: FactoredTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     dims = _dims(rows, dim)
-    if ord != 2 or dtype not in (None, rows.dtype) or rows.dim() < 2:
+    if ord != 2 or dtype not in (None, rows.dtype) or rows.dim() < 2 or rows.is_complex():
         return NotImplemented
     if dims == set(range(rows.dim())):
         total = widened(rows).squared_norms().sum().clamp(min=0).sqrt().to(rows.dtype)

@@ -14,13 +14,13 @@ from expanded_nn._expand import Recorder
 from expanded_nn._module import Expanded, PerSampleModule
 from expanded_nn._sharded import added_over_ranks, is_shard, scattered
 from expanded_nn._terms import shared_products
-from expanded_nn.factored import FactoredTensor, as_factored, average, widened
+from expanded_nn.factored import FactoredTensor, as_factored, as_real, average, widened
 
 FEW_NUMBERS = 1 << 16  # in all rows of a parameter: below, an operation costs more than its arithmetic
 
 
 class _Part(NamedTuple):
-    """The rows of one parameter, or of several small ones side by side, as one."""
+    """The rows of one parameter, or of several small ones side by side, as one; of real numbers."""
 
     shapes: dict[str, torch.Size]  # those of the parameters
     rows: FactoredTensor
@@ -38,7 +38,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
     """The per-sample gradients of a model, and the algebra of the matrix G `(B, P)` they stand for.
 
     A mapping from parameter name to `(B, *shape)`. It is a snapshot: later steps do not change it. None of `norms`,
-    `sum`, `mean`, `gram`, `matvec` builds G; they work on the factors.
+    `sum`, `mean`, `gram`, `matvec` builds G; they work on the factors. A complex number counts as two real ones in
+    norms, variances and products.
 
     Args:
         rows: Parameter name -> `(B, *shape)`, dense or factored.
@@ -132,7 +133,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
         Args:
             correction: What is taken off B in the denominator, as in `torch.var`.
         """
-        return {name: _variance(rows, correction) for name, rows in self._rows.items()}
+        parts = {name: _variance(rows, correction) for name, rows in self._real().items()}
+        return {name: each.sum(-1) if self._rows[name].is_complex() else each for name, each in parts.items()}
 
     def gram(self, other: PerSampleGrads | None = None) -> Tensor:
         """The inner products of all rows with all rows of `other`, or with each other: `G @ other.T`, `(B, B')`.
@@ -150,7 +152,9 @@ class PerSampleGrads(Mapping[str, Tensor]):
                     "the rows of the same parameters",
                     "Take both from one model, or from copies of it.",
                 )
-        return _added(widened(rows).gram(widened(other._rows[name])) for name, rows in self._rows.items())
+        theirs = self._real() if other is self else other._real()
+        mine = theirs if other is self else self._real()
+        return _added(widened(rows).gram(widened(theirs[name])) for name, rows in mine.items())
 
     def matvec(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """The inner product of each row with one vector, `G @ v`, `(B,)`.
@@ -180,6 +184,9 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 name: torch.randn(rows.shape[1:], generator=generator, dtype=rows.dtype, device=generator.device)
                 for name, rows in self._rows.items()
             }
+            for each in directions.values():
+                if each.is_complex():  # of variance 1 in each part
+                    each *= math.sqrt(2)
             columns.append(self.matvec({name: each.to(self._rows[name].device) for name, each in directions.items()}))
         return torch.stack(columns, 1) / math.sqrt(dim)
 
@@ -193,21 +200,26 @@ class PerSampleGrads(Mapping[str, Tensor]):
             1,
         )
 
+    def _real(self) -> dict[str, FactoredTensor]:
+        """The rows as real numbers."""
+        return {name: as_real(rows) for name, rows in self._rows.items()}
+
     def _by_parameter(self, value: Callable[[FactoredTensor], Tensor]) -> dict[str, Tensor]:
         found = {name: each for part in self._parts() for name, each in part.split(value(part.rows)).items()}
-        return {name: found[name] for name in self}
+        return {name: _as_before(found[name], rows) for name, rows in self._rows.items()}
 
     def _parts(self, join: bool = True) -> list[_Part]:
         """The parameters, of which small ones with dense rows may be side by side."""
         parts, small = [], dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]()
-        for name, rows in self._rows.items():
+        real = self._real()
+        for name, rows in real.items():
             matrix = rows.held_matrix() if join and rows.numel() <= FEW_NUMBERS else None
             if matrix is None:
                 parts.append(_Part({name: rows.shape[1:]}, rows))
             else:
                 small.setdefault((rows.dtype, rows.device), {})[name] = matrix
         for matrices in small.values():
-            shapes = {name: self._rows[name].shape[1:] for name in matrices}
+            shapes = {name: real[name].shape[1:] for name in matrices}
             parts.append(_Part(shapes, as_factored(torch.cat(list(matrices.values()), 1))))
         return parts
 
@@ -285,7 +297,7 @@ def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: st
             "the rows of a backward in per-sample mode, (0, *shape) if there were no samples",
             "Clip after backward and before zero_grad; with accumulate_grad=False, clipping takes the rows away.",
         )
-    shards = [each for name in grads if is_shard(each := parameters[name])]
+    shards = [parameters[name] for name in grads if is_shard(parameters[name])]
     # sums of shards add up over the ranks, one after the other in the same order, whatever the numbers of samples there
     parts = grads._parts(join=not shards and not isinstance(max_norm, Mapping))
     recorder = next((each._recorder for each in model.modules() if isinstance(each, PerSampleModule)), None)
@@ -319,7 +331,7 @@ def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: st
 
 def _add_to_grad(parameter: Tensor, total: Tensor, recorder: Recorder | None) -> None:
     """Sets `.grad`; or, with a recorder, adds to it and frees the rows."""
-    total = total.to(parameter.dtype)
+    total = _as_before(total, parameter).to(parameter.dtype)
     if is_shard(parameter):
         total = scattered(total, parameter)
     parameter.grad = parameter.grad + total if recorder is not None and parameter.grad is not None else total
@@ -384,8 +396,15 @@ def _snapshot(rows: Tensor) -> FactoredTensor:
 
 
 def _matvec(rows: FactoredTensor, vector: Tensor) -> Tensor:
+    if rows.is_complex():
+        rows, vector = as_real(rows), torch.view_as_real(vector.to(rows.dtype).resolve_conj())
     wide = widened(rows)
     return wide.matvec(vector.to(wide.dtype)).to(rows.dtype)
+
+
+def _as_before(value: Tensor, like: Tensor) -> Tensor:
+    """A value for a parameter's real numbers, as complex ones where the parameter has such."""
+    return torch.view_as_complex(value) if like.is_complex() else value
 
 
 def _variance(rows: FactoredTensor, correction: float) -> Tensor:

@@ -112,8 +112,9 @@ def grads_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    difference = (dense(actual.detach()) - expected.detach()).to(torch.float64).norm()
-    return float(difference / max(float(expected.detach().to(torch.float64).norm()), TINY))
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    difference = (dense(actual.detach()) - expected.detach()).to(wide).norm()
+    return float(difference / max(float(expected.detach().to(wide).norm()), TINY))
 
 
 def assert_close(actual: Tensor | None, expected: Tensor, tol: float = 1e-9, name: str = "tensor") -> None:

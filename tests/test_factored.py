@@ -385,3 +385,12 @@ def test_rows_that_norms_make_stay_where_they_are_small() -> None:
     grads = PerSampleGrads({"weight": large})
     grads.norms()
     assert not grads["weight"].is_dense
+
+
+def test_rows_of_any_layout() -> None:
+    """The rows may lie in memory in another order than a new tensor's, as those that a view was the gradient of."""
+    rows = torch.randn(B, 5, 3).transpose(1, 2)
+    grads = PerSampleGrads({"weight": rows})
+    same(grads["weight"].flatten(1), rows.flatten(1))
+    same(grads["weight"].view(B, 15), rows.reshape(B, 15))
+    same(grads.flatten(), rows.flatten(1))

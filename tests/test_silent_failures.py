@@ -60,6 +60,18 @@ def test_embedding_bag_with_mode_max() -> None:
     right(nn.EmbeddingBag(10, 4, mode="max"), words)
 
 
+def test_complex_weights() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2, dtype=torch.complex128)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(torch.fft.fft(x)).abs()
+
+    right(Model(), features)
+
+
 def test_weight_used_outside_its_module() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

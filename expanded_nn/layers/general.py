@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree_leaves, tree_unflatten
 
-from expanded_nn._batch import batch_dim
+from expanded_nn._batch import batch_dim, has_derivatives
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._expand import Recorder
 from expanded_nn._lift import Place, swapped
@@ -125,7 +125,7 @@ class General(Expanded):
         leaves, structure = tree_flatten((args, kwargs))
         dims = [self._sample_dim(leaf, batch) for leaf in leaves]
         given = [each for each in leaves if isinstance(each, Tensor) and each.dim()]
-        if given and given[0].is_floating_point():
+        if given and has_derivatives(given[0]):
             self.checked(given[0], 0, dim=self._dim_of(given[0]), argument="the first tensor")
         if batch == 0:
             return self._empty(places, expanded, args, kwargs)
@@ -192,7 +192,7 @@ class General(Expanded):
     def _agree(self, result: Tensor, plain: Tensor, dim: int, same_numbers: bool) -> bool:
         if plain.dim() == result.dim() > 0 and plain.shape[dim] == 1:
             plain = plain.expand(*plain.shape[:dim], result.shape[dim], *plain.shape[dim + 1 :])
-        if result.shape != plain.shape or not same_numbers or not plain.is_floating_point() or plain.is_meta:
+        if result.shape != plain.shape or not same_numbers or not has_derivatives(plain) or plain.is_meta:
             return result.shape == plain.shape
         tolerance = 100 * torch.finfo(plain.dtype).eps ** 0.5
         scale = plain.where(plain.isfinite(), 0).abs().max() if plain.numel() else torch.ones(())
@@ -326,10 +326,10 @@ class General(Expanded):
         with swapped(places, [module._parameters[name].detach() for module, name in places]), _Watch(self):
             result = self._plain_forward(*args, **kwargs)
         leaves, structure = tree_flatten(result)
-        nothing = sum((each.sum() for each in expanded), start=torch.zeros(()))
+        nothing = sum((each.abs().sum() for each in expanded), start=torch.zeros(()))
         return tree_unflatten(
             [
-                each + nothing.to(each.dtype) if isinstance(each, Tensor) and each.is_floating_point() else each
+                each + nothing.to(each.dtype) if isinstance(each, Tensor) and has_derivatives(each) else each
                 for each in leaves
             ],
             structure,
