@@ -170,7 +170,8 @@ def _inner_by_entries(one: Patches, two: Patches) -> Tensor:
     for place in product(*map(range, one.row_shape[2:])):
         starts = [k * dilation for k, dilation in zip(place * 2, dilations, strict=True)]
         moved = zip(starts, sizes, strides, strict=True)
-        windows += entries[:, *(slice(start, start + (t - 1) * stride + 1, stride) for start, t, stride in moved)]
+        seen = [slice(start, start + (t - 1) * stride + 1, stride) for start, t, stride in moved]
+        windows += entries[(slice(None), *seen)]
     gradients = torch.bmm(_by_group(g, how.groups).mT, _by_group(h, how.groups))
     inner = (gradients * windows.view(gradients.shape)).sum((1, 2)).reshape(one.batch, how.groups).sum(1)
     return inner.mul_(one.coefficient).mul_(two.coefficient)

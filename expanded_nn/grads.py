@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -267,7 +267,8 @@ def clip_grad_sample_norms_(
 
     Args:
         model: A model in per-sample mode, after a backward.
-        max_norm: The norm to clip to, over all parameters together; or one for each parameter, by name.
+        max_norm: The norm to clip to, over all parameters together; or several by name, of a parameter or of a module,
+            whose parameters are clipped together but for those that have a nearer name.
         reduction: `"sum"`, or `"mean"` to divide by the number of rows.
 
     Returns:
@@ -275,7 +276,7 @@ def clip_grad_sample_norms_(
 
     Raises:
         PerSampleError: If no parameter has rows, a row holds inf or NaN, a parameter belongs to no module in per-sample
-            mode, or `max_norm` lacks one.
+            mode, or `max_norm` lacks one or has a name too many.
         ValueError: If `reduction` or `max_norm` has no meaning.
     """
     if reduction not in ("sum", "mean"):
@@ -302,31 +303,47 @@ def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: st
     parts = grads._parts(join=not shards and not isinstance(max_norm, Mapping))
     recorder = next((each._recorder for each in model.modules() if isinstance(each, PerSampleModule)), None)
     adds = recorder is not None and not recorder.settings.accumulate_grad
-    norms: Tensor | dict[str, Tensor]
-    if isinstance(max_norm, Mapping):
-        grads._refuse_other_names(max_norm, "norms")
-        norms = {name: each.sqrt() for name, each in zip(grads, _squared_norms(parts), strict=True)}
-        for name, each in norms.items():
-            _refuse_nonfinite(name, each)
-        factors = {name: _factors(each, max_norm[name]) for name, each in norms.items()}
-    else:
-        norms = _added(_squared_norms(parts)).sqrt()
-        _refuse_nonfinite("all parameters", norms)
-        factors = dict.fromkeys(grads, _factors(norms, max_norm))
+    limits = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
+    groups = _grouped(grads, limits)
+    squares = list(zip([groups[next(iter(shapes))] for shapes, _ in parts], _squared_norms(parts), strict=True))
+    norms = {key: _added(each for group, each in squares if group == key).sqrt() for key in limits}
+    for key, each in norms.items():
+        _refuse_nonfinite(key or "all parameters", each)
+    factors = {key: _factors(each, limits[key]) for key, each in norms.items()}
     count = grads.batch_size
     if shards and reduction == "mean":
         count = added_over_ranks(count, shards[0])
     grads._rows.clear()
     while parts:  # taken out one by one, so that the rows make room for the sums
         shapes, rows = part = parts.pop()
-        weights = factors[next(iter(shapes))]
+        weights = factors[groups[next(iter(shapes))]]
         totals = part.split(widened(rows).weighted_sum(weights / max(1, count) if reduction == "mean" else weights))
         del part, rows
         for name, total in totals.items():
             _add_to_grad(parameters[name], total, recorder if adds else None)
     if recorder is not None:
         recorder.note_grads()
-    return norms
+    return norms if isinstance(max_norm, Mapping) else norms[""]
+
+
+def _grouped(names: Iterable[str], limits: Mapping[str, float]) -> dict[str, str]:
+    """Parameter name -> the nearest of the names that have a limit: its own, or that of a module around it."""
+    groups = {}
+    for name in names:
+        path = name.split(".")
+        around = (".".join(path[:depth]) for depth in range(len(path), -1, -1))
+        key = next((each for each in around if each in limits), None)
+        if key is not None:
+            groups[name] = key
+    lacking, idle = [name for name in names if name not in groups], sorted(set(limits) - set(groups.values()) - {""})
+    if lacking or idle:
+        raise complaint(
+            "clip_grad_sample_norms_",
+            f"max_norm has none for {_some(lacking)} and more for {_some(idle)}",
+            "one for each parameter that has rows, or for a module around it",
+            "Add what is lacking, leave out what has no rows.",
+        )
+    return groups
 
 
 def _add_to_grad(parameter: Tensor, total: Tensor, recorder: Recorder | None) -> None:
@@ -357,7 +374,7 @@ def _recorded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     if others:
         raise complaint(
             type(model).__name__,
-            f"the parameters {others[:5]}{'...' if len(others) > 5 else ''} have no rows",
+            f"the parameters {_some(others)} have no rows",
             "every trainable parameter in a module in per-sample mode",
             "Switch it on before the forward: convert(model, inplace=True).per_sample(True).",
         )
@@ -383,10 +400,15 @@ def _refuse_nonfinite(what: str, norms: Tensor) -> None:
     if bad:
         raise complaint(
             "clip_grad_sample_norms_",
-            f"the gradient of {what} is inf or NaN in rows {bad[:10]}{'...' if len(bad) > 10 else ''}",
+            f"the gradient of {what} is inf or NaN in rows {_some(bad)}",
             "finite rows",
             "Leave these samples out, or scale their loss down.",
         )
+
+
+def _some(items: list[Any]) -> str:
+    """The first items of a list that may be long."""
+    return f"{items[:10]}{'...' if len(items) > 10 else ''}"
 
 
 def _snapshot(rows: Tensor) -> FactoredTensor:

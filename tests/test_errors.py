@@ -595,6 +595,15 @@ def clipping_twice() -> None:
         enn.clip_grad_sample_norms_(model, 1.0)
 
 
+@refused(
+    r"max_norm has none for \['0\.bias'\] and more for \['1'\]; wanted one for each parameter.*Add what is lacking"
+)
+def clipping_by_other_names() -> None:
+    model = on(nn.Linear(4, 4))
+    model(torch.randn(SAMPLES, 4)).sum().backward()
+    enn.clip_grad_sample_norms_(model, {"0.weight": 1.0, "1": 1.0})
+
+
 @refused(r'reduction is \'max\'; wanted "sum" or "mean"', ValueError)
 def clipping_to_a_maximum() -> None:
     enn.clip_grad_sample_norms_(on(nn.Linear(4, 4)), 1.0, reduction="max")

@@ -150,6 +150,30 @@ def test_clipping_by_parameter(case: tuple[nn.Module, Tensor, Tensor]) -> None:
         torch.testing.assert_close(parameter.grad, torch.tensordot(factors, rows[name], 1), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_clipping_by_layer(reduction: str) -> None:
+    """A parameter belongs to the nearest name: its own, its layer's, that of a module around it, or to all."""
+    plain = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 2))
+    model = enn.convert(plain).per_sample()
+    backward(model, torch.randn(BATCH, 4))
+    rows = dense(model)
+    groups = {
+        "0": ["0.weight", "0.bias"],
+        "1": ["1.1.weight", "1.1.bias", "1.0.bias"],
+        "1.0.weight": ["1.0.weight"],
+        "": ["2.weight", "2.bias"],
+    }
+    expected = {key: flat({name: rows[name] for name in names}).norm(dim=1) for key, names in groups.items()}
+    limits = {key: float(norms.median()) for key, norms in expected.items()}
+    norms = enn.clip_grad_sample_norms_(model, limits, reduction=reduction)
+    torch.testing.assert_close(norms, expected)
+    for key, names in groups.items():
+        factors = (limits[key] / expected[key]).clamp(max=1) / (BATCH if reduction == "mean" else 1)
+        for name in names:
+            clipped = torch.tensordot(factors, rows[name], 1)
+            torch.testing.assert_close(model.get_parameter(name).grad, clipped, rtol=1e-9, atol=1e-12)
+
+
 def test_micro_batches_accumulate_clipped_sums_and_free_the_rows() -> None:
     plain = nn.Linear(7, 3)
     whole = enn.convert(plain).per_sample(loss_reduction="sum")
@@ -188,7 +212,7 @@ def test_wrong_arguments() -> None:
         enn.clip_grad_sample_norms_(model, 1.0, reduction="max")
     with pytest.raises(ValueError, match="wanted a number above 0"):
         enn.clip_grad_sample_norms_(model, 0.0)
-    with pytest.raises(enn.PerSampleError, match=r"names differ in \['bias'\]"):
+    with pytest.raises(enn.PerSampleError, match=r"max_norm has none for \['bias'\]"):
         enn.clip_grad_sample_norms_(model, {"weight": 1.0})
     with pytest.raises(enn.PerSampleError, match=r"weights has shape \(3,\); wanted \(4,\)"):
         enn.per_sample_grads(model).sum(torch.ones(3))
