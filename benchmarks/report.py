@@ -130,7 +130,7 @@ def memory(entries: Found) -> str:
 
 def about(machine: Found) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
-    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads"
+    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
     gpu = f", {machine['gpu']}" if machine["gpu"] else ""
     return f"{machine['date']}, on {where}{gpu} (load before the run: {machine['load before']}). {versions}."
 
