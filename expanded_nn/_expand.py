@@ -66,8 +66,9 @@ class Leaf:
     Attributes:
         parameter: The parameter, which may be a guest of `functional_call` and not live long.
         task: The backward, by number, that `sent` and `expected` speak of.
-        sent: The gradient that its one expansion has sent to it.
+        sent: The gradient that its one expansion has sent to it, and its version then.
         expected: The sum of those that several expansions have sent, of passes that end in one backward.
+        mixed: Whether something else was added to what the first of them has sent.
         given: The `grad_sample` that the recorder set last.
         memory: Where dense rows are written.
         grad: `.grad` when the rows were delivered last, and its version then.
@@ -79,8 +80,9 @@ class Leaf:
     def __init__(self, parameter: weakref.ref[Tensor]) -> None:
         self.parameter = parameter
         self.task = -1
-        self.sent: weakref.ref[Tensor] | None = None
+        self.sent: tuple[weakref.ref[Tensor], int] | None = None
         self.expected: Tensor | None = None
+        self.mixed = False
         self.given: Tensor | None = None
         self.grad: tuple[weakref.ref[Tensor], int] | None = None
         self.handle: Any = None
@@ -711,9 +713,13 @@ def _was_cleared(leaf: Leaf) -> bool:
 def _send(leaf: Leaf, total: Tensor) -> None:
     """Notes what the expansions of a parameter send to it in this backward."""
     if leaf.task != running_backward():
-        leaf.task, leaf.sent, leaf.expected = running_backward(), weakref.ref(total), None
+        leaf.task, leaf.sent, leaf.expected = running_backward(), (weakref.ref(total), total._version), None
+        leaf.mixed = False
         return
-    first = leaf.expected if leaf.expected is not None else leaf.sent() if leaf.sent is not None else None
+    first = leaf.expected
+    if leaf.sent is not None:
+        first, version = leaf.sent[0](), leaf.sent[1]
+        leaf.mixed = first is not None and first._version != version
     leaf.expected = total if first is None else (first + total).detach()
     leaf.sent = None
 
@@ -732,11 +738,12 @@ class _OutsideUse:
         if grad is None or recorder is None or parameter is None or recorder.mapping:
             return
         mine = leaf.task == running_backward()
-        sent, expected = (leaf.sent, leaf.expected) if mine else (None, None)
+        sent, expected, mixed = (leaf.sent, leaf.expected, leaf.mixed) if mine else (None, None, False)
         leaf.task, leaf.sent, leaf.expected = -1, None, None
-        if sent is not None and sent() is grad:
+        # autograd adds in place what comes second, so that the tensor alone does not tell
+        if sent is not None and sent[0]() is grad and sent[1] == grad._version:
             return
-        if expected is not None and _equal(expected, grad.detach()):
+        if expected is not None and not mixed and _equal(expected, grad.detach()):
             return
         name, holder = recorder.name_of(parameter), recorder.holder_of(parameter)
         if holder is not None and not hasattr(holder, "_recorder"):

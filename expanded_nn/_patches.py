@@ -236,14 +236,15 @@ def _rows_by_groups(g: Tensor, x: Tensor, row_shape: tuple[int, ...], how: Geome
     """The rows as the weight's gradient of one convolution with a group for each group of each sample."""
     batch, out = len(g), row_shape[0]
     how = replace(how, groups=batch * how.groups)
-    rows = _weight_gradient(g.flatten(0, 1)[None], x.flatten(0, 1)[None], (batch * out, *row_shape[1:]), how)
+    g, x = (each.flatten(0, 1)[None].contiguous() for each in (g, x))
+    rows = _weight_gradient(g, x, (batch * out, *row_shape[1:]), how)
     return rows.reshape(batch, *row_shape)
 
 
 def _rows_by_moving(g: Tensor, x: Tensor, row_shape: tuple[int, ...], how: Geometry) -> Tensor:
     """The rows of one channel a group as the output of a convolution whose kernels are `g`."""
     batch, kernel = len(g), row_shape[2:]
-    x, g = x.flatten(0, 1)[None], g.flatten(0, 1)[:, None]
+    x, g = x.flatten(0, 1)[None].contiguous(), g.flatten(0, 1)[:, None].contiguous()
     how = Geometry(how.dilation, how.padding, how.stride, batch * how.groups)
     return cropped(_convolution(x, g, how)[0], kernel).reshape(batch, *row_shape).contiguous()
 
@@ -255,6 +256,8 @@ def _convolution(x: Tensor, weight: Tensor, how: Geometry) -> Tensor:
 
 def _weight_gradient(g: Tensor, x: Tensor, shape: tuple[int, ...], how: Geometry) -> Tensor:
     """The gradient of a convolution's weight by torch's own fused kernel."""
+    if not g.numel():
+        return g.new_zeros(shape)
     weight, still = g.new_empty(shape), (0,) * how.dims
     gradients = aten.convolution_backward(
         g, x, weight, None, how.stride, how.padding, how.dilation, False, still, how.groups, (False, True, False)

@@ -301,8 +301,8 @@ def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: st
     shards = [parameters[name] for name in grads if is_shard(parameters[name])]
     # sums of shards add up over the ranks, one after the other in the same order, whatever the numbers of samples there
     parts = grads._parts(join=not shards and not isinstance(max_norm, Mapping))
-    recorder = next((each._recorder for each in model.modules() if isinstance(each, PerSampleModule)), None)
-    adds = recorder is not None and not recorder.settings.accumulate_grad
+    recorders = list(_recorders(model))
+    adds = any(not each.settings.accumulate_grad for each in recorders)
     limits = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
     groups = _grouped(grads, limits)
     squares = list(zip([groups[next(iter(shapes))] for shapes, _ in parts], _squared_norms(parts), strict=True))
@@ -320,8 +320,10 @@ def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: st
         totals = part.split(widened(rows).weighted_sum(weights / max(1, count) if reduction == "mean" else weights))
         del part, rows
         for name, total in totals.items():
-            _add_to_grad(parameters[name], total, recorder if adds else None)
-    if recorder is not None:
+            _set_grad(parameters[name], total, add=adds)
+            for recorder in recorders if adds else []:
+                recorder.forget(parameters[name])
+    for recorder in recorders:
         recorder.note_grads()
     return norms if isinstance(max_norm, Mapping) else norms[""]
 
@@ -346,14 +348,26 @@ def _grouped(names: Iterable[str], limits: Mapping[str, float]) -> dict[str, str
     return groups
 
 
-def _add_to_grad(parameter: Tensor, total: Tensor, recorder: Recorder | None) -> None:
-    """Sets `.grad`; or, with a recorder, adds to it and frees the rows."""
+def _set_grad(parameter: Tensor, total: Tensor, *, add: bool) -> None:
     total = _as_before(total, parameter).to(parameter.dtype)
     if is_shard(parameter):
         total = scattered(total, parameter)
-    parameter.grad = parameter.grad + total if recorder is not None and parameter.grad is not None else total
-    if recorder is not None:
-        recorder.forget(parameter)
+    parameter.grad = parameter.grad + total if add and parameter.grad is not None else total
+
+
+def _recorders(model: nn.Module) -> dict[Recorder, None]:
+    """Those of the model's parts, each once: several if parts of it were switched on one by one."""
+    found = [each._recorder for each in model.modules() if isinstance(each, PerSampleModule)]
+    recorders = dict.fromkeys(each for each in found if each is not None)
+    kinds = {(each.settings.loss_reduction, each.settings.accumulate_grad) for each in recorders}
+    if len(kinds) > 1:
+        raise complaint(
+            type(model).__name__,
+            f"its parts are in per-sample mode with (loss_reduction, accumulate_grad) = {sorted(kinds)}",
+            "the same for all of them",
+            "Switch on the whole model at once: per_sample(model, ...).",
+        )
+    return recorders
 
 
 def _squared_norms(parts: Iterable[_Part]) -> list[Tensor]:
@@ -368,6 +382,7 @@ def _squared_norms(parts: Iterable[_Part]) -> list[Tensor]:
 def _recorded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters by name, none of which is trainable outside of a module in per-sample mode."""
     parameters = dict(model.named_parameters())
+    _recorders(model)
     recording = [each for each in model.modules() if isinstance(each, Expanded) and each._recorder is not None]
     known = {id(parameter) for module in recording for parameter in _parameters(module)}
     others = [name for name, each in parameters.items() if each.requires_grad and id(each) not in known]

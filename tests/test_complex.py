@@ -158,3 +158,15 @@ def test_empty_batch(case: tuple[nn.Module, Call]) -> None:
 def test_samples_that_mix_are_refused() -> None:
     with pytest.raises(enn.PerSampleError, match=r"Mixing.*sample by sample"):
         enn.convert(nn.Sequential(Mixing())).per_sample()(z(B, 3))
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("dtype", [Z, torch.float64, torch.float32], ids=str)
+def test_groups_in_channels_last(samples: int, dtype: torch.dtype) -> None:
+    """Torch's own gradient of grouped weights is wrong for an input of such strides."""
+    module = nn.Conv2d(6, 4, 3, groups=2, dtype=dtype).to(memory_format=torch.channels_last)
+    call = Call((torch.randn(samples, 6, 5, 4, dtype=dtype).to(memory_format=torch.channels_last),))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    objective(model, call).backward()
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-9
+    assert_close_rows(rows_of(model), loop(module, call, samples, objective=objective), tolerance)

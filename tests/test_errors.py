@@ -627,6 +627,12 @@ def clipping_nan() -> None:
     enn.clip_grad_sample_norms_(model, 1.0)
 
 
+@refused(r"^Sequential: its parts are in per-sample mode with .*'mean'.*'sum'.*Switch on the whole model at once")
+def parts_with_other_settings() -> None:
+    halves = [enn.convert(nn.Linear(4, 4)).per_sample(loss_reduction=each) for each in ("sum", "mean")]
+    enn.per_sample_grads(nn.Sequential(*halves))
+
+
 @refused(r"rows of shape \(2,\) for a sharded parameter of shape \(3,\); wanted rows of the whole parameter")
 def rows_of_a_part() -> None:
     scattered(torch.ones(2), nn.Parameter(torch.ones(3)))

@@ -249,3 +249,28 @@ def test_small_parameters_of_two_dtypes() -> None:
             assert each._base is None or each._base.numel() == each.numel(), "memory of its own"
             torch.testing.assert_close(each, expected[name])
     torch.testing.assert_close(grads.norms(), flat(rows).norm(dim=1), check_dtype=False)
+
+
+def test_parts_with_other_settings_are_refused() -> None:
+    halves = [enn.convert(nn.Linear(3, 3)).per_sample(loss_reduction=each) for each in ("sum", "mean")]
+    model = nn.Sequential(*halves)
+    model(torch.randn(4, 3)).sum().backward()
+    for use in (enn.per_sample_grads, lambda model: enn.clip_grad_sample_norms_(model, 1.0)):
+        with pytest.raises(enn.PerSampleError, match=r"'mean'.*'sum'.*Switch on the whole model at once"):
+            use(model)
+
+
+@pytest.mark.parametrize("accumulate_grad", [True, False])
+def test_parts_that_were_switched_on_one_by_one(accumulate_grad: bool) -> None:
+    halves = [enn.convert(nn.Linear(3, 3)).per_sample(accumulate_grad=accumulate_grad) for _ in range(2)]
+    model, x = nn.Sequential(*halves), torch.randn(4, 3)
+    whole = enn.per_sample(enn.convert(model), accumulate_grad=accumulate_grad)
+    for each in (model, whole):
+        for _ in range(2):
+            if accumulate_grad:
+                each.zero_grad()
+            backward(each, x)
+            norms = enn.clip_grad_sample_norms_(each, 0.1)
+            assert norms.shape == (4,)
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from cases import Scale
+from expanded_nn.layers import linear
 from oracle import Call, assert_close, assert_close_rows, grads_of, loop, plain, rows_of, sample_losses
 
 
@@ -633,6 +634,39 @@ def test_outside_use_in_the_loss_is_an_error() -> None:
     _, model = net()
     with pytest.raises(enn.PerSampleError, match=r"one\.weight"):
         (plain(model, batch(3)) + model.one.weight.square().sum()).backward()
+
+
+EARLY: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "linear": (lambda: nn.Linear(4, 3), lambda n: torch.randn(n, 4)),
+    "layer_norm": (lambda: nn.LayerNorm(4), lambda n: torch.randn(n, 4)),
+    "prelu": (lambda: nn.PReLU(), lambda n: torch.randn(n, 4)),
+    "conv": (lambda: nn.Conv1d(4, 3, 2), lambda n: torch.randn(n, 4, 5)),
+    "embedding": (lambda: nn.Embedding(5, 3), lambda n: torch.randint(5, (n, 4))),
+    "cell": (lambda: nn.RNNCell(4, 3), lambda n: torch.randn(n, 4)),
+}
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("materialize", [True, False])
+@pytest.mark.parametrize("passes", ["one", "two", "between"])
+@pytest.mark.parametrize("layer", EARLY)
+def test_outside_use_before_the_layer(
+    layer: str, passes: str, materialize: bool, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd delivers such a part last, and adds it in place to the gradient that the layer has sent."""
+    if small:
+        monkeypatch.setattr(linear, "FEW_NUMBERS", 1 << 15)
+    make, inputs = EARLY[layer]
+    model = enn.convert(make()).per_sample(materialize=materialize)
+    losses = []
+    if passes == "between":
+        losses.append(plain(model, Call((inputs(2),))))
+    losses.append(sum(p.square().sum() for p in model.parameters()))
+    losses.append(plain(model, Call((inputs(3),))))
+    if passes == "two":
+        losses.append(plain(model, Call((inputs(2),))))
+    with pytest.raises(enn.PerSampleError, match=r"used outside of its module"):
+        sum(losses).backward()
 
 
 def test_outside_use_with_two_passes_in_one_backward() -> None:

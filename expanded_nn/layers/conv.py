@@ -162,7 +162,7 @@ def _apply(
         return _Convolution.apply(x, weight, bias, how, output_padding)  # type: ignore[no-untyped-call,no-any-return]
     batch = x.shape[0]
     y = _torch_convolution(
-        x.flatten(0, 1)[None],
+        x.flatten(0, 1)[None].contiguous(),  # of other strides torch's gradient of grouped weights is wrong
         weight.flatten(0, 1),
         None if bias is None else bias.flatten(),
         how,
