@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from operator import mul
 from types import new_class
@@ -358,8 +358,12 @@ class Expanded(PerSampleModule):
 
     def _has_rows(self) -> bool:
         """Whether a parameter of this layer asks for gradients."""
-        parameters = self.parameters() if self._modules else self._parameters.values()
-        return any(parameter is not None and parameter.requires_grad for parameter in parameters)
+        return any(parameter is not None and parameter.requires_grad for parameter in all_parameters(self))
+
+
+def all_parameters(module: nn.Module) -> Iterable[Tensor | None]:
+    """The parameters of a module and of all within it."""
+    return module.parameters() if module._modules else module._parameters.values()
 
 
 def is_slice(x: Tensor, batch: int, samples: Sequence[Tensor]) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
 from expanded_nn._expand import Recorder
-from expanded_nn._module import Expanded, PerSampleModule
+from expanded_nn._module import Expanded, PerSampleModule, all_parameters
 from expanded_nn._sharded import added_over_ranks, is_shard, scattered
 from expanded_nn._terms import shared_products
 from expanded_nn.factored import FactoredTensor, as_factored, as_real, average, widened
@@ -252,7 +252,8 @@ def per_sample_grads(model: nn.Module) -> PerSampleGrads:
         >>> enn.per_sample_grads(model).norms().shape
         torch.Size([5])
     """
-    return _rows_of(_recorded_parameters(model))
+    parameters, _ = _recorded(model)
+    return _rows_of(parameters)
 
 
 def clip_grad_sample_norms_(
@@ -289,7 +290,7 @@ def clip_grad_sample_norms_(
 
 
 def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: str) -> Tensor | dict[str, Tensor]:
-    parameters = _recorded_parameters(model)
+    parameters, recorders = _recorded(model)
     grads = _rows_of(parameters)
     if not grads and any(each.requires_grad for each in parameters.values()):
         raise complaint(
@@ -301,7 +302,6 @@ def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: st
     shards = [parameters[name] for name in grads if is_shard(parameters[name])]
     # sums of shards add up over the ranks, one after the other in the same order, whatever the numbers of samples there
     parts = grads._parts(join=not shards and not isinstance(max_norm, Mapping))
-    recorders = list(_recorders(model))
     adds = any(not each.settings.accumulate_grad for each in recorders)
     limits = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
     groups = _grouped(grads, limits)
@@ -355,21 +355,6 @@ def _set_grad(parameter: Tensor, total: Tensor, *, add: bool) -> None:
     parameter.grad = parameter.grad + total if add and parameter.grad is not None else total
 
 
-def _recorders(model: nn.Module) -> dict[Recorder, None]:
-    """Those of the model's parts, each once: several if parts of it were switched on one by one."""
-    found = [each._recorder for each in model.modules() if isinstance(each, PerSampleModule)]
-    recorders = dict.fromkeys(each for each in found if each is not None)
-    kinds = {(each.settings.loss_reduction, each.settings.accumulate_grad) for each in recorders}
-    if len(kinds) > 1:
-        raise complaint(
-            type(model).__name__,
-            f"its parts are in per-sample mode with (loss_reduction, accumulate_grad) = {sorted(kinds)}",
-            "the same for all of them",
-            "Switch on the whole model at once: per_sample(model, ...).",
-        )
-    return recorders
-
-
 def _squared_norms(parts: Iterable[_Part]) -> list[Tensor]:
     with shared_products():
         found = []
@@ -379,12 +364,20 @@ def _squared_norms(parts: Iterable[_Part]) -> list[Tensor]:
         return found
 
 
-def _recorded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters by name, none of which is trainable outside of a module in per-sample mode."""
+def _recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]:
+    """The parameters by name, and the recorders of their rows: several if parts were switched on one by one.
+
+    Raises:
+        PerSampleError: If a trainable parameter has no recorder, or the recorders' settings differ.
+    """
     parameters = dict(model.named_parameters())
-    _recorders(model)
-    recording = [each for each in model.modules() if isinstance(each, Expanded) and each._recorder is not None]
-    known = {id(parameter) for module in recording for parameter in _parameters(module)}
+    recording = {each: each._recorder for each in model.modules() if isinstance(each, PerSampleModule)}
+    known = {
+        id(parameter)
+        for module, recorder in recording.items()
+        if recorder is not None and isinstance(module, Expanded)
+        for parameter in all_parameters(module)
+    }
     others = [name for name, each in parameters.items() if each.requires_grad and id(each) not in known]
     if others:
         raise complaint(
@@ -393,17 +386,21 @@ def _recorded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
             "every trainable parameter in a module in per-sample mode",
             "Switch it on before the forward: convert(model, inplace=True).per_sample(True).",
         )
-    return parameters
+    recorders = list(dict.fromkeys(each for each in recording.values() if each is not None))
+    kinds = {(each.settings.loss_reduction, each.settings.accumulate_grad) for each in recorders}
+    if len(kinds) > 1:
+        raise complaint(
+            type(model).__name__,
+            f"its parts are in per-sample mode with (loss_reduction, accumulate_grad) = {sorted(kinds)}",
+            "the same for all of them",
+            "Switch on the whole model at once: per_sample(model, ...).",
+        )
+    return parameters, recorders
 
 
 def _rows_of(parameters: Mapping[str, Tensor]) -> PerSampleGrads:
     held = {name: getattr(parameter, "grad_sample", None) for name, parameter in parameters.items()}
     return PerSampleGrads({name: rows for name, rows in held.items() if rows is not None})
-
-
-def _parameters(module: nn.Module) -> Iterable[Tensor | None]:
-    """All parameters within a module."""
-    return module.parameters() if module._modules else module._parameters.values()
 
 
 def _factors(norms: Tensor, max_norm: float) -> Tensor:

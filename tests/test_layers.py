@@ -320,10 +320,6 @@ def test_accumulate_grad_false_replaces(case: Case) -> None:
 def test_lower_precision(case: Case, dtype: torch.dtype) -> None:
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
     call = case.inputs(BATCH).map(lambda t: t.to(dtype) if t.is_floating_point() else t)
-    try:
-        plain(case.module().to(dtype), call.requires_grad()).backward()
-    except (RuntimeError, NotImplementedError) as error:
-        pytest.skip(f"torch itself: {error}")
     model = enn.convert(case.module().to(dtype)).per_sample(loss_reduction="sum")
     out = call.on(model)
     assert out.dtype == call.on(case.module().to(dtype)).dtype
