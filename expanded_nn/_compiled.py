@@ -10,15 +10,19 @@ compiler.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler, which takes a second
 
-from expanded_nn._errors import complaint
+from expanded_nn._batch import tensors
+from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._expand import Recorder
+from expanded_nn._gemm import linear, may_be_faster
 from expanded_nn._shared import owned
 
 _LIBRARY = torch.library.Library("expanded_nn", "DEF")
@@ -36,13 +40,50 @@ def _token_of_shape(g: Tensor) -> Tensor:
     return g.new_empty(())
 
 
+_LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+
+
+@torch.library.impl(_LIBRARY, "linear", "CPU")
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return linear(x, weight, bias)
+
+
+@torch.library.impl(_LIBRARY, "linear", "Meta")
+def _linear_of_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _weight_to_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _linear_backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+    return linear_in_graph(g, ctx.saved_tensors[0].t(), None), None, None
+
+
+torch.library.register_autograd(
+    "expanded_nn::linear", _linear_backward, setup_context=_weight_to_backward, lib=_LIBRARY
+)
+
+
+def linear_in_graph(
+    x: Tensor,  # (*, in)
+    weight: Tensor,  # (out, in)
+    bias: Tensor | None,  # (out,)
+) -> Tensor:  # (*, out)
+    """`F.linear` by parameters without history, by the library that `_gemm` chooses: the compiler has one choice."""
+    if not may_be_faster(x, weight):
+        return F.linear(x, weight, bias)
+    y: Tensor = torch.ops.expanded_nn.linear(x, weight, bias)
+    return y
+
+
 class Use:
     """One call of a layer within a compiled forward.
 
     Attributes:
         layer: The layer; its `rows_of` makes the rows.
         names: The parameters that want rows.
-        batch: B.
         parameters: All parameters, `(B, *shape)`, without history.
         args: What the layer was called with, copied as of then; so is `kwargs`.
         shape: The shape of the layer's output.
@@ -55,11 +96,12 @@ class Use:
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.shape: tuple[int, ...] = ()
-        self.batch_first = True
+        self.batch_first: bool = layer.model_batch_first
         expanded = [layer.expanded(name) for name in names]
-        self.batch: int = expanded[0].shape[0]
         parameters = {name: layer.expanded(name) for name in layer.ranks}
-        self.parameters = {name: None if each is None else each.detach() for name, each in parameters.items()}
+        self.parameters: dict[str, Any] = {
+            name: None if each is None else each.detach() for name, each in parameters.items()
+        }
         device = expanded[0].device.type
         low = torch.get_autocast_dtype(device)
         self.autocast = torch.autocast(device, low, enabled=torch.is_autocast_enabled(device))
@@ -69,12 +111,22 @@ class Use:
             for dtype in dtypes
         }
 
-    def tapped(self, output: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The output of the layer, whose gradient will reach the anchor."""
+    @property
+    def batch(self) -> int:
+        """B, a symbol in a graph for any B."""
+        batch: int = self.parameters[self.names[0]].shape[0]
+        return batch
+
+    def tapped(self, forward: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """What `forward` makes of the arguments by the layer's parameters, whose gradient will reach the anchor."""
+        before, self.layer.current_use = self.layer.current_use, self
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self.layer.current_use = before
         self.args = tuple(_kept(each) for each in args)
         self.kwargs = {name: _kept(each) for name, each in kwargs.items()}
         self.shape = tuple(output.shape)
-        self.batch_first = self.layer.model_batch_first
         return _Tap.apply(output, self.anchors[output.dtype])  # type: ignore[no-untyped-call,no-any-return]
 
     def rows(self, token: Tensor) -> list[Tensor | None]:
@@ -89,12 +141,12 @@ class Use:
                 "that gradient in memory of its own",
                 'Leave this layer out of the graph, torch.compiler.disable, or compile with another backend="...".',
             ) from error
-        self.layer.remade = self
+        self.layer.current_use = self
         try:
             with torch.no_grad(), self.autocast:
                 rows = self.layer.rows_of(g, *self.args, **self.kwargs)
         finally:
-            del self.layer.remade
+            del self.layer.current_use
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self.args, self.kwargs = (), {}
         return [rows[name] for name in self.names]
@@ -134,7 +186,20 @@ def _kept(value: Any) -> Any:
 def compiled_pass(module: Any, args: Any, kwargs: Any) -> Any:
     """The forward that begins a pass; what lies within it is compiled."""
     with _Scope(module, args, kwargs):
-        return module.forward(*args, **kwargs)
+        result = module.forward(*args, **kwargs)
+    for output in tensors(result):
+        if isinstance(output, Tensor) and output.grad_fn is not None:
+            output.register_hook(_refuse_second_derivatives)
+    return result
+
+
+def _refuse_second_derivatives(g: Tensor) -> None:
+    """A hook on the outputs: parameters are constants in the graph, so that its own derivative would lack theirs."""
+    if torch.is_grad_enabled():
+        raise PerSampleError(
+            "create_graph=True reached a compiled model in per-sample mode, whose graph has no second derivatives of "
+            "parameters. Call the model itself, without torch.compile, where a loss contains derivatives."
+        )
 
 
 @_disable_dynamo
@@ -177,11 +242,13 @@ class _Scope:
                 layer.forward = torch._dynamo.disable(layer.forward)
             elif names:
                 layer.uses = [Use(layer, names) for _ in range(1 + layer.uses_missing)]
+                layer.current_use = None  # its own, as the compiler looks whether it is
 
     @_disable_dynamo
     def __exit__(self, *error: Any) -> None:
         for layer in self.layers:
             layer.__dict__.pop("uses", None)
+            layer.__dict__.pop("current_use", None)
         for layer, forward in self.own_forwards:
             del layer.forward
             if forward is not None:  # one that somebody has put on the instance

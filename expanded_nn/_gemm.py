@@ -6,7 +6,10 @@ takes more than twice as long.
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _WORTHWHILE = 1 << 20  # multiplications below which a call of oneDNN costs more than it saves
@@ -25,14 +28,32 @@ def affine(
     return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
 
+def linear(
+    x: Tensor,  # (*, in)
+    weight: Tensor,  # (out, in)
+    bias: Tensor | None = None,  # (out,)
+) -> Tensor:  # (*, out)
+    """`F.linear`."""
+    if torch.is_autocast_enabled("cpu") or not onednn_is_faster(x, weight.shape[0]):
+        return F.linear(x, weight, bias)
+    return _by_onednn(_flat(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
 def product(
-    x: Tensor,  # (rows, in)
+    x: Tensor,  # (*, in)
     matrix: Tensor,  # (in, out)
-) -> Tensor:  # (rows, out)
+) -> Tensor:  # (*, out)
     """`x @ matrix`."""
-    if onednn_is_faster(x, matrix.shape[1]):
-        return _by_onednn(x.contiguous(), matrix.t(), None)
-    return torch.mm(x, matrix)
+    rows, shape = _flat(x), (*x.shape[:-1], matrix.shape[1])
+    if onednn_is_faster(rows, matrix.shape[1]):
+        return _by_onednn(rows.contiguous(), matrix.t(), None).view(shape)
+    return torch.mm(rows, matrix).view(shape)
+
+
+def _flat(
+    x: Tensor,  # (*, features)
+) -> Tensor:  # (rows, features)
+    return x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def transposed_product(
@@ -78,10 +99,13 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def onednn_is_faster(x: Tensor, out: int, worthwhile: int = _WORTHWHILE) -> bool:
     """Whether `affine` of `x`, `(rows, in)`, to so many features runs on oneDNN."""
-    return (
-        _ONEDNN
-        and x.dtype == torch.float32
-        and x.device.type == "cpu"
-        and x.numel() * out >= worthwhile
-        and torch._C._get_mkldnn_enabled()
-    )
+    return _is_its_kind(x) and x.numel() * out >= worthwhile and torch._C._get_mkldnn_enabled()
+
+
+def may_be_faster(x: Tensor, weight: Tensor) -> bool:
+    """What a compiler can know of it, whatever the number of rows."""
+    return _is_its_kind(x) and weight.numel() >= _WORTHWHILE >> 8
+
+
+def _is_its_kind(x: Tensor) -> bool:
+    return _ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu"

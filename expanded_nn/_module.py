@@ -116,7 +116,7 @@ class Expanded(PerSampleModule):
         traceable: Whether the forward is one of tensors, without chance, and can be in a graph of `torch.compile`.
         uses: While a compiled forward runs, one for each call of this layer in it.
         uses_missing: How many calls have been without one.
-        remade: While rows are made after a compiled backward, the call that they are of.
+        current_use: In a compiled forward, and while rows are made after its backward, the call that it is.
     """
 
     ranks: ClassVar[dict[str, int]] = {}
@@ -126,7 +126,7 @@ class Expanded(PerSampleModule):
     traceable: ClassVar[bool] = False
     uses: list[Use] | tuple[()] = ()
     uses_missing = 0
-    remade: Use | None = None
+    current_use: Use | None = None
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward in per-sample mode, with `self.expanded(name)` in place of `self.<name>`."""
@@ -164,8 +164,7 @@ class Expanded(PerSampleModule):
             return compiled_pass(self, args, kwargs)
         if not self.uses:
             return outside_of_graph(self, args, kwargs)
-        use = self.uses.pop()
-        return use.tapped(self.expanded_forward(*args, **kwargs), args, kwargs)
+        return self.uses.pop().tapped(self.expanded_forward, args, kwargs)
 
     def traced_parameters(self) -> list[str]:
         """The parameters whose rows a compiled forward is to give, none if the layer has to stay out of the graph."""
@@ -210,13 +209,11 @@ class Expanded(PerSampleModule):
         A weight that comes with a batch dimension of its own, as through `torch.func.functional_call`, is taken as
         it is.
         """
-        if self.remade is not None:
-            return self.remade.parameters[name]
+        if self.current_use is not None:
+            return self.current_use.parameters[name]
         parameter = getattr(self, name)
         if parameter is None or self._is_batched(name, parameter):
             return parameter
-        if torch.compiler.is_compiling():
-            return parameter.detach().expand(self.batch_size, *parameter.shape)
         if self._recorder is None or not torch.is_grad_enabled() or self._recorder.current is None:
             return parameter.expand(self.batch_size, *parameter.shape)
         return self._recorder.expand(parameter)
@@ -224,15 +221,15 @@ class Expanded(PerSampleModule):
     @property
     def model_batch_first(self) -> bool:
         """Whether samples stand first in what has no layout of its own, as `per_sample(batch_first=...)` said."""
-        if self.remade is not None:
-            return self.remade.batch_first
+        if self.current_use is not None:
+            return self.current_use.batch_first
         return self._recorder is None or self._recorder.settings.batch_first
 
     @property
     def batch_size(self) -> int:
         """B of the pass that this forward belongs to."""
-        if self.remade is not None:
-            return self.remade.batch
+        if self.current_use is not None:
+            return self.current_use.batch
         own = self._own_batch()
         if own is not None:
             return own

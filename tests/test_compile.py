@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import expanded_nn as enn
+from expanded_nn import _gemm
 
 B = 3
 # what the compiler itself warns itself of, whatever the model is
@@ -197,6 +198,22 @@ def test_rows_are_those_of_the_eager_model(case: str) -> None:
     assert frames[1] == frames[2], "it compiles again from step to step"
     if CASES[case][2] is not None:
         assert frames == [CASES[case][2]] * 3
+
+
+@pytest.mark.parametrize("case", [case for case, (_, _, graphs) in CASES.items() if graphs == 1 and case != "gpt"])
+def test_one_graph_for_batches_of_all_sizes(case: str) -> None:
+    model, _ = made(case)
+    eager, inside = enn.convert(model).per_sample(), enn.convert(model).per_sample()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled, (_, *shape) = torch.compile(inside, backend=counter), CASES[case][1]
+    graphs = []
+    for batch in (4, 3, 9, 5, 2):
+        x = torch.randn(batch, *shape)
+        step(eager, eager, x)
+        step(inside, compiled, x)
+        assert_same(inside, eager)
+        graphs.append(len(counter.graphs))
+    assert graphs[1:] == [graphs[1]] * 4, "one for the first size, one for all others"
 
 
 @pytest.mark.slow
@@ -402,6 +419,38 @@ def test_weight_outside_of_its_module_is_refused_or_right() -> None:
     inside = enn.convert(Tied(say=False)).per_sample()
     with pytest.raises(enn.PerSampleError, match=r"words\.weight"):
         step(inside, torch.compile(inside, backend="aot_eager"), WORDS)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_second_derivatives_are_refused(backend: str) -> None:
+    model, x = made("mlp")
+    compiled = torch.compile(enn.convert(model).per_sample(), backend=backend)
+    x.requires_grad_()
+    with pytest.raises(enn.PerSampleError, match=r"without torch\.compile"):
+        torch.autograd.grad(loss_of(compiled(x)), x, create_graph=True)
+
+
+def test_a_layer_that_is_traced_in_part_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = made("mlp")
+    eager, inside = enn.convert(model).per_sample(), enn.convert(model).per_sample()
+    step(eager, eager, x)
+    monkeypatch.setattr(enn.Linear, "by_sample", torch._dynamo.disable(enn.Linear.by_sample))
+    step(inside, torch.compile(inside, backend="aot_eager"), x)
+    assert_same(inside, eager)
+
+
+def test_large_linear_maps_run_on_the_faster_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(80, 90), nn.GELU(), nn.Linear(90, 85)).float()
+    x, calls, by_onednn = torch.randn(3, 50, 80).float(), [], _gemm._by_onednn
+    inside = enn.convert(model).per_sample()
+    compiled = torch.compile(inside, backend="aot_eager")
+    monkeypatch.setattr(_gemm, "_by_onednn", lambda *args: calls.append(1) or by_onednn(*args))
+    step(inside, compiled, x)
+    # forward of both, the gradient of the second one's input
+    assert len(calls) == (3 if _gemm._ONEDNN else 0)
+    step(model.double(), model, x.double())
+    for mine, theirs in zip(inside.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_after_a_fault_the_next_step_is_right() -> None:

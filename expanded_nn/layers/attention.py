@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from expanded_nn._batch import tensors
 from expanded_nn._errors import complaint
 from expanded_nn._expand import Recorder
+from expanded_nn._gemm import linear as plain_linear
 from expanded_nn._module import Expanded, PerSampleModule, Root
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared
 from expanded_nn._twins import expand_modules
-from expanded_nn.layers.linear import bias_rows, linear, outer_rows, positions, times_matrix
+from expanded_nn.layers.linear import Linear, bias_rows, linear, outer_rows, positions, times_matrix
 
 
 class _Part(torch.autograd.Function):
@@ -29,7 +30,7 @@ class _Part(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: slice) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.part, ctx.bias_dtype = part, None if bias is None else bias.dtype
-        return owned(F.linear(x, shared(weight)[part], None if bias is None else shared(bias)[part]))
+        return owned(plain_linear(x, shared(weight)[part], None if bias is None else shared(bias)[part]))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -55,9 +56,7 @@ def _in_projection(
     part: slice,
 ) -> Tensor:  # (B, T, size of the part)
     """The part of a packed projection that `x` needs."""
-    if is_constant(weight, bias):
-        return F.linear(x, shared(weight)[part], None if bias is None else shared(bias)[part])
-    if is_shared(weight, bias):
+    if is_shared(weight, bias) and not is_constant(weight, bias):
         return _Part.apply(x, weight, bias, part)  # type: ignore[no-untyped-call,no-any-return]
     return linear(x, weight[:, part], None if bias is None else bias[:, part])
 
@@ -163,6 +162,11 @@ class _Converted(PerSampleModule):
         cls.__signature__ = inspect.signature(torch_class)  # type: ignore[attr-defined]
 
 
+@expands(nn.modules.linear.NonDynamicallyQuantizableLinear)
+class NonDynamicallyQuantizableLinear(Linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
+    """The linear layer at the end of attention; a class of this module's, as a compiler takes torch's for static."""
+
+
 @expands(nn.MultiheadAttention)
 class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with per-sample gradients.
@@ -255,14 +259,15 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         stop: int,
     ) -> Tensor:  # (B, T, (stop - start) * E)
         """Queries, keys and values from the packed weight, of which there are three: those from `start` to `stop`."""
+        if torch.compiler.is_compiling() and self.uses:
+            return self.uses.pop().tapped(self._by_packed_weight, (x, start, stop), {})
+        return self._by_packed_weight(x, start, stop)
+
+    def _by_packed_weight(self, x: Tensor, start: int, stop: int) -> Tensor:
         weight, bias = self.expanded("in_proj_weight"), self.expanded("in_proj_bias")
         if stop - start == 3:
-            y = linear(x, weight, bias)
-        else:
-            y = _in_projection(x, weight, bias, slice(start * self.embed_dim, stop * self.embed_dim))
-        if torch.compiler.is_compiling() and self.uses:
-            y = self.uses.pop().tapped(y, (x, start, stop), {})
-        return y
+            return linear(x, weight, bias)
+        return _in_projection(x, weight, bias, slice(start * self.embed_dim, stop * self.embed_dim))
 
     def rows_of(self, g: Tensor, x: Tensor, start: int, stop: int) -> dict[str, Tensor]:
         g = F.pad(g, (start * self.embed_dim, (3 - stop) * self.embed_dim))
@@ -278,7 +283,11 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         if not self._recorder.depth or not at_hand or (self.out_proj.weight.requires_grad and not self.out_proj.uses):
             self.uses = []
             return super()._in_graph(args, kwargs)
-        return self.expanded_forward(*args, **kwargs)
+        self.current_use = self.uses[-1] if self.uses else None
+        try:
+            return self.expanded_forward(*args, **kwargs)
+        finally:
+            self.current_use = None
 
     def _has_own_rows(self) -> bool:
         return any(each is not None and each.requires_grad for each in self._parameters.values())
@@ -325,10 +334,14 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
                 "its expanded twin",
                 "Convert the model: convert(model, inplace=True).",
             )
-        y = linear(heads, self.out_proj.expanded("weight"), self.out_proj.expanded("bias"))
-        if torch.compiler.is_compiling() and self.out_proj.uses:
-            y = self.out_proj.uses.pop().tapped(y, (heads,), {})
-        return y
+        out = self.out_proj
+
+        def by_its_parameters(heads: Tensor) -> Tensor:
+            return linear(heads, out.expanded("weight"), out.expanded("bias"))
+
+        if torch.compiler.is_compiling() and out.uses:
+            return out.uses.pop().tapped(by_its_parameters, (heads,), {})
+        return by_its_parameters(heads)
 
     @property
     def _batch_dim(self) -> int:

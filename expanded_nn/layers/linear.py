@@ -11,7 +11,8 @@ from einops import einsum
 from torch import Tensor, nn
 
 from expanded_nn._batch import batch_dim
-from expanded_nn._gemm import product
+from expanded_nn._compiled import linear_in_graph
+from expanded_nn._gemm import linear as plain_linear, onednn_is_faster, product
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
@@ -74,11 +75,7 @@ def times_matrix(
     matrix: Tensor,  # (out, in)
 ) -> Tensor:  # (*, in)
     """`g @ matrix`, without history."""
-    if is_batched(g):
-        return torch.matmul(g, matrix)
-    if g.dim() == 2:
-        return product(g, matrix)
-    return product(g.reshape(prod(g.shape[:-1]), g.shape[-1]), matrix).view(*g.shape[:-1], matrix.shape[1])
+    return torch.matmul(g, matrix) if is_batched(g) else product(g, matrix)
 
 
 class _Linear(torch.autograd.Function):
@@ -88,7 +85,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return owned(F.linear(x, shared(weight), shared_or_none(bias)))
+        return owned(plain_linear(x, shared(weight), shared_or_none(bias)))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -122,7 +119,10 @@ def linear(
         `(B, *, out)`.
     """
     if is_constant(weight, bias):
-        return F.linear(x, shared(weight), shared_or_none(bias))
+        if torch.compiler.is_compiling():
+            return linear_in_graph(x, shared(weight), shared_or_none(bias))
+        if not onednn_is_faster(x, weight.shape[1]) or is_batched(x):
+            return F.linear(x, shared(weight), shared_or_none(bias))
     if is_shared(weight, bias):
         return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
     y = torch.bmm(positions(x), weight.transpose(1, 2))

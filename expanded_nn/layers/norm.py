@@ -301,9 +301,10 @@ def group_norm(
     if batch == 0:
         return _on_no_samples(x, weight, bias)
     # not F.group_norm, which refuses groups of one value where it sees a single sample
-    y = torch.group_norm(
-        _one_sample(x), batch * num_groups, _flat(weight), _flat(bias), eps, torch.backends.cudnn.enabled
-    )
+    cudnn = torch.backends.cudnn.enabled
+    if is_constant(weight, bias):
+        return torch.group_norm(x, num_groups, shared_or_none(weight), shared_or_none(bias), eps, cudnn)
+    y = torch.group_norm(_one_sample(x), batch * num_groups, _flat(weight), _flat(bias), eps, cudnn)
     return owned(y.view(x.shape))
 
 
