@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from expanded_nn._batch import tensors
 from expanded_nn._cell import Cell, running_backward
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._sharded import is_shard, is_zero
+from expanded_nn._leaf import Leaf, OutsideUse
+from expanded_nn._sharded import is_shard
 from expanded_nn._storage import Recycled
 from expanded_nn._terms import SparseOneHot, Term, in_own_dtype, refuse_batched
 from expanded_nn.factored import FactoredTensor, materialized, times
@@ -58,37 +59,6 @@ class Pass:
         self.batch, self.number = batch, number
         self.reached = False
         self.done = False
-
-
-class Leaf:
-    """What the recorder knows of one parameter.
-
-    Attributes:
-        parameter: The parameter, which may be a guest of `functional_call` and not live long.
-        task: The backward, by number, that `sent` and `expected` speak of.
-        sent: The gradient that its one expansion has sent to it, and its version then.
-        expected: The sum of those that several expansions have sent, of passes that end in one backward.
-        mixed: Whether something else was added to what the first of them has sent.
-        given: The `grad_sample` that the recorder set last.
-        memory: Where dense rows are written.
-        grad: `.grad` when the rows were delivered last, and its version then.
-        home: The module that holds the parameter, and its name there, in a model that FSDP has sharded.
-        shard: What the module shows in place of the parameter once FSDP has given back what it gathered.
-        handle: The hook that finds uses outside of the module.
-    """
-
-    def __init__(self, parameter: weakref.ref[Tensor]) -> None:
-        self.parameter = parameter
-        self.task = -1
-        self.sent: tuple[weakref.ref[Tensor], int] | None = None
-        self.expected: Tensor | None = None
-        self.mixed = False
-        self.given: Tensor | None = None
-        self.grad: tuple[weakref.ref[Tensor], int] | None = None
-        self.handle: Any = None
-        self.memory = Recycled()
-        self.home: tuple[weakref.ref[nn.Module], str] | None = None
-        self.shard: Tensor | None = None
 
 
 Held = dict[Pass, dict[Leaf, Tensor]]  # each parameter's rows `(B, *shape)`, pass by pass
@@ -297,8 +267,7 @@ class Recorder:
             self._let_go()
             lost, key = self.lost, id(parameter)
             leaf = self.leaves[key] = Leaf(weakref.ref(parameter, lambda _: lost.append(key)))
-            leaf.handle = parameter.register_hook(_OutsideUse(self, leaf))
-            _run_first(parameter, leaf.handle)
+            leaf.watch(parameter, self)
             if self.sharded:
                 leaf.home = self._home_of(parameter)
         return leaf
@@ -414,31 +383,29 @@ class Recorder:
                     self._publish(leaf)
         if self.sharded:
             for leaf in self.leaves.values():
-                _show(leaf)
+                leaf.show()
 
     def note_grads(self) -> None:
         """Notes each `.grad` as it is now, so that clearing it is seen."""
         for leaf in self.leaves.values():
-            shown = _shown(leaf)
-            grad = None if shown is None else shown.grad
-            leaf.grad = None if grad is None else (weakref.ref(grad), grad._version)
+            leaf.note_grad()
 
     def _drop_stale_rows(self) -> None:
         """Rows go when the gradient they add up to was cleared, or when the user took them away."""
         self._take_back()
         for leaf in self.leaves.values():
-            if leaf.given is not None and (not self.settings.accumulate_grad or _was_cleared(leaf)):
+            if leaf.given is not None and (not self.settings.accumulate_grad or leaf.was_cleared()):
                 self._forget(leaf)
 
     def _set_aside(self) -> None:
         """Rows whose sum does not go to `.grad` stand alone: the others come back with the next backward."""
         self._take_back()
         for leaf in self.leaves.values():
-            if leaf.given is not None and _was_reset(leaf):
+            if leaf.given is not None and leaf.was_reset():
                 self._forget(leaf)
         self.aside, self.held = (self.held, {leaf: leaf.given for leaf in self.leaves.values()}), {}
         for leaf in self.leaves.values():
-            self._give(leaf, None)
+            leaf.give(None)
 
     def _take_back(self) -> None:
         """The rows that were set aside, but for those that the user took away since."""
@@ -446,10 +413,10 @@ class Recorder:
             return
         (self.held, before), self.aside = self.aside, None
         for leaf in self.leaves.values():
-            if _was_reset(leaf):
+            if leaf.was_reset():
                 self._forget(leaf)
             else:
-                self._give(leaf, before.get(leaf))
+                leaf.give(before.get(leaf))
 
     def forget(self, parameter: Tensor) -> None:
         """Drops the rows of one parameter."""
@@ -463,14 +430,7 @@ class Recorder:
 
     def _forget(self, leaf: Leaf) -> None:
         self._drop(leaf)
-        self._give(leaf, None)
-
-    def _give(self, leaf: Leaf, rows: Tensor | None) -> None:
-        """Sets `grad_sample`."""
-        leaf.given = rows
-        for shown in (leaf.parameter(), leaf.shard):
-            if shown is not None:
-                shown.grad_sample = rows  # type: ignore[attr-defined]
+        leaf.give(None)
 
     def _drop(self, leaf: Leaf) -> None:
         for held in (self.held, self.aside[0]) if self.aside is not None else (self.held,):
@@ -489,7 +449,7 @@ class Recorder:
             rows = materialized(rows, leaf.memory)
         if leaf.given is not None and hasattr(leaf.given, "_processed"):  # Opacus' mark on rows that a step has used
             rows._processed = True  # type: ignore[attr-defined]
-        self._give(leaf, rows)
+        leaf.give(rows)
 
     def close(self) -> None:
         """Takes the hooks off the parameters and lets go of the rows, which may have a graph that leads back here."""
@@ -570,7 +530,7 @@ class _Expand(torch.autograd.Function):
             if not asked or torch.is_grad_enabled():
                 recorder.deliver(ctx.now, ctx.leaf, kept, asked=asked)
         if total is not None:
-            _send(ctx.leaf, total)
+            ctx.leaf.send(total)
         return total, None, None, None
 
 
@@ -677,113 +637,10 @@ def _zero_rows(batch: int, parameter: Tensor) -> Tensor:
     return FactoredTensor(cell, (batch, *parameter.shape))
 
 
-def _shown(leaf: Leaf) -> Tensor | None:
-    """The parameter as the model shows it between the passes: itself, or FSDP's shard of it."""
-    return leaf.parameter() if leaf.shard is None else leaf.shard
-
-
-def _show(leaf: Leaf) -> None:
-    """Hands the rows of a parameter that FSDP had gathered to the shard that is in its place."""
-    module = leaf.home[0]() if leaf.home is not None else None
-    shown = module._parameters.get(leaf.home[1]) if leaf.home is not None and module is not None else None
-    if leaf.given is not None and shown is not None and is_shard(shown):
-        leaf.shard = shown
-        shown.grad_sample = leaf.given  # type: ignore[attr-defined]
-
-
-def _was_reset(leaf: Leaf) -> bool:
-    """Whether the user has set `grad_sample`."""
-    return getattr(_shown(leaf), "grad_sample", None) is not leaf.given
-
-
-def _was_cleared(leaf: Leaf) -> bool:
-    """Whether `.grad` or `.grad_sample` was reset since the rows were delivered."""
-    parameter = _shown(leaf)
-    if parameter is None or parameter.grad is None or _was_reset(leaf):
-        return True
-    if leaf.grad is None:
-        return False
-    grad, version = leaf.grad
-    if grad() is parameter.grad and parameter.grad._version == version:
-        return False
-    values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
-    return is_zero(values)  # zero_grad(set_to_none=False)
-
-
-def _send(leaf: Leaf, total: Tensor) -> None:
-    """Notes what the expansions of a parameter send to it in this backward."""
-    if leaf.task != running_backward():
-        leaf.task, leaf.sent, leaf.expected = running_backward(), (weakref.ref(total), total._version), None
-        leaf.mixed = False
-        return
-    first = leaf.expected
-    if leaf.sent is not None:
-        first, version = leaf.sent[0](), leaf.sent[1]
-        leaf.mixed = first is not None and first._version != version
-    leaf.expected = total if first is None else (first + total).detach()
-    leaf.sent = None
-
-
-class _OutsideUse:
-    """A hook on a parameter: what arrives must be what its expansions sent, or something else uses it too."""
-
-    __torch_unserializable__ = True  # torch.multiprocessing leaves it out without a warning
-
-    def __init__(self, recorder: Recorder, leaf: Leaf) -> None:
-        self.recorder, self.leaf = weakref.ref(recorder), leaf
-
-    def __call__(self, grad: Tensor | None) -> None:
-        recorder, leaf = self.recorder(), self.leaf
-        parameter = leaf.parameter()
-        if grad is None or recorder is None or parameter is None or recorder.mapping:
-            return
-        mine = leaf.task == running_backward()
-        sent, expected, mixed = (leaf.sent, leaf.expected, leaf.mixed) if mine else (None, None, False)
-        leaf.task, leaf.sent, leaf.expected = -1, None, None
-        # autograd adds in place what comes second, so that the tensor alone does not tell
-        if sent is not None and sent[0]() is grad and sent[1] == grad._version:
-            return
-        if expected is not None and not mixed and _equal(expected, grad.detach()):
-            return
-        name, holder = recorder.name_of(parameter), recorder.holder_of(parameter)
-        if holder is not None and not hasattr(holder, "_recorder"):
-            raise complaint(
-                name,
-                f"the parameter belongs to a plain {type(holder).__name__}, so its gradient has no rows",
-                "an expanded module",
-                "Convert the model again after changing its layers: convert(model, inplace=True).per_sample(True).",
-            )
-        raise complaint(
-            name,
-            "the parameter is also used outside of its module, so its gradient has a part that belongs to no row",
-            "every use inside the module that holds it",
-            "Use it by expanded_nn.expanded(weight), as in expanded_nn.functional.linear(x, expanded(weight)); or give "
-            "the second use a layer of its own that shares the parameter (head.weight = embedding.weight). A penalty "
-            "on weights that is no sample's own is the optimizer's weight_decay. If no rows are wanted of this "
-            "backward, as in the outer step of meta-learning, switch per_sample(False) before it.",
-        )
-
-
 def recorder_of(weight: Tensor) -> Recorder | None:
     """The recorder that watches a parameter, or those that a weight was computed from; `None` if nothing does."""
     leaves = [weight] if weight.is_leaf else _leaves_of(weight)
     hooks = [hook for leaf in leaves for hook in (leaf._backward_hooks or {}).values()]
-    found = [hook.recorder() for hook in hooks if isinstance(hook, _OutsideUse)]
-    return next((each for each in found if each is not None and each.depth), next(iter(found), None))
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    if one.is_sparse or other.is_sparse:
-        one, other = one.to_dense(), other.to_dense()
-    return torch.equal(one, other)
-
-
-def _run_first(parameter: Tensor, handle: Any) -> None:
-    """Moves a hook before those that the user has registered, which may change the gradient."""
-    hooks = parameter._backward_hooks
-    assert hooks is not None
-    mine = hooks.pop(handle.id)
-    others = list(hooks.items())
-    hooks.clear()
-    hooks[handle.id] = mine
-    hooks.update(others)
+    owners = [hook.recorder() for hook in hooks if isinstance(hook, OutsideUse)]
+    found = [each for each in owners if isinstance(each, Recorder)]
+    return next((each for each in found if each.depth), next(iter(found), None))

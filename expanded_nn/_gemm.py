@@ -34,7 +34,7 @@ def linear(
     bias: Tensor | None = None,  # (out,)
 ) -> Tensor:  # (*, out)
     """`F.linear`."""
-    if torch.is_autocast_enabled("cpu") or not onednn_is_faster(x, weight.shape[0]):
+    if not onednn_is_faster(x, weight.shape[0]) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     return _by_onednn(_flat(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
@@ -99,12 +99,12 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def onednn_is_faster(x: Tensor, out: int, worthwhile: int = _WORTHWHILE) -> bool:
     """Whether `affine` of `x`, `(rows, in)`, to so many features runs on oneDNN."""
-    return _is_its_kind(x) and x.numel() * out >= worthwhile and torch._C._get_mkldnn_enabled()
+    return x.numel() * out >= worthwhile and _is_its_kind(x) and torch._C._get_mkldnn_enabled()
 
 
 def may_be_faster(x: Tensor, weight: Tensor) -> bool:
     """What a compiler can know of it, whatever the number of rows."""
-    return _is_its_kind(x) and weight.numel() >= _WORTHWHILE >> 8
+    return weight.numel() >= _WORTHWHILE >> 8 and _is_its_kind(x)
 
 
 def _is_its_kind(x: Tensor) -> bool:

@@ -529,8 +529,14 @@ def a_compiled_gradient_that_was_copied() -> None:
     model, x = on(nn.Linear(4, 4)), torch.randn(SAMPLES, 4)
     with model._recorder.scope(model, SAMPLES, x):
         use = Use(model[0], ["weight"])
-        use.tapped(F.linear(x, model[0].weight), (x,), {})
+        use.tapped(model[0].expanded_forward, (x,), {})
         use.rows(torch.zeros(()))  # one number, and no others behind it in memory
+
+
+@refused(r"^create_graph=True reached a compiled model.*without torch\.compile")
+def derivatives_of_a_compiled_gradient() -> None:
+    model, x = on(nn.Linear(4, 4)), torch.randn(SAMPLES, 4, requires_grad=True)
+    torch.autograd.grad(torch.compile(model, backend="eager")(x).sum(), x, create_graph=True)
 
 
 @refused(r"^0.layer \(Linear\): a forward inside a backward, as a checkpoint makes it, fits 2 of 3 passes")
