@@ -18,6 +18,7 @@ from expanded_nn._terms import CHUNK_NUMEL, Outer, Term
 aten = torch.ops.aten
 
 COLUMNS_NUMEL = 1 << 18  # columns made at once: they stay in the cache
+GROUPED_NUMEL = 1 << 20  # numbers in the samples of one grouped convolution, which copies them all
 ROWS_PER_FACTOR = 8  # rows so many times larger than their factors are made from columns
 MANY_CHANNELS, FEWER_ROWS_PER_FACTOR = 128, 2  # sooner, with so many channels
 
@@ -87,8 +88,15 @@ class Patches(Term):
         return cast(Iterator[Patches], super().chunks(numel))
 
     def dense(self, out: Tensor | None = None) -> Tensor:
+        g, x = self.factors
+        kernel = _kernel_for(g, x, self.row_shape, self.dtype)
+        if kernel is _rows_by_groups:
+            g, x = self.unscaled()
+            return _rows_by_groups(g, x, self.row_shape, self.geometry, self.coefficient)
         g, x = self.weighted()
-        return dense_rows(g, x, self.row_shape, self.geometry, out)
+        if kernel is _rows_by_columns:
+            return _rows_by_columns(g, x, self.row_shape, self.geometry, out)
+        return kernel(g, x, self.row_shape, self.geometry)
 
     @property
     def fills_memory(self) -> bool:
@@ -186,20 +194,6 @@ def _as_linear(term: Patches) -> Outer:
     return Outer((g.mT, columns.mT), (g.shape[1], columns.shape[1]), term.dtype, term.coefficient)
 
 
-def dense_rows(
-    g: Tensor,  # (B, out, *positions)
-    x: Tensor,  # (B, in, *size)
-    row_shape: tuple[int, ...],
-    how: Geometry,
-    out: Tensor | None = None,
-) -> Tensor:  # (B, *row_shape)
-    """The rows themselves, by the kernel that is fastest for the shape; in `out`, if that kernel can write there."""
-    if not g.shape[0] * prod(row_shape) or not x.numel():
-        return g.new_zeros(g.shape[0], *row_shape)
-    kernel = _kernel_for(g, x, row_shape, g.dtype)
-    return _rows_by_columns(g, x, row_shape, how, out) if kernel is _rows_by_columns else kernel(g, x, row_shape, how)
-
-
 def _kernel_for(g: Tensor, x: Tensor, row_shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Tensor]:
     """What computes the rows.
 
@@ -209,6 +203,8 @@ def _kernel_for(g: Tensor, x: Tensor, row_shape: tuple[int, ...], dtype: torch.d
     multiply each column with (columns, twice as fast); one channel a group (`g` moving over `x`, 25 times as fast for
     a depthwise 7 x 7); kernels of one entry, and dtypes other than float32 (columns, up to 100 times as fast).
     """
+    if not g.shape[0] * prod(row_shape) or not x.numel():
+        return _rows_of_nothing
     grouped = dtype == torch.float32 and g.device.type == "cpu" and prod(row_shape[2:]) > 1
     rows_per_factor = FEWER_ROWS_PER_FACTOR if row_shape[0] >= MANY_CHANNELS else ROWS_PER_FACTOR
     if not grouped or g.shape[0] * prod(row_shape) > rows_per_factor * (g.numel() + x.numel()):
@@ -232,13 +228,25 @@ def _rows_by_columns(
     return rows
 
 
-def _rows_by_groups(g: Tensor, x: Tensor, row_shape: tuple[int, ...], how: Geometry) -> Tensor:
-    """The rows as the weight's gradient of one convolution with a group for each group of each sample."""
-    batch, out = len(g), row_shape[0]
-    how = replace(how, groups=batch * how.groups)
-    g, x = (each.flatten(0, 1)[None].contiguous() for each in (g, x))
-    rows = _weight_gradient(g, x, (batch * out, *row_shape[1:]), how)
-    return rows.reshape(batch, *row_shape)
+def _rows_of_nothing(g: Tensor, x: Tensor, row_shape: tuple[int, ...], how: Geometry) -> Tensor:
+    """The rows where there are no samples, channels or entries."""
+    return g.new_zeros(g.shape[0], *row_shape)
+
+
+def _rows_by_groups(g: Tensor, x: Tensor, row_shape: tuple[int, ...], how: Geometry, coefficient: float) -> Tensor:
+    """The rows as the weight's gradient of one convolution with a group for each group of each of a few samples.
+
+    They are copied from there, so that the coefficient costs nothing.
+    """
+    rows = g.new_empty(g.shape[0], *row_shape)
+    size = max(1, GROUPED_NUMEL // (g[0].numel() + x[0].numel() + prod(row_shape)))
+    for some_g, some_x, some_rows in zip(g.split(size), x.split(size), rows.split(size), strict=True):
+        batch = len(some_g)
+        some_g, some_x = (each.flatten(0, 1)[None].contiguous() for each in (some_g, some_x))
+        shape = (batch * row_shape[0], *row_shape[1:])
+        found = _weight_gradient(some_g, some_x, shape, replace(how, groups=batch * how.groups))
+        torch.mul(found.reshape(some_rows.shape), coefficient, out=some_rows)
+    return rows
 
 
 def _rows_by_moving(g: Tensor, x: Tensor, row_shape: tuple[int, ...], how: Geometry) -> Tensor:

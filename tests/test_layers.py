@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import expanded_nn as enn
 from cases import CASES, EVEN_SAME, GENERAL, Case
+from expanded_nn import _patches
 from oracle import (
     Call,
     assert_all_close,
@@ -564,6 +565,7 @@ def test_operation_twice_differentiated(case: Case) -> None:
     assert_all_close(actual, [dense(g) for g in expected])
 
 
+@pytest.mark.parametrize("at_once", [1 << 20, 40_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     ("layer", "size"),
@@ -576,13 +578,17 @@ def test_operation_twice_differentiated(case: Case) -> None:
     ],
     ids=str,
 )
-def test_large_convolutions(layer: nn.Module, size: tuple[int, int], dtype: torch.dtype) -> None:
-    """Each way to the rows that a shape may take; the small cases take but one."""
+def test_large_convolutions(
+    layer: nn.Module, size: tuple[int, int], dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each way to the rows that a shape may take, for all samples at once or a few; the small cases take but one."""
+    monkeypatch.setattr(_patches, "GROUPED_NUMEL", at_once)
+    monkeypatch.setattr(_patches, "COLUMNS_NUMEL", at_once)
     layer = layer.double()
     call = Call((torch.randn(BATCH, layer.in_channels, *size, dtype=torch.float64),))
     expected = loop(layer, call, BATCH)
-    model = enn.convert(layer.to(dtype)).per_sample(loss_reduction="sum")
-    plain(model, Call((call.args[0].to(dtype),))).backward()
+    model = enn.convert(layer.to(dtype)).per_sample()
+    (plain(model, Call((call.args[0].to(dtype),))) / BATCH).backward()
     rows = {name: dense(p.grad_sample).double() for name, p in model.named_parameters()}
     assert_close_rows(rows, expected, 1e-9 if dtype == torch.float64 else 1e-4)
 
