@@ -24,7 +24,7 @@ from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._leaf import Leaf, OutsideUse
 from expanded_nn._sharded import is_shard
 from expanded_nn._storage import Recycled
-from expanded_nn._terms import SparseOneHot, Term, in_own_dtype, refuse_batched
+from expanded_nn._terms import Dense, SparseOneHot, Term, in_own_dtype, refuse_batched
 from expanded_nn.factored import FactoredTensor, materialized, times
 
 
@@ -622,8 +622,7 @@ def _kept_and_total(
         return kept, sparse
     if not dense:
         return kept, rows.weighted_sum()
-    wide = torch.promote_types(kept.dtype, torch.float32)  # B times the gradient may be too large for float16
-    return kept, (kept.sum(0, dtype=wide) / scale).to(kept.dtype)
+    return kept, Dense.of(kept).scaled(1 / scale).weighted_sum(None)
 
 
 def _sparse_total(terms: Sequence[Term]) -> Tensor | None:

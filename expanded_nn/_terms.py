@@ -248,9 +248,10 @@ class Dense(Term):
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         wide = _wide(self.dtype)
-        if weights is None:
+        if weights is None and self.dtype != wide:
             total = self.matrix().sum(0, dtype=wide).mul_(self.coefficient).to(self.dtype)
-        else:
+        else:  # from memory to the sum twice as fast as torch.sum
+            weights = self.factors[0].new_ones(self.batch) if weights is None else weights
             total = torch.mv(self.matrix().t(), (weights.to(wide) * self.coefficient).to(self.dtype))
         return total.view(self.row_shape)
 
