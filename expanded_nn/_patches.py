@@ -197,9 +197,9 @@ def _as_linear(term: Patches) -> Outer:
 def _kernel_for(g: Tensor, x: Tensor, row_shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Tensor]:
     """What computes the rows.
 
-    Measured on CPU cores, some 200 random shapes, float32: one kernel with a group for each sample costs 1.1 to 1.6
-    times the batch gradient, where a loop over the samples, columns or a product for each entry of the kernel cost 1.2
-    to 5 times. Exceptions: rows much larger than what they are made of, sooner where there are many channels to
+    Measured on CPU cores, some 200 random shapes, float32: kernels with a group for each of a few samples cost 0.7 to
+    1.6 times the batch gradient, where a loop over the samples, columns or a product for each entry of the kernel cost
+    1.2 to 5 times. Exceptions: rows much larger than what they are made of, sooner where there are many channels to
     multiply each column with (columns, twice as fast); one channel a group (`g` moving over `x`, 25 times as fast for
     a depthwise 7 x 7); kernels of one entry, and dtypes other than float32 (columns, up to 100 times as fast).
     """
