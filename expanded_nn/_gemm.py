@@ -14,6 +14,7 @@ from torch import Tensor
 
 _WORTHWHILE = 1 << 20  # multiplications below which a call of oneDNN costs more than it saves
 _WORTH_A_COPY = 5 << 19  # and one with a copy of its result
+_ACTIVATIONS = {"sigmoid": torch.sigmoid_, "tanh": torch.tanh_}
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -21,11 +22,13 @@ def affine(
     x: Tensor,  # (rows, in)
     weight: Tensor,  # (out, in)
     bias: Tensor | None = None,  # (out,)
+    activation: str = "none",
 ) -> Tensor:  # (rows, out)
-    """`x @ weight.T + bias`."""
+    """`x @ weight.T + bias`, or its "sigmoid" or "tanh"."""
     if onednn_is_faster(x, weight.shape[0]):
-        return _by_onednn(x, weight, bias)
-    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+        return _by_onednn(x, weight, bias, activation)
+    y = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+    return y if activation == "none" else _ACTIVATIONS[activation](y)
 
 
 def linear(
@@ -84,17 +87,22 @@ def add_product(
     total: Tensor,  # (rows, out)
     x: Tensor,  # (rows, in)
     matrix: Tensor,  # (in, out)
-) -> None:
-    """`total += x @ matrix`."""
+) -> Tensor:  # (rows, out)
+    """`total + x @ matrix`, in new memory or in that of `total`."""
     if onednn_is_faster(x, matrix.shape[1]):
-        total.add_(_by_onednn(x, matrix.t(), None))
-    else:
-        total.addmm_(x, matrix)
+        added: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, total, _without_gaps(matrix.t()), None, "add")
+        return added
+    return total.addmm_(x, matrix)
 
 
-def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none") -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, _without_gaps(weight), bias, activation, [], "")
     return y
+
+
+def _without_gaps(weight: Tensor) -> Tensor:
+    """The matrix in one piece of memory: between rows that lie apart oneDNN takes a thousand times as long."""
+    return weight if weight.is_contiguous() or weight.t().is_contiguous() else weight.contiguous()
 
 
 def onednn_is_faster(x: Tensor, out: int, worthwhile: int = _WORTHWHILE) -> bool:

@@ -18,16 +18,15 @@ def by_onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return request.param and _gemm._ONEDNN and torch.get_default_device().type == "cpu"
 
 
-def matrix(*size: int, transposed: bool) -> Tensor:
+def matrix(*size: int, transposed: bool, gaps: bool = False) -> Tensor:
     *batch, rows, columns = size
     drawn = torch.randn(*batch, columns, rows).mT if transposed else torch.randn(*size)
-    return drawn.float()
+    return torch.cat([drawn.float()] * 2, -1)[..., :columns] if gaps else drawn.float()
 
 
 def add_product(x: Tensor, y: Tensor) -> Tensor:
     total = torch.ones(x.shape[0], y.shape[1], dtype=x.dtype)
-    _gemm.add_product(total, x, y)
-    return total - 1
+    return _gemm.add_product(total, x, y) - 1
 
 
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -41,13 +40,32 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("right", [False, True])
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products(name: str, left: bool, right: bool, by_onednn: bool) -> None:
-    x, y = matrix(ROWS, IN, transposed=left), matrix(IN, OUT, transposed=right)
+def test_products(name: str, left: bool, right: bool, gaps: bool, by_onednn: bool) -> None:
+    x, y = matrix(ROWS, IN, transposed=left, gaps=gaps), matrix(IN, OUT, transposed=right, gaps=gaps)
     assert _gemm.onednn_is_faster(x, OUT) == by_onednn
     torch.testing.assert_close(PRODUCTS[name](x, y).double(), x.double() @ y.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", [torch.sigmoid, torch.tanh])
+def test_activations(activation: Callable[[Tensor], Tensor], by_onednn: bool) -> None:
+    x, y = matrix(ROWS, IN, transposed=False) / IN, matrix(IN, OUT, transposed=True)
+    assert _gemm.onednn_is_faster(x, OUT) == by_onednn
+    found = _gemm.affine(x, y.t(), torch.ones(OUT).float(), activation.__name__)
+    torch.testing.assert_close(found.double(), activation(x.double() @ y.double() + 1), rtol=1e-4, atol=1e-4)
+
+
+def test_onednn_gets_no_matrix_with_gaps() -> None:
+    """The result would be right, but late."""
+    for each in (matrix(IN, OUT, transposed=False, gaps=True), matrix(IN, OUT, transposed=False, gaps=True).t()):
+        whole = _gemm._without_gaps(each)
+        assert torch.equal(whole, each)
+        assert whole.is_contiguous() or whole.t().is_contiguous()
+    for each in (matrix(IN, OUT, transposed=False), matrix(IN, OUT, transposed=True)):
+        assert _gemm._without_gaps(each) is each
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -12,7 +12,8 @@ from torch.nn.utils.rnn import PackedSequence
 from expanded_nn._errors import complaint
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
-from expanded_nn.layers._recurrence import RECURRENCES, Weights, recurrent
+from expanded_nn.layers._equations import RECURRENCES, Weights
+from expanded_nn.layers._recurrence import recurrent
 from expanded_nn.layers._steps import Steps
 
 

@@ -1,0 +1,312 @@
+"""The equations of the recurrences, forward and backward: Elman's, LSTM and GRU.
+
+All steps' gates are computed at once, if the forward has not kept them, as the hidden states are known; then a loop
+goes back over time for the gradients of the pre-activations only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from expanded_nn._gemm import add_product, affine
+from expanded_nn.layers._fused import lstm_may_leave_gates, lstm_with_gates, run
+from expanded_nn.layers._steps import Steps
+from expanded_nn.layers.linear import linear
+
+
+class Weights(NamedTuple):
+    """The parameters of one layer in one direction: expanded, or the shared ones behind them."""
+
+    ih: Tensor  # (B, gates, in)
+    hh: Tensor  # (B, gates, out)
+    bias_ih: Tensor | None  # (B, gates)
+    bias_hh: Tensor | None  # (B, gates)
+    hr: Tensor | None = None  # (B, out, hidden)
+
+
+class Gradients(NamedTuple):
+    """What a recurrence's own backward gives."""
+
+    ih: Tensor  # (N, gates): of weight_ih x + bias_ih
+    hh: Tensor  # (N, gates): of weight_hh h + bias_hh
+    h0: Tensor  # (B, out)
+    c0: Tensor | None = None  # (B, hidden)
+    hr: tuple[Tensor, Tensor] | None = None  # (N, out), (N, hidden): of weight_hr h, and h
+
+
+class Recurrence(ABC):
+    """The equations of one step, forward and backward."""
+
+    @abstractmethod
+    def fused(
+        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
+    ) -> tuple[Tensor, Tensor | None]:
+        """Torch's own kernel: the outputs, laid out as `x`, and the last cell states."""
+
+    def saving(
+        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        """The same, and the gates of all steps, each `(N, hidden)`, where they come cheaper than in the backward."""
+        return *self.fused(steps, x, h0, c0, weights), ()
+
+    @abstractmethod
+    def step(
+        self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The next states of all samples from `weight_ih x + bias_ih` and `weight_hh h + bias_hh`; differentiable."""
+
+    @abstractmethod
+    def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
+        """The gradients of all pre-activations, by a loop back over time.
+
+        Args:
+            steps: Where the steps lie.
+            saved: What is known of the forward.
+            weights: The shared ones.
+            g: The gradient of the outputs, `(N, out)`; it is overwritten.
+            g_c: The gradient of the last cell states, `(B, hidden)`.
+        """
+
+
+class Saved(NamedTuple):
+    """Inputs, outputs and states of a forward, as rows."""
+
+    x: Tensor  # (N, in)
+    h: Tensor  # (N, out): the state before each step
+    y: Tensor  # (N, out)
+    c0: Tensor | None  # (B, hidden)
+    gates: tuple[Tensor, ...]  # each (N, hidden), if the forward kept them
+
+
+class Elman(Recurrence):
+    """`h' = tanh(weight_ih x + bias_ih + weight_hh h + bias_hh)`, or `relu`.
+
+    Args:
+        relu: Whether it is `relu`.
+    """
+
+    def __init__(self, *, relu: bool = False) -> None:
+        self.relu = relu
+
+    def fused(
+        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
+    ) -> tuple[Tensor, Tensor | None]:
+        if steps.cell:
+            cell = torch.rnn_relu_cell if self.relu else torch.rnn_tanh_cell
+            return cell(x[0], h0, *weights[:4])[None], None
+        layer = torch.rnn_relu if self.relu else torch.rnn_tanh
+        return run(layer, steps, x, h0[None], weights)[0], None
+
+    def step(
+        self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        z = of_x + of_h
+        return torch.relu(z) if self.relu else torch.tanh(z), None
+
+    def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
+        y = saved.y
+        slope = (y > 0).to(y.dtype) if self.relu else torch.addcmul(y.new_ones(()), y, y, value=-1)
+        gs, slopes = steps.split(g), steps.split(slope)
+        g_h, zs = gs[-1], []
+        for t in reversed(range(len(gs))):
+            zs.append(g_h * slopes[t])
+            before = gs[t - 1] if t else g.new_zeros(steps.batch, g.shape[1])
+            g_h = _with_next(before, zs[-1], weights.hh)
+        z = torch.cat(zs[::-1])
+        return Gradients(z, z, g_h)
+
+
+class Lstm(Recurrence):
+    """`c' = f c + i n`, `h' = o tanh(c')`, or `weight_hr` times that."""
+
+    def fused(
+        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
+    ) -> tuple[Tensor, Tensor | None]:
+        assert c0 is not None
+        if steps.cell:
+            y, c = torch.lstm_cell(x[0], (h0, c0), *weights[:4])
+            return y[None], c
+        y, _, c = run(torch.lstm, steps, x, (h0[None], c0[None]), weights)
+        return y, c[0]
+
+    def saving(
+        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        assert c0 is not None
+        if steps.packed is not None or weights.hr is not None or not lstm_may_leave_gates(x, h0.shape[1]):
+            return super().saving(steps, x, h0, c0, weights)
+        y, c, gates = lstm_with_gates(x, h0, c0, *weights[:4])
+        return y, c, () if gates is None else gates.flatten(0, 1).chunk(4, 1)
+
+    def step(
+        self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert c is not None
+        i, f, n, o = (of_x + of_h).chunk(4, 1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(n)
+        y = torch.sigmoid(o) * torch.tanh(c)
+        return y if weight_hr is None else linear(y, weight_hr), c
+
+    def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
+        x, h, y, c0, _ = saved
+        assert c0 is not None
+        i, f, n, o = saved.gates or self._gates(x, h, weights)
+        entering = i * n
+        c = _cell_states_before(steps, c0, f, entering)
+        new_c = torch.addcmul(entering, f, c)
+        hidden = y if weights.hr is None else o * new_c.tanh()
+        half = new_c.mul_(2).sigmoid_()  # tanh is slow, and 1 - tanh(c)^2 = 4 s (1 - s) with s = sigmoid(2 c)
+        slope = torch.addcmul(half, half, half, value=-1, out=half).mul_(o).mul_(4)
+        # first the derivatives by the gates' pre-activations: of h for o, of c for the others
+        z = x.new_empty(len(x), 4 * c0.shape[1])
+        gates = z.unflatten(1, (4, c0.shape[1]))
+        by_i, by_f, by_n, by_o = gates.unbind(1)
+        torch.addcmul(hidden, hidden, o, value=-1, out=by_o)
+        torch.addcmul(i, entering, n, value=-1, out=by_n)
+        torch.addcmul(entering, entering, i, value=-1, out=by_i)
+        kept = c.mul_(f)
+        torch.addcmul(kept, kept, f, value=-1, out=by_f)
+
+        gs, zs, slopes, forgets = map(steps.split, (g, z, slope, f))
+        by_c, by_h = steps.split(gates[:, :3]), steps.split(by_o)
+        g_h0 = g.new_zeros(steps.batch, g.shape[1])
+        g_c = torch.zeros_like(c0) if g_c is None else g_c.clone()
+        g_y, all_g_y = gs[-1], []
+        for t in reversed(range(len(gs))):
+            g_h = g_y
+            if weights.hr is not None:
+                all_g_y.append(g_y)
+                g_h = torch.mm(g_y, weights.hr)
+            g_now = _first(g_c, steps.sizes[t]).addcmul_(g_h, slopes[t])
+            by_c[t].mul_(g_now.unsqueeze(1))
+            by_h[t].mul_(g_h)
+            g_now.mul_(forgets[t])
+            g_y = _with_next(gs[t - 1] if t else g_h0, zs[t], weights.hh)
+        hr = None if weights.hr is None else (torch.cat(all_g_y[::-1]), hidden)
+        return Gradients(z, z, g_y, g_c, hr)
+
+    def _gates(self, x: Tensor, h: Tensor, weights: Weights) -> tuple[Tensor, ...]:
+        """The four gates, each `(N, hidden)`."""
+        size = weights.hh.shape[0] // 4
+        xh, weight = torch.cat([x, h], 1), torch.cat([weights.ih, weights.hh], 1)
+        bias = None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
+        parts = [slice(0, 2 * size), slice(2 * size, 3 * size), slice(3 * size, 4 * size)]
+        i_f, n, o = (
+            affine(xh, weight[part], None if bias is None else bias[part], activation)
+            for part, activation in zip(parts, ("sigmoid", "tanh", "sigmoid"), strict=True)
+        )
+        return *i_f.chunk(2, 1), n, o
+
+
+class Gru(Recurrence):
+    """`h' = (1 - z) n + z h` with `n = tanh(weight_in x + bias_in + r (weight_hn h + bias_hn))`."""
+
+    def fused(
+        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
+    ) -> tuple[Tensor, Tensor | None]:
+        if steps.cell:
+            return torch.gru_cell(x[0], h0, *weights[:4])[None], None
+        return run(torch.gru, steps, x, h0[None], weights)[0], None
+
+    def step(
+        self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        (x_r, x_z, x_n), (h_r, h_z, h_n) = of_x.chunk(3, 1), of_h.chunk(3, 1)
+        z = torch.sigmoid(x_z + h_z)
+        n = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)
+        return n + z * (h - n), None
+
+    def saving(
+        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        if steps.cell:  # there torch's own errors tell of wrong sizes
+            return super().saving(steps, x, h0, c0, weights)
+        h, both = h0, 2 * h0.shape[1]
+        of_x = affine(steps.rows(x), weights.ih, weights.bias_ih)
+        outputs, of_hs = [], []
+        for x_rz, n in zip(steps.split(of_x[:, :both]), steps.split(of_x[:, both:]), strict=True):
+            h = _first(h, len(n))
+            of_h = affine(h, weights.hh, weights.bias_hh)
+            of_h[:, :both].add_(x_rz).sigmoid_()
+            r, z, h_n = of_h.chunk(3, 1)
+            h = torch.lerp(n.addcmul_(r, h_n).tanh_(), h, z)
+            outputs.append(h)
+            of_hs.append(of_h)
+        return steps.from_rows(torch.cat(outputs)), None, (*torch.cat(of_hs).chunk(3, 1), of_x[:, both:])
+
+    def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
+        h, size = saved.h, saved.h.shape[1]
+        r, z, h_n, n = saved.gates or self._gates(saved.x, h, weights)
+        renew = 1 - z
+        slope = torch.addcmul(renew, renew * n, n, value=-1)  # of h' by n's pre-activation
+        # first the derivatives of h' by the pre-activations
+        of_h = h.new_empty(len(h), 3 * size)
+        gates = of_h.unflatten(1, (3, size))
+        by_r, by_z, by_h_n = gates.unbind(1)
+        torch.mul((h - n).mul_(renew), z, out=by_z)
+        torch.mul(slope, r, out=by_h_n)
+        through_r = by_h_n * h_n
+        torch.addcmul(through_r, through_r, r, value=-1, out=by_r)
+
+        gs, keeps, zs, by_h = map(steps.split, (g, z, of_h, gates))
+        g_h, all_g_h = gs[-1], []
+        for t in reversed(range(len(gs))):
+            all_g_h.append(g_h)
+            by_h[t].mul_(g_h.unsqueeze(1))
+            before = gs[t - 1] if t else g.new_zeros(steps.batch, size)
+            _first(before, steps.sizes[t]).addcmul_(g_h, keeps[t])
+            g_h = _with_next(before, zs[t], weights.hh)
+        of_x = torch.cat([of_h[:, : 2 * size], slope.mul_(torch.cat(all_g_h[::-1]))], 1)
+        return Gradients(of_x, of_h, g_h)
+
+    def _gates(self, x: Tensor, h: Tensor, weights: Weights) -> tuple[Tensor, ...]:
+        """The gates r and z, `weight_hn h + bias_hn` and n, each `(N, hidden)`."""
+        both = 2 * h.shape[1]
+        of_x, of_h = affine(x, weights.ih, weights.bias_ih), affine(h, weights.hh, weights.bias_hh)
+        of_h[:, :both].add_(of_x[:, :both]).sigmoid_()
+        r, z, h_n = of_h.chunk(3, 1)
+        return r, z, h_n, of_x[:, both:].addcmul_(r, h_n).tanh_()
+
+
+RECURRENCES: dict[str, Recurrence] = {
+    "RNN_TANH": Elman(),
+    "RNN_RELU": Elman(relu=True),
+    "LSTM": Lstm(),
+    "GRU": Gru(),
+}
+
+
+def _first(states: Tensor, size: int) -> Tensor:
+    return states if states.shape[0] == size else states[:size]
+
+
+def _with_next(
+    g: Tensor,  # (B, out)
+    z: Tensor,  # (running, gates)
+    weight: Tensor,  # (gates, out)
+) -> Tensor:  # (B, out)
+    """The gradient of a state with what the next step adds to it; `g` may be overwritten."""
+    running = z.shape[0]
+    if running == g.shape[0]:
+        return add_product(g, z, weight)
+    g[:running] = add_product(g[:running], z, weight)
+    return g
+
+
+def _cell_states_before(
+    steps: Steps,
+    c0: Tensor,  # (B, hidden)
+    forget: Tensor,  # (N, hidden)
+    entering: Tensor,  # (N, hidden)
+) -> Tensor:  # (N, hidden)
+    """For each row the cell state before its step, by `c' = f c + i n`."""
+    states = torch.empty_like(entering)
+    before, kept, new = steps.split(states), steps.split(forget), steps.split(entering)
+    before[0].copy_(c0)
+    for t, size in enumerate(steps.sizes[1:]):
+        torch.addcmul(_first(new[t], size), _first(kept[t], size), _first(before[t], size), out=before[t + 1])
+    return states
