@@ -14,7 +14,6 @@ from torch import Tensor
 
 _WORTHWHILE = 1 << 20  # multiplications below which a call of oneDNN costs more than it saves
 _WORTH_A_COPY = 5 << 19  # and one with a copy of its result
-_ACTIVATIONS = {"sigmoid": torch.sigmoid_, "tanh": torch.tanh_}
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -22,13 +21,11 @@ def affine(
     x: Tensor,  # (rows, in)
     weight: Tensor,  # (out, in)
     bias: Tensor | None = None,  # (out,)
-    activation: str = "none",
 ) -> Tensor:  # (rows, out)
-    """`x @ weight.T + bias`, or its "sigmoid" or "tanh"."""
+    """`x @ weight.T + bias`."""
     if onednn_is_faster(x, weight.shape[0]):
-        return _by_onednn(x, weight, bias, activation)
-    y = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
-    return y if activation == "none" else _ACTIVATIONS[activation](y)
+        return _by_onednn(x, weight, bias)
+    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
 
 def linear(
@@ -95,8 +92,8 @@ def add_product(
     return total.addmm_(x, matrix)
 
 
-def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none") -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, _without_gaps(weight), bias, activation, [], "")
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, _without_gaps(weight), bias, "none", [], "")
     return y
 
 

@@ -50,14 +50,6 @@ def test_products(name: str, left: bool, right: bool, gaps: bool, by_onednn: boo
     torch.testing.assert_close(PRODUCTS[name](x, y).double(), x.double() @ y.double(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("activation", [torch.sigmoid, torch.tanh])
-def test_activations(activation: Callable[[Tensor], Tensor], by_onednn: bool) -> None:
-    x, y = matrix(ROWS, IN, transposed=False) / IN, matrix(IN, OUT, transposed=True)
-    assert _gemm.onednn_is_faster(x, OUT) == by_onednn
-    found = _gemm.affine(x, y.t(), torch.ones(OUT).float(), activation.__name__)
-    torch.testing.assert_close(found.double(), activation(x.double() @ y.double() + 1), rtol=1e-4, atol=1e-4)
-
-
 def test_onednn_gets_no_matrix_with_gaps() -> None:
     """The result would be right, but late."""
     for each in (matrix(IN, OUT, transposed=False, gaps=True), matrix(IN, OUT, transposed=False, gaps=True).t()):

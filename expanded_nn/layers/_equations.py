@@ -50,7 +50,7 @@ class Recurrence(ABC):
     def saving(
         self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-        """The same, and the gates of all steps, each `(N, hidden)`, where they come cheaper than in the backward."""
+        """The same, and the gates of all steps, `(N, features)`, where they come cheaper than in the backward."""
         return *self.fused(steps, x, h0, c0, weights), ()
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Saved(NamedTuple):
     h: Tensor  # (N, out): the state before each step
     y: Tensor  # (N, out)
     c0: Tensor | None  # (B, hidden)
-    gates: tuple[Tensor, ...]  # each (N, hidden), if the forward kept them
+    gates: tuple[Tensor, ...]  # (N, features), if the forward kept them
 
 
 class Elman(Recurrence):
@@ -140,7 +140,7 @@ class Lstm(Recurrence):
         if steps.packed is not None or weights.hr is not None or not lstm_may_leave_gates(x, h0.shape[1]):
             return super().saving(steps, x, h0, c0, weights)
         y, c, gates = lstm_with_gates(x, h0, c0, *weights[:4])
-        return y, c, () if gates is None else gates.flatten(0, 1).chunk(4, 1)
+        return y, c, () if gates is None else (gates.flatten(0, 1),)
 
     def step(
         self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None
@@ -154,24 +154,24 @@ class Lstm(Recurrence):
     def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
         x, h, y, c0, _ = saved
         assert c0 is not None
-        i, f, n, o = saved.gates or self._gates(x, h, weights)
-        entering = i * n
-        c = _cell_states_before(steps, c0, f, entering)
-        new_c = torch.addcmul(entering, f, c)
+        (kept,) = saved.gates or (self._gates(x, h, weights),)
+        z = torch.empty_like(kept) if saved.gates else kept  # what was saved may be needed again
+        gates = z.unflatten(1, (4, c0.shape[1]))
+        (i, f, n, o), (by_i, by_f, by_n, by_o) = kept.chunk(4, 1), gates.unbind(1)
+        entering, forget = i * n, f.clone(memory_format=torch.contiguous_format)
+        c = _cell_states_before(steps, c0, forget, entering)
+        new_c = torch.addcmul(entering, forget, c)
         hidden = y if weights.hr is None else o * new_c.tanh()
         half = new_c.mul_(2).sigmoid_()  # tanh is slow, and 1 - tanh(c)^2 = 4 s (1 - s) with s = sigmoid(2 c)
         slope = torch.addcmul(half, half, half, value=-1, out=half).mul_(o).mul_(4)
-        # first the derivatives by the gates' pre-activations: of h for o, of c for the others
-        z = x.new_empty(len(x), 4 * c0.shape[1])
-        gates = z.unflatten(1, (4, c0.shape[1]))
-        by_i, by_f, by_n, by_o = gates.unbind(1)
+        # each gate gives way to the derivative by its pre-activation: of h for o, of c for the others
         torch.addcmul(hidden, hidden, o, value=-1, out=by_o)
         torch.addcmul(i, entering, n, value=-1, out=by_n)
         torch.addcmul(entering, entering, i, value=-1, out=by_i)
-        kept = c.mul_(f)
-        torch.addcmul(kept, kept, f, value=-1, out=by_f)
+        remaining = c.mul_(forget)
+        torch.addcmul(remaining, remaining, forget, value=-1, out=by_f)
 
-        gs, zs, slopes, forgets = map(steps.split, (g, z, slope, f))
+        gs, zs, slopes, forgets = map(steps.split, (g, z, slope, forget))
         by_c, by_h = steps.split(gates[:, :3]), steps.split(by_o)
         g_h0 = g.new_zeros(steps.batch, g.shape[1])
         g_c = torch.zeros_like(c0) if g_c is None else g_c.clone()
@@ -189,17 +189,16 @@ class Lstm(Recurrence):
         hr = None if weights.hr is None else (torch.cat(all_g_y[::-1]), hidden)
         return Gradients(z, z, g_y, g_c, hr)
 
-    def _gates(self, x: Tensor, h: Tensor, weights: Weights) -> tuple[Tensor, ...]:
-        """The four gates, each `(N, hidden)`."""
-        size = weights.hh.shape[0] // 4
-        xh, weight = torch.cat([x, h], 1), torch.cat([weights.ih, weights.hh], 1)
+    def _gates(self, x: Tensor, h: Tensor, weights: Weights) -> Tensor:
+        """The gates i, f, n and o, `(N, 4 * hidden)`."""
         bias = None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
-        parts = [slice(0, 2 * size), slice(2 * size, 3 * size), slice(3 * size, 4 * size)]
-        i_f, n, o = (
-            affine(xh, weight[part], None if bias is None else bias[part], activation)
-            for part, activation in zip(parts, ("sigmoid", "tanh", "sigmoid"), strict=True)
-        )
-        return *i_f.chunk(2, 1), n, o
+        z = affine(torch.cat([x, h], 1), torch.cat([weights.ih, weights.hh], 1), bias)
+        i, f, n, o = z.chunk(4, 1)
+        i.sigmoid_()
+        f.sigmoid_()
+        n.tanh_()
+        o.sigmoid_()
+        return z
 
 
 class Gru(Recurrence):
@@ -236,23 +235,24 @@ class Gru(Recurrence):
             h = torch.lerp(n.addcmul_(r, h_n).tanh_(), h, z)
             outputs.append(h)
             of_hs.append(of_h)
-        return steps.from_rows(torch.cat(outputs)), None, (*torch.cat(of_hs).chunk(3, 1), of_x[:, both:])
+        return steps.from_rows(torch.cat(outputs)), None, (torch.cat(of_hs), of_x[:, both:])
 
     def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
         h, size = saved.h, saved.h.shape[1]
-        r, z, h_n, n = saved.gates or self._gates(saved.x, h, weights)
-        renew = 1 - z
-        slope = torch.addcmul(renew, renew * n, n, value=-1)  # of h' by n's pre-activation
-        # first the derivatives of h' by the pre-activations
-        of_h = h.new_empty(len(h), 3 * size)
+        kept, n = saved.gates or self._gates(saved.x, h, weights)
+        of_h = torch.empty_like(kept) if saved.gates else kept  # what was saved may be needed again
         gates = of_h.unflatten(1, (3, size))
-        by_r, by_z, by_h_n = gates.unbind(1)
+        (r, z, h_n), (by_r, by_z, by_h_n) = kept.chunk(3, 1), gates.unbind(1)
+        keep, renew = z.clone(memory_format=torch.contiguous_format), 1 - z
+        slope = torch.addcmul(renew, renew * n, n, value=-1)  # of h' by n's pre-activation
+        # each gate gives way to the derivative of h' by its pre-activation
         torch.mul((h - n).mul_(renew), z, out=by_z)
-        torch.mul(slope, r, out=by_h_n)
-        through_r = by_h_n * h_n
+        through_n = slope * r
+        through_r = through_n * h_n
         torch.addcmul(through_r, through_r, r, value=-1, out=by_r)
+        by_h_n.copy_(through_n)
 
-        gs, keeps, zs, by_h = map(steps.split, (g, z, of_h, gates))
+        gs, keeps, zs, by_h = map(steps.split, (g, keep, of_h, gates))
         g_h, all_g_h = gs[-1], []
         for t in reversed(range(len(gs))):
             all_g_h.append(g_h)
@@ -263,13 +263,13 @@ class Gru(Recurrence):
         of_x = torch.cat([of_h[:, : 2 * size], slope.mul_(torch.cat(all_g_h[::-1]))], 1)
         return Gradients(of_x, of_h, g_h)
 
-    def _gates(self, x: Tensor, h: Tensor, weights: Weights) -> tuple[Tensor, ...]:
-        """The gates r and z, `weight_hn h + bias_hn` and n, each `(N, hidden)`."""
+    def _gates(self, x: Tensor, h: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+        """The gates r and z and `weight_hn h + bias_hn`, `(N, 3 * hidden)`, and n, `(N, hidden)`."""
         both = 2 * h.shape[1]
         of_x, of_h = affine(x, weights.ih, weights.bias_ih), affine(h, weights.hh, weights.bias_hh)
         of_h[:, :both].add_(of_x[:, :both]).sigmoid_()
-        r, z, h_n = of_h.chunk(3, 1)
-        return r, z, h_n, of_x[:, both:].addcmul_(r, h_n).tanh_()
+        r, _, h_n = of_h.chunk(3, 1)
+        return of_h, of_x[:, both:].addcmul_(r, h_n).tanh_()
 
 
 RECURRENCES: dict[str, Recurrence] = {
