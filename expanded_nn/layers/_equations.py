@@ -50,7 +50,7 @@ class Recurrence(ABC):
     def saving(
         self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-        """The same, and the gates of all steps, `(N, features)`, where they come cheaper than in the backward."""
+        """`fused`, and the gates of all steps, `(N, features)`, where they are cheaper here than in the backward."""
         return *self.fused(steps, x, h0, c0, weights), ()
 
     @abstractmethod
