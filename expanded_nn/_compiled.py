@@ -22,7 +22,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 from expanded_nn._batch import tensors
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._expand import Recorder
-from expanded_nn._gemm import linear, may_be_faster
+from expanded_nn._gemm import affine, may_be_faster
 from expanded_nn._shared import owned
 
 _LIBRARY = torch.library.Library("expanded_nn", "DEF")
@@ -45,7 +45,7 @@ _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
 @torch.library.impl(_LIBRARY, "linear", "CPU")
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return linear(x, weight, bias)
+    return affine(x, weight, bias)
 
 
 @torch.library.impl(_LIBRARY, "linear", "Meta")

@@ -18,17 +18,6 @@ _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_l
 
 
 def affine(
-    x: Tensor,  # (rows, in)
-    weight: Tensor,  # (out, in)
-    bias: Tensor | None = None,  # (out,)
-) -> Tensor:  # (rows, out)
-    """`x @ weight.T + bias`."""
-    if onednn_is_faster(x, weight.shape[0]):
-        return _by_onednn(x, weight, bias)
-    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
-
-
-def linear(
     x: Tensor,  # (*, in)
     weight: Tensor,  # (out, in)
     bias: Tensor | None = None,  # (out,)
@@ -48,12 +37,6 @@ def product(
     if onednn_is_faster(rows, matrix.shape[1]):
         return _by_onednn(rows.contiguous(), matrix.t(), None).view(shape)
     return torch.mm(rows, matrix).view(shape)
-
-
-def _flat(
-    x: Tensor,  # (*, features)
-) -> Tensor:  # (rows, features)
-    return x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def transposed_product(
@@ -97,13 +80,19 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
+def _flat(
+    x: Tensor,  # (*, features)
+) -> Tensor:  # (rows, features)
+    return x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
 def _without_gaps(weight: Tensor) -> Tensor:
     """The matrix in one piece of memory: between rows that lie apart oneDNN takes a thousand times as long."""
     return weight if weight.is_contiguous() or weight.t().is_contiguous() else weight.contiguous()
 
 
 def onednn_is_faster(x: Tensor, out: int, worthwhile: int = _WORTHWHILE) -> bool:
-    """Whether `affine` of `x`, `(rows, in)`, to so many features runs on oneDNN."""
+    """Whether `affine` of `x`, `(*, in)`, to so many features runs on oneDNN."""
     return x.numel() * out >= worthwhile and _is_its_kind(x) and torch._C._get_mkldnn_enabled()
 
 

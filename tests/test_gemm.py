@@ -32,7 +32,7 @@ def add_product(x: Tensor, y: Tensor) -> Tensor:
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "affine": lambda x, y: _gemm.affine(x, y.t()),
     "affine with a bias": lambda x, y: _gemm.affine(x, y.t(), torch.ones(OUT).float()) - 1,
-    "linear": lambda x, y: _gemm.linear(x.unflatten(0, (2, -1)), y.t(), torch.ones(OUT).float()).flatten(0, 1) - 1,
+    "affine, more dimensions": lambda x, y: _gemm.affine(x.unflatten(0, (2, -1)), y.t()).flatten(0, 1),
     "product": _gemm.product,
     "product, more dimensions": lambda x, y: _gemm.product(x.unflatten(0, (2, -1)), y).flatten(0, 1),
     "transposed_product": lambda x, y: _gemm.transposed_product(x.t(), y),

@@ -1,6 +1,5 @@
 """The laws of test_layers.py for recurrent layers, whose outputs, states and sequences take more words."""
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import expanded_nn as enn
 from expanded_nn import _gemm
-from expanded_nn.layers import _fused
 from oracle import (
     Call,
     Take,
@@ -321,52 +319,15 @@ def test_large_layers_in_single_precision(kind: str, monkeypatch: pytest.MonkeyP
     assert_close_rows(rows(torch.float32), expected, 1e-5)
 
 
-def _elsewhere(workspace: Tensor | None, shape: tuple[int, int, int]) -> Tensor:
-    return torch.rand(shape, dtype=torch.float32)
-
-
-GATES: dict[str, Callable[..., Tensor | None]] = {
-    "as torch leaves them": _fused._gates_in,
-    "elsewhere": _elsewhere,
-    "nowhere": lambda workspace, shape: None,
-}
-
-
-@pytest.mark.parametrize("where", GATES)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("steps", "batch"), [(3, 64), (1, 160), (160, 1)])
-def test_gates_that_the_fused_kernel_leaves(
-    where: str, bias: bool, steps: int, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows are right whether the gates are found or not, and as often as a graph is used."""
-    monkeypatch.setattr(_fused, "_gates_in", GATES[where])
-    module, x = nn.LSTM(5, 128, bias=bias).float(), torch.randn(steps, batch, 5).float()
-    assert _fused.lstm_may_leave_gates(x, 128) == torch.backends.mkldnn.is_available()
-    rows = []
-    for each in (module, copy.deepcopy(module).double()):
-        model = enn.convert(each).per_sample(loss_reduction="sum", batch_first=False)
-        loss = model(x.to(each.weight_ih_l0.dtype))[0].sin().sum()
-        for _ in range(2):
-            model.zero_grad()
-            loss.backward(retain_graph=True)
-            rows.append({name: row.double() for name, row in rows_of(model).items()})
-    for each in rows[:2]:
-        assert_close_rows(each, rows[2], 1e-5)
-
-
-def test_gates_are_taken_only_if_they_are_gates(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, x, state = nn.LSTM(5, 128).float(), torch.randn(3, 64, 5).float(), torch.randn(64, 128).float()
-    weights = [each.detach() for each in module._flat_weights]
-    y, c, gates = _fused.lstm_with_gates(x, state, state, *weights)
-    with torch.no_grad():
-        expected, (_, last) = module(x, (state[None], state[None]))
-    torch.testing.assert_close((y, c), (expected, last[0]))
-    h = torch.cat([state[None], y[:-1]])
-    i, f, n, o = (x @ weights[0].t() + h @ weights[1].t() + weights[2] + weights[3]).chunk(4, -1)
-    if gates is not None:
-        torch.testing.assert_close(gates, torch.cat([i.sigmoid(), f.sigmoid(), n.tanh(), o.sigmoid()], -1))
-    monkeypatch.setattr(_fused, "_gates_in", _elsewhere)
-    assert _fused.lstm_with_gates(x, state, state, *weights)[2] is None
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_graph_is_used_twice(kind: type[nn.Module]) -> None:
+    model = enn.convert(kind(5, 6, batch_first=True)).per_sample()
+    loss, rows = model(torch.randn(BATCH, 4, 5))[0].sin().sum(), []
+    for _ in range(2):
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        rows.append({name: row.clone() for name, row in rows_of(model).items()})
+    assert_close_rows(rows[1], rows[0], 1e-12)
 
 
 @every_case

@@ -6,14 +6,15 @@ goes back over time for the gradients of the pre-activations only.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from expanded_nn._gemm import add_product, affine
-from expanded_nn.layers._fused import lstm_may_leave_gates, lstm_with_gates, run
 from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear
 
@@ -99,7 +100,7 @@ class Elman(Recurrence):
             cell = torch.rnn_relu_cell if self.relu else torch.rnn_tanh_cell
             return cell(x[0], h0, *weights[:4])[None], None
         layer = torch.rnn_relu if self.relu else torch.rnn_tanh
-        return run(layer, steps, x, h0[None], weights)[0], None
+        return _run(layer, steps, x, h0[None], weights)[0], None
 
     def step(
         self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None
@@ -130,17 +131,8 @@ class Lstm(Recurrence):
         if steps.cell:
             y, c = torch.lstm_cell(x[0], (h0, c0), *weights[:4])
             return y[None], c
-        y, _, c = run(torch.lstm, steps, x, (h0[None], c0[None]), weights)
+        y, _, c = _run(torch.lstm, steps, x, (h0[None], c0[None]), weights)
         return y, c[0]
-
-    def saving(
-        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
-    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-        assert c0 is not None
-        if steps.packed is not None or weights.hr is not None or not lstm_may_leave_gates(x, h0.shape[1]):
-            return super().saving(steps, x, h0, c0, weights)
-        y, c, gates = lstm_with_gates(x, h0, c0, *weights[:4])
-        return y, c, () if gates is None else (gates.flatten(0, 1),)
 
     def step(
         self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None
@@ -154,10 +146,9 @@ class Lstm(Recurrence):
     def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
         x, h, y, c0, _ = saved
         assert c0 is not None
-        (kept,) = saved.gates or (self._gates(x, h, weights),)
-        z = torch.empty_like(kept) if saved.gates else kept  # what was saved may be needed again
+        z = self._gates(x, h, weights)
         gates = z.unflatten(1, (4, c0.shape[1]))
-        (i, f, n, o), (by_i, by_f, by_n, by_o) = kept.chunk(4, 1), gates.unbind(1)
+        i, f, n, o = by_i, by_f, by_n, by_o = gates.unbind(1)
         entering, forget = i * n, f.clone(memory_format=torch.contiguous_format)
         c = _cell_states_before(steps, c0, forget, entering)
         new_c = torch.addcmul(entering, forget, c)
@@ -209,7 +200,7 @@ class Gru(Recurrence):
     ) -> tuple[Tensor, Tensor | None]:
         if steps.cell:
             return torch.gru_cell(x[0], h0, *weights[:4])[None], None
-        return run(torch.gru, steps, x, h0[None], weights)[0], None
+        return _run(torch.gru, steps, x, h0[None], weights)[0], None
 
     def step(
         self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None
@@ -278,6 +269,18 @@ RECURRENCES: dict[str, Recurrence] = {
     "LSTM": Lstm(),
     "GRU": Gru(),
 }
+
+
+def _run(layer: Any, steps: Steps, x: Tensor, states: Any, weights: Sequence[Tensor | None]) -> Any:
+    """One of torch's fused kernels, as one layer in one direction."""
+    given = [weight for weight in weights if weight is not None]
+    how = (given, weights[2] is not None, 1, 0.0, False, False)
+    with warnings.catch_warnings():
+        if x.is_cuda:  # the weights of one layer among several are no buffer of their own
+            warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+        if steps.packed is None:
+            return layer(x, states, *how, False)
+        return layer(x, steps.packed, states, *how)
 
 
 def _first(states: Tensor, size: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from expanded_nn._batch import tensors
 from expanded_nn._errors import complaint
 from expanded_nn._expand import Recorder
-from expanded_nn._gemm import linear as plain_linear
+from expanded_nn._gemm import affine
 from expanded_nn._module import Expanded, PerSampleModule, Root
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared
@@ -30,7 +30,7 @@ class _Part(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: slice) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.part, ctx.bias_dtype = part, None if bias is None else bias.dtype
-        return owned(plain_linear(x, shared(weight)[part], None if bias is None else shared(bias)[part]))
+        return owned(affine(x, shared(weight)[part], None if bias is None else shared(bias)[part]))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

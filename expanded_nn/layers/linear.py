@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from expanded_nn._batch import batch_dim
 from expanded_nn._compiled import linear_in_graph
-from expanded_nn._gemm import linear as plain_linear, onednn_is_faster, product
+from expanded_nn._gemm import affine, onednn_is_faster, product
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
@@ -85,7 +85,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return owned(plain_linear(x, shared(weight), shared_or_none(bias)))
+        return owned(affine(x, shared(weight), shared_or_none(bias)))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
