@@ -67,12 +67,12 @@ def add_product(
     total: Tensor,  # (rows, out)
     x: Tensor,  # (rows, in)
     matrix: Tensor,  # (in, out)
-) -> Tensor:  # (rows, out)
-    """`total + x @ matrix`, in new memory or in that of `total`."""
+) -> None:
+    """`total += x @ matrix`."""
     if onednn_is_faster(x, matrix.shape[1]):
-        added: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, total, _without_gaps(matrix.t()), None, "add")
-        return added
-    return total.addmm_(x, matrix)
+        total.add_(_by_onednn(x, matrix.t(), None))
+    else:
+        total.addmm_(x, matrix)
 
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -26,7 +26,8 @@ def matrix(*size: int, transposed: bool, gaps: bool = False) -> Tensor:
 
 def add_product(x: Tensor, y: Tensor) -> Tensor:
     total = torch.ones(x.shape[0], y.shape[1], dtype=x.dtype)
-    return _gemm.add_product(total, x, y) - 1
+    _gemm.add_product(total, x, y)
+    return total - 1
 
 
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -112,13 +112,11 @@ class Elman(Recurrence):
         y = saved.y
         slope = (y > 0).to(y.dtype) if self.relu else torch.addcmul(y.new_ones(()), y, y, value=-1)
         gs, slopes = steps.split(g), steps.split(slope)
-        g_h, zs = gs[-1], []
+        g_h0 = g.new_zeros(steps.batch, g.shape[1])
         for t in reversed(range(len(gs))):
-            zs.append(g_h * slopes[t])
-            before = gs[t - 1] if t else g.new_zeros(steps.batch, g.shape[1])
-            g_h = _with_next(before, zs[-1], weights.hh)
-        z = torch.cat(zs[::-1])
-        return Gradients(z, z, g_h)
+            gs[t].mul_(slopes[t])
+            add_product(_first(gs[t - 1] if t else g_h0, steps.sizes[t]), gs[t], weights.hh)
+        return Gradients(g, g, g_h0)
 
 
 class Lstm(Recurrence):
@@ -146,50 +144,39 @@ class Lstm(Recurrence):
     def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
         x, h, y, c0, _ = saved
         assert c0 is not None
-        z = self._gates(x, h, weights)
+        bias = None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
+        z = affine(torch.cat([x, h], 1), torch.cat([weights.ih, weights.hh], 1), bias)
         gates = z.unflatten(1, (4, c0.shape[1]))
-        i, f, n, o = by_i, by_f, by_n, by_o = gates.unbind(1)
+        gates[:, :2].sigmoid_()
+        gates[:, 2].tanh_()
+        gates[:, 3].sigmoid_()
+        i, f, n, o = gates.unbind(1)
         entering, forget = i * n, f.clone(memory_format=torch.contiguous_format)
         c = _cell_states_before(steps, c0, forget, entering)
         new_c = torch.addcmul(entering, forget, c)
         hidden = y if weights.hr is None else o * new_c.tanh()
         half = new_c.mul_(2).sigmoid_()  # tanh is slow, and 1 - tanh(c)^2 = 4 s (1 - s) with s = sigmoid(2 c)
         slope = torch.addcmul(half, half, half, value=-1, out=half).mul_(o).mul_(4)
-        # each gate gives way to the derivative by its pre-activation: of h for o, of c for the others
-        torch.addcmul(hidden, hidden, o, value=-1, out=by_o)
-        torch.addcmul(i, entering, n, value=-1, out=by_n)
-        torch.addcmul(entering, entering, i, value=-1, out=by_i)
-        remaining = c.mul_(forget)
-        torch.addcmul(remaining, remaining, forget, value=-1, out=by_f)
+        # each gate gives way to the derivative of its pre-activation: by h for o, by c for the others
+        torch.addcmul(hidden, hidden, o, value=-1, out=o)
+        torch.addcmul(i, entering, n, value=-1, out=n)
+        torch.addcmul(entering, entering, i, value=-1, out=i)
+        kept = c.mul_(f)
+        torch.addcmul(kept, kept, f, value=-1, out=f)
 
         gs, zs, slopes, forgets = map(steps.split, (g, z, slope, forget))
-        by_c, by_h = steps.split(gates[:, :3]), steps.split(by_o)
+        by_c, by_h = steps.split(gates[:, :3]), steps.split(o)
         g_h0 = g.new_zeros(steps.batch, g.shape[1])
         g_c = torch.zeros_like(c0) if g_c is None else g_c.clone()
-        g_y, all_g_y = gs[-1], []
         for t in reversed(range(len(gs))):
-            g_h = g_y
-            if weights.hr is not None:
-                all_g_y.append(g_y)
-                g_h = torch.mm(g_y, weights.hr)
-            g_now = _first(g_c, steps.sizes[t]).addcmul_(g_h, slopes[t])
+            size = steps.sizes[t]
+            g_h = gs[t] if weights.hr is None else torch.mm(gs[t], weights.hr)
+            g_now = _first(g_c, size).addcmul_(g_h, slopes[t])
             by_c[t].mul_(g_now.unsqueeze(1))
             by_h[t].mul_(g_h)
             g_now.mul_(forgets[t])
-            g_y = _with_next(gs[t - 1] if t else g_h0, zs[t], weights.hh)
-        hr = None if weights.hr is None else (torch.cat(all_g_y[::-1]), hidden)
-        return Gradients(z, z, g_y, g_c, hr)
-
-    def _gates(self, x: Tensor, h: Tensor, weights: Weights) -> Tensor:
-        """The gates i, f, n and o, `(N, 4 * hidden)`."""
-        bias = None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
-        z = affine(torch.cat([x, h], 1), torch.cat([weights.ih, weights.hh], 1), bias)
-        i, f, n, o = z.chunk(4, 1)
-        i.sigmoid_()
-        f.sigmoid_()
-        n.tanh_()
-        o.sigmoid_()
-        return z
+            add_product(_first(gs[t - 1] if t else g_h0, size), zs[t], weights.hh)
+        return Gradients(z, z, g_h0, g_c, None if weights.hr is None else (g, hidden))
 
 
 class Gru(Recurrence):
@@ -213,27 +200,29 @@ class Gru(Recurrence):
     def saving(
         self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-        if steps.cell:  # there torch's own errors tell of wrong sizes
+        if steps.cell or not steps.sizes:  # there torch's own errors tell what is wrong
             return super().saving(steps, x, h0, c0, weights)
-        h, both = h0, 2 * h0.shape[1]
+        h, size = h0, h0.shape[1]
         of_x = affine(steps.rows(x), weights.ih, weights.bias_ih)
-        outputs, of_hs = [], []
-        for x_rz, n in zip(steps.split(of_x[:, :both]), steps.split(of_x[:, both:]), strict=True):
-            h = _first(h, len(n))
-            of_h = affine(h, weights.hh, weights.bias_hh)
-            of_h[:, :both].add_(x_rz).sigmoid_()
-            r, z, h_n = of_h.chunk(3, 1)
-            h = torch.lerp(n.addcmul_(r, h_n).tanh_(), h, z)
+        of_h = of_x.new_empty(len(of_x), 3 * size)
+        gates, outputs = of_h.unflatten(1, (3, size)), []
+        for x_now, h_now, (r, z, h_n) in zip(
+            steps.split(of_x), steps.split(of_h), (each.unbind(1) for each in steps.split(gates)), strict=True
+        ):
+            h = _first(h, len(h_now))
+            h_now.copy_(affine(h, weights.hh, weights.bias_hh))
+            h_now[:, : 2 * size].add_(x_now[:, : 2 * size]).sigmoid_()
+            h = torch.lerp(x_now[:, 2 * size :].addcmul_(r, h_n).tanh_(), h, z)
             outputs.append(h)
-            of_hs.append(of_h)
-        return steps.from_rows(torch.cat(outputs)), None, (torch.cat(of_hs), of_x[:, both:])
+        y = torch.stack(outputs) if steps.packed is None else torch.cat(outputs)
+        return y, None, (of_h, of_x[:, 2 * size :])
 
     def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
         h, size = saved.h, saved.h.shape[1]
         kept, n = saved.gates or self._gates(saved.x, h, weights)
         of_h = torch.empty_like(kept) if saved.gates else kept  # what was saved may be needed again
         gates = of_h.unflatten(1, (3, size))
-        (r, z, h_n), (by_r, by_z, by_h_n) = kept.chunk(3, 1), gates.unbind(1)
+        (r, z, h_n), (by_r, by_z, by_h_n) = kept.unflatten(1, (3, size)).unbind(1), gates.unbind(1)
         keep, renew = z.clone(memory_format=torch.contiguous_format), 1 - z
         slope = torch.addcmul(renew, renew * n, n, value=-1)  # of h' by n's pre-activation
         # each gate gives way to the derivative of h' by its pre-activation
@@ -244,23 +233,22 @@ class Gru(Recurrence):
         by_h_n.copy_(through_n)
 
         gs, keeps, zs, by_h = map(steps.split, (g, keep, of_h, gates))
-        g_h, all_g_h = gs[-1], []
+        g_h0 = g.new_zeros(steps.batch, size)
         for t in reversed(range(len(gs))):
-            all_g_h.append(g_h)
-            by_h[t].mul_(g_h.unsqueeze(1))
-            before = gs[t - 1] if t else g.new_zeros(steps.batch, size)
-            _first(before, steps.sizes[t]).addcmul_(g_h, keeps[t])
-            g_h = _with_next(before, zs[t], weights.hh)
-        of_x = torch.cat([of_h[:, : 2 * size], slope.mul_(torch.cat(all_g_h[::-1]))], 1)
-        return Gradients(of_x, of_h, g_h)
+            by_h[t].mul_(gs[t].unsqueeze(1))
+            before = _first(gs[t - 1] if t else g_h0, steps.sizes[t])
+            before.addcmul_(gs[t], keeps[t])
+            add_product(before, zs[t], weights.hh)
+        of_x = torch.cat([of_h[:, : 2 * size], slope.mul_(g)], 1)
+        return Gradients(of_x, of_h, g_h0)
 
     def _gates(self, x: Tensor, h: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """The gates r and z and `weight_hn h + bias_hn`, `(N, 3 * hidden)`, and n, `(N, hidden)`."""
-        both = 2 * h.shape[1]
+        size = h.shape[1]
         of_x, of_h = affine(x, weights.ih, weights.bias_ih), affine(h, weights.hh, weights.bias_hh)
-        of_h[:, :both].add_(of_x[:, :both]).sigmoid_()
+        of_h[:, : 2 * size].add_(of_x[:, : 2 * size]).sigmoid_()
         r, _, h_n = of_h.chunk(3, 1)
-        return of_h, of_x[:, both:].addcmul_(r, h_n).tanh_()
+        return of_h, of_x[:, 2 * size :].addcmul_(r, h_n).tanh_()
 
 
 RECURRENCES: dict[str, Recurrence] = {
@@ -285,19 +273,6 @@ def _run(layer: Any, steps: Steps, x: Tensor, states: Any, weights: Sequence[Ten
 
 def _first(states: Tensor, size: int) -> Tensor:
     return states if states.shape[0] == size else states[:size]
-
-
-def _with_next(
-    g: Tensor,  # (B, out)
-    z: Tensor,  # (running, gates)
-    weight: Tensor,  # (gates, out)
-) -> Tensor:  # (B, out)
-    """The gradient of a state with what the next step adds to it; `g` may be overwritten."""
-    running = z.shape[0]
-    if running == g.shape[0]:
-        return add_product(g, z, weight)
-    g[:running] = add_product(g[:running], z, weight)
-    return g
 
 
 def _cell_states_before(

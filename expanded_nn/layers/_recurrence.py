@@ -98,7 +98,7 @@ def _gradients(
     ih = steps.by_sample(found.ih)
     hh = ih if found.hh is found.ih else steps.by_sample(found.hh)
     if needed[3]:
-        grads[3] = outer_rows(ih, steps.to_samples(x), row_dtype)
+        grads[3] = outer_rows(ih, steps.by_sample(saved.x), row_dtype)
     if needed[4]:
         grads[4] = outer_rows(hh, steps.by_sample(saved.h), row_dtype)
     if needed[5]:

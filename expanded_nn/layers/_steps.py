@@ -17,7 +17,8 @@ class Steps:
 
     A layer's inputs and outputs are `(T, B, features)` where all sequences are equally long, and rows `(N, features)`
     as in a `PackedSequence` where they are not: all first steps, then all second steps, and so on, the longest
-    sequence first. `samples` says whose a sequence is. The backward works on such rows in either case.
+    sequence first. `samples` says whose a sequence is. The *rows* `(N, features)` that the backward works on are in
+    that order for packed sequences; for others all steps of the first sample come first.
 
     Attributes:
         sizes: For each step, how many sequences have it.
@@ -95,7 +96,7 @@ class Steps:
         steps: Tensor,  # (T, B, features), or (N, features)
     ) -> Tensor:  # (N, features)
         """A layer's input or output as rows."""
-        return steps.reshape(-1, steps.shape[-1])
+        return steps if self.packed is not None else steps.transpose(0, 1).reshape(-1, steps.shape[-1])
 
     def copied_rows(
         self,
@@ -103,14 +104,15 @@ class Steps:
         dtype: torch.dtype,
     ) -> Tensor:  # (N, features)
         """A layer's input or output as rows in memory of their own."""
-        return steps.to(dtype, copy=True, memory_format=torch.contiguous_format).view(-1, steps.shape[-1])
+        laid_out = steps if self.packed is not None else steps.transpose(0, 1)
+        return laid_out.to(dtype, copy=True, memory_format=torch.contiguous_format).view(-1, steps.shape[-1])
 
     def from_rows(
         self,
         rows: Tensor,  # (N, features)
     ) -> Tensor:  # (T, B, features), or (N, features)
         """The way back from `rows`."""
-        return rows if self.packed is not None else rows.view(len(self.sizes), self.batch, rows.shape[-1])
+        return rows if self.packed is not None else self.by_sample(rows).transpose(0, 1)
 
     def split(
         self,
@@ -121,7 +123,7 @@ class Steps:
         if self.packed is not None:
             views = rows.split(self.sizes)
         else:
-            views = rows.unflatten(0, (len(self.sizes), self.batch)).unbind(0)
+            views = rows.unflatten(0, (self.batch, len(self.sizes))).unbind(1)
         return views
 
     def by_sample(
@@ -130,16 +132,9 @@ class Steps:
     ) -> Tensor:  # (B, T, features)
         """The steps of each sample, in the user's order; zeros behind the end of its sequence."""
         if self.packed is None:
-            return rows.view(len(self.sizes), self.batch, rows.shape[-1]).transpose(0, 1).contiguous()
+            return rows.view(self.batch, len(self.sizes), rows.shape[-1])
         places = rows.new_zeros(self.batch * len(self.sizes), rows.shape[-1])
         return places.index_copy(0, self._places, rows).view(self.batch, len(self.sizes), rows.shape[-1])
-
-    def to_samples(
-        self,
-        steps: Tensor,  # (T, B, features), or (N, features)
-    ) -> Tensor:  # (B, T, features)
-        """A layer's input as the steps of each sample."""
-        return steps.transpose(0, 1).contiguous() if self.packed is None else self.by_sample(steps)
 
     def from_samples(
         self,
@@ -171,7 +166,7 @@ class Steps:
     ) -> Tensor:  # (N, features)
         """For each row the row of the step before."""
         if self.packed is None:
-            return torch.cat([initial, rows[: -self.batch]])
+            return torch.cat([initial[:, None], self.by_sample(rows)[:, :-1]], 1).flatten(0, 1)
         before = (initial, *rows.split(self.sizes))
         return torch.cat([each[:size] for each, size in zip(before, self.sizes, strict=False)])
 
