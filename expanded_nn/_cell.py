@@ -9,7 +9,7 @@ from torch import Tensor
 
 from expanded_nn._patches import Patches
 from expanded_nn._storage import Recycled
-from expanded_nn._terms import Dense, Outer, Term, merged
+from expanded_nn._terms import Dense, OneHot, Outer, Term, merged
 
 Block = tuple[int, tuple[Term, ...]]  # so many rows, and the terms that add up to them
 
@@ -76,4 +76,4 @@ class Cell:
 
 def _fills_memory(term: Term) -> bool:
     """Whether its dense rows are written to the memory that it is given."""
-    return isinstance(term, Outer) or (isinstance(term, Patches) and term.fills_memory)
+    return isinstance(term, Outer | OneHot) or (isinstance(term, Patches) and term.fills_memory)

@@ -311,7 +311,7 @@ class Outer(Term):
         products = None if kept is None else kept.pop(key, None)
         if products is None:
             own = factor.to(self.dtype)
-            products = torch.bmm(own, own.mT)
+            products = batched_product(own, own.mT)
         if kept is not None:
             kept[key] = products
             if len(kept) > 2:  # the last one of each factor
@@ -325,7 +325,7 @@ class Outer(Term):
             if self.positions == other.positions == 1:
                 return (g * h).sum((1, 2)) * (a * c).sum((1, 2)).mul_(scale)
             if self._positions_are_fewer(other):
-                return (torch.bmm(g, h.mT) * torch.bmm(a, c.mT)).sum((1, 2)).mul_(scale)
+                return (batched_product(g, h.mT) * batched_product(a, c.mT)).sum((1, 2)).mul_(scale)
             if other is self:
                 return super().squared_norms()
         if isinstance(other, OneHot):
@@ -379,7 +379,7 @@ class OneHot(Term):
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         values, index = self.weighted()
-        return _added_by_index(values, index, self.row_shape[0])
+        return _added_by_index(values, index, self.row_shape[0], out)
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         values, index = self.weighted(weights)
@@ -441,12 +441,16 @@ def _added_by_index(
     values: Tensor,  # (B, T, dim)
     index: Tensor,  # (B, T) int64, below `entries`
     entries: int,
+    out: Tensor | None = None,  # (B, entries, dim)
 ) -> Tensor:  # (B, entries, dim)
-    """The values of equal index added up, within each sample."""
+    """The values of equal index added up, within each sample, in `out`."""
     batch, dim = values.shape[0], values.shape[2]
     if index.numel() == 0:
         return values.new_zeros(batch, entries, dim)
     flat = index + entries * torch.arange(batch, device=index.device)[:, None]
+    if out is not None:
+        out.zero_().view(-1, dim).index_add_(0, flat.flatten(), values.flatten(0, 1))
+        return out
     total = torch.ops.aten.embedding_dense_backward(values, flat, batch * entries, -1, False)
     return cast(Tensor, total.view(batch, entries, dim))
 
