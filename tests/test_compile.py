@@ -453,6 +453,15 @@ def test_large_linear_maps_run_on_the_faster_library(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(40,), (3, 5, 40)])
+@pytest.mark.filterwarnings("ignore")
+def test_the_op_of_linear_maps(shape: tuple[int, ...], bias: bool) -> None:
+    x = torch.randn(6, *shape, dtype=torch.float32, requires_grad=True)
+    weight, offset = torch.randn(50, 40).float(), torch.randn(50).float() if bias else None
+    torch.library.opcheck(torch.ops.expanded_nn.linear.default, (x, weight, offset))
+
+
 def test_after_a_fault_the_next_step_is_right() -> None:
     model, x = made("mlp")
     eager, inside = enn.convert(model).per_sample(), enn.convert(model).per_sample()

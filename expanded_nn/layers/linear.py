@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from expanded_nn._batch import batch_dim
 from expanded_nn._compiled import linear_in_graph
-from expanded_nn._gemm import affine, onednn_is_faster, product
+from expanded_nn._gemm import affine, product
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
@@ -119,10 +119,8 @@ def linear(
         `(B, *, out)`.
     """
     if is_constant(weight, bias):
-        if torch.compiler.is_compiling():
-            return linear_in_graph(x, shared(weight), shared_or_none(bias))
-        if not onednn_is_faster(x, weight.shape[1]) or is_batched(x):
-            return F.linear(x, shared(weight), shared_or_none(bias))
+        op = linear_in_graph if torch.compiler.is_compiling() else F.linear
+        return op(x, shared(weight), shared_or_none(bias))
     if is_shared(weight, bias):
         return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
     y = torch.bmm(positions(x), weight.transpose(1, 2))
