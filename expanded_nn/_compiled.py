@@ -72,7 +72,7 @@ def linear_in_graph(
     bias: Tensor | None,  # (out,)
 ) -> Tensor:  # (*, out)
     """`F.linear` by parameters without history, by the library that `_gemm` chooses: the compiler has one choice."""
-    if not may_be_faster(x, weight):
+    if not may_be_faster(x, weight) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     y: Tensor = torch.ops.expanded_nn.linear(x, weight, bias)
     return y
@@ -185,16 +185,19 @@ def _kept(value: Any) -> Any:
 @_disable_dynamo(recursive=False)
 def compiled_pass(module: Any, args: Any, kwargs: Any) -> Any:
     """The forward that begins a pass; what lies within it is compiled."""
-    with _Scope(module, args, kwargs):
+    scope = _Scope(module, args, kwargs)
+    with scope:
         result = module.forward(*args, **kwargs)
-    for output in tensors(result):
-        if isinstance(output, Tensor) and output.grad_fn is not None:
-            output.register_hook(_refuse_second_derivatives)
+    if scope.has_uses:
+        given = {each.grad_fn for each in tensors((args, kwargs)) if isinstance(each, Tensor)}
+        for node in {each.grad_fn for each in tensors(result) if isinstance(each, Tensor)} - given:
+            if node is not None:
+                node.register_prehook(_refuse_second_derivatives)
     return result
 
 
-def _refuse_second_derivatives(g: Tensor) -> None:
-    """A hook on the outputs: parameters are constants in the graph, so that its own derivative would lack theirs."""
+def _refuse_second_derivatives(grads: Any) -> None:
+    """A hook behind the outputs: parameters are constants in the graph, which its own derivative would lack."""
     if torch.is_grad_enabled():
         raise PerSampleError(
             "create_graph=True reached a compiled model in per-sample mode, whose graph has no second derivatives of "
@@ -214,6 +217,7 @@ class _Scope:
 
     def __init__(self, module: Any, args: Any, kwargs: Any) -> None:
         self.module, self.args, self.kwargs = module, args, kwargs
+        self.has_uses = False
 
     @_disable_dynamo
     def __enter__(self) -> None:
@@ -241,6 +245,7 @@ class _Scope:
                 self.own_forwards.append((layer, layer.__dict__.get("forward")))
                 layer.forward = torch._dynamo.disable(layer.forward)
             elif names:
+                self.has_uses = True
                 layer.uses = [Use(layer, names) for _ in range(1 + layer.uses_missing)]
                 layer.current_use = None  # its own, as the compiler looks whether it is
 

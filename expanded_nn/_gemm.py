@@ -23,9 +23,20 @@ def affine(
     bias: Tensor | None = None,  # (out,)
 ) -> Tensor:  # (*, out)
     """`F.linear`."""
-    if not onednn_is_faster(x, weight.shape[0]) or torch.is_autocast_enabled("cpu"):
-        return F.linear(x, weight, bias)
-    return _by_onednn(_flat(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    if onednn_is_faster(x, weight.shape[0]) and _fit(x, weight, bias) and not torch.is_autocast_enabled("cpu"):
+        return _by_onednn(_flat(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    return F.linear(x, weight, bias)
+
+
+def _fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether these make a plain linear map; for all else torch has a rule, or an error that says what is wrong."""
+    kind, width = (torch.strided, x.dtype, x.device), (weight.shape[0],)
+    given = (x, weight) if bias is None else (x, weight, bias)
+    return (
+        all((each.layout, each.dtype, each.device) == kind for each in given)
+        and x.shape[-1:] == weight.shape[1:]
+        and (bias is None or bias.shape == width)
+    )
 
 
 def product(

@@ -453,6 +453,64 @@ def test_large_linear_maps_run_on_the_faster_library(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_attention_beyond_the_compiler_s_limit() -> None:
+    """After so many shapes the compiler leaves some frames to Python, in the middle of a forward."""
+    torch.manual_seed(0)
+    eager, inside = (enn.convert(model).per_sample() for model in [SelfAndOther()] * 2)
+    compiled = torch.compile(inside, backend="aot_eager")
+    for batch, length in [(4, 3), (6, 3), (6, 5), (1, 2), (2, 1), (1, 1), (3, 3)]:
+        x = torch.randn(batch, length, 6)
+        step(eager, eager, x)
+        step(inside, compiled, x)
+        assert_same(inside, eager)
+
+
+class SelfAndOther(nn.Module):
+    """Attention to what has other lengths, keys and values apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.pad(x, (0, 0, 0, 1), value=0.5)
+        return self.attention(x, y, y * 2, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_autocast_of_large_maps(width: int, backend: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 64)).float()
+    eager, inside = enn.convert(model).per_sample(), enn.convert(model).per_sample()
+    x, compiled = torch.randn(B, 64).float(), torch.compile(inside, backend=backend)
+    for call in (eager, compiled):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = call(x)
+        assert output.dtype == torch.bfloat16
+        loss_of(output.float()).backward()
+    for mine, theirs in zip(inside.parameters(), eager.parameters(), strict=True):
+        error = (mine.grad_sample - theirs.grad_sample).norm() / theirs.grad_sample.norm()
+        assert error < 5 * torch.finfo(torch.bfloat16).eps
+
+
+def test_second_derivatives_are_refused_only_behind_the_model() -> None:
+    class AndInput(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(x.detach()), x
+
+    model = torch.compile(enn.convert(AndInput()).per_sample(), backend="aot_eager")
+    leaf = torch.randn(B, 4, requires_grad=True)
+    y, x = model(leaf.sin())
+    (g,) = torch.autograd.grad(y.sin().sum(), y, create_graph=True)
+    torch.testing.assert_close(g, y.cos())
+    torch.autograd.grad(x.sin().sum(), leaf, create_graph=True)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(40,), (3, 5, 40)])
 @pytest.mark.filterwarnings("ignore")

@@ -76,3 +76,16 @@ def test_batched_products(left: bool, right: bool, given: bool, by_onednn: bool)
 def test_no_samples() -> None:
     x, y = torch.ones(0, ROWS, IN), torch.ones(0, IN, OUT)
     assert _gemm.batched_product(x.float(), y.float()).shape == (0, ROWS, OUT)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_what_is_no_plain_map_is_torch_s_own() -> None:
+    x, weight, bias = torch.randn(ROWS, IN).float(), torch.randn(OUT, IN).float(), torch.randn(OUT).float()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        _gemm.affine(x, weight[:, 1:], bias)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        _gemm.affine(x, weight.double())
+    found = _gemm.affine(x, weight, bias[:1])  # broadcast
+    torch.testing.assert_close(found, x @ weight.t() + bias[:1], rtol=1e-4, atol=1e-4)
+    found = _gemm.affine(x.relu().to_sparse_csr(), weight, bias)
+    torch.testing.assert_close(found, x.relu() @ weight.t() + bias, rtol=1e-4, atol=1e-4)

@@ -615,3 +615,16 @@ def test_outputs_are_views_only_where_torchs_are(case: Case) -> None:
     call = case.inputs(BATCH)
     theirs, ours = call.on(case.module()), call.on(expanded(case))
     assert theirs._is_view() or not ours._is_view()
+
+
+def test_means_of_bags_take_the_weight_s_dtype() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        model, bags = nn.EmbeddingBag(13, 6, mode="mean").double(), torch.randint(13, (5, 3))
+        model(bags).sin().sum().backward()
+        found = enn.convert(model).per_sample(loss_reduction="sum")
+        found(bags).sin().sum().backward()
+        torch.testing.assert_close(found.weight.grad, model.weight.grad, rtol=1e-12, atol=1e-14)
+    finally:
+        torch.set_default_dtype(before)

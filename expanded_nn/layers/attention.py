@@ -259,7 +259,7 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         stop: int,
     ) -> Tensor:  # (B, T, (stop - start) * E)
         """Queries, keys and values from the packed weight, of which there are three: those from `start` to `stop`."""
-        if torch.compiler.is_compiling() and self.uses:
+        if self.current_use is not None and self.uses:
             return self.uses.pop().tapped(self._by_packed_weight, (x, start, stop), {})
         return self._by_packed_weight(x, start, stop)
 

@@ -316,14 +316,16 @@ class _Bags:
         values = padded.masked_fill(~self.valid, 0.0)
         return padded.new_zeros(shape).scatter_add(0, self.entry.flatten(), values.flatten())
 
-    def coefficients(self, mode: str, per_sample_weights: Tensor | None, dropped: Tensor | None) -> Tensor | None:
-        """What each entry counts for in its bag's result, `(B, T)` or `(B, 1)`; `None` where that is 1."""
+    def coefficients(
+        self, mode: str, per_sample_weights: Tensor | None, dropped: Tensor | None, dtype: torch.dtype
+    ) -> Tensor | None:
+        """What each entry counts for in its bag's result, `(B, T, 1)` or `(B, 1, 1)`; `None` where that is 1."""
         if per_sample_weights is not None:
-            return self.padded(per_sample_weights)
+            return self.padded(per_sample_weights)[..., None].to(dtype)
         if mode != "mean":
             return None
         kept = torch.ones_like(self.index, dtype=torch.bool) if dropped is None else ~dropped
-        return 1.0 / kept.sum(1, keepdim=True).clamp(min=1)
+        return kept.sum(1).clamp(min=1)[:, None, None].to(dtype).reciprocal()
 
 
 class _EmbeddingBag(torch.autograd.Function):
@@ -364,9 +366,9 @@ class _EmbeddingBag(torch.autograd.Function):
         grad_weight = grad_per_sample_weights = None
         if ctx.needs_input_grad[0]:
             values = g[:, None, :].expand(-1, bags.index.shape[1], -1)
-            coefficients = bags.coefficients(ctx.mode, per_sample_weights, dropped)
+            coefficients = bags.coefficients(ctx.mode, per_sample_weights, dropped, values.dtype)
             if coefficients is not None:
-                values = values * coefficients[..., None].to(values.dtype)
+                values = values * coefficients
             if ctx.scale_grad_by_freq:
                 values = values / _frequency(bags.index, ctx.entries, bags.valid)[..., None].to(values.dtype)
             if dropped is not None:
@@ -449,9 +451,9 @@ def embedding_bag(
         return most.masked_fill(dropped.all(1, keepdim=True), 0.0)
     if dropped is not None:
         entries = entries.masked_fill(dropped[..., None], 0.0)
-    coefficients = bags.coefficients(mode, per_sample_weights, dropped)
+    coefficients = bags.coefficients(mode, per_sample_weights, dropped, entries.dtype)
     if coefficients is not None:
-        entries = entries * coefficients[..., None].to(entries.dtype)
+        entries = entries * coefficients
     return entries.sum(1)
 
 
