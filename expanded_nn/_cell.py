@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from expanded_nn._patches import Patches
 from expanded_nn._storage import Recycled
-from expanded_nn._terms import Dense, OneHot, Outer, Term, merged
+from expanded_nn._terms import Dense, Term, merged
 
 Block = tuple[int, tuple[Term, ...]]  # so many rows, and the terms that add up to them
 
@@ -58,7 +57,7 @@ class Cell:
         if not terms:
             return self.zeros(size, *self.row_shape)
         out = None
-        if memory is not None and _fills_memory(terms[0]):
+        if memory is not None and terms[0].fills_memory:
             out = memory.empty((size, *terms[0].row_shape), self.dtype, self.device)
         rows = terms[0].dense(out).reshape(size, *self.row_shape)
         for term in terms[1:]:
@@ -72,8 +71,3 @@ class Cell:
     def replace(self, blocks: Sequence[Block]) -> None:
         """Other rows in this place: an in-place change."""
         self.blocks, self.dense, self.version = tuple(blocks), None, self.version + 1
-
-
-def _fills_memory(term: Term) -> bool:
-    """Whether its dense rows are written to the memory that it is given."""
-    return isinstance(term, Outer | OneHot) or (isinstance(term, Patches) and term.fills_memory)

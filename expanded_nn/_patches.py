@@ -100,7 +100,6 @@ class Patches(Term):
 
     @property
     def fills_memory(self) -> bool:
-        """Whether `dense` writes to the memory that it is given."""
         g, x = self.factors
         return _kernel_for(g, x, self.row_shape, self.dtype) is _rows_by_columns
 

@@ -144,6 +144,11 @@ class Term(ABC):
         return 1
 
     @property
+    def fills_memory(self) -> bool:
+        """Whether `dense` writes to the memory that it is given."""
+        return False
+
+    @property
     def norms_take_rows(self) -> bool:
         """Whether the norms are those of the dense rows, which are made for them."""
         return False
@@ -283,6 +288,10 @@ class Outer(Term):
     def norms_take_rows(self) -> bool:
         return self.positions > 1 and not self._positions_are_fewer(self)
 
+    @property
+    def fills_memory(self) -> bool:
+        return True
+
     def dense(self, out: Tensor | None = None) -> Tensor:
         g, a = self.weighted()
         if g.shape[1] == 1:
@@ -376,6 +385,10 @@ class OneHot(Term):
         dtype: torch.dtype,
     ) -> OneHot:
         return cls((values, index), (entries, values.shape[-1]), dtype)
+
+    @property
+    def fills_memory(self) -> bool:
+        return True
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         values, index = self.weighted()
