@@ -6,6 +6,7 @@ takes more than twice as long.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 import torch
@@ -46,7 +47,7 @@ def product(
     """`x @ matrix`."""
     rows, shape = _flat(x), (*x.shape[:-1], matrix.shape[1])
     if onednn_is_faster(rows, matrix.shape[1]):
-        return _by_onednn(rows.contiguous(), matrix.t(), None).view(shape)
+        return _by_onednn(_contiguous(rows), matrix.t(), None).view(shape)
     return torch.mm(rows, matrix).view(shape)
 
 
@@ -74,16 +75,15 @@ def batched_product(
     return out
 
 
-def add_product(
-    total: Tensor,  # (rows, out)
-    x: Tensor,  # (rows, in)
+def adding_product(
     matrix: Tensor,  # (in, out)
-) -> None:
-    """`total += x @ matrix`."""
-    if onednn_is_faster(x, matrix.shape[1]):
-        total.add_(_by_onednn(x, matrix.t(), None))
-    else:
-        total.addmm_(x, matrix)
+    rows: int,
+) -> Callable[[Tensor, Tensor], object]:
+    """A function of `total (rows, out)` and `x (rows, in)` for `total += x @ matrix`, to be called many times."""
+    if not onednn_is_faster(matrix, rows):
+        return lambda total, x: total.addmm_(x, matrix)
+    weight, product = _without_gaps(matrix.t()), torch.ops.mkldnn._linear_pointwise.default
+    return lambda total, x: total.add_(product(x, weight, None, "none", [], ""))
 
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -95,6 +95,13 @@ def _flat(
     x: Tensor,  # (*, features)
 ) -> Tensor:  # (rows, features)
     return x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def _contiguous(
+    x: Tensor,  # (rows, features)
+) -> Tensor:  # (rows, features)
+    """`x.contiguous()`; torch transposes fast what is in one piece of memory only."""
+    return (x.t().contiguous().t() if x.stride(0) == 1 else x).contiguous()
 
 
 def _without_gaps(weight: Tensor) -> Tensor:

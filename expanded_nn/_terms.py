@@ -300,6 +300,8 @@ class Outer(Term):
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         g, a = self.weighted(weights)
+        if g.transpose(0, 1).is_contiguous():  # the order of the positions in memory
+            g, a = g.transpose(0, 1), a.transpose(0, 1)
         return transposed_product(g.flatten(0, 1), a.flatten(0, 1))
 
     def matvec(self, vector: Tensor) -> Tensor:

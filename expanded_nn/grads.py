@@ -408,6 +408,8 @@ def _factors(norms: Tensor, max_norm: float) -> Tensor:
 
 
 def _refuse_nonfinite(what: str, norms: Tensor) -> None:
+    if math.isfinite(norms.sum()):  # in a fifth of the time
+        return
     bad = (~norms.isfinite()).nonzero().flatten().tolist()
     if bad:
         raise complaint(

@@ -24,9 +24,9 @@ def matrix(*size: int, transposed: bool, gaps: bool = False) -> Tensor:
     return torch.cat([drawn.float()] * 2, -1)[..., :columns] if gaps else drawn.float()
 
 
-def add_product(x: Tensor, y: Tensor) -> Tensor:
+def adding_product(x: Tensor, y: Tensor) -> Tensor:
     total = torch.ones(x.shape[0], y.shape[1], dtype=x.dtype)
-    _gemm.add_product(total, x, y)
+    _gemm.adding_product(y, len(x))(total, x)
     return total - 1
 
 
@@ -37,7 +37,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "product": _gemm.product,
     "product, more dimensions": lambda x, y: _gemm.product(x.unflatten(0, (2, -1)), y).flatten(0, 1),
     "transposed_product": lambda x, y: _gemm.transposed_product(x.t(), y),
-    "add_product": add_product,
+    "adding_product": adding_product,
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from expanded_nn._gemm import add_product, affine
+from expanded_nn._gemm import adding_product, affine
 from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear
 
@@ -74,9 +74,9 @@ class Recurrence(ABC):
 
 
 class Saved(NamedTuple):
-    """Inputs, outputs and states of a forward, as rows."""
+    """Inputs, outputs and states of a forward, all but `x` as rows."""
 
-    x: Tensor  # (N, in)
+    x: Tensor  # (T, B, in), or (N, in)
     h: Tensor  # (N, out): the state before each step
     y: Tensor  # (N, out)
     c0: Tensor | None  # (B, hidden)
@@ -113,9 +113,10 @@ class Elman(Recurrence):
         slope = (y > 0).to(y.dtype) if self.relu else torch.addcmul(y.new_ones(()), y, y, value=-1)
         gs, slopes = steps.split(g), steps.split(slope)
         g_h0 = g.new_zeros(steps.batch, g.shape[1])
+        add_product = adding_product(weights.hh, steps.batch)
         for t in reversed(range(len(gs))):
             gs[t].mul_(slopes[t])
-            add_product(_first(gs[t - 1] if t else g_h0, steps.sizes[t]), gs[t], weights.hh)
+            add_product(_first(gs[t - 1] if t else g_h0, steps.sizes[t]), gs[t])
         return Gradients(g, g, g_h0)
 
 
@@ -145,7 +146,8 @@ class Lstm(Recurrence):
         x, h, y, c0, _ = saved
         assert c0 is not None
         bias = None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
-        z = affine(torch.cat([x, h], 1), torch.cat([weights.ih, weights.hh], 1), bias)
+        xh = steps.rows(torch.cat([x, steps.from_rows(h)], -1))
+        z = affine(xh, torch.cat([weights.ih, weights.hh], 1), bias)
         gates = z.unflatten(1, (4, c0.shape[1]))
         gates[:, :2].sigmoid_()
         gates[:, 2].tanh_()
@@ -156,7 +158,7 @@ class Lstm(Recurrence):
         new_c = torch.addcmul(entering, forget, c)
         hidden = y if weights.hr is None else o * new_c.tanh()
         half = new_c.mul_(2).sigmoid_()  # tanh is slow, and 1 - tanh(c)^2 = 4 s (1 - s) with s = sigmoid(2 c)
-        slope = torch.addcmul(half, half, half, value=-1, out=half).mul_(o).mul_(4)
+        slope = torch.addcmul(half, half, half, value=-1, out=half).mul_(o)
         # each gate gives way to the derivative of its pre-activation: by h for o, by c for the others
         torch.addcmul(hidden, hidden, o, value=-1, out=o)
         torch.addcmul(i, entering, n, value=-1, out=n)
@@ -168,14 +170,15 @@ class Lstm(Recurrence):
         by_c, by_h = steps.split(gates[:, :3]), steps.split(o)
         g_h0 = g.new_zeros(steps.batch, g.shape[1])
         g_c = torch.zeros_like(c0) if g_c is None else g_c.clone()
+        add_product = adding_product(weights.hh, steps.batch)
         for t in reversed(range(len(gs))):
-            size = steps.sizes[t]
+            running = steps.sizes[t]
             g_h = gs[t] if weights.hr is None else torch.mm(gs[t], weights.hr)
-            g_now = _first(g_c, size).addcmul_(g_h, slopes[t])
+            g_now = _first(g_c, running).addcmul_(g_h, slopes[t], value=4)
             by_c[t].mul_(g_now.unsqueeze(1))
             by_h[t].mul_(g_h)
             g_now.mul_(forgets[t])
-            add_product(_first(gs[t - 1] if t else g_h0, size), zs[t], weights.hh)
+            add_product(_first(gs[t - 1] if t else g_h0, running), zs[t])
         return Gradients(z, z, g_h0, g_c, None if weights.hr is None else (g, hidden))
 
 
@@ -219,7 +222,7 @@ class Gru(Recurrence):
 
     def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
         h, size = saved.h, saved.h.shape[1]
-        kept, n = saved.gates or self._gates(saved.x, h, weights)
+        kept, n = saved.gates or self._gates(steps.rows(saved.x), h, weights)
         of_h = torch.empty_like(kept) if saved.gates else kept  # what was saved may be needed again
         gates = of_h.unflatten(1, (3, size))
         (r, z, h_n), (by_r, by_z, by_h_n) = kept.unflatten(1, (3, size)).unbind(1), gates.unbind(1)
@@ -234,11 +237,12 @@ class Gru(Recurrence):
 
         gs, keeps, zs, by_h = map(steps.split, (g, keep, of_h, gates))
         g_h0 = g.new_zeros(steps.batch, size)
+        add_product = adding_product(weights.hh, steps.batch)
         for t in reversed(range(len(gs))):
             by_h[t].mul_(gs[t].unsqueeze(1))
             before = _first(gs[t - 1] if t else g_h0, steps.sizes[t])
             before.addcmul_(gs[t], keeps[t])
-            add_product(before, zs[t], weights.hh)
+            add_product(before, zs[t])
         of_x = torch.cat([of_h[:, : 2 * size], slope.mul_(g)], 1)
         return Gradients(of_x, of_h, g_h0)
 

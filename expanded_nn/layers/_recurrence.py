@@ -83,7 +83,7 @@ def _gradients(
     assert x is not None
     assert h0 is not None
     assert y is not None
-    saved = Saved(steps.rows(x), steps.previous(h0, y), y, c0, gates)
+    saved = Saved(x, steps.previous(h0, y), y, c0, gates)
     reached_hr = g is not None or len(steps.sizes) > 1  # the cell state after the first step does not depend on it
     g = torch.zeros_like(y) if g is None else steps.copied_rows(g, dtype)
     found = recurrence.backward(steps, saved, one, g, None if g_c is None else g_c.to(dtype))
@@ -152,7 +152,7 @@ def _composite(
     recurrence: Recurrence, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
 ) -> tuple[Tensor, Tensor | None]:
     """One layer in one direction, step by step, each sample with its own weights."""
-    of_x = linear(steps.by_sample(steps.rows(x)), weights.ih, weights.bias_ih)
+    of_x = linear(steps.by_sample(x), weights.ih, weights.bias_ih)
     h, c = steps.in_samples_order(h0), None if c0 is None else steps.in_samples_order(c0)
     outputs = []
     for t, of_x_now in enumerate(of_x.unbind(1)):

@@ -18,7 +18,7 @@ class Steps:
     A layer's inputs and outputs are `(T, B, features)` where all sequences are equally long, and rows `(N, features)`
     as in a `PackedSequence` where they are not: all first steps, then all second steps, and so on, the longest
     sequence first. `samples` says whose a sequence is. The *rows* `(N, features)` that the backward works on are in
-    that order for packed sequences; for others all steps of the first sample come first.
+    that order for both.
 
     Attributes:
         sizes: For each step, how many sequences have it.
@@ -96,7 +96,7 @@ class Steps:
         steps: Tensor,  # (T, B, features), or (N, features)
     ) -> Tensor:  # (N, features)
         """A layer's input or output as rows."""
-        return steps if self.packed is not None else steps.transpose(0, 1).reshape(-1, steps.shape[-1])
+        return steps if self.packed is not None else steps.reshape(-1, steps.shape[-1])
 
     def copied_rows(
         self,
@@ -104,37 +104,32 @@ class Steps:
         dtype: torch.dtype,
     ) -> Tensor:  # (N, features)
         """A layer's input or output as rows in memory of their own."""
-        laid_out = steps if self.packed is not None else steps.transpose(0, 1)
-        return laid_out.to(dtype, copy=True, memory_format=torch.contiguous_format).view(-1, steps.shape[-1])
+        return steps.to(dtype, copy=True, memory_format=torch.contiguous_format).view(-1, steps.shape[-1])
 
     def from_rows(
         self,
         rows: Tensor,  # (N, features)
     ) -> Tensor:  # (T, B, features), or (N, features)
         """The way back from `rows`."""
-        return rows if self.packed is not None else self.by_sample(rows).transpose(0, 1)
+        return rows if self.packed is not None else rows.reshape(len(self.sizes), self.batch, rows.shape[-1])
 
     def split(
         self,
         rows: Tensor,  # (N, *)
     ) -> Sequence[Tensor]:  # each (sequences, *)
         """The rows of each step, as views."""
-        views: Sequence[Tensor]
-        if self.packed is not None:
-            views = rows.split(self.sizes)
-        else:
-            views = rows.unflatten(0, (self.batch, len(self.sizes))).unbind(1)
+        views: Sequence[Tensor] = rows.split(self.sizes)
         return views
 
     def by_sample(
         self,
-        rows: Tensor,  # (N, features)
+        steps: Tensor,  # (T, B, features), or (N, features)
     ) -> Tensor:  # (B, T, features)
         """The steps of each sample, in the user's order; zeros behind the end of its sequence."""
         if self.packed is None:
-            return rows.view(self.batch, len(self.sizes), rows.shape[-1])
-        places = rows.new_zeros(self.batch * len(self.sizes), rows.shape[-1])
-        return places.index_copy(0, self._places, rows).view(self.batch, len(self.sizes), rows.shape[-1])
+            return self.from_rows(steps).transpose(0, 1)
+        places = steps.new_zeros(self.batch * len(self.sizes), steps.shape[-1])
+        return places.index_copy(0, self._places, steps).view(self.batch, len(self.sizes), steps.shape[-1])
 
     def from_samples(
         self,
@@ -166,7 +161,7 @@ class Steps:
     ) -> Tensor:  # (N, features)
         """For each row the row of the step before."""
         if self.packed is None:
-            return torch.cat([initial[:, None], self.by_sample(rows)[:, :-1]], 1).flatten(0, 1)
+            return torch.cat([initial, rows[: len(rows) - self.batch]])
         before = (initial, *rows.split(self.sizes))
         return torch.cat([each[:size] for each, size in zip(before, self.sizes, strict=False)])
 
