@@ -257,7 +257,8 @@ class Dense(Term):
             total = self.matrix().sum(0, dtype=wide).mul_(self.coefficient).to(self.dtype)
         else:  # from memory to the sum twice as fast as torch.sum
             weights = self.factors[0].new_ones(self.batch) if weights is None else weights
-            total = torch.mv(self.matrix().t(), (weights.to(wide) * self.coefficient).to(self.dtype))
+            weights = weights.to(wide) if self.coefficient == 1.0 else weights.to(wide) * self.coefficient
+            total = torch.mv(self.matrix().t(), weights.to(self.dtype))
         return total.view(self.row_shape)
 
     def matvec(self, vector: Tensor) -> Tensor:
@@ -265,7 +266,7 @@ class Dense(Term):
 
     def squared_norms(self) -> Tensor:
         norms: Tensor = torch.linalg.vector_norm(self.matrix(), dim=1)
-        return norms.mul_(self.coefficient).square()
+        return (norms if self.coefficient == 1.0 else norms.mul_(self.coefficient)).square()
 
 
 class Outer(Term):

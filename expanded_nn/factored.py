@@ -116,12 +116,13 @@ class FactoredTensor(Tensor):
         return cat([self._block_inner(size, terms) for size, terms in self.blocks])
 
     def _block_inner(self, size: int, terms: tuple[Term, ...]) -> Tensor:
-        total = self._cell.zeros(size)
+        total: Tensor | None = None
         for position, term in enumerate(terms):
-            total = total + term.squared_norms()
+            own = term.squared_norms()
+            total = own if total is None else total + own
             for other in terms[:position]:
                 total = total + 2 * term.inner(other)
-        return total
+        return self._cell.zeros(size) if total is None else total
 
     @_in_own_dtype
     def weighted_sum(

@@ -49,15 +49,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
     """
 
     def __init__(self, rows: Mapping[str, Tensor]) -> None:
+        self._batch = _batch_size(rows)
         self._rows = {name: _snapshot(each) for name, each in rows.items()}
-        sizes = {name: each.shape[0] for name, each in self._rows.items()}
-        if len(set(sizes.values())) > 1:
-            raise complaint(
-                "per_sample_grads",
-                f"the parameters hold {sizes} rows",
-                "equally many",
-                "Clear the gradients and run again.",
-            )
 
     def __getitem__(self, name: str) -> Tensor:
         return self._rows[name]
@@ -74,7 +67,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
     @property
     def batch_size(self) -> int:
         """B, the number of rows."""
-        return next((rows.shape[0] for rows in self._rows.values()), 0)
+        return self._batch
 
     def rows(self, index: slice | Tensor) -> PerSampleGrads:
         """The gradients of some of the samples, as of one of two passes.
@@ -101,9 +94,9 @@ class PerSampleGrads(Mapping[str, Tensor]):
             `(B,)` over all parameters together, or name -> `(B,)`.
         """
         if per_parameter:
-            squares = _squared_norms(self._parts(join=False))
+            squares = _squared_norms(_parts(self._rows, join=False))
             return {name: each.sqrt() for name, each in zip(self, squares, strict=True)}
-        return _added(_squared_norms(self._parts())).sqrt()
+        return _added(_squared_norms(_parts(self._rows))).sqrt()
 
     def sum(
         self,
@@ -205,23 +198,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
         return {name: as_real(rows) for name, rows in self._rows.items()}
 
     def _by_parameter(self, value: Callable[[FactoredTensor], Tensor]) -> dict[str, Tensor]:
-        found = {name: each for part in self._parts() for name, each in part.split(value(part.rows)).items()}
+        found = {name: each for part in _parts(self._rows) for name, each in part.split(value(part.rows)).items()}
         return {name: _as_before(found[name], rows) for name, rows in self._rows.items()}
-
-    def _parts(self, join: bool = True) -> list[_Part]:
-        """The parameters, of which small ones with dense rows may be side by side."""
-        parts, small = [], dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]()
-        real = self._real()
-        for name, rows in real.items():
-            matrix = rows.held_matrix() if join and rows.numel() <= FEW_NUMBERS else None
-            if matrix is None:
-                parts.append(_Part({name: rows.shape[1:]}, rows))
-            else:
-                small.setdefault((rows.dtype, rows.device), {})[name] = matrix
-        for matrices in small.values():
-            shapes = {name: real[name].shape[1:] for name in matrices}
-            parts.append(_Part(shapes, as_factored(torch.cat(list(matrices.values()), 1))))
-        return parts
 
     def _refuse_other_names(self, other: Mapping[str, object], what: str) -> None:
         if set(other) != set(self):
@@ -253,7 +231,7 @@ def per_sample_grads(model: nn.Module) -> PerSampleGrads:
         torch.Size([5])
     """
     parameters, _ = _recorded(model)
-    return _rows_of(parameters)
+    return PerSampleGrads(_held(parameters))
 
 
 def clip_grad_sample_norms_(
@@ -291,29 +269,30 @@ def clip_grad_sample_norms_(
 
 def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: str) -> Tensor | dict[str, Tensor]:
     parameters, recorders = _recorded(model)
-    grads = _rows_of(parameters)
-    if not grads and any(each.requires_grad for each in parameters.values()):
+    held = _held(parameters)
+    if not held and any(each.requires_grad for each in parameters.values()):
         raise complaint(
             "clip_grad_sample_norms_",
             "no parameter has rows",
             "the rows of a backward in per-sample mode, (0, *shape) if there were no samples",
             "Clip after backward and before zero_grad; with accumulate_grad=False, clipping takes the rows away.",
         )
-    shards = [parameters[name] for name in grads if is_shard(parameters[name])]
+    count = _batch_size(held)
+    shards = [parameters[name] for name in held if is_shard(parameters[name])]
+    together = not isinstance(max_norm, Mapping)
     # sums of shards add up over the ranks, one after the other in the same order, whatever the numbers of samples there
-    parts = grads._parts(join=not shards and not isinstance(max_norm, Mapping))
+    parts = _parts(held, join=together and not shards)
     adds = any(not each.settings.accumulate_grad for each in recorders)
     limits = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
-    groups = _grouped(grads, limits)
+    groups = dict.fromkeys(held, "") if together else _grouped(held, limits)
+    held.clear()
     squares = list(zip([groups[next(iter(shapes))] for shapes, _ in parts], _squared_norms(parts), strict=True))
     norms = {key: _added(each for group, each in squares if group == key).sqrt() for key in limits}
     for key, each in norms.items():
         _refuse_nonfinite(key or "all parameters", each)
     factors = {key: _factors(each, limits[key]) for key, each in norms.items()}
-    count = grads.batch_size
     if shards and reduction == "mean":
         count = added_over_ranks(count, shards[0])
-    grads._rows.clear()
     while parts:  # taken out one by one, so that the rows make room for the sums
         shapes, rows = part = parts.pop()
         weights = factors[groups[next(iter(shapes))]]
@@ -325,7 +304,7 @@ def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: st
                 recorder.forget(parameters[name])
     for recorder in recorders:
         recorder.note_grads()
-    return norms if isinstance(max_norm, Mapping) else norms[""]
+    return norms[""] if together else norms
 
 
 def _grouped(names: Iterable[str], limits: Mapping[str, float]) -> dict[str, str]:
@@ -398,9 +377,48 @@ def _recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]
     return parameters, recorders
 
 
-def _rows_of(parameters: Mapping[str, Tensor]) -> PerSampleGrads:
+def _held(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameter name -> the rows it holds, of those that hold any."""
     held = {name: getattr(parameter, "grad_sample", None) for name, parameter in parameters.items()}
-    return PerSampleGrads({name: rows for name, rows in held.items() if rows is not None})
+    return {name: rows for name, rows in held.items() if rows is not None}
+
+
+def _batch_size(held: Mapping[str, Tensor]) -> int:
+    """How many rows all parameters hold; 0 without parameters."""
+    sizes = {name: rows.shape[0] for name, rows in held.items()}
+    if len(set(sizes.values())) > 1:
+        raise complaint(
+            "per_sample_grads",
+            f"the parameters hold {sizes} rows",
+            "equally many",
+            "Clear the gradients and run again.",
+        )
+    return next(iter(sizes.values()), 0)
+
+
+def _parts(held: Mapping[str, Tensor], join: bool = True) -> list[_Part]:
+    """The rows of each parameter; small ones that are dense may be side by side."""
+    parts, small = [], dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Size, Tensor]]]()
+    for name, rows in held.items():
+        real = as_real(as_factored(rows)) if rows.is_complex() else rows
+        matrix = _small_matrix(real) if join else None
+        if matrix is None:
+            parts.append(_Part({name: real.shape[1:]}, _snapshot(real)))
+        else:
+            small.setdefault((real.dtype, real.device), []).append((name, real.shape[1:], matrix))
+    for group in small.values():
+        shapes = {name: shape for name, shape, _ in group}
+        parts.append(_Part(shapes, as_factored(torch.cat([matrix for _, _, matrix in group], 1))))
+    return parts
+
+
+def _small_matrix(rows: Tensor) -> Tensor | None:
+    """Few numbers that are held as dense rows, `(B, numbers in a row)`."""
+    if rows.numel() > FEW_NUMBERS:
+        return None
+    if isinstance(rows, FactoredTensor):
+        return rows.held_matrix()
+    return rows.detach().reshape(rows.shape[0], math.prod(rows.shape[1:]))
 
 
 def _factors(norms: Tensor, max_norm: float) -> Tensor:
