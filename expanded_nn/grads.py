@@ -281,7 +281,7 @@ def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: st
     shards = [parameters[name] for name in held if is_shard(parameters[name])]
     together = not isinstance(max_norm, Mapping)
     # sums of shards add up over the ranks, one after the other in the same order, whatever the numbers of samples there
-    parts = _parts(held, join=together and not shards)
+    parts = [_Part(shapes, _snapshot(rows)) for shapes, rows in _parts(held, join=together and not shards)]
     adds = any(not each.settings.accumulate_grad for each in recorders)
     limits = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
     groups = dict.fromkeys(held, "") if together else _grouped(held, limits)
@@ -403,7 +403,7 @@ def _parts(held: Mapping[str, Tensor], join: bool = True) -> list[_Part]:
         real = as_real(as_factored(rows)) if rows.is_complex() else rows
         matrix = _small_matrix(real) if join else None
         if matrix is None:
-            parts.append(_Part({name: real.shape[1:]}, _snapshot(real)))
+            parts.append(_Part({name: real.shape[1:]}, as_factored(real)))
         else:
             small.setdefault((real.dtype, real.device), []).append((name, real.shape[1:], matrix))
     for group in small.values():
