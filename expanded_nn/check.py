@@ -313,7 +313,11 @@ class _Check:
         errors = {name: (parts[name] / max(norms[name], least)) ** 0.5 for name in used}
         if 0 < max(errors.values(), default=0.0) - self.tolerance < torch.inf:
             noise = self.noise()
-            scales = {name: min(total, noise[name] * (_ROUNDINGS / self.tolerance) ** 2) for name in used}
+            scales = {name: noise[name] * (_ROUNDINGS / self.tolerance) ** 2 for name in used}
+            if total > _ROUNDINGS**2 * sum(noise.values()):
+                scales = {name: min(total, scale) for name, scale in scales.items()}
+            else:
+                self.notes.append("the gradients are no more than rounding errors, and were compared as such.")
             errors = {name: (parts[name] / max(norms[name], least, scales[name])) ** 0.5 for name in used}
         self.errors = {name: errors[name] for name in plain if name in used}
         self.complain_of_rows({name: error for name, error in self.errors.items() if error > self.tolerance})

@@ -449,6 +449,17 @@ def test_check_of_gradients_that_are_all_rounding(layer: type[nn.Module], dtype:
         assert report.ok, str(report)
 
 
+def test_check_of_a_model_without_a_gradient() -> None:
+    """What is normalised does not depend on the one weight that scales it."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Conv1d(1, 1, 1, bias=False), nn.RMSNorm(5, eps=0.0))
+        for trained in (True, False):
+            model[1].requires_grad_(trained)
+            report = enn.check(model, torch.randn(4, 1, 5))
+            assert report.ok, str(report)
+
+
 def test_parameters_in_a_list_have_no_rows_after_a_copy() -> None:
     model = copy.deepcopy(enn.convert(Holder(2)).per_sample())
     assert all(p.grad_sample is None for p in model.parameters())
