@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import mul
 from types import new_class
 from typing import Any, ClassVar, TypeVar, cast
@@ -16,6 +16,7 @@ from expanded_nn._compiled import Use, compiled_pass, outside_of_graph
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._expand import Recorder, Settings, comes_from_rows
 from expanded_nn._lift import lifted
+from expanded_nn._shared import owned
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -147,9 +148,11 @@ class Expanded(PerSampleModule):
         if recorder is None or not torch.is_grad_enabled() or not self._has_rows():
             if recorder is not None:
                 recorder.note_plain_forward()
-            if self._own_batch() is None:
-                return super().forward(*args, **kwargs)
-            return self.expanded_forward(*args, **kwargs)
+            if self._own_batch() is not None:
+                return self.expanded_forward(*args, **kwargs)
+            output = super().forward(*args, **kwargs)
+            # as in per-sample mode, so that what is taken from it shows its samples
+            return owned(output) if isinstance(output, Tensor) and recorder is not None and recorder.depth else output
         if torch.compiler.is_compiling():
             return self._in_graph(args, kwargs)
         if recorder.inside(self):
@@ -328,7 +331,17 @@ class Expanded(PerSampleModule):
     def is_slice(self, x: Tensor) -> bool:
         """Whether `x` is some rows of a tensor that has all samples, as in a loop over them."""
         samples = () if self._recorder is None else self._recorder.samples
-        return self.batch_size > 1 and is_slice(x, self.batch_size, samples)
+        return self.batch_size > 1 and (is_slice(x, self.batch_size, samples) or self._is_slice_of_positions(x))
+
+    def _is_slice_of_positions(self, x: Tensor) -> bool:
+        """Whether `x` is the B-th part of a tensor without a batch dimension, as `F.linear` views its result."""
+        base = x._base
+        if base is None or base.dim() >= x.dim() or not x.is_floating_point():
+            return False
+        if base.numel() != self.batch_size * x.numel() or base.numel() == 0:
+            return False
+        root = None if self._recorder is None or self._recorder.root is None else self._recorder.root()
+        return root is None or all(base is not each for each in chain(root.parameters(), root.buffers()))
 
     def slice_error(self, x: Tensor, argument: str = "input") -> PerSampleError:
         """What to say of some rows of a batch, where all are wanted."""

@@ -567,3 +567,55 @@ def test_general_rule_compares_once_and_not_at_each_step(probability: float) -> 
     for _ in range(3):
         model(torch.randn(5, 4)).sum().backward()
     assert calls == [1, 5, 1, 1]
+
+
+class LoopBehind(nn.Module):
+    """A layer, and behind it another one in a loop over the samples."""
+
+    def __init__(self, first: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.call = first, nn.Linear(3, 2), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.call(self.first, x)
+        return torch.cat([self.second(x[i : i + 1]) for i in range(len(x))])
+
+
+@torch.no_grad()
+def without_gradients(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)
+
+
+@pytest.mark.parametrize("size", [(2, 3), (2, 1, 3), (2, 4, 3), (3, 2, 2, 3)])
+@pytest.mark.parametrize(
+    ("trained", "call"),
+    [
+        pytest.param(True, lambda layer, x: layer(x), id="plain"),
+        pytest.param(False, lambda layer, x: layer(x), id="frozen"),
+        pytest.param(True, without_gradients, id="no_grad"),
+        pytest.param(True, lambda layer, x: checkpoint(layer, x, use_reentrant=True), id="reentrant"),
+        pytest.param(True, lambda layer, x: checkpoint(layer, x, use_reentrant=False), id="checkpoint"),
+    ],
+)
+def test_loop_over_what_a_layer_returns(
+    trained: bool, call: Callable[[nn.Module, Tensor], Tensor], size: tuple[int, ...]
+) -> None:
+    model = enn.convert(LoopBehind(nn.Linear(3, 3).requires_grad_(trained), call)).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"second \(Linear\): .*is a slice.*all [23] samples at once"):
+        model(torch.randn(*size, requires_grad=True))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_part_of_a_table_that_all_samples_share(trained: bool) -> None:
+    """As many positions as samples times those in use: no slice of the samples."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(3 * 4, 5))
+            self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 2).requires_grad_(trained)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x + self.layer(self.table[:4][None]))
+
+    right(Shared(), Call((torch.randn(3, 4, 5),)))
