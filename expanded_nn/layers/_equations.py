@@ -150,7 +150,7 @@ class Lstm(Recurrence):
         z = affine(xh, torch.cat([weights.ih, weights.hh], 1), bias)
         gates = z.unflatten(1, (4, c0.shape[1]))
         gates[:, :2].sigmoid_()
-        gates[:, 2].tanh_()
+        _tanh_(gates[:, 2])
         gates[:, 3].sigmoid_()
         i, f, n, o = gates.unbind(1)
         entering, forget = i * n, f.clone(memory_format=torch.contiguous_format)
@@ -273,6 +273,15 @@ def _run(layer: Any, steps: Steps, x: Tensor, states: Any, weights: Sequence[Ten
         if steps.packed is None:
             return layer(x, states, *how, False)
         return layer(x, steps.packed, states, *how)
+
+
+def _tanh_(x: Tensor) -> None:
+    """`x.tanh_()`; on a CPU in half the time, as `e / (e + 2)` with `e = exp(2 x) - 1`."""
+    if x.device.type == "cpu":
+        e = x.mul_(2).clamp_(max=40).expm1_()  # long before that it is 1
+        torch.div(e, e + 2, out=x)
+    else:
+        x.tanh_()
 
 
 def _first(states: Tensor, size: int) -> Tensor:
