@@ -267,12 +267,12 @@ def _run(layer: Any, steps: Steps, x: Tensor, states: Any, weights: Sequence[Ten
     """One of torch's fused kernels, as one layer in one direction."""
     given = [weight for weight in weights if weight is not None]
     how = (given, weights[2] is not None, 1, 0.0, False, False)
-    with warnings.catch_warnings():
-        if x.is_cuda:  # the weights of one layer among several are no buffer of their own
-            warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
-        if steps.packed is None:
-            return layer(x, states, *how, False)
-        return layer(x, steps.packed, states, *how)
+    arguments = (x, states, *how, False) if steps.packed is None else (x, steps.packed, states, *how)
+    if not x.is_cuda:
+        return layer(*arguments)
+    with warnings.catch_warnings():  # the weights of one layer among several are no buffer of their own
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+        return layer(*arguments)
 
 
 def _tanh_(x: Tensor) -> None:
