@@ -875,6 +875,7 @@ def plans(draw: Callable[..., Any], kind: str) -> Plan:
     }
     if d.time_first:
         settings["batch_first"] = False
+        d.reasons.add("may have its samples first or second")  # as many samples as positions
     if bags and script not in ("append", "uneven", "cleared") and d.pick(False, True):
         settings["batch_size"] = samples
     return Plan(
