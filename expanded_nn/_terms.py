@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._gemm import batched_product, transposed_product
+from expanded_nn._gemm import batched_gram, batched_product, transposed_product
 
 CHUNK_NUMEL = 1 << 22  # dense rows made at once, where an algorithm needs them only in passing
 
@@ -322,8 +322,7 @@ class Outer(Term):
         key = (factor.data_ptr(), factor.dtype, factor.shape, factor.stride(), self.dtype)
         products = None if kept is None else kept.pop(key, None)
         if products is None:
-            own = factor.to(self.dtype)
-            products = batched_product(own, own.mT)
+            products = batched_gram(factor.to(self.dtype))
         if kept is not None:
             kept[key] = products
             if len(kept) > 2:  # the last one of each factor

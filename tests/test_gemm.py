@@ -73,9 +73,16 @@ def test_batched_products(left: bool, right: bool, given: bool, by_onednn: bool)
     torch.testing.assert_close(found.double(), x.double() @ y.double(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("steps_first", [False, True])
+def test_batched_grams(steps_first: bool, by_onednn: bool) -> None:
+    x = matrix(ROWS, N, IN, transposed=False).transpose(0, 1) if steps_first else matrix(N, ROWS, IN, transposed=False)
+    torch.testing.assert_close(_gemm.batched_gram(x).double(), x.double() @ x.double().mT, rtol=1e-4, atol=1e-4)
+
+
 def test_no_samples() -> None:
     x, y = torch.ones(0, ROWS, IN), torch.ones(0, IN, OUT)
     assert _gemm.batched_product(x.float(), y.float()).shape == (0, ROWS, OUT)
+    assert _gemm.batched_gram(x.float()).shape == (0, ROWS, ROWS)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
