@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from operator import mul
 from types import new_class
 from typing import Any, ClassVar, TypeVar, cast
@@ -114,6 +114,8 @@ class Expanded(PerSampleModule):
         watches: Whether `convert` turns a layer of this class into its twin even if it has no parameters.
         positionwise: Whether each position goes through it alone, so that any input is a batch of positions.
         fixed_layout: Whether samples stand first by definition, as in `(N, C, H, W)`, whatever the model says.
+        returns_fresh: Whether torch's layer returns a tensor that nothing else keeps, be it a view: in the middle of a pass
+            it is none, so that what is taken from it shows its samples.
         traceable: Whether the forward is one of tensors, without chance, and can be in a graph of `torch.compile`.
         uses: While a compiled forward runs, one for each call of this layer in it.
         uses_missing: How many calls have been without one.
@@ -124,6 +126,7 @@ class Expanded(PerSampleModule):
     watches: ClassVar[bool] = False
     positionwise: ClassVar[bool] = False
     fixed_layout: ClassVar[bool] = False
+    returns_fresh: ClassVar[bool] = False
     traceable: ClassVar[bool] = False
     uses: list[Use] | tuple[()] = ()
     uses_missing = 0
@@ -151,8 +154,7 @@ class Expanded(PerSampleModule):
             if self._own_batch() is not None:
                 return self.expanded_forward(*args, **kwargs)
             output = super().forward(*args, **kwargs)
-            # as in per-sample mode, so that what is taken from it shows its samples
-            return owned(output) if isinstance(output, Tensor) and recorder is not None and recorder.depth else output
+            return owned(output) if self.returns_fresh and recorder is not None and recorder.depth else output
         if torch.compiler.is_compiling():
             return self._in_graph(args, kwargs)
         if recorder.inside(self):
@@ -331,17 +333,7 @@ class Expanded(PerSampleModule):
     def is_slice(self, x: Tensor) -> bool:
         """Whether `x` is some rows of a tensor that has all samples, as in a loop over them."""
         samples = () if self._recorder is None else self._recorder.samples
-        return self.batch_size > 1 and (is_slice(x, self.batch_size, samples) or self._is_slice_of_positions(x))
-
-    def _is_slice_of_positions(self, x: Tensor) -> bool:
-        """Whether `x` is the B-th part of a tensor without a batch dimension, as `F.linear` views its result."""
-        base = x._base
-        if base is None or base.dim() >= x.dim() or not x.is_floating_point():
-            return False
-        if base.numel() != self.batch_size * x.numel() or base.numel() == 0:
-            return False
-        root = None if self._recorder is None or self._recorder.root is None else self._recorder.root()
-        return root is None or all(base is not each for each in chain(root.parameters(), root.buffers()))
+        return self.batch_size > 1 and is_slice(x, self.batch_size, samples)
 
     def slice_error(self, x: Tensor, argument: str = "input") -> PerSampleError:
         """What to say of some rows of a batch, where all are wanted."""

@@ -27,6 +27,7 @@ from expanded_nn._trace import Guard, Trace
 from expanded_nn.convert import convert, revert
 
 _ROUNDINGS = 10  # an error is one of rounding up to so many times what the last bits of the inputs change
+_LEAST = 100  # a gradient that is smaller than so many roundings of the loss may be one itself
 _REPORT = "If no layer of your own (@expands) is to blame, please report it, with the model."
 
 
@@ -314,10 +315,11 @@ class _Check:
         if 0 < max(errors.values(), default=0.0) - self.tolerance < torch.inf:
             noise = self.noise()
             scales = {name: noise[name] * (_ROUNDINGS / self.tolerance) ** 2 for name in used}
-            if total > _ROUNDINGS**2 * sum(noise.values()):
-                scales = {name: min(total, scale) for name, scale in scales.items()}
-            else:
+            least_total = (_LEAST * self.tolerance**2) ** 2 * sum(float(each.detach()) ** 2 for each in losses)
+            if total <= least_total and total <= _ROUNDINGS**2 * sum(noise.values()):
                 self.notes.append("the gradients are no more than rounding errors, and were compared as such.")
+            else:
+                scales = {name: min(total, scale) for name, scale in scales.items()}
             errors = {name: (parts[name] / max(norms[name], least, scales[name])) ** 0.5 for name in used}
         self.errors = {name: errors[name] for name in plain if name in used}
         self.complain_of_rows({name: error for name, error in self.errors.items() if error > self.tolerance})

@@ -422,6 +422,24 @@ def test_rows_that_differ_from_the_loop(dtype: torch.dtype, monkeypatch: pytest.
     assert "the rows of 1.weight differ from the sample-by-sample loop (by " in str(report)
 
 
+def test_rows_that_differ_where_rounding_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a tie the last bits change the gradient by all of itself; that makes it no rounding error."""
+    monkeypatch.setitem(EXPANDED, Wrong, ExpandedWrong)
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrong, self.head = Wrong(), nn.Linear(4, 3)
+            nn.init.ones_(self.wrong.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.wrong(x)
+            return self.head(x * (x >= 1))
+
+    report = enn.check(Tied(), torch.randint(0, 2, (5, 4)).float())
+    assert of_kind(report, "rows") == ["wrong.weight"]
+
+
 # --- randomness ------------------------------------------------------------------------------------------------
 
 

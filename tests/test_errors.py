@@ -183,15 +183,6 @@ def a_loop_over_the_samples() -> None:
     feed(nn.Linear(4, 2), lambda layer, x: [layer(x[i : i + 1]) for i in range(3)])
 
 
-@refused(r"layer \(Linear\): input of shape \(1, 6, 4\) is a slice of a tensor of shape \(18, 4\)")
-def a_loop_over_a_view_of_positions() -> None:
-    def run(layer: nn.Module, x: Tensor) -> Any:
-        x = F.linear(x, torch.eye(4), torch.zeros(4))
-        return [layer(x[i : i + 1]) for i in range(3)]
-
-    feed(nn.Linear(4, 2), run)
-
-
 @refused(r"layer \(Embedding\): its index without a batch dimension gave one row a sample.*broadcast over the samples")
 def an_index_without_a_batch_dimension() -> None:
     feed(nn.Embedding(9, 4), lambda layer, x: x + layer(torch.arange(12).view(2, 6) % 9)[0].unsqueeze(2), samples=7)

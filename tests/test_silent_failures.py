@@ -605,17 +605,60 @@ def test_loop_over_what_a_layer_returns(
         model(torch.randn(*size, requires_grad=True))
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_part_of_a_table_that_all_samples_share(trained: bool) -> None:
-    """As many positions as samples times those in use: no slice of the samples."""
+class Table(nn.Module):
+    """As many positions as samples times those in use, kept or made: all samples share them."""
 
-    class Shared(nn.Module):
+    def __init__(self, kept: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("kept", kept)
+        self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.kept[:, :4] if self.kept.dim() == 3 else (self.kept * 2)[:4][None]
+        return self.head(x + self.layer(kept))
+
+
+@pytest.mark.parametrize("size", [(12, 5), (1, 12, 5)])
+@pytest.mark.parametrize("trained", [True, False])
+def test_part_of_a_table_that_all_samples_share(trained: bool, size: tuple[int, ...]) -> None:
+    model = Table(torch.randn(12, 5).view(size))
+    model.layer.requires_grad_(trained)
+    right(model, Call((torch.randn(3, 4, 5),)))
+
+
+def test_frozen_module_that_returns_a_view_of_its_input() -> None:
+    """A change of the view is one of the input, in autograd's eyes too."""
+
+    class Rest(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("table", torch.randn(3 * 4, 5))
-            self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 2).requires_grad_(trained)
+            self.p = nn.Parameter(torch.ones(1), requires_grad=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(x + self.layer(self.table[:4][None]))
+            return x[:, 1:]
 
-    right(Shared(), Call((torch.randn(3, 4, 5),)))
+    class Changed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.rest, self.last = nn.Linear(4, 6), Rest(), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            self.rest(x).zero_()
+            return self.last(x)
+
+    right(Changed(), features)
+
+
+def test_change_of_what_a_frozen_layer_has_saved() -> None:
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.frozen = nn.Linear(4, 4), nn.LSTM(4, 4, batch_first=True).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.frozen(self.first(x))[0].relu_()
+
+    model = enn.convert(Squared()).per_sample()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(torch.randn(3, 5, 4)).sum().backward()

@@ -135,6 +135,7 @@ class Linear(Expanded, nn.Linear):
 
     ranks: ClassVar[dict[str, int]] = {"weight": 2, "bias": 1}
     positionwise: ClassVar[bool] = True
+    returns_fresh: ClassVar[bool] = True
     traceable: ClassVar[bool] = True
 
     def expanded_forward(self, input: Tensor) -> Tensor:
@@ -217,6 +218,7 @@ class Bilinear(Expanded, nn.Bilinear):
 
     ranks: ClassVar[dict[str, int]] = {"weight": 3, "bias": 1}
     positionwise: ClassVar[bool] = True
+    returns_fresh: ClassVar[bool] = True
     traceable: ClassVar[bool] = True
 
     def expanded_forward(self, input1: Tensor, input2: Tensor) -> Tensor:
