@@ -114,8 +114,8 @@ class Expanded(PerSampleModule):
         watches: Whether `convert` turns a layer of this class into its twin even if it has no parameters.
         positionwise: Whether each position goes through it alone, so that any input is a batch of positions.
         fixed_layout: Whether samples stand first by definition, as in `(N, C, H, W)`, whatever the model says.
-        returns_fresh: Whether torch's layer returns a tensor that nothing else keeps, be it a view: in the middle of a pass
-            it is none, so that what is taken from it shows its samples.
+        returns_fresh: Whether torch's layer returns a tensor that nothing else keeps, be it a view: in the middle of a
+            pass it is none, so that what is taken from it shows its samples.
         traceable: Whether the forward is one of tensors, without chance, and can be in a graph of `torch.compile`.
         uses: While a compiled forward runs, one for each call of this layer in it.
         uses_missing: How many calls have been without one.
