@@ -1,0 +1,302 @@
+"""What is done with a factored gradient without making its rows dense, operator by operator.
+
+Each function takes what the operator takes, and returns `NotImplemented` where the rows have to be dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from expanded_nn._cell import Block, Cell, running_backward
+from expanded_nn._terms import Outer, Term
+from expanded_nn.factored import TABLE, FactoredTensor, average, refuse_in_place, scaled_blocks, widened
+
+aten = torch.ops.aten
+
+
+def _broadcasts_by_row(rows: FactoredTensor, factor: Any) -> Tensor | float | None:
+    """The number, or the `(B,)` numbers, that multiply the rows, or `None` if `factor` is of another shape."""
+    if not isinstance(factor, Tensor):
+        return float(factor) if isinstance(factor, int | float) else None
+    # a number of the rows' dtype in their place: asking them would make them dense
+    if isinstance(factor, FactoredTensor) or torch.result_type(_one(rows.dtype), factor) != rows.dtype:
+        return None
+    if factor.numel() == 1 and factor.dim() <= rows.dim():
+        return factor.reshape(1).expand(rows.shape[0])
+    if factor.shape == (rows.shape[0], *[1] * (rows.dim() - 1)):
+        return factor.reshape(-1)
+    return None
+
+
+@cache
+def _one(dtype: torch.dtype) -> Tensor:
+    return torch.ones(1, dtype=dtype, device="cpu")
+
+
+def _times(rows: Any, factor: Any) -> Any:
+    if not isinstance(rows, FactoredTensor):
+        rows, factor = factor, rows
+    by_row = _broadcasts_by_row(rows, factor)
+    return NotImplemented if by_row is None else rows._like(scaled_blocks(rows, by_row), rows.shape)
+
+
+def _times_(rows: Any, factor: Any) -> Any:
+    if not isinstance(rows, FactoredTensor) or rows.is_dense:
+        return NotImplemented
+    if rows._source is not None:
+        refuse_in_place()
+    by_row = _broadcasts_by_row(rows, factor)
+    if by_row is None:
+        return NotImplemented
+    rows._cell.replace(scaled_blocks(rows, by_row))
+    return rows
+
+
+def _inverse(divisor: Any) -> Any:
+    return divisor.reciprocal() if isinstance(divisor, Tensor) else 1.0 / divisor
+
+
+def _divided(rows: Any, divisor: Any) -> Any:
+    if not isinstance(rows, FactoredTensor) or isinstance(divisor, FactoredTensor) or not _divides(divisor):
+        return NotImplemented
+    return _times(rows, _inverse(divisor))
+
+
+def _divided_(rows: Any, divisor: Any) -> Any:
+    if isinstance(divisor, FactoredTensor) or not _divides(divisor):
+        return NotImplemented
+    return _times_(rows, _inverse(divisor))
+
+
+def _divides(divisor: Any) -> bool:
+    return divisor.is_floating_point() if isinstance(divisor, Tensor) else divisor != 0
+
+
+def _negated(rows: FactoredTensor) -> Any:
+    return _times(rows, -1.0)
+
+
+def _added_blocks(rows: Any, other: Any, alpha: float) -> list[Block] | None:
+    """The blocks of a sum of two factored tensors of one shape, or `None` where it has to be dense."""
+    if not (isinstance(rows, FactoredTensor) and isinstance(other, FactoredTensor)):
+        return None
+    if rows.shape != other.shape or rows.dtype != other.dtype or (rows.is_dense and other.is_dense):
+        return None
+    ours, theirs = rows.blocks, other.blocks
+    if [size for size, _ in ours] != [size for size, _ in theirs]:
+        return None
+    return [
+        (size, (*terms, *(term if alpha == 1 else term.scaled(alpha) for term in more)))
+        for (size, terms), (_, more) in zip(ours, theirs, strict=True)
+    ]
+
+
+def _plus(rows: Any, other: Any, *, alpha: float = 1) -> Any:
+    blocks = _added_blocks(rows, other, alpha)
+    return NotImplemented if blocks is None else rows._like(blocks, rows.shape)
+
+
+def _plus_(rows: Any, other: Any, *, alpha: float = 1) -> Any:
+    blocks = None if isinstance(rows, FactoredTensor) and rows.is_dense else _added_blocks(rows, other, alpha)
+    if blocks is None:
+        return NotImplemented
+    if rows._source is not None:
+        refuse_in_place()
+    rows._cell.replace(blocks)
+    return rows
+
+
+def _dims(rows: FactoredTensor, dim: Any) -> set[int]:
+    if dim is None or dim == []:
+        return set(range(rows.dim()))
+    return {each % rows.dim() for each in ([dim] if isinstance(dim, int) else dim)}
+
+
+def _total(rows: FactoredTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if _dims(rows, dim) != {0} or dtype not in (None, rows.dtype):
+        return NotImplemented
+    total = rows.weighted_sum()
+    return total.unsqueeze(0) if keepdim else total
+
+
+def _average(rows: FactoredTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if _dims(rows, dim) != {0} or dtype not in (None, rows.dtype):
+        return NotImplemented
+    mean = average(rows)
+    return mean.unsqueeze(0) if keepdim else mean
+
+
+def _norm(rows: FactoredTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    dims = _dims(rows, dim)
+    if ord != 2 or dtype not in (None, rows.dtype) or rows.dim() < 2 or rows.is_complex():
+        return NotImplemented
+    if dims == set(range(rows.dim())):
+        total = widened(rows).squared_norms().sum().clamp(min=0).sqrt().to(rows.dtype)
+        return total.reshape([1] * rows.dim()) if keepdim else total
+    if dims == set(range(1, rows.dim())):
+        norms = widened(rows).squared_norms().clamp(min=0).sqrt().to(rows.dtype)
+        return norms.reshape(-1, *[1] * (rows.dim() - 1)) if keepdim else norms
+    return NotImplemented
+
+
+def _viewed(rows: FactoredTensor, shape: Sequence[int]) -> Any:
+    if rows.is_dense or not shape:
+        return NotImplemented
+    shape = torch.empty(rows.shape, device="meta").view(*shape).shape
+    if shape[0] != rows.shape[0]:
+        return NotImplemented
+    return FactoredTensor(rows._cell, shape, rows._source)
+
+
+def _aliased(rows: FactoredTensor) -> FactoredTensor:
+    return FactoredTensor(rows._cell, rows.shape, rows._source)
+
+
+def _cloned(rows: FactoredTensor, *, memory_format: Any = None) -> Any:
+    if rows.is_dense:
+        return NotImplemented
+    return rows._like(rows._remade(Term.clone), rows.shape)
+
+
+def _converted(rows: FactoredTensor, *, dtype: Any = None, **others: Any) -> Any:
+    if (
+        rows.is_dense
+        or dtype is None
+        or any(value is not None for key, value in others.items() if key != "non_blocking")
+    ):
+        return NotImplemented
+    return rows._like(rows._remade(lambda term: term.to(dtype)), rows.shape, dtype)
+
+
+def _catenated(tensors: Sequence[Any], dim: int = 0) -> Any:
+    first = tensors[0]
+    if not all(isinstance(rows, FactoredTensor) and not rows.is_dense for rows in tensors) or dim not in (
+        0,
+        -first.dim(),
+    ):
+        return NotImplemented
+    if any(rows.shape[1:] != first.shape[1:] or rows.dtype != first.dtype for rows in tensors):
+        return NotImplemented
+    size = sum(rows.shape[0] for rows in tensors)
+    return first._like([block for rows in tensors for block in rows.blocks], (size, *first.shape[1:]))
+
+
+def _chosen(rows: FactoredTensor, choose: Callable[[Tensor], Tensor], *, alias: bool) -> Any:
+    """The rows that `choose` takes of any tensor `(B, ...)`: of each factor."""
+    if rows.is_dense or len(rows.blocks) != 1:
+        return NotImplemented
+    ((_, terms),) = rows.blocks
+    size = choose(torch.empty(rows.shape[0], 0, device=rows.device)).shape[0]
+    chosen = rows._like([(size, tuple(term.map(choose) for term in terms))], (size, *rows.shape[1:]))
+    if alias:
+        chosen._source = rows._source or (rows._cell, rows._cell.version)
+    return chosen
+
+
+def _sliced(rows: FactoredTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    if dim % rows.dim() != 0:
+        return NotImplemented
+    return _chosen(rows, lambda factor: factor[start:end:step], alias=True)
+
+
+def _indexed(rows: FactoredTensor, indices: Sequence[Any]) -> Any:
+    if len(indices) != 1 or indices[0] is None or indices[0].dim() != 1:
+        return NotImplemented
+    return _chosen(rows, lambda factor: factor[indices[0]], alias=False)
+
+
+def _index_selected(rows: FactoredTensor, dim: int, index: Tensor) -> Any:
+    if dim % rows.dim() != 0 or index.dim() != 1:
+        return NotImplemented
+    return _chosen(rows, lambda factor: factor[index], alias=False)
+
+
+def _transposed(rows: FactoredTensor, one: int = -2, other: int = -1) -> Any:
+    """Each row transposed, where autograd asks: there nobody sees that it is no alias."""
+    if {one % rows.dim(), other % rows.dim()} != {1, 2} or rows.dim() != 3 or running_backward() < 0:
+        return NotImplemented
+    if rows.is_dense or rows._cell.row_shape != tuple(rows.shape[1:]):
+        return NotImplemented
+    if not all(isinstance(term, Outer) for term in rows.terms()):
+        return NotImplemented
+    blocks = rows._remade(lambda term: cast(Outer, term).transposed())
+    cell = Cell(blocks, tuple(rows.shape[:0:-1]), rows.dtype, rows.device)
+    return FactoredTensor(cell, (rows.shape[0], rows.shape[2], rows.shape[1]))
+
+
+def _permuted(rows: FactoredTensor, dims: Sequence[int]) -> Any:
+    return _transposed(rows, 1, 2) if [dim % rows.dim() for dim in dims] == [0, 2, 1] else NotImplemented
+
+
+def _times_vector(rows: Any, vector: Any) -> Any:
+    if not isinstance(rows, FactoredTensor) or isinstance(vector, FactoredTensor) or vector.dtype != rows.dtype:
+        return NotImplemented
+    return rows.matvec(vector)
+
+
+def _einsum(equation: str, *operands: Any) -> Any:
+    """`einsum("b,b...->...", weights, rows)`, in any letters and either order: the weighted sum of the rows."""
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    labels = inputs.split(",")
+    if len(operands) != 2 or len(labels) != 2:
+        return NotImplemented
+    if isinstance(operands[0], FactoredTensor):
+        operands, labels = operands[::-1], labels[::-1]
+    weights, rows = operands
+    row = labels[1][1:]
+    if not isinstance(rows, FactoredTensor) or isinstance(weights, FactoredTensor) or weights.dim() != 1:
+        return NotImplemented
+    if len(labels[0]) != 1 or labels[1][:1] != labels[0] or labels[0] in row:
+        return NotImplemented
+    if row != "..." and (not row.isalpha() or len(set(row)) != rows.dim() - 1):
+        return NotImplemented
+    if output != row if arrow else row != "..." and row != "".join(sorted(row)):
+        return NotImplemented
+    return rows.weighted_sum(weights) if weights.dtype == rows.dtype else NotImplemented
+
+
+def _assigned(rows: Any, *_: Any) -> Any:
+    if isinstance(rows, FactoredTensor):
+        rows._rows()
+    return NotImplemented
+
+
+_OPERATIONS: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: _plus,
+    aten.add_.Tensor: _plus_,
+    aten.neg.default: _negated,
+    aten.mul.Tensor: _times,
+    aten.mul.Scalar: _times,
+    aten.mul_.Tensor: _times_,
+    aten.mul_.Scalar: _times_,
+    aten.div.Tensor: _divided,
+    aten.div.Scalar: _divided,
+    aten.div_.Tensor: _divided_,
+    aten.div_.Scalar: _divided_,
+    aten.sum.dim_IntList: _total,
+    aten.mean.dim: _average,
+    aten.linalg_vector_norm.default: _norm,
+    aten.mv.default: _times_vector,
+    torch.einsum: _einsum,
+    aten.view.default: _viewed,
+    aten._unsafe_view.default: _viewed,
+    aten.transpose.int: _transposed,
+    aten.permute.default: _permuted,
+    aten.detach.default: _aliased,
+    aten.alias.default: _aliased,
+    aten.clone.default: _cloned,
+    aten._to_copy.default: _converted,
+    aten.cat.default: _catenated,
+    aten.slice.Tensor: _sliced,
+    aten.index.Tensor: _indexed,
+    aten.index_select.default: _index_selected,
+    Tensor.__setitem__: _assigned,
+}
+TABLE.update(_OPERATIONS)
