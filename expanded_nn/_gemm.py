@@ -81,7 +81,7 @@ def batched_gram(
     """`x[n] @ x[n].T` for each n."""
     if not len(x) or not onednn_is_faster(x[0], x.shape[1], _WORTH_A_COPY):
         return torch.bmm(x, x.mT)
-    return torch.stack([_by_onednn(one, one, None) for one in map(torch.Tensor.contiguous, x)])
+    return torch.stack([_by_onednn(one, one, None) for one in map(Tensor.contiguous, x)])
 
 
 def adding_product(

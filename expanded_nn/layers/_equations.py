@@ -158,7 +158,7 @@ class Lstm(Recurrence):
         new_c = torch.addcmul(entering, forget, c)
         hidden = y if weights.hr is None else o * new_c.tanh()
         half = new_c.mul_(2).sigmoid_()  # tanh is slow, and 1 - tanh(c)^2 = 4 s (1 - s) with s = sigmoid(2 c)
-        slope = torch.addcmul(half, half, half, value=-1, out=half).mul_(o)
+        fourth_of_slope = torch.addcmul(half, half, half, value=-1, out=half).mul_(o)
         # each gate gives way to the derivative of its pre-activation: by h for o, by c for the others
         torch.addcmul(hidden, hidden, o, value=-1, out=o)
         torch.addcmul(i, entering, n, value=-1, out=n)
@@ -166,7 +166,7 @@ class Lstm(Recurrence):
         kept = c.mul_(f)
         torch.addcmul(kept, kept, f, value=-1, out=f)
 
-        gs, zs, slopes, forgets = map(steps.split, (g, z, slope, forget))
+        gs, zs, slopes, forgets = map(steps.split, (g, z, fourth_of_slope, forget))
         by_c, by_h = steps.split(gates[:, :3]), steps.split(o)
         g_h0 = g.new_zeros(steps.batch, g.shape[1])
         g_c = torch.zeros_like(c0) if g_c is None else g_c.clone()

@@ -96,7 +96,7 @@ class Steps:
         steps: Tensor,  # (T, B, features), or (N, features)
     ) -> Tensor:  # (N, features)
         """A layer's input or output as rows."""
-        return steps if self.packed is not None else steps.reshape(-1, steps.shape[-1])
+        return steps.flatten(0, -2)
 
     def copied_rows(
         self,
@@ -104,7 +104,7 @@ class Steps:
         dtype: torch.dtype,
     ) -> Tensor:  # (N, features)
         """A layer's input or output as rows in memory of their own."""
-        return steps.to(dtype, copy=True, memory_format=torch.contiguous_format).view(-1, steps.shape[-1])
+        return self.rows(steps.to(dtype, copy=True, memory_format=torch.contiguous_format))
 
     def from_rows(
         self,
