@@ -3,7 +3,7 @@
 from expanded_nn import _operations as _operations, functional as functional
 from expanded_nn._errors import ConversionError as ConversionError, PerSampleError as PerSampleError
 from expanded_nn._module import Expanded as Expanded
-from expanded_nn._outside import expanded as expanded
+from expanded_nn._outside import expanded as expanded, one_pass as one_pass
 from expanded_nn._registry import expands as expands
 from expanded_nn.check import Report as Report, check as check
 from expanded_nn.convert import convert as convert, per_sample as per_sample, revert as revert
@@ -58,6 +58,7 @@ __all__ = [
     "convert",
     "revert",
     "per_sample",
+    "one_pass",
     # trust
     "check",
     "Report",

@@ -21,9 +21,9 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 
 from expanded_nn._batch import tensors
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._expand import Recorder
 from expanded_nn._gemm import affine, may_be_faster
 from expanded_nn._shared import owned
+from expanded_nn.recording.recorder import Recorder
 
 _LIBRARY = torch.library.Library("expanded_nn", "DEF")
 _LIBRARY.define("token(Tensor g) -> Tensor")
@@ -234,7 +234,7 @@ class _Scope:
             raise
 
     def _prepare(self, recorder: Recorder) -> None:
-        if recorder.current is None or recorder.current.batch == 0 or recorder.sharded:
+        if recorder.current is None or recorder.current.batch == 0 or recorder.leaves.sharded:
             return
         for layer in self.module.modules():
             if not hasattr(layer, "traced_parameters"):

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from expanded_nn._batch import batch_dim, batch_of, has_derivatives, tensors
 from expanded_nn._errors import complaint
-from expanded_nn._expand import Settings
+from expanded_nn.recording.recorder import Settings
 
 
 @contextmanager

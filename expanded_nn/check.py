@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from expanded_nn._batch import has_derivatives
 from expanded_nn._errors import ConversionError, PerSampleError, complaint
-from expanded_nn._expand import Recorder, Settings
 from expanded_nn._module import PerSampleModule
 from expanded_nn._report import Problem, Report as Report
 from expanded_nn._running import Call, Runner, WithoutDropout, nudged, undisturbed
@@ -25,6 +24,7 @@ from expanded_nn._samples import (
 )
 from expanded_nn._trace import Guard, Trace
 from expanded_nn.convert import convert, revert
+from expanded_nn.recording.recorder import Recorder, Settings
 
 _ROUNDINGS = 10  # an error is one of rounding up to so many times what the last bits of the inputs change
 _LEAST = 100  # a gradient that is smaller than so many roundings of the loss may be one itself

@@ -279,6 +279,23 @@ def as_factored(rows: Tensor) -> FactoredTensor:
     return rows if isinstance(rows, FactoredTensor) else FactoredTensor.of(Dense.of(rows))
 
 
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of several passes, one after the other, without copying what they are made of."""
+    if any(part.requires_grad for part in parts):
+        return torch.cat(list(parts))
+    factored = [as_factored(part) for part in parts]
+    size = sum(part.shape[0] for part in parts)
+    return factored[0]._like([block for part in factored for block in part.blocks], (size, *parts[0].shape[1:]))
+
+
+def parted(rows: FactoredTensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The parts of rows that were joined, as they are now."""
+    blocks = rows.blocks
+    if rows.is_dense or [size for size, _ in blocks] != list(sizes):
+        return list(rows.dense().split(list(sizes)))
+    return [rows._like([block], (block[0], *rows.shape[1:])) for block in blocks]
+
+
 def widened(rows: FactoredTensor) -> FactoredTensor:
     """The rows in float32, where they are of lower precision."""
     if rows.dtype not in (torch.float16, torch.bfloat16):

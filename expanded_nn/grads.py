@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
-from expanded_nn._expand import Recorder
 from expanded_nn._module import Expanded, PerSampleModule, all_parameters
-from expanded_nn._sharded import added_over_ranks, is_shard, scattered
 from expanded_nn._terms import shared_products
 from expanded_nn.factored import FactoredTensor, as_factored, as_real, average, widened
+from expanded_nn.recording.recorder import Recorder
+from expanded_nn.recording.sharded import added_over_ranks, is_shard, is_zero, scattered
 
+MaxNorm = float | Callable[[Tensor], Tensor]  # a norm to clip to, or a function of the norms that gives the factors
 FEW_NUMBERS = 1 << 16  # in all rows of a parameter: below, an operation costs more than its arithmetic
 
 
@@ -221,7 +222,8 @@ def per_sample_grads(model: nn.Module) -> PerSampleGrads:
         A mapping from parameter name to `(B, *shape)`; parameters that no backward has reached are not in it.
 
     Raises:
-        PerSampleError: If a trainable parameter belongs to no module in per-sample mode.
+        PerSampleError: If a trainable parameter belongs to no module in per-sample mode, or has a gradient in `.grad`
+            that no row is a part of.
 
     Example:
         >>> import torch, expanded_nn as enn
@@ -230,12 +232,14 @@ def per_sample_grads(model: nn.Module) -> PerSampleGrads:
         >>> enn.per_sample_grads(model).norms().shape
         torch.Size([5])
     """
-    parameters, _ = _recorded(model)
-    return PerSampleGrads(_held(parameters))
+    parameters, recorders = _recorded(model)
+    held = _held(parameters)
+    _refuse_gradients_without_rows("per_sample_grads", parameters, recorders)
+    return PerSampleGrads(held)
 
 
 def clip_grad_sample_norms_(
-    model: nn.Module, max_norm: float | Mapping[str, float], *, reduction: str = "sum"
+    model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], *, reduction: str = "sum"
 ) -> Tensor | dict[str, Tensor]:
     """Scales each row to norm at most `max_norm` and sets `.grad` to the sum of the clipped rows.
 
@@ -246,8 +250,10 @@ def clip_grad_sample_norms_(
 
     Args:
         model: A model in per-sample mode, after a backward.
-        max_norm: The norm to clip to, over all parameters together; or several by name, of a parameter or of a module,
-            whose parameters are clipped together but for those that have a nearer name.
+        max_norm: The norm to clip to, over all parameters together. Or a function of the norms `(B,)` that gives the
+            number by which each row is multiplied, `(B,)`: `lambda norms: 1 / (norms + 0.01)` is automatic clipping
+            (Bu et al., 2022). Or several of either by name, of a parameter or of a module, whose parameters are
+            clipped together but for those that have a nearer name.
         reduction: `"sum"`, or `"mean"` to divide by the number of rows.
 
     Returns:
@@ -255,21 +261,23 @@ def clip_grad_sample_norms_(
 
     Raises:
         PerSampleError: If no parameter has rows, a row holds inf or NaN, a parameter belongs to no module in per-sample
-            mode, or `max_norm` lacks one or has a name too many.
+            mode, or has a gradient in `.grad` that no row is a part of, so that it would stay unclipped; or if
+            `max_norm` lacks a name or has one too many, or a function gives another shape than `(B,)`.
         ValueError: If `reduction` or `max_norm` has no meaning.
     """
     if reduction not in ("sum", "mean"):
         raise ValueError(f'clip_grad_sample_norms_: reduction is {reduction!r}; wanted "sum" or "mean".')
     limits = max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]
-    if any(not limit > 0 for limit in limits):
+    if any(not callable(limit) and not limit > 0 for limit in limits):
         raise ValueError(f"clip_grad_sample_norms_: max_norm is {max_norm}; wanted a number above 0.")
     with torch._C.DisableTorchFunctionSubclass():  # the rows' own dispatch costs more than the algebra of small models
         return _clip(model, max_norm, reduction)
 
 
-def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: str) -> Tensor | dict[str, Tensor]:
+def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction: str) -> Tensor | dict[str, Tensor]:
     parameters, recorders = _recorded(model)
     held = _held(parameters)
+    _refuse_gradients_without_rows("clip_grad_sample_norms_", parameters, recorders)
     if not held and any(each.requires_grad for each in parameters.values()):
         raise complaint(
             "clip_grad_sample_norms_",
@@ -307,7 +315,35 @@ def _clip(model: nn.Module, max_norm: float | Mapping[str, float], reduction: st
     return norms[""] if together else norms
 
 
-def _grouped(names: Iterable[str], limits: Mapping[str, float]) -> dict[str, str]:
+def _refuse_gradients_without_rows(
+    who: str, parameters: Mapping[str, nn.Parameter], recorders: Iterable[Recorder]
+) -> None:
+    """Raises if an optimizer would take a gradient that no row is a part of; those from before are let alone."""
+    without = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and parameter.grad is not None and getattr(parameter, "grad_sample", None) is None
+    ]
+    # with accumulate_grad=False clipping has left its sums there; zeros are a gradient that was cleared
+    known = [name for name in without if any(recorder.has_set(parameters[name]) for recorder in recorders)]
+    found = [name for name in without if name not in known and not is_zero(_values(parameters[name].grad))]
+    if found:
+        raise complaint(
+            who,
+            f"the parameters {_some(found)} have a gradient in .grad, but no per-sample gradients, so that nothing "
+            "bounds what a sample adds to it",
+            "both, or neither",
+            "If that gradient is from before, clear it: optimizer.zero_grad(). If it is of this step, let the "
+            "parameter be used by its layer, or by expanded_nn.expanded(weight).",
+        )
+
+
+def _values(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad._values() if grad.is_sparse else grad
+
+
+def _grouped(names: Iterable[str], limits: Mapping[str, MaxNorm]) -> dict[str, str]:
     """Parameter name -> the nearest of the names that have a limit: its own, or that of a module around it."""
     groups = {}
     for name in names:
@@ -421,7 +457,18 @@ def _small_matrix(rows: Tensor) -> Tensor | None:
     return rows.detach().reshape(rows.shape[0], math.prod(rows.shape[1:]))
 
 
-def _factors(norms: Tensor, max_norm: float) -> Tensor:
+def _factors(norms: Tensor, max_norm: MaxNorm) -> Tensor:
+    if callable(max_norm):
+        factors = max_norm(norms)
+        if not isinstance(factors, Tensor) or factors.shape != norms.shape:
+            found = f"shape {tuple(factors.shape)}" if isinstance(factors, Tensor) else f"a {type(factors).__name__}"
+            raise complaint(
+                "clip_grad_sample_norms_",
+                f"the function given as max_norm returned {found}",
+                f"a tensor of shape {tuple(norms.shape)}, the number that multiplies each sample's gradient",
+                "Return one number per sample, such as max_norm / norms.clamp(min=max_norm).",
+            )
+        return factors.detach()
     return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
 
 

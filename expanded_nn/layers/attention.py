@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from math import sqrt
 from typing import Any, ClassVar
 
@@ -14,13 +13,13 @@ from torch import Tensor, nn
 
 from expanded_nn._batch import tensors
 from expanded_nn._errors import complaint
-from expanded_nn._expand import Recorder
 from expanded_nn._gemm import affine
 from expanded_nn._module import Expanded, PerSampleModule, Root
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared
 from expanded_nn._twins import expand_modules
 from expanded_nn.layers.linear import Linear, bias_rows, linear, outer_rows, positions, times_matrix
+from expanded_nn.recording.recorder import Recorder
 
 
 class _Part(torch.autograd.Function):
@@ -280,7 +279,8 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         inputs = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
         projections = 1 if inputs[0] is inputs[1] is inputs[2] else 2 if inputs[1] is inputs[2] else 3
         at_hand = len(self.uses) >= projections or not self._has_own_rows()
-        if not self._recorder.depth or not at_hand or (self.out_proj.weight.requires_grad and not self.out_proj.uses):
+        at_hand = at_hand and bool(self.out_proj.uses or not self.out_proj.weight.requires_grad)
+        if self._recorder.forward is None or not at_hand:
             self.uses = []
             return super()._in_graph(args, kwargs)
         self.current_use = self.uses[-1] if self.uses else None
@@ -392,14 +392,10 @@ class _Container(_Converted, Root):
             first = next((each for each in tensors((args, kwargs)) if isinstance(each, Tensor)), None)
             if first is not None:
                 _refuse_unbatched(self, "input", first, attention.batch_first)
-        settings = recorder.settings
-        if settings.batch_first == attention.batch_first:
+        if recorder.settings.batch_first == attention.batch_first:
             return super().forward(*args, **kwargs)
-        recorder.settings = replace(settings, batch_first=attention.batch_first)
-        try:
+        with recorder.layout(batch_first=attention.batch_first):
             return super().forward(*args, **kwargs)
-        finally:
-            recorder.settings = settings
 
     def _rows_are_due(self) -> bool:
         if self._recorder is None or not torch.is_grad_enabled():

@@ -249,8 +249,8 @@ class Embedding(Expanded, nn.Embedding):
             return index.transpose(0, dim).expand(batch, *[-1] * (index.dim() - 1)), dim
         if batch > 1:
             self._refuse_other_batch(index, dim)
-        if self._recorder is not None:
-            self._recorder.broadcast.append(self)
+        if self._recorder is not None and self._recorder.forward is not None:
+            self._recorder.forward.broadcast.append(self)
         return index.expand(batch, *index.shape), 0 if batch_first else 1
 
     def _refuse_other_batch(self, index: Tensor, dim: int) -> None:
@@ -519,8 +519,8 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
                 per_sample_weights = self.checked(per_sample_weights, 1, argument="per_sample_weights")
         else:
             bags = _bag_count(input, offsets, include_last_offset)
-            if self._recorder is not None:
-                self._recorder.correct(bags)
+            if self._recorder is not None and self._recorder.forward is not None:
+                self._recorder.forward.correct(bags)
             self._refuse_other_bags(bags)
         max_norm = _renormalise_once(self, input)
         return embedding_bag(

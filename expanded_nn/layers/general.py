@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,10 +21,10 @@ from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree
 
 from expanded_nn._batch import batch_dim, has_derivatives
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._expand import Recorder
-from expanded_nn._lift import Place, swapped
+from expanded_nn._lift import Place, quiet_fallbacks, swapped
 from expanded_nn._module import Expanded
 from expanded_nn._registry import EXPANDED
+from expanded_nn.recording.recorder import Recorder
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
 
@@ -91,7 +90,7 @@ class General(Expanded):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         result, recorder = super().forward(*args, **kwargs), self._recorder
-        if recorder is None or not recorder.depth or recorder.originals is not None or torch.is_grad_enabled():
+        if recorder is None or not recorder.records or recorder.originals is not None or torch.is_grad_enabled():
             return result
         if not self._has_own_rows():
             return result
@@ -136,7 +135,7 @@ class General(Expanded):
         def one_sample(weights: list[Tensor], inputs: list[Any]) -> list[Tensor]:
             alone = [each if dim is None else each.unsqueeze(dim) for each, dim in zip(inputs, dims, strict=True)]
             args, kwargs = tree_unflatten(alone, structure)
-            with swapped(places, weights), _quiet_fallbacks(), _Watch(self):
+            with swapped(places, weights), quiet_fallbacks(), _Watch(self):
                 result = self._plain_forward(*args, **kwargs)
             if Counter(_ids_of_one_sample((args, kwargs))) - Counter(_ids_of_one_sample(alone)):
                 raise self._keeping("an argument")
@@ -395,14 +394,6 @@ def _restored(states: list[Tensor]) -> bool:
     if len(states) > 1:
         torch.cuda.set_rng_state_all(states[1:])
     return False
-
-
-@contextmanager
-def _quiet_fallbacks() -> Iterator[None]:
-    """Without the warning that `vmap` loops over the samples for some operation, as nothing can be done about it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
-        yield
 
 
 class _Watch(TorchFunctionMode):
