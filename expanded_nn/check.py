@@ -12,7 +12,7 @@ from expanded_nn._batch import has_derivatives
 from expanded_nn._errors import ConversionError, PerSampleError, complaint
 from expanded_nn._module import PerSampleModule
 from expanded_nn._report import Problem, Report as Report
-from expanded_nn._running import Call, Runner, WithoutDropout, nudged, undisturbed
+from expanded_nn._running import Call, Runner, nudged, undisturbed
 from expanded_nn._samples import (
     Layout,
     difference,
@@ -22,6 +22,7 @@ from expanded_nn._samples import (
     sample_loss,
     squares,
 )
+from expanded_nn._steady import WithoutDropout
 from expanded_nn._trace import Guard, Trace
 from expanded_nn.convert import convert, revert
 from expanded_nn.recording.recorder import Recorder, Settings
