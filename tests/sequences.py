@@ -67,6 +67,8 @@ class Run:
         self.model = enn.convert(self.plain).per_sample(**settings)
         self.contract = Contract(settings)
         self.sent: list[Sent] = []
+        self.original: nn.Module | None = None
+        self.waiting_there: list[Sent] = []
         self.keys: dict[int, Key] = {}
         self.parameters: dict[Key, nn.Parameter] = {}
         self.shown: dict[Key, Tensor | None] = {}
@@ -704,22 +706,35 @@ class PerSample(Step):
 
 @dataclass(frozen=True, repr=False)
 class Copy(Step):
-    """Going on with a deep copy; a backward of the original does not reach it."""
-
-    backward: bool = False
+    """Going on with a deep copy; the original lives on."""
 
     def take(self, run: Run) -> None:
-        sent, original = run.sent[-1] if run.sent else None, run.model
-        run.model = deepcopy(original)
+        run.original, run.waiting_there = run.model, run.sent
+        run.model = deepcopy(run.original)
         settings, on = run.contract.settings, run.contract.on
         run.sent, run.parameters, run.contract = [], {}, Contract(settings, on)
         run.find_parameters()
         run.shown = {}
-        if self.backward and sent is not None and sent.output.requires_grad:
-            try:
-                sent.loss("plain").backward()
-            except RuntimeError:  # PerSampleError is one; what is due of the original was the question before
-                return
+
+
+@dataclass(frozen=True, repr=False)
+class Original(Step):
+    """A backward of the model that was copied, which does not reach the copy: of an old forward, or of a new one."""
+
+    samples: int = 2
+    new: bool = True
+
+    def take(self, run: Run) -> None:
+        if run.original is None or not (self.new or run.waiting_there):
+            raise Skip
+        try:
+            if self.new:
+                x, words = batch(self.samples, 0)
+                USES["head"](run.original, x, words).sum().backward()
+            else:
+                run.waiting_there.pop().loss("squares").backward()
+        except RuntimeError:  # PerSampleError is one; what is due of the original was asked before
+            return
 
 
 @dataclass(frozen=True, repr=False)
@@ -926,7 +941,8 @@ def some_steps(rng: random.Random) -> list[Step]:
         (3, lambda: [Update()]),
         (2, lambda: [PerSample(rng.random() < 0.6, said)]),
         (1, lambda: [PerSample(False), PerSample(True)]),
-        (1, lambda: [Copy(rng.random() < 0.5)]),
+        (1, lambda: [Copy()]),
+        (1, lambda: [Original(samples, rng.random() < 0.5)]),
         (5, lambda: [Clip(rng.choice([0.1, 0.5, 5.0]), rng.choice(["sum", "sum", "mean"]))]),
         (2, lambda: [Grads()]),
         # a step of training
@@ -941,8 +957,25 @@ def some_steps(rng: random.Random) -> list[Step]:
             ],
         ),
         (3, lambda: [Forward(samples, use, seed), Backward((-1,), kind), Clear(rng.choice(CLEARS))]),
+        (1, lambda: [Copy(), Original(samples), Forward(2), Original(samples, False), Backward()]),
+        # two forwards of a pass, and between them what begins none
+        (4, lambda: [Forward(samples, use, seed), *between(rng), Forward(samples, use), Backward((-1, -2), kind)]),
         # gradients that cancel, and are scaled
         (1, lambda: [Forward(samples), Backward(), Forward(samples), Backward(factor=-1.0), Scale()]),
     ]
     weights, makers = zip(*draws, strict=True)
     return rng.choices(makers, weights)[0]()
+
+
+def between(rng: random.Random) -> list[Step]:
+    """What stands between two forwards that are one pass, and changes nothing of that."""
+    return rng.choice(
+        [
+            [Forward(rng.randrange(5), then="no_grad")],
+            [Ask(-1, rng.choice(["parameters", "inputs"]))],
+            [Clear(rng.choice(CLEARS))],
+            [Clip()],
+            [Grads()],
+            [],
+        ]
+    )
