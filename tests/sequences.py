@@ -17,6 +17,7 @@ Where the contract does not say which rows are due, what is safe is accepted:
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
@@ -67,6 +68,7 @@ class Run:
         self.model = enn.convert(self.plain).per_sample(**settings)
         self.contract = Contract(settings)
         self.sent: list[Sent] = []
+        self.kept: list[nn.Parameter] = []
         self.original: nn.Module | None = None
         self.waiting_there: list[Sent] = []
         self.keys: dict[int, Key] = {}
@@ -102,6 +104,20 @@ class Run:
 
     def key_of(self, name: str) -> Key:
         return self.keys[id(self.model.get_parameter(name))]
+
+    def take(self, number: int, step: Step) -> None:
+        """Takes a step, and looks at everything after it."""
+        try:
+            step.take(self)
+            self.happened[type(step).__name__] += 1
+            self.check()
+        except Skip:
+            self.happened["skipped"] += 1
+        except Wrong as error:
+            error.args = (f"{error.args[0]} after step {number}, {step}",)
+            raise
+        except enn.PerSampleError as error:
+            raise Wrong("false alarm", f"{error} in step {number}, {step}") from error
 
     # forwards
 
@@ -562,8 +578,8 @@ class Clear(Step):
 
     def is_zero_anyway(self, run: Run, key: Key) -> bool:
         gradient, contract = run.contract.grads[key], run.contract
-        rows = sum(held.batch for held in contract.passes if key in held.rows)
-        return gradient is not None and not gradient.any() and rows > 0 and key not in contract.cleared
+        held = key in contract.doubtful or any(key in held.rows for held in contract.passes)
+        return gradient is not None and not gradient.any() and held and key not in contract.cleared
 
     def clear(self, run: Run, parameters: Sequence[nn.Parameter]) -> None:
         if self.how.startswith("model"):
@@ -630,16 +646,18 @@ class Freeze(Step):
 
 @dataclass(frozen=True, repr=False)
 class Replace(Step):
-    """Another Parameter in the place of one."""
+    """Another Parameter in the place of one, which somebody may keep."""
 
     module: str = "head"
     name: str = "weight"
+    keeps: bool = False
 
     def take(self, run: Run) -> None:
         if self.name == "shift" and not isinstance(run.model, Own):
             raise Skip
         module = run.model.get_submodule(self.module)
         before = getattr(module, self.name)
+        run.kept += [before] if self.keeps else []
         setattr(module, self.name, nn.Parameter(0.8 * before.detach(), requires_grad=before.requires_grad))
         run.contract.moved = True
         drop_checkpoints(run)
@@ -770,8 +788,9 @@ class Clip(Step):
             total, before = fitting[0].get(key, readings[1][1].get(key)), contract.grads[key]
             if total is None:
                 continue
-            if key not in trainable and (before is None or not differs(run.parameters[key].grad, before)):
-                continue  # the gradient that a frozen one has may be clipped; it gets none
+            held = key in contract.doubtful or any(key in held.rows for held in contract.passes)
+            if key not in trainable and not (held and differs(run.parameters[key].grad, before)):
+                continue  # one that was frozen since may be clipped or not; one that was frozen before has no rows
             contract.grads[key] = total if contract.accumulates or before is None else before + total
             contract.raw.discard(key)
             contract.bare.discard(key)
@@ -859,20 +878,14 @@ class Story:
         return cls(steps[:length], model, settings)
 
     def play(self) -> Counter[str]:
-        """Takes the steps, and looks at everything after each; what has happened."""
+        """Takes the steps; what has happened."""
         run = Run(MODELS[self.model], self.settings)
-        for number, step in enumerate(self.steps):
-            try:
-                step.take(run)
-                run.happened[type(step).__name__] += 1
-                run.check()
-            except Skip:
-                run.happened["skipped"] += 1
-            except Wrong as error:
-                error.args = (f"{error.args[0]} after step {number}, {step}",)
-                raise
-            except enn.PerSampleError as error:
-                raise Wrong("false alarm", f"{error} in step {number}, {step}") from error
+        gc.disable()  # or what goes wrong may depend on when a parameter that was replaced is gone
+        try:
+            for number, step in enumerate(self.steps):
+                run.take(number, step)
+        finally:
+            gc.enable()
         return run.happened
 
     def error(self) -> Exception | None:
@@ -936,7 +949,7 @@ def some_steps(rng: random.Random) -> list[Step]:
         (12, lambda: [Clear(rng.choice(CLEARS), rng.random() < 0.3)]),
         (1, lambda: [Scale()]),
         (4, lambda: [Freeze(rng.choice(PARTS), rng.random() < 0.5, rng.random() < 0.5)]),
-        (2, lambda: [Replace(*rng.choice(PARAMETERS))]),
+        (2, lambda: [Replace(*rng.choice(PARAMETERS), rng.random() < 0.5)]),
         (1, lambda: [Load(rng.random() < 0.7)]),
         (3, lambda: [Update()]),
         (2, lambda: [PerSample(rng.random() < 0.6, said)]),

@@ -22,6 +22,7 @@ from sequences import (
     PerSample,
     Piece,
     Replace,
+    Scale,
     Story,
     Update,
 )
@@ -133,6 +134,9 @@ FOUND: dict[str, Story] = {
     "clearing_by_data_is_seen_within_a_pass": Story(
         [Forward(), Piece(), Backward(), Clear("data_zero"), Backward()],
     ),
+    "gradient_that_cancels_is_not_cleared": Story(
+        [Forward(), Backward(), Forward(), Backward(factor=-1.0), Scale(), Forward(), Backward()],
+    ),
     "settings_stay": Story([PerSample(), Forward(), Backward()], settings={"accumulate_grad": False}),
     "rows_without_gradient_after_a_fault": Story(
         [Forward(), Backward(retain=True), Backward(fault="parameter"), Clip()]
@@ -153,7 +157,7 @@ FOUND: dict[str, Story] = {
         [Forward(), Backward(), Freeze("words"), Freeze("first"), Clear("optimizer", True), Forward(), Backward()],
     ),
     "ghost_rows_of_a_replaced_weight": Story(
-        [Forward(), Backward(retain=True), Replace(), Clear(), Forward(), Backward()]
+        [Forward(), Backward(), Replace(keeps=True), Clear(), Forward(), Backward()]
     ),
     "ghost_rows_of_a_state_that_was_assigned": Story([Forward(4), Load(), Piece(), Backward((0, 1))]),
     "frozen_between_forward_and_backward": Story([Piece(use="layer"), Freeze(), Forward(1), Backward((0, 1))]),
