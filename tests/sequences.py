@@ -935,6 +935,7 @@ def some_steps(rng: random.Random) -> list[Step]:
     kind = rng.choice(["plain", "plain", "plain", "squares", "slope"])
     use = rng.choice([*WHOLE, "head", "head", "back"])
     said = tuple(rng.choice(SAID).items())
+    step = [Forward(samples, use, seed), Backward((-1,), kind)]
     draws: list[tuple[int, Callable[[], list[Step]]]] = [
         (20, lambda: [Forward(samples, use, seed)]),
         (5, lambda: [Forward(samples, use, seed, rng.choice(["dropped", "no_grad", "fails"]))]),
@@ -969,8 +970,18 @@ def some_steps(rng: random.Random) -> list[Step]:
                 Clear(rng.choice(CLEARS[:7])),
             ],
         ),
-        (3, lambda: [Forward(samples, use, seed), Backward((-1,), kind), Clear(rng.choice(CLEARS))]),
+        (3, lambda: [*step, Clear(rng.choice(CLEARS))]),
         (1, lambda: [Copy(), Original(samples), Forward(2), Original(samples, False), Backward()]),
+        # a new optimizer for what is not frozen
+        (
+            2,
+            lambda: [
+                Freeze(part := rng.choice(PARTS)),
+                Clear(rng.choice(CLEARS[:7]), True),
+                *step,
+                Freeze(part, False),
+            ],
+        ),
         # two forwards of a pass, and between them what begins none
         (4, lambda: [Forward(samples, use, seed), *between(rng), Forward(samples, use), Backward((-1, -2), kind)]),
         # gradients that cancel, and are scaled

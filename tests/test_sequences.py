@@ -17,6 +17,7 @@ from sequences import (
     Clip,
     Forward,
     Freeze,
+    Grads,
     Load,
     Outside,
     PerSample,
@@ -152,6 +153,21 @@ FOUND: dict[str, Story] = {
     ),
     "ghost_rows_after_an_outside_use": Story(
         [Outside(), Forward(), Backward((0, 1)), Clear("zero"), Forward(), Backward()],
+    ),
+    "rows_that_were_taken_away_after_a_fault_stay_away": Story(
+        [Forward(), Backward(), Forward(), Backward(fault="accumulated"), Clear("rows"), Forward(), Backward()],
+    ),
+    "thawed_with_a_gradient_from_before": Story(
+        [
+            Forward(),
+            Backward(),
+            Freeze("mix"),
+            Clear("none", True),
+            Forward(),
+            Backward(),
+            Freeze("mix", False),
+            Grads(),
+        ],
     ),
     "ghost_rows_of_a_frozen_part": Story(
         [Forward(), Backward(), Freeze("words"), Freeze("first"), Clear("optimizer", True), Forward(), Backward()],
