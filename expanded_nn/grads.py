@@ -310,6 +310,7 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
             _set_grad(parameters[name], total, add=adds)
             for recorder in recorders if adds else []:
                 recorder.forget(parameters[name])
+                recorder.note_clipped(parameters[name])
     for recorder in recorders:
         recorder.note_grads()
     return norms[""] if together else norms
@@ -325,7 +326,7 @@ def _refuse_gradients_without_rows(
         if parameter.requires_grad and parameter.grad is not None and getattr(parameter, "grad_sample", None) is None
     ]
     # with accumulate_grad=False clipping has left its sums there; zeros are a gradient that was cleared
-    known = [name for name in without if any(recorder.has_set(parameters[name]) for recorder in recorders)]
+    known = [name for name in without if any(recorder.has_clipped(parameters[name]) for recorder in recorders)]
     found = [name for name in without if name not in known and not is_zero(_values(parameters[name].grad))]
     if found:
         raise complaint(
@@ -402,6 +403,8 @@ def _recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]
             "Switch it on before the forward: convert(model, inplace=True).per_sample(True).",
         )
     recorders = list(dict.fromkeys(each for each in recording.values() if each is not None))
+    for recorder in recorders:
+        recorder.settle()
     kinds = {(each.settings.loss_reduction, each.settings.accumulate_grad) for each in recorders}
     if len(kinds) > 1:
         raise complaint(

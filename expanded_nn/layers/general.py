@@ -364,6 +364,7 @@ class _Trial:
             leaves, _ = _flatten(self.module._plain_forward(*args, **kwargs))
         return [each for each in leaves if isinstance(each, Tensor)]
 
+    @torch.no_grad()
     def compared(self, found: _Mapped) -> Compared:
         """Where the samples stand in the results.
 

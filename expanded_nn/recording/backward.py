@@ -68,6 +68,13 @@ class Stage(Enum):
     DELIVERING = auto()
 
 
+def _failed(ref: weakref.ref[Backward]) -> None:
+    """The engine has let go of a backward that has not ended."""
+    backward = ref()
+    if backward is not None:
+        backward.settle()
+
+
 class _Mark:
     """What the engine keeps alive while a backward runs."""
 
@@ -113,7 +120,7 @@ class Backward:
         return begins
 
     def settle(self) -> None:
-        """Code runs outside of any backward: one that has not ended has failed."""
+        """The backward, if there is one, runs no more: one that has not ended has failed."""
         if self.stage is not Stage.IDLE:
             self._end(failed=True)
 
@@ -129,7 +136,7 @@ class Backward:
         queue = torch.autograd.Variable._execution_engine.queue_callback
         # behind the callbacks of others, which may change gradients, as DistributedDataParallel's does
         queue(lambda: queue(end))
-        self.mark = weakref.ref(mark)
+        self.mark = weakref.ref(mark, lambda _: _failed(me))
 
     def _end(self, *, failed: bool) -> None:
         delivered, over = self.stage is Stage.DELIVERING, self.over()

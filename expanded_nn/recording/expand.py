@@ -31,7 +31,7 @@ class Receiver(Protocol):
     @property
     def settings(self) -> Any: ...
 
-    def deliver(self, now: Pass, leaf: Leaf, rows: Tensor, *, stand_alone: bool) -> None: ...
+    def deliver(self, now: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None: ...
 
 
 class Expand(torch.autograd.Function):
@@ -51,6 +51,9 @@ class Expand(torch.autograd.Function):
         refuse_batched(rows)
         if receiver is None:
             return rows.sum(0), None, None, None
+        if not ctx.parameter.requires_grad:  # it was frozen after the forward, and torch adds nothing to its .grad
+            receiver.deliver(ctx.now, ctx.leaf, None)
+            return None, None, None, None
         settings, asked_for = receiver.settings, not accumulates_next(ctx)
         scale = max(1, ctx.now.batch) if settings.loss_reduction == "mean" else 1
         # without the first, each attribute of a factored tensor takes a way through Python

@@ -357,20 +357,21 @@ class Recorder:
 
     # Backward: rows.
 
-    def deliver(self, now: Pass, leaf: Leaf, rows: Tensor, *, stand_alone: bool) -> None:
+    def deliver(self, now: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None:
         """Takes the rows of one parameter; a backward may bring a parameter's rows in several parts.
 
         Args:
             now: The pass they are of.
             leaf: The parameter.
-            rows: `(B, *shape)`.
+            rows: `(B, *shape)`, or none for a parameter that was frozen after the forward.
             stand_alone: Whether `torch.autograd.grad` asked for the gradient, which does not go to `.grad` then.
         """
         if self.backward.enter(delivers=True):
             self._before_delivery(stand_alone)
         if not stand_alone and now.stage is Stage.OPEN:
             now.stage = Stage.REACHED
-        self.store.add(now, leaf, rows)
+        if rows is not None:
+            self.store.add(now, leaf, rows)
 
     def _before_delivery(self, stand_alone: bool) -> None:
         """Rows go when the gradient they add up to was cleared, or when the user took them away."""
@@ -408,8 +409,14 @@ class Recorder:
             self.expanded = {key: entry for key, entry in self.expanded.items() if entry[0].stage is Stage.OPEN}
         for leaf in self.leaves:
             leaf.sent.clear()
+        if failed:
+            for leaf in self.leaves:
+                if leaf.was_reset():
+                    self._forget(leaf)
         if failed and delivered and self.store.aside is None:
             self.store.undo()
+        if len(self.store.held) > 1 and self.store.aside is None:
+            self.store.drop_passes_of(self._left_or_frozen())
         self.store.complete(self.leaves)
         if self.leaves.sharded:
             for leaf in self.leaves:
@@ -422,10 +429,21 @@ class Recorder:
         for leaf in self.leaves:
             leaf.note_grad()
 
-    def has_set(self, parameter: Tensor) -> bool:
-        """Whether `.grad` is as this library has left it."""
+    def settle(self) -> None:
+        """Outside of any backward: takes back what one that failed has left."""
+        if running_backward() < 0:
+            self.backward.settle()
+
+    def note_clipped(self, parameter: Tensor) -> None:
+        """Clipping has added to `.grad`."""
         leaf = self.leaves.get(parameter)
-        return leaf is not None and leaf.grad is not None and leaf.grad_is_as_noted()
+        if leaf is not None and parameter.grad is not None:
+            leaf.clipped = weakref.ref(parameter.grad)
+
+    def has_clipped(self, parameter: Tensor) -> bool:
+        """Whether `.grad` is what clipping has added to."""
+        leaf = self.leaves.get(parameter)
+        return leaf is not None and leaf.clipped is not None and leaf.clipped() is parameter.grad is not None
 
     def forget(self, parameter: Tensor) -> None:
         """Drops the rows of one parameter."""

@@ -99,6 +99,7 @@ class Leaf:
         shown: Its `grad_sample`.
         sent: What its expansions have sent to it, by the backward's number.
         grad: `.grad` as it was seen last, and its version then.
+        clipped: The `.grad` that clipping has added to, where a backward adds nothing.
         memory: Where its dense rows are written.
         place: Where it stands, if its model is sharded.
         handle: The hook that watches it.
@@ -109,6 +110,7 @@ class Leaf:
     shown: Shown = field(default_factory=Shown)
     sent: dict[int, Sent] = field(default_factory=dict)
     grad: tuple[weakref.ref[Tensor], int] | None = None
+    clipped: weakref.ref[Tensor] | None = None
     memory: Recycled = field(default_factory=Recycled)
     place: Place | None = None
     handle: Any = None
@@ -266,8 +268,8 @@ def stale(leaves: Iterable[Leaf]) -> list[Leaf]:
             found.append(leaf)
         else:
             some_held = True
-    # the usual case costs no sum of rows: all were zeroed
-    if not some_held and not any(leaf.grad_is_as_noted() for leaf in zeros):
+    zeros.sort(key=_size)
+    if not some_held and any(not _rows_cancel(leaf) for leaf in zeros):  # one will do: what is done, is done to all
         return found + zeros
     return found + [leaf for leaf in zeros if not _rows_cancel(leaf)]
 
@@ -278,6 +280,10 @@ def _vanishes(grad: Tensor) -> bool:
     if not is_shard(values) and values.numel() > 64 and values.is_contiguous() and bool(values.view(-1)[:64].any()):
         return False
     return is_zero(values)
+
+
+def _size(leaf: Leaf) -> int:
+    return 0 if leaf.shown.rows is None else leaf.shown.rows.numel()
 
 
 def _sum_of_rows(leaf: Leaf) -> tuple[Tensor, Tensor]:
