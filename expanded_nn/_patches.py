@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn._gemm import batched_product
 from expanded_nn._terms import CHUNK_NUMEL, Outer, Term
 
 aten = torch.ops.aten
@@ -223,7 +222,7 @@ def _rows_by_columns(
     for start in range(0, len(windows), size):
         part = slice(start * how.groups, (start + size) * how.groups)
         columns = windows[start : start + size].reshape(-1, by_group.shape[2], g.shape[2])
-        batched_product(g[part], columns.mT, by_group[part])
+        torch.bmm(g[part], columns.mT, out=by_group[part])
     return rows
 
 

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._gemm import batched_gram, batched_product, transposed_product
 
 CHUNK_NUMEL = 1 << 22  # dense rows made at once, where an algorithm needs them only in passing
 
@@ -297,13 +296,13 @@ class Outer(Term):
         g, a = self.weighted()
         if g.shape[1] == 1:
             return torch.mul(g.transpose(1, 2), a, out=out)
-        return batched_product(g.mT, a, out)
+        return torch.bmm(g.mT, a, out=out)
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         g, a = self.weighted(weights)
         if g.transpose(0, 1).is_contiguous():  # the order of the positions in memory
             g, a = g.transpose(0, 1), a.transpose(0, 1)
-        return transposed_product(g.flatten(0, 1), a.flatten(0, 1))
+        return torch.mm(g.flatten(0, 1).t(), a.flatten(0, 1))
 
     def matvec(self, vector: Tensor) -> Tensor:
         g, a = self.unscaled()
@@ -322,7 +321,8 @@ class Outer(Term):
         key = (factor.data_ptr(), factor.dtype, factor.shape, factor.stride(), self.dtype)
         products = None if kept is None else kept.pop(key, None)
         if products is None:
-            products = batched_gram(factor.to(self.dtype))
+            factor = factor.to(self.dtype)
+            products = torch.bmm(factor, factor.mT)
         if kept is not None:
             kept[key] = products
             if len(kept) > 2:  # the last one of each factor
@@ -336,7 +336,7 @@ class Outer(Term):
             if self.positions == other.positions == 1:
                 return (g * h).sum((1, 2)) * (a * c).sum((1, 2)).mul_(scale)
             if self._positions_are_fewer(other):
-                return (batched_product(g, h.mT) * batched_product(a, c.mT)).sum((1, 2)).mul_(scale)
+                return (torch.bmm(g, h.mT) * torch.bmm(a, c.mT)).sum((1, 2)).mul_(scale)
             if other is self:
                 return super().squared_norms()
         if isinstance(other, OneHot):

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn._gemm import affine
 from expanded_nn._shared import is_shared, owned, shared
 from expanded_nn._terms import in_own_dtype, is_batched
 from expanded_nn.layers._equations import Recurrence, Saved, Weights
@@ -90,7 +90,7 @@ def _gradients(
 
     grads: list[Tensor | None] = [None] * len(needed)
     if needed[0]:
-        grads[0] = steps.from_rows(affine(found.ih, one.ih.t())).to(inputs[0].dtype)
+        grads[0] = steps.from_rows(F.linear(found.ih, one.ih.t())).to(inputs[0].dtype)
     if needed[1]:
         grads[1] = found.h0.to(inputs[1].dtype)
     if needed[2] and inputs[2] is not None and found.c0 is not None:
