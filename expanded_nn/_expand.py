@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
 from threading import get_ident
 from typing import Any
 
@@ -19,12 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._batch import tensors
-from expanded_nn._cell import Cell, running_backward
+from expanded_nn._cell import Cell
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._leaf import Leaf, OutsideUse
+from expanded_nn._modes import in_own_dtype, no_torch_function, refuse_batched, running_backward
 from expanded_nn._sharded import is_shard
 from expanded_nn._storage import Recycled
-from expanded_nn._terms import Dense, SparseOneHot, Term, in_own_dtype, refuse_batched
+from expanded_nn.core.algebra import Kind
+from expanded_nn.core.terms import Dense
 from expanded_nn.factored import FactoredTensor, materialized, times
 
 
@@ -524,7 +525,7 @@ class _Expand(torch.autograd.Function):
         settings, asked = recorder.settings, _is_asked_for(ctx)
         scale = max(1, ctx.now.batch) if settings.loss_reduction == "mean" else 1
         # without the first, each attribute of a factored tensor takes a way through Python
-        with torch._C.DisableTorchFunctionSubclass(), in_own_dtype(rows):
+        with no_torch_function(), in_own_dtype(rows):
             add_up = settings.accumulate_grad or asked
             kept, total = _kept_and_total(rows, scale, add_up, settings.materialize, ctx.leaf.memory)
             if not asked or torch.is_grad_enabled():
@@ -617,7 +618,7 @@ def _kept_and_total(
         kept = materialized(kept, memory)
     if not add_up:
         return kept, None
-    sparse = _sparse_total(terms)
+    sparse = rows.sparse_sum()
     if sparse is not None:
         return kept, sparse
     if not dense:
@@ -625,14 +626,8 @@ def _kept_and_total(
     return kept, Dense.of(kept).scaled(1 / scale).weighted_sum(None)
 
 
-def _sparse_total(terms: Sequence[Term]) -> Tensor | None:
-    """The plain gradient where torch's is sparse."""
-    sparse = [term.sparse_sum() for term in terms if isinstance(term, SparseOneHot)]
-    return reduce(torch.add, sparse) if sparse and len(sparse) == len(terms) else None
-
-
 def _zero_rows(batch: int, parameter: Tensor) -> Tensor:
-    cell = Cell([(batch, ())], parameter.shape, parameter.dtype, parameter.device)
+    cell = Cell([(batch, ())], Kind(parameter.shape, parameter.dtype, parameter.device))
     return FactoredTensor(cell, (batch, *parameter.shape))
 
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._cell import running_backward
 from expanded_nn._errors import complaint
+from expanded_nn._modes import running_backward
 from expanded_nn._sharded import is_shard, is_zero
 from expanded_nn._storage import Recycled
 

@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from expanded_nn._cell import Block, Cell, running_backward
-from expanded_nn._terms import Outer, Term
+from expanded_nn._cell import Block, Cell
+from expanded_nn._modes import running_backward
+from expanded_nn.core.terms import Outer
 from expanded_nn.factored import TABLE, FactoredTensor, average, refuse_in_place, scaled_blocks, widened
 
 aten = torch.ops.aten
@@ -91,7 +92,7 @@ def _added_blocks(rows: Any, other: Any, alpha: float) -> list[Block] | None:
     if [size for size, _ in ours] != [size for size, _ in theirs]:
         return None
     return [
-        (size, (*terms, *(term if alpha == 1 else term.scaled(alpha) for term in more)))
+        (size, (*terms, *(more if alpha == 1 else (part.derived(lambda term: term.scaled(alpha)) for part in more))))
         for (size, terms), (_, more) in zip(ours, theirs, strict=True)
     ]
 
@@ -160,7 +161,8 @@ def _aliased(rows: FactoredTensor) -> FactoredTensor:
 def _cloned(rows: FactoredTensor, *, memory_format: Any = None) -> Any:
     if rows.is_dense:
         return NotImplemented
-    return rows._like(rows._remade(Term.clone), rows.shape)
+    blocks = [(size, tuple(guarded.clone() for guarded in terms)) for size, terms in rows.blocks]
+    return rows._like(blocks, rows.shape)
 
 
 def _converted(rows: FactoredTensor, *, dtype: Any = None, **others: Any) -> Any:
@@ -192,7 +194,8 @@ def _chosen(rows: FactoredTensor, choose: Callable[[Tensor], Tensor], *, alias: 
         return NotImplemented
     ((_, terms),) = rows.blocks
     size = choose(torch.empty(rows.shape[0], 0, device=rows.device)).shape[0]
-    chosen = rows._like([(size, tuple(term.map(choose) for term in terms))], (size, *rows.shape[1:]))
+    parts = tuple(guarded.derived(lambda term: term.map(choose)) for guarded in terms)
+    chosen = rows._like([(size, parts)], (size, *rows.shape[1:]))
     if alias:
         chosen._source = rows._source or (rows._cell, rows._cell.version)
     return chosen
@@ -220,13 +223,13 @@ def _transposed(rows: FactoredTensor, one: int = -2, other: int = -1) -> Any:
     """Each row transposed, where autograd asks: there nobody sees that it is no alias."""
     if {one % rows.dim(), other % rows.dim()} != {1, 2} or rows.dim() != 3 or running_backward() < 0:
         return NotImplemented
-    if rows.is_dense or rows._cell.row_shape != tuple(rows.shape[1:]):
+    if rows.is_dense or rows._cell.kind.row_shape != tuple(rows.shape[1:]):
         return NotImplemented
     if not all(isinstance(term, Outer) for term in rows.terms()):
         return NotImplemented
     blocks = rows._remade(lambda term: cast(Outer, term).transposed())
-    cell = Cell(blocks, tuple(rows.shape[:0:-1]), rows.dtype, rows.device)
-    return FactoredTensor(cell, (rows.shape[0], rows.shape[2], rows.shape[1]))
+    row_shape = (rows.shape[2], rows.shape[1])
+    return FactoredTensor(Cell(blocks, rows._cell.kind._replace(row_shape=row_shape)), (rows.shape[0], *row_shape))
 
 
 def _permuted(rows: FactoredTensor, dims: Sequence[int]) -> Any:

@@ -7,22 +7,23 @@ other operation makes the rows dense, once, and they stay dense from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import reduce, wraps
+from operator import methodcaller
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from expanded_nn._cell import Block, Cell, cat
+from expanded_nn._cell import Block, Cell, Guarded
 from expanded_nn._errors import complaint
+from expanded_nn._modes import in_own_dtype, no_torch_function, refuse_batched
 from expanded_nn._storage import Recycled
-from expanded_nn._terms import CHUNK_NUMEL, Dense, Term, in_own_dtype
+from expanded_nn.core import algebra, cost
+from expanded_nn.core.algebra import Kind
+from expanded_nn.core.terms import Dense, Products, SparseOneHot, Term
 
 TABLE: dict[Any, Callable[..., Any]] = {}  # operator -> function on the factors; NotImplemented makes the rows dense
-KEPT_ROWS = 4  # times as many numbers as the factors that they were made of
-MANY_POSITIONS = 16  # memory traffic of one dense row costs about as much as the arithmetic of so many positions
-
 
 Method = TypeVar("Method", bound=Callable[..., Tensor])
 
@@ -50,7 +51,7 @@ class FactoredTensor(Tensor):
 
     @staticmethod
     def __new__(cls, cell: Cell, shape: Sequence[int], source: tuple[Cell, int] | None = None) -> FactoredTensor:
-        tensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=cell.dtype, device=cell.device)
+        tensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=cell.kind.dtype, device=cell.kind.device)
         tensor._cell = cell
         tensor._source = source
         return tensor
@@ -58,18 +59,25 @@ class FactoredTensor(Tensor):
     @classmethod
     def of(cls, term: Term, shape: Sequence[int] | None = None) -> FactoredTensor:
         """One term as a tensor, of the given shape or `(B, *term.row_shape)`."""
-        cell = Cell([(term.batch, (term,))], term.row_shape, term.dtype, term.factors[0].device)
+        refuse_batched(term.factors[0])
+        kind = Kind(term.row_shape, term.dtype, term.factors[0].device)
+        cell = Cell([(term.batch, (Guarded.of(term),))], kind)
         return cls(cell, shape if shape is not None else (term.batch, *term.row_shape))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The groups of rows, each with its terms."""
+        """The groups of rows, each with its guarded terms."""
         self._check_source()
         return self._cell.merge()
 
     def terms(self) -> tuple[Term, ...]:
-        """All terms of all blocks."""
-        return tuple(term for _, terms in self.blocks for term in terms)
+        """All terms of all blocks, to look at: whether they were changed in place is not asked."""
+        return tuple(guarded.term for _, terms in self.blocks for guarded in terms)
+
+    def _unchanged(self) -> list[algebra.Block]:
+        """The terms of all blocks, to compute with."""
+        self._check_source()
+        return self._cell.unchanged()
 
     @property
     def is_dense(self) -> bool:
@@ -79,10 +87,13 @@ class FactoredTensor(Tensor):
     def held_matrix(self) -> Tensor | None:
         """The rows as `(B, numbers in a row)`, where they are held so: not to be changed."""
         blocks = self.blocks
-        term = blocks[0][1][0] if len(blocks) == 1 and len(blocks[0][1]) == 1 else None
-        if not isinstance(term, Dense) or term.coefficient != 1.0:
+        if len(blocks) != 1 or len(blocks[0][1]) != 1:
             return None
-        return term.matrix()
+        guarded = blocks[0][1][0]
+        if not isinstance(guarded.term, Dense) or guarded.term.coefficient != 1.0:
+            return None
+        guarded.check()
+        return guarded.term.matrix()
 
     def held_numel(self) -> int:
         """How many numbers are held: those of the factors, or of the dense rows."""
@@ -90,13 +101,12 @@ class FactoredTensor(Tensor):
 
     def sums_faster_dense(self) -> bool:
         """Whether adding up dense rows, once they are there, costs less than the product of the factors."""
-        return any(term.positions >= MANY_POSITIONS for term in self.terms())
+        return any(cost.sums_faster_dense(term.positions) for term in self.terms())
 
     def dense_for_norms(self) -> None:
         """Makes small rows dense if their norms do so anyway: what comes after has them then."""
         terms = self.terms()
-        small = self.numel() <= min(CHUNK_NUMEL, KEPT_ROWS * self.held_numel())
-        if small and len(terms) == 1 and terms[0].norms_take_rows:
+        if cost.keeps_rows_of_norms(self.numel(), self.held_numel()) and len(terms) == 1 and terms[0].norms_take_rows:
             self._rows()
 
     def dense(self) -> Tensor:
@@ -111,18 +121,9 @@ class FactoredTensor(Tensor):
             return self._cell.densify(memory).view(self.shape)
 
     @_in_own_dtype
-    def squared_norms(self) -> Tensor:
-        """`||row||^2` for each row, `(B,)`."""
-        return cat([self._block_inner(size, terms) for size, terms in self.blocks])
-
-    def _block_inner(self, size: int, terms: tuple[Term, ...]) -> Tensor:
-        total: Tensor | None = None
-        for position, term in enumerate(terms):
-            own = term.squared_norms()
-            total = own if total is None else total + own
-            for other in terms[:position]:
-                total = total + 2 * term.inner(other)
-        return self._cell.zeros(size) if total is None else total
+    def squared_norms(self, products: Products | None = None) -> Tensor:
+        """`||row||^2` for each row, `(B,)`; `products` are those of the rows of other parameters before these."""
+        return algebra.squared_norms(self._unchanged(), self._cell.kind, products)
 
     @_in_own_dtype
     def weighted_sum(
@@ -130,15 +131,13 @@ class FactoredTensor(Tensor):
         weights: Tensor | None = None,  # (B,)
     ) -> Tensor:
         """`sum_b weights[b] * row[b]`, `(*shape)`; the plain sum where `weights` is `None`."""
-        total: Tensor | None = None
-        start = 0
-        for size, terms in self.blocks:
-            part = None if weights is None else weights[start : start + size]
-            start += size
-            for term in terms:
-                value = term.weighted_sum(part).reshape(self.shape[1:])
-                total = value if total is None else total + value
-        return self._cell.zeros(*self.shape[1:]) if total is None else total
+        return algebra.weighted_sum(self._unchanged(), self._cell.kind, weights).reshape(self.shape[1:])
+
+    def sparse_sum(self) -> Tensor | None:
+        """The plain sum as a sparse COO tensor, where torch's gradient is sparse; `None` elsewhere."""
+        terms = [term for _, block in self._unchanged() for term in block]
+        sparse = [_sparse(term) for term in terms if isinstance(term, SparseOneHot)]
+        return reduce(torch.add, sparse) if sparse and len(sparse) == len(terms) else None
 
     @_in_own_dtype
     def matvec(
@@ -146,39 +145,17 @@ class FactoredTensor(Tensor):
         vector: Tensor,  # shape
     ) -> Tensor:
         """`<row, vector>` for each row, `(B,)`."""
-        return cat(
-            [sum((t.matvec(vector) for t in terms), start=self._cell.zeros(size)) for size, terms in self.blocks]
-        )
+        return algebra.matvec(self._unchanged(), self._cell.kind, vector)
 
     @_in_own_dtype
     def gram(self, other: Tensor) -> Tensor:
         """`<row, other_row>` for each pair, `(B, B')`."""
-        others = as_factored(other).blocks
-        return torch.cat(
-            [
-                torch.cat(
-                    [
-                        sum((t.gram(u) for t in terms for u in theirs), start=self._cell.zeros(size, width))
-                        for width, theirs in others
-                    ],
-                    1,
-                )
-                for size, terms in self.blocks
-            ]
-        )
+        return algebra.gram(self._unchanged(), as_factored(other)._unchanged(), self._cell.kind)
 
     def chunks(self) -> Iterator[Tensor]:
         """The dense rows in groups of bounded size, none of them kept."""
-        for size, terms in self.blocks:
-            if not terms:
-                yield self._cell.zeros(size, *self.shape[1:])
-            for parts in zip(*(term.chunks() for term in terms), strict=True):
-                rows = parts[0].dense()
-                for part in parts[1:]:
-                    rows += part.dense().reshape(rows.shape)
-                yield (
-                    rows.reshape(-1, *self.shape[1:]) if rows.numel() else rows.reshape(rows.shape[0], *self.shape[1:])
-                )
+        for rows in algebra.chunks(self._unchanged(), self._cell.kind):
+            yield rows.reshape(rows.shape[0], *self.shape[1:])
 
     def _check_source(self) -> None:
         if self._source is not None and self._source[0].version != self._source[1]:
@@ -190,11 +167,11 @@ class FactoredTensor(Tensor):
             )
 
     def _remade(self, change: Callable[[Term], Term]) -> list[Block]:
-        return [(size, tuple(change(term) for term in terms)) for size, terms in self.blocks]
+        return [(size, tuple(guarded.derived(change) for guarded in terms)) for size, terms in self.blocks]
 
     def _like(self, blocks: Sequence[Block], shape: Sequence[int], dtype: torch.dtype | None = None) -> FactoredTensor:
-        cell = Cell(blocks, self._cell.row_shape, dtype or self._cell.dtype, self._cell.device)
-        return FactoredTensor(cell, shape)
+        kind = self._cell.kind
+        return FactoredTensor(Cell(blocks, kind if dtype is None else kind._replace(dtype=dtype)), shape)
 
     # What a wrapper subclass lacks of a tensor's manners.
 
@@ -238,7 +215,7 @@ class FactoredTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             handler = TABLE.get(func)
             if handler is not None and not (torch.is_grad_enabled() and _any_requires_grad(args)):
                 result = handler(*args, **(kwargs or {}))
@@ -272,6 +249,13 @@ class _ToDense(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
+
+
+def _sparse(term: SparseOneHot) -> Tensor:
+    """The plain sum of the rows as `torch.nn.Embedding(sparse=True)` gives it."""
+    values, index = (factor.flatten(0, 1) for factor in term.weighted())
+    kept = values.ne(0).any(1)  # neither padding nor the filling of short bags
+    return torch.sparse_coo_tensor(index[kept][None], values[kept], term.row_shape, check_invariants=False)
 
 
 def as_factored(rows: Tensor) -> FactoredTensor:
@@ -313,11 +297,11 @@ def times(rows: Tensor, factor: float) -> Tensor:
 def scaled_blocks(rows: FactoredTensor, by_row: Tensor | float) -> list[Block]:
     """The blocks of the rows times a number, or times each row's own, `(B,)`."""
     if not isinstance(by_row, Tensor):
-        return rows._remade(lambda term: term.scaled(by_row))
+        return rows._remade(methodcaller("scaled", by_row))
     blocks, start = [], 0
     for size, terms in rows.blocks:
         part = by_row[start : start + size]
-        blocks.append((size, tuple(term.scaled(part) for term in terms)))
+        blocks.append((size, tuple(guarded.derived(methodcaller("scaled", part)) for guarded in terms)))
         start += size
     return blocks
 
@@ -346,8 +330,9 @@ def _dense_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FactoredTensor]:
     """The factored tensors that the operation changes in place."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    written = [given.get(each.name) for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+    arguments = func._schema.arguments
+    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    written = [values.get(entry.name) for entry in arguments if entry.alias_info and entry.alias_info.is_write]
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, FactoredTensor)]
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
 from expanded_nn._expand import Recorder
+from expanded_nn._modes import no_torch_function
 from expanded_nn._module import Expanded, PerSampleModule, all_parameters
 from expanded_nn._sharded import added_over_ranks, is_shard, scattered
-from expanded_nn._terms import shared_products
+from expanded_nn.core import cost
+from expanded_nn.core.terms import Products
 from expanded_nn.factored import FactoredTensor, as_factored, as_real, average, widened
-
-FEW_NUMBERS = 1 << 16  # in all rows of a parameter: below, an operation costs more than its arithmetic
 
 
 class _Part(NamedTuple):
@@ -263,7 +263,7 @@ def clip_grad_sample_norms_(
     limits = max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]
     if any(not limit > 0 for limit in limits):
         raise ValueError(f"clip_grad_sample_norms_: max_norm is {max_norm}; wanted a number above 0.")
-    with torch._C.DisableTorchFunctionSubclass():  # the rows' own dispatch costs more than the algebra of small models
+    with no_torch_function():  # the rows' own dispatch costs more than the algebra of small models
         return _clip(model, max_norm, reduction)
 
 
@@ -335,12 +335,11 @@ def _set_grad(parameter: Tensor, total: Tensor, *, add: bool) -> None:
 
 
 def _squared_norms(parts: Iterable[_Part]) -> list[Tensor]:
-    with shared_products():
-        found = []
-        for _, rows in parts:
-            rows.dense_for_norms()
-            found.append(widened(rows).squared_norms().clamp(min=0))
-        return found
+    products, squares = Products(), []
+    for _, rows in parts:
+        rows.dense_for_norms()
+        squares.append(widened(rows).squared_norms(products).clamp(min=0))
+    return squares
 
 
 def _recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]:
@@ -414,7 +413,7 @@ def _parts(held: Mapping[str, Tensor], join: bool = True) -> list[_Part]:
 
 def _small_matrix(rows: Tensor) -> Tensor | None:
     """Few numbers that are held as dense rows, `(B, numbers in a row)`."""
-    if rows.numel() > FEW_NUMBERS:
+    if not cost.is_worth_joining(rows.numel()):
         return None
     if isinstance(rows, FactoredTensor):
         return rows.held_matrix()

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expanded_nn._modes import in_own_dtype, is_autocast, is_batched
 from expanded_nn._shared import is_shared, owned, shared
-from expanded_nn._terms import in_own_dtype, is_batched
 from expanded_nn.layers._equations import Recurrence, Saved, Weights
 from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear, outer_rows
@@ -176,7 +176,7 @@ def _worth_saving(*given: Tensor | None) -> bool:
         torch.is_grad_enabled()
         and any(each.requires_grad for each in tensors)
         and all(each.device.type == "cpu" and each.dtype in (torch.float32, torch.float64) for each in tensors)
-        and not torch._C._is_any_autocast_enabled()
+        and not is_autocast()
         and not torch.compiler.is_compiling()
     )
 

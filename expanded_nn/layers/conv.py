@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
 from expanded_nn._module import Expanded
-from expanded_nn._patches import Geometry, Patches, cropped
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, shared, shared_or_none
+from expanded_nn.core.geometry import Geometry, cropped
+from expanded_nn.core.patches import Patches
 from expanded_nn.factored import FactoredTensor
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from expanded_nn._errors import complaint
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import is_constant, is_shared, owned, shared
-from expanded_nn._terms import OneHot, SparseOneHot
+from expanded_nn.core.terms import OneHot, SparseOneHot
 from expanded_nn.factored import FactoredTensor
 
 

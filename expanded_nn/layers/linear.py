@@ -11,13 +11,13 @@ from einops import einsum
 from torch import Tensor, nn
 
 from expanded_nn._batch import batch_dim
+from expanded_nn._modes import in_own_dtype, is_batched
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
-from expanded_nn._terms import Outer, in_own_dtype, is_batched
+from expanded_nn.core import cost
+from expanded_nn.core.terms import Outer
 from expanded_nn.factored import FactoredTensor
-
-FEW_NUMBERS = 1 << 15  # rows in all: below, keeping their factors takes longer than making them
 
 
 class _OuterRows(torch.autograd.Function):
@@ -42,8 +42,8 @@ def outer_rows(
 ) -> Tensor:  # (B, out, in)
     """The rows of a linear map's weight, factored unless they are small."""
     g, a = positions(g), positions(a)
-    few = g.shape[0] * g.shape[-1] * a.shape[-1] <= FEW_NUMBERS and g.dtype == dtype and dtype.itemsize > 2
-    if few or is_batched(g):
+    small = cost.rows_are_small(g.shape[0] * g.shape[-1] * a.shape[-1]) and g.dtype == dtype and dtype.itemsize > 2
+    if small or is_batched(g):
         with in_own_dtype(g):
             return torch.bmm(g.transpose(1, 2), a)
     if torch.is_grad_enabled():
