@@ -13,10 +13,11 @@ from expanded_nn._errors import complaint
 from expanded_nn._expand import Recorder
 from expanded_nn._modes import no_torch_function
 from expanded_nn._module import Expanded, PerSampleModule, all_parameters
+from expanded_nn._rows import average, widened
 from expanded_nn._sharded import added_over_ranks, is_shard, scattered
 from expanded_nn.core import cost
 from expanded_nn.core.terms import Products
-from expanded_nn.factored import FactoredTensor, as_factored, as_real, average, widened
+from expanded_nn.factored import FactoredTensor, as_factored, as_real
 
 
 class _Part(NamedTuple):

@@ -1,4 +1,4 @@
-"""Imports within the package point down only: no cycles, none from inside a function (ruff sees to that), core lowest."""
+"""Imports within the package point down only: no cycles, none inside functions (ruff sees to that), core lowest."""
 
 import ast
 from graphlib import TopologicalSorter
