@@ -81,9 +81,8 @@ class Patches(Term):
     def fills_memory(self) -> bool:
         if self._is_empty:
             return False
-        numel, entries = self.batch * prod(self.row_shape), prod(self.row_shape[2:])
-        grouped = cost.convolves_by_group(self.dtype, self.factors[0].device.type, entries)
-        return not grouped or cost.rows_by_columns(numel, self.numel(), self.row_shape[0])
+        numel, channels, entries = self.batch * prod(self.row_shape), self.row_shape[0], prod(self.row_shape[2:])
+        return cost.rows_by_columns(numel, self.numel(), channels, entries, self.dtype, self.factors[0].device.type)
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         g, x = self.weighted(weights)

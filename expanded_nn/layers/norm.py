@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._modes import is_batched
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import is_constant, is_shared, owned, shared, shared_or_none
@@ -46,9 +47,7 @@ def _rows(
 
 def _times(own: Tensor, g: Tensor) -> Tensor:
     """`own * g` in the memory of `own`, fresh memory being slow; a vmapped `g` has more values than fit there."""
-    functorch = torch._C._functorch
-    vmapped = functorch.is_batchedtensor(g) or functorch.is_legacy_batchedtensor(g)  # legacy: is_grads_batched=True
-    return own * g if vmapped else own.mul_(g)
+    return own * g if is_batched(g) else own.mul_(g)
 
 
 def _widest(*dtypes: torch.dtype) -> torch.dtype:
