@@ -26,8 +26,8 @@ SMALL_ROWS_NUMEL = 1 << 15
 def rows_are_small(numel: int) -> bool:
     """Whether rows of so many numbers in all are dense from the start.
 
-    It trades arithmetic and memory against calls. Measured on steps of perceptrons: 0.55 to 0.85 with fewer numbers, 0.8
-    to 1.6 from 2^15 to 2^17, 2 to 8 with more.
+    It trades arithmetic and memory against calls. Measured on steps of perceptrons: 0.55 to 0.85 with fewer numbers,
+    0.8 to 1.6 from 2^15 to 2^17, 2 to 8 with more.
     """
     return numel <= SMALL_ROWS_NUMEL
 
@@ -76,8 +76,8 @@ SPARE_MEMORY = 2
 def memory_serves(size: int, wanted: int) -> bool:
     """Whether a piece of memory is used again for something of the wanted size.
 
-    It trades memory against fresh pages. Measured on an Intel Xeon: 476 MB are filled in 103 ms on fresh pages, in 10 ms
-    on used ones. How much larger the piece may be was chosen.
+    It trades memory against fresh pages. Measured on an Intel Xeon: 476 MB are filled in 103 ms on fresh pages, in
+    10 ms on used ones. How much larger the piece may be was chosen.
     """
     return wanted <= size <= SPARE_MEMORY * wanted
 
@@ -121,8 +121,8 @@ def rows_by_columns(
 ) -> bool:
     """Whether a convolution's rows are made from columns, and not by a convolution with a group per sample.
 
-    Measured at some 200 random shapes, relative to the batch gradient: groups 0.7 to 1.6, where columns, a loop over the
-    samples or a product for each entry of the kernel are 1.2 to 5. But columns are up to 100 times as fast as groups in
+    Measured at some 200 random shapes, relative to the batch gradient: groups 0.7 to 1.6, where columns, a loop over
+    the samples or a product for each entry of the kernel are 1.2 to 5. But columns are up to 100 times as fast as groups in
     other dtypes than float32 and for kernels of one entry, and up to twice as fast where rows are much larger than
     factors, sooner if there are many channels to multiply a column with. Nothing was measured on a GPU.
     """
