@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from expanded_nn._cell import Block, Cell
+from expanded_nn._cell import Cell
 from expanded_nn._modes import running_backward
 from expanded_nn._rows import R, Rows, average, refuse_in_place, scaled_blocks, widened
 from expanded_nn.core.terms import Outer
@@ -46,32 +46,10 @@ def _times(rows: Any, factor: Any) -> Any:
     return NotImplemented if by_row is None else rows._like(scaled_blocks(rows, by_row), rows.shape)
 
 
-def _times_(rows: Any, factor: Any) -> Any:
-    if not isinstance(rows, Rows) or rows.is_dense:
-        return NotImplemented
-    if rows._source is not None:
-        refuse_in_place()
-    by_row = _broadcasts_by_row(rows, factor)
-    if by_row is None:
-        return NotImplemented
-    rows._cell.replace(scaled_blocks(rows, by_row))
-    return rows
-
-
-def _inverse(divisor: Any) -> Any:
-    return divisor.reciprocal() if isinstance(divisor, Tensor) else 1.0 / divisor
-
-
 def _divided(rows: Any, divisor: Any) -> Any:
     if not isinstance(rows, Rows) or isinstance(divisor, Rows) or not _divides(divisor):
         return NotImplemented
-    return _times(rows, _inverse(divisor))
-
-
-def _divided_(rows: Any, divisor: Any) -> Any:
-    if isinstance(divisor, Rows) or not _divides(divisor):
-        return NotImplemented
-    return _times_(rows, _inverse(divisor))
+    return _times(rows, divisor.reciprocal() if isinstance(divisor, Tensor) else 1.0 / divisor)
 
 
 def _divides(divisor: Any) -> bool:
@@ -82,54 +60,48 @@ def _negated(rows: Rows) -> Any:
     return _times(rows, -1.0)
 
 
-def _added_blocks(rows: Any, other: Any, alpha: float) -> list[Block] | None:
-    """The blocks of a sum of two factored tensors of one shape, or `None` where it has to be dense."""
-    if not (isinstance(rows, Rows) and isinstance(other, Rows)):
-        return None
-    if rows.shape != other.shape or rows.dtype != other.dtype or (rows.is_dense and other.is_dense):
-        return None
-    ours, theirs = rows.blocks, other.blocks
-    if [size for size, _ in ours] != [size for size, _ in theirs]:
-        return None
-    return [
-        (size, (*terms, *(more if alpha == 1 else (part.derived(lambda term: term.scaled(alpha)) for part in more))))
-        for (size, terms), (_, more) in zip(ours, theirs, strict=True)
-    ]
-
-
 def _plus(rows: Any, other: Any, *, alpha: float = 1) -> Any:
-    blocks = _added_blocks(rows, other, alpha)
-    return NotImplemented if blocks is None else rows._like(blocks, rows.shape)
-
-
-def _plus_(rows: Any, other: Any, *, alpha: float = 1) -> Any:
-    blocks = None if isinstance(rows, Rows) and rows.is_dense else _added_blocks(rows, other, alpha)
-    if blocks is None:
+    if not (isinstance(rows, Rows) and isinstance(other, Rows)):
         return NotImplemented
-    if rows._source is not None:
-        refuse_in_place()
-    rows._cell.replace(blocks)
-    return rows
+    if rows.shape != other.shape or rows.dtype != other.dtype or (rows.is_dense and other.is_dense):
+        return NotImplemented
+    ours, theirs = rows.blocks, other.blocks if alpha == 1 else scaled_blocks(other, alpha)
+    if [size for size, _ in ours] != [size for size, _ in theirs]:
+        return NotImplemented
+    blocks = [(size, (*terms, *more)) for (size, terms), (_, more) in zip(ours, theirs, strict=True)]
+    return rows._like(blocks, rows.shape)
+
+
+def _in_place(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation in the place of its first argument."""
+
+    def call(rows: Any, *args: Any, **kwargs: Any) -> Any:
+        result = NotImplemented if not isinstance(rows, Rows) or rows.is_dense else operation(rows, *args, **kwargs)
+        if result is NotImplemented:
+            return NotImplemented
+        if rows._source is not None:
+            refuse_in_place()
+        rows._cell.replace(result._cell.blocks)
+        return rows
+
+    return call
 
 
 def _dims(rows: Rows, dim: Any) -> set[int]:
     if dim is None or dim == []:
         return set(range(rows.dim()))
-    return {each % rows.dim() for each in ([dim] if isinstance(dim, int) else dim)}
+    return {place % rows.dim() for place in ([dim] if isinstance(dim, int) else dim)}
 
 
-def _total(rows: Rows, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    if _dims(rows, dim) != {0} or dtype not in (None, rows.dtype):
-        return NotImplemented
-    total = rows.weighted_sum()
-    return total.unsqueeze(0) if keepdim else total
+def _over_samples(reduce: Callable[[Rows], Tensor]) -> Callable[..., Any]:
+    """A reduction of the batch dimension alone."""
 
+    def call(rows: Rows, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        if _dims(rows, dim) != {0} or dtype not in (None, rows.dtype):
+            return NotImplemented
+        return reduce(rows).unsqueeze(0) if keepdim else reduce(rows)
 
-def _average(rows: Rows, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    if _dims(rows, dim) != {0} or dtype not in (None, rows.dtype):
-        return NotImplemented
-    mean = average(rows)
-    return mean.unsqueeze(0) if keepdim else mean
+    return call
 
 
 def _norm(rows: Rows, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
@@ -166,21 +138,15 @@ def _cloned(rows: Rows, *, memory_format: Any = None) -> Any:
 
 
 def _converted(rows: Rows, *, dtype: Any = None, **others: Any) -> Any:
-    if (
-        rows.is_dense
-        or dtype is None
-        or any(value is not None for key, value in others.items() if key != "non_blocking")
-    ):
+    asks_for_more = any(value is not None for key, value in others.items() if key != "non_blocking")
+    if rows.is_dense or dtype is None or asks_for_more:
         return NotImplemented
     return rows._like(rows._remade(lambda term: term.to(dtype)), rows.shape, dtype)
 
 
 def _catenated(tensors: Sequence[Any], dim: int = 0) -> Any:
     first = tensors[0]
-    if not all(isinstance(rows, Rows) and not rows.is_dense for rows in tensors) or dim not in (
-        0,
-        -first.dim(),
-    ):
+    if dim not in (0, -first.dim()) or not all(isinstance(rows, Rows) and not rows.is_dense for rows in tensors):
         return NotImplemented
     if any(rows.shape[1:] != first.shape[1:] or rows.dtype != first.dtype for rows in tensors):
         return NotImplemented
@@ -219,9 +185,9 @@ def _index_selected(rows: Rows, dim: int, index: Tensor) -> Any:
     return _chosen(rows, lambda factor: factor[index], alias=False)
 
 
-def _transposed(rows: Rows, one: int = -2, other: int = -1) -> Any:
+def _transposed(rows: Rows, first: int = -2, second: int = -1) -> Any:
     """Each row transposed, where autograd asks: there nobody sees that it is no alias."""
-    if {one % rows.dim(), other % rows.dim()} != {1, 2} or rows.dim() != 3 or running_backward() < 0:
+    if {first % rows.dim(), second % rows.dim()} != {1, 2} or rows.dim() != 3 or running_backward() < 0:
         return NotImplemented
     if rows.is_dense or rows._cell.kind.row_shape != tuple(rows.shape[1:]):
         return NotImplemented
@@ -273,18 +239,18 @@ def _assigned(rows: Any, *_: Any) -> Any:
 
 TABLE: dict[Any, Callable[..., Any]] = {  # operator -> function on the factors
     aten.add.Tensor: _plus,
-    aten.add_.Tensor: _plus_,
+    aten.add_.Tensor: _in_place(_plus),
     aten.neg.default: _negated,
     aten.mul.Tensor: _times,
     aten.mul.Scalar: _times,
-    aten.mul_.Tensor: _times_,
-    aten.mul_.Scalar: _times_,
+    aten.mul_.Tensor: _in_place(_times),
+    aten.mul_.Scalar: _in_place(_times),
     aten.div.Tensor: _divided,
     aten.div.Scalar: _divided,
-    aten.div_.Tensor: _divided_,
-    aten.div_.Scalar: _divided_,
-    aten.sum.dim_IntList: _total,
-    aten.mean.dim: _average,
+    aten.div_.Tensor: _in_place(_divided),
+    aten.div_.Scalar: _in_place(_divided),
+    aten.sum.dim_IntList: _over_samples(Rows.weighted_sum),
+    aten.mean.dim: _over_samples(average),
     aten.linalg_vector_norm.default: _norm,
     aten.mv.default: _times_vector,
     torch.einsum: _einsum,

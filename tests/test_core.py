@@ -69,7 +69,7 @@ def convolution(
 
     def twin(g: Tensor, x: Tensor) -> Tensor:
         weight = torch.zeros(row_shape, dtype=dtype, requires_grad=True)
-        outputs = [torch.convolution(one_x[None], weight, None, *moving.arguments) for one_x in x]
+        outputs = [torch.convolution(one_x[None], weight, None, *moving.arguments()) for one_x in x]
         gradients = [torch.autograd.grad(y, weight, one_g[None])[0] for y, one_g in zip(outputs, g, strict=True)]
         return torch.stack(gradients)
 

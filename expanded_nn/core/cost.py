@@ -122,9 +122,9 @@ def rows_by_columns(
     """Whether a convolution's rows are made from columns, and not by a convolution with a group per sample.
 
     Measured at some 200 random shapes, relative to the batch gradient: groups 0.7 to 1.6, where columns, a loop over
-    the samples or a product for each entry of the kernel are 1.2 to 5. But columns are up to 100 times as fast as groups in
-    other dtypes than float32 and for kernels of one entry, and up to twice as fast where rows are much larger than
-    factors, sooner if there are many channels to multiply a column with. Nothing was measured on a GPU.
+    the samples or a product for each entry of the kernel are 1.2 to 5. But columns are up to 100 times as fast as
+    groups in other dtypes than float32 and for kernels of one entry, and up to twice as fast where rows are much larger
+    than factors, sooner if there are many channels to multiply a column with. Nothing was measured on a GPU.
     """
     most = ROWS_PER_FACTOR_OF_MANY_CHANNELS if channels >= MANY_CHANNELS else ROWS_PER_FACTOR
     return dtype != torch.float32 or device != "cpu" or entries == 1 or numel > most * held

@@ -28,10 +28,10 @@ class Geometry:
         """The number of spatial dimensions."""
         return len(self.stride)
 
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """What torch's operators of a convolution take after the tensors, if it is not transposed."""
-        return self.stride, self.padding, self.dilation, False, (0,) * self.dims, self.groups
+    def arguments(self, output_padding: tuple[int, ...] | None = None) -> tuple[Any, ...]:
+        """What torch's operators take after the tensors; the convolution is transposed if it has an output padding."""
+        transposed, added = output_padding is not None, output_padding or (0,) * self.dims
+        return self.stride, self.padding, self.dilation, transposed, added, self.groups
 
     def excess(self, size: Sequence[int], kernel: Sequence[int], positions: Sequence[int]) -> tuple[int, ...]:
         """How many entries at the end of each padded dimension of the input no kernel position reaches."""
@@ -93,7 +93,7 @@ def rows_by_moving(g: Tensor, x: Tensor, row_shape: tuple[int, ...], geometry: G
 
 def convolution(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """Torch's own, with one weight for all samples."""
-    return torch.convolution(x, weight, None, *geometry.arguments)
+    return torch.convolution(x, weight, None, *geometry.arguments())
 
 
 def weight_gradient(g: Tensor, x: Tensor, shape: tuple[int, ...], geometry: Geometry) -> Tensor:
@@ -101,7 +101,7 @@ def weight_gradient(g: Tensor, x: Tensor, shape: tuple[int, ...], geometry: Geom
     if not g.numel():
         return g.new_zeros(shape)
     wanted = (False, True, False)
-    gradients = torch.ops.aten.convolution_backward(g, x, g.new_empty(shape), None, *geometry.arguments, wanted)
+    gradients = torch.ops.aten.convolution_backward(g, x, g.new_empty(shape), None, *geometry.arguments(), wanted)
     return cast(Tensor, gradients[1])
 
 

@@ -31,14 +31,12 @@ class Products:
 
     def of(self, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """The products, `(B, T, T)`, of a factor `(B, T, features)`, computed in `dtype`."""
-        for known, products in self._kept:
-            if products.dtype == dtype and _is_same(known, factor):
-                break
-        else:
+        pair = next((pair for pair in self._kept if pair[1].dtype == dtype and _is_same(pair[0], factor)), None)
+        if pair is None:
             positions = factor.to(dtype)
-            products = torch.bmm(positions, positions.mT)
-        self._kept = [*(pair for pair in self._kept[-2:] if pair[1] is not products), (factor, products)][-2:]
-        return products
+            pair = factor, torch.bmm(positions, positions.mT)
+        self._kept = [*(kept for kept in self._kept if kept is not pair), pair][-2:]
+        return pair[1]
 
 
 def _is_same(factor: Tensor, known: Tensor) -> bool:

@@ -449,16 +449,11 @@ class _InstanceNorm(Expanded, nn.modules.instancenorm._InstanceNorm):
         def op(x: Tensor) -> Tensor:
             if x.shape[1] != self.num_features:
                 return super(Expanded, self).forward(x)  # raises
-            return instance_norm(
-                x,
-                self.running_mean,
-                self.running_var,
-                self.expanded("weight"),
-                self.expanded("bias"),
-                self.training or not self.track_running_stats,
-                self.momentum if self.momentum is not None else 0.0,
-                self.eps,
-            )
+            weight, bias = self.expanded("weight"), self.expanded("bias")
+            use_input_stats = self.training or not self.track_running_stats
+            momentum = self.momentum if self.momentum is not None else 0.0
+            statistics = (self.running_mean, self.running_var)
+            return instance_norm(x, *statistics, weight, bias, use_input_stats, momentum, self.eps)
 
         return self.by_sample(op, self._get_no_batch_dim(), input=input)  # type: ignore[no-untyped-call]
 
