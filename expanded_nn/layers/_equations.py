@@ -148,7 +148,7 @@ class Lstm(Recurrence):
         z = F.linear(steps.rows(x), weights.ih, bias).addmm_(h, weights.hh.t())
         gates = z.unflatten(1, (4, c0.shape[1]))
         gates[:, :2].sigmoid_()
-        _tanh_(gates[:, 2])
+        gates[:, 2].tanh_()
         gates[:, 3].sigmoid_()
         i, f, n, o = gates.unbind(1)
         entering, forget = i * n, f.clone(memory_format=torch.contiguous_format)
@@ -269,15 +269,6 @@ def _run(layer: Any, steps: Steps, x: Tensor, states: Any, weights: Sequence[Ten
     with warnings.catch_warnings():  # the weights of one layer among several are no buffer of their own
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
         return layer(*arguments)
-
-
-def _tanh_(x: Tensor) -> None:
-    """`x.tanh_()`; on a CPU in half the time, as `e / (e + 2)` with `e = exp(2 x) - 1`."""
-    if x.device.type == "cpu":
-        e = x.mul_(2).clamp_(max=40).expm1_()  # long before that it is 1
-        torch.div(e, e + 2, out=x)
-    else:
-        x.tanh_()
 
 
 def _first(states: Tensor, size: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from expanded_nn._modes import in_own_dtype, is_autocast, is_batched
 from expanded_nn._shared import is_shared, owned, shared
+from expanded_nn.core import cost
 from expanded_nn.layers._equations import Recurrence, Saved, Weights
 from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear, outer_rows
@@ -170,12 +171,12 @@ def _composite(
 
 
 def _worth_saving(*given: Tensor | None) -> bool:
-    """Whether a backward may follow, on the CPU and in the dtype of the forward."""
+    """Whether a backward may follow, in the dtype of the forward, for which gates are worth keeping."""
     tensors = [each for each in given if each is not None]
     return (
         torch.is_grad_enabled()
         and any(each.requires_grad for each in tensors)
-        and all(each.device.type == "cpu" and each.dtype in (torch.float32, torch.float64) for each in tensors)
+        and all(cost.keeps_gates(tensor.dtype, tensor.device.type) for tensor in tensors)
         and not is_autocast()
         and not torch.compiler.is_compiling()
     )
