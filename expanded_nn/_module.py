@@ -39,11 +39,12 @@ AS_BEFORE: Any = _AsBefore()
 def _show_plain_forward(kind: type[PerSampleModule]) -> None:
     """Gives the forward of a twin the signature and the docstring of the plain class's."""
     ancestors = (each for each in kind.__mro__ if not issubclass(each, PerSampleModule) and "forward" in vars(each))
-    plain, own = next(ancestors, nn.Module), kind.forward
+    plain: Any = next(ancestors, nn.Module)
+    own: Any = kind.forward
     if plain is nn.Module or getattr(own, "__wrapped__", None) is plain.forward:
         return
     shown = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
-    kind.forward = update_wrapper(shown, plain.forward)  # type: ignore[method-assign]
+    kind.forward = update_wrapper(shown, plain.forward)  # type: ignore[method-assign, unused-ignore]
 
 
 class PerSampleModule(nn.Module):
@@ -96,14 +97,16 @@ class PerSampleModule(nn.Module):
             PerSampleError: If a module within holds parameters and was not converted.
             ValueError: If `loss_reduction` or `batch_size` has no meaning.
         """
-        told = {
+        told: dict[str, Any] = {
             "loss_reduction": loss_reduction,
             "batch_first": batch_first,
             "batch_size": batch_size,
             "materialize": materialize,
             "accumulate_grad": accumulate_grad,
         }
-        settings = replace(self._settings, **{name: value for name, value in told.items() if value is not AS_BEFORE})
+        settings = replace(
+            cast(Settings, self._settings), **{name: value for name, value in told.items() if value is not AS_BEFORE}
+        )
         switch(self, settings, mode=mode)
         return self
 
@@ -276,7 +279,7 @@ class Expanded(PerSampleModule):
         """What computes a parametrized weight anew."""
         if not parametrize.is_parametrized(self, name):
             return None
-        parametrization: nn.Module = self.parametrizations[name]  # type: ignore[index, union-attr]
+        parametrization = cast(nn.Module, self.parametrizations[name])  # type: ignore[index]
 
         def again(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
             given = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}

@@ -29,7 +29,7 @@ def expand_modules(model: nn.Module) -> None:
     raise_for(model)
     for module in list(_containers(model)):
         with suppress(TypeError):  # a class that no other can derive from; its layers begin passes of their own
-            module.__class__ = twin_class(Root, type(module))  # type: ignore[assignment]
+            module.__class__ = twin_class(Root, type(module))
     for module in list(_convertible(model)):
         module.__class__ = _expanded_class(module)
         if isinstance(module, General):

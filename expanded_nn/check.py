@@ -164,7 +164,7 @@ class _Check:
 
     def counts_samples(self) -> bool:
         """Whether the model found B samples, which the offsets of bags correct."""
-        recorder = self.expanded.module._recorder
+        recorder: Any = self.expanded.module._recorder
         now = recorder.current if isinstance(recorder, Recorder) else None
         if now is not None and now.batch != self.batch:
             found = f"the model counts {now.batch} samples, its first tensor has {self.batch} rows"

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
+from expanded_nn._modes import no_torch_function
 from expanded_nn._module import Expanded, PerSampleModule, all_parameters
-from expanded_nn._terms import shared_products
-from expanded_nn.factored import FactoredTensor, as_factored, as_real, average, widened
+from expanded_nn._rows import average, widened
+from expanded_nn.core import cost
+from expanded_nn.core.terms import Products
+from expanded_nn.factored import FactoredTensor, as_factored, as_real
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.sharded import added_over_ranks, is_shard, is_zero, scattered
 
 MaxNorm = float | Callable[[Tensor], Tensor]  # a norm to clip to, or a function of the norms that gives the factors
-FEW_NUMBERS = 1 << 16  # in all rows of a parameter: below, an operation costs more than its arithmetic
 
 
 class _Part(NamedTuple):
@@ -234,7 +236,8 @@ def per_sample_grads(model: nn.Module) -> PerSampleGrads:
     """
     parameters, recorders = _recorded(model)
     held = _held(parameters)
-    _refuse_gradients_without_rows("per_sample_grads", parameters, recorders)
+    if not any(recorder.rows_stand_alone for recorder in recorders):
+        _refuse_gradients_without_rows("per_sample_grads", parameters, recorders)
     return PerSampleGrads(held)
 
 
@@ -270,7 +273,7 @@ def clip_grad_sample_norms_(
     limits = max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]
     if any(not callable(limit) and not limit > 0 for limit in limits):
         raise ValueError(f"clip_grad_sample_norms_: max_norm is {max_norm}; wanted a number above 0.")
-    with torch._C.DisableTorchFunctionSubclass():  # the rows' own dispatch costs more than the algebra of small models
+    with no_torch_function():  # the rows' own dispatch costs more than the algebra of small models
         return _clip(model, max_norm, reduction)
 
 
@@ -372,12 +375,11 @@ def _set_grad(parameter: Tensor, total: Tensor, *, add: bool) -> None:
 
 
 def _squared_norms(parts: Iterable[_Part]) -> list[Tensor]:
-    with shared_products():
-        found = []
-        for _, rows in parts:
-            rows.dense_for_norms()
-            found.append(widened(rows).squared_norms().clamp(min=0))
-        return found
+    products, squares = Products(), []
+    for _, rows in parts:
+        rows.dense_for_norms()
+        squares.append(widened(rows).squared_norms(products).clamp(min=0))
+    return squares
 
 
 def _recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]:
@@ -453,7 +455,7 @@ def _parts(held: Mapping[str, Tensor], join: bool = True) -> list[_Part]:
 
 def _small_matrix(rows: Tensor) -> Tensor | None:
     """Few numbers that are held as dense rows, `(B, numbers in a row)`."""
-    if rows.numel() > FEW_NUMBERS:
+    if not cost.is_worth_joining(rows.numel()):
         return None
     if isinstance(rows, FactoredTensor):
         return rows.held_matrix()

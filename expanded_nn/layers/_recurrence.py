@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn._gemm import affine
+from expanded_nn._modes import in_own_dtype, is_autocast, is_batched
 from expanded_nn._shared import is_shared, owned, shared
-from expanded_nn._terms import in_own_dtype, is_batched
+from expanded_nn.core import cost
 from expanded_nn.layers._equations import Recurrence, Saved, Weights
 from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear, outer_rows
@@ -90,7 +91,7 @@ def _gradients(
 
     grads: list[Tensor | None] = [None] * len(needed)
     if needed[0]:
-        grads[0] = steps.from_rows(affine(found.ih, one.ih.t())).to(inputs[0].dtype)
+        grads[0] = steps.from_rows(F.linear(found.ih, one.ih.t())).to(inputs[0].dtype)
     if needed[1]:
         grads[1] = found.h0.to(inputs[1].dtype)
     if needed[2] and inputs[2] is not None and found.c0 is not None:
@@ -170,13 +171,13 @@ def _composite(
 
 
 def _worth_saving(*given: Tensor | None) -> bool:
-    """Whether a backward may follow, on the CPU and in the dtype of the forward."""
+    """Whether a backward may follow, in the dtype of the forward, for which gates are worth keeping."""
     tensors = [each for each in given if each is not None]
     return (
         torch.is_grad_enabled()
         and any(each.requires_grad for each in tensors)
-        and all(each.device.type == "cpu" and each.dtype in (torch.float32, torch.float64) for each in tensors)
-        and not torch._C._is_any_autocast_enabled()
+        and all(cost.keeps_gates(tensor.dtype, tensor.device.type) for tensor in tensors)
+        and not is_autocast()
         and not torch.compiler.is_compiling()
     )
 

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from expanded_nn._batch import tensors
 from expanded_nn._errors import complaint
-from expanded_nn._gemm import affine
 from expanded_nn._module import Expanded, PerSampleModule, Root
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared
 from expanded_nn._twins import expand_modules
-from expanded_nn.layers.linear import Linear, bias_rows, linear, outer_rows, positions, times_matrix
+from expanded_nn.layers.linear import Linear, bias_rows, linear, outer_rows, positions
 from expanded_nn.recording.recorder import Recorder
 
 
@@ -29,7 +28,7 @@ class _Part(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: slice) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.part, ctx.bias_dtype = part, None if bias is None else bias.dtype
-        return owned(affine(x, shared(weight)[part], None if bias is None else shared(bias)[part]))
+        return owned(F.linear(x, shared(weight)[part], None if bias is None else shared(bias)[part]))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -40,7 +39,7 @@ class _Part(torch.autograd.Function):
             if torch.is_grad_enabled():
                 grad_x = linear(g, cast_shared(weight, g.dtype)[:, ctx.part].transpose(1, 2)).to(x.dtype)
             else:
-                grad_x = times_matrix(g, shared(weight)[ctx.part].to(g.dtype)).to(x.dtype)
+                grad_x = torch.matmul(g, shared(weight)[ctx.part].to(g.dtype)).to(x.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = outer_rows(F.pad(g, around), x.to(g.dtype), weight.dtype)
         if ctx.needs_input_grad[2]:

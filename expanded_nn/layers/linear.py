@@ -11,15 +11,13 @@ from einops import einsum
 from torch import Tensor, nn
 
 from expanded_nn._batch import batch_dim
-from expanded_nn._compiled import linear_in_graph
-from expanded_nn._gemm import affine, product
+from expanded_nn._modes import in_own_dtype, is_batched
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
-from expanded_nn._terms import Outer, in_own_dtype, is_batched
+from expanded_nn.core import cost
+from expanded_nn.core.terms import Outer
 from expanded_nn.factored import FactoredTensor
-
-FEW_NUMBERS = 1 << 15  # rows in all: below, keeping their factors takes longer than making them
 
 
 class _OuterRows(torch.autograd.Function):
@@ -44,8 +42,8 @@ def outer_rows(
 ) -> Tensor:  # (B, out, in)
     """The rows of a linear map's weight, factored unless they are small."""
     g, a = positions(g), positions(a)
-    few = g.shape[0] * g.shape[-1] * a.shape[-1] <= FEW_NUMBERS and g.dtype == dtype and dtype.itemsize > 2
-    if few or is_batched(g):
+    small = cost.rows_are_small(g.shape[0] * g.shape[-1] * a.shape[-1]) and g.dtype == dtype and dtype.itemsize > 2
+    if small or is_batched(g):
         with in_own_dtype(g):
             return torch.bmm(g.transpose(1, 2), a)
     if torch.is_grad_enabled():
@@ -70,14 +68,6 @@ def bias_rows(
     return g.to(dtype) if g.dim() == 2 else positions(g).sum(1, dtype=dtype)
 
 
-def times_matrix(
-    g: Tensor,  # (*, out)
-    matrix: Tensor,  # (out, in)
-) -> Tensor:  # (*, in)
-    """`g @ matrix`, without history."""
-    return torch.matmul(g, matrix) if is_batched(g) else product(g, matrix)
-
-
 class _Linear(torch.autograd.Function):
     """A linear map whose weight is one, expanded over the batch."""
 
@@ -85,7 +75,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return owned(affine(x, shared(weight), shared_or_none(bias)))
+        return owned(F.linear(x, shared(weight), shared_or_none(bias)))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -95,7 +85,7 @@ class _Linear(torch.autograd.Function):
             if torch.is_grad_enabled():
                 grad_x = linear(g, cast_shared(weight, g.dtype).transpose(1, 2)).to(x.dtype)
             else:
-                grad_x = times_matrix(g, shared(weight).to(g.dtype)).to(x.dtype)
+                grad_x = torch.matmul(g, shared(weight).to(g.dtype)).to(x.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = outer_rows(g, x.to(g.dtype), weight.dtype)
         if ctx.needs_input_grad[2]:
@@ -119,8 +109,7 @@ def linear(
         `(B, *, out)`.
     """
     if is_constant(weight, bias):
-        op = linear_in_graph if torch.compiler.is_compiling() else F.linear
-        return op(x, shared(weight), shared_or_none(bias))
+        return F.linear(x, shared(weight), shared_or_none(bias))
     if is_shared(weight, bias):
         return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
     y = torch.bmm(positions(x), weight.transpose(1, 2))

@@ -14,10 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def running_backward() -> int:
-    """The number of the backward that this code runs in, -1 outside of any."""
-    return torch._C._current_graph_task_id()
+from expanded_nn._modes import running_backward as running_backward
 
 
 def running_node() -> Any:

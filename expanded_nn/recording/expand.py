@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor
 
 from expanded_nn._errors import PerSampleError
 from expanded_nn._lift import quiet_fallbacks
+from expanded_nn._modes import in_own_dtype, no_torch_function, refuse_batched
 from expanded_nn._storage import Recycled
-from expanded_nn._terms import Dense, SparseOneHot, Term, in_own_dtype, refuse_batched
+from expanded_nn.core.terms import Dense
 from expanded_nn.factored import FactoredTensor, materialized, times
 from expanded_nn.recording.backward import accumulates_next, graph_of
 from expanded_nn.recording.passes import Pass
@@ -57,7 +57,7 @@ class Expand(torch.autograd.Function):
         settings, asked_for = receiver.settings, not accumulates_next(ctx)
         scale = max(1, ctx.now.batch) if settings.loss_reduction == "mean" else 1
         # without the first, each attribute of a factored tensor takes a way through Python
-        with torch._C.DisableTorchFunctionSubclass(), in_own_dtype(rows):
+        with no_torch_function(), in_own_dtype(rows):
             add_up = settings.accumulate_grad or asked_for
             kept, total = _kept_and_total(rows, scale, add_up, settings.materialize, ctx.leaf.memory)
             if not asked_for or torch.is_grad_enabled():
@@ -166,15 +166,9 @@ def _kept_and_total(
         kept = materialized(kept, memory)
     if not add_up:
         return kept, None
-    sparse = _sparse_total(terms)
+    sparse = rows.sparse_sum()
     if sparse is not None:
         return kept, sparse
     if not dense:
         return kept, rows.weighted_sum()
     return kept, Dense.of(kept).scaled(1 / scale).weighted_sum(None)
-
-
-def _sparse_total(terms: Sequence[Term]) -> Tensor | None:
-    """The plain gradient where torch's is sparse."""
-    sparse = [term.sparse_sum() for term in terms if isinstance(term, SparseOneHot)]
-    return reduce(torch.add, sparse) if sparse and len(sparse) == len(terms) else None

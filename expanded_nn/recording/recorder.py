@@ -429,6 +429,11 @@ class Recorder:
         for leaf in self.leaves:
             leaf.note_grad()
 
+    @property
+    def rows_stand_alone(self) -> bool:
+        """Whether the rows shown are those of a `torch.autograd.grad`, and no part of `.grad`."""
+        return self.store.aside is not None
+
     def settle(self) -> None:
         """Outside of any backward: takes back what one that failed has left."""
         if running_backward() < 0:
@@ -540,10 +545,9 @@ class Forward:
         now, is_found = self.now, False
         ends = [each.grad_fn for each in tensors(result) if isinstance(each, Tensor) and each.grad_fn is not None]
         for node in {node for end in ends for node in graph_of(end)}:
-            if isinstance(node, torch.autograd.function.BackwardCFunction) and not isinstance(
-                node, Expand._backward_cls
-            ):
-                node.metadata.setdefault(_PASS, now)  # type: ignore[attr-defined]
+            is_own = isinstance(node, Expand._backward_cls)
+            if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_own:
+                node.metadata.setdefault(_PASS, now)
                 is_found = True
         if not is_found and now not in self.recorder.passes.kept:
             self.recorder.passes.kept.append(now)

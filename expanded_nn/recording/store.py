@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn._cell import Cell
+from expanded_nn.core.algebra import Kind
 from expanded_nn.factored import FactoredTensor, joined, materialized, parted
 from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.watch import Leaf, Shown
@@ -190,7 +191,7 @@ class Store:
 
 
 def _zero_rows(batch: int, parameter: Tensor) -> FactoredTensor:
-    cell = Cell([(batch, ())], parameter.shape, parameter.dtype, parameter.device)
+    cell = Cell([(batch, ())], Kind(parameter.shape, parameter.dtype, parameter.device))
     return FactoredTensor(cell, (batch, *parameter.shape))
 
 

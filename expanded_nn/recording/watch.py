@@ -120,7 +120,7 @@ class Leaf:
         if self.shown.rows is not None and hasattr(self.shown.rows, "_processed") and rows is not None:
             rows._processed = True  # type: ignore[attr-defined]  # Opacus' mark on rows that a step has used
         self.shown = Shown(rows, tuple(passes), 0 if rows is None else rows._version, has_room)
-        for tensor in (self.parameter(), self.place and self.place.shard):
+        for tensor in (self.parameter(), None if self.place is None else self.place.shard):
             if tensor is not None:
                 tensor.grad_sample = rows  # type: ignore[attr-defined]
 
@@ -151,7 +151,7 @@ class Leaf:
         parameter = self.as_shown()
         grad = None if parameter is None else parameter.grad
         if grad is None or self.grad is None:
-            return grad is self.grad
+            return grad is None and self.grad is None
         return self.grad[0]() is grad and self.grad[1] == grad._version
 
     def grad_is_another(self) -> bool:
