@@ -18,6 +18,7 @@ from expanded_nn.recording.backward import Backward, graph_of, in_transform, run
 from expanded_nn.recording.expand import Again, Computed, Expand, ExpandComputed, leaves_of, passes_behind
 from expanded_nn.recording.passes import Pass, Passes, Stage
 from expanded_nn.recording.sharded import is_shard
+from expanded_nn.recording.shared_results import SharedResult, taken_apart
 from expanded_nn.recording.store import Store
 from expanded_nn.recording.watch import Leaf, Place, Watch, stale
 
@@ -499,6 +500,8 @@ class Forward:
         thread: The thread it runs in.
         broadcast: Embeddings whose index has had no batch dimension in it.
         is_awaited: Whether a layer has run without gradients in it, as in a reentrant checkpoint.
+        inputs_shared: Of the inputs that layers have read so far, whether each is one that all samples share.
+        shared: What layers have returned for inputs that all samples share.
     """
 
     def __init__(
@@ -512,6 +515,8 @@ class Forward:
         self.thread = get_ident()
         self.broadcast: list[nn.Module] = []
         self.is_awaited = False
+        self.inputs_shared: list[bool] = []
+        self.shared: list[SharedResult] = []
         self._now: Pass | None = None
 
     def __enter__(self) -> Forward:
@@ -533,13 +538,24 @@ class Forward:
         batch = self.now.batch
         return [each for each in tensors(self.inputs) if isinstance(each, Tensor) and batch in each.shape]
 
+    def is_argument(self, x: Tensor) -> bool:
+        """Whether a tensor is an argument of this forward, or a view of one."""
+        whole = x if x._base is None else x._base
+        return any(each is x or each is whole or each._base is whole for each in self.samples)
+
     def correct(self, batch: int) -> None:
         """The number of samples as a layer knows it better than the first argument, if nothing relied on that."""
         if self._now is None and self.recorder.settings.batch_size is None and not self.is_explicit:
             self.batch = batch
 
     def returned(self, result: Any) -> None:
-        """What the forward returns: where a backward will run layers again, the graph keeps their pass in mind."""
+        """What the forward returns: where a backward will run layers again, the graph keeps their pass in mind.
+
+        Raises:
+            PerSampleError: If a result that all samples share was taken apart as if it were one.
+        """
+        if self.shared:
+            self._refuse_taken_apart(result)
         if not self.is_awaited or (self._now is None and self.batch is None):
             return
         now, is_found = self.now, False
@@ -551,6 +567,31 @@ class Forward:
                 is_found = True
         if not is_found and now not in self.recorder.passes.kept:
             self.recorder.passes.kept.append(now)
+
+    def note_shared(self, layer: nn.Module, result: Any, dim: int) -> None:
+        """A layer has returned a result for an input that all samples share."""
+        if isinstance(result, Tensor) and result.grad_fn is not None and result.dim() > dim:
+            self.shared.append(SharedResult(layer, result.grad_fn, dim, result.dim()))
+
+    def _refuse_taken_apart(self, result: Any) -> None:
+        """Looks at the graph, once for each way that this forward goes."""
+        kind = (self.module.training, *((id(shared.layer), shared.dim, shared.rank) for shared in self.shared))
+        seen: set[Any] = vars(self.module).setdefault("_shared_seen", set())
+        if kind in seen:
+            return
+        ends = [each for each in tensors(result) if isinstance(each, Tensor) and each.requires_grad]
+        taken = taken_apart(self.shared, ends, self.now.batch)
+        if taken is not None:
+            layer, operation = taken
+            raise complaint(
+                self.recorder.name_of(layer),
+                f"its input is shared by all {self.now.batch} samples, so its result was given once per sample, and "
+                f"the model goes on with a part of that ({operation} over the samples)",
+                "the whole of it, which broadcasts",
+                "Leave out what takes the first of one (an index [0], a mean over one), or send the module around it "
+                "through the general rule: alone(ItsClass) before convert.",
+            )
+        seen.add(kind)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.recorder.forward = None
