@@ -384,12 +384,17 @@ class Recorder:
                     self._forget(leaf)
             self.store.set_aside(self.leaves)
             return
-        for leaf in stale(held) if self.settings.accumulate_grad else held:
+        if self.settings.accumulate_grad:
+            held = stale(held)
+            for leaf in held:
+                leaf.clipped = None
+        for leaf in held:
             self._forget(leaf)
         if self.store.held:
             self.store.drop_passes_of(self._left_or_frozen())
         for leaf in self.leaves:
             leaf.note_grad()
+            leaf.lacks_rows()  # looks while `.grad` may still be zero
         self.store.begin()
 
     def _left_or_frozen(self) -> list[Leaf]:
@@ -441,21 +446,30 @@ class Recorder:
             self.backward.settle()
 
     def note_clipped(self, parameter: Tensor) -> None:
-        """Clipping has added to `.grad`."""
+        """Clipping has set `.grad`."""
         leaf = self.leaves.get(parameter)
         if leaf is not None and parameter.grad is not None:
-            leaf.clipped = weakref.ref(parameter.grad)
+            leaf.clipped, leaf.lacking = (weakref.ref(parameter.grad), parameter.grad._version), None
 
-    def has_clipped(self, parameter: Tensor) -> bool:
-        """Whether `.grad` is what clipping has added to."""
+    def is_clipped(self, parameter: Tensor) -> bool:
+        """Whether `.grad` is what clipping has set, and no backward has added to it."""
         leaf = self.leaves.get(parameter)
-        return leaf is not None and leaf.clipped is not None and leaf.clipped() is parameter.grad is not None
+        if leaf is None or leaf.clipped is None or parameter.grad is None:
+            return False
+        grad, version = leaf.clipped
+        return grad() is parameter.grad and (version == parameter.grad._version or not self.settings.accumulate_grad)
+
+    def lacks_rows(self, parameter: Tensor) -> bool:
+        """Whether `.grad` has a part whose rows were dropped."""
+        leaf = self.leaves.get(parameter)
+        return leaf is not None and leaf.lacks_rows()
 
     def forget(self, parameter: Tensor) -> None:
         """Drops the rows of one parameter."""
         leaf = self.leaves.get(parameter)
         if leaf is not None:
             self._forget(leaf)
+            leaf.clipped = None
         parameter.grad_sample = None  # type: ignore[attr-defined]
         if self.leaves.sharded and is_shard(parameter):
             for gathered in self.leaves:

@@ -163,6 +163,7 @@ class Store:
         gone = [now for now, of_pass in self.held.items() if others.issuperset(of_pass)]
         changed = {leaf for now in gone for leaf in self.held.pop(now)}
         for leaf in changed:
+            leaf.note_lacking()
             self.show(leaf)
 
     def set_aside(self, leaves: Iterable[Leaf]) -> None:
