@@ -281,9 +281,10 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     parameters, recorders = _recorded(model)
     held = _held(parameters)
     _refuse_gradients_without_rows("clip_grad_sample_norms_", parameters, recorders)
-    for name in parameters.keys() - held.keys():
-        for recorder in recorders:  # frozen, and not clipped with the others: not to come back when it is thawed
-            recorder.forget(parameters[name])
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad and name not in held and getattr(parameter, "grad_sample", None) is not None:
+            for recorder in recorders:  # it is not clipped with the others, and not to come back when it is thawed
+                recorder.forget(parameter)
     if not held and any(each.requires_grad for each in parameters.values()):
         raise complaint(
             "clip_grad_sample_norms_",

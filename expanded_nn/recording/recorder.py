@@ -131,13 +131,16 @@ class Recorder:
         self.homes = [home for home in self.homes if (known := home()) is not None and known not in inside]
         self.homes.append(weakref.ref(module))
         self.watch_all()
-        for leaf in self.leaves:
-            leaf.member = True
+        for member in self.modules():
+            for parameter in member._parameters.values():
+                if parameter is not None:
+                    self._known(parameter).member = True
 
     def add_member(self, parameter: Tensor) -> None:
         """A parameter has been put into a module of the model."""
+        self._known(parameter).member = True
         if parameter.requires_grad:
-            self.leaf(parameter).member = True
+            self.leaf(parameter)
         if not hasattr(parameter, "grad_sample"):
             parameter.grad_sample = None  # type: ignore[attr-defined]
 
@@ -162,14 +165,18 @@ class Recorder:
                         parameter.grad_sample = None  # type: ignore[attr-defined]
 
     def leaf(self, parameter: Tensor) -> Leaf:
-        """What is known of a parameter, which is watched from now on."""
+        """What is known of a parameter that requires gradients; it is watched from now on."""
+        leaf = self._known(parameter)
+        if leaf.handle is None:
+            Watch.put(self, leaf, parameter)
+        return leaf
+
+    def _known(self, parameter: Tensor) -> Leaf:
         leaf = self.leaves.get(parameter)
         if leaf is None:
             leaf = self.leaves.add(parameter)
             if self.leaves.sharded:
                 leaf.place = self._place_of(parameter)
-        if leaf.handle is None:
-            Watch.put(self, leaf, parameter)
         return leaf
 
     def _place_of(self, parameter: Tensor) -> Place | None:
@@ -487,7 +494,8 @@ class Recorder:
             leaving: The modules that have no use of this recorder any more.
         """
         for leaf in self.leaves:
-            leaf.handle.remove()
+            if leaf.handle is not None:
+                leaf.handle.remove()
             leaf.shown.rows = None
             leaf.sent.clear()
         self.leaves, self.passes = Leaves(), Passes()

@@ -229,7 +229,7 @@ class Watch:
 
     def __call__(self, grad: Tensor | None) -> None:
         owner, parameter = self.owner(), self.leaf.parameter()
-        if grad is None or owner is None or parameter is None or owner.asleep:
+        if grad is None or owner is None or parameter is None or owner.asleep or not parameter.requires_grad:
             return
         sent = self.leaf.sent.pop(running_backward(), None)
         if (sent is not None and sent.is_all(grad)) or not accumulates(parameter):
