@@ -154,8 +154,7 @@ class Recorder:
 
     def watch_all(self) -> None:
         """Watches every parameter that asks for gradients: it may be used outside of its module."""
-        for leaf in self.leaves.forget_lost():
-            self.store.drop(leaf)
+        self._forget_lost()
         for module in self.modules():
             for parameter in module._parameters.values():
                 # no guest of functional_call
@@ -171,9 +170,14 @@ class Recorder:
             Watch.put(self, leaf, parameter)
         return leaf
 
+    def _forget_lost(self) -> None:
+        for leaf in self.leaves.forget_lost():
+            self.store.drop(leaf)
+
     def _known(self, parameter: Tensor) -> Leaf:
         leaf = self.leaves.get(parameter)
         if leaf is None:
+            self._forget_lost()  # one of those may have had the same id
             leaf = self.leaves.add(parameter)
             if self.leaves.sharded:
                 leaf.place = self._place_of(parameter)
