@@ -238,8 +238,8 @@ def _reaches(grad: Tensor, shape: torch.Size | None, others: Tensor) -> bool:
     return bool(ways) and all(bool(view[others].norm() > precision * view.norm()) for view in ways)
 
 
-def layer_without_samples(whole: Trace, lone: Trace, parameter: str, call: Call) -> tuple[str, tuple[int, ...]]:
-    """The layer that holds a parameter, and its input's shape, if as many come in for one sample: B of them, or one."""
+def layer_without_samples(whole: Trace, lone: Trace, parameter: str, call: Call) -> tuple[str, str, int]:
+    """The layer that holds a parameter, if as many rows come in for one sample: its input's shape, and B or one."""
     for k, event in enumerate(whole.events):
         if event.side == "output" or not event.path or not parameter.startswith(f"{event.path}."):
             continue
@@ -248,5 +248,5 @@ def layer_without_samples(whole: Trace, lone: Trace, parameter: str, call: Call)
             dim = batch_dim(max(1, many.dim()), batch_first=call.batch_first)
             same = one is not None and many.dim() == len(one) > dim and many.shape[dim] == one[dim]
             if same and many.shape[dim] in (1, call.batch):
-                return event.who, tuple(many.shape)
-    return "", ()
+                return event.who, str(tuple(many.shape)), many.shape[dim]
+    return "", "", 0

@@ -362,13 +362,13 @@ class _Check:
     def complain_of_rows(self) -> None:
         """By layer, where the layer took for samples what are none."""
         errors, tolerance = self.findings.errors, self.findings.tolerance
-        layers: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+        layers: dict[tuple[str, str, int], list[str]] = {}
         for name in (name for name, error in errors.items() if error > tolerance):
             layers.setdefault(layer_without_samples(self.whole, self.lone, name, self.call), []).append(name)
-        for (where, shape), names in layers.items():
+        for (where, shape, rows), names in layers.items():
             worst = max(names, key=errors.__getitem__)
             differ = f"the rows of {listed(names)} differ from the sample-by-sample loop (by {errors[worst]:.1e})"
-            if where and self.call.batch in shape:
+            if rows > 1:
                 found = (
                     f"its input has shape {shape} for the batch and for a sample alone, so its rows are no samples; "
                 )
