@@ -18,8 +18,13 @@ from expanded_nn._samples import GivenLosses, Layout, difference, first_mixed, l
 from expanded_nn._steady import WithoutChance, WithoutDropout
 from expanded_nn._trace import Guard, Trace, name_of
 from expanded_nn.convert import convert, revert
-from expanded_nn.recording.recorder import Recorder, Settings
+from expanded_nn.recording.recorder import Recorder, Settings, recorder_of
 
+_APART = (
+    "Normalise, pool, attend and route within a sample: GroupNorm for BatchNorm, or its eval mode; attention with "
+    "batch_first=True where the samples come first."
+)
+_MEAN = "Average over a sample's own parts before the samples are averaged; leave penalties to the optimizer."
 _REPORT = "If no layer of your own (@expands) is to blame, please report it, with the model."
 
 
@@ -156,6 +161,13 @@ class _Check:
             found = f"{listed(originals)} of the model itself came into the output of its copy"
             remedy = "Use self, or the model that `loss` is called with; a lambda made earlier keeps the model it saw."
             self.complain("outside", originals[0], found, "the parameters of the module that runs", remedy)
+            return
+        watched = [(recorder, leaf) for leaf in leaves if (recorder := recorder_of(leaf)) is not None]
+        if watched:
+            recorder, leaf = watched[0]
+            found = "it is a parameter of another model, which is in per-sample mode as well and would get rows"
+            remedy = "Switch per_sample(False) on the other model for the check."
+            self.complain("outside", recorder.name_of(leaf), found, "one model in per-sample mode", remedy)
             return
         with grads_kept(leaves):
             self.compare()
@@ -328,7 +340,7 @@ class _Check:
             self.complain_of_mixing(last, "the gradient of a sample's own loss reaches others")
         return True
 
-    def complain_of_mixing(self, place: int, evidence: str) -> None:
+    def complain_of_mixing(self, place: int, evidence: str, remedy: str = _APART) -> None:
         where, between = self.whole.before(place)
         if any(problem.where == where and between in problem.text for problem in self.findings.problems):
             return
@@ -337,8 +349,7 @@ class _Check:
             where,
             f"{between}the result for a sample depends on the other samples ({evidence})",
             "each sample's result from that sample alone",
-            "Normalise, pool, attend and route within a sample: GroupNorm for BatchNorm, or its eval mode; attention "
-            "with batch_first=True where the samples come first.",
+            remedy,
         )
 
     # Rows
@@ -355,7 +366,10 @@ class _Check:
         numbers = {len(held) for held in rows.values() if held is not None} - {self.call.batch}
         if numbers:
             found = f"the parameters have {max(numbers)} rows, those of several forwards"
-            remedy = "Make all calls of a step one pass: with expanded_nn.one_pass(model, batch_size=...)."
+            remedy = (
+                "Make all calls of a step one pass: with expanded_nn.one_pass(model, batch_size=...). Keep the batch "
+                "in a dimension of its own; check parts of a loss that are of other samples one by one."
+            )
             self.complain("rows", self.who, found, f"{self.call.batch} rows, one for each sample", remedy)
         return not numbers
 
@@ -416,7 +430,7 @@ class _StepCheck(_Check):
         reduced_by = self.layout.reduced_by
         if not reduced_by:
             place = first_mixed(self.whole, self.lone, self.call.batch - 1, self.call.batch, self.findings.tolerance)
-            self.complain_of_mixing(place, self.layout.mismatch(self.outputs))
+            self.complain_of_mixing(place, self.layout.mismatch(self.outputs), f"{_APART} {_MEAN}")
         elif self.reduction not in reduced_by:
             found = f"it is the {reduced_by[0]} of the samples' losses, and loss_reduction is {self.reduction!r}"
             remedy = f'Say per_sample(loss_reduction="{reduced_by[0]}"), or return the {self.reduction}.'

@@ -898,6 +898,30 @@ def test_the_weights_of_the_original() -> None:
     assert of_kind(report, "outside") == ["weight"]
 
 
+def test_another_model_in_per_sample_mode() -> None:
+    critic = enn.convert(nn.Linear(2, 1)).per_sample()
+    critic(features()[:, :2]).mean().backward()
+    model, z = nn.Linear(4, 2), features()
+    before = everything_of(critic)
+    report = enn.check(model, z, loss=lambda m, z: critic(m(z)).mean())
+    assert of_kind(report, "outside") == ["weight"]
+    assert "a parameter of another model, which is in per-sample mode as well" in str(report)
+    assert everything_of(critic) == before
+    critic.per_sample(False)
+    assert enn.check(model, z, loss=lambda m, z: critic(m(z)).mean()).ok
+
+
+def test_a_mean_over_all_tokens() -> None:
+    def step(m: Any, w: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(m(w).flatten(0, 1), target.flatten(), ignore_index=0)
+
+    model, w = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)), words()
+    assert enn.check(model, w, w.clamp(min=1), loss=step).ok
+    report = enn.check(model, w, torch.tensor([[1, 2, 3]] + 4 * [[1, 0, 0]]), loss=step)
+    assert of_kind(report, "mixing") == ["the loss"]
+    assert "Average over a sample's own parts before the samples are averaged" in str(report)
+
+
 @pytest.mark.parametrize("samples", [3, 5])
 def test_the_first_of_a_shared_result(samples: int) -> None:
     model = Model(lambda m, x: m.lin(x) + m.pos(m.ids)[0], lin=nn.Linear(4, 6), pos=nn.Embedding(9, 6))
