@@ -886,16 +886,17 @@ def test_mixing_by_a_random_order() -> None:
 
 
 def test_the_weights_of_the_original() -> None:
-    """A copy of the model still has the function that was made in it."""
+    """A copy of the model still has the function that was made in it, and so would the loss."""
     model = Model(lambda m, w: m.to_logits(m.emb(w)), emb=nn.Embedding(9, 4))
     model.to_logits = lambda h: h @ model.emb.weight.T
     report = enn.check(model, words())
-    assert of_kind(report, "outside") == ["emb.weight"]
-    assert "emb.weight of the model itself came into the output of its copy" in str(report)
+    assert [problem.kind for problem in report.problems] == ["conversion"]
+    assert "to_logits holds a function that refers to this model" in str(report)
     assert model.emb.weight.grad is None
     linear = nn.Linear(4, 2)
     report = enn.check(linear, features(), loss=lambda m, x: squared(linear, x))
     assert of_kind(report, "outside") == ["weight"]
+    assert "weight, bias of the model itself came into" in str(report)
 
 
 def test_another_model_in_per_sample_mode() -> None:
@@ -923,13 +924,25 @@ def test_a_mean_over_all_tokens() -> None:
 
 
 @pytest.mark.parametrize("samples", [3, 5])
-def test_the_first_of_a_shared_result(samples: int) -> None:
-    model = Model(lambda m, x: m.lin(x) + m.pos(m.ids)[0], lin=nn.Linear(4, 6), pos=nn.Embedding(9, 6))
+@pytest.mark.parametrize(
+    ("factor", "kind", "words"),
+    [
+        (1, "layer", "its input is shared by all"),
+        (2, "rows", "its input of shape (1, 5) is shared, so that its output has one row a sample"),
+    ],
+    ids=["direct", "behind_an_operation"],
+)
+def test_the_first_of_a_shared_result(samples: int, factor: int, kind: str, words: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        shared = m.pos(m.ids) if factor == 1 else factor * m.pos(m.ids)
+        return m.lin(x) + shared[0]
+
+    model = Model(forward, lin=nn.Linear(4, 6), pos=nn.Embedding(9, 6))
     model.register_buffer("ids", torch.arange(5).unsqueeze(0))
     for loss in (None, lambda m, x: m(x).square().mean((1, 2))):
         report = enn.check(model, torch.randn(samples, 5, 4), loss=loss)
-        assert of_kind(report, "rows") == ["pos (Embedding)"]
-        assert "its input of shape (1, 5) is shared, so that its output has one row a sample" in str(report)
+        assert of_kind(report, kind) == ["pos (Embedding)"]
+        assert words in str(report)
 
 
 def test_unordered_positions_by_the_loss() -> None:

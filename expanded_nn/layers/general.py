@@ -427,7 +427,8 @@ class _Trial:
     def _agree(self, found: _Mapped, dims: tuple[int, ...], expected: list[Tensor]) -> bool:
         results = found.with_samples_in(dims).tensors
         floats = [each for each in tree_leaves(self.arguments) if isinstance(each, Tensor) and has_derivatives(each)]
-        size = max((float(each.abs().max()) for each in floats if each.numel() and not each.is_meta), default=1.0)
+        sizes = (each.abs().where(each.isfinite(), 0).max() for each in floats if each.numel() and not each.is_meta)
+        size = max(map(float, sizes), default=1.0)
         for result, plain, dim in zip(results, expected, dims, strict=True):
             if plain.dim() == result.dim() > 0 and plain.shape[dim] == 1:
                 plain = plain.expand(*plain.shape[:dim], result.shape[dim], *plain.shape[dim + 1 :])
