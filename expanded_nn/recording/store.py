@@ -42,7 +42,8 @@ class Store:
 
     def add(self, now: Pass, leaf: Leaf, rows: Tensor) -> None:
         """Takes rows `(B, *shape)` of one parameter; a backward may bring those of one pass in several parts."""
-        self._take_over_edits(leaf)
+        if len(self.held) > 1:
+            self._take_over_edits(leaf)
         if now not in self.held:
             in_order = all(other.number < now.number for other in self.held)
             self.held[now] = {}
@@ -50,10 +51,13 @@ class Store:
                 self.held = dict(sorted(self.held.items(), key=lambda item: item[0].number))
         of_pass = self.held[now]
         self.tasks.add(running_backward())
-        if not leaf.grad_is_as_noted():  # what came before has arrived
-            leaf.note_grad()
-            self.before.pop(leaf, None)
-        self.before.setdefault(leaf, {}).setdefault(now, of_pass.get(leaf))
+        before = self.before.get(leaf)
+        if before is None or not leaf.grad_is_as_noted():  # what came before has arrived
+            if before is not None:
+                leaf.note_grad()
+            self.before[leaf] = {now: of_pass.get(leaf)}
+        else:
+            before.setdefault(now, of_pass.get(leaf))
         of_pass[leaf] = of_pass[leaf] + rows if leaf in of_pass else rows
         self.show(leaf, now)
 

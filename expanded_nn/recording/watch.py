@@ -48,7 +48,7 @@ class Sent:
         return self.total is not None and not self.mixed and _equal(self.total, arrived.detach())
 
 
-@dataclass
+@dataclass(slots=True)
 class Shown:
     """The `grad_sample` that was set last.
 
@@ -119,12 +119,14 @@ class Leaf:
 
     def show(self, rows: Tensor | None, passes: Iterable[Pass] = (), *, has_room: bool = False) -> None:
         """Sets `grad_sample`."""
-        if self.shown.rows is not None and hasattr(self.shown.rows, "_processed") and rows is not None:
+        before, parameter = self.shown.rows, self.parameter()
+        if rows is not None and before is not None and hasattr(before, "_processed"):
             rows._processed = True  # type: ignore[attr-defined]  # Opacus' mark on rows that a step has used
         self.shown = Shown(rows, tuple(passes), 0 if rows is None else rows._version, has_room)
-        for tensor in (self.parameter(), None if self.place is None else self.place.shard):
-            if tensor is not None:
-                tensor.grad_sample = rows  # type: ignore[attr-defined]
+        if parameter is not None:
+            parameter.grad_sample = rows  # type: ignore[attr-defined]
+        if self.place is not None and self.place.shard is not None:
+            self.place.shard.grad_sample = rows  # type: ignore[attr-defined]
 
     def show_again(self, shown: Shown) -> None:
         """Sets `grad_sample` to what it was."""
@@ -146,7 +148,10 @@ class Leaf:
         """Keeps in mind what `.grad` is now."""
         parameter = self.as_shown()
         grad = None if parameter is None else parameter.grad
-        self.grad = None if grad is None else (weakref.ref(grad), grad._version)
+        if grad is not None:
+            self.grad = (weakref.ref(grad), grad._version)
+        elif self.grad is not None:
+            self.grad = None
 
     def grad_is_as_noted(self) -> bool:
         """Whether `.grad` is the tensor that it was, in the same version."""
