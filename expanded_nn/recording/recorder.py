@@ -264,7 +264,12 @@ class Recorder:
         return now
 
     def _recomputed_pass(self, module: nn.Module, batch: int | None) -> Pass:
-        """A checkpoint computes a forward again inside the backward: it belongs to the pass it was first in."""
+        """A checkpoint computes a forward again inside the backward: it belongs to the pass it was first in.
+
+        What tells, in this order: the note that `Forward.returned` has left at the running node (reentrant
+        checkpoints, behind which there is no graph); the expansions in the graph behind that node; and where neither
+        says anything, `Passes.recomputed`: which passes are not done, and the number of samples.
+        """
         if in_transform():
             raise complaint(
                 self.name_of(module),
@@ -374,7 +379,11 @@ class Recorder:
             self.store.add(now, leaf, rows)
 
     def _before_delivery(self, stand_alone: bool) -> None:
-        """Rows go when the gradient they add up to was cleared, or when the user took them away."""
+        """Rows go when the gradient they add up to was cleared, or when the user took them away.
+
+        At the first rows of a backward, before autograd has added anything to any `.grad`: later it could not be told
+        what the user had cleared.
+        """
         self.store.take_back(self.leaves)
         held = self.leaves.with_rows()
         if stand_alone:
@@ -392,7 +401,7 @@ class Recorder:
         self.store.begin()
 
     def _left_or_frozen(self) -> list[Leaf]:
-        """The parameters that hold rows and whose gradient no optimizer of this model is waiting for."""
+        """The parameters that hold rows, but are frozen, have left the model, or are no more."""
         inside = {id(parameter) for module in self.modules() for parameter in module._parameters.values()}
         gone = []
         for leaf in self.leaves.with_rows():

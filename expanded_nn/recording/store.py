@@ -20,8 +20,14 @@ Held = dict[Pass, dict[Leaf, Tensor]]  # each parameter's rows `(B, *shape)`, pa
 class Store:
     """The rows held, and how to go back to those from before a backward that failed.
 
-    `held` is in the order of the passes. A parameter without rows in a pass that others have rows in has zero rows
-    there. What the user changes in place in a `grad_sample` of several passes is taken over before it is made anew.
+    `held` is in the order of the passes, and no pass in it is empty. A parameter without rows in a pass that others
+    have rows in has zero rows there: in `grad_sample` only, never in `held`. While a backward runs, `grad_sample` may
+    lack passes that `held` has, as another parameter's rows have come first: `Shown.passes` says what it shows, and
+    `complete` makes up for it.
+
+    Rows of several passes are shown in one of two ways. Factored, they are joined into a new tensor, of which `held`
+    knows nothing: what the user changes in it in place is taken over before it is made anew. Dense, `held` has slices
+    of the memory that is shown, so that it sees such changes by itself.
 
     Attributes:
         held: The rows.
@@ -38,6 +44,7 @@ class Store:
 
     def add(self, now: Pass, leaf: Leaf, rows: Tensor) -> None:
         """Takes rows `(B, *shape)` of one parameter; a backward may bring those of one pass in several parts."""
+        # before `held` changes, with which what is shown is compared
         self._take_over_edits(leaf)
         if now not in self.held:
             in_order = all(other.number < now.number for other in self.held)
@@ -74,7 +81,11 @@ class Store:
             leaf.show(joined(all_parts), self.held)
 
     def _show_dense(self, leaf: Leaf, parameter: Tensor, parts: list[Tensor | None], first_new: Pass | None) -> None:
-        """The dense rows of several passes, behind those that are shown already, in memory with room for more."""
+        """The dense rows of several passes, behind those that are shown already, in memory with room for more.
+
+        Writing behind what is shown is safe as long as nobody else has written there: rows that a failed backward left
+        behind are followed by rows in other memory, as `undo` shows all of them anew.
+        """
         passes, shown = tuple(self.held), leaf.shown
         batches = [now.batch for now in passes]
         if any(part is not None and part.requires_grad for part in parts):
@@ -131,7 +142,11 @@ class Store:
         self.before.clear()
 
     def undo(self) -> None:
-        """The backward has failed: rows go whose gradient has not come to `.grad`."""
+        """The backward has failed: rows go whose gradient has not come to `.grad`.
+
+        Autograd adds to `.grad` parameter by parameter, so a fault in the middle leaves some of them with the whole
+        gradient and others with nothing. That `.grad` is as it was noted tells which.
+        """
         changed = set()
         for (now, leaf), rows in self.before.items():
             if leaf.grad_is_as_noted() and now in self.held:
@@ -146,7 +161,7 @@ class Store:
             self.show(leaf)
 
     def drop(self, leaf: Leaf) -> None:
-        """Forgets the rows of a parameter."""
+        """Forgets the rows of a parameter; what it shows is left to the caller, who has a reason to change it."""
         for of_pass in self.held.values():
             of_pass.pop(leaf, None)
         for of_pass in self.aside[0].values() if self.aside is not None else ():
@@ -196,7 +211,7 @@ def _zero_rows(batch: int, parameter: Tensor) -> FactoredTensor:
 
 
 def _room(shown: Shown, start: int, end: int, parameter: Tensor) -> Tensor | None:
-    """The memory of the rows that are shown, if the others fit in behind them."""
+    """The memory of the rows that are shown, if all others fit in behind them, up to row `end`."""
     rows = shown.rows
     if rows is None or not shown.has_room or len(rows) != start:
         return None
