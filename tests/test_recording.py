@@ -351,6 +351,7 @@ EDITS: dict[str, tuple[Callable[[Held], Any], bool, bool]] = {
     "grad = None": (lambda held: held.set_grad(None), True, True),
     "grad_sample = None": (reset, True, True),
     "grad.zero_()": (lambda held: held.grad.zero_(), True, False),
+    "grad.data.zero_()": (lambda held: held.grad.data.zero_(), True, False),  # which raises no version
     "grad = zeros": (lambda held: held.set_grad(torch.zeros_like(held.grad)), True, False),
     "grad.mul_(2)": (lambda held: held.grad.mul_(2), False, False),
     "grad = 2 * grad": (lambda held: held.set_grad(2 * held.grad), False, False),
