@@ -281,6 +281,10 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     parameters, recorders = _recorded(model)
     held = _held(parameters)
     _refuse_gradients_without_rows("clip_grad_sample_norms_", parameters, recorders)
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad and name not in held and getattr(parameter, "grad_sample", None) is not None:
+            for recorder in recorders:  # it is not clipped with the others, and not to come back when it is thawed
+                recorder.forget(parameter)
     if not held and any(each.requires_grad for each in parameters.values()):
         raise complaint(
             "clip_grad_sample_norms_",
@@ -311,8 +315,9 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
         del part, rows
         for name, total in totals.items():
             _set_grad(parameters[name], total, add=adds)
-            for recorder in recorders if adds else []:
-                recorder.forget(parameters[name])
+            for recorder in recorders:
+                if adds:
+                    recorder.forget(parameters[name])
                 recorder.note_clipped(parameters[name])
     for recorder in recorders:
         recorder.note_grads()
@@ -329,13 +334,18 @@ def _refuse_gradients_without_rows(
         if parameter.requires_grad and parameter.grad is not None and getattr(parameter, "grad_sample", None) is None
     ]
     # with accumulate_grad=False clipping has left its sums there; zeros are a gradient that was cleared
-    known = [name for name in without if any(recorder.has_clipped(parameters[name]) for recorder in recorders)]
+    known = [name for name in without if any(recorder.is_clipped(parameters[name]) for recorder in recorders)]
     found = [name for name in without if name not in known and not is_zero(_values(parameters[name].grad))]
+    found += [
+        name
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and any(recorder.lacks_rows(parameter) for recorder in recorders)
+    ]
     if found:
         raise complaint(
             who,
-            f"the parameters {_some(found)} have a gradient in .grad, but no per-sample gradients, so that nothing "
-            "bounds what a sample adds to it",
+            f"the parameters {_some(found)} have a gradient in .grad, or a part of one, but no per-sample gradients of "
+            "it, so that nothing bounds what a sample adds to it",
             "both, or neither",
             "If that gradient is from before, clear it: optimizer.zero_grad(). If it is of this step, let the "
             "parameter be used by its layer, or by expanded_nn.expanded(weight).",
@@ -421,7 +431,12 @@ def _recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]
 def _held(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameter name -> the rows it holds, of those that hold any."""
     held = {name: getattr(parameter, "grad_sample", None) for name, parameter in parameters.items()}
-    return {name: rows for name, rows in held.items() if rows is not None}
+    return {name: rows for name, rows in held.items() if rows is not None and _is_used(parameters[name])}
+
+
+def _is_used(parameter: Tensor) -> bool:
+    """Whether an optimizer may use its gradient: one that is frozen and has none any more has no use for its rows."""
+    return parameter.requires_grad or (parameter.grad is not None and not is_zero(_values(parameter.grad)))
 
 
 def _batch_size(held: Mapping[str, Tensor]) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn._cell import Cell
+from expanded_nn._modes import running_backward
 from expanded_nn.core.algebra import Kind
 from expanded_nn.factored import FactoredTensor, joined, materialized, parted
 from expanded_nn.recording.passes import Pass
@@ -31,14 +32,17 @@ class Store:
 
     Attributes:
         held: The rows.
-        before: What the running backward has changed: the rows from before it, `None` where there were none.
+        before: For each parameter, what the running backward has delivered and not yet added to `.grad`: of each pass
+            the rows from before, `None` where there were none.
+        tasks: The backwards that have delivered, by the engine's number: one, and those that run inside of it.
         aside: Rows that wait while those of a `torch.autograd.grad` stand alone, and what `grad_sample` showed.
         materialize: Whether `grad_sample` is to be dense.
     """
 
     def __init__(self, materialize: bool) -> None:
         self.held: Held = {}
-        self.before: dict[tuple[Pass, Leaf], Tensor | None] = {}
+        self.before: dict[Leaf, dict[Pass, Tensor | None]] = {}
+        self.tasks: set[int] = set()
         self.aside: tuple[Held, dict[Leaf, Shown]] | None = None
         self.materialize = materialize
 
@@ -52,7 +56,11 @@ class Store:
             if not in_order:
                 self.held = dict(sorted(self.held.items(), key=lambda item: item[0].number))
         of_pass = self.held[now]
-        self.before.setdefault((now, leaf), of_pass.get(leaf))
+        self.tasks.add(running_backward())
+        if not leaf.grad_is_as_noted():  # what came before has arrived
+            leaf.note_grad()
+            self.before.pop(leaf, None)
+        self.before.setdefault(leaf, {}).setdefault(now, of_pass.get(leaf))
         of_pass[leaf] = of_pass[leaf] + rows if leaf in of_pass else rows
         self.show(leaf, now)
 
@@ -130,6 +138,7 @@ class Store:
 
     def complete(self, leaves: Iterable[Leaf]) -> None:
         """All rows of a backward are here: parameters that it left out have zero rows."""
+        self.before.clear()
         passes = tuple(self.held)
         for leaf in leaves:
             shown = leaf.shown
@@ -140,24 +149,29 @@ class Store:
     def begin(self) -> None:
         """A backward begins to deliver: from here on what it changes is kept in mind."""
         self.before.clear()
+        self.tasks.clear()
 
     def undo(self) -> None:
         """The backward has failed: rows go whose gradient has not come to `.grad`.
 
         Autograd adds to `.grad` parameter by parameter, so a fault in the middle leaves some of them with the whole
         gradient and others with nothing. That `.grad` is as it was noted tells which.
+
+        Where others ran inside of it, as reentrant checkpoints do, nothing tells which of the rows have come: they are
+        refused until `.grad` is cleared.
         """
-        changed = set()
-        for (now, leaf), rows in self.before.items():
-            if leaf.grad_is_as_noted() and now in self.held:
-                changed.add(leaf)
+        for leaf in self.before if len(self.tasks) > 1 else ():
+            leaf.note_lacking()
+        lost = {leaf: before for leaf, before in self.before.items() if leaf.grad_is_as_noted()}
+        for leaf, before in lost.items():
+            for now, rows in before.items():
                 if rows is None:
-                    self.held[now].pop(leaf, None)
-                else:
+                    self.held.get(now, {}).pop(leaf, None)
+                elif now in self.held:
                     self.held[now][leaf] = rows
         self.before.clear()
         self._without_empty_passes()
-        for leaf in changed:
+        for leaf in lost:
             self.show(leaf)
 
     def drop(self, leaf: Leaf) -> None:
@@ -178,6 +192,7 @@ class Store:
         gone = [now for now, of_pass in self.held.items() if others.issuperset(of_pass)]
         changed = {leaf for now in gone for leaf in self.held.pop(now)}
         for leaf in changed:
+            leaf.note_lacking()
             self.show(leaf)
 
     def set_aside(self, leaves: Iterable[Leaf]) -> None:
