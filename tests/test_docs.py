@@ -127,6 +127,29 @@ def test_the_silent_failures_come_out_as_the_page_says(monkeypatch: pytest.Monke
         assert ours.word in ("right", "`check` finds it") or ours.detail.startswith("PerSampleError"), trap.title
 
 
+def test_the_places_in_the_code_that_the_pages_name_are_there() -> None:
+    package = Path(enn.__file__).parent
+    text = (DOCS / "lifetime.md").read_text()
+    places = re.findall(r"`(\w+\.py)`: (`[\w.]+`(?:, `[\w.]+`)*)", text)
+    assert len(places) >= 12
+    for file, names in places:
+        (path,) = [each for each in package.rglob(file) if each.parent.name in ("expanded_nn", "recording")]
+        tree = ast.parse(path.read_text())
+        for name in re.findall(r"`([\w.]+)`", names):
+            body = tree.body
+            for part in name.split("."):
+                defined = [node for node in body if getattr(node, "name", None) == part]
+                assert defined, f"{file}: {name}"
+                body = getattr(defined[0], "body", [])
+    rooms = (DOCS / "how_it_works.md").read_text().partition("## The rooms")[2].partition("\n## ")[0]
+    named = [
+        name for line in rooms.splitlines() if line.startswith("| `") for name in line.split("|")[1].split("`")[1::2]
+    ]
+    assert {name for name in named if not (package / name).exists()} == set()
+    files = {str(each.relative_to(package)) for each in package.rglob("*.py") if not each.name.startswith("__")}
+    assert {file for file in files if file not in named and f"{file.split('/')[0]}/" not in named} == set()
+
+
 def test_the_table_of_layers_has_them_all() -> None:
     text = (DOCS / "layers.md").read_text()
     ours = {each.__name__ for each in EXPANDED.values() if each.__module__.startswith("expanded_nn.layers")}

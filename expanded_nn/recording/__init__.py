@@ -1,1 +1,4 @@
-"""Which samples a forward has, which rows belong together, and where they go; no mathematics of layers."""
+"""Which forwards belong together, whose gradient a row is, and how long rows are held; no mathematics of layers.
+
+`docs/lifetime.md` follows a backward through these files, and says where each decision is made.
+"""

@@ -1,6 +1,6 @@
 """A running backward: when it begins to deliver rows, when it is over, and whether it failed.
 
-The only room that calls private parts of torch's engine.
+The only room that calls private parts of torch's engine, but for the number of the running backward (`_modes.py`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def graph_of(node: Any) -> Iterator[Any]:
 
 
 class Stage(Enum):
-    """What a running backward has done so far, as far as one model is concerned."""
+    """What the running backward has done with one model so far: nothing, forwards at most, or rows as well."""
 
     IDLE = auto()
     RECOMPUTING = auto()
@@ -73,7 +73,7 @@ def _failed(ref: weakref.ref[Backward]) -> None:
 
 
 class _Mark:
-    """What the engine keeps alive while a backward runs."""
+    """What the engine keeps alive while a backward runs, by the callbacks that were queued, and nothing else does."""
 
 
 class Backward:
@@ -83,6 +83,8 @@ class Backward:
     |------------------------|-----------------------------------------------------|---------------------------------|
     | IDLE                   | a forward inside a backward (a checkpoint)          | RECOMPUTING                     |
     | IDLE, RECOMPUTING      | rows are delivered                                  | DELIVERING; `enter` says `True` |
+    | RECOMPUTING, DELIVERING| a forward inside the backward, again                | the same                        |
+    | DELIVERING             | rows are delivered, again                           | DELIVERING                      |
     | RECOMPUTING, DELIVERING| another backward runs inside of this one            | the same: it is a part of it    |
     | RECOMPUTING, DELIVERING| the engine calls the callback that was queued       | IDLE; `over(delivered, False)`  |
     | RECOMPUTING, DELIVERING| the engine has let go of the callback, uncalled, or | IDLE; `over(delivered, True)`   |
@@ -90,7 +92,8 @@ class Backward:
 
     Backwards nest: a reentrant checkpoint runs one of its own inside the outer one, and so may a hook of the user's.
     The outermost that has met the model counts. The engine does not say whether it still runs, but it keeps its
-    callbacks until it ends or fails: a mark that only ours hold on to tells.
+    callbacks until it ends or fails: a mark that only ours hold on to tells. So nothing else may refer to the mark, or
+    to the callback: a backward that failed would be taken for one that runs.
 
     Args:
         over: The method to call when it is over, with whether it delivered rows, and whether it failed.
@@ -131,7 +134,8 @@ class Backward:
                 backward._end(failed=False)
 
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        # behind the callbacks of others, which may change gradients, as DistributedDataParallel's does
+        # queued twice, so that it runs behind the callbacks of others, which may be queued later and change gradients,
+        # as DistributedDataParallel's does: `.grad` is looked at when all have
         queue(lambda: queue(end))
         self.mark = weakref.ref(mark, lambda _: _failed(me))
 

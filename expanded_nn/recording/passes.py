@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 
 class Stage(Enum):
-    """How far a pass has come."""
+    """How far a pass has come: no backward has met it, one is delivering its rows, or one has ended."""
 
     OPEN = auto()
     REACHED = auto()
@@ -23,10 +23,13 @@ class Pass:
     | OPEN    | a forward of as many samples, and it may be joined | OPEN: the forward belongs to it   |
     | OPEN    | a forward of another number of samples             | OPEN, but joined no more          |
     | OPEN    | a backward delivers rows of it                     | REACHED: joined no more           |
+    | OPEN    | `torch.autograd.grad` by parameters reaches it     | OPEN                              |
+    | OPEN    | a backward that did not reach it ends or fails     | OPEN                              |
     | REACHED | that backward ends or fails                        | DONE                              |
     | DONE    | a second backward on the same graph                | DONE: its rows are added          |
 
-    The graph of its forwards keeps a pass alive, and nothing else does for long.
+    The graph of its forwards keeps a pass alive, by the nodes of the expansions. So does `Passes.current` until the
+    next pass begins, and `Store.held` while it holds rows of it.
 
     Attributes:
         batch: B, the number of samples.
@@ -47,9 +50,10 @@ class Passes:
 
     Attributes:
         current: The pass that the next forward of as many samples joins, if any.
-        alive: All passes that a graph keeps alive.
+        alive: All passes that something keeps alive, and references to some that nothing does any more.
         opened: How many there have been.
-        kept: Those that a backward may ask for, and that no graph is known to keep alive.
+        kept: Those that a reentrant checkpoint's backward will ask for, and that no graph is known to keep alive: what
+            ran in such a checkpoint has left no expansion in the graph.
     """
 
     def __init__(self) -> None:
@@ -74,6 +78,10 @@ class Passes:
 
     def recomputed(self, batch: int | None, behind: Iterable[Pass]) -> list[Pass]:
         """The passes that a forward inside a backward, as a checkpoint makes it, may belong to: one, if all is well.
+
+        What the graph says comes first. Where it says nothing, passes that a backward has not done with come before
+        those that are done, and then the number of samples decides. A single candidate is returned whatever the
+        number of samples: the layer itself complains of that, in better words.
 
         Args:
             batch: How many samples its arguments hold; a single one may be shared by all samples.

@@ -290,7 +290,12 @@ class Recorder:
         return now
 
     def _recomputed_pass(self, module: nn.Module, batch: int | None) -> Pass:
-        """A checkpoint computes a forward again inside the backward: it belongs to the pass it was first in."""
+        """A checkpoint computes a forward again inside the backward: it belongs to the pass it was first in.
+
+        What tells, in this order: the note that `Forward.returned` has left at the running node (reentrant
+        checkpoints, behind which there is no graph); the expansions in the graph behind that node; and where neither
+        says anything, `Passes.recomputed`: which passes are not done, and the number of samples.
+        """
         if in_transform():
             raise complaint(
                 self.name_of(module),
@@ -303,12 +308,14 @@ class Recorder:
         self.backward.enter(delivers=False)
         node = running_node()
         noted = getattr(node, "metadata", {}).get(_PASS)
-        behind = [noted] if noted is not None else passes_behind(node, self) if len(self.passes.alive) > 1 else []
+        alive = [now for ref in self.passes.alive if (now := ref()) is not None]
+        is_sure = len(alive) == 1 and alive[0].stage is not Stage.DONE
+        behind = [noted] if noted is not None else [] if is_sure else passes_behind(node, self)
+        if not behind and batch is not None and all(now.stage is Stage.DONE for now in alive):
+            return self.passes.new(batch)  # the checkpoint is around the whole model, whose first forward had no pass
         fitting = self.passes.recomputed(batch, behind)
         if len(fitting) == 1:
             return fitting[0]
-        if not fitting and batch is not None and not any(ref() is not None for ref in self.passes.alive):
-            return self.passes.new(batch)  # the checkpoint is around the whole model, whose first forward had no pass
         raise complaint(
             self.name_of(module),
             f"a forward inside a backward, as a checkpoint makes it, belongs to one of {len(fitting)} earlier forwards "
@@ -400,7 +407,11 @@ class Recorder:
             self.store.add(now, leaf, rows)
 
     def _before_delivery(self, stand_alone: bool) -> None:
-        """Rows go when the gradient they add up to was cleared, or when the user took them away."""
+        """Rows go when the gradient they add up to was cleared, or when the user took them away.
+
+        At the first rows of a backward, before autograd has added anything to any `.grad`: later it could not be told
+        what the user had cleared.
+        """
         self.store.take_back(self.leaves)
         held = self.leaves.with_rows()
         if stand_alone:
@@ -424,7 +435,7 @@ class Recorder:
         self.store.begin()
 
     def _left_or_frozen(self) -> list[Leaf]:
-        """The parameters that hold rows and whose gradient no optimizer of this model is waiting for."""
+        """The parameters that hold rows, but are frozen, have left the model, or are no more."""
         inside = {id(parameter) for module in self.modules() for parameter in module._parameters.values()}
         gone = []
         for leaf in self.leaves.with_rows():

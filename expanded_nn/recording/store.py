@@ -21,8 +21,14 @@ Held = dict[Pass, dict[Leaf, Tensor]]  # each parameter's rows `(B, *shape)`, pa
 class Store:
     """The rows held, and how to go back to those from before a backward that failed.
 
-    `held` is in the order of the passes. A parameter without rows in a pass that others have rows in has zero rows
-    there. What the user changes in place in a `grad_sample` of several passes is taken over before it is made anew.
+    `held` is in the order of the passes, and no pass in it is empty. A parameter without rows in a pass that others
+    have rows in has zero rows there: in `grad_sample` only, never in `held`. While a backward runs, `grad_sample` may
+    lack passes that `held` has, as another parameter's rows have come first: `Shown.passes` says what it shows, and
+    `complete` makes up for it.
+
+    Rows of several passes are shown in one of two ways. Factored, they are joined into a new tensor, of which `held`
+    knows nothing: what the user changes in it in place is taken over before it is made anew. Dense, `held` has slices
+    of the memory that is shown, so that it sees such changes by itself.
 
     Attributes:
         held: The rows.
@@ -42,7 +48,7 @@ class Store:
 
     def add(self, now: Pass, leaf: Leaf, rows: Tensor) -> None:
         """Takes rows `(B, *shape)` of one parameter; a backward may bring those of one pass in several parts."""
-        if len(self.held) > 1:
+        if len(leaf.shown.passes) > 1:
             self._take_over_edits(leaf)
         if now not in self.held:
             in_order = all(other.number < now.number for other in self.held)
@@ -59,15 +65,19 @@ class Store:
         else:
             before.setdefault(now, of_pass.get(leaf))
         of_pass[leaf] = of_pass[leaf] + rows if leaf in of_pass else rows
-        self.show(leaf, now)
+        self._show(leaf, now)
 
     def show(self, leaf: Leaf, first_new: Pass | None = None) -> None:
-        """Sets `grad_sample` to what is held of all passes together.
+        """Sets `grad_sample` to what is held of all passes together, with what the user has changed in it.
 
         Args:
             leaf: The parameter.
             first_new: The first pass whose rows are not yet in `grad_sample`, if those before it are.
         """
+        self._take_over_edits(leaf)
+        self._show(leaf, first_new)
+
+    def _show(self, leaf: Leaf, first_new: Pass | None = None) -> None:
         parameter = leaf.parameter()
         if parameter is None:
             return
@@ -86,7 +96,11 @@ class Store:
             leaf.show(joined(all_parts), self.held)
 
     def _show_dense(self, leaf: Leaf, parameter: Tensor, parts: list[Tensor | None], first_new: Pass | None) -> None:
-        """The dense rows of several passes, behind those that are shown already, in memory with room for more."""
+        """The dense rows of several passes, behind those that are shown already, in memory with room for more.
+
+        Writing behind what is shown is safe as long as nobody else has written there: rows that a failed backward left
+        behind are followed by rows in other memory, as `undo` shows all of them anew.
+        """
         passes, shown = tuple(self.held), leaf.shown
         batches = [now.batch for now in passes]
         if any(part is not None and part.requires_grad for part in parts):
@@ -115,19 +129,19 @@ class Store:
         """What the user has changed in place in rows of several passes."""
         shown = leaf.shown
         rows = shown.rows
-        if len(shown.passes) < 2 or not isinstance(rows, FactoredTensor) or shown.passes != tuple(self.held):
+        if len(shown.passes) < 2 or not isinstance(rows, FactoredTensor) or leaf.was_reset():
             return
         if rows.is_dense or rows._version != shown.version:
             self._hold_slices(leaf)
 
     def _hold_slices(self, leaf: Leaf) -> None:
         """Holds what is shown in place of its parts."""
-        rows, sizes = leaf.shown.rows, [now.batch for now in self.held]
+        rows, sizes = leaf.shown.rows, [now.batch for now in leaf.shown.passes]
         assert rows is not None
         parts = parted(rows, sizes) if isinstance(rows, FactoredTensor) else rows.split(sizes)
-        for of_pass, part in zip(self.held.values(), parts, strict=True):
-            if leaf in of_pass:
-                of_pass[leaf] = part
+        for now, part in zip(leaf.shown.passes, parts, strict=True):
+            if leaf in self.held.get(now, {}):
+                self.held[now][leaf] = part
 
     def complete(self, leaves: Iterable[Leaf]) -> None:
         """All rows of a backward are here: parameters that it left out have zero rows."""
@@ -147,6 +161,9 @@ class Store:
     def undo(self) -> None:
         """The backward has failed: rows go whose gradient has not come to `.grad`.
 
+        Autograd adds to `.grad` parameter by parameter, so a fault in the middle leaves some of them with the whole
+        gradient and others with nothing. That `.grad` is as it was noted tells which.
+
         Where others ran inside of it, as reentrant checkpoints do, nothing tells which of the rows have come: they are
         refused until `.grad` is cleared.
         """
@@ -154,6 +171,7 @@ class Store:
             leaf.note_lacking()
         lost = {leaf: before for leaf, before in self.before.items() if leaf.grad_is_as_noted()}
         for leaf, before in lost.items():
+            self._take_over_edits(leaf)
             for now, rows in before.items():
                 if rows is None:
                     self.held.get(now, {}).pop(leaf, None)
@@ -162,10 +180,10 @@ class Store:
         self.before.clear()
         self._without_empty_passes()
         for leaf in lost:
-            self.show(leaf)
+            self._show(leaf)
 
     def drop(self, leaf: Leaf) -> None:
-        """Forgets the rows of a parameter."""
+        """Forgets the rows of a parameter; what it shows is left to the caller, who has a reason to change it."""
         for of_pass in self.held.values():
             of_pass.pop(leaf, None)
         for of_pass in self.aside[0].values() if self.aside is not None else ():
@@ -216,7 +234,7 @@ def _zero_rows(batch: int, parameter: Tensor) -> FactoredTensor:
 
 
 def _room(shown: Shown, start: int, end: int, parameter: Tensor) -> Tensor | None:
-    """The memory of the rows that are shown, if the others fit in behind them."""
+    """The memory of the rows that are shown, if all others fit in behind them, up to row `end`."""
     rows = shown.rows
     if rows is None or not shown.has_room or len(rows) != start:
         return None

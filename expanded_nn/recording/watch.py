@@ -20,6 +20,9 @@ from expanded_nn.recording.sharded import is_shard, is_zero
 class Sent:
     """What the expansions of a parameter have sent to it in one backward.
 
+    One expansion's gradient has to arrive as the very same tensor, which costs nothing to see. Those of several passes
+    are added up by autograd, in the order in which they were sent: the same sum is made here, and compared.
+
     Attributes:
         first: The gradient of the one expansion, and its version then; `None` once there are several.
         total: The sum of those of several passes that end in this backward.
@@ -33,6 +36,8 @@ class Sent:
 
     def add(self, gradient: Tensor) -> None:
         """Another expansion sends its own."""
+        # the engine holds the first until now; if that is gone, a sum with something else has taken its place, and what
+        # arrives is not equal to what is added up here
         before = self.total
         if self.first is not None:
             before, version = self.first[0](), self.first[1]
@@ -267,13 +272,17 @@ class Watch:
 def stale(leaves: Iterable[Leaf]) -> list[Leaf]:
     """The leaves whose `.grad` was cleared since it was seen last, so that the rows held are no part of it.
 
-    | `.grad`                                      | rows                                            |
-    |----------------------------------------------|-------------------------------------------------|
-    | `None`, or `grad_sample` was set by the user | stale                                           |
-    | another tensor, and no multiple of their sum | stale: it was set anew                          |
-    | not zero                                     | held                                            |
-    | zero                                         | stale, unless they add up to zero themselves, as |
-    |                                              | gradients may that cancel                       |
+    The first line that fits counts:
+
+    | `.grad`                                            | rows                                                  |
+    |----------------------------------------------------|-------------------------------------------------------|
+    | `None`, or `grad_sample` was set by the user       | stale                                                 |
+    | zero, and the rows do not add up to zero           | stale                                                 |
+    | zero, as is the sum of the rows (they cancel)      | stale if no `.grad` is held and another parameter's   |
+    |                                                    | zero is stale: they were cleared together. Held else  |
+    | another tensor, no multiple of the sum of the rows | stale: it was set anew. A shard's is held, as its sum |
+    |                                                    | is known on all ranks together only                   |
+    | any other                                          | held: the same tensor, or a scaled copy of it         |
 
     Args:
         leaves: Those that have rows.
