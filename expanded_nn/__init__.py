@@ -52,6 +52,7 @@ from expanded_nn.layers.rnn import (
     LSTMCell as LSTMCell,
     RNNCell as RNNCell,
 )
+from expanded_nn.projection import Projection as Projection
 
 __all__ = [
     # the switch
@@ -104,6 +105,7 @@ __all__ = [
     "per_sample_grads",
     "clip_grad_sample_norms_",
     "PerSampleGrads",
+    "Projection",
     "FactoredTensor",
     # errors
     "ConversionError",

@@ -129,8 +129,8 @@ class Patches(Term):
 
     def gram(self, other: Term) -> Tensor:
         if isinstance(other, Patches) and self.geometry.groups == 1 and self._cost_by_position(other) < 1:
-            theirs = _as_linear(other)
-            return torch.cat([_as_linear(chunk).gram(theirs) for chunk in self.chunks()])
+            theirs = as_linear(other)
+            return torch.cat([as_linear(chunk).gram(theirs) for chunk in self.chunks()])
         return super().gram(other)
 
     @property
@@ -160,8 +160,8 @@ class Patches(Term):
 
 def _inner_by_windows(one: Patches, two: Patches) -> Tensor:
     """`<row[b], other_row[b]>`, `(B,)`, from products of windows."""
-    mine = _as_linear(one)
-    theirs = mine if two is one else _as_linear(two)
+    mine = as_linear(one)
+    theirs = mine if two is one else as_linear(two)
     return mine.inner(theirs).reshape(one.batch, one.geometry.groups).sum(1)
 
 
@@ -184,7 +184,7 @@ def _inner_by_entries(one: Patches, two: Patches) -> Tensor:
     return inner.mul_(one.coefficient).mul_(two.coefficient)
 
 
-def _as_linear(term: Patches) -> Outer:
+def as_linear(term: Patches) -> Outer:
     """Each group of each sample as a linear map: rows `(B * groups, out / groups, in / groups * prod(kernel))`."""
     g, x = term.unscaled()
     windows = _windows(x, g.shape[2:], term.row_shape[2:], term.geometry)

@@ -15,6 +15,7 @@ from expanded_nn._module import Expanded, PerSampleModule, all_parameters
 from expanded_nn._sharded import added_over_ranks, is_shard, scattered
 from expanded_nn._terms import shared_products
 from expanded_nn.factored import FactoredTensor, as_factored, as_real, average, widened
+from expanded_nn.projection import Projection
 
 FEW_NUMBERS = 1 << 16  # in all rows of a parameter: below, an operation costs more than its arithmetic
 
@@ -161,16 +162,24 @@ class PerSampleGrads(Mapping[str, Tensor]):
         self._refuse_other_names(vectors, "matvec")
         return _added(_matvec(rows, vectors[name]) for name, rows in self._rows.items())
 
-    def project(self, dim: int, *, generator: torch.Generator) -> Tensor:
-        """A random projection of the rows, `(B, dim)`: entries of the matrix are drawn from N(0, 1 / dim).
+    def project(self, dim: int, *, generator: torch.Generator | None = None, seed: int = 0) -> Tensor:
+        """A random projection of the rows, `(B, dim)`, that keeps inner products in expectation.
 
-        The projection depends on the parameters and the generator's state alone, so that the same sample projects
-        alike in any batch; inner products are kept in expectation (Johnson and Lindenstrauss, 1984).
+        That of `Projection(dim, seed=seed)`; for many batches make one and keep it. With a `generator` the entries of
+        the matrix are drawn from N(0, 1 / dim), anew in each call and one direction after the other: the projection
+        depends on the parameters and the generator's state alone, so that the same sample projects alike in any batch
+        (Johnson and Lindenstrauss, 1984).
 
         Args:
             dim: The number of dimensions to project to.
-            generator: Where the random numbers come from, on the parameters' device.
+            generator: Where normal numbers come from, on the parameters' device; slow.
+            seed: Of the projection, where there is no generator.
+
+        Raises:
+            ValueError: If `dim` or `seed` has no meaning.
         """
+        if generator is None:
+            return Projection(dim, seed=seed)(self)
         columns = []
         for _ in range(dim):
             directions = {
