@@ -3,15 +3,15 @@
 For two matrices `g ⊗ a` is one of rank one, and a sum of such is a row. A count sketch whose bucket and sign are those
 of the row's two sides added and multiplied, `h(out) + h'(in)` and `s(out) s'(in)`, maps `g ⊗ a` to the circular
 convolution of the sketches of `g` and of `a` (Pham and Pagh, 2013, "Fast and scalable polynomial kernels via explicit
-feature maps"), so that the row itself need not be made. Here the buckets are those of a matrix with its rows and its
-columns shuffled, laid out with a gap after each row that makes the distance of two rows prime to `dim`, and wrapped
-around after `dim` numbers:
+feature maps"), so that the row itself need not be made. Here the buckets are those of a matrix that is shuffled on both
+sides, laid out along the longer one with a gap after each line that makes the distance of two lines prime to `dim`, and
+wrapped around after `dim` numbers. With `in` the longer side:
 
-    h(out) = (gapped width) * (place of out) + shift,    h'(in) = place of in,    both mod dim.
+    h(out) = width * (place of out) + shift,    h'(in) = place of in,    both mod dim.
 
 Of a dense row the sketch is then the sum of pieces of `dim` numbers, one after the other. And as the places on each
-side are all different, two numbers of one column never meet in a bucket, unless a side is longer than `dim`: what
-collisions there are have independent signs, which those of independent `h` have not.
+side are all different, two numbers that have an index in common never share a bucket, unless a side is longer than
+`dim`: where independent hashes put two indices of one side into one bucket, they do so for all indices of the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from math import ceil, gcd, isqrt, log2, prod, sqrt
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn._errors import complaint
@@ -204,7 +203,8 @@ class _Sketch:
     Attributes:
         sides: Its two sizes.
         dim: The number of buckets.
-        width: The gapped width, prime to `dim`.
+        along: The longer side, along which the matrix is laid out.
+        width: How far two lines of the layout are apart, prime to `dim`.
         shift: The bucket of the first number.
         order: For each side, which index stands at which place.
         place: For each side, the place of each index.
@@ -213,6 +213,7 @@ class _Sketch:
 
     sides: tuple[int, int]
     dim: int
+    along: int
     width: int
     shift: int
     order: tuple[Tensor, Tensor]
@@ -225,12 +226,14 @@ class _Sketch:
         order = [torch.randperm(size, generator=generator, device="cpu") for size in sides]
         signs = [_random_signs((size,), generator) for size in sides]
         shift = int(torch.randint(dim, (), generator=generator, device="cpu"))
-        width = next(width for width in range(max(1, sides[1]), sides[1] + dim + 1) if gcd(width, dim) == 1)
+        along = int(sides[1] >= sides[0])
+        width = next(width for width in range(max(1, *sides), max(sides) + dim + 1) if gcd(width, dim) == 1)
         placed = [indices.argsort() for indices in order]
         out, in_ = order[0].to(device), order[1].to(device)
         return cls(
             sides,
             dim,
+            along,
             width,
             shift,
             (out, in_),
@@ -283,37 +286,46 @@ class _Sketch:
     def _buckets(self, side: int) -> Tensor:
         """`h(out)` or `h'(in)`."""
         place = self.place[side]
-        return (place * self.width + self.shift if side == 0 else place) % self.dim
+        return (place if side == self.along else place * self.width + self.shift) % self.dim
 
     def _add_by_rows(self, term: Outer, totals: _Totals, start: int) -> None:
         """By the shuffled rows, made from shuffled factors, a bounded number of them at once."""
-        out, in_ = self.sides
-        some = min(out, max(1, SCRATCH_NUMEL // self.width))  # of the rows of a matrix
-        for part in term.chunks(max(some * self.width, term.positions * (out + self.width))):
-            g, a = part.weighted()
-            g, a = self._shuffled(g, 0), F.pad(self._shuffled(a, 1), (0, self.width - in_))
+        lines = min(self.sides)
+        some = min(lines, max(1, SCRATCH_NUMEL // self.width))
+        for part in term.chunks(max(some * self.width, term.positions * (lines + self.width))):
+            factors = part.weighted()
+            across = self._shuffled(factors[1 - self.along], 1 - self.along, lines)
+            along = self._shuffled(factors[self.along], self.along, self.width)
             count = max(1, SCRATCH_NUMEL // (some * self.width))
+            count = ceil(part.batch / ceil(part.batch / count))  # no small rest
             for first in range(0, part.batch, count):
                 samples = slice(first, min(first + count, part.batch))
-                for place in range(0, out, some):
-                    left = g[samples, :, place : place + some].mT
-                    rows = torch.bmm(left, a[samples], out=totals.scratch(len(left), left.shape[1], self.width))
-                    shift = (self.shift + place * self.width) % self.dim
+                for place in range(0, lines, some):
+                    left = across[samples, :, place : place + some].mT
+                    rows = totals.scratch(len(left), left.shape[1], self.width)
+                    folded = _folded(torch.bmm(left, along[samples], out=rows).flatten(1), self.dim)
                     numbers = totals.buckets[start + samples.start : start + samples.stop]
-                    _add_shifted(numbers, _folded(rows.flatten(1), self.dim), shift)
+                    _add_shifted(numbers, folded, (self.shift + place * self.width) % self.dim)
             start += part.batch
 
     def _shuffled(
         self,
         factor: Tensor,  # (B, T, features)
         side: int,
-    ) -> Tensor:  # (B, T, features)
-        """A factor by places, with the signs; in the order of memory, which is that of time in recurrent layers."""
-        if not factor.is_contiguous() and factor.transpose(0, 1).is_contiguous():
-            return self._shuffled(factor.transpose(0, 1), side).transpose(0, 1)
+        width: int,
+    ) -> Tensor:  # (B, T, width)
+        """A factor by places, with the signs, and zeros behind; sample after sample in memory."""
+        batch, positions, features = factor.shape
         order = self.order[side]
-        shuffled = factor.reshape(-1, factor.shape[2]).index_select(1, order)
-        return shuffled.mul_(self.signs[side].to(factor.dtype)[order]).view(factor.shape)
+        if not factor.is_contiguous() and factor.transpose(0, 1).is_contiguous():  # recurrent: step after step
+            chosen = factor.transpose(0, 1).reshape(-1, features).index_select(1, order)
+            chosen = chosen.view(positions, batch, features).transpose(0, 1)
+        else:
+            chosen = factor.reshape(-1, features).index_select(1, order).view(factor.shape)
+        shuffled = factor.new_empty(batch, positions, width)
+        shuffled[:, :, features:] = 0.0
+        torch.mul(chosen, self.signs[side].to(factor.dtype)[order], out=shuffled[:, :, :features])
+        return shuffled
 
     def _add_by_entries(self, term: OneHot, totals: _Totals, start: int) -> None:
         """Each value of an embedding's rows by itself."""
