@@ -2,6 +2,8 @@
 
 from expanded_nn import _operations as _operations, functional as functional
 from expanded_nn._errors import ConversionError as ConversionError, PerSampleError as PerSampleError
+from expanded_nn._keeping import keep_factors as keep_factors
+from expanded_nn._kronecker import KroneckerFactors as KroneckerFactors
 from expanded_nn._module import Expanded as Expanded
 from expanded_nn._outside import expanded as expanded
 from expanded_nn._registry import expands as expands
@@ -104,7 +106,9 @@ __all__ = [
     # the rows
     "per_sample_grads",
     "clip_grad_sample_norms_",
+    "keep_factors",
     "PerSampleGrads",
+    "KroneckerFactors",
     "Projection",
     "FactoredTensor",
     # errors

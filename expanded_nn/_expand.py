@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from expanded_nn._batch import tensors
 from expanded_nn._cell import Cell, running_backward
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._keeping import keeps_factors
 from expanded_nn._leaf import Leaf, OutsideUse
 from expanded_nn._sharded import is_shard
 from expanded_nn._storage import Recycled
@@ -612,7 +613,8 @@ def _kept_and_total(
     if not isinstance(rows, FactoredTensor) or rows.requires_grad:
         return kept, rows.sum(0) if add_up else None
     terms = rows.terms()
-    dense = sum(term.numel() for term in terms) >= rows.numel() or (materialize and rows.sums_faster_dense())
+    larger = sum(term.numel() for term in terms) >= rows.numel() and not keeps_factors()
+    dense = larger or (materialize and rows.sums_faster_dense())
     if dense:
         kept = materialized(kept, memory)
     if not add_up:

@@ -11,13 +11,16 @@ from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
 from expanded_nn._expand import Recorder
+from expanded_nn._kronecker import KroneckerFactors, kronecker_factors, preconditioned
 from expanded_nn._module import Expanded, PerSampleModule, all_parameters
+from expanded_nn._positions import gram_by_position, gram_takes_rows, positions_of
 from expanded_nn._sharded import added_over_ranks, is_shard, scattered
-from expanded_nn._terms import shared_products
+from expanded_nn._terms import OneHot, shared_products
 from expanded_nn.factored import FactoredTensor, as_factored, as_real, average, widened
 from expanded_nn.projection import Projection
 
 FEW_NUMBERS = 1 << 16  # in all rows of a parameter: below, an operation costs more than its arithmetic
+KEPT_QUERIES = 1 << 26  # numbers of dense rows that a snapshot keeps for further products
 
 
 class _Part(NamedTuple):
@@ -52,6 +55,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
     def __init__(self, rows: Mapping[str, Tensor]) -> None:
         self._batch = _batch_size(rows)
         self._rows = {name: _snapshot(each) for name, each in rows.items()}
+        self._blocks = {name: each.blocks for name, each in self._rows.items()}  # what norms may make dense
+        self._queries: dict[str, FactoredTensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._rows[name]
@@ -130,11 +135,24 @@ class PerSampleGrads(Mapping[str, Tensor]):
         parts = {name: _variance(rows, correction) for name, rows in self._real().items()}
         return {name: each.sum(-1) if self._rows[name].is_complex() else each for name, each in parts.items()}
 
-    def gram(self, other: PerSampleGrads | None = None) -> Tensor:
+    def gram(self, other: PerSampleGrads | None = None, per_position: bool = False) -> Tensor:
         """The inner products of all rows with all rows of `other`, or with each other: `G @ other.T`, `(B, B')`.
 
+        For many batches against the same few queries, take `batch.gram(queries)`: what is needed of the queries' rows
+        is made once and kept in `queries`, if it is not too large.
+
+        Args:
+            other: The rows of the same parameters, of other samples.
+            per_position: Whether to give each position's part of the inner product, such as each token's: of the rows
+                of linear layers `sum_t g[b, t] ⊗ a[b, t]` that of each t. All parameters must have as many positions;
+                leave the others out: `PerSampleGrads({name: grads[name] for name in names})`.
+
+        Returns:
+            `(B, B')`; with `per_position` `(B, T, B')`, whose sum over the positions is the former.
+
         Raises:
-            PerSampleError: If `other` has other parameters, or parameters of other shapes.
+            PerSampleError: If `other` has other parameters, or parameters of other shapes; with `per_position`, if
+                parameters hold rows without positions, or not equally many positions.
         """
         other = self if other is None else other
         self._refuse_other_names(other, "gram")
@@ -146,9 +164,141 @@ class PerSampleGrads(Mapping[str, Tensor]):
                     "the rows of the same parameters",
                     "Take both from one model, or from copies of it.",
                 )
-        theirs = self._real() if other is self else other._real()
-        mine = theirs if other is self else self._real()
+        if per_position:
+            return self._gram_by_position(other)
+        mine = self._real()
+        theirs = mine if other is self else other._as_queries(mine)
         return _added(widened(rows).gram(widened(theirs[name])) for name, rows in mine.items())
+
+    def _as_queries(self, rows: Mapping[str, FactoredTensor]) -> dict[str, FactoredTensor]:
+        """The rows as real numbers; dense, and kept so, where their inner products with such rows need that."""
+        numel = sum(each.numel() for each in self._queries.values())
+        for name, mine in self._real().items():
+            if name in self._queries or numel + mine.numel() > KEPT_QUERIES:
+                continue
+            if any(gram_takes_rows(term, other) for term in mine.terms() for other in rows[name].terms()):
+                self._queries[name] = as_factored(torch.cat(list(mine.chunks())))
+                numel += mine.numel()
+        return self._real() | self._queries
+
+    def _gram_by_position(self, other: PerSampleGrads) -> Tensor:
+        lacking, counts = [], dict[str, set[int]]()
+        for name, blocks in self._blocks.items():
+            positions = positions_of([term for _, terms in blocks for term in terms])
+            if positions is None:
+                lacking.append(name)
+            else:
+                counts[name] = positions
+        sizes = set[int]().union(*counts.values())
+        if lacking or len(sizes) > 1 or not sizes:
+            several = {name: sorted(each) for name, each in counts.items()} if len(sizes) > 1 else {}
+            raise complaint(
+                "PerSampleGrads.gram",
+                f"per_position, and {_some(lacking)} have no positions" if lacking else f"the positions are {several}",
+                "linear layers' and embeddings' rows, held as factors, with as many positions each",
+                "Leave out the others: PerSampleGrads({name: grads[name] for name in names}); for small layers run the "
+                "backward within keep_factors().",
+            )
+        (size,) = sizes
+        total = None
+        for name, blocks in self._blocks.items():
+            theirs = widened(other._held(name))
+            parts = []
+            for count, terms in blocks:
+                part = torch.zeros(count, size, other.batch_size, dtype=theirs.dtype, device=theirs.device)
+                for term in terms if count else ():
+                    part += gram_by_position(term.to(theirs.dtype), theirs)
+                parts.append(part)
+            total = torch.cat(parts) if total is None else total + torch.cat(parts)
+        assert total is not None
+        return total
+
+    def _held(self, name: str) -> FactoredTensor:
+        """The rows of a parameter as they were taken, whatever became dense since."""
+        rows = self._rows[name]
+        return rows._like(self._blocks[name], rows.shape)
+
+    def kronecker(self) -> dict[str, KroneckerFactors]:
+        """The Kronecker factors of each weight's second moment, as K-FAC and influence functions take them.
+
+        A row of a linear layer's weight is `sum_t g[b, t] ⊗ a[b, t]`, with `a` the layer's input and `g` the gradient
+        of its output, scaled as the rows are: with `loss_reduction="mean"` that of a sample's own loss. The second
+        moment of the weight's gradient is taken for `E[g gᵀ] ⊗ E[a aᵀ]` (Martens and Grosse, 2015, "Optimizing neural
+        networks with Kronecker-factored approximate curvature"; for convolutions Grosse and Martens, 2016). Factors of
+        several batches add up: `factors[name] + more[name]`.
+
+        Weights of linear and recurrent layers, of attention, and of convolutions, which are flattened to `(out, in *
+        kernel)`, have factors; vectors and embeddings are left out. Each group of a convolution is a linear map: its
+        `g gᵀ` is one of the blocks of `G`, and `A` is the mean over the groups. The weight of a transposed convolution
+        begins with the input's channels, so that `G` is there the input's.
+
+        Returns:
+            Name -> `(A, G, count)`: the sums over samples and positions of `a aᵀ`, `(in, in)`, and of `g gᵀ`, `(out,
+            out)`, and how many were added. In float32 at the least.
+
+        Raises:
+            PerSampleError: If a matrix holds dense rows, whose factors are gone: run the backward within
+                `keep_factors()`.
+        """
+        factors, lacking = {}, []
+        for name, rows in self._rows.items():
+            sides = (math.prod(rows.shape[1:2]), math.prod(rows.shape[2:]))
+            terms = [term for _, held in self._blocks[name] for term in held]
+            if rows.dim() < 3 or (terms and all(isinstance(term, OneHot) for term in terms)):
+                continue
+            found = kronecker_factors(self._blocks[name], sides, rows.dtype, rows.device)
+            if found is None:
+                lacking.append(name)
+            else:
+                factors[name] = found
+        if lacking:
+            raise complaint(
+                "PerSampleGrads.kronecker",
+                f"{_some(lacking)} hold rows that are dense, or of several kinds",
+                "the factors of linear layers and convolutions",
+                "Run the backward within keep_factors(), and take the factors before the rows are used; leave out "
+                "what is neither: PerSampleGrads({name: grads[name] for name in names}).",
+            )
+        return factors
+
+    def precondition(self, factors: Mapping[str, KroneckerFactors], damping: float) -> PerSampleGrads:
+        """The rows times the inverse of a damped Kronecker-factored second moment: `(G + d)⁻¹ · row · (A + d)⁻¹`.
+
+        `A` and `G` are here those of `factors` divided by their count. `queries.precondition(factors, d).gram(train)`
+        are influences in the sense of Koh and Liang (2017), with K-FAC in place of the Hessian (Grosse et al., 2023,
+        "Studying large language model generalization with influence functions").
+
+        Args:
+            factors: As `kronecker()` gives them, of this batch or, added up, of many. Parameters without stay as they
+                are.
+            damping: The number d that is added to the diagonals, above 0.
+
+        Returns:
+            The new rows, factored where these are: `norms`, `gram`, `project` work as before.
+
+        Raises:
+            PerSampleError: If `factors` has parameters that have no rows here, matrices of other sizes, none added up,
+                or numbers that are not finite.
+            ValueError: If `damping` is not above 0.
+        """
+        if not damping > 0:
+            raise ValueError(f"PerSampleGrads.precondition: damping is {damping}; wanted a number above 0.")
+        rows = {name: self._held(name) for name in self._rows}
+        for name, parts in factors.items():
+            found = f"factors for {name!r}, which has no rows"
+            if name in rows:
+                wanted = (math.prod(rows[name].shape[2:]), rows[name].shape[1] if rows[name].dim() > 1 else 1)
+                found = f"factors for {name!r} of sizes {(len(parts.A), len(parts.G))} with count {parts.count}"
+                if (len(parts.A), len(parts.G)) == wanted and parts.count > 0:
+                    rows[name] = preconditioned(name, rows[name], self._blocks[name], parts, damping)
+                    continue
+            raise complaint(
+                "PerSampleGrads.precondition",
+                found,
+                "those of kronecker(), of parameters that have rows, and of one sample at the least",
+                "Take the factors from the same model, or leave this one out.",
+            )
+        return PerSampleGrads(rows)
 
     def matvec(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """The inner product of each row with one vector, `G @ v`, `(B,)`.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from expanded_nn._batch import batch_dim
 from expanded_nn._compiled import linear_in_graph
 from expanded_nn._gemm import affine, product
+from expanded_nn._keeping import keeps_factors
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
@@ -45,7 +46,7 @@ def outer_rows(
     """The rows of a linear map's weight, factored unless they are small."""
     g, a = positions(g), positions(a)
     few = g.shape[0] * g.shape[-1] * a.shape[-1] <= FEW_NUMBERS and g.dtype == dtype and dtype.itemsize > 2
-    if few or is_batched(g):
+    if (few and not keeps_factors()) or is_batched(g):
         with in_own_dtype(g):
             return torch.bmm(g.transpose(1, 2), a)
     if torch.is_grad_enabled():
