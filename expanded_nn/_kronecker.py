@@ -15,7 +15,7 @@ from expanded_nn._patches import Patches, as_linear
 from expanded_nn._terms import Dense, Outer, Term
 from expanded_nn.factored import FactoredTensor, widened
 
-PANEL = 256  # columns of a symmetric product made at once; what is below the diagonal of a panel is not computed twice
+PANEL = 256  # columns of a symmetric product made at once, and the fewest positions for which that takes less time
 
 
 class KroneckerFactors(NamedTuple):
@@ -39,31 +39,38 @@ class KroneckerFactors(NamedTuple):
         return KroneckerFactors(self.A + other.A, self.G + other.G, self.count + other.count)
 
 
-def kronecker_factors(
-    blocks: Sequence[Block], sides: tuple[int, int], dtype: torch.dtype, device: torch.device
-) -> KroneckerFactors | None:
-    """The factors of the rows of one weight `(out, in)`; `None` if some of the rows do not have them."""
-    if any(not has_sides(term, sides) for _, terms in blocks for term in terms):
+def kronecker_factors(blocks: Sequence[Block], rows: Tensor, total: KroneckerFactors | None) -> KroneckerFactors | None:
+    """The factors of the rows of one weight, added to `total` in place; `None` if some rows do not have them."""
+    sides = sides_of(rows)
+    if any(not _has_sides(term, sides) for _, terms in blocks for term in terms):
         return None
-    wide = torch.promote_types(dtype, torch.float32)
-    out, in_ = sides
-    A, G = torch.zeros(in_, in_, dtype=wide, device=device), torch.zeros(out, out, dtype=wide, device=device)
-    total = KroneckerFactors(A, G, 0)
-    for _, terms in blocks:
-        for term in terms:
-            term = term.to(wide)
-            total += _of_patches(term) if isinstance(term, Patches) else _of_outer(term)
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    if total is None:
+        G, A = (torch.zeros(size, size, dtype=dtype, device=rows.device) for size in sides)
+        total = KroneckerFactors(A, G, 0)
+    for term in (term.to(dtype) for _, terms in blocks for term in terms):
+        count = _add_patches(term, total) if isinstance(term, Patches) else _add_outer(term, total)
+        total = total._replace(count=total.count + count)
     return total
 
 
-def has_sides(term: Term, sides: tuple[int, int]) -> bool:
+def sides_of(
+    rows: Tensor,  # (B, out, *rest)
+) -> tuple[int, int]:
+    """The sizes of a row as a matrix, `(out, in)`."""
+    return prod(rows.shape[1:2]), prod(rows.shape[2:])
+
+
+def _has_sides(term: Term, sides: tuple[int, int]) -> bool:
     """Whether the term is made of outer products `(out, in)`."""
     return isinstance(term, Outer | Patches) and (term.row_shape[0], prod(term.row_shape[1:])) == sides
 
 
-def _of_outer(term: Term) -> KroneckerFactors:
+def _add_outer(term: Term, total: KroneckerFactors) -> int:
     g, a = (_by_position(factor) for factor in term.unscaled())
-    return KroneckerFactors(_symmetric_product(a), _symmetric_product(g).mul_(term.coefficient**2), len(g))
+    _add_product(total.A, a)
+    _add_product(total.G, g, term.coefficient**2)
+    return len(g)
 
 
 def _by_position(
@@ -73,20 +80,17 @@ def _by_position(
     return (factor.transpose(0, 1) if factor.transpose(0, 1).is_contiguous() else factor).flatten(0, 1)
 
 
-def _of_patches(term: Patches) -> KroneckerFactors:
+def _add_patches(term: Patches, total: KroneckerFactors) -> int:
     """Those of a convolution: each group is a linear map, of which `A` is the mean and `G` has a block."""
-    groups, out = term.geometry.groups, term.row_shape[0]
-    g, x = term.factors
-    A = g.new_zeros(prod(term.row_shape[1:]), prod(term.row_shape[1:]), dtype=term.dtype)
-    G = g.new_zeros(out, out, dtype=term.dtype)
+    groups = term.geometry.groups
     for part in term.chunks(prod(term.row_shape[1:]) * term.positions * groups):
         if not part.batch:
             continue
-        left, columns = as_linear(part).unscaled()  # (B * groups, T, out / groups), (B * groups, T, in * kernel)
-        A += _symmetric_product(columns.flatten(0, 1))
-        for group, block in enumerate(_diagonal_blocks(G, groups)):
-            block += _symmetric_product(left[group::groups].flatten(0, 1))
-    return KroneckerFactors(A / groups, G.mul_(term.coefficient**2), len(x) * term.positions)
+        g, columns = as_linear(part).unscaled()  # (B * groups, T, out / groups), (B * groups, T, in * kernel)
+        _add_product(total.A, columns.flatten(0, 1), 1 / groups)
+        for group, block in enumerate(_diagonal_blocks(total.G, groups)):
+            _add_product(block, g[group::groups].flatten(0, 1), term.coefficient**2)
+    return term.batch * term.positions
 
 
 def _diagonal_blocks(matrix: Tensor, count: int) -> list[Tensor]:
@@ -94,19 +98,20 @@ def _diagonal_blocks(matrix: Tensor, count: int) -> list[Tensor]:
     return [matrix[start : start + size, start : start + size] for start in range(0, len(matrix), size)]
 
 
-def _symmetric_product(
+def _add_product(
+    total: Tensor,  # (features, features)
     x: Tensor,  # (N, features)
-) -> Tensor:  # (features, features)
-    """`x.T @ x`."""
+    scale: float = 1.0,
+) -> None:
+    """`total += scale * x.T @ x`, both symmetric; of a large one what is below the diagonal is copied."""
     features = x.shape[1]
-    if features <= PANEL:
-        return x.t() @ x
-    product = x.new_empty(features, features)
+    if features <= PANEL or len(x) < PANEL:
+        total.addmm_(x.t(), x, alpha=scale)
+        return
     for start in range(0, features, PANEL):
-        stop = start + PANEL
-        product[start:stop, start:] = x[:, start:stop].t() @ x[:, start:]
-        product[stop:, start:stop] = product[start:stop, stop:].t()
-    return product
+        stop = min(start + PANEL, features)
+        total[start:stop, start:].addmm_(x[:, start:stop].t(), x[:, start:], alpha=scale)
+        total[stop:, start:stop] = total[start:stop, stop:].t()
 
 
 def preconditioned(
@@ -143,7 +148,7 @@ def _between(term: Term, left: Tensor, right: Tensor) -> Term:
     sides = (len(left), len(right))
     if isinstance(term, Patches) and term.geometry.groups == 1 and term.positions * sum(sides) < prod(sides):
         term = as_linear(term)
-    if isinstance(term, Outer) and has_sides(term, sides):
+    if isinstance(term, Outer) and _has_sides(term, sides):
         g, a = term.unscaled()
         return Outer((g @ left, a @ right), sides, term.dtype, term.coefficient)
     parts = [left @ part.dense().reshape(part.batch, *sides) @ right for part in term.chunks()]

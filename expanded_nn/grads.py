@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
 from expanded_nn._expand import Recorder
-from expanded_nn._kronecker import KroneckerFactors, kronecker_factors, preconditioned
+from expanded_nn._kronecker import KroneckerFactors, kronecker_factors, preconditioned, sides_of
 from expanded_nn._module import Expanded, PerSampleModule, all_parameters
 from expanded_nn._positions import gram_by_position, gram_takes_rows, positions_of
 from expanded_nn._sharded import added_over_ranks, is_shard, scattered
@@ -218,19 +218,23 @@ class PerSampleGrads(Mapping[str, Tensor]):
         rows = self._rows[name]
         return rows._like(self._blocks[name], rows.shape)
 
-    def kronecker(self) -> dict[str, KroneckerFactors]:
+    def kronecker(self, total: Mapping[str, KroneckerFactors] | None = None) -> dict[str, KroneckerFactors]:
         """The Kronecker factors of each weight's second moment, as K-FAC and influence functions take them.
 
         A row of a linear layer's weight is `sum_t g[b, t] ⊗ a[b, t]`, with `a` the layer's input and `g` the gradient
         of its output, scaled as the rows are: with `loss_reduction="mean"` that of a sample's own loss. The second
         moment of the weight's gradient is taken for `E[g gᵀ] ⊗ E[a aᵀ]` (Martens and Grosse, 2015, "Optimizing neural
         networks with Kronecker-factored approximate curvature"; for convolutions Grosse and Martens, 2016). Factors of
-        several batches add up: `factors[name] + more[name]`.
+        several batches add up: `factors[name] + more[name]`, or, without memory for both, `factors =
+        grads.kronecker(factors)`.
 
         Weights of linear and recurrent layers, of attention, and of convolutions, which are flattened to `(out, in *
         kernel)`, have factors; vectors and embeddings are left out. Each group of a convolution is a linear map: its
         `g gᵀ` is one of the blocks of `G`, and `A` is the mean over the groups. The weight of a transposed convolution
         begins with the input's channels, so that `G` is there the input's.
+
+        Args:
+            total: Factors of earlier batches, which these are added to in place.
 
         Returns:
             Name -> `(A, G, count)`: the sums over samples and positions of `a aᵀ`, `(in, in)`, and of `g gᵀ`, `(out,
@@ -238,15 +242,17 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
         Raises:
             PerSampleError: If a matrix holds dense rows, whose factors are gone: run the backward within
-                `keep_factors()`.
+                `keep_factors()`. If `total` has other sizes.
         """
-        factors, lacking = {}, []
+        factors, lacking = dict(total or {}), []
         for name, rows in self._rows.items():
-            sides = (math.prod(rows.shape[1:2]), math.prod(rows.shape[2:]))
             terms = [term for _, held in self._blocks[name] for term in held]
             if rows.dim() < 3 or (terms and all(isinstance(term, OneHot) for term in terms)):
                 continue
-            found = kronecker_factors(self._blocks[name], sides, rows.dtype, rows.device)
+            before = factors.get(name)
+            if before is not None:
+                _refuse_other_sizes("kronecker", name, rows, before)
+            found = kronecker_factors(self._blocks[name], rows, before)
             if found is None:
                 lacking.append(name)
             else:
@@ -285,19 +291,15 @@ class PerSampleGrads(Mapping[str, Tensor]):
             raise ValueError(f"PerSampleGrads.precondition: damping is {damping}; wanted a number above 0.")
         rows = {name: self._held(name) for name in self._rows}
         for name, parts in factors.items():
-            found = f"factors for {name!r}, which has no rows"
-            if name in rows:
-                wanted = (math.prod(rows[name].shape[2:]), rows[name].shape[1] if rows[name].dim() > 1 else 1)
-                found = f"factors for {name!r} of sizes {(len(parts.A), len(parts.G))} with count {parts.count}"
-                if (len(parts.A), len(parts.G)) == wanted and parts.count > 0:
-                    rows[name] = preconditioned(name, rows[name], self._blocks[name], parts, damping)
-                    continue
-            raise complaint(
-                "PerSampleGrads.precondition",
-                found,
-                "those of kronecker(), of parameters that have rows, and of one sample at the least",
-                "Take the factors from the same model, or leave this one out.",
-            )
+            if name not in rows or parts.count < 1:
+                raise complaint(
+                    "PerSampleGrads.precondition",
+                    f"factors for {name!r} with count {parts.count}" if name in rows else f"{name!r} has no rows",
+                    "factors of parameters that have rows, and of one sample at the least",
+                    "Leave this one out.",
+                )
+            _refuse_other_sizes("precondition", name, rows[name], parts)
+            rows[name] = preconditioned(name, rows[name], self._blocks[name], parts, damping)
         return PerSampleGrads(rows)
 
     def matvec(self, vectors: Mapping[str, Tensor]) -> Tensor:
@@ -613,6 +615,17 @@ def _matvec(rows: FactoredTensor, vector: Tensor) -> Tensor:
         rows, vector = as_real(rows), torch.view_as_real(vector.to(rows.dtype).resolve_conj())
     wide = widened(rows)
     return wide.matvec(vector.to(wide.dtype)).to(rows.dtype)
+
+
+def _refuse_other_sizes(what: str, name: str, rows: Tensor, factors: KroneckerFactors) -> None:
+    found, wanted = (len(factors.G), len(factors.A)), sides_of(rows)
+    if found != wanted:
+        raise complaint(
+            f"PerSampleGrads.{what}",
+            f"the factors of {name!r} are those of rows {found}",
+            f"{wanted}, as the rows are",
+            "Take the factors of kronecker() from the same model.",
+        )
 
 
 def _as_before(value: Tensor, like: Tensor) -> Tensor:

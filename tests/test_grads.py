@@ -410,6 +410,18 @@ def test_kronecker_factors_add_up_over_batches(monkeypatch: pytest.MonkeyPatch) 
     for name, whole in parts[0].items():
         torch.testing.assert_close(parts[1][name] + parts[2][name], whole, rtol=1e-9, atol=1e-12)
         assert torch.equal(whole.A, whole.A.t())
+    total = None
+    with enn.keep_factors():
+        for batch in (x[:2], x[2:]):
+            model.zero_grad()
+            backward(model, batch)
+            total = enn.per_sample_grads(model).kronecker(total)
+    assert total is not None
+    torch.testing.assert_close(total, parts[0], rtol=1e-9, atol=1e-12)
+    with pytest.raises(
+        enn.PerSampleError, match=r"of '0.weight' are those of rows \(5, 24\); wanted \(6, 18\), as the ro"
+    ):
+        enn.per_sample_grads(model).kronecker({"0.weight": parts[0]["2.weight"]})
     with pytest.raises(TypeError):
         parts[0]["0.weight"] + (1, 2, 3)
 
@@ -522,11 +534,11 @@ def test_bad_factors_and_damping() -> None:
     for damping in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=r"damping is .*; wanted a number above 0"):
             grads.precondition({}, damping)
-    with pytest.raises(enn.PerSampleError, match="factors for 'other', which has no rows; wanted those of kronecker"):
+    with pytest.raises(enn.PerSampleError, match="'other' has no rows; wanted factors of parameters that have"):
         grads.precondition({"other": enn.KroneckerFactors(A, G, count)}, 1.0)
-    with pytest.raises(enn.PerSampleError, match=r"factors for 'weight' of sizes \(6, 8\) with count 5; wanted those"):
+    with pytest.raises(enn.PerSampleError, match=r"of 'weight' are those of rows \(8, 6\); wanted \(6, 8\), as"):
         grads.precondition({"weight": enn.KroneckerFactors(G, A, count)}, 1.0)
-    with pytest.raises(enn.PerSampleError, match=r"factors for 'weight' of sizes \(8, 6\) with count 0; wanted those"):
+    with pytest.raises(enn.PerSampleError, match="factors for 'weight' with count 0; wanted factors of"):
         grads.precondition({"weight": enn.KroneckerFactors(A, G, 0)}, 1.0)
     for bad in (-A, A * float("nan")):
         with pytest.raises(enn.PerSampleError, match="'weight' with damping 1e-09 are no positive definite matrices"):
