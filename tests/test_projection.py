@@ -80,10 +80,8 @@ def matrix_of(projection: enn.Projection, shapes: Mapping[str, torch.Size]) -> d
 
 
 def projected(matrix: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Tensor:
-    return sum(
-        (torch.as_tensor(grads[name].clone().numpy()).flatten(1) @ columns for name, columns in matrix.items()),
-        start=torch.zeros(()),
-    )
+    dense = {name: rows.dense() if isinstance(rows, enn.FactoredTensor) else rows for name, rows in grads.items()}
+    return sum((dense[name].flatten(1) @ columns for name, columns in matrix.items()), start=torch.zeros(()))
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
