@@ -1,20 +1,16 @@
 """Per-sample gradients by plain autograd: a parallel `nn` whose layers take batch-expanded weights."""
 
-from expanded_nn import _operations as _operations, functional as functional
+from expanded_nn import functional as functional
 from expanded_nn._errors import ConversionError as ConversionError, PerSampleError as PerSampleError
-from expanded_nn._keeping import keep_factors as keep_factors
-from expanded_nn._kronecker import KroneckerFactors as KroneckerFactors
 from expanded_nn._module import Expanded as Expanded
-from expanded_nn._outside import expanded as expanded
+from expanded_nn._outside import expanded as expanded, one_pass as one_pass
 from expanded_nn._registry import expands as expands
 from expanded_nn.check import Report as Report, check as check
+from expanded_nn.clipping import clip_grad_sample_norms_ as clip_grad_sample_norms_
 from expanded_nn.convert import convert as convert, per_sample as per_sample, revert as revert
+from expanded_nn.core.kronecker import KroneckerFactors as KroneckerFactors
 from expanded_nn.factored import FactoredTensor as FactoredTensor
-from expanded_nn.grads import (
-    PerSampleGrads as PerSampleGrads,
-    clip_grad_sample_norms_ as clip_grad_sample_norms_,
-    per_sample_grads as per_sample_grads,
-)
+from expanded_nn.grads import PerSampleGrads as PerSampleGrads, per_sample_grads as per_sample_grads
 from expanded_nn.layers.activation import PReLU as PReLU
 from expanded_nn.layers.attention import (
     MultiheadAttention as MultiheadAttention,
@@ -61,6 +57,7 @@ __all__ = [
     "convert",
     "revert",
     "per_sample",
+    "one_pass",
     # trust
     "check",
     "Report",
@@ -106,7 +103,6 @@ __all__ = [
     # the rows
     "per_sample_grads",
     "clip_grad_sample_norms_",
-    "keep_factors",
     "PerSampleGrads",
     "KroneckerFactors",
     "Projection",

@@ -1,73 +1,107 @@
-"""What a factored gradient holds: blocks of rows, each a sum of terms, or the dense rows once they were made."""
+"""What a factored gradient holds: blocks of guarded terms, or the dense rows once they were made."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from expanded_nn._errors import complaint
 from expanded_nn._storage import Recycled
-from expanded_nn._terms import Dense, Term, merged
-
-Block = tuple[int, tuple[Term, ...]]  # so many rows, and the terms that add up to them
-
-
-def running_backward() -> int:
-    """The number of the backward that this code runs in, -1 outside of any."""
-    return torch._C._current_graph_task_id()
+from expanded_nn.core import algebra
+from expanded_nn.core.algebra import Kind
+from expanded_nn.core.terms import Dense, Term
 
 
-def cat(parts: list[Tensor]) -> Tensor:
-    """The parts of all blocks, one after the other."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+class Guarded(NamedTuple):
+    """A term, and the tensors that it was made of, each with its version then.
+
+    A term that is derived from another keeps the guards of that one: below autograd a view and what it shows have no
+    version counter in common.
+    """
+
+    term: Term
+    guards: tuple[tuple[Tensor, int], ...]
+
+    @classmethod
+    def of(cls, term: Term) -> Guarded:
+        """The term as of now."""
+        return cls(term, tuple((factor, factor._version) for factor in term.factors))
+
+    def check(self) -> None:
+        """Raises if a factor was changed in place since the term was made."""
+        if any(factor._version != version for factor, version in self.guards):
+            raise complaint(
+                "grad_sample",
+                "a tensor that a factored gradient, or a snapshot by per_sample_grads, still needs (a layer's input, "
+                "the gradient of its output, or the rows themselves) was changed in place",
+                "it unchanged until the rows have been used",
+                "Change a clone of it, or switch on per_sample(materialize=True).",
+            )
+
+    def clone(self) -> Guarded:
+        """The same rows, from factors in memory of their own."""
+        self.check()
+        return Guarded.of(self.term.clone())
+
+    def derived(self, change: Callable[[Term], Term]) -> Guarded:
+        """A term that stands on this one's memory."""
+        self.check()
+        return Guarded(change(self.term), self.guards)
+
+
+Block = tuple[int, tuple[Guarded, ...]]  # so many rows, and the terms that add up to them
 
 
 class Cell:
     """What a factored tensor and its aliases (detached, reshaped) share: blocks of rows, or the dense rows."""
 
-    def __init__(self, blocks: Sequence[Block], row_shape: Sequence[int], dtype: torch.dtype, device: torch.device):
+    def __init__(self, blocks: Sequence[Block], kind: Kind) -> None:
         self.blocks: tuple[Block, ...] = tuple(blocks)
         self.dense: Tensor | None = None
-        self.row_shape = tuple(row_shape)
-        self.dtype = dtype
-        self.device = device
+        self.kind = kind
         self.version = 0
 
     def merge(self) -> tuple[Block, ...]:
         """The blocks, with the terms of each merged by kind."""
         if self.dense is not None:
-            return ((self.dense.shape[0], (Dense.of(self.dense),)),)
+            return ((self.dense.shape[0], (Guarded.of(Dense.of(self.dense)),)),)
         if any(len(terms) > 1 for _, terms in self.blocks):
-            self.blocks = tuple((size, merged(terms) if len(terms) > 1 else terms) for size, terms in self.blocks)
+            self.blocks = tuple((size, _merged(terms) if len(terms) > 1 else terms) for size, terms in self.blocks)
         return self.blocks
+
+    def unchanged(self) -> list[algebra.Block]:
+        """The blocks for the algebra. Raises if a factor was changed in place."""
+        if self.dense is not None:
+            return [(self.dense.shape[0], (Dense.of(self.dense),))]
+        blocks = self.merge()
+        for _, terms in blocks:
+            for guarded in terms:
+                guarded.check()
+        return [(size, tuple(guarded.term for guarded in terms)) for size, terms in blocks]
 
     def densify(self, memory: Recycled | None = None) -> Tensor:
         """The rows `(B, *row_shape)`, kept in place of the factors; written to `memory`, if that serves."""
         if self.dense is None:
-            blocks = self.merge()
-            if len(blocks) > 1:
-                memory = None
-            rows = cat([self._block_rows(size, terms, memory) for size, terms in blocks])
-            self.dense = rows.contiguous()  # as the wrapper says it is
+            blocks, out = self.unchanged(), None
+            if memory is not None and len(blocks) == 1 and blocks[0][1] and blocks[0][1][0].fills_memory:
+                out = memory.empty((blocks[0][0], *self.kind.row_shape), self.kind.dtype, self.kind.device)
+            self.dense = algebra.dense(blocks, self.kind, out).contiguous()  # as the wrapper says it is
             self.blocks = ()
         return self.dense
-
-    def _block_rows(self, size: int, terms: tuple[Term, ...], memory: Recycled | None) -> Tensor:
-        if not terms:
-            return self.zeros(size, *self.row_shape)
-        out = None
-        if memory is not None and terms[0].fills_memory:
-            out = memory.empty((size, *terms[0].row_shape), self.dtype, self.device)
-        rows = terms[0].dense(out).reshape(size, *self.row_shape)
-        for term in terms[1:]:
-            rows += term.dense().reshape(size, *self.row_shape)
-        return rows
-
-    def zeros(self, *size: int) -> Tensor:
-        """Zeros of the rows' dtype, on the rows' device."""
-        return torch.zeros(*size, dtype=self.dtype, device=self.device)
 
     def replace(self, blocks: Sequence[Block]) -> None:
         """Other rows in this place: an in-place change."""
         self.blocks, self.dense, self.version = tuple(blocks), None, self.version + 1
+
+
+def _merged(terms: tuple[Guarded, ...]) -> tuple[Guarded, ...]:
+    """The terms with those of one kind added up, which then stand on memory of their own."""
+    before = {id(guarded.term): guarded for guarded in terms}
+    after = algebra.merged([guarded.term for guarded in terms])
+    kept = {id(term) for term in after}
+    for guarded in terms:
+        if id(guarded.term) not in kept:
+            guarded.check()
+    return tuple(before.get(id(term)) or Guarded.of(term) for term in after)

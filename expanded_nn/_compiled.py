@@ -15,15 +15,13 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler, which takes a second
 
 from expanded_nn._batch import tensors
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._expand import Recorder
-from expanded_nn._gemm import affine, may_be_faster
 from expanded_nn._shared import owned
+from expanded_nn.recording.recorder import Recorder
 
 _LIBRARY = torch.library.Library("expanded_nn", "DEF")
 _LIBRARY.define("token(Tensor g) -> Tensor")
@@ -38,44 +36,6 @@ def _token(g: Tensor) -> Tensor:
 @torch.library.impl(_LIBRARY, "token", "Meta")
 def _token_of_shape(g: Tensor) -> Tensor:
     return g.new_empty(())
-
-
-_LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-
-
-@torch.library.impl(_LIBRARY, "linear", "CPU")
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return affine(x, weight, bias)
-
-
-@torch.library.impl(_LIBRARY, "linear", "Meta")
-def _linear_of_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-def _weight_to_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-
-
-def _linear_backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-    return linear_in_graph(g, ctx.saved_tensors[0].t(), None), None, None
-
-
-torch.library.register_autograd(
-    "expanded_nn::linear", _linear_backward, setup_context=_weight_to_backward, lib=_LIBRARY
-)
-
-
-def linear_in_graph(
-    x: Tensor,  # (*, in)
-    weight: Tensor,  # (out, in)
-    bias: Tensor | None,  # (out,)
-) -> Tensor:  # (*, out)
-    """`F.linear` by parameters without history, by the library that `_gemm` chooses: the compiler has one choice."""
-    if not may_be_faster(x, weight) or torch.is_autocast_enabled("cpu"):
-        return F.linear(x, weight, bias)
-    y: Tensor = torch.ops.expanded_nn.linear(x, weight, bias)
-    return y
 
 
 class Use:
@@ -234,7 +194,7 @@ class _Scope:
             raise
 
     def _prepare(self, recorder: Recorder) -> None:
-        if recorder.current is None or recorder.current.batch == 0 or recorder.sharded:
+        if recorder.current is None or recorder.current.batch == 0 or recorder.leaves.sharded:
             return
         for layer in self.module.modules():
             if not hasattr(layer, "traced_parameters"):

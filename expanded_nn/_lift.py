@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -118,3 +119,11 @@ def swapped(places: Sequence[Place], weights: Sequence[Tensor]) -> Iterator[None
     finally:
         for (module, name), parameter in zip(places, before, strict=True):
             module._parameters[name] = parameter
+
+
+@contextmanager
+def quiet_fallbacks() -> Iterator[None]:
+    """Without the warning that `vmap` loops over the samples for some operation, as nothing can be done about it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
+        yield

@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import update_wrapper
 from itertools import accumulate
 from operator import mul
-from types import new_class
+from types import FunctionType, new_class
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrize
 
 from expanded_nn._batch import batch_dim, batch_of
 from expanded_nn._compiled import Use, compiled_pass, outside_of_graph
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._expand import Recorder, Settings, comes_from_rows
 from expanded_nn._lift import lifted
 from expanded_nn._shared import owned
+from expanded_nn.recording.expand import Again, comes_from_rows
+from expanded_nn.recording.recorder import Recorder, Settings
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+class _AsBefore:
+    """Stands for a setting that is not named in a call."""
+
+    def __repr__(self) -> str:
+        return "<as before>"
+
+
+AS_BEFORE: Any = _AsBefore()
+
+
+def _show_plain_forward(kind: type[PerSampleModule]) -> None:
+    """Gives the forward of a twin the signature and the docstring of the plain class's."""
+    ancestors = (each for each in kind.__mro__ if not issubclass(each, PerSampleModule) and "forward" in vars(each))
+    plain: Any = next(ancestors, nn.Module)
+    own: Any = kind.forward
+    if plain is nn.Module or getattr(own, "__wrapped__", None) is plain.forward:
+        return
+    shown = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    kind.forward = update_wrapper(shown, plain.forward)  # type: ignore[method-assign, unused-ignore]
 
 
 class PerSampleModule(nn.Module):
@@ -30,43 +56,69 @@ class PerSampleModule(nn.Module):
 
     plain_class: ClassVar[type[nn.Module] | None] = None
     _recorder: Recorder | None = None
+    _settings: Settings = Settings()  # as they were said last
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        if cls.plain_class is None:  # what the user's class does for its subclasses is not for its twin
+            super().__init_subclass__(**arguments)
+        _show_plain_forward(cls)
 
     def per_sample(
         self: Model,
         mode: bool = True,
         *,
-        loss_reduction: str = "mean",
-        batch_first: bool = True,
-        batch_size: int | None = None,
-        materialize: bool = False,
-        accumulate_grad: bool = True,
+        loss_reduction: str = AS_BEFORE,
+        batch_first: bool = AS_BEFORE,
+        batch_size: int | None = AS_BEFORE,
+        materialize: bool = AS_BEFORE,
+        accumulate_grad: bool = AS_BEFORE,
+        keep_factors: bool = AS_BEFORE,
     ) -> Model:
         """Switches per-sample gradients on or off for this module and all within it.
 
         On, a backward leaves `param.grad_sample`, `(B, *param.shape)`, beside `param.grad`: row i is the gradient
-        of sample i's own loss. Off, every layer runs the very `torch.nn` code. Each call states all settings anew.
+        of sample i's own loss. Off, every layer runs the very `torch.nn` code. Settings stay as they were said last,
+        also while the mode is off: what is named changes.
 
         Args:
             mode: Whether to switch on. Either way the rows held so far are dropped.
-            loss_reduction: How the loss was reduced over the samples. With `"mean"` the rows are scaled by B, so
-                that `grad_sample.mean(0) == grad`; with `"sum"`, `grad_sample.sum(0) == grad`.
-            batch_first: Whether samples stand first, `(B, T, …)`, or second, `(T, B, …)`, in the model's input and
-                in the inputs of layers that have no `batch_first` and no fixed layout of their own.
-            batch_size: B, where it is not the size of the first tensor that the model is called with.
-            materialize: Whether to make `grad_sample` dense during the backward.
-            accumulate_grad: Whether a backward adds to `.grad`, as always. Without it `.grad` is left alone and the
-                rows are those of the last backward.
+            loss_reduction: How the loss was reduced over the samples. With `"mean"`, the default, the rows are scaled
+                by B, so that `grad_sample.mean(0) == grad`; with `"sum"`, `grad_sample.sum(0) == grad`.
+            batch_first: Whether samples stand first, `(B, T, …)`, as by default, or second, `(T, B, …)`, in the
+                model's input and in the inputs of layers that have no `batch_first` and no fixed layout of their own.
+            batch_size: B, where it is not the size of the first tensor that the model is called with (`None`).
+            materialize: Whether to make `grad_sample` dense during the backward; by default it may be factored.
+            accumulate_grad: Whether a backward adds to `.grad`, as always (`True`). Without it `.grad` is left alone
+                and the rows are those of the last backward.
+            keep_factors: Whether to keep what all rows of linear layers and convolutions are made of, as
+                `PerSampleGrads.kronecker` and `gram(per_position=True)` need it. By default small rows, and those whose
+                factors are larger, are dense, which takes less time and memory.
 
         Returns:
             The module itself.
 
         Raises:
             PerSampleError: If a module within holds parameters and was not converted.
-            ValueError: If `loss_reduction` or `batch_size` has no meaning.
+            ValueError: If `loss_reduction` or `batch_size` has no meaning, or rows are to be dense and factored.
         """
-        settings = Settings(loss_reduction, batch_first, batch_size, materialize, accumulate_grad)
-        switch(self, settings if mode else None)
+        told: dict[str, Any] = {
+            "loss_reduction": loss_reduction,
+            "batch_first": batch_first,
+            "batch_size": batch_size,
+            "materialize": materialize,
+            "accumulate_grad": accumulate_grad,
+            "keep_factors": keep_factors,
+        }
+        settings = replace(
+            cast(Settings, self._settings), **{name: value for name, value in told.items() if value is not AS_BEFORE}
+        )
+        switch(self, settings, mode=mode)
         return self
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if self._recorder is not None and param is not None:
+            self._recorder.add_member(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -78,6 +130,7 @@ class PerSampleModule(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._recorder is not None:
             _prepare(self.parameters())  # those in a ParameterList within, too
+            self._recorder.adopt(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.plain_class is None:
@@ -88,7 +141,7 @@ class PerSampleModule(nn.Module):
 
 
 class Root(PerSampleModule):
-    """A converted model without parameters of its own: its forward begins a pass."""
+    """A module without parameters of its own, a model or a part of it: its forward begins a pass where none runs."""
 
     def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
         """B, where this module is the root of a call."""
@@ -96,12 +149,14 @@ class Root(PerSampleModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
-        if recorder is None or not torch.is_grad_enabled() or recorder.inside(self):
+        if recorder is None or recorder.inside(self):
             return super().forward(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return compiled_pass(self, args, kwargs)
-        with recorder.scope(self, self.samples_in(*args, **kwargs), (args, kwargs)):
-            return super().forward(*args, **kwargs)
+            return compiled_pass(self, args, kwargs) if torch.is_grad_enabled() else super().forward(*args, **kwargs)
+        with recorder.scope(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
+            result = super().forward(*args, **kwargs)
+            forward.returned(result)
+        return result
 
 
 class Expanded(PerSampleModule):
@@ -154,18 +209,20 @@ class Expanded(PerSampleModule):
             if self._own_batch() is not None:
                 return self.expanded_forward(*args, **kwargs)
             output = super().forward(*args, **kwargs)
-            return owned(output) if self.returns_fresh and recorder is not None and recorder.depth else output
+            return owned(output) if self.returns_fresh and recorder is not None and recorder.records else output
         if torch.compiler.is_compiling():
             return self._in_graph(args, kwargs)
         if recorder.inside(self):
             return self.expanded_forward(*args, **kwargs)
-        with recorder.scope(self, self.samples_in(*args, **kwargs), (args, kwargs)):
-            return self.expanded_forward(*args, **kwargs)
+        with recorder.scope(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
+            result = self.expanded_forward(*args, **kwargs)
+            forward.returned(result)
+        return result
 
     def _in_graph(self, args: Any, kwargs: Any) -> Any:
         """The forward in per-sample mode, as `torch.compile` traces it."""
         assert self._recorder is not None
-        if not self._recorder.depth:
+        if self._recorder.forward is None:
             return compiled_pass(self, args, kwargs)
         if not self.uses:
             return outside_of_graph(self, args, kwargs)
@@ -221,7 +278,27 @@ class Expanded(PerSampleModule):
             return parameter
         if self._recorder is None or not torch.is_grad_enabled() or self._recorder.current is None:
             return parameter.expand(self.batch_size, *parameter.shape)
-        return self._recorder.expand(parameter)
+        return self._recorder.expand(parameter, None if parameter.is_leaf else self._again(name))
+
+    def _again(self, name: str) -> Again | None:
+        """What computes a parametrized weight anew."""
+        if not parametrize.is_parametrized(self, name):
+            return None
+        parametrization = cast(nn.Module, self.parametrizations[name])  # type: ignore[index]
+
+        def again(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+            given = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
+            named = {key: given[id(own)] for key, own in parametrization.named_parameters() if id(own) in given}
+            training = [each for each in parametrization.modules() if each.training]
+            try:
+                for each in training:  # spectral_norm takes a step of its iteration in every training forward
+                    each.training = False
+                return cast(Tensor, functional_call(parametrization, named, ()))
+            finally:
+                for each in training:
+                    each.training = True
+
+        return again
 
     @property
     def model_batch_first(self) -> bool:
@@ -229,6 +306,11 @@ class Expanded(PerSampleModule):
         if self.current_use is not None:
             return self.current_use.batch_first
         return self._recorder is None or self._recorder.settings.batch_first
+
+    @property
+    def keeps_factors(self) -> bool:
+        """Whether rows are to stay factored, as `per_sample(keep_factors=True)` said."""
+        return self._recorder is not None and self._recorder.settings.keep_factors
 
     @property
     def batch_size(self) -> int:
@@ -332,8 +414,8 @@ class Expanded(PerSampleModule):
 
     def is_slice(self, x: Tensor) -> bool:
         """Whether `x` is some rows of a tensor that has all samples, as in a loop over them."""
-        samples = () if self._recorder is None else self._recorder.samples
-        return self.batch_size > 1 and is_slice(x, self.batch_size, samples)
+        forward = None if self._recorder is None else self._recorder.forward
+        return self.batch_size > 1 and is_slice(x, self.batch_size, () if forward is None else forward.samples)
 
     def slice_error(self, x: Tensor, argument: str = "input") -> PerSampleError:
         """What to say of some rows of a batch, where all are wanted."""
@@ -372,36 +454,42 @@ def is_slice(x: Tensor, batch: int, samples: Sequence[Tensor]) -> bool:
     """Whether one row is a part of a tensor that has all samples, as in a loop over them.
 
     Args:
-        x: A layer's input.
+        x: A layer's input, with one row.
         batch: B.
         samples: The tensors with B rows that the model was called with.
     """
     base = x._base
     if base is None or 0 < base.numel() <= x.numel():
         return False
-    if any(base is each or base is each._base for each in samples):
-        return True
-    if base.dim() < x.dim() or base.shape[0] == 1:
-        return False
-    # samples in one dimension of the base, wherever that stands, or in several
-    return batch in base.shape or batch in accumulate(base.shape, mul)
+    wholes = [each for each in samples if each is base or (each._base is base and each.numel() > x.numel())] or [base]
+    return any(_leaves_out(x, whole, batch) for whole in wholes)
 
 
-def switch(model: nn.Module, settings: Settings | None) -> None:
+def _leaves_out(x: Tensor, whole: Tensor, batch: int) -> bool:
+    """Whether a view takes one place of B in what it is a view of: in one of its dimensions, or in several together."""
+    kept = {(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1}
+    left_out = [size for size, stride in zip(whole.shape, whole.stride(), strict=True) if (size, stride) not in kept]
+    return batch in left_out or batch in accumulate(left_out, mul)
+
+
+def switch(model: nn.Module, settings: Settings, *, mode: bool) -> None:
     """Gives all modules of `model` one recorder, or takes theirs away.
 
     Raises:
         PerSampleError: If a module within holds trainable parameters and is not converted.
     """
-    if settings is not None:
+    if mode:
         _refuse_unconverted(model)
-    recorder = Recorder(settings) if settings is not None else None
-    for module in model.modules():
-        if isinstance(module, PerSampleModule):
-            if module._recorder is not None:
-                module._recorder.close()
-            module._recorder = recorder
+    recorder = Recorder(settings) if mode else None
+    members = [module for module in model.modules() if isinstance(module, PerSampleModule)]
+    former = dict.fromkeys(module._recorder for module in members if module._recorder is not None)
+    for module in members:
+        module._recorder, module._settings = recorder, settings
+    for each in former:
+        each.close(members)
     _prepare(model.parameters())
+    if recorder is not None:
+        recorder.adopt(model)
 
 
 def _refuse_unconverted(model: nn.Module) -> None:

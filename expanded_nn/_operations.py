@@ -12,19 +12,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from expanded_nn._cell import Block, Cell, running_backward
-from expanded_nn._terms import Outer, Term
-from expanded_nn.factored import TABLE, FactoredTensor, average, refuse_in_place, scaled_blocks, widened
+from expanded_nn._cell import Cell
+from expanded_nn._modes import running_backward
+from expanded_nn._rows import R, Rows, average, refuse_in_place, scaled_blocks, widened
+from expanded_nn.core.terms import Outer
 
 aten = torch.ops.aten
 
 
-def _broadcasts_by_row(rows: FactoredTensor, factor: Any) -> Tensor | float | None:
+def _broadcasts_by_row(rows: Rows, factor: Any) -> Tensor | float | None:
     """The number, or the `(B,)` numbers, that multiply the rows, or `None` if `factor` is of another shape."""
     if not isinstance(factor, Tensor):
         return float(factor) if isinstance(factor, int | float) else None
     # a number of the rows' dtype in their place: asking them would make them dense
-    if isinstance(factor, FactoredTensor) or torch.result_type(_one(rows.dtype), factor) != rows.dtype:
+    if isinstance(factor, Rows) or torch.result_type(_one(rows.dtype), factor) != rows.dtype:
         return None
     if factor.numel() == 1 and factor.dim() <= rows.dim():
         return factor.reshape(1).expand(rows.shape[0])
@@ -39,99 +40,71 @@ def _one(dtype: torch.dtype) -> Tensor:
 
 
 def _times(rows: Any, factor: Any) -> Any:
-    if not isinstance(rows, FactoredTensor):
+    if not isinstance(rows, Rows):
         rows, factor = factor, rows
     by_row = _broadcasts_by_row(rows, factor)
     return NotImplemented if by_row is None else rows._like(scaled_blocks(rows, by_row), rows.shape)
 
 
-def _times_(rows: Any, factor: Any) -> Any:
-    if not isinstance(rows, FactoredTensor) or rows.is_dense:
-        return NotImplemented
-    if rows._source is not None:
-        refuse_in_place()
-    by_row = _broadcasts_by_row(rows, factor)
-    if by_row is None:
-        return NotImplemented
-    rows._cell.replace(scaled_blocks(rows, by_row))
-    return rows
-
-
-def _inverse(divisor: Any) -> Any:
-    return divisor.reciprocal() if isinstance(divisor, Tensor) else 1.0 / divisor
-
-
 def _divided(rows: Any, divisor: Any) -> Any:
-    if not isinstance(rows, FactoredTensor) or isinstance(divisor, FactoredTensor) or not _divides(divisor):
+    if not isinstance(rows, Rows) or isinstance(divisor, Rows) or not _divides(divisor):
         return NotImplemented
-    return _times(rows, _inverse(divisor))
-
-
-def _divided_(rows: Any, divisor: Any) -> Any:
-    if isinstance(divisor, FactoredTensor) or not _divides(divisor):
-        return NotImplemented
-    return _times_(rows, _inverse(divisor))
+    return _times(rows, divisor.reciprocal() if isinstance(divisor, Tensor) else 1.0 / divisor)
 
 
 def _divides(divisor: Any) -> bool:
     return divisor.is_floating_point() if isinstance(divisor, Tensor) else divisor != 0
 
 
-def _negated(rows: FactoredTensor) -> Any:
+def _negated(rows: Rows) -> Any:
     return _times(rows, -1.0)
 
 
-def _added_blocks(rows: Any, other: Any, alpha: float) -> list[Block] | None:
-    """The blocks of a sum of two factored tensors of one shape, or `None` where it has to be dense."""
-    if not (isinstance(rows, FactoredTensor) and isinstance(other, FactoredTensor)):
-        return None
-    if rows.shape != other.shape or rows.dtype != other.dtype or (rows.is_dense and other.is_dense):
-        return None
-    ours, theirs = rows.blocks, other.blocks
-    if [size for size, _ in ours] != [size for size, _ in theirs]:
-        return None
-    return [
-        (size, (*terms, *(term if alpha == 1 else term.scaled(alpha) for term in more)))
-        for (size, terms), (_, more) in zip(ours, theirs, strict=True)
-    ]
-
-
 def _plus(rows: Any, other: Any, *, alpha: float = 1) -> Any:
-    blocks = _added_blocks(rows, other, alpha)
-    return NotImplemented if blocks is None else rows._like(blocks, rows.shape)
-
-
-def _plus_(rows: Any, other: Any, *, alpha: float = 1) -> Any:
-    blocks = None if isinstance(rows, FactoredTensor) and rows.is_dense else _added_blocks(rows, other, alpha)
-    if blocks is None:
+    if not (isinstance(rows, Rows) and isinstance(other, Rows)):
         return NotImplemented
-    if rows._source is not None:
-        refuse_in_place()
-    rows._cell.replace(blocks)
-    return rows
+    if rows.shape != other.shape or rows.dtype != other.dtype or (rows.is_dense and other.is_dense):
+        return NotImplemented
+    ours, theirs = rows.blocks, other.blocks if alpha == 1 else scaled_blocks(other, alpha)
+    if [size for size, _ in ours] != [size for size, _ in theirs]:
+        return NotImplemented
+    blocks = [(size, (*terms, *more)) for (size, terms), (_, more) in zip(ours, theirs, strict=True)]
+    return rows._like(blocks, rows.shape)
 
 
-def _dims(rows: FactoredTensor, dim: Any) -> set[int]:
+def _in_place(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation in the place of its first argument."""
+
+    def call(rows: Any, *args: Any, **kwargs: Any) -> Any:
+        result = NotImplemented if not isinstance(rows, Rows) or rows.is_dense else operation(rows, *args, **kwargs)
+        if result is NotImplemented:
+            return NotImplemented
+        if rows._source is not None:
+            refuse_in_place()
+        rows._cell.replace(result._cell.blocks)
+        return rows
+
+    return call
+
+
+def _dims(rows: Rows, dim: Any) -> set[int]:
     if dim is None or dim == []:
         return set(range(rows.dim()))
-    return {each % rows.dim() for each in ([dim] if isinstance(dim, int) else dim)}
+    return {place % rows.dim() for place in ([dim] if isinstance(dim, int) else dim)}
 
 
-def _total(rows: FactoredTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    if _dims(rows, dim) != {0} or dtype not in (None, rows.dtype):
-        return NotImplemented
-    total = rows.weighted_sum()
-    return total.unsqueeze(0) if keepdim else total
+def _over_samples(reduce: Callable[[Rows], Tensor]) -> Callable[..., Any]:
+    """A reduction of the batch dimension alone."""
+
+    def call(rows: Rows, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        if _dims(rows, dim) != {0} or dtype not in (None, rows.dtype):
+            return NotImplemented
+        return reduce(rows).unsqueeze(0) if keepdim else reduce(rows)
+
+    return call
 
 
-def _average(rows: FactoredTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    if _dims(rows, dim) != {0} or dtype not in (None, rows.dtype):
-        return NotImplemented
-    mean = average(rows)
-    return mean.unsqueeze(0) if keepdim else mean
-
-
-def _norm(rows: FactoredTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _norm(rows: Rows, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     dims = _dims(rows, dim)
     if ord != 2 or dtype not in (None, rows.dtype) or rows.dim() < 2 or rows.is_complex():
         return NotImplemented
@@ -144,41 +117,36 @@ def _norm(rows: FactoredTensor, ord: Any = 2, dim: Any = None, keepdim: bool = F
     return NotImplemented
 
 
-def _viewed(rows: FactoredTensor, shape: Sequence[int]) -> Any:
+def _viewed(rows: Rows, shape: Sequence[int]) -> Any:
     if rows.is_dense or not shape:
         return NotImplemented
     shape = torch.empty(rows.shape, device="meta").view(*shape).shape
     if shape[0] != rows.shape[0]:
         return NotImplemented
-    return FactoredTensor(rows._cell, shape, rows._source)
+    return type(rows)(rows._cell, shape, rows._source)
 
 
-def _aliased(rows: FactoredTensor) -> FactoredTensor:
-    return FactoredTensor(rows._cell, rows.shape, rows._source)
+def _aliased(rows: R) -> R:
+    return type(rows)(rows._cell, rows.shape, rows._source)
 
 
-def _cloned(rows: FactoredTensor, *, memory_format: Any = None) -> Any:
+def _cloned(rows: Rows, *, memory_format: Any = None) -> Any:
     if rows.is_dense:
         return NotImplemented
-    return rows._like(rows._remade(Term.clone), rows.shape)
+    blocks = [(size, tuple(guarded.clone() for guarded in terms)) for size, terms in rows.blocks]
+    return rows._like(blocks, rows.shape)
 
 
-def _converted(rows: FactoredTensor, *, dtype: Any = None, **others: Any) -> Any:
-    if (
-        rows.is_dense
-        or dtype is None
-        or any(value is not None for key, value in others.items() if key != "non_blocking")
-    ):
+def _converted(rows: Rows, *, dtype: Any = None, **others: Any) -> Any:
+    asks_for_more = any(value is not None for key, value in others.items() if key != "non_blocking")
+    if rows.is_dense or dtype is None or asks_for_more:
         return NotImplemented
     return rows._like(rows._remade(lambda term: term.to(dtype)), rows.shape, dtype)
 
 
 def _catenated(tensors: Sequence[Any], dim: int = 0) -> Any:
     first = tensors[0]
-    if not all(isinstance(rows, FactoredTensor) and not rows.is_dense for rows in tensors) or dim not in (
-        0,
-        -first.dim(),
-    ):
+    if dim not in (0, -first.dim()) or not all(isinstance(rows, Rows) and not rows.is_dense for rows in tensors):
         return NotImplemented
     if any(rows.shape[1:] != first.shape[1:] or rows.dtype != first.dtype for rows in tensors):
         return NotImplemented
@@ -186,55 +154,56 @@ def _catenated(tensors: Sequence[Any], dim: int = 0) -> Any:
     return first._like([block for rows in tensors for block in rows.blocks], (size, *first.shape[1:]))
 
 
-def _chosen(rows: FactoredTensor, choose: Callable[[Tensor], Tensor], *, alias: bool) -> Any:
+def _chosen(rows: Rows, choose: Callable[[Tensor], Tensor], *, alias: bool) -> Any:
     """The rows that `choose` takes of any tensor `(B, ...)`: of each factor."""
     if rows.is_dense or len(rows.blocks) != 1:
         return NotImplemented
     ((_, terms),) = rows.blocks
     size = choose(torch.empty(rows.shape[0], 0, device=rows.device)).shape[0]
-    chosen = rows._like([(size, tuple(term.map(choose) for term in terms))], (size, *rows.shape[1:]))
+    parts = tuple(guarded.derived(lambda term: term.map(choose)) for guarded in terms)
+    chosen = rows._like([(size, parts)], (size, *rows.shape[1:]))
     if alias:
         chosen._source = rows._source or (rows._cell, rows._cell.version)
     return chosen
 
 
-def _sliced(rows: FactoredTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+def _sliced(rows: Rows, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     if dim % rows.dim() != 0:
         return NotImplemented
     return _chosen(rows, lambda factor: factor[start:end:step], alias=True)
 
 
-def _indexed(rows: FactoredTensor, indices: Sequence[Any]) -> Any:
+def _indexed(rows: Rows, indices: Sequence[Any]) -> Any:
     if len(indices) != 1 or indices[0] is None or indices[0].dim() != 1:
         return NotImplemented
     return _chosen(rows, lambda factor: factor[indices[0]], alias=False)
 
 
-def _index_selected(rows: FactoredTensor, dim: int, index: Tensor) -> Any:
+def _index_selected(rows: Rows, dim: int, index: Tensor) -> Any:
     if dim % rows.dim() != 0 or index.dim() != 1:
         return NotImplemented
     return _chosen(rows, lambda factor: factor[index], alias=False)
 
 
-def _transposed(rows: FactoredTensor, one: int = -2, other: int = -1) -> Any:
+def _transposed(rows: Rows, first: int = -2, second: int = -1) -> Any:
     """Each row transposed, where autograd asks: there nobody sees that it is no alias."""
-    if {one % rows.dim(), other % rows.dim()} != {1, 2} or rows.dim() != 3 or running_backward() < 0:
+    if {first % rows.dim(), second % rows.dim()} != {1, 2} or rows.dim() != 3 or running_backward() < 0:
         return NotImplemented
-    if rows.is_dense or rows._cell.row_shape != tuple(rows.shape[1:]):
+    if rows.is_dense or rows._cell.kind.row_shape != tuple(rows.shape[1:]):
         return NotImplemented
     if not all(isinstance(term, Outer) for term in rows.terms()):
         return NotImplemented
     blocks = rows._remade(lambda term: cast(Outer, term).transposed())
-    cell = Cell(blocks, tuple(rows.shape[:0:-1]), rows.dtype, rows.device)
-    return FactoredTensor(cell, (rows.shape[0], rows.shape[2], rows.shape[1]))
+    row_shape = (rows.shape[2], rows.shape[1])
+    return type(rows)(Cell(blocks, rows._cell.kind._replace(row_shape=row_shape)), (rows.shape[0], *row_shape))
 
 
-def _permuted(rows: FactoredTensor, dims: Sequence[int]) -> Any:
+def _permuted(rows: Rows, dims: Sequence[int]) -> Any:
     return _transposed(rows, 1, 2) if [dim % rows.dim() for dim in dims] == [0, 2, 1] else NotImplemented
 
 
 def _times_vector(rows: Any, vector: Any) -> Any:
-    if not isinstance(rows, FactoredTensor) or isinstance(vector, FactoredTensor) or vector.dtype != rows.dtype:
+    if not isinstance(rows, Rows) or isinstance(vector, Rows) or vector.dtype != rows.dtype:
         return NotImplemented
     return rows.matvec(vector)
 
@@ -247,11 +216,11 @@ def _einsum(equation: str, *operands: Any) -> Any:
     labels = inputs.split(",")
     if len(operands) != 2 or len(labels) != 2:
         return NotImplemented
-    if isinstance(operands[0], FactoredTensor):
+    if isinstance(operands[0], Rows):
         operands, labels = operands[::-1], labels[::-1]
     weights, rows = operands
     row = labels[1][1:]
-    if not isinstance(rows, FactoredTensor) or isinstance(weights, FactoredTensor) or weights.dim() != 1:
+    if not isinstance(rows, Rows) or isinstance(weights, Rows) or weights.dim() != 1:
         return NotImplemented
     if len(labels[0]) != 1 or labels[1][:1] != labels[0] or labels[0] in row:
         return NotImplemented
@@ -263,25 +232,25 @@ def _einsum(equation: str, *operands: Any) -> Any:
 
 
 def _assigned(rows: Any, *_: Any) -> Any:
-    if isinstance(rows, FactoredTensor):
+    if isinstance(rows, Rows):
         rows._rows()
     return NotImplemented
 
 
-_OPERATIONS: dict[Any, Callable[..., Any]] = {
+TABLE: dict[Any, Callable[..., Any]] = {  # operator -> function on the factors
     aten.add.Tensor: _plus,
-    aten.add_.Tensor: _plus_,
+    aten.add_.Tensor: _in_place(_plus),
     aten.neg.default: _negated,
     aten.mul.Tensor: _times,
     aten.mul.Scalar: _times,
-    aten.mul_.Tensor: _times_,
-    aten.mul_.Scalar: _times_,
+    aten.mul_.Tensor: _in_place(_times),
+    aten.mul_.Scalar: _in_place(_times),
     aten.div.Tensor: _divided,
     aten.div.Scalar: _divided,
-    aten.div_.Tensor: _divided_,
-    aten.div_.Scalar: _divided_,
-    aten.sum.dim_IntList: _total,
-    aten.mean.dim: _average,
+    aten.div_.Tensor: _in_place(_divided),
+    aten.div_.Scalar: _in_place(_divided),
+    aten.sum.dim_IntList: _over_samples(Rows.weighted_sum),
+    aten.mean.dim: _over_samples(average),
     aten.linalg_vector_norm.default: _norm,
     aten.mv.default: _times_vector,
     torch.einsum: _einsum,
@@ -299,4 +268,3 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten.index_select.default: _index_selected,
     Tensor.__setitem__: _assigned,
 }
-TABLE.update(_OPERATIONS)

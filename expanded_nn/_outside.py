@@ -1,26 +1,73 @@
-"""A weight used outside of its module: its rows in the pass, and operations that take it with and without them."""
+"""What is done outside of the model's forward: several calls that are one pass, and weights used by other code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from expanded_nn._errors import complaint
-from expanded_nn._expand import recorder_of
+from expanded_nn._module import PerSampleModule
+from expanded_nn.recording.recorder import Recorder, recorder_of
 
 Operation = TypeVar("Operation", bound=Callable[..., Tensor])
+
+
+@contextmanager
+def one_pass(model: nn.Module, batch_size: int) -> Iterator[None]:
+    """All that is called meanwhile is one forward of so many samples.
+
+    For what is not one call of the model: methods other than `forward` (a VAE's `encode` and `decode`, a Lightning
+    module's `training_step`), submodules called one by one, weights used in a loss through `expanded`. Their rows
+    belong together and add up. Rows of another `one_pass`, or of calls outside of it, are never added to them, but
+    appended, even if these have as many samples.
+
+    With per-sample mode off it does nothing; inside of a forward of the model it is a part of that.
+
+    Args:
+        model: A model in per-sample mode.
+        batch_size: B, the number of samples.
+
+    Raises:
+        PerSampleError: If it is inside of a forward of another number of samples.
+        ValueError: If `batch_size` is negative.
+
+    Example:
+        >>> import torch, expanded_nn as enn
+        >>> class Autoencoder(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.down, self.up = torch.nn.Linear(5, 2), torch.nn.Linear(2, 5)
+        ...         self.shift = torch.nn.Parameter(torch.zeros(2))
+        ...     def encode(self, x):
+        ...         return self.down(x) + enn.expanded(self.shift)
+        >>> model, x = enn.convert(Autoencoder()).per_sample(), torch.randn(4, 5)
+        >>> with enn.one_pass(model, batch_size=4):
+        ...     loss = (model.up(model.encode(x)) - x).square().mean()
+        >>> loss.backward()
+        >>> model.shift.grad_sample.shape
+        torch.Size([4, 2])
+    """
+    if batch_size < 0:
+        raise ValueError(f"one_pass: batch_size is {batch_size}; wanted a number from 0.")
+    recorders = {each._recorder for each in model.modules() if isinstance(each, PerSampleModule)} - {None}
+    with ExitStack() as stack:
+        for recorder in recorders:
+            stack.enter_context(cast(Recorder, recorder).one_pass(model, batch_size))
+        yield
 
 
 def expanded(weight: Tensor) -> Tensor:
     """A parameter as its own layer sees it, for a forward or a loss that uses it as well.
 
-    In per-sample mode it is expanded over the samples of the last forward, `(B, *weight.shape)`, the same tensor that
+    In per-sample mode it is expanded over the samples of the forward that runs or, after it, of the last one,
+    `(B, *weight.shape)`, the same tensor that
     the layers see, so that the gradient of this use is added to the rows. In any other case, with per-sample mode off,
     in `no_grad`, or for a frozen parameter, it is `weight` itself. The maps of `expanded_nn.functional` (`linear`,
     `bilinear`, `embedding`, the convolutions) take both; so does code that counts dimensions from the end.

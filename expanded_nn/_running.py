@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,14 +10,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence, unpack_sequence
-from torch.overrides import TorchFunctionMode
 
 from expanded_nn._batch import batch_dim, batch_of, has_derivatives, tensors
 from expanded_nn._errors import complaint
-from expanded_nn._expand import Settings
+from expanded_nn.recording.recorder import Settings
 
 
 @contextmanager
@@ -181,47 +178,3 @@ def _floats(output: Any) -> list[Tensor]:
     ]
     found = [torch.view_as_real(each) if each.is_complex() else each for each in found]
     return [each for each in found if each.is_floating_point()]
-
-
-class WithoutDropout(TorchFunctionMode):
-    """Turns dropout off, as its masks for a sample alone and in a batch differ.
-
-    Attributes:
-        met: Whether there was any.
-    """
-
-    met = False
-
-    def turn_off(self, model: nn.Module) -> None:
-        """Turns off what modules hold; a function mode reaches only what is called as a function."""
-        for module in model.modules():
-            name = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
-            if isinstance(module, nn.modules.dropout._DropoutNd | nn.RNNBase | nn.MultiheadAttention):
-                self.met |= module.training and getattr(module, name) > 0
-                setattr(module, name, 0.0)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        if func is F.scaled_dot_product_attention:
-            given.update(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
-            self.met |= bool(given.get("dropout_p"))
-            return func(**{**given, "dropout_p": 0.0})
-        if func in _DROPOUTS:
-            bound = inspect.signature(func).bind(*args, **given)
-            bound.apply_defaults()
-            given = bound.arguments
-            self.met |= bool(given["training"] and given.get("p", given.get("dropout_p")))
-            given["training"] = False
-            return func(*bound.args, **bound.kwargs)
-        return func(*args, **given)
-
-
-_DROPOUTS = {
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    F.multi_head_attention_forward,
-}

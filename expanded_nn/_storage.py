@@ -13,6 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from expanded_nn.core import cost
+
 
 class Recycled:
     """The memory that the dense rows of one parameter were written to."""
@@ -26,7 +28,7 @@ class Recycled:
         if device.type != "cpu" or size == 0:
             return None
         free = [each for each in self.kept if _references(each) == _ALONE]
-        fitting = next((each for each in free if size <= each.numel() <= 2 * size), None)
+        fitting = next((each for each in free if cost.memory_serves(each.numel(), size)), None)
         self.kept = [each for each in self.kept if each is fitting or not any(each is other for other in free)]
         if fitting is None:
             fitting = torch.empty(size, dtype=torch.uint8)

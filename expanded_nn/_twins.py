@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from types import new_class
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from expanded_nn._errors import ConversionError
-from expanded_nn._module import Expanded, twin_class
+from expanded_nn._module import Expanded, PerSampleModule, Root, twin_class
 from expanded_nn._registry import registered_base, registered_twin
 from expanded_nn.layers import transformers as transformers  # registers its twins
 from expanded_nn.layers.general import PARAMETER_LISTS, General
@@ -26,6 +27,9 @@ def expand_modules(model: nn.Module) -> None:
         ConversionError: If modules cannot be converted; it lists all of them, each with class, reason and remedy.
     """
     raise_for(model)
+    for module in list(_containers(model)):
+        with suppress(TypeError):  # a class that no other can derive from; its layers begin passes of their own
+            module.__class__ = twin_class(Root, type(module))
     for module in list(_convertible(model)):
         module.__class__ = _expanded_class(module)
         if isinstance(module, General):
@@ -46,6 +50,16 @@ def _members(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _convertible(model: nn.Module) -> Iterator[nn.Module]:
     for _, module in _members(model):
         if not isinstance(module, Expanded) and (_holds_parameters(module) or _is_watched(module)):
+            yield module
+
+
+def _containers(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that may be called alone, with all that is in them: that is a pass, too."""
+    convertible = set(_convertible(model))
+    for _, module in _members(model):
+        is_called = type(module).forward is not nn.Module.forward
+        has_layers = any(True for _ in module.children()) and any(True for _ in module.parameters())
+        if is_called and has_layers and module not in convertible and not isinstance(module, PerSampleModule):
             yield module
 
 

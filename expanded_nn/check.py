@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from expanded_nn._batch import has_derivatives
 from expanded_nn._errors import ConversionError, PerSampleError, complaint
-from expanded_nn._expand import Recorder, Settings
 from expanded_nn._module import PerSampleModule
 from expanded_nn._report import Problem, Report as Report
-from expanded_nn._running import Call, Runner, WithoutDropout, nudged, undisturbed
+from expanded_nn._running import Call, Runner, nudged, undisturbed
 from expanded_nn._samples import (
     Layout,
     difference,
@@ -23,8 +22,10 @@ from expanded_nn._samples import (
     sample_loss,
     squares,
 )
+from expanded_nn._steady import WithoutDropout
 from expanded_nn._trace import Guard, Trace
 from expanded_nn.convert import convert, revert
+from expanded_nn.recording.recorder import Recorder, Settings
 
 _ROUNDINGS = 10  # an error is one of rounding up to so many times what the last bits of the inputs change
 _LEAST = 100  # a gradient that is smaller than so many roundings of the loss may be one itself
@@ -163,7 +164,7 @@ class _Check:
 
     def counts_samples(self) -> bool:
         """Whether the model found B samples, which the offsets of bags correct."""
-        recorder = self.expanded.module._recorder
+        recorder: Any = self.expanded.module._recorder
         now = recorder.current if isinstance(recorder, Recorder) else None
         if now is not None and now.batch != self.batch:
             found = f"the model counts {now.batch} samples, its first tensor has {self.batch} rows"

@@ -12,6 +12,7 @@ from expanded_nn._errors import ConversionError
 from expanded_nn._module import PerSampleModule, Root, switch, twin_class
 from expanded_nn._registry import registered_base, registered_twin
 from expanded_nn._twins import expand_modules, raise_for, rebased
+from expanded_nn.recording.recorder import Settings
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -45,7 +46,7 @@ def convert(model: Model, *, inplace: bool = False) -> Model:
     if not inplace:
         model = _copied(model)
     expand_modules(model)
-    switch(model, None)
+    switch(model, getattr(model, "_settings", Settings()), mode=False)
     if not isinstance(model, PerSampleModule):
         model.__class__ = twin_class(Root, type(model))  # type: ignore[assignment]
     return model
@@ -70,8 +71,8 @@ def revert(model: Model, *, inplace: bool = False) -> Model:
         if isinstance(module, PerSampleModule):
             plain = _plain_class(module)
             if module._recorder is not None:
-                module._recorder.close()
-            for attribute in ("_recorder", "_ranks", "_compared"):
+                module._recorder.close(model.modules())
+            for attribute in ("_recorder", "_settings", "_ranks", "_compared"):
                 module.__dict__.pop(attribute, None)
             module.__class__ = plain  # type: ignore[assignment]
     for parameter in model.parameters():
@@ -88,7 +89,7 @@ def per_sample(model: Model, mode: bool = True, **settings: Any) -> Model:
         model: Any module.
         mode: Whether to switch on.
         settings: As for the method: `loss_reduction`, `batch_first`, `batch_size`, `materialize`,
-            `accumulate_grad`.
+            `accumulate_grad`, `keep_factors`.
 
     Returns:
         The module itself.

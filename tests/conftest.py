@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from expanded_nn.layers import linear
+from expanded_nn.core import cost
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,4 +39,4 @@ def float64_and_seed(request: pytest.FixtureRequest) -> Iterator[None]:
 def rows_stay_factored(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' layers are small: their rows would be dense from the start, and the factors left untested."""
     if not request.node.get_closest_marker("small_rows"):
-        monkeypatch.setattr(linear, "FEW_NUMBERS", 0)
+        monkeypatch.setattr(cost, "SMALL_ROWS_NUMEL", 0)

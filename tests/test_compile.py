@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import expanded_nn as enn
-from expanded_nn import _gemm
 
 B = 3
 # what the compiler itself warns itself of, whatever the model is
@@ -439,20 +438,6 @@ def test_a_layer_that_is_traced_in_part_counts_once(monkeypatch: pytest.MonkeyPa
     assert_same(inside, eager)
 
 
-def test_large_linear_maps_run_on_the_faster_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(80, 90), nn.GELU(), nn.Linear(90, 85)).float()
-    x, calls, by_onednn = torch.randn(3, 50, 80).float(), [], _gemm._by_onednn
-    inside = enn.convert(model).per_sample()
-    compiled = torch.compile(inside, backend="aot_eager")
-    monkeypatch.setattr(_gemm, "_by_onednn", lambda *args: calls.append(1) or by_onednn(*args))
-    step(inside, compiled, x)
-    # forward of both, the gradient of the second one's input
-    assert len(calls) == (3 if _gemm._ONEDNN else 0)
-    step(model.double(), model, x.double())
-    for mine, theirs in zip(inside.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-6)
-
-
 def test_attention_beyond_the_compiler_s_limit() -> None:
     """After so many shapes the compiler leaves some frames to Python, in the middle of a forward."""
     torch.manual_seed(0)
@@ -511,15 +496,6 @@ def test_second_derivatives_are_refused_only_behind_the_model() -> None:
     torch.autograd.grad(x.sin().sum(), leaf, create_graph=True)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(40,), (3, 5, 40)])
-@pytest.mark.filterwarnings("ignore")
-def test_the_op_of_linear_maps(shape: tuple[int, ...], bias: bool) -> None:
-    x = torch.randn(6, *shape, dtype=torch.float32, requires_grad=True)
-    weight, offset = torch.randn(50, 40).float(), torch.randn(50).float() if bias else None
-    torch.library.opcheck(torch.ops.expanded_nn.linear.default, (x, weight, offset))
-
-
 def test_after_a_fault_the_next_step_is_right() -> None:
     model, x = made("mlp")
     eager, inside = enn.convert(model).per_sample(), enn.convert(model).per_sample()
@@ -551,3 +527,10 @@ def test_copies_and_pickles_of_a_compiled_model() -> None:
     for other in (copy.deepcopy(inside), pickle.loads(pickle.dumps(inside))):
         step(other, other, x)
         assert_same(other, inside)
+
+
+@pytest.mark.small_rows
+def test_small_layers_keep_their_factors() -> None:
+    model, x = enn.convert(nn.Linear(8, 6)).per_sample(keep_factors=True), torch.randn(B, 8)
+    torch.compile(model, backend="aot_eager")(x).sin().sum(1).mean().backward()
+    torch.testing.assert_close(enn.per_sample_grads(model).kronecker()["weight"].A, x.t() @ x)

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 import expanded_nn as enn
 from cases import Scale
-from expanded_nn._sharded import is_shard
+from expanded_nn.recording.sharded import is_shard
 from families import FAMILIES, Family, every_family, families
 from oracle import (
     Call,

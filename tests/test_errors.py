@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from expanded_nn._compiled import Use
-from expanded_nn._sharded import scattered
+from expanded_nn.recording.sharded import scattered
 from families import FAMILIES, Family
 from oracle import plain, sample_losses
 
@@ -181,11 +181,6 @@ def a_time_first_layer_on_samples_first() -> None:
 @refused(r"layer \(Linear\): input of shape \(1, 6, 4\) is a slice of a tensor of shape \(3, 6, 4\).*all 3 samples")
 def a_loop_over_the_samples() -> None:
     feed(nn.Linear(4, 2), lambda layer, x: [layer(x[i : i + 1]) for i in range(3)])
-
-
-@refused(r"layer \(Embedding\): its index without a batch dimension gave one row a sample.*broadcast over the samples")
-def an_index_without_a_batch_dimension() -> None:
-    feed(nn.Embedding(9, 4), lambda layer, x: x + layer(torch.arange(12).view(2, 6) % 9)[0].unsqueeze(2), samples=7)
 
 
 @refused(r"layer \(Embedding\): input has shape \(3,\) and may be positions that all 3 .*unsqueeze\(0\) for positions")
@@ -543,10 +538,16 @@ def derivatives_of_a_compiled_gradient() -> None:
     torch.autograd.grad(loss, x, create_graph=True)
 
 
-@refused(r"^0.layer \(Linear\): a forward inside a backward, as a checkpoint makes it, fits 2 of 3 passes")
+@refused(r"^0.layer \(Linear\): a forward inside a backward, .* belongs to one of 2 earlier forwards of 3 samples")
 def a_checkpoint_of_two_passes() -> None:
-    model = on(Feed(nn.Linear(4, 4), lambda layer, x: checkpoint(layer, x, use_reentrant=True)))
-    sum(model(torch.randn(size, 4, requires_grad=True)).sum() for size in (3, 2, 3)).backward()
+    class Hidden:
+        """An output whose tensors nobody finds."""
+
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    model = on(Feed(nn.Linear(4, 4), lambda layer, x: Hidden(checkpoint(layer, x, use_reentrant=True))))
+    sum(model(torch.randn(size, 4, requires_grad=True)).value.sum() for size in (3, 2, 3)).backward()
 
 
 @refused(r"^grad_sample: a tensor that a factored .* was changed in place.*materialize=True")
@@ -599,7 +600,9 @@ def inner_products_by_position_of_dense_rows() -> None:
     enn.PerSampleGrads({"a": torch.ones(3, 2)}).gram(per_position=True)
 
 
-@refused(r"PerSampleGrads\.kronecker: \['a'\] hold rows that are dense, or of several kinds.*within keep_factors\(\)")
+@refused(
+    r"PerSampleGrads\.kronecker: \['a'\] hold rows that are dense, complex, or of several kinds.*keep_factors=True"
+)
 def kronecker_factors_of_dense_rows() -> None:
     enn.PerSampleGrads({"a": torch.ones(3, 2, 2)}).kronecker()
 

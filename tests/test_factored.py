@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from expanded_nn import FactoredTensor, PerSampleError, PerSampleGrads
-from expanded_nn._patches import Geometry, Patches, _inner_by_entries, _inner_by_windows
-from expanded_nn._terms import Dense, OneHot, Outer, Term
+from expanded_nn._cell import Guarded
+from expanded_nn.core.geometry import Geometry
+from expanded_nn.core.patches import Patches, inner_by_entries, inner_by_windows
+from expanded_nn.core.terms import Dense, OneHot, Outer, Term
 from expanded_nn.factored import TABLE
 from expanded_nn.layers.conv import conv2d
 
@@ -54,7 +56,7 @@ def make(kind: str) -> tuple[FactoredTensor, Tensor]:
     """A factored tensor `(B, 3, 5)` and its dense twin."""
     terms = KINDS[kind]()
     rows, twin = FactoredTensor.of(outer(1)) * 0, torch.zeros(B, 3, 5)
-    rows._cell.replace([(B, tuple(terms))])
+    rows._cell.replace([(B, tuple(Guarded.of(term) for term in terms))])
     for term in terms:
         twin = twin + term.dense().reshape(B, 3, 5)
     return rows, twin
@@ -365,7 +367,7 @@ CONVOLUTIONS = {  # two for the same weight
 
 
 @pytest.mark.parametrize("pair", CONVOLUTIONS)
-@pytest.mark.parametrize("algorithm", [_inner_by_windows, _inner_by_entries, Patches.inner])
+@pytest.mark.parametrize("algorithm", [inner_by_windows, inner_by_entries, Patches.inner])
 def test_inner_products_of_convolutions(pair: str, algorithm: Callable[[Patches, Patches], Tensor]) -> None:
     one, two = (term.scaled(number) for term, number in zip(CONVOLUTIONS[pair](), (3.0, -0.5), strict=True))
     for left, right in ((one, one), (one, two), (two, one)):

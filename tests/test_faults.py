@@ -168,7 +168,7 @@ def test_state_of_the_library_after_a_fault_in_each_forward() -> None:
                 in_a_forward_hook(model.train(mode), family.call(2), KeyboardInterrupt("fault"))
         assert {name: id(p) for name, p in model.named_parameters()} == before
         assert model._recorder.settings is settings
-        assert model._recorder.depth == 0
+        assert model._recorder.forward is None
         assert model._recorder.originals is None
         assert torch.backends.mha.get_fastpath_enabled() == fast_path
 

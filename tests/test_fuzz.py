@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from cases import EVEN_SAME, Holder, Scale
-from expanded_nn.layers import linear
+from expanded_nn.core import cost
 from oracle import (
     Call,
     assert_all_close,
@@ -52,7 +52,7 @@ unhurried = settings(deadline=None, database=None, suppress_health_check=list(He
 @pytest.mark.parametrize("kind", STARTS)
 def test_random_models(kind: str, data: st.DataObject) -> None:
     plan = data.draw(plans(kind), "plan")
-    linear.FEW_NUMBERS = data.draw(st.sampled_from([0, 1 << 15]), "rows dense from the start up to")
+    cost.SMALL_ROWS_NUMEL = data.draw(st.sampled_from([0, 1 << 15]), "rows dense from the start up to")
     verify(plan)
 
 
@@ -62,7 +62,7 @@ def test_random_models(kind: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("kind", STARTS)
 def test_many_random_models(kind: str, data: st.DataObject) -> None:
     plan = data.draw(plans(kind), "plan")
-    linear.FEW_NUMBERS = data.draw(st.sampled_from([0, 1 << 15]), "rows dense from the start up to")
+    cost.SMALL_ROWS_NUMEL = data.draw(st.sampled_from([0, 1 << 15]), "rows dense from the start up to")
     verify(plan)
 
 

@@ -1,13 +1,12 @@
 """The algebra of G against its dense twin, and clipping."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import expanded_nn as enn
-from expanded_nn._terms import Outer
+from expanded_nn.core import cost
+from expanded_nn.core.terms import Outer
 
 BATCH, LENGTH, VOCABULARY, WIDTH = 5, 4, 11, 6
 
@@ -355,12 +354,11 @@ def by_sample_and_position(model: nn.Module, x: Tensor) -> dict[str, tuple[Tenso
 def test_kronecker_factors_are_those_of_a_loop(make: str, passes: int, reduction: str) -> None:
     model, x = kronecker_model(make)
     expected = by_sample_and_position(model, x)
-    model = enn.convert(model).per_sample(loss_reduction=reduction)
+    model = enn.convert(model).per_sample(loss_reduction=reduction, keep_factors=True)
     batches = x.split([2, len(x) - 2]) if passes == 2 else [x]
-    with enn.keep_factors():
-        for batch in batches:
-            losses = model(batch).sin().flatten(1).sum(1)
-            (losses.mean() if reduction == "mean" else losses.sum()).backward()
+    for batch in batches:
+        losses = model(batch).sin().flatten(1).sum(1)
+        (losses.mean() if reduction == "mean" else losses.sum()).backward()
     factors = enn.per_sample_grads(model).kronecker()
     assert set(factors) == set(expected)
     for name, (A, G, count) in factors.items():
@@ -385,9 +383,8 @@ def test_kronecker_factors_of_a_recurrent_layer() -> None:
     loss.backward()
     G = sum(gate.grad.t() @ gate.grad for gate in gates)
     module.zero_grad()
-    model = enn.convert(module).per_sample()
-    with enn.keep_factors():
-        backward(model, x)
+    model = enn.convert(module).per_sample(keep_factors=True)
+    backward(model, x)
     factors = enn.per_sample_grads(model).kronecker()
     assert set(factors) == {"lstm.weight_ih_l0", "lstm.weight_hh_l0"}
     for name, inputs in {"ih": x.unbind(1), "hh": states}.items():
@@ -398,24 +395,22 @@ def test_kronecker_factors_of_a_recurrent_layer() -> None:
 
 
 def test_kronecker_factors_add_up_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expanded_nn._kronecker.PANEL", 4)
+    monkeypatch.setattr(cost, "SYMMETRIC_PANEL", 4)
     model, x = kronecker_model("cnn")
-    model = enn.convert(model).per_sample()
+    model = enn.convert(model).per_sample(keep_factors=True)
     parts = []
-    with enn.keep_factors():
-        for batch in (x, x[:2], x[2:]):
-            model.zero_grad()
-            backward(model, batch)
-            parts.append(enn.per_sample_grads(model).kronecker())
+    for batch in (x, x[:2], x[2:]):
+        model.zero_grad()
+        backward(model, batch)
+        parts.append(enn.per_sample_grads(model).kronecker())
     for name, whole in parts[0].items():
         torch.testing.assert_close(parts[1][name] + parts[2][name], whole, rtol=1e-9, atol=1e-12)
         assert torch.equal(whole.A, whole.A.t())
     total = None
-    with enn.keep_factors():
-        for batch in (x[:2], x[2:]):
-            model.zero_grad()
-            backward(model, batch)
-            total = enn.per_sample_grads(model).kronecker(total)
+    for batch in (x[:2], x[2:]):
+        model.zero_grad()
+        backward(model, batch)
+        total = enn.per_sample_grads(model).kronecker(total)
     assert total is not None
     torch.testing.assert_close(total, parts[0], rtol=1e-9, atol=1e-12)
     with pytest.raises(
@@ -427,9 +422,8 @@ def test_kronecker_factors_add_up_over_batches(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_kronecker_factors_of_no_samples_and_of_half_precision() -> None:
-    model = enn.convert(nn.Linear(8, 6)).per_sample()
-    with enn.keep_factors():
-        backward(model, torch.randn(0, 8))
+    model = enn.convert(nn.Linear(8, 6)).per_sample(keep_factors=True)
+    backward(model, torch.randn(0, 8))
     A, G, count = enn.per_sample_grads(model).kronecker()["weight"]
     assert (A.shape, G.shape, count) == ((8, 8), (6, 6), 0)
     assert not A.any()
@@ -439,10 +433,9 @@ def test_kronecker_factors_of_no_samples_and_of_half_precision() -> None:
 
 
 def test_norms_leave_the_factors() -> None:
-    model = enn.convert(nn.Linear(8, 6)).per_sample()
+    model = enn.convert(nn.Linear(8, 6)).per_sample(keep_factors=True)
     x = torch.randn(BATCH, 12, 8)
-    with enn.keep_factors():
-        backward(model, x)
+    backward(model, x)
     grads = enn.per_sample_grads(model)
     grads.norms()
     grads["weight"].dense()
@@ -453,29 +446,53 @@ def test_norms_leave_the_factors() -> None:
 def test_factors_that_were_not_kept() -> None:
     model = enn.convert(nn.Linear(8, 6)).per_sample()
     backward(model, torch.randn(BATCH, 8))
-    with pytest.raises(enn.PerSampleError, match=r"\['weight'\] hold rows that are dense.*keep_factors\(\)"):
+    with pytest.raises(
+        enn.PerSampleError, match=r"\['weight'\] hold rows that are dense.*per_sample\(keep_factors=True\)"
+    ):
         enn.per_sample_grads(model).kronecker()
 
 
 def test_tied_weights_have_no_kronecker_factors() -> None:
-    model = enn.convert(TiedText()).per_sample()
-    with enn.keep_factors():
-        backward(model, torch.randint(VOCABULARY, (BATCH, LENGTH)))
+    model = enn.convert(TiedText()).per_sample(keep_factors=True)
+    backward(model, torch.randint(VOCABULARY, (BATCH, LENGTH)))
     grads = enn.per_sample_grads(model)
-    with pytest.raises(enn.PerSampleError, match=r"\['embedding.weight'\] hold rows that are dense, or of several k"):
+    with pytest.raises(
+        enn.PerSampleError, match=r"\['embedding.weight'\] hold rows that are dense, complex, or of sev"
+    ):
         grads.kronecker()
     rest = {name: rows for name, rows in grads.items() if name.startswith("mix")}
     assert set(enn.PerSampleGrads(rest).kronecker()) == {"mix.weight"}
 
 
-def test_factors_are_kept_within_only() -> None:
-    with enn.keep_factors(), enn.keep_factors():
-        pass
-    with pytest.raises(KeyError), enn.keep_factors():
-        raise KeyError
-    model = enn.convert(nn.Linear(2, 2)).per_sample()
-    backward(model, torch.randn(3, 9, 2))
+def test_factors_are_kept_where_that_was_said() -> None:
+    model, x = enn.convert(nn.Linear(2, 2)).per_sample(keep_factors=True), torch.randn(3, 9, 2)
+    backward(model, x)
+    assert set(enn.per_sample_grads(model).kronecker()) == {"weight"}
+    model.per_sample(False).per_sample(True)  # settings stay
+    backward(model, x)
+    assert isinstance(model.weight.grad_sample, enn.FactoredTensor)
+    model.per_sample(keep_factors=False)
+    backward(model, x)
     assert not isinstance(model.weight.grad_sample, enn.FactoredTensor)
+    with pytest.raises(ValueError, match="per_sample: keep_factors and materialize are both True; wanted one of the"):
+        model.per_sample(keep_factors=True, materialize=True)
+
+
+@pytest.mark.small_rows
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.MultiheadAttention, nn.Bilinear])
+def test_small_layers_keep_their_factors(kind: type[nn.Module]) -> None:
+    if kind is nn.MultiheadAttention:
+        module: nn.Module = nn.MultiheadAttention(4, 2, batch_first=True)
+        inputs = [torch.randn(BATCH, LENGTH, 4), *[torch.randn(BATCH, LENGTH, 4)] * 2]
+    elif kind is nn.Bilinear:
+        module, inputs = nn.Bilinear(2, 3, 4), [torch.randn(BATCH, 2), torch.randn(BATCH, 3)]
+    else:
+        module, inputs = kind(4, 3, batch_first=True), [torch.randn(BATCH, LENGTH, 4)]
+    model = enn.convert(module).per_sample(keep_factors=True)
+    y = model(*inputs)
+    (y if isinstance(y, Tensor) else y[0]).sin().flatten(1).sum(1).mean().backward()
+    matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
+    assert set(enn.per_sample_grads(model).kronecker()) == matrices
 
 
 @pytest.mark.parametrize("make", [(), (3,), "cnn", "twice"], ids=str)
@@ -483,14 +500,12 @@ def test_factors_are_kept_within_only() -> None:
 @pytest.mark.parametrize("passes", [1, 2])
 def test_preconditioned_rows_are_those_of_dense_algebra(make: str, keep: bool, passes: int) -> None:
     model, x = kronecker_model(make)
-    model = enn.convert(model).per_sample()
-    with enn.keep_factors():
-        backward(model, x)
+    model = enn.convert(model).per_sample(keep_factors=True)
+    backward(model, x)
     factors = enn.per_sample_grads(model).kronecker()
-    model.zero_grad()
-    with enn.keep_factors() if keep else contextlib.nullcontext():
-        for batch in (x.flip(0), x[:2])[:passes]:
-            backward(model, batch)
+    model.per_sample(keep_factors=keep)
+    for batch in (x.flip(0), x[:2])[:passes]:
+        backward(model, batch)
     grads = enn.per_sample_grads(model)
     before = grads.flatten()
     actual = grads.precondition(factors, 0.3)
@@ -514,9 +529,10 @@ def test_preconditioned_rows_are_those_of_dense_algebra(make: str, keep: bool, p
 
 
 def test_preconditioned_rows_stay_factored() -> None:
-    model = enn.convert(nn.Sequential(nn.Conv2d(20, 30, 2), nn.Flatten(), nn.Linear(30, 40))).per_sample()
-    with enn.keep_factors():
-        backward(model, torch.randn(BATCH, 20, 2, 2))
+    model = enn.convert(nn.Sequential(nn.Conv2d(20, 30, 2), nn.Flatten(), nn.Linear(30, 40))).per_sample(
+        keep_factors=True
+    )
+    backward(model, torch.randn(BATCH, 20, 2, 2))
     grads = enn.per_sample_grads(model)
     actual = grads.precondition(grads.kronecker(), 1.0)
     for name in ("0.weight", "2.weight"):
@@ -526,9 +542,8 @@ def test_preconditioned_rows_stay_factored() -> None:
 
 
 def test_bad_factors_and_damping() -> None:
-    model = enn.convert(nn.Linear(8, 6)).per_sample()
-    with enn.keep_factors():
-        backward(model, torch.randn(BATCH, 8))
+    model = enn.convert(nn.Linear(8, 6)).per_sample(keep_factors=True)
+    backward(model, torch.randn(BATCH, 8))
     grads = enn.per_sample_grads(model)
     A, G, count = grads.kronecker()["weight"]
     for damping in (0.0, -1.0, float("nan")):
@@ -550,7 +565,7 @@ def by_position(grads: enn.PerSampleGrads) -> Tensor:
     parts = []
     for rows in grads.values():
         blocks = []
-        for _, terms in rows.blocks:
+        for _, terms in rows._unchanged():
             total = 0
             for term in terms:
                 first, second = term.weighted()
@@ -574,15 +589,14 @@ def test_inner_products_by_position(make: str, width: int, passes: int, monkeypa
         monkeypatch.setattr("test_grads.WIDTH", width)
         module = TiedText() if make == "tied" else nn.Sequential(nn.Embedding(VOCABULARY, width))
         x, other_x = torch.randint(VOCABULARY, (BATCH, LENGTH)), torch.randint(VOCABULARY, (3, LENGTH + 1))
-    model = enn.convert(module).per_sample()
+    model = enn.convert(module).per_sample(keep_factors=True)
     found = []
-    with enn.keep_factors():
-        for batches in ([other_x], [x, x[:2]][:passes]):
-            model.zero_grad()
-            for batch in batches:
-                backward(model, batch)
-            names = [name for name, _ in model.named_parameters() if not name.endswith("bias")]
-            found.append(enn.PerSampleGrads({name: enn.per_sample_grads(model)[name] for name in names}))
+    for batches in ([other_x], [x, x[:2]][:passes]):
+        model.zero_grad()
+        for batch in batches:
+            backward(model, batch)
+        names = [name for name, _ in model.named_parameters() if not name.endswith("bias")]
+        found.append(enn.PerSampleGrads({name: enn.per_sample_grads(model)[name] for name in names}))
     other, grads = found
     parts = by_position(grads)
     dense_other = enn.PerSampleGrads({name: torch.as_tensor(rows.clone().numpy()) for name, rows in other.items()})
@@ -595,7 +609,7 @@ def test_inner_products_by_position(make: str, width: int, passes: int, monkeypa
 
 
 def test_inner_products_by_position_that_there_are_not() -> None:
-    model = enn.convert(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 7))).per_sample()
+    model = enn.convert(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 7))).per_sample(keep_factors=True)
     backward(model, torch.randn(BATCH, 2, 8))
     grads = enn.per_sample_grads(model)
     with pytest.raises(enn.PerSampleError, match=r"\['0.bias', '1.bias'\] have no positions; wanted linear layers'"):
@@ -603,8 +617,7 @@ def test_inner_products_by_position_that_there_are_not() -> None:
     with pytest.raises(enn.PerSampleError, match=r"\[\] have no positions|the positions are \{\}"):
         enn.PerSampleGrads({}).gram(per_position=True)
     model.zero_grad()
-    with enn.keep_factors():
-        model[1](model[0](torch.randn(BATCH, 2, 8)).sum(1)).sin().sum().backward()
+    model[1](model[0](torch.randn(BATCH, 2, 8)).sum(1)).sin().sum().backward()
     grads = enn.per_sample_grads(model)
     weights = enn.PerSampleGrads({name: grads[name] for name in ("0.weight", "1.weight")})
     with pytest.raises(enn.PerSampleError, match=r"the positions are \{'0.weight': \[2\], '1.weight': \[1\]\}"):
@@ -612,15 +625,14 @@ def test_inner_products_by_position_that_there_are_not() -> None:
 
 
 def test_what_is_needed_of_queries_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = enn.convert(nn.Linear(8, 6)).per_sample()
+    model = enn.convert(nn.Linear(8, 6)).per_sample(keep_factors=True)
     made: list[int] = []
     original = Outer.dense
     monkeypatch.setattr(Outer, "dense", lambda term, out=None: made.append(term.batch) or original(term, out))
 
     def grads_of(batch: int) -> enn.PerSampleGrads:
         model.zero_grad()
-        with enn.keep_factors():
-            backward(model, torch.randn(batch, 9, 8))
+        backward(model, torch.randn(batch, 9, 8))
         return enn.per_sample_grads(model)
 
     queries, batches = grads_of(3), [grads_of(4), grads_of(5)]
@@ -630,7 +642,7 @@ def test_what_is_needed_of_queries_is_made_once(monkeypatch: pytest.MonkeyPatch)
     assert not queries["weight"].is_dense
     torch.testing.assert_close(actual, batches[1].flatten() @ queries.flatten().t(), rtol=1e-9, atol=1e-12)
     made.clear()
-    monkeypatch.setattr("expanded_nn.grads.KEPT_QUERIES", 10)
+    monkeypatch.setattr(cost, "KEPT_QUERIES_NUMEL", 10)
     other = grads_of(3)
     for _ in range(2):
         batches[0].gram(other)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import expanded_nn as enn
 from cases import CASES, EVEN_SAME, GENERAL, Case
-from expanded_nn import _patches
+from expanded_nn.core import cost
 from oracle import (
     Call,
     assert_all_close,
@@ -582,8 +582,8 @@ def test_large_convolutions(
     layer: nn.Module, size: tuple[int, int], dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each way to the rows that a shape may take, for all samples at once or a few; the small cases take but one."""
-    monkeypatch.setattr(_patches, "GROUPED_NUMEL", at_once)
-    monkeypatch.setattr(_patches, "COLUMNS_NUMEL", at_once)
+    monkeypatch.setattr(cost, "GROUPED_NUMEL", at_once)
+    monkeypatch.setattr(cost, "COLUMNS_NUMEL", at_once)
     layer = layer.double()
     call = Call((torch.randn(BATCH, layer.in_channels, *size, dtype=torch.float64),))
     expected = loop(layer, call, BATCH)

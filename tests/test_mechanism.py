@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from cases import Scale
-from expanded_nn.layers import linear
+from expanded_nn.core import cost
 from oracle import Call, assert_close, assert_close_rows, grads_of, loop, plain, rows_of, sample_losses
 
 
@@ -655,7 +655,7 @@ def test_outside_use_before_the_layer(
 ) -> None:
     """Autograd delivers such a part last, and adds it in place to the gradient that the layer has sent."""
     if small:
-        monkeypatch.setattr(linear, "FEW_NUMBERS", 1 << 15)
+        monkeypatch.setattr(cost, "SMALL_ROWS_NUMEL", 1 << 15)
     make, inputs = EARLY[layer]
     model = enn.convert(make()).per_sample(materialize=materialize)
     losses = []

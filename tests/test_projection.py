@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import expanded_nn as enn
-from expanded_nn import projection as projections
-from expanded_nn._terms import Dense, OneHot, Outer
+from expanded_nn.core import cost
+from expanded_nn.core.sketch import transform_length
+from expanded_nn.core.terms import Dense, OneHot, Outer
 
 BATCH, WORDS = 4, 11
 KINDS = ("sketch", "kronecker", "gaussian")
@@ -93,11 +94,7 @@ def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     """Which route a sketch takes where there are two."""
     if request.param != "as it costs":
         by_factors = request.param == "factors"
-        monkeypatch.setattr(
-            projections._Sketch,
-            "_is_faster_by_factors",
-            lambda sketch, term: by_factors and getattr(getattr(term, "geometry", None), "groups", 1) == 1,
-        )
+        monkeypatch.setattr(cost, "sketch_by_factors", lambda *sizes: by_factors)
     return str(request.param)
 
 
@@ -137,12 +134,9 @@ def test_a_sketch_is_that_of_its_definition() -> None:
 
 def test_both_routes_are_taken() -> None:
     """Few positions go by Fourier transforms, many by rows."""
-    sketch = projections._Sketch.drawn(0, (1024, 1024), 512, torch.device("cpu"))
-    short, long = (Outer.of(torch.randn(1, t, 1024), torch.randn(1, t, 1024), torch.float64) for t in (1, 2048))
-    assert sketch._is_faster_by_factors(short)
-    small = projections._Sketch.drawn(0, (10, 10), 4096, torch.device("cpu"))
-    assert not small._is_faster_by_factors(Outer.of(torch.randn(1, 9, 10), torch.randn(1, 9, 10), torch.float64))
-    assert not projections._Sketch.drawn(0, (1024, 1024), 1 << 14, torch.device("cpu"))._is_faster_by_factors(long)
+    assert cost.sketch_by_factors(1, 1024, 1024, transform_length(512))
+    assert not cost.sketch_by_factors(9, 10, 10, transform_length(4096))
+    assert not cost.sketch_by_factors(2048, 1024, 1024, transform_length(1 << 14))
 
 
 @pytest.mark.parametrize("chunk", [1, 50, 1000])
@@ -154,9 +148,8 @@ def test_small_chunks(
     for kind in ("sketch", "kronecker"):
         whole = enn.Projection(24, kind=kind)(grads)
         with monkeypatch.context() as patch:
-            patch.setattr(projections, "CHUNK_NUMEL", chunk)
-            patch.setattr("expanded_nn._terms.CHUNK_NUMEL", chunk)
-            patch.setattr(projections, "SCRATCH_NUMEL", chunk)
+            patch.setattr(cost, "CHUNK_NUMEL", chunk)
+            patch.setattr(cost, "SHUFFLED_NUMEL", chunk)
             close(enn.Projection(24, kind=kind)(grads), whole)
 
 
@@ -349,14 +342,7 @@ def test_project_is_that_projection() -> None:
 def test_nothing_as_large_as_the_rows_is_kept() -> None:
     projection = enn.Projection(32)
     projection({"a": torch.ones(1, 300, 200), "b": torch.ones(1, 400)})
-    kept = [
-        tensor
-        for linear_map in projection._maps.values()
-        for pair in vars(linear_map).values()
-        if isinstance(pair, tuple)
-        for tensor in pair
-        if isinstance(tensor, Tensor)
-    ]
+    kept = [tensor for linear_map in projection._maps.values() for side in linear_map.sides for tensor in side]
     assert sum(tensor.numel() for tensor in kept) <= 3 * (300 + 200 + 1 + 400)
 
 

@@ -1,4 +1,4 @@
-"""Imports within the package point down only: no cycles, and none from inside a function (ruff sees to that)."""
+"""Imports within the package point down only: no cycles, none inside functions (ruff sees to that), core lowest."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -19,3 +19,11 @@ def test_imports_have_no_cycle() -> None:
         graph[name] = found
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError
     assert len(order) >= 20
+
+
+def test_core_is_the_lowest_floor() -> None:
+    """All may stand on the core, which stands on itself and on the errors."""
+    for file in (PACKAGE / "core").glob("*.py"):
+        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+        names = {node.module for node in nodes if node.module and node.module.startswith("expanded_nn")}
+        assert {name for name in names if not name.startswith("expanded_nn.core")} <= {"expanded_nn._errors"}

@@ -59,7 +59,7 @@ def test_memory_goes_with_the_mode() -> None:
     step(model, torch.randn(4, 40))
     recorder = model._recorder
     model.per_sample(False)
-    assert not recorder.leaves
+    assert not list(recorder.leaves)
 
 
 def test_memory_of_a_convolution_is_used_again() -> None:
@@ -80,5 +80,5 @@ def test_memory_of_a_convolution_is_used_again() -> None:
             held = [rows, rows.clone()]
         del rows
     assert len(places) == 2
-    assert places <= {each.data_ptr() for leaf in model._recorder.leaves.values() for each in leaf.memory.kept}
+    assert places <= {each.data_ptr() for leaf in model._recorder.leaves for each in leaf.memory.kept}
     assert torch.equal(*held)

@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn._gemm import affine
+from expanded_nn._modes import in_own_dtype, is_autocast, is_batched
 from expanded_nn._shared import is_shared, owned, shared
-from expanded_nn._terms import in_own_dtype, is_batched
+from expanded_nn.core import cost
 from expanded_nn.layers._equations import Recurrence, Saved, Weights
 from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear, outer_rows
+from expanded_nn.recording.expand import keeps_factors
 
 
 class _Recurrent(torch.autograd.Function):
@@ -76,7 +78,7 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the inputs and the rows of the weights."""
     assert weights[0] is not None
-    row_dtype = weights[0].dtype
+    row_dtype, keep_factors = weights[0].dtype, keeps_factors(*weights)
     dtype = torch.promote_types(row_dtype, torch.float32)
     one = _shared_weights(weights, dtype)
     x, h0, c0, y = (None if each is None else each.to(dtype) for each in inputs)
@@ -90,7 +92,7 @@ def _gradients(
 
     grads: list[Tensor | None] = [None] * len(needed)
     if needed[0]:
-        grads[0] = steps.from_rows(affine(found.ih, one.ih.t())).to(inputs[0].dtype)
+        grads[0] = steps.from_rows(F.linear(found.ih, one.ih.t())).to(inputs[0].dtype)
     if needed[1]:
         grads[1] = found.h0.to(inputs[1].dtype)
     if needed[2] and inputs[2] is not None and found.c0 is not None:
@@ -98,16 +100,16 @@ def _gradients(
     ih = steps.by_sample(found.ih)
     hh = ih if found.hh is found.ih else steps.by_sample(found.hh)
     if needed[3]:
-        grads[3] = outer_rows(ih, steps.by_sample(saved.x), row_dtype)
+        grads[3] = outer_rows(ih, steps.by_sample(saved.x), row_dtype, keep_factors=keep_factors)
     if needed[4]:
-        grads[4] = outer_rows(hh, steps.by_sample(saved.h), row_dtype)
+        grads[4] = outer_rows(hh, steps.by_sample(saved.h), row_dtype, keep_factors=keep_factors)
     if needed[5]:
         grads[5] = ih.sum(1).to(row_dtype)
     if needed[6]:
         grads[6] = grads[5] if hh is ih and needed[5] else hh.sum(1).to(row_dtype)
     if needed[7] and found.hr is not None and reached_hr:
         g, hidden = found.hr
-        grads[7] = outer_rows(steps.by_sample(g), steps.by_sample(hidden), row_dtype)
+        grads[7] = outer_rows(steps.by_sample(g), steps.by_sample(hidden), row_dtype, keep_factors=keep_factors)
     return tuple(grads)
 
 
@@ -170,13 +172,13 @@ def _composite(
 
 
 def _worth_saving(*given: Tensor | None) -> bool:
-    """Whether a backward may follow, on the CPU and in the dtype of the forward."""
+    """Whether a backward may follow, in the dtype of the forward, for which gates are worth keeping."""
     tensors = [each for each in given if each is not None]
     return (
         torch.is_grad_enabled()
         and any(each.requires_grad for each in tensors)
-        and all(each.device.type == "cpu" and each.dtype in (torch.float32, torch.float64) for each in tensors)
-        and not torch._C._is_any_autocast_enabled()
+        and all(cost.keeps_gates(tensor.dtype, tensor.device.type) for tensor in tensors)
+        and not is_autocast()
         and not torch.compiler.is_compiling()
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from math import sqrt
 from typing import Any, ClassVar
 
@@ -14,13 +13,13 @@ from torch import Tensor, nn
 
 from expanded_nn._batch import tensors
 from expanded_nn._errors import complaint
-from expanded_nn._expand import Recorder
-from expanded_nn._gemm import affine
 from expanded_nn._module import Expanded, PerSampleModule, Root
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared
 from expanded_nn._twins import expand_modules
-from expanded_nn.layers.linear import Linear, bias_rows, linear, outer_rows, positions, times_matrix
+from expanded_nn.layers.linear import Linear, bias_rows, linear, outer_rows, positions
+from expanded_nn.recording.expand import keeps_factors
+from expanded_nn.recording.recorder import Recorder
 
 
 class _Part(torch.autograd.Function):
@@ -30,7 +29,7 @@ class _Part(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: slice) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.part, ctx.bias_dtype = part, None if bias is None else bias.dtype
-        return owned(affine(x, shared(weight)[part], None if bias is None else shared(bias)[part]))
+        return owned(F.linear(x, shared(weight)[part], None if bias is None else shared(bias)[part]))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -41,9 +40,9 @@ class _Part(torch.autograd.Function):
             if torch.is_grad_enabled():
                 grad_x = linear(g, cast_shared(weight, g.dtype)[:, ctx.part].transpose(1, 2)).to(x.dtype)
             else:
-                grad_x = times_matrix(g, shared(weight)[ctx.part].to(g.dtype)).to(x.dtype)
+                grad_x = torch.matmul(g, shared(weight)[ctx.part].to(g.dtype)).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = outer_rows(F.pad(g, around), x.to(g.dtype), weight.dtype)
+            grad_weight = outer_rows(F.pad(g, around), x.to(g.dtype), weight.dtype, keep_factors=keeps_factors(weight))
         if ctx.needs_input_grad[2]:
             grad_bias = F.pad(positions(g).sum(1, dtype=ctx.bias_dtype), around)
         return grad_x, grad_weight, grad_bias, None
@@ -272,7 +271,8 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
     def rows_of(self, g: Tensor, x: Tensor, start: int, stop: int) -> dict[str, Tensor]:
         g = F.pad(g, (start * self.embed_dim, (3 - stop) * self.embed_dim))
         weight, bias = self.expanded("in_proj_weight"), self.expanded("in_proj_bias")
-        rows = {"in_proj_weight": outer_rows(g, x.to(g.dtype), weight.dtype)}
+        of_weight = outer_rows(g, x.to(g.dtype), weight.dtype, keep_factors=self.keeps_factors)
+        rows = {"in_proj_weight": of_weight}
         return rows if bias is None else rows | {"in_proj_bias": bias_rows(g, bias.dtype)}
 
     def _in_graph(self, args: Any, kwargs: Any) -> Any:
@@ -280,7 +280,8 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         inputs = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
         projections = 1 if inputs[0] is inputs[1] is inputs[2] else 2 if inputs[1] is inputs[2] else 3
         at_hand = len(self.uses) >= projections or not self._has_own_rows()
-        if not self._recorder.depth or not at_hand or (self.out_proj.weight.requires_grad and not self.out_proj.uses):
+        at_hand = at_hand and bool(self.out_proj.uses or not self.out_proj.weight.requires_grad)
+        if self._recorder.forward is None or not at_hand:
             self.uses = []
             return super()._in_graph(args, kwargs)
         self.current_use = self.uses[-1] if self.uses else None
@@ -392,14 +393,10 @@ class _Container(_Converted, Root):
             first = next((each for each in tensors((args, kwargs)) if isinstance(each, Tensor)), None)
             if first is not None:
                 _refuse_unbatched(self, "input", first, attention.batch_first)
-        settings = recorder.settings
-        if settings.batch_first == attention.batch_first:
+        if recorder.settings.batch_first == attention.batch_first:
             return super().forward(*args, **kwargs)
-        recorder.settings = replace(settings, batch_first=attention.batch_first)
-        try:
+        with recorder.layout(batch_first=attention.batch_first):
             return super().forward(*args, **kwargs)
-        finally:
-            recorder.settings = settings
 
     def _rows_are_due(self) -> bool:
         if self._recorder is None or not torch.is_grad_enabled():

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
 from expanded_nn._module import Expanded
-from expanded_nn._patches import Geometry, Patches, cropped
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, shared, shared_or_none
+from expanded_nn.core.geometry import Geometry, cropped
+from expanded_nn.core.patches import Patches
 from expanded_nn.factored import FactoredTensor
 
 aten = torch.ops.aten
@@ -118,19 +119,8 @@ def _torch_input_gradient(
     g: Tensor, x: Tensor, weight: Tensor, how: Geometry, output_padding: tuple[int, ...] | None
 ) -> Tensor:
     """The gradient of the input by torch's own fused kernel."""
-    return aten.convolution_backward(  # type: ignore[no-any-return]
-        g,
-        x,
-        weight.to(g.dtype),
-        None,
-        how.stride,
-        how.padding,
-        how.dilation,
-        output_padding is not None,
-        output_padding or (0,) * how.dims,
-        how.groups,
-        (True, False, False),
-    )[0]
+    tensors, wanted = (g, x, weight.to(g.dtype), None), (True, False, False)
+    return aten.convolution_backward(*tensors, *how.arguments(output_padding), wanted)[0]  # type: ignore[no-any-return]
 
 
 def _input_gradient(

@@ -15,7 +15,7 @@ from expanded_nn._errors import complaint
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import is_constant, is_shared, owned, shared
-from expanded_nn._terms import OneHot, SparseOneHot
+from expanded_nn.core.terms import OneHot, SparseOneHot
 from expanded_nn.factored import FactoredTensor
 
 
@@ -91,7 +91,7 @@ class _Embedding(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(index, valid)
         ctx.padding_idx, ctx.scale_grad_by_freq, ctx.sparse = padding_idx, scale_grad_by_freq, sparse
-        ctx.shape, ctx.dtype, ctx.is_shared = weight.shape, weight.dtype, is_shared(weight)
+        ctx.entries, ctx.dtype, ctx.is_shared = weight.shape[1], weight.dtype, is_shared(weight)
         if not ctx.is_shared:
             flat = _flat_index(index)[..., None].expand(-1, -1, weight.shape[2])
             return owned(weight.gather(1, flat).reshape(*index.shape, weight.shape[2]))
@@ -100,18 +100,27 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         index, valid = ctx.saved_tensors
-        _, entries, dim = ctx.shape
         index = _flat_index(index)
-        values = g.reshape(*index.shape, dim)
-        if ctx.scale_grad_by_freq:
-            values = values / _frequency(index, entries, valid)[..., None].to(values.dtype)
-        dropped = _dropped(index, valid, ctx.padding_idx)
-        if dropped is not None:
-            values = values.masked_fill(dropped[..., None], 0.0)
-        rows = one_hot_rows(values, index, entries, ctx.dtype, sparse=ctx.sparse)
+        values = g.reshape(*index.shape, g.shape[-1])
+        rows = _table_rows(ctx, values, index, valid, _dropped(index, valid, ctx.padding_idx))
         if not ctx.is_shared and isinstance(rows, FactoredTensor):
             rows = rows.dense()
         return None, rows, None, None, None, None
+
+
+def _table_rows(
+    ctx: Any,
+    values: Tensor,  # (B, T, dim)
+    index: Tensor,  # (B, T) int64
+    valid: Tensor | None,  # (B, T) bool
+    dropped: Tensor | None,  # (B, T) bool
+) -> Tensor:  # (B, entries, dim)
+    """The rows of a table whose entries get these values."""
+    if ctx.scale_grad_by_freq:
+        values = values / _frequency(index, ctx.entries, valid)[..., None].to(values.dtype)
+    if dropped is not None:
+        values = values.masked_fill(dropped[..., None], 0.0)
+    return one_hot_rows(values, index, ctx.entries, ctx.dtype, sparse=ctx.sparse)
 
 
 def _flat_index(
@@ -213,15 +222,8 @@ class Embedding(Expanded, nn.Embedding):
     def expanded_forward(self, input: Tensor) -> Tensor:
         index, dim = self._samples_first(input)
         max_norm = _renormalise_once(self, input)
-        out = embedding(
-            index,
-            self.expanded("weight"),
-            self.padding_idx,
-            max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.sparse,
-        )
+        options = (self.padding_idx, max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
+        out = embedding(index, self.expanded("weight"), *options)
         return out.transpose(0, dim).contiguous() if dim else out
 
     def _samples_first(self, index: Tensor) -> tuple[Tensor, int]:
@@ -249,8 +251,8 @@ class Embedding(Expanded, nn.Embedding):
             return index.transpose(0, dim).expand(batch, *[-1] * (index.dim() - 1)), dim
         if batch > 1:
             self._refuse_other_batch(index, dim)
-        if self._recorder is not None:
-            self._recorder.broadcast.append(self)
+        if self._recorder is not None and self._recorder.forward is not None:
+            self._recorder.forward.broadcast.append(self)
         return index.expand(batch, *index.shape), 0 if batch_first else 1
 
     def _refuse_other_batch(self, index: Tensor, dim: int) -> None:
@@ -348,15 +350,8 @@ class _EmbeddingBag(torch.autograd.Function):
         ctx.scale_grad_by_freq, ctx.mode, ctx.sparse = scale_grad_by_freq, mode, sparse
         ctx.include_last_offset, ctx.padding_idx = include_last_offset, padding_idx
         ctx.entries, ctx.dtype = weight.shape[1], weight.dtype
-        return F.embedding_bag(
-            input,
-            shared(weight),
-            offsets,
-            mode=mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=include_last_offset,
-            padding_idx=padding_idx,
-        )
+        options = (per_sample_weights, include_last_offset, padding_idx)
+        return F.embedding_bag(input, shared(weight), offsets, None, 2.0, False, mode, False, *options)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -369,11 +364,7 @@ class _EmbeddingBag(torch.autograd.Function):
             coefficients = bags.coefficients(ctx.mode, per_sample_weights, dropped, values.dtype)
             if coefficients is not None:
                 values = values * coefficients
-            if ctx.scale_grad_by_freq:
-                values = values / _frequency(bags.index, ctx.entries, bags.valid)[..., None].to(values.dtype)
-            if dropped is not None:
-                values = values.masked_fill(dropped[..., None], 0.0)
-            grad_weight = one_hot_rows(values, bags.index, ctx.entries, ctx.dtype, sparse=ctx.sparse)
+            grad_weight = _table_rows(ctx, values, bags.index, bags.valid, dropped)
         if ctx.needs_input_grad[1]:
             products = (embedding(bags.index, weight) * g[:, None, :]).sum(2)
             if dropped is not None:
@@ -426,17 +417,9 @@ def embedding_bag(
     if mode != "max" and is_shared(weight):
         if max_norm is not None:
             _renormalise(weight, input, None, max_norm, norm_type)
-        return _EmbeddingBag.apply(  # type: ignore[no-untyped-call,no-any-return]
-            weight,
-            per_sample_weights,
-            input,
-            offsets,
-            scale_grad_by_freq,
-            mode,
-            sparse,
-            include_last_offset,
-            padding_idx,
-        )
+        tensors = (weight, per_sample_weights, input, offsets)
+        options = (scale_grad_by_freq, mode, sparse, include_last_offset, padding_idx)
+        return _EmbeddingBag.apply(*tensors, *options)  # type: ignore[no-untyped-call,no-any-return]
     bags = _Bags.of(input, offsets, include_last_offset)
     if max_norm is not None:
         _renormalise(weight, bags.index, bags.valid, max_norm, norm_type)
@@ -518,24 +501,14 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
             if per_sample_weights is not None:
                 per_sample_weights = self.checked(per_sample_weights, 1, argument="per_sample_weights")
         else:
-            bags = _bag_count(input, offsets, include_last_offset)
-            if self._recorder is not None:
-                self._recorder.correct(bags)
-            self._refuse_other_bags(bags)
+            count = _bag_count(input, offsets, include_last_offset)
+            if self._recorder is not None and self._recorder.forward is not None:
+                self._recorder.forward.correct(count)
+            self._refuse_other_bags(count)
         max_norm = _renormalise_once(self, input)
-        return embedding_bag(
-            input,
-            self.expanded("weight"),
-            offsets,
-            max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.mode,
-            self.sparse,
-            per_sample_weights,
-            include_last_offset,
-            self.padding_idx,
-        )
+        options = (max_norm, self.norm_type, self.scale_grad_by_freq, self.mode, self.sparse)
+        bags = (per_sample_weights, include_last_offset, self.padding_idx)
+        return embedding_bag(input, self.expanded("weight"), offsets, *options, *bags)
 
     def _refuse_other_bags(self, bags: int) -> None:
         if bags != self.batch_size:

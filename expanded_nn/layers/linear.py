@@ -11,16 +11,14 @@ from einops import einsum
 from torch import Tensor, nn
 
 from expanded_nn._batch import batch_dim
-from expanded_nn._compiled import linear_in_graph
-from expanded_nn._gemm import affine, product
-from expanded_nn._keeping import keeps_factors
+from expanded_nn._modes import in_own_dtype, is_batched
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
-from expanded_nn._terms import Outer, in_own_dtype, is_batched
+from expanded_nn.core import cost
+from expanded_nn.core.terms import Outer
 from expanded_nn.factored import FactoredTensor
-
-FEW_NUMBERS = 1 << 15  # rows in all: below, keeping their factors takes longer than making them
+from expanded_nn.recording.expand import keeps_factors
 
 
 class _OuterRows(torch.autograd.Function):
@@ -42,11 +40,13 @@ def outer_rows(
     g: Tensor,  # (B, *, out)
     a: Tensor,  # (B, *, in)
     dtype: torch.dtype,
+    *,
+    keep_factors: bool,
 ) -> Tensor:  # (B, out, in)
-    """The rows of a linear map's weight, factored unless they are small."""
+    """The rows of a linear map's weight, factored unless they are small, or in any case."""
     g, a = positions(g), positions(a)
-    few = g.shape[0] * g.shape[-1] * a.shape[-1] <= FEW_NUMBERS and g.dtype == dtype and dtype.itemsize > 2
-    if (few and not keeps_factors()) or is_batched(g):
+    small = cost.rows_are_small(g.shape[0] * g.shape[-1] * a.shape[-1]) and g.dtype == dtype and dtype.itemsize > 2
+    if (small and not keep_factors) or is_batched(g):
         with in_own_dtype(g):
             return torch.bmm(g.transpose(1, 2), a)
     if torch.is_grad_enabled():
@@ -71,14 +71,6 @@ def bias_rows(
     return g.to(dtype) if g.dim() == 2 else positions(g).sum(1, dtype=dtype)
 
 
-def times_matrix(
-    g: Tensor,  # (*, out)
-    matrix: Tensor,  # (out, in)
-) -> Tensor:  # (*, in)
-    """`g @ matrix`, without history."""
-    return torch.matmul(g, matrix) if is_batched(g) else product(g, matrix)
-
-
 class _Linear(torch.autograd.Function):
     """A linear map whose weight is one, expanded over the batch."""
 
@@ -86,7 +78,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return owned(affine(x, shared(weight), shared_or_none(bias)))
+        return owned(F.linear(x, shared(weight), shared_or_none(bias)))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,9 +88,9 @@ class _Linear(torch.autograd.Function):
             if torch.is_grad_enabled():
                 grad_x = linear(g, cast_shared(weight, g.dtype).transpose(1, 2)).to(x.dtype)
             else:
-                grad_x = times_matrix(g, shared(weight).to(g.dtype)).to(x.dtype)
+                grad_x = torch.matmul(g, shared(weight).to(g.dtype)).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = outer_rows(g, x.to(g.dtype), weight.dtype)
+            grad_weight = outer_rows(g, x.to(g.dtype), weight.dtype, keep_factors=keeps_factors(weight))
         if ctx.needs_input_grad[2]:
             grad_bias = bias_rows(g, ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias
@@ -120,8 +112,7 @@ def linear(
         `(B, *, out)`.
     """
     if is_constant(weight, bias):
-        op = linear_in_graph if torch.compiler.is_compiling() else F.linear
-        return op(x, shared(weight), shared_or_none(bias))
+        return F.linear(x, shared(weight), shared_or_none(bias))
     if is_shared(weight, bias):
         return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
     y = torch.bmm(positions(x), weight.transpose(1, 2))
@@ -146,7 +137,7 @@ class Linear(Expanded, nn.Linear):
         dim = batch_dim(input.dim() - 1, batch_first=self.model_batch_first)
         x, g = self.checked(input, 1, dim=dim).transpose(0, dim), g.transpose(0, dim)
         weight, bias = self.expanded("weight"), self.expanded("bias")
-        rows = {"weight": outer_rows(g, x.to(g.dtype), weight.dtype)}
+        rows = {"weight": outer_rows(g, x.to(g.dtype), weight.dtype, keep_factors=self.keeps_factors)}
         return rows if bias is None else rows | {"bias": bias_rows(g, bias.dtype)}
 
 
@@ -173,7 +164,8 @@ class _Bilinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_x2 = einsum(flat_g, flat_x1, one, f"b t o, b t i, {each} -> b t j").reshape(x2.shape).to(x2.dtype)
         if ctx.needs_input_grad[2]:
-            rows = outer_rows(flat_g, _pairs(flat_x1, flat_x2), weight.dtype)
+            pairs = _pairs(flat_x1, flat_x2)
+            rows = outer_rows(flat_g, pairs, weight.dtype, keep_factors=keeps_factors(weight))
             grad_weight = rows.view(weight.shape)
         if ctx.needs_input_grad[3]:
             grad_bias = flat_g.sum(1, dtype=ctx.bias_dtype)

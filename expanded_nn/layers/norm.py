@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._modes import is_batched
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import is_constant, is_shared, owned, shared, shared_or_none
@@ -46,9 +47,7 @@ def _rows(
 
 def _times(own: Tensor, g: Tensor) -> Tensor:
     """`own * g` in the memory of `own`, fresh memory being slow; a vmapped `g` has more values than fit there."""
-    functorch = torch._C._functorch
-    vmapped = functorch.is_batchedtensor(g) or functorch.is_legacy_batchedtensor(g)  # legacy: is_grads_batched=True
-    return own * g if vmapped else own.mul_(g)
+    return own * g if is_batched(g) else own.mul_(g)
 
 
 def _widest(*dtypes: torch.dtype) -> torch.dtype:
@@ -450,16 +449,11 @@ class _InstanceNorm(Expanded, nn.modules.instancenorm._InstanceNorm):
         def op(x: Tensor) -> Tensor:
             if x.shape[1] != self.num_features:
                 return super(Expanded, self).forward(x)  # raises
-            return instance_norm(
-                x,
-                self.running_mean,
-                self.running_var,
-                self.expanded("weight"),
-                self.expanded("bias"),
-                self.training or not self.track_running_stats,
-                self.momentum if self.momentum is not None else 0.0,
-                self.eps,
-            )
+            weight, bias = self.expanded("weight"), self.expanded("bias")
+            use_input_stats = self.training or not self.track_running_stats
+            momentum = self.momentum if self.momentum is not None else 0.0
+            statistics = (self.running_mean, self.running_var)
+            return instance_norm(x, *statistics, weight, bias, use_input_stats, momentum, self.eps)
 
         return self.by_sample(op, self._get_no_batch_dim(), input=input)  # type: ignore[no-untyped-call]
 

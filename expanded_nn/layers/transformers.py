@@ -62,7 +62,9 @@ class RelativeAttention(Root):
 
     def compute_bias(self, *args: Any, **kwargs: Any) -> Tensor:  # (B, heads, T, S)
         compute, recorder, table = super().compute_bias, self._recorder, self.relative_attention_bias  # type: ignore[misc]
-        if recorder is None or not recorder.depth or recorder.originals is not None or not isinstance(table, Expanded):
+        if recorder is None or not recorder.records or recorder.originals is not None:
+            return compute(*args, **kwargs)  # type: ignore[no-any-return]
+        if not isinstance(table, Expanded):
             return compute(*args, **kwargs)  # type: ignore[no-any-return]
         batch, heads = table.batch_size, table.embedding_dim
         # B tables of so many heads are one of B times as many

@@ -1,16 +1,14 @@
-"""The kinds of factors a per-sample gradient is made of, and their algebra.
+"""The kinds of factors that per-sample gradients are made of, and the algebra of one term.
 
-A term stands for rows `(B, *row_shape)` and holds only what they are made of. All of a term's algebra is linear in
-its floating-point factors; the scalar `coefficient` multiplies what is smallest, as late as can be. Factors are
-detached; a change of one in place after the term was made is detected by its version counter.
+A term stands for rows `(B, *row_shape)` and holds only what they are made of. It is linear in its floating-point
+factors, which have no history; the number `coefficient` multiplies what is smallest, as late as can be. A term does not
+know whether a factor was changed in place after it was made: who keeps terms has to watch that.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from math import prod
 from typing import cast
 
@@ -18,54 +16,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._gemm import batched_gram, batched_product, transposed_product
-
-CHUNK_NUMEL = 1 << 22  # dense rows made at once, where an algorithm needs them only in passing
+from expanded_nn.core import cost
 
 
-_kept_products: ContextVar[dict[object, Tensor] | None] = ContextVar("_kept_products", default=None)
+class Products:
+    """The products of all positions of a factor with each other, kept for the next term that has the same factor.
 
-
-@contextmanager
-def shared_products() -> Iterator[None]:
-    """Within it the norms of terms with a factor in common, one after the other, multiply its positions once.
-
-    Queries, keys and values have their input in common, the two weights of a recurrence the gradient of its gates.
+    Queries, keys and values have their input in common, the two weights of a recurrence the gradient of its gates. The
+    last two are kept, one for each factor of a term.
     """
-    before = _kept_products.set({})
-    try:
-        yield
-    finally:
-        _kept_products.reset(before)
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Tensor, Tensor]] = []  # factors, (B, T, T); a factor is held, so that its memory stays
+
+    def of(self, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """The products, `(B, T, T)`, of a factor `(B, T, features)`, computed in `dtype`."""
+        pair = next((pair for pair in self._kept if pair[1].dtype == dtype and _is_same(pair[0], factor)), None)
+        if pair is None:
+            positions = factor.to(dtype)
+            pair = factor, torch.bmm(positions, positions.mT)
+        self._kept = [*(kept for kept in self._kept if kept is not pair), pair][-2:]
+        return pair[1]
 
 
-def is_batched(tensor: Tensor) -> bool:
-    """Whether a tensor is one that a `vmap`, or a backward with `is_grads_batched=True`, maps over."""
-    return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
-
-
-def refuse_batched(tensor: Tensor) -> None:
-    """Raises if a mapped tensor is to become rows."""
-    if is_batched(tensor):
-        raise PerSampleError(
-            "A vmapped backward (is_grads_batched=True, vectorize=True) reached a parameter in per-sample mode, so its "
-            "rows would be those of several backwards at once. Switch per_sample(False) for it, or call backward for "
-            "each gradient."
-        )
-
-
-def in_own_dtype(rows: Tensor) -> AbstractContextManager[object]:
-    """Without autocast: what is made of the rows has their dtype, whatever surrounds the backward."""
-    if not torch._C._is_any_autocast_enabled():
-        return nullcontext()
-    return torch.autocast(rows.device.type, enabled=False)
+def _is_same(factor: Tensor, known: Tensor) -> bool:
+    """Whether two tensors, both detached from one, show the same memory in the same way."""
+    return (
+        factor.untyped_storage() is known.untyped_storage()
+        and factor.storage_offset() == known.storage_offset()
+        and factor.shape == known.shape
+        and factor.stride() == known.stride()
+        and factor.dtype == known.dtype
+    )
 
 
 def _matrix(
     rows: Tensor,  # (B, *row_shape)
 ) -> Tensor:  # (B, numbers in a row)
     return rows.reshape(rows.shape[0], prod(rows.shape[1:]))
+
+
+def sides(row_shape: Sequence[int]) -> tuple[int, int]:
+    """The sizes of a row as a matrix, `(out, in)`; a vector is a matrix of one line."""
+    return (1, prod(row_shape)) if len(row_shape) < 2 else (row_shape[0], prod(row_shape[1:]))
 
 
 class Term(ABC):
@@ -81,9 +74,7 @@ class Term(ABC):
     def __init__(
         self, factors: Sequence[Tensor], row_shape: Sequence[int], dtype: torch.dtype, coefficient: float = 1.0
     ) -> None:
-        refuse_batched(factors[0])
         self.factors = tuple(factor.detach() for factor in factors)
-        self.guards = tuple((factor, factor._version) for factor in self.factors)
         self.row_shape = tuple(row_shape)
         self.dtype = dtype
         self.coefficient = coefficient
@@ -107,13 +98,6 @@ class Term(ABC):
         """The same kind of term from other factors."""
         return type(self)(factors, self.row_shape, dtype, coefficient)
 
-    def _derived(self, factors: Sequence[Tensor], coefficient: float, dtype: torch.dtype) -> Term:
-        """A term that stands on this one's memory: below autograd, views have no version counter in common."""
-        self.check()
-        term = self.remake(factors, coefficient, dtype)
-        term.guards = self.guards
-        return term
-
     def inner(self, other: Term) -> Tensor:
         """`<row[b], other_row[b]>`, `(B,)`."""
         return torch.cat(
@@ -123,16 +107,19 @@ class Term(ABC):
             ]
         )
 
-    def squared_norms(self) -> Tensor:
-        """`||row[b]||^2`, `(B,)`."""
+    def squared_norms(self, products: Products | None = None) -> Tensor:
+        """`||row[b]||^2`, `(B,)`; `products` are those of the terms before this one."""
         return torch.cat([_matrix(chunk.dense()).square().sum(1) for chunk in self.chunks()])
 
     def gram(self, other: Term) -> Tensor:
         """`<row[b], other_row[b']>`, `(B, B')`."""
-        theirs = [_matrix(chunk.dense()) for chunk in other.chunks()]
-        return torch.cat(
-            [torch.cat([_matrix(mine.dense()) @ each.t() for each in theirs], 1) for mine in self.chunks()]
-        )
+        theirs = [_matrix(chunk.dense()).t() for chunk in other.chunks()]
+        mine = (_matrix(chunk.dense()) for chunk in self.chunks())
+        return torch.cat([torch.cat([rows @ columns for columns in theirs], 1) for rows in mine])
+
+    def gram_takes_rows(self, other: Term) -> bool:
+        """Whether `gram` with the other makes this one's rows dense."""
+        return True
 
     def numel(self) -> int:
         """How many numbers the term holds."""
@@ -161,57 +148,43 @@ class Term(ABC):
     def scaled(self, factor: float | Tensor) -> Term:
         """All rows times a number, or each row times its own, `(B,)`."""
         if not isinstance(factor, Tensor):
-            self.check()
             term = object.__new__(type(self))  # as copy.copy does, in a fifth of the time
             term.__dict__.update(self.__dict__)
             term.coefficient *= factor
             return term
-        return self._derived(_weighted(self.factors, factor, self.dtype), self.coefficient, self.dtype)
+        return self.remake(_weighted(self.factors, factor, self.dtype), self.coefficient, self.dtype)
 
     def map(self, choose: Callable[[Tensor], Tensor]) -> Term:
         """The term of the rows that `choose` takes of any tensor `(B, ...)`."""
-        return self._derived([choose(factor) for factor in self.factors], self.coefficient, self.dtype)
+        return self.remake([choose(factor) for factor in self.factors], self.coefficient, self.dtype)
 
     def clone(self) -> Term:
         """The same rows, from factors in memory of their own."""
-        self.check()
         return self.remake([factor.clone() for factor in self.factors], self.coefficient, self.dtype)
 
     def to(self, dtype: torch.dtype) -> Term:
         """The same rows, in another dtype."""
-        return self._derived(self.factors, self.coefficient, dtype)
+        return self.remake(self.factors, self.coefficient, dtype)
 
     def chunks(self, numel: int | None = None) -> Iterator[Term]:
         """The term in groups of rows that need bounded memory: `numel` numbers a row, or those of its dense form."""
-        size = max(1, CHUNK_NUMEL // max(1, prod(self.row_shape) if numel is None else numel))
+        size = cost.rows_at_once(prod(self.row_shape) if numel is None else numel)
         if size >= self.batch:
             yield self
             return
         for start in range(0, self.batch, size):
             yield self.map(lambda factor, start=start: factor[start : start + size])  # type: ignore[misc]
 
-    def check(self) -> None:
-        """Raises if a factor was changed in place since the term was made."""
-        if any(factor._version != version for factor, version in self.guards):
-            raise complaint(
-                "grad_sample",
-                "a tensor that a factored gradient, or a snapshot by per_sample_grads, still needs (a layer's input, "
-                "the gradient of its output, or the rows themselves) was changed in place",
-                "it unchanged until the rows have been used",
-                "Change a clone of it, or switch on per_sample(materialize=True).",
-            )
-
     def unscaled(self) -> tuple[Tensor, ...]:
         """The factors in the rows' dtype, without the coefficient."""
-        self.check()
-        return tuple(each.to(self.dtype) if each.is_floating_point() else each for each in self.factors)
+        return tuple(factor.to(self.dtype) if factor.is_floating_point() else factor for factor in self.factors)
 
     def weighted(self, weights: Tensor | None = None) -> tuple[Tensor, ...]:
         """The factors in the rows' dtype, of which one has the coefficient, and each row's own number, `(B,)`."""
         if weights is None and self.coefficient == 1.0:
             return self.unscaled()
-        by = self.coefficient if weights is None else weights.to(_wide(self.dtype)) * self.coefficient
-        return _weighted(self.unscaled(), by, self.dtype)
+        numbers = self.coefficient if weights is None else weights.to(_wide(self.dtype)) * self.coefficient
+        return _weighted(self.unscaled(), numbers, self.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -219,19 +192,19 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _weighted(factors: Sequence[Tensor], by: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _weighted(factors: Sequence[Tensor], numbers: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The factors of rows times a number, or times each row's own, `(B,)`, which the smallest takes.
 
     In float16 the first takes it: a gradient has room for B there, an input may be too large for it.
     """
     at = 0
     if dtype != torch.float16:
-        numbers = (i for i, each in enumerate(factors) if each.is_floating_point() or each.is_complex())
-        at = min(numbers, key=lambda i: factors[i].numel())
+        no_index = (i for i, factor in enumerate(factors) if factor.is_floating_point() or factor.is_complex())
+        at = min(no_index, key=lambda i: factors[i].numel())
     factor = factors[at].to(dtype)
-    if isinstance(by, Tensor):
-        by = by.to(_wide(dtype)).reshape(-1, *[1] * (factor.dim() - 1))
-    return (*factors[:at], (factor * by).to(dtype), *factors[at + 1 :])
+    if isinstance(numbers, Tensor):
+        numbers = numbers.to(_wide(dtype)).reshape(-1, *[1] * (factor.dim() - 1))
+    return (*factors[:at], (factor * numbers).to(dtype), *factors[at + 1 :])
 
 
 class Dense(Term):
@@ -249,7 +222,10 @@ class Dense(Term):
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         (rows,) = self.weighted()
-        return rows.clone() if rows.data_ptr() == self.factors[0].data_ptr() else rows
+        return rows.clone() if rows is self.factors[0] else rows
+
+    def gram_takes_rows(self, other: Term) -> bool:
+        return False
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         wide = _wide(self.dtype)
@@ -264,7 +240,7 @@ class Dense(Term):
     def matvec(self, vector: Tensor) -> Tensor:
         return torch.mv(self.matrix(), vector.flatten()).mul_(self.coefficient)
 
-    def squared_norms(self) -> Tensor:
+    def squared_norms(self, products: Products | None = None) -> Tensor:
         norms: Tensor = torch.linalg.vector_norm(self.matrix(), dim=1)
         return (norms if self.coefficient == 1.0 else norms.mul_(self.coefficient)).square()
 
@@ -287,7 +263,7 @@ class Outer(Term):
 
     @property
     def norms_take_rows(self) -> bool:
-        return self.positions > 1 and not self._positions_are_fewer(self)
+        return self.positions > 1 and not cost.inner_by_pairs(self.positions, self.positions, *self.row_shape)
 
     @property
     def fills_memory(self) -> bool:
@@ -297,37 +273,25 @@ class Outer(Term):
         g, a = self.weighted()
         if g.shape[1] == 1:
             return torch.mul(g.transpose(1, 2), a, out=out)
-        return batched_product(g.mT, a, out)
+        return torch.bmm(g.mT, a, out=out)
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         g, a = self.weighted(weights)
         if g.transpose(0, 1).is_contiguous():  # the order of the positions in memory
             g, a = g.transpose(0, 1), a.transpose(0, 1)
-        return transposed_product(g.flatten(0, 1), a.flatten(0, 1))
+        return torch.mm(g.flatten(0, 1).t(), a.flatten(0, 1))
 
     def matvec(self, vector: Tensor) -> Tensor:
         g, a = self.unscaled()
         y = torch.matmul(a, vector.reshape(self.row_shape).t()).to(_wide(self.dtype))
         return (y * g).sum((1, 2)).mul_(self.coefficient).to(self.dtype)
 
-    def squared_norms(self) -> Tensor:
+    def squared_norms(self, products: Products | None = None) -> Tensor:
         if self.positions == 1 or self.norms_take_rows:
             return self.inner(self)
-        self.check()
-        return (self._products(0) * self._products(1)).sum((1, 2)).mul_(self.coefficient).mul_(self.coefficient)
-
-    def _products(self, at: int) -> Tensor:
-        """The products of all positions of one factor, `(B, T, T)`."""
-        factor, kept = self.factors[at], _kept_products.get()
-        key = (factor.data_ptr(), factor.dtype, factor.shape, factor.stride(), self.dtype)
-        products = None if kept is None else kept.pop(key, None)
-        if products is None:
-            products = batched_gram(factor.to(self.dtype))
-        if kept is not None:
-            kept[key] = products
-            if len(kept) > 2:  # the last one of each factor
-                del kept[next(iter(kept))]
-        return products
+        kept = Products() if products is None else products
+        by_g, by_a = (kept.of(factor, self.dtype) for factor in self.factors)
+        return (by_g * by_a).sum((1, 2)).mul_(self.coefficient).mul_(self.coefficient)
 
     def inner(self, other: Term) -> Tensor:
         if isinstance(other, Outer):
@@ -335,8 +299,8 @@ class Outer(Term):
             scale = self.coefficient * other.coefficient
             if self.positions == other.positions == 1:
                 return (g * h).sum((1, 2)) * (a * c).sum((1, 2)).mul_(scale)
-            if self._positions_are_fewer(other):
-                return (batched_product(g, h.mT) * batched_product(a, c.mT)).sum((1, 2)).mul_(scale)
+            if cost.inner_by_pairs(self.positions, other.positions, *self.row_shape):
+                return (torch.bmm(g, h.mT) * torch.bmm(a, c.mT)).sum((1, 2)).mul_(scale)
             if other is self:
                 return super().squared_norms()
         if isinstance(other, OneHot):
@@ -344,7 +308,7 @@ class Outer(Term):
         return super().inner(other)
 
     def gram(self, other: Term) -> Tensor:
-        if isinstance(other, Outer) and self._positions_are_few(other):
+        if isinstance(other, Outer) and cost.gram_by_pairs(self.positions, other.positions, *self.row_shape):
             (g, a), (h, c) = self.unscaled(), other.unscaled()
             products = torch.einsum("bto,cso->bcts", g, h) * torch.einsum("bti,csi->bcts", a, c)
             return products.sum((2, 3)).mul_(self.coefficient * other.coefficient)
@@ -352,24 +316,15 @@ class Outer(Term):
             return other.gram(self).t()
         return super().gram(other)
 
+    def gram_takes_rows(self, other: Term) -> bool:
+        if isinstance(other, Outer):
+            return not cost.gram_by_pairs(self.positions, other.positions, *self.row_shape)
+        return not isinstance(other, OneHot)
+
     def transposed(self) -> Outer:
         """Rows `(B, in, out)`."""
         g, a = self.factors
-        term = Outer((a, g), self.row_shape[::-1], self.dtype, self.coefficient)
-        term.guards = self.guards
-        return term
-
-    def _positions_are_few(self, other: Outer) -> bool:
-        """Whether that costs less than products of dense rows, which are made once for all pairs."""
-        t, s = self.positions, other.positions
-        out, in_ = self.row_shape
-        return t * s * (out + in_) < out * in_
-
-    def _positions_are_fewer(self, other: Outer) -> bool:
-        """Whether `<g h', a c'>` over positions costs less than the dense rows do."""
-        t, s = self.positions, other.positions
-        out, in_ = self.row_shape
-        return t * s * (out + in_) < max(t, s) * out * in_
+        return Outer((a, g), self.row_shape[::-1], self.dtype, self.coefficient)
 
 
 class OneHot(Term):
@@ -404,7 +359,7 @@ class OneHot(Term):
         values, index = self.weighted()
         return (F.embedding(index, vector.reshape(self.row_shape)) * values).sum((1, 2))
 
-    def squared_norms(self) -> Tensor:
+    def squared_norms(self, products: Products | None = None) -> Tensor:
         values, index = self.weighted()
         ordered, order = index.sort(1)
         values = values.gather(1, order[..., None].expand_as(values))
@@ -432,15 +387,12 @@ class OneHot(Term):
         theirs = other.weighted()
         return torch.stack([_products(v, i, other, theirs) for v, i in zip(values, index, strict=True)])
 
+    def gram_takes_rows(self, other: Term) -> bool:
+        return not isinstance(other, OneHot | Outer)
+
 
 class SparseOneHot(OneHot):
     """The rows of an embedding whose plain gradient is sparse."""
-
-    def sparse_sum(self) -> Tensor:
-        """The plain sum of the rows as a sparse COO tensor, as `torch.nn.Embedding(sparse=True)` gives it."""
-        values, index = (factor.flatten(0, 1) for factor in self.weighted())
-        kept = values.ne(0).any(1)  # neither padding nor the filling of short bags
-        return torch.sparse_coo_tensor(index[kept][None], values[kept], self.row_shape, check_invariants=False)
 
 
 def _products(values: Tensor, index: Tensor, other: Term, theirs: Sequence[Tensor]) -> Tensor:
@@ -468,29 +420,3 @@ def _added_by_index(
         return out
     total = torch.ops.aten.embedding_dense_backward(values, flat, batch * entries, -1, False)
     return cast(Tensor, total.view(batch, entries, dim))
-
-
-def merged(terms: Sequence[Term]) -> tuple[Term, ...]:
-    """The terms with those of one kind added up, so that few cross terms remain."""
-    groups: dict[tuple[object, ...], list[Term]] = {}
-    for term in terms:
-        groups.setdefault((type(term), term.row_shape, term.dtype), []).append(term)
-    return tuple(joined for group in groups.values() for joined in _joined(group))
-
-
-def _joined(group: list[Term]) -> list[Term]:
-    first = group[0]
-    if len(group) == 1:
-        return group
-    if isinstance(first, Dense):
-        total = first.dense()
-        for term in group[1:]:
-            (rows,) = term.weighted()
-            total += rows
-        return [Dense.of(total)]
-    if isinstance(first, Outer | OneHot):
-        alike = all(term.coefficient == first.coefficient for term in group)
-        factors = [term.unscaled() if alike else term.weighted() for term in group]
-        joined = [torch.cat(each, 1) for each in zip(*factors, strict=True)]
-        return [first.remake(joined, first.coefficient if alike else 1.0, first.dtype)]
-    return group

@@ -1,0 +1,256 @@
+"""Rows `(B, *shape)` by what they are made of: what a factored gradient holds, and its algebra."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce, wraps
+from operator import methodcaller
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from expanded_nn._cell import Block, Cell, Guarded
+from expanded_nn._errors import complaint
+from expanded_nn._modes import in_own_dtype, refuse_batched
+from expanded_nn._storage import Recycled
+from expanded_nn.core import algebra, cost, kronecker
+from expanded_nn.core.algebra import Kind
+from expanded_nn.core.kronecker import KroneckerFactors
+from expanded_nn.core.positions import gram_by_position, numbers_of_positions
+from expanded_nn.core.terms import Dense, Products, SparseOneHot, Term
+
+R = TypeVar("R", bound="Rows")
+Method = TypeVar("Method", bound=Callable[..., Tensor])
+
+
+def _in_own_dtype(method: Method) -> Method:
+    """The method without autocast."""
+
+    @wraps(method)
+    def call(rows: Rows, *args: Any) -> Tensor:
+        with in_own_dtype(rows):
+            return method(rows, *args)
+
+    return cast(Method, call)
+
+
+class Rows(Tensor):
+    """Rows held as their factors; `factored.py` makes a tensor of them in all other respects."""
+
+    _cell: Cell
+    _source: tuple[Cell, int] | None  # the rows this one was sliced from, and their version then
+
+    @staticmethod
+    def __new__(cls: type[R], cell: Cell, shape: Sequence[int], source: tuple[Cell, int] | None = None) -> R:
+        kind = cell.kind
+        tensor: R = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=kind.dtype, device=kind.device)
+        tensor._cell = cell
+        tensor._source = source
+        return tensor
+
+    @classmethod
+    def of(cls: type[R], term: Term, shape: Sequence[int] | None = None) -> R:
+        """One term as a tensor, of the given shape or `(B, *term.row_shape)`."""
+        refuse_batched(term.factors[0])
+        kind = Kind(term.row_shape, term.dtype, term.factors[0].device)
+        cell = Cell([(term.batch, (Guarded.of(term),))], kind)
+        return cls(cell, shape if shape is not None else (term.batch, *term.row_shape))
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The groups of rows, each with its guarded terms."""
+        self._check_source()
+        return self._cell.merge()
+
+    def terms(self) -> tuple[Term, ...]:
+        """All terms of all blocks, to look at: whether they were changed in place is not asked."""
+        return tuple(guarded.term for _, terms in self.blocks for guarded in terms)
+
+    def _unchanged(self) -> list[algebra.Block]:
+        """The terms of all blocks, to compute with."""
+        self._check_source()
+        return self._cell.unchanged()
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the rows have been made dense."""
+        return self._cell.dense is not None
+
+    def held_matrix(self) -> Tensor | None:
+        """The rows as `(B, numbers in a row)`, where they are held so: not to be changed."""
+        blocks = self.blocks
+        if len(blocks) != 1 or len(blocks[0][1]) != 1:
+            return None
+        guarded = blocks[0][1][0]
+        if not isinstance(guarded.term, Dense) or guarded.term.coefficient != 1.0:
+            return None
+        guarded.check()
+        return guarded.term.matrix()
+
+    def held_numel(self) -> int:
+        """How many numbers are held: those of the factors, or of the dense rows."""
+        return sum(term.numel() for term in self.terms())
+
+    def sums_faster_dense(self) -> bool:
+        """Whether adding up dense rows, once they are there, costs less than the product of the factors."""
+        return any(cost.sums_faster_dense(term.positions) for term in self.terms())
+
+    def dense_for_norms(self) -> None:
+        """Makes small rows dense if their norms do so anyway: what comes after has them then."""
+        terms = self.terms()
+        if cost.keeps_rows_of_norms(self.numel(), self.held_numel()) and len(terms) == 1 and terms[0].norms_take_rows:
+            self._rows()
+
+    def dense(self) -> Tensor:
+        """The rows as a plain tensor `(B, *shape)`; they stay dense from then on."""
+        if self.requires_grad and torch.is_grad_enabled():
+            return cast(Tensor, _ToDense.apply(self))  # type: ignore[no-untyped-call]
+        return self._rows()
+
+    def _rows(self, memory: Recycled | None = None) -> Tensor:
+        self._check_source()
+        with torch.no_grad(), in_own_dtype(self):
+            return self._cell.densify(memory).view(self.shape)
+
+    @_in_own_dtype
+    def squared_norms(self, products: Products | None = None) -> Tensor:
+        """`||row||^2` for each row, `(B,)`; `products` are those of the rows of other parameters before these."""
+        return algebra.squared_norms(self._unchanged(), self._cell.kind, products)
+
+    @_in_own_dtype
+    def weighted_sum(
+        self,
+        weights: Tensor | None = None,  # (B,)
+    ) -> Tensor:
+        """`sum_b weights[b] * row[b]`, `(*shape)`; the plain sum where `weights` is `None`."""
+        return algebra.weighted_sum(self._unchanged(), self._cell.kind, weights).reshape(self.shape[1:])
+
+    def sparse_sum(self) -> Tensor | None:
+        """The plain sum as a sparse COO tensor, where torch's gradient is sparse; `None` elsewhere."""
+        terms = [term for _, block in self._unchanged() for term in block]
+        sparse = [_sparse(term) for term in terms if isinstance(term, SparseOneHot)]
+        return reduce(torch.add, sparse) if sparse and len(sparse) == len(terms) else None
+
+    @_in_own_dtype
+    def matvec(
+        self,
+        vector: Tensor,  # shape
+    ) -> Tensor:
+        """`<row, vector>` for each row, `(B,)`."""
+        return algebra.matvec(self._unchanged(), self._cell.kind, vector)
+
+    @_in_own_dtype
+    def gram(self, other: Rows) -> Tensor:
+        """`<row, other_row>` for each pair, `(B, B')`."""
+        return algebra.gram(self._unchanged(), other._unchanged(), self._cell.kind)
+
+    def positions(self) -> set[int] | None:
+        """How many positions the rows have; `None` if some have none."""
+        return numbers_of_positions(self._unchanged())
+
+    @_in_own_dtype
+    def gram_by_position(self, other: Rows, positions: int) -> Tensor:
+        """`<row[b, t], other_row[c]>` for each position t of rows that have so many, `(B, T, B')`."""
+        return gram_by_position(self._unchanged(), other._unchanged(), self._cell.kind, positions)
+
+    def has_kronecker_factors(self) -> bool:
+        """Whether the rows are made of outer products alone."""
+        return kronecker.has_factors(self._unchanged(), self._kind)
+
+    def kronecker_factors(self, total: KroneckerFactors | None = None) -> KroneckerFactors:
+        """The Kronecker factors of rows that have such, added to `total` in place."""
+        with in_own_dtype(self):
+            return kronecker.factors(self._unchanged(), self._kind, total)
+
+    def between(self: R, left: Tensor, right: Tensor) -> R:
+        """The rows `left @ row @ right`, of symmetric matrices; factored where these are."""
+        with in_own_dtype(self):
+            blocks = [
+                (size, tuple(Guarded.of(kronecker.between(term, left, right)) for term in terms if size))
+                for size, terms in self._unchanged()
+            ]
+        return type(self)(Cell(blocks, self._kind), self.shape)
+
+    def chunks(self) -> Iterator[Tensor]:
+        """The dense rows in groups of bounded size, none of them kept."""
+        for rows in algebra.chunks(self._unchanged(), self._cell.kind):
+            yield rows.reshape(rows.shape[0], *self.shape[1:])
+
+    @property
+    def _kind(self) -> Kind:
+        """That of the rows in the shape they are seen in."""
+        return self._cell.kind._replace(row_shape=tuple(self.shape[1:]))
+
+    def _check_source(self) -> None:
+        if self._source is not None and self._source[0].version != self._source[1]:
+            raise complaint(
+                "grad_sample",
+                "rows that were chosen from a factored gradient are used after that was changed in place",
+                "no in-place change between the two",
+                "Choose the rows again, or clone them.",
+            )
+
+    def _remade(self, change: Callable[[Term], Term]) -> list[Block]:
+        return [(size, tuple(guarded.derived(change) for guarded in terms)) for size, terms in self.blocks]
+
+    def _like(self: R, blocks: Sequence[Block], shape: Sequence[int], dtype: torch.dtype | None = None) -> R:
+        kind = self._cell.kind
+        return type(self)(Cell(blocks, kind if dtype is None else kind._replace(dtype=dtype)), shape)
+
+
+class _ToDense(torch.autograd.Function):
+    """The dense rows of a factored tensor that itself has a derivative."""
+
+    @staticmethod
+    def forward(rows: Rows) -> Tensor:
+        return rows._rows().clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _sparse(term: SparseOneHot) -> Tensor:
+    """The plain sum of the rows as `torch.nn.Embedding(sparse=True)` gives it."""
+    values, index = (factor.flatten(0, 1) for factor in term.weighted())
+    kept = values.ne(0).any(1)  # neither padding nor the filling of short bags
+    return torch.sparse_coo_tensor(index[kept][None], values[kept], term.row_shape, check_invariants=False)
+
+
+def widened(rows: R) -> R:
+    """The rows in float32, where they are of lower precision."""
+    if rows.dtype not in (torch.float16, torch.bfloat16):
+        return rows
+    return rows._like(rows._remade(lambda term: term.to(torch.float32)), rows.shape, torch.float32)
+
+
+def average(rows: Rows) -> Tensor:
+    """The mean row, `(*shape)`; the sum may be too large for the rows' dtype."""
+    return (widened(rows).weighted_sum() / rows.shape[0]).to(rows.dtype)
+
+
+def scaled_blocks(rows: Rows, by_row: Tensor | float) -> list[Block]:
+    """The blocks of the rows times a number, or times each row's own, `(B,)`."""
+    if not isinstance(by_row, Tensor):
+        return rows._remade(methodcaller("scaled", by_row))
+    blocks, start = [], 0
+    for size, terms in rows.blocks:
+        part = by_row[start : start + size]
+        blocks.append((size, tuple(guarded.derived(methodcaller("scaled", part)) for guarded in terms)))
+        start += size
+    return blocks
+
+
+def refuse_in_place() -> None:
+    """Raises, as chosen rows are no view of the others in autograd's sense."""
+    raise complaint(
+        "grad_sample",
+        "an in-place change of rows that were chosen from a factored gradient",
+        "a change of the whole gradient, or of a copy",
+        "Clone the rows first.",
+    )

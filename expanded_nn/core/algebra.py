@@ -1,0 +1,149 @@
+"""The algebra of rows in blocks, one after the other: each block is so many rows, and the terms that add up to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from expanded_nn.core.terms import Dense, OneHot, Outer, Products, Term
+
+Block = tuple[int, tuple[Term, ...]]
+
+
+class Kind(NamedTuple):
+    """What all rows of a parameter have in common."""
+
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def zeros(self, *size: int) -> Tensor:
+        """Zeros of the rows' dtype, on their device."""
+        return torch.zeros(*size, dtype=self.dtype, device=self.device)
+
+
+def dense(
+    blocks: Sequence[Block],
+    kind: Kind,
+    out: Tensor | None = None,  # (B, *row_shape)
+) -> Tensor:  # (B, *row_shape)
+    """The rows themselves, in memory of their own: that of `out`, if there is one block whose first term fills it."""
+    return _cat([_block_rows(size, terms, kind, out) for size, terms in blocks])
+
+
+def _block_rows(size: int, terms: Sequence[Term], kind: Kind, out: Tensor | None) -> Tensor:
+    if not terms:
+        return kind.zeros(size, *kind.row_shape)
+    first, shape = terms[0], (size, *kind.row_shape)
+    rows = first.dense(None if out is None else out.view(size, *first.row_shape)).reshape(shape)
+    for term in terms[1:]:
+        rows += term.dense().reshape(shape)
+    return rows
+
+
+def chunks(blocks: Sequence[Block], kind: Kind) -> Iterator[Tensor]:
+    """The dense rows in groups of bounded size, `(n, *row_shape)`, none of them kept."""
+    for size, terms in blocks:
+        if not terms:
+            yield kind.zeros(size, *kind.row_shape)
+        for parts in zip(*(term.chunks() for term in terms), strict=True):
+            yield _block_rows(parts[0].batch, parts, kind, None)
+
+
+def squared_norms(blocks: Sequence[Block], kind: Kind, products: Products | None = None) -> Tensor:  # (B,)
+    """`||row||^2` for each row; `products` are those of the rows before these."""
+    return _cat([_block_norms(size, terms, kind, products) for size, terms in blocks])
+
+
+def _block_norms(size: int, terms: Sequence[Term], kind: Kind, products: Products | None) -> Tensor:
+    total: Tensor | None = None
+    for place, term in enumerate(terms):
+        total = _plus(total, term.squared_norms(products))
+        for other in terms[:place]:
+            total = total + 2 * term.inner(other)
+    return kind.zeros(size) if total is None else total
+
+
+def weighted_sum(
+    blocks: Sequence[Block],
+    kind: Kind,
+    weights: Tensor | None = None,  # (B,)
+) -> Tensor:  # row_shape
+    """`sum_b weights[b] * row[b]`; the plain sum where `weights` is `None`."""
+    total: Tensor | None = None
+    start = 0
+    for size, terms in blocks:
+        part = None if weights is None else weights[start : start + size]
+        start += size
+        for term in terms:
+            total = _plus(total, term.weighted_sum(part).reshape(kind.row_shape))
+    return kind.zeros(*kind.row_shape) if total is None else total
+
+
+def matvec(
+    blocks: Sequence[Block],
+    kind: Kind,
+    vector: Tensor,  # as many numbers as a row has
+) -> Tensor:  # (B,)
+    """`<row, vector>` for each row."""
+    return _cat([sum((term.matvec(vector) for term in terms), start=kind.zeros(size)) for size, terms in blocks])
+
+
+def gram(
+    blocks: Sequence[Block],
+    others: Sequence[Block],
+    kind: Kind,
+) -> Tensor:  # (B, B')
+    """`<row, other_row>` for each pair."""
+
+    def block(size: int, terms: Sequence[Term], width: int, theirs: Sequence[Term]) -> Tensor:
+        return sum((term.gram(other) for term in terms for other in theirs), start=kind.zeros(size, width))
+
+    return torch.cat(
+        [torch.cat([block(size, terms, width, theirs) for width, theirs in others], 1) for size, terms in blocks]
+    )
+
+
+def merged(terms: Sequence[Term]) -> tuple[Term, ...]:
+    """The terms with those of one kind added up, so that few cross terms remain; what stands alone is the same."""
+    groups: list[list[Term]] = []
+    for term in terms:
+        group = next((group for group in groups if _is_alike(group[0], term)), None)
+        if group is None:
+            groups.append([term])
+        else:
+            group.append(term)
+    return tuple(joined for group in groups for joined in _joined(group))
+
+
+def _is_alike(term: Term, other: Term) -> bool:
+    return type(term) is type(other) and term.row_shape == other.row_shape and term.dtype == other.dtype
+
+
+def _joined(group: list[Term]) -> list[Term]:
+    first = group[0]
+    if len(group) == 1:
+        return group
+    if isinstance(first, Dense):
+        total = first.dense()
+        for term in group[1:]:
+            (rows,) = term.weighted()
+            total += rows
+        return [Dense.of(total)]
+    if isinstance(first, Outer | OneHot):
+        alike = all(term.coefficient == first.coefficient for term in group)
+        factors = [term.unscaled() if alike else term.weighted() for term in group]
+        joined = [torch.cat(parts, 1) for parts in zip(*factors, strict=True)]
+        return [first.remake(joined, first.coefficient if alike else 1.0, first.dtype)]
+    return group
+
+
+def _plus(total: Tensor | None, part: Tensor) -> Tensor:
+    return part if total is None else total + part
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,218 @@
+"""Every threshold of the algebra, by name: its unit, what it trades, and where it was measured.
+
+A threshold is a processor's, not a law. Where no other place is named, "measured" means one thread of an AMD EPYC
+(Zen 4, AVX-512) with torch's own products, float32, medians of turns in one process. Times are those of the way that
+the predicate speaks for, relative to the other.
+"""
+
+from __future__ import annotations
+
+from math import log2
+
+import torch
+
+CHUNK_NUMEL = 1 << 22
+
+
+def rows_at_once(numel: int) -> int:
+    """How many rows, each of so many numbers, are made dense at once, where they are needed only in passing.
+
+    It trades memory (16 MB in float32) against calls. Chosen, not measured.
+    """
+    return max(1, CHUNK_NUMEL // max(1, numel))
+
+
+SMALL_ROWS_NUMEL = 1 << 15
+
+
+def rows_are_small(numel: int) -> bool:
+    """Whether rows of so many numbers in all are dense from the start.
+
+    It trades arithmetic and memory against calls. Measured on steps of perceptrons: 0.55 to 0.85 with fewer numbers,
+    0.8 to 1.6 from 2^15 to 2^17, 2 to 8 with more.
+    """
+    return numel <= SMALL_ROWS_NUMEL
+
+
+JOINED_NUMEL = 1 << 16
+
+
+def is_worth_joining(numel: int) -> bool:
+    """Whether dense rows of so many numbers in all are put side by side with those of other parameters.
+
+    It trades a copy against calls. Measured on the clipping of six parameters: 0.5 to 0.7 up to here, 1 with twice as
+    many numbers, 1.5 to 3 with more.
+    """
+    return numel <= JOINED_NUMEL
+
+
+KEPT_ROWS_PER_FACTOR = 4
+
+
+def keeps_rows_of_norms(
+    numel: int,  # of the dense rows
+    held: int,  # of their factors
+) -> bool:
+    """Whether rows that the norms make anyway are kept for the weighted sum.
+
+    It trades memory against time: measured at 0.5. Up to how many numbers per number of the factors was chosen.
+    """
+    return numel <= min(CHUNK_NUMEL, KEPT_ROWS_PER_FACTOR * held)
+
+
+MANY_POSITIONS = 16
+
+
+def sums_faster_dense(positions: int) -> bool:
+    """Whether adding up dense rows, once they are there, is faster than the product of factors with so many positions.
+
+    It trades reading memory against arithmetic. Measured: 1 at 4 positions where the rows are in the cache, at 8 where
+    they are not; at twice as many where products are twice as fast.
+    """
+    return positions >= MANY_POSITIONS
+
+
+SPARE_MEMORY = 2
+
+
+def memory_serves(size: int, wanted: int) -> bool:
+    """Whether a piece of memory is used again for something of the wanted size.
+
+    It trades memory against fresh pages. Measured on an Intel Xeon: 476 MB are filled in 103 ms on fresh pages, in
+    10 ms on used ones. How much larger the piece may be was chosen.
+    """
+    return wanted <= size <= SPARE_MEMORY * wanted
+
+
+def inner_by_pairs(
+    t: int,  # positions of one row
+    s: int,  # positions of the other
+    out: int,
+    features: int,
+) -> bool:
+    """Whether `<g hᵀ, a cᵀ>` over all pairs of positions takes fewer multiplications than dense rows made for it.
+
+    Counted, not measured; so are the next two.
+    """
+    return t * s * (out + features) < max(t, s) * out * features
+
+
+def gram_by_pairs(t: int, s: int, out: int, features: int) -> bool:
+    """The same for all pairs of rows, for which dense rows are made but once."""
+    return t * s * (out + features) < out * features
+
+
+def inner_by_entries(
+    entries: int,  # pairs of entries of two padded inputs
+    windows: int,  # pairs of positions, for each entry of the kernel
+) -> bool:
+    """Whether products of the entries of two inputs are fewer than those of their windows, of which they are sums."""
+    return entries < windows
+
+
+ROWS_PER_FACTOR, ROWS_PER_FACTOR_OF_MANY_CHANNELS, MANY_CHANNELS = 8, 2, 128
+
+
+def rows_by_columns(
+    numel: int,  # of the rows
+    held: int,  # of their factors
+    channels: int,  # of the output
+    entries: int,  # of the kernel
+    dtype: torch.dtype,
+    device: str,
+) -> bool:
+    """Whether a convolution's rows are made from columns, and not by a convolution with a group per sample.
+
+    Measured at some 200 random shapes, relative to the batch gradient: groups 0.7 to 1.6, where columns, a loop over
+    the samples or a product for each entry of the kernel are 1.2 to 5. But columns are up to 100 times as fast as
+    groups in other dtypes than float32 and for kernels of one entry, and up to twice as fast where rows are much larger
+    than factors, sooner if there are many channels to multiply a column with. Nothing was measured on a GPU.
+    """
+    most = ROWS_PER_FACTOR_OF_MANY_CHANNELS if channels >= MANY_CHANNELS else ROWS_PER_FACTOR
+    return dtype != torch.float32 or device != "cpu" or entries == 1 or numel > most * held
+
+
+COLUMNS_NUMEL = 1 << 18
+
+
+def samples_by_columns(device: str, numel: int) -> int:
+    """How many samples' columns, each of so many numbers, are made at once.
+
+    On a CPU it trades the cache (1 MB in float32) against calls. Measured: 2^16 to 2^20 numbers within a tenth of each
+    other, 2^22 up to 3. On other devices it trades memory, as `rows_at_once`.
+    """
+    return max(1, (COLUMNS_NUMEL if device == "cpu" else CHUNK_NUMEL) // max(1, numel))
+
+
+GROUPED_NUMEL = 1 << 20
+
+
+def samples_by_group(numel: int) -> int:
+    """How many samples, each with so many numbers of input, gradient and row, make one convolution, which copies them.
+
+    It trades memory against calls. Measured: 2^18 numbers 0.9 to 1.2, 2^22 1, but 4 where rows are large.
+    """
+    return max(1, GROUPED_NUMEL // max(1, numel))
+
+
+def keeps_gates(dtype: torch.dtype, device: str) -> bool:
+    """Whether a GRU's forward is a loop over time that keeps the gates for the backward, and not torch's own kernel.
+
+    It trades memory and that kernel against computing the gates twice. Measured on whole steps: 0.8 with 512 units and
+    128 steps, 1 with 128 units and 32 steps. Elsewhere than on a CPU nothing was measured.
+    """
+    return device == "cpu" and dtype in (torch.float32, torch.float64)
+
+
+KEPT_QUERIES_NUMEL = 1 << 26
+
+
+def keeps_queries(numel: int) -> bool:
+    """Whether dense rows of so many numbers in all, made for inner products, are kept for the next such products.
+
+    It trades memory (256 MB in float32) against making them again for each batch. Chosen, not measured.
+    """
+    return numel <= KEPT_QUERIES_NUMEL
+
+
+SYMMETRIC_PANEL = 256
+
+
+def is_product_by_panels(features: int, count: int) -> bool:
+    """Whether `xᵀ x` of an `x (count, features)` is made by panels of `SYMMETRIC_PANEL` columns.
+
+    It trades half of the arithmetic against calls and a copy. Measured: with fewer products in a sum it takes no less
+    time.
+    """
+    return features > SYMMETRIC_PANEL and count >= SYMMETRIC_PANEL
+
+
+SHUFFLED_NUMEL = 1 << 20
+
+
+def shuffled_at_once(numel: int) -> int:
+    """How many rows, or lines of a row, each of so many numbers, are made and sketched at once.
+
+    It trades the cache (4 MB in float32) against calls. Chosen, not measured.
+    """
+    return max(1, SHUFFLED_NUMEL // max(1, numel))
+
+
+NUMBER_OF_ROW, NUMBER_OF_FACTOR, NUMBER_OF_FFT, NUMBER_OF_SPECTRUM = 12, 60, 6, 20
+
+
+def sketch_by_factors(
+    positions: int,
+    out: int,
+    features: int,
+    length: int,  # of the Fourier transforms
+) -> bool:
+    """Whether a row is sketched by Fourier transforms of its factors' sketches, and not by making it.
+
+    The unit of the four costs is a multiplication in a product of matrices, measured at 0.03 ns. They are those of
+    writing a number of a dense row and reading it again; of putting a number of a factor into its bucket, with its
+    sign; of a transform, for each of its `n log2(n)`; of multiplying two numbers of spectra and adding them up.
+    """
+    transforms = length * (2 * NUMBER_OF_FFT * log2(max(2, length)) + NUMBER_OF_SPECTRUM)
+    by_factors = positions * (transforms + NUMBER_OF_FACTOR * (out + features))
+    return by_factors < out * features * (positions + NUMBER_OF_ROW)

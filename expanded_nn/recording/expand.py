@@ -1,0 +1,186 @@
+"""From a parameter to its `(B, *shape)` view and back: the Functions whose backward hands over the rows."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from expanded_nn._errors import PerSampleError
+from expanded_nn._lift import quiet_fallbacks
+from expanded_nn._modes import in_own_dtype, no_torch_function, refuse_batched
+from expanded_nn._storage import Recycled
+from expanded_nn.core.terms import Dense
+from expanded_nn.factored import FactoredTensor, materialized, times
+from expanded_nn.recording.backward import accumulates_next, graph_of
+from expanded_nn.recording.passes import Pass
+from expanded_nn.recording.watch import Leaf
+
+# computes a weight anew: from the leaves that it was computed from, and other values for them
+Again = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+
+
+class Receiver(Protocol):
+    """Who takes the rows: the recorder, as far as an expansion needs it."""
+
+    asleep: bool
+
+    @property
+    def settings(self) -> Any: ...
+
+    def deliver(self, now: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None: ...
+
+
+class Expand(torch.autograd.Function):
+    """`parameter -> (B, *shape)`; the backward keeps the rows and returns their sum, the plain gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, now: Pass, leaf: Leaf, receiver: weakref.ref[Receiver]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.parameter, ctx.now, ctx.leaf, ctx.receiver = parameter, now, leaf, receiver
+        return parameter.expand(now.batch, *parameter.shape)
+
+    @staticmethod
+    def backward(ctx: Any, rows: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        receiver: Receiver | None = ctx.receiver()
+        if rows is None:  # the loss does not depend on the parameter
+            return None, None, None, None
+        refuse_batched(rows)
+        if receiver is None:
+            return rows.sum(0), None, None, None
+        if not ctx.parameter.requires_grad:  # it was frozen after the forward, and torch adds nothing to its .grad
+            receiver.deliver(ctx.now, ctx.leaf, None)
+            return None, None, None, None
+        settings, asked_for = receiver.settings, not accumulates_next(ctx)
+        scale = max(1, ctx.now.batch) if settings.loss_reduction == "mean" else 1
+        # without the first, each attribute of a factored tensor takes a way through Python
+        with no_torch_function(), in_own_dtype(rows):
+            add_up = settings.accumulate_grad or asked_for
+            kept, total = _kept_and_total(rows, scale, add_up, settings, ctx.leaf.memory)
+            if not asked_for or torch.is_grad_enabled():
+                receiver.deliver(ctx.now, ctx.leaf, kept, stand_alone=asked_for)
+        if total is not None:
+            ctx.leaf.send(total)
+        return total, None, None, None
+
+
+class ExpandComputed(torch.autograd.Function):
+    """A weight computed from parameters, expanded; its vector-Jacobian product is mapped over the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, computed: Computed, batch: int, *expanded: Tensor) -> Tensor:
+        ctx.computed = computed
+        ctx.save_for_backward(*expanded)
+        weight = computed.weight.detach()
+        return weight.expand(batch, *weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, ...]:
+        computed: Computed = ctx.computed
+        leaves = computed.leaves
+        if rows.shape[0] == 0:
+            return None, None, *(leaf.new_zeros(0, *leaf.shape) for leaf in leaves)
+        dense = rows.dense() if isinstance(rows, FactoredTensor) else rows
+        if torch.is_grad_enabled():
+            return None, None, *computed.differentiable(ctx.saved_tensors, dense)
+        computed.receiver.asleep = True
+        try:
+            grads = torch.autograd.grad(computed.weight, leaves, dense, retain_graph=True, is_grads_batched=True)
+        finally:
+            computed.receiver.asleep = False
+        return None, None, *grads
+
+
+class Computed:
+    """A weight that is computed from parameters, as by a parametrization.
+
+    Attributes:
+        weight: The weight, with its graph.
+        leaves: The parameters that it was computed from.
+        receiver: Who takes the rows of those.
+        again: Computes the weight from other values for its leaves; `None` if nobody knows how.
+    """
+
+    def __init__(self, weight: Tensor, receiver: Receiver, again: Again | None = None) -> None:
+        self.weight, self.receiver, self.again = weight, receiver, again
+        self.leaves = leaves_of(weight)
+
+    def differentiable(self, expanded: Sequence[Tensor], rows: Tensor) -> Sequence[Tensor]:
+        """The rows of the leaves, with a graph: each sample's weight is computed from parameters of its own."""
+        if self.again is None:
+            raise PerSampleError(
+                "create_graph=True reached a weight that is computed from other parameters outside of a "
+                "parametrization: the rows of those have no second derivative. Register the computation by "
+                "torch.nn.utils.parametrize, or ask for derivatives with respect to inputs only."
+            )
+        again, leaves = self.again, self.leaves
+        with quiet_fallbacks():
+            weights = torch.vmap(lambda *values: again(leaves, values))(*expanded)
+        if not torch.allclose(weights[0], self.weight, equal_nan=True):
+            raise PerSampleError(
+                "create_graph=True reached a parametrization that gives another weight when it is computed again, so "
+                "its derivative is not known. Remove what is random in it, or what changes from call to call."
+            )
+        return torch.autograd.grad(weights, expanded, rows, create_graph=True)
+
+
+def leaves_of(weight: Tensor) -> list[Tensor]:
+    """The leaf tensors that `weight` was computed from."""
+    nodes = list(graph_of(weight.grad_fn))
+    if any(map(_is_expansion, nodes)):
+        raise PerSampleError(
+            "A weight was computed from the output of a model in per-sample mode, so its samples are mixed. "
+            "Compute it with per_sample(False), or give each sample its own weight, (B, *shape)."
+        )
+    return list(dict.fromkeys(node.variable for node in nodes if hasattr(node, "variable")))
+
+
+def comes_from_rows(x: Tensor) -> bool:
+    """Whether `x` was computed from a layer's output in per-sample mode, which has B rows."""
+    return any(map(_is_expansion, graph_of(x.grad_fn)))
+
+
+def passes_behind(node: Any, receiver: Receiver) -> list[Pass]:
+    """The passes of a model that the graph of a node comes from."""
+    nodes: list[Any] = [each for each in graph_of(node) if isinstance(each, Expand._backward_cls)]
+    return list(dict.fromkeys(each.now for each in nodes if each.receiver() is receiver))
+
+
+def keeps_factors(*expanded: Tensor | None) -> bool:
+    """Whether `per_sample(keep_factors=True)` was said where one of these weights was expanded."""
+    for weight in expanded:
+        node: Any = None if weight is None else weight.grad_fn
+        if isinstance(node, Expand._backward_cls):
+            receiver: Receiver | None = cast(Any, node).receiver()
+            if receiver is not None and receiver.settings.keep_factors:
+                return True
+    return False
+
+
+def _is_expansion(node: Any) -> bool:
+    return isinstance(node, Expand._backward_cls | ExpandComputed._backward_cls)
+
+
+def _kept_and_total(
+    rows: Tensor, scale: float, add_up: bool, settings: Any, memory: Recycled
+) -> tuple[Tensor, Tensor | None]:
+    """The scaled rows, in the smaller of their forms, and the plain gradient, the sum of the unscaled ones."""
+    kept = times(rows, scale)
+    if not isinstance(rows, FactoredTensor) or rows.requires_grad:
+        return kept, rows.sum(0) if add_up else None
+    terms = rows.terms()
+    larger = sum(term.numel() for term in terms) >= rows.numel() and not settings.keep_factors
+    dense = larger or (settings.materialize and rows.sums_faster_dense())
+    if dense:
+        kept = materialized(kept, memory)
+    if not add_up:
+        return kept, None
+    sparse = rows.sparse_sum()
+    if sparse is not None:
+        return kept, sparse
+    if not dense:
+        return kept, rows.weighted_sum()
+    return kept, Dense.of(kept).scaled(1 / scale).weighted_sum(None)

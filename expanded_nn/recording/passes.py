@@ -1,0 +1,97 @@
+"""Passes: which forwards' rows belong together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from enum import Enum, auto
+
+
+class Stage(Enum):
+    """How far a pass has come."""
+
+    OPEN = auto()
+    REACHED = auto()
+    DONE = auto()
+
+
+class Pass:
+    """The forwards whose rows belong together.
+
+    | stage   | what happens                                       | stage after                       |
+    |---------|----------------------------------------------------|-----------------------------------|
+    | OPEN    | a forward of as many samples, and it may be joined | OPEN: the forward belongs to it   |
+    | OPEN    | a forward of another number of samples             | OPEN, but joined no more          |
+    | OPEN    | a backward delivers rows of it                     | REACHED: joined no more           |
+    | REACHED | that backward ends or fails                        | DONE                              |
+    | DONE    | a second backward on the same graph                | DONE: its rows are added          |
+
+    The graph of its forwards keeps a pass alive, and nothing else does for long.
+
+    Attributes:
+        batch: B, the number of samples.
+        number: Its place among all passes of a model, in the order of their forwards.
+        stage: How far it has come.
+    """
+
+    def __init__(self, batch: int, number: int) -> None:
+        self.batch, self.number = batch, number
+        self.stage = Stage.OPEN
+
+    def __repr__(self) -> str:
+        return f"Pass(batch={self.batch}, number={self.number}, stage={self.stage.name})"
+
+
+class Passes:
+    """The passes of one model.
+
+    Attributes:
+        current: The pass that the next forward of as many samples joins, if any.
+        alive: All passes that a graph keeps alive.
+        opened: How many there have been.
+        kept: Those that a backward may ask for, and that no graph is known to keep alive.
+    """
+
+    def __init__(self) -> None:
+        self.current: Pass | None = None
+        self.alive: list[weakref.ref[Pass]] = []
+        self.opened = 0
+        self.kept: list[Pass] = []
+
+    def joined_or_new(self, batch: int) -> Pass:
+        """The pass of a forward of so many samples."""
+        if self.current is None or self.current.stage is not Stage.OPEN or self.current.batch != batch:
+            self.current = self.new(batch)
+        return self.current
+
+    def new(self, batch: int) -> Pass:
+        """A pass that no forward is in yet, and that none joins by itself."""
+        opened = Pass(batch, self.opened)
+        self.opened += 1
+        self.alive = [ref for ref in self.alive if ref() is not None]
+        self.alive.append(weakref.ref(opened))
+        return opened
+
+    def recomputed(self, batch: int | None, behind: Iterable[Pass]) -> list[Pass]:
+        """The passes that a forward inside a backward, as a checkpoint makes it, may belong to: one, if all is well.
+
+        Args:
+            batch: How many samples its arguments hold; a single one may be shared by all samples.
+            behind: The passes that are known to be in the graph behind the running node, if any are.
+        """
+        candidates = list(behind) or [found for ref in self.alive if (found := ref()) is not None]
+        # passes that are done are meant by a second backward on a retained graph only
+        candidates = [each for each in candidates if each.stage is not Stage.DONE] or candidates
+        if len(candidates) > 1:
+            candidates = [each for each in candidates if batch in (each.batch, 1)]
+        return candidates
+
+    def backward_is_over(self) -> None:
+        """The passes that it has reached are done."""
+        for ref in self.alive:
+            reached = ref()
+            if reached is not None and reached.stage is Stage.REACHED:
+                reached.stage = Stage.DONE
+        self.kept = [each for each in self.kept if each.stage is not Stage.DONE]
+        if self.current is not None and self.current.stage is Stage.DONE:
+            self.current = None

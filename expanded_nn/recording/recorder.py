@@ -1,0 +1,580 @@
+"""The recorder of a model: it says which pass a forward belongs to, expands parameters, and keeps their rows."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expanded_nn._batch import tensors
+from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn.recording.backward import Backward, graph_of, in_transform, running_backward, running_node
+from expanded_nn.recording.expand import Again, Computed, Expand, ExpandComputed, leaves_of, passes_behind
+from expanded_nn.recording.passes import Pass, Passes, Stage
+from expanded_nn.recording.sharded import is_shard
+from expanded_nn.recording.store import Store
+from expanded_nn.recording.watch import Leaf, Place, Watch, stale
+
+_PASS = "expanded_nn"  # where a node of the graph keeps its pass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `per_sample` was told; see there."""
+
+    loss_reduction: str = "mean"
+    batch_first: bool = True
+    batch_size: int | None = None
+    materialize: bool = False
+    accumulate_grad: bool = True
+    keep_factors: bool = False
+
+    def __post_init__(self) -> None:
+        if self.loss_reduction not in ("mean", "sum"):
+            raise ValueError(f'per_sample: loss_reduction is {self.loss_reduction!r}; wanted "mean" or "sum".')
+        if self.batch_size is not None and self.batch_size < 0:
+            raise ValueError(f"per_sample: batch_size is {self.batch_size}; wanted None or a number from 0.")
+        if self.keep_factors and self.materialize:
+            raise ValueError("per_sample: keep_factors and materialize are both True; wanted one of the two at most.")
+
+
+class Leaves:
+    """What is known of each parameter, by identity; parameters that are no more are forgotten.
+
+    Attributes:
+        known: By the parameter's id.
+        lost: Ids of parameters that are no more.
+        sharded: Whether FSDP has sharded any of them.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[int, Leaf] = {}
+        self.lost: list[int] = []
+        self.sharded = False
+
+    def __iter__(self) -> Iterator[Leaf]:
+        return iter(self.known.values())
+
+    def get(self, parameter: Tensor) -> Leaf | None:
+        """What is known of a parameter."""
+        leaf = self.known.get(id(parameter))
+        return leaf if leaf is not None and leaf.parameter() is parameter else None
+
+    def add(self, parameter: Tensor) -> Leaf:
+        """A new parameter."""
+        lost, key = self.lost, id(parameter)
+        leaf = self.known[key] = Leaf(weakref.ref(parameter, lambda _: lost.append(key)))
+        self.sharded = self.sharded or is_shard(parameter)
+        return leaf
+
+    def forget_lost(self) -> list[Leaf]:
+        """Forgets parameters that are no more, and says which."""
+        gone = []
+        while self.lost:
+            leaf = self.known.get(key := self.lost.pop())
+            if leaf is not None and leaf.parameter() is None:
+                gone.append(self.known.pop(key))
+        return gone
+
+    def with_rows(self) -> list[Leaf]:
+        """Those that hold rows."""
+        return [leaf for leaf in self.known.values() if leaf.shown.rows is not None]
+
+
+class Recorder:
+    """Keeps the passes of one model, expands its parameters and holds their rows.
+
+    Attributes:
+        settings: What `per_sample` was told.
+        homes: The outermost modules that share this recorder: the model, or parts of it that were copied.
+        forward: The outermost forward that runs.
+        originals: While a module goes through the general rule: the parameters that `vmap` has taken out of it.
+        passes: Which forwards belong together.
+        backward: The backward that runs.
+        store: The rows.
+        leaves: What is known of each parameter.
+        expanded: The expansions of the current pass: parameter -> pass, version, address, `(B, *shape)`.
+        asleep: Whether gradients that reach parameters are inner derivatives of the library's own.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.homes: list[weakref.ref[nn.Module]] = []
+        self.forward: Forward | None = None
+        self.originals: Mapping[tuple[nn.Module, str], Tensor] | None = None
+        self.passes = Passes()
+        self.backward = Backward(self.backward_is_over)
+        self.store = Store(settings.materialize)
+        self.leaves = Leaves()
+        self.expanded: dict[Tensor, tuple[Pass, int, int, Tensor]] = {}
+        self.asleep = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
+        copied: Recorder = memo.setdefault(id(self), Recorder(self.settings))
+        return copied  # the modules that are copied with it adopt themselves
+
+    def __getstate__(self) -> Settings:
+        return self.settings
+
+    def __setstate__(self, settings: Settings) -> None:
+        self.__init__(settings)  # type: ignore[misc]
+
+    # The model: whose parameters are watched.
+
+    def adopt(self, module: nn.Module) -> None:
+        """A module, with all within it, is one that this recorder is for."""
+        inside = set(module.modules())
+        self.homes = [home for home in self.homes if (known := home()) is not None and known not in inside]
+        self.homes.append(weakref.ref(module))
+        self.watch_all()
+        for leaf in self.leaves:
+            leaf.member = True
+
+    def add_member(self, parameter: Tensor) -> None:
+        """A parameter has been put into a module of the model."""
+        if parameter.requires_grad:
+            self.leaf(parameter).member = True
+        if not hasattr(parameter, "grad_sample"):
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules of the model, but those that belong to another recorder as well."""
+        for home in self.homes:
+            root = home()
+            for module in root.modules() if root is not None else ():
+                if getattr(module, "_recorder", self) is self:
+                    yield module
+
+    def watch_all(self) -> None:
+        """Watches every parameter that asks for gradients: it may be used outside of its module."""
+        for leaf in self.leaves.forget_lost():
+            self.store.drop(leaf)
+        for module in self.modules():
+            for parameter in module._parameters.values():
+                # no guest of functional_call
+                if parameter is not None and parameter.requires_grad and isinstance(parameter, nn.Parameter):
+                    self.leaf(parameter)
+                    if not hasattr(parameter, "grad_sample"):
+                        parameter.grad_sample = None  # type: ignore[attr-defined]
+
+    def leaf(self, parameter: Tensor) -> Leaf:
+        """What is known of a parameter, which is watched from now on."""
+        leaf = self.leaves.get(parameter)
+        if leaf is None:
+            leaf = self.leaves.add(parameter)
+            if self.leaves.sharded:
+                leaf.place = self._place_of(parameter)
+        if leaf.handle is None:
+            Watch.put(self, leaf, parameter)
+        return leaf
+
+    def _place_of(self, parameter: Tensor) -> Place | None:
+        holder = self.holder_of(parameter)
+        if holder is None:
+            return None
+        return Place(weakref.ref(holder), next(name for name, own in holder._parameters.items() if own is parameter))
+
+    def name_of(self, member: nn.Module | Tensor) -> str:
+        """The qualified name of a module or a parameter, with its class, as far as the model is known."""
+        roots = [root for home in self.homes if (root := home()) is not None]
+        if isinstance(member, nn.Module):
+            names = (name for root in roots for name, module in root.named_modules() if module is member)
+            name = next(names, "")
+            return f"{name} ({type(member).__name__})" if name else type(member).__name__
+        names = (name for root in roots for name, parameter in root.named_parameters() if parameter is member)
+        return next(names, "a parameter")
+
+    def holder_of(self, parameter: Tensor) -> nn.Module | None:
+        """The module of the model that holds the parameter itself."""
+        holders = (each for each in self.modules() if any(parameter is own for own in each._parameters.values()))
+        return next(holders, None)
+
+    # Forward: passes and expansions.
+
+    def scope(self, module: nn.Module, batch: int | None, inputs: Any) -> Forward:
+        """The forward of `module`, where none runs yet: it begins a pass, or goes on with the last."""
+        return Forward(self, module, batch, inputs)
+
+    def inside(self, module: nn.Module) -> bool:
+        """Whether this is in the middle of a forward: of this thread, as another's would share its pass."""
+        if self.forward is None:
+            return False
+        if not torch.compiler.is_compiling() and self.forward.thread != get_ident():
+            raise complaint(
+                self.name_of(module),
+                "another thread is in the middle of a forward of this model",
+                "one thread at a time",
+                "Give each thread a model of its own: copy.deepcopy(model).",
+            )
+        return True
+
+    @property
+    def records(self) -> bool:
+        """Whether this is in the middle of a forward that a backward may follow."""
+        return self.forward is not None and self.forward.with_grad
+
+    @property
+    def current(self) -> Pass | None:
+        """The pass of the forward that runs, or of the last one."""
+        return self.passes.current if self.forward is None else self.forward.now
+
+    def one_pass(self, module: nn.Module, batch: int) -> AbstractContextManager[object]:
+        """All that is called meanwhile is one pass of so many samples; inside of a forward it is a part of that."""
+        if not self.inside(module):
+            return Forward(self, module, batch, (), is_explicit=True)
+        if self.records and self.forward is not None and self.forward.now.batch != batch:
+            raise complaint(
+                "one_pass",
+                f"batch_size is {batch}, inside of a forward of {self.forward.now.batch} samples",
+                "the same samples",
+                "Enter one_pass outside of the other forward, or leave it out.",
+            )
+        return nullcontext()
+
+    def begin(self, forward: Forward) -> Pass:
+        """The pass that a forward belongs to, a new one if need be."""
+        module, batch = forward.module, forward.batch
+        if running_backward() >= 0:
+            return self._recomputed_pass(module, batch)
+        self.backward.settle()
+        if in_transform():
+            raise complaint(
+                self.name_of(module),
+                "a transform of torch.func (grad, vmap, jvp, ...) is applied to a model in per-sample mode",
+                "one of the two",
+                "Switch per_sample(False) for the transform; its functions see the plain torch.nn model then.",
+            )
+        before = self.passes.current
+        if batch is None:
+            if before is not None and before.stage is Stage.OPEN:
+                return before
+            raise complaint(
+                self.name_of(module),
+                "no argument is a tensor",
+                "a tensor whose rows are the samples",
+                "Say the number of samples: per_sample(batch_size=...), or one_pass(model, batch_size).",
+            )
+        now = self.passes.new(batch) if forward.is_explicit else self.passes.joined_or_new(batch)
+        if now is not before:
+            self.watch_all()
+            self.expanded.clear()
+        return now
+
+    def _recomputed_pass(self, module: nn.Module, batch: int | None) -> Pass:
+        """A checkpoint computes a forward again inside the backward: it belongs to the pass it was first in."""
+        if in_transform():
+            raise complaint(
+                self.name_of(module),
+                "a transform of torch.func runs the layer again inside the backward, as the hooks of another library "
+                "for per-sample gradients do (Opacus' GradSampleModule)",
+                "one library that makes the rows",
+                'Wrap the model without hooks, PrivacyEngine().make_private(..., grad_sample_mode="no_op"), or switch '
+                "per_sample(False).",
+            )
+        self.backward.enter(delivers=False)
+        node = running_node()
+        noted = getattr(node, "metadata", {}).get(_PASS)
+        behind = [noted] if noted is not None else passes_behind(node, self) if len(self.passes.alive) > 1 else []
+        fitting = self.passes.recomputed(batch, behind)
+        if len(fitting) == 1:
+            return fitting[0]
+        if not fitting and batch is not None and not any(ref() is not None for ref in self.passes.alive):
+            return self.passes.new(batch)  # the checkpoint is around the whole model, whose first forward had no pass
+        raise complaint(
+            self.name_of(module),
+            f"a forward inside a backward, as a checkpoint makes it, belongs to one of {len(fitting)} earlier forwards "
+            f"of {batch} samples, and nothing tells to which",
+            "exactly one",
+            "Call backward for each forward before the next one, or give the checkpoint use_reentrant=False.",
+        )
+
+    def expand(self, parameter: Tensor, again: Again | None = None) -> Tensor:
+        """The parameter as `(B, *shape)`, the same tensor for all its uses in a pass.
+
+        Args:
+            parameter: A parameter, or a weight that is computed from parameters.
+            again: Computes that weight anew, as `Computed` has it.
+        """
+        now = self.current
+        assert now is not None
+        if not parameter.requires_grad:
+            return parameter.expand(now.batch, *parameter.shape)
+        if not parameter.is_leaf:
+            computed = Computed(parameter, self, again)
+            return ExpandComputed.apply(computed, now.batch, *map(self.expand, computed.leaves))  # type: ignore[no-untyped-call,no-any-return]
+        owner, version, pointer, expanded = self.expanded.get(parameter, (None, -1, -1, parameter))
+        if owner is not now or version != parameter._version or pointer != parameter.data_ptr():
+            expanded = Expand.apply(parameter, now, self.leaf(parameter), weakref.ref(self))  # type: ignore[no-untyped-call]
+            self.expanded[parameter] = (now, parameter._version, parameter.data_ptr(), expanded)
+        return expanded
+
+    def expand_outside(self, weight: Tensor) -> Tensor:
+        """`expand`, for a use of a weight outside of the layers: in the forward that runs, or the last."""
+        if self.forward is not None:
+            return self.expand(weight)
+        home = next((root for ref in self.homes if (root := ref()) is not None), None)
+        if home is not None and running_backward() >= 0:
+            with Forward(self, home, None, ()):  # in the pass that a checkpoint's forward was in
+                return self.expand(weight)
+        if self.current is None or self.current.stage is not Stage.OPEN:
+            raise complaint(
+                "expanded(weight)",
+                "there was no forward since the last backward",
+                "a forward of the model, which says how many samples there are",
+                "Call the model first, or use it within one_pass(model, batch_size).",
+            )
+        return self.expand(weight)
+
+    def note_plain_forward(self) -> None:
+        """A layer runs without gradients, as a reentrant checkpoint has it: the backward will run it again."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return
+        if running_backward() >= 0:  # a checkpoint inside another one, whose backwards are parts of this one
+            self.backward.enter(delivers=False)
+        elif self.forward is not None and self.forward.with_grad:
+            self.forward.is_awaited = True
+
+    @contextmanager
+    def inside_general(self, originals: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
+        """Layers called meanwhile run their plain forward, or on the whole batch with these parameters, if they can."""
+        before, self.originals = self.originals, originals
+        try:
+            yield
+        finally:
+            self.originals = before
+
+    @contextmanager
+    def layout(self, *, batch_first: bool) -> Iterator[None]:
+        """Layers called meanwhile have their samples where a module around them says."""
+        before, self.settings = self.settings, replace(self.settings, batch_first=batch_first)
+        try:
+            yield
+        finally:
+            self.settings = before
+
+    # Backward: rows.
+
+    def deliver(self, now: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None:
+        """Takes the rows of one parameter; a backward may bring a parameter's rows in several parts.
+
+        Args:
+            now: The pass they are of.
+            leaf: The parameter.
+            rows: `(B, *shape)`, or none for a parameter that was frozen after the forward.
+            stand_alone: Whether `torch.autograd.grad` asked for the gradient, which does not go to `.grad` then.
+        """
+        if self.backward.enter(delivers=True):
+            self._before_delivery(stand_alone)
+        if not stand_alone and now.stage is Stage.OPEN:
+            now.stage = Stage.REACHED
+        if rows is not None:
+            self.store.add(now, leaf, rows)
+
+    def _before_delivery(self, stand_alone: bool) -> None:
+        """Rows go when the gradient they add up to was cleared, or when the user took them away."""
+        self.store.take_back(self.leaves)
+        held = self.leaves.with_rows()
+        if stand_alone:
+            for leaf in held:
+                if leaf.was_reset():
+                    self._forget(leaf)
+            self.store.set_aside(self.leaves)
+            return
+        for leaf in stale(held) if self.settings.accumulate_grad else held:
+            self._forget(leaf)
+        if self.store.held:
+            self.store.drop_passes_of(self._left_or_frozen())
+        for leaf in self.leaves:
+            leaf.note_grad()
+        self.store.begin()
+
+    def _left_or_frozen(self) -> list[Leaf]:
+        """The parameters that hold rows and whose gradient no optimizer of this model is waiting for."""
+        inside = {id(parameter) for module in self.modules() for parameter in module._parameters.values()}
+        gone = []
+        for leaf in self.leaves.with_rows():
+            shown = leaf.as_shown()
+            left = leaf.member and id(shown) not in inside and id(leaf.parameter()) not in inside
+            if shown is None or left or not shown.requires_grad:
+                gone.append(leaf)
+        return gone
+
+    def backward_is_over(self, delivered: bool, failed: bool) -> None:
+        """All rows of a backward are here, or it has failed on the way."""
+        self.passes.backward_is_over()
+        if any(entry[0].stage is not Stage.OPEN for entry in self.expanded.values()):
+            self.expanded = {key: entry for key, entry in self.expanded.items() if entry[0].stage is Stage.OPEN}
+        for leaf in self.leaves:
+            leaf.sent.clear()
+        if failed:
+            for leaf in self.leaves:
+                if leaf.was_reset():
+                    self._forget(leaf)
+        if failed and delivered and self.store.aside is None:
+            self.store.undo()
+        if len(self.store.held) > 1 and self.store.aside is None:
+            self.store.drop_passes_of(self._left_or_frozen())
+        self.store.complete(self.leaves)
+        if self.leaves.sharded:
+            for leaf in self.leaves:
+                leaf.show_shard()
+        if delivered and self.store.aside is None:
+            self.note_grads()
+
+    def note_grads(self) -> None:
+        """Keeps in mind each `.grad` as it is now, so that clearing it is seen."""
+        for leaf in self.leaves:
+            leaf.note_grad()
+
+    @property
+    def rows_stand_alone(self) -> bool:
+        """Whether the rows shown are those of a `torch.autograd.grad`, and no part of `.grad`."""
+        return self.store.aside is not None
+
+    def settle(self) -> None:
+        """Outside of any backward: takes back what one that failed has left."""
+        if running_backward() < 0:
+            self.backward.settle()
+
+    def note_clipped(self, parameter: Tensor) -> None:
+        """Clipping has added to `.grad`."""
+        leaf = self.leaves.get(parameter)
+        if leaf is not None and parameter.grad is not None:
+            leaf.clipped = weakref.ref(parameter.grad)
+
+    def has_clipped(self, parameter: Tensor) -> bool:
+        """Whether `.grad` is what clipping has added to."""
+        leaf = self.leaves.get(parameter)
+        return leaf is not None and leaf.clipped is not None and leaf.clipped() is parameter.grad is not None
+
+    def forget(self, parameter: Tensor) -> None:
+        """Drops the rows of one parameter."""
+        leaf = self.leaves.get(parameter)
+        if leaf is not None:
+            self._forget(leaf)
+        parameter.grad_sample = None  # type: ignore[attr-defined]
+        if self.leaves.sharded and is_shard(parameter):
+            for gathered in self.leaves:
+                if gathered.place is not None and gathered.place.shard is parameter:
+                    self._forget(gathered)
+
+    def _forget(self, leaf: Leaf) -> None:
+        self.store.drop(leaf)
+        leaf.show(None)
+
+    def close(self, leaving: Iterable[nn.Module]) -> None:
+        """Takes the hooks off and lets go of the rows, whose graph may lead back here; goes on with what is left.
+
+        Args:
+            leaving: The modules that have no use of this recorder any more.
+        """
+        for leaf in self.leaves:
+            leaf.handle.remove()
+            leaf.shown.rows = None
+            leaf.sent.clear()
+        self.leaves, self.passes = Leaves(), Passes()
+        self.expanded.clear()
+        self.store.clear()
+        leaving = set(leaving)
+        self.homes = [home for home in self.homes if (root := home()) is not None and root not in leaving]
+        self.watch_all()
+
+
+class Forward:
+    """The outermost forward that runs; a class, as a generator costs more than all else at its start.
+
+    Its pass is looked for when a layer needs it: a forward without gradients has none, and a layer may know better
+    than the first argument how many samples there are.
+
+    Attributes:
+        recorder: Whose passes it is in.
+        module: The module whose forward it is.
+        batch: B, as its arguments say.
+        inputs: Its arguments.
+        is_explicit: Whether `one_pass` has opened it.
+        with_grad: Whether gradients were on at its start.
+        thread: The thread it runs in.
+        broadcast: Embeddings whose index has had no batch dimension in it.
+        is_awaited: Whether a layer has run without gradients in it, as in a reentrant checkpoint.
+    """
+
+    def __init__(
+        self, recorder: Recorder, module: nn.Module, batch: int | None, inputs: Any, *, is_explicit: bool = False
+    ) -> None:
+        stated = recorder.settings.batch_size
+        self.recorder, self.module, self.inputs = recorder, module, inputs
+        self.batch = batch if stated is None or is_explicit else stated
+        self.is_explicit = is_explicit
+        self.with_grad = torch.is_grad_enabled()
+        self.thread = get_ident()
+        self.broadcast: list[nn.Module] = []
+        self.is_awaited = False
+        self._now: Pass | None = None
+
+    def __enter__(self) -> Forward:
+        if self.batch is None and self.with_grad:
+            self.now  # noqa: B018  # at once, as no layer could say it better
+        self.recorder.forward = self
+        return self
+
+    @property
+    def now(self) -> Pass:
+        """The pass that it belongs to."""
+        if self._now is None:
+            self._now = self.recorder.begin(self)
+        return self._now
+
+    @property
+    def samples(self) -> list[Tensor]:
+        """The tensors among the arguments that have B rows, wherever they stand."""
+        batch = self.now.batch
+        return [each for each in tensors(self.inputs) if isinstance(each, Tensor) and batch in each.shape]
+
+    def correct(self, batch: int) -> None:
+        """The number of samples as a layer knows it better than the first argument, if nothing relied on that."""
+        if self._now is None and self.recorder.settings.batch_size is None and not self.is_explicit:
+            self.batch = batch
+
+    def returned(self, result: Any) -> None:
+        """What the forward returns: where a backward will run layers again, the graph keeps their pass in mind."""
+        if not self.is_awaited or (self._now is None and self.batch is None):
+            return
+        now, is_found = self.now, False
+        ends = [each.grad_fn for each in tensors(result) if isinstance(each, Tensor) and each.grad_fn is not None]
+        for node in {node for end in ends for node in graph_of(end)}:
+            is_own = isinstance(node, Expand._backward_cls)
+            if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_own:
+                node.metadata.setdefault(_PASS, now)
+                is_found = True
+        if not is_found and now not in self.recorder.passes.kept:
+            self.recorder.passes.kept.append(now)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self.recorder.forward = None
+        if self.is_explicit:
+            self.recorder.passes.current = None
+            if self.is_awaited and self._now is not None:
+                self.recorder.passes.kept.append(self._now)
+        if not self.broadcast or error is None or isinstance(error, PerSampleError) or not hasattr(error, "add_note"):
+            return
+        error.add_note(
+            f"expanded_nn: before this, {self.recorder.name_of(self.broadcast[0])} has looked up an index without a "
+            "batch dimension, and returned a result per sample, (B, *index.shape, dim). If that is the reason, let "
+            "what follows broadcast over the samples, or run the module around it sample by sample: alone(ItsClass) "
+            "before convert."
+        )
+
+
+def recorder_of(weight: Tensor) -> Recorder | None:
+    """The recorder that watches a parameter, or those that a weight was computed from; `None` if nothing does."""
+    leaves = [weight] if weight.is_leaf else leaves_of(weight)
+    hooks = [hook for leaf in leaves for hook in (leaf._backward_hooks or {}).values()]
+    owners = [hook.owner() for hook in hooks if isinstance(hook, Watch)]
+    found = [each for each in owners if isinstance(each, Recorder)]
+    return next((each for each in found if each.forward is not None), next(iter(found), None))

@@ -1,0 +1,210 @@
+"""The rows that a model holds: of each pass, those of each parameter; and `grad_sample`, which shows them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from expanded_nn._cell import Cell
+from expanded_nn.core.algebra import Kind
+from expanded_nn.factored import FactoredTensor, joined, materialized, parted
+from expanded_nn.recording.passes import Pass
+from expanded_nn.recording.watch import Leaf, Shown
+
+Held = dict[Pass, dict[Leaf, Tensor]]  # each parameter's rows `(B, *shape)`, pass by pass, in the order of the forwards
+
+
+class Store:
+    """The rows held, and how to go back to those from before a backward that failed.
+
+    `held` is in the order of the passes. A parameter without rows in a pass that others have rows in has zero rows
+    there. What the user changes in place in a `grad_sample` of several passes is taken over before it is made anew.
+
+    Attributes:
+        held: The rows.
+        before: What the running backward has changed: the rows from before it, `None` where there were none.
+        aside: Rows that wait while those of a `torch.autograd.grad` stand alone, and what `grad_sample` showed.
+        materialize: Whether `grad_sample` is to be dense.
+    """
+
+    def __init__(self, materialize: bool) -> None:
+        self.held: Held = {}
+        self.before: dict[tuple[Pass, Leaf], Tensor | None] = {}
+        self.aside: tuple[Held, dict[Leaf, Shown]] | None = None
+        self.materialize = materialize
+
+    def add(self, now: Pass, leaf: Leaf, rows: Tensor) -> None:
+        """Takes rows `(B, *shape)` of one parameter; a backward may bring those of one pass in several parts."""
+        self._take_over_edits(leaf)
+        if now not in self.held:
+            in_order = all(other.number < now.number for other in self.held)
+            self.held[now] = {}
+            if not in_order:
+                self.held = dict(sorted(self.held.items(), key=lambda item: item[0].number))
+        of_pass = self.held[now]
+        self.before.setdefault((now, leaf), of_pass.get(leaf))
+        of_pass[leaf] = of_pass[leaf] + rows if leaf in of_pass else rows
+        self.show(leaf, now)
+
+    def show(self, leaf: Leaf, first_new: Pass | None = None) -> None:
+        """Sets `grad_sample` to what is held of all passes together.
+
+        Args:
+            leaf: The parameter.
+            first_new: The first pass whose rows are not yet in `grad_sample`, if those before it are.
+        """
+        parameter = leaf.parameter()
+        if parameter is None:
+            return
+        if not any(leaf in of_pass for of_pass in self.held.values()):
+            leaf.show(None)
+            return
+        parts = [of_pass.get(leaf) for of_pass in self.held.values()]
+        if len(parts) == 1 and parts[0] is not None:
+            rows = materialized(parts[0], leaf.memory) if self.materialize else parts[0]
+            leaf.show(rows, self.held)
+        elif self.materialize or not any(isinstance(part, FactoredTensor) for part in parts):
+            self._show_dense(leaf, parameter, parts, first_new)
+        else:
+            passes = zip(self.held, parts, strict=True)
+            all_parts = [_zero_rows(now.batch, parameter) if part is None else part for now, part in passes]
+            leaf.show(joined(all_parts), self.held)
+
+    def _show_dense(self, leaf: Leaf, parameter: Tensor, parts: list[Tensor | None], first_new: Pass | None) -> None:
+        """The dense rows of several passes, behind those that are shown already, in memory with room for more."""
+        passes, shown = tuple(self.held), leaf.shown
+        batches = [now.batch for now in passes]
+        if any(part is not None and part.requires_grad for part in parts):
+            pairs = zip(batches, parts, strict=True)
+            zeros_for_none = [parameter.new_zeros(n, *parameter.shape) if part is None else part for n, part in pairs]
+            leaf.show(torch.cat(zeros_for_none), passes)
+            return
+        behind = 0 if first_new is None else passes.index(first_new)
+        start = sum(batches[:behind])
+        room = _room(shown, start, sum(batches), parameter) if shown.passes == passes[:behind] else None
+        if room is None:
+            behind, start = 0, 0
+            room = parameter.detach().new_empty(2 * sum(batches), *parameter.shape)
+        rows = _from(room, 0, sum(batches))
+        for batch, part in list(zip(batches, parts, strict=True))[behind:]:
+            place = _from(room, start, batch)
+            if part is None:
+                place.zero_()
+            else:
+                place.copy_(part.dense() if isinstance(part, FactoredTensor) else part)
+            start += batch
+        leaf.show(rows, passes, has_room=True)
+        self._hold_slices(leaf)
+
+    def _take_over_edits(self, leaf: Leaf) -> None:
+        """What the user has changed in place in rows of several passes."""
+        shown = leaf.shown
+        rows = shown.rows
+        if len(shown.passes) < 2 or not isinstance(rows, FactoredTensor) or shown.passes != tuple(self.held):
+            return
+        if rows.is_dense or rows._version != shown.version:
+            self._hold_slices(leaf)
+
+    def _hold_slices(self, leaf: Leaf) -> None:
+        """Holds what is shown in place of its parts."""
+        rows, sizes = leaf.shown.rows, [now.batch for now in self.held]
+        assert rows is not None
+        parts = parted(rows, sizes) if isinstance(rows, FactoredTensor) else rows.split(sizes)
+        for of_pass, part in zip(self.held.values(), parts, strict=True):
+            if leaf in of_pass:
+                of_pass[leaf] = part
+
+    def complete(self, leaves: Iterable[Leaf]) -> None:
+        """All rows of a backward are here: parameters that it left out have zero rows."""
+        passes = tuple(self.held)
+        for leaf in leaves:
+            shown = leaf.shown
+            if shown.rows is not None and shown.passes != passes:
+                behind = len(shown.passes)
+                self.show(leaf, passes[behind] if shown.passes == passes[:behind] else None)
+
+    def begin(self) -> None:
+        """A backward begins to deliver: from here on what it changes is kept in mind."""
+        self.before.clear()
+
+    def undo(self) -> None:
+        """The backward has failed: rows go whose gradient has not come to `.grad`."""
+        changed = set()
+        for (now, leaf), rows in self.before.items():
+            if leaf.grad_is_as_noted() and now in self.held:
+                changed.add(leaf)
+                if rows is None:
+                    self.held[now].pop(leaf, None)
+                else:
+                    self.held[now][leaf] = rows
+        self.before.clear()
+        self._without_empty_passes()
+        for leaf in changed:
+            self.show(leaf)
+
+    def drop(self, leaf: Leaf) -> None:
+        """Forgets the rows of a parameter."""
+        for of_pass in self.held.values():
+            of_pass.pop(leaf, None)
+        for of_pass in self.aside[0].values() if self.aside is not None else ():
+            of_pass.pop(leaf, None)
+        self._without_empty_passes()
+
+    def _without_empty_passes(self) -> None:
+        if not all(self.held.values()):
+            self.held = {now: of_pass for now, of_pass in self.held.items() if of_pass}
+
+    def drop_passes_of(self, others: Iterable[Leaf]) -> None:
+        """Drops the passes that only such parameters hold rows of, frozen ones or those that have left the model."""
+        others = set(others)
+        gone = [now for now, of_pass in self.held.items() if others.issuperset(of_pass)]
+        changed = {leaf for now in gone for leaf in self.held.pop(now)}
+        for leaf in changed:
+            self.show(leaf)
+
+    def set_aside(self, leaves: Iterable[Leaf]) -> None:
+        """Rows whose sum does not go to `.grad` are going to stand alone: these come back with the next backward."""
+        leaves = list(leaves)
+        self.aside, self.held = (self.held, {leaf: leaf.shown for leaf in leaves}), {}
+        for leaf in leaves:
+            leaf.show(None)
+
+    def take_back(self, leaves: Iterable[Leaf]) -> None:
+        """The rows that were set aside, but for those that the user took away since."""
+        if self.aside is None:
+            return
+        (self.held, before), self.aside = self.aside, None
+        for leaf in list(leaves):
+            if leaf.was_reset():
+                self.drop(leaf)
+                leaf.show(None)
+            else:
+                leaf.show_again(before.get(leaf, Shown()))
+
+    def clear(self) -> None:
+        """Lets go of all rows."""
+        self.held, self.aside = {}, None
+        self.before.clear()
+
+
+def _zero_rows(batch: int, parameter: Tensor) -> FactoredTensor:
+    cell = Cell([(batch, ())], Kind(parameter.shape, parameter.dtype, parameter.device))
+    return FactoredTensor(cell, (batch, *parameter.shape))
+
+
+def _room(shown: Shown, start: int, end: int, parameter: Tensor) -> Tensor | None:
+    """The memory of the rows that are shown, if the others fit in behind them."""
+    rows = shown.rows
+    if rows is None or not shown.has_room or len(rows) != start:
+        return None
+    return rows if rows.untyped_storage().nbytes() >= end * prod(parameter.shape) * rows.element_size() else None
+
+
+def _from(room: Tensor, start: int, count: int) -> Tensor:
+    """So many rows in some memory; no view of it in autograd's eyes, so that rows of older steps keep their version."""
+    size = prod(room.shape[1:])
+    rows = torch.empty(0, dtype=room.dtype, device=room.device)
+    return rows.set_(room.untyped_storage(), start * size, (count, *room.shape[1:]))  # type: ignore[call-overload,no-any-return]

@@ -1,0 +1,322 @@
+"""What is known of one parameter, and the watch on it: whether something else than its layers adds to its gradient."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from expanded_nn._errors import complaint
+from expanded_nn._storage import Recycled
+from expanded_nn.recording.backward import accumulates, running_backward
+from expanded_nn.recording.passes import Pass
+from expanded_nn.recording.sharded import is_shard, is_zero
+
+
+class Sent:
+    """What the expansions of a parameter have sent to it in one backward.
+
+    Attributes:
+        first: The gradient of the one expansion, and its version then; `None` once there are several.
+        total: The sum of those of several passes that end in this backward.
+        mixed: Whether something else was added to what the first of them had sent.
+    """
+
+    def __init__(self, gradient: Tensor) -> None:
+        self.first: tuple[weakref.ref[Tensor], int] | None = (weakref.ref(gradient), gradient._version)
+        self.total: Tensor | None = None
+        self.mixed = False
+
+    def add(self, gradient: Tensor) -> None:
+        """Another expansion sends its own."""
+        before = self.total
+        if self.first is not None:
+            before, version = self.first[0](), self.first[1]
+            self.mixed = before is not None and before._version != version
+        self.total = gradient if before is None else (before + gradient).detach()
+        self.first = None
+
+    def is_all(self, arrived: Tensor) -> bool:
+        """Whether what arrives at the parameter is this, no more."""
+        if self.first is not None:
+            # autograd adds in place what comes second, so that the tensor alone does not tell
+            return self.first[0]() is arrived and self.first[1] == arrived._version
+        return self.total is not None and not self.mixed and _equal(self.total, arrived.detach())
+
+
+@dataclass
+class Shown:
+    """The `grad_sample` that was set last.
+
+    Attributes:
+        rows: The tensor, `(B, *shape)` of all passes together; `None` where there are no rows.
+        passes: Whose rows they are, in this order.
+        version: The tensor's version when it was set.
+        has_room: Whether the store has made its memory, from its start, so that rows may follow behind it.
+    """
+
+    rows: Tensor | None = None
+    passes: tuple[Pass, ...] = ()
+    version: int = 0
+    has_room: bool = False
+
+
+@dataclass
+class Place:
+    """Where a parameter stands in a model that FSDP has sharded.
+
+    Attributes:
+        module: The module that holds it.
+        name: Its name there.
+        shard: What the module shows in its place once FSDP has given back what it gathered.
+    """
+
+    module: weakref.ref[nn.Module]
+    name: str
+    shard: Tensor | None = None
+
+    def look(self) -> bool:
+        """Whether the module shows a shard now."""
+        module = self.module()
+        found = None if module is None else module._parameters.get(self.name)
+        if not is_shard(found):
+            return False
+        self.shard = found
+        return True
+
+
+@dataclass(eq=False)
+class Leaf:
+    """What a recorder knows of one parameter.
+
+    Attributes:
+        parameter: The parameter, which may be a guest of `functional_call` and not live long.
+        member: Whether it has been seen in the model, and is no guest.
+        shown: Its `grad_sample`.
+        sent: What its expansions have sent to it, by the backward's number.
+        grad: `.grad` as it was seen last, and its version then.
+        clipped: The `.grad` that clipping has added to, where a backward adds nothing.
+        memory: Where its dense rows are written.
+        place: Where it stands, if its model is sharded.
+        handle: The hook that watches it.
+    """
+
+    parameter: weakref.ref[Tensor]
+    member: bool = False
+    shown: Shown = field(default_factory=Shown)
+    sent: dict[int, Sent] = field(default_factory=dict)
+    grad: tuple[weakref.ref[Tensor], int] | None = None
+    clipped: weakref.ref[Tensor] | None = None
+    memory: Recycled = field(default_factory=Recycled)
+    place: Place | None = None
+    handle: Any = None
+
+    def show(self, rows: Tensor | None, passes: Iterable[Pass] = (), *, has_room: bool = False) -> None:
+        """Sets `grad_sample`."""
+        if self.shown.rows is not None and hasattr(self.shown.rows, "_processed") and rows is not None:
+            rows._processed = True  # type: ignore[attr-defined]  # Opacus' mark on rows that a step has used
+        self.shown = Shown(rows, tuple(passes), 0 if rows is None else rows._version, has_room)
+        for tensor in (self.parameter(), None if self.place is None else self.place.shard):
+            if tensor is not None:
+                tensor.grad_sample = rows  # type: ignore[attr-defined]
+
+    def show_again(self, shown: Shown) -> None:
+        """Sets `grad_sample` to what it was."""
+        self.show(shown.rows)
+        self.shown = shown
+
+    def as_shown(self) -> Tensor | None:
+        """The parameter as the model shows it between the passes: itself, or FSDP's shard of it."""
+        if self.place is not None and self.place.shard is not None:
+            return self.place.shard
+        return self.parameter()
+
+    def show_shard(self) -> None:
+        """Hands the rows of a parameter that FSDP had gathered to the shard that is in its place."""
+        if self.place is not None and self.shown.rows is not None and self.place.look():
+            self.place.shard.grad_sample = self.shown.rows  # type: ignore[union-attr]
+
+    def note_grad(self) -> None:
+        """Keeps in mind what `.grad` is now."""
+        parameter = self.as_shown()
+        grad = None if parameter is None else parameter.grad
+        self.grad = None if grad is None else (weakref.ref(grad), grad._version)
+
+    def grad_is_as_noted(self) -> bool:
+        """Whether `.grad` is the tensor that it was, in the same version."""
+        parameter = self.as_shown()
+        grad = None if parameter is None else parameter.grad
+        if grad is None or self.grad is None:
+            return grad is None and self.grad is None
+        return self.grad[0]() is grad and self.grad[1] == grad._version
+
+    def grad_is_another(self) -> bool:
+        """Whether `.grad` is another tensor than it was."""
+        parameter = self.as_shown()
+        return self.grad is not None and parameter is not None and self.grad[0]() is not parameter.grad
+
+    def was_reset(self) -> bool:
+        """Whether the user has set `grad_sample`."""
+        return getattr(self.as_shown(), "grad_sample", None) is not self.shown.rows
+
+    def send(self, gradient: Tensor) -> None:
+        """Notes what an expansion sends to the parameter."""
+        task = running_backward()
+        if task in self.sent:
+            self.sent[task].add(gradient)
+        else:
+            self.sent[task] = Sent(gradient)
+
+
+class Owner(Protocol):
+    """Whose parameters are watched: the recorder, as far as the watch needs it.
+
+    Attributes:
+        asleep: Whether the gradients that arrive now are the library's own inner derivatives.
+    """
+
+    asleep: bool
+
+    def name_of(self, member: nn.Module | Tensor) -> str: ...
+
+    def holder_of(self, parameter: Tensor) -> nn.Module | None: ...
+
+
+class Watch:
+    """A hook on a parameter: what arrives must be what its expansions have sent.
+
+    It has to be the first of the parameter's hooks, as those of the user may change the gradient. Guests of a
+    `functional_call`, and parameters that have left the model, may be trained elsewhere: where no expansion has sent
+    anything, they are none of our business. `torch.autograd.grad` adds nothing to `.grad` and needs no rows.
+    """
+
+    __torch_unserializable__ = True  # torch.multiprocessing leaves it out without a warning
+
+    def __init__(self, owner: Owner, leaf: Leaf) -> None:
+        self.owner, self.leaf = weakref.ref(owner), leaf
+
+    @classmethod
+    def put(cls, owner: Owner, leaf: Leaf, parameter: Tensor) -> None:
+        """Watches a parameter that requires gradients."""
+        leaf.handle = parameter.register_hook(cls(owner, leaf))
+        hooks = parameter._backward_hooks
+        assert hooks is not None
+        # torch reads the order of insertion, which `move_to_end` does not change
+        others = {key: hook for key, hook in hooks.items() if key != leaf.handle.id}
+        mine = hooks[leaf.handle.id]
+        hooks.clear()
+        hooks.update({leaf.handle.id: mine, **others})
+
+    def __call__(self, grad: Tensor | None) -> None:
+        owner, parameter = self.owner(), self.leaf.parameter()
+        if grad is None or owner is None or parameter is None or owner.asleep:
+            return
+        sent = self.leaf.sent.pop(running_backward(), None)
+        if (sent is not None and sent.is_all(grad)) or not accumulates(parameter):
+            return
+        holder = owner.holder_of(parameter)
+        if sent is None and holder is None:
+            if self.leaf.member:
+                self.leaf.handle.remove()
+                self.leaf.handle = None
+            return
+        if holder is not None and not hasattr(holder, "_recorder"):
+            raise complaint(
+                owner.name_of(parameter),
+                f"the parameter belongs to a plain {type(holder).__name__}, so its gradient has no rows",
+                "an expanded module",
+                "Convert the model again after changing its layers: convert(model, inplace=True).per_sample(True).",
+            )
+        raise complaint(
+            owner.name_of(parameter),
+            "the parameter is also used outside of its module, so its gradient has a part that belongs to no row",
+            "every use inside the module that holds it",
+            "Use it by expanded_nn.expanded(weight), as in expanded_nn.functional.linear(x, expanded(weight)); or give "
+            "the second use a layer of its own that shares the parameter (head.weight = embedding.weight). In a method "
+            "other than forward, do the same within one_pass(model, batch_size). A penalty on weights that is no "
+            "sample's own is the optimizer's weight_decay. If no gradients per sample are wanted of this backward, "
+            "switch per_sample(False) before it.",
+        )
+
+
+def stale(leaves: Iterable[Leaf]) -> list[Leaf]:
+    """The leaves whose `.grad` was cleared since it was seen last, so that the rows held are no part of it.
+
+    | `.grad`                                      | rows                                            |
+    |----------------------------------------------|-------------------------------------------------|
+    | `None`, or `grad_sample` was set by the user | stale                                           |
+    | another tensor, and no multiple of their sum | stale: it was set anew                          |
+    | not zero                                     | held                                            |
+    | zero                                         | stale, unless they add up to zero themselves, as |
+    |                                              | gradients may that cancel                       |
+
+    Args:
+        leaves: Those that have rows.
+    """
+    found, zeros, some_held = [], [], False
+    for leaf in leaves:
+        parameter = leaf.as_shown()
+        if parameter is None or parameter.grad is None or leaf.was_reset():
+            found.append(leaf)
+        elif _vanishes(parameter.grad):
+            zeros.append(leaf)
+        elif leaf.grad_is_another() and not is_shard(parameter) and not _is_multiple(parameter.grad, leaf):
+            found.append(leaf)
+        else:
+            some_held = True
+    zeros.sort(key=_size)
+    if not some_held and any(not _rows_cancel(leaf) for leaf in zeros):  # one will do: what is done, is done to all
+        return found + zeros
+    return found + [leaf for leaf in zeros if not _rows_cancel(leaf)]
+
+
+def _vanishes(grad: Tensor) -> bool:
+    """Whether all numbers are zero; the first ones tell for nearly every gradient that is not."""
+    values = grad._values() if grad.is_sparse else grad
+    if not is_shard(values) and values.numel() > 64 and values.is_contiguous() and bool(values.view(-1)[:64].any()):
+        return False
+    return is_zero(values)
+
+
+def _size(leaf: Leaf) -> int:
+    return 0 if leaf.shown.rows is None else leaf.shown.rows.numel()
+
+
+def _sum_of_rows(leaf: Leaf) -> tuple[Tensor, Tensor]:
+    """The sum of the rows held, and how large rounding errors in it may be, each number."""
+    rows = leaf.shown.rows
+    assert rows is not None
+    with torch.no_grad():
+        total, size = rows.sum(0), rows.norm()
+    epsilon = torch.finfo(rows.dtype).eps
+    return total, size * epsilon * 8 * max(1, rows.shape[0])
+
+
+def _rows_cancel(leaf: Leaf) -> bool:
+    total, rounding = _sum_of_rows(leaf)
+    return bool(total.norm() <= rounding)
+
+
+def _is_multiple(grad: Tensor, leaf: Leaf) -> bool:
+    """Whether a gradient is the sum of the rows times a number, as one that was scaled is."""
+    total, rounding = _sum_of_rows(leaf)
+    grad = grad.detach().to_dense() if grad.is_sparse else grad.detach()
+    if grad.shape != total.shape:
+        return False
+    length = total.norm()
+    if not bool(length > rounding):
+        return False
+    factor = torch.sum(grad * total.conj()) / length.square()
+    tolerance = rounding / length + torch.finfo(grad.dtype).eps ** 0.5
+    return bool((grad - factor * total).norm() <= tolerance * grad.norm())
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    """Whether two gradients are the same, those of samples that are NaN included."""
+    if left.is_sparse or right.is_sparse:
+        left, right = left.to_dense(), right.to_dense()
+    return torch.equal(left, right) or bool(torch.allclose(left, right, rtol=0.0, atol=0.0, equal_nan=True))

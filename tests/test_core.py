@@ -1,0 +1,558 @@
+"""The core: every function on every kind of term, traced, eager and against the dense twin; and that it is pure."""
+
+import ast
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from expanded_nn import core
+from expanded_nn.core import algebra, cost, geometry, kronecker, patches, positions, sketch, terms
+from expanded_nn.core.algebra import Block, Kind
+from expanded_nn.core.geometry import Geometry
+from expanded_nn.core.patches import Patches
+from expanded_nn.core.sketch import Side, Sketch, Totals, TwoSided
+from expanded_nn.core.terms import Dense, OneHot, Outer, Products, SparseOneHot, Term
+
+FOLDER = Path(core.__file__).parent
+B = 3
+KIND = Kind((4, 6), torch.float64, torch.device("cpu"))
+
+
+class Case(NamedTuple):
+    """A kind of term.
+
+    Attributes:
+        factors: New random factors.
+        term: The term of factors.
+        twin: Its rows, from the definition.
+    """
+
+    factors: Callable[[], tuple[Tensor, ...]]
+    term: Callable[..., Term]
+    twin: Callable[..., Tensor]
+
+
+def outer(positions: int, *, dtype: torch.dtype = torch.float64) -> Case:
+    return Case(
+        lambda: (torch.randn(B, positions, 4, dtype=dtype), torch.randn(B, positions, 6, dtype=dtype)),
+        lambda g, a: Outer.of(g, a, dtype),
+        lambda g, a: torch.einsum("bto,bti->boi", g, a),
+    )
+
+
+def one_hot(kind: type[OneHot]) -> Case:
+    return Case(
+        lambda: (torch.randn(B, 5, 6), torch.randint(4, (B, 5))),
+        lambda values, index: kind.of(values, index, 4, torch.float64),
+        lambda values, index: torch.einsum("btd,bte->bed", values, F.one_hot(index, 4).to(values.dtype)),
+    )
+
+
+def convolution(
+    size: tuple[int, ...],
+    row_shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float64,
+    groups: int = 1,
+    stride: int = 1,
+    padding: int = 0,
+) -> Case:
+    dims = len(size)
+    moving = Geometry((stride,) * dims, (padding,) * dims, (1,) * dims, groups)
+    positions = [(n + 2 * padding - k) // stride + 1 for n, k in zip(size, row_shape[2:], strict=True)]
+
+    def twin(g: Tensor, x: Tensor) -> Tensor:
+        weight = torch.zeros(row_shape, dtype=dtype, requires_grad=True)
+        outputs = [torch.convolution(one_x[None], weight, None, *moving.arguments()) for one_x in x]
+        gradients = [torch.autograd.grad(y, weight, one_g[None])[0] for y, one_g in zip(outputs, g, strict=True)]
+        return torch.stack(gradients)
+
+    return Case(
+        lambda: (
+            torch.randn(B, row_shape[0], *positions, dtype=dtype),
+            torch.randn(B, row_shape[1] * groups, *size, dtype=dtype),
+        ),
+        lambda g, x: Patches.of(g, x, row_shape, moving, dtype),
+        twin,
+    )
+
+
+CASES = {
+    "dense": Case(lambda: (torch.randn(B, 4, 6),), Dense.of, lambda rows: rows),
+    "outer, one position": outer(1),
+    "outer, few positions": outer(2),
+    "outer, many positions": outer(9),
+    "outer, float32": outer(2, dtype=torch.float32),
+    "one-hot": one_hot(OneHot),
+    "sparse one-hot": one_hot(SparseOneHot),
+    "patches, pairs of entries": convolution((5,), (8, 8, 3), padding=1),
+    "patches, pairs of windows": convolution((5, 5), (8, 8, 2, 2), stride=2),
+    "patches, dense rows": convolution((7,), (2, 2, 3)),
+    "patches, groups": convolution((4,), (24, 8, 3), groups=3, padding=1),
+    "patches by groups": convolution((7,), (2, 2, 3), torch.float32),
+    "patches by moving": convolution((7,), (4, 1, 3), torch.float32, groups=4),
+    "patches by columns": convolution((6,), (16, 16, 5), torch.float32),
+}
+
+
+def weights(term: Term) -> Tensor:
+    return torch.tensor([0.5, -1.0, 2.0][: term.batch], dtype=term.dtype)
+
+
+def vector(term: Term) -> Tensor:
+    return torch.arange(1.0, 1 + math.prod(term.row_shape), dtype=term.dtype).view(term.row_shape) / 10
+
+
+def filled(term: Term) -> Tensor:
+    """The dense rows, in memory that is given where the term fills such."""
+    out = torch.full((term.batch, *term.row_shape), 7.0, dtype=term.dtype)
+    rows = term.dense(out)
+    return out if term.fills_memory else rows
+
+
+LAWS: dict[str, tuple[Callable[[Term], Tensor], Callable[[Tensor, Term], Tensor]]] = {  # of a term, of its twin
+    "dense": (lambda t: t.dense(), lambda rows, t: rows),
+    "dense out": (filled, lambda rows, t: rows),
+    "weighted_sum": (lambda t: t.weighted_sum(weights(t)), lambda rows, t: torch.einsum("b,b...", weights(t), rows)),
+    "weighted_sum plain": (lambda t: t.weighted_sum(None), lambda rows, t: rows.sum(0)),
+    "matvec": (lambda t: t.matvec(vector(t)), lambda rows, t: (rows * vector(t)).flatten(1).sum(1)),
+    "squared_norms": (lambda t: t.squared_norms(), lambda rows, t: rows.flatten(1).square().sum(1)),
+    "squared_norms products": (
+        lambda t: t.squared_norms(Products()),
+        lambda rows, t: rows.flatten(1).square().sum(1),
+    ),
+    "inner": (lambda t: t.inner(t.scaled(2.0)), lambda rows, t: 2 * rows.flatten(1).square().sum(1)),
+    "gram": (lambda t: t.gram(t), lambda rows, t: rows.flatten(1) @ rows.flatten(1).t()),
+    "scaled": (
+        lambda t: t.scaled(weights(t)).dense(),
+        lambda rows, t: torch.einsum("b,b...->b...", weights(t), rows),
+    ),
+    "map": (lambda t: t.map(lambda factor: factor[1:]).dense(), lambda rows, t: rows[1:]),
+    "clone": (lambda t: t.clone().dense(), lambda rows, t: rows),
+    "to": (lambda t: t.to(torch.float64).dense(), lambda rows, t: rows.double()),
+    "chunks": (lambda t: torch.cat([part.dense() for part in t.chunks(1)]), lambda rows, t: rows),
+    "remake": (lambda t: t.remake(t.factors, 2.0, t.dtype).dense(), lambda rows, t: rows * 2 / t.coefficient),
+    "unscaled": (lambda t: t.remake(t.unscaled(), 1.0, t.dtype).dense(), lambda rows, t: rows / t.coefficient),
+    "weighted": (lambda t: t.remake(t.weighted(), 1.0, t.dtype).dense(), lambda rows, t: rows),
+    "algebra.merged": (
+        lambda t: sum(part.dense() for part in algebra.merged([t, t.scaled(3.0)])),
+        lambda rows, t: 4 * rows,
+    ),
+}
+OF_ONE_KIND = {  # what one kind of term has beside
+    "matrix": ("dense", lambda t: t.matrix(), lambda rows, t: rows.flatten(1) / t.coefficient),
+    "transposed": ("outer, few positions", lambda t: t.transposed().dense(), lambda rows, t: rows.mT),
+}
+SIZES = {"numel", "positions", "fills_memory", "norms_take_rows", "gram_takes_rows", "batch", "padded_size", "of"}
+
+
+def assert_traced(function: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]]) -> None:
+    """What is traced on the first inputs gives the eager result on the second."""
+    first, second = inputs
+    eager = function(*second)
+    traced = make_fx(function, tracing_mode="fake")(*first)
+    torch.testing.assert_close(traced(*second), eager, rtol=1e-12 if eager.dtype == torch.float64 else 1e-6, atol=0)
+
+
+def assert_is_law(case: Case, of_term: Callable[[Term], Tensor], of_twin: Callable[[Tensor, Term], Tensor]) -> None:
+    inputs = [case.factors() for _ in range(2)]
+    term = case.term(*inputs[1]).scaled(-0.5)
+    expected = of_twin(case.twin(*inputs[1]) * -0.5, term)
+    close = {"rtol": 1e-9, "atol": 1e-9} if term.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(of_term(term), expected, check_dtype=False, **close)
+    assert_traced(lambda *factors: of_term(case.term(*factors).scaled(-0.5)), inputs)
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 1 << 22])
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("kind", CASES)
+def test_of_each_kind(kind: str, law: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "CHUNK_NUMEL", rows_at_once)
+    assert_is_law(CASES[kind], *LAWS[law])
+
+
+@pytest.mark.parametrize("law", OF_ONE_KIND)
+def test_of_one_kind(law: str) -> None:
+    kind, of_term, of_twin = OF_ONE_KIND[law]
+    assert_is_law(CASES[kind], of_term, of_twin)
+
+
+PAIRS = [name for name in CASES if not name.startswith("patches") and "float32" not in name]
+
+
+@pytest.mark.parametrize("right", PAIRS)
+@pytest.mark.parametrize("left", PAIRS)
+def test_of_two_kinds(left: str, right: str) -> None:
+    one, two = CASES[left], CASES[right]
+    inputs = [(*one.factors(), *two.factors()) for _ in range(2)]
+    count = len(one.factors())
+
+    def both(*factors: Tensor) -> tuple[Term, Term]:
+        return one.term(*factors[:count]).scaled(3.0), two.term(*factors[count:])
+
+    mine, theirs = (rows.flatten(1) for rows in (3 * one.twin(*inputs[1][:count]), two.twin(*inputs[1][count:])))
+    for of_terms, expected in (
+        (lambda term, other: term.inner(other), (mine * theirs).sum(1)),
+        (lambda term, other: term.gram(other), mine @ theirs.t()),
+    ):
+        torch.testing.assert_close(of_terms(*both(*inputs[1])), expected)
+        assert_traced(lambda *factors, of_terms=of_terms: of_terms(*both(*factors)), inputs)
+
+
+def blocks(*factors: Tensor) -> list[Block]:
+    """Rows in four blocks: a sum of several kinds, one of one kind, one without terms, one without rows."""
+    g, a, h, c, values, index, rows = factors
+    several = (Outer.of(g, a, KIND.dtype), OneHot.of(values, index, 4, KIND.dtype), Dense.of(rows))
+    nothing = Outer.of(g[:0], a[:0], KIND.dtype)
+    return [(B, several), (B, (Outer.of(h, c, KIND.dtype).scaled(2.0),)), (2, ()), (0, (nothing,))]
+
+
+def factors_of_blocks() -> tuple[Tensor, ...]:
+    names = ("outer, many positions", "outer, few positions", "one-hot", "dense")
+    return tuple(factor for name in names for factor in CASES[name].factors())
+
+
+def twin_of_blocks(*factors: Tensor) -> Tensor:
+    g, a, h, c, values, index, rows = factors
+    several = CASES["outer, few positions"].twin(g, a) + CASES["one-hot"].twin(values, index) + rows
+    return torch.cat([several, 2 * CASES["outer, few positions"].twin(h, c), torch.zeros(2, 4, 6)])
+
+
+def by_row() -> Tensor:
+    return torch.linspace(-1, 1, 2 * B + 2)
+
+
+OF_BLOCKS: dict[str, tuple[Callable[[list[Block]], Tensor], Callable[[Tensor], Tensor]]] = {
+    "dense": (lambda b: algebra.dense(b, KIND), lambda rows: rows),
+    "dense out": (lambda b: algebra.dense(b[1:2], KIND, torch.empty(B, 4, 6)), lambda rows: rows[B : 2 * B]),
+    "chunks": (lambda b: torch.cat(list(algebra.chunks(b, KIND))), lambda rows: rows),
+    "squared_norms": (lambda b: algebra.squared_norms(b, KIND, Products()), lambda r: r.flatten(1).square().sum(1)),
+    "weighted_sum": (lambda b: algebra.weighted_sum(b, KIND, by_row()), lambda r: torch.einsum("b,b...", by_row(), r)),
+    "weighted_sum plain": (lambda b: algebra.weighted_sum(b, KIND), lambda rows: rows.sum(0)),
+    "weighted_sum none": (lambda b: algebra.weighted_sum(b[2:3], KIND), lambda rows: torch.zeros(4, 6)),
+    "matvec": (lambda b: algebra.matvec(b, KIND, torch.ones(4, 6)), lambda rows: rows.sum((1, 2))),
+    "gram": (lambda b: algebra.gram(b, b[::-1], KIND), lambda r: r.flatten(1) @ r[reversed_blocks()].flatten(1).t()),
+}
+
+
+def reversed_blocks() -> list[int]:
+    return [2 * B, 2 * B + 1, *range(B, 2 * B), *range(B)]
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 1 << 22])
+@pytest.mark.parametrize("name", OF_BLOCKS)
+def test_of_blocks(name: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "CHUNK_NUMEL", rows_at_once)
+    of_blocks, of_twin = OF_BLOCKS[name]
+    inputs = [factors_of_blocks() for _ in range(2)]
+    torch.testing.assert_close(of_blocks(blocks(*inputs[1])), of_twin(twin_of_blocks(*inputs[1])))
+    assert_traced(lambda *factors: of_blocks(blocks(*factors)), inputs)
+
+
+KRONECKER = [name for name in CASES if name.startswith(("outer", "patches"))]
+
+
+def second_moments(term: Term, *factors: Tensor) -> tuple[Tensor, Tensor]:
+    """`A` and `G` of a term, from the definition: the sums over positions of `a aᵀ` and `g gᵀ`, group by group."""
+    g, a = factors
+    groups = 1
+    if isinstance(term, Patches):
+        groups = term.geometry.groups
+        a = geometry.windows(a, g.shape[2:], term.row_shape[2:], term.geometry).reshape(
+            a.shape[0], -1, math.prod(g.shape[2:])
+        )
+        a, g = a.mT, g.flatten(2).mT
+    A = sum(torch.einsum("bti,btj->ij", part, part) for part in a.chunk(groups, 2)) / groups
+    G = torch.block_diag(*(torch.einsum("bti,btj->ij", part, part) for part in g.chunk(groups, 2)))
+    return A, G
+
+
+@pytest.mark.parametrize("panel", [2, 256])
+@pytest.mark.parametrize("name", KRONECKER)
+def test_kronecker_factors(name: str, panel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "SYMMETRIC_PANEL", panel)
+    case = CASES[name]
+    inputs = [case.factors() for _ in range(2)]
+
+    def factors(*tensors: Tensor, times: float = 3.0) -> kronecker.KroneckerFactors:
+        term = case.term(*tensors)
+        kind = Kind(term.row_shape, term.dtype, term.factors[0].device)
+        total = kronecker.factors([(B, (term.scaled(times),)), (2, ())], kind)
+        return kronecker.factors([(B, (term,))], kind, total)
+
+    term = case.term(*inputs[1])
+    assert kronecker.has_factors([(B, (term,)), (2, ())], Kind(term.row_shape, term.dtype, term.factors[0].device))
+    A, G = second_moments(term, *inputs[1])
+    close = {"rtol": 1e-9, "atol": 1e-9} if term.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    found = factors(*inputs[1])
+    torch.testing.assert_close(found.A, 2 * A, **close)
+    torch.testing.assert_close(found.G, (1 + 9) * G, **close)
+    assert found.count == 2 * B * term.positions
+    assert_traced(lambda *tensors: factors(*tensors).A, inputs)
+    assert_traced(lambda *tensors: factors(*tensors).G, inputs)
+
+
+def test_what_has_no_kronecker_factors() -> None:
+    for name in ("dense", "one-hot"):
+        assert not kronecker.has_factors([(B, (CASES[name].term(*CASES[name].factors()),))], KIND)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_preconditioned(name: str) -> None:
+    case = CASES[name]
+    inputs = [(*case.factors(), torch.randn(9, 9), torch.randn(200, 200)) for _ in range(2)]
+
+    def rows(*tensors: Tensor) -> Tensor:
+        *factors, left, right = tensors
+        term = case.term(*factors).scaled(-0.5)
+        out, in_ = terms.sides(term.row_shape)
+        left, right = (side.repeat(3, 3)[:size, :size].to(term.dtype) for side, size in ((left, out), (right, in_)))
+        return kronecker.between(term, left + left.t(), right + right.t()).dense().flatten(1)
+
+    *factors, left, right = inputs[1]
+    twin = case.twin(*factors) * -0.5
+    out, in_ = len(twin[0]), twin[0].numel() // len(twin[0])
+    left, right = (side.repeat(3, 3)[:size, :size].to(twin.dtype) for side, size in ((left, out), (right, in_)))
+    expected = (left + left.t()) @ twin.flatten(2) @ (right + right.t())
+    close = {"rtol": 1e-9, "atol": 1e-9} if twin.dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-2}
+    torch.testing.assert_close(rows(*inputs[1]), expected.flatten(1), **close)
+    assert_traced(rows, inputs)
+
+
+def test_damped_inverse() -> None:
+    inputs = [(torch.randn(6, 4),) for _ in range(2)]
+
+    def inverse(x: Tensor) -> Tensor:
+        return kronecker.damped_inverse(x.t() @ x, 6, 0.1)[0]
+
+    (x,) = inputs[1]
+    torch.testing.assert_close(inverse(x), torch.linalg.inv(x.t() @ x / 6 + 0.1 * torch.eye(4)))
+    assert_traced(inverse, inputs)
+    assert [bool(kronecker.damped_inverse(k * torch.eye(2), 1, 0.1)[1]) for k in (1.0, -1.0, math.nan)] == [1, 0, 0]
+
+
+WITH_POSITIONS = {"outer, one position": 1, "outer, many positions": 9, "one-hot": 5, "sparse one-hot": 5}
+LIKE_THEM = [name for name in PAIRS if not name.startswith("patches")]
+
+
+@pytest.mark.parametrize("right", LIKE_THEM)
+@pytest.mark.parametrize("left", WITH_POSITIONS)
+@pytest.mark.parametrize("rows_at_once", [1, 1 << 22])
+def test_gram_by_position(left: str, right: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "CHUNK_NUMEL", rows_at_once)
+    one, two, size = CASES[left], CASES[right], WITH_POSITIONS[left]
+    inputs = [(*one.factors(), *two.factors()) for _ in range(2)]
+    count = len(one.factors())
+
+    def products(*factors: Tensor) -> Tensor:
+        mine = [(2, ()), (B, (one.term(*factors[:count]).scaled(3.0),))]
+        return positions.gram_by_position(mine, [(B, (two.term(*factors[count:]),)), (1, ())], KIND, size)
+
+    assert positions.numbers_of_positions([(B, (one.term(*inputs[1][:count]),))]) == {size}
+    mine = [one.twin(*(factor[:, t : t + 1] for factor in inputs[1][:count])).flatten(1) for t in range(size)]
+    expected = torch.zeros(2 + B, size, B + 1)
+    expected[2:, :, :B] = 3 * torch.stack(mine, 1) @ two.twin(*inputs[1][count:]).flatten(1).t()
+    torch.testing.assert_close(products(*inputs[1]), expected)
+    assert_traced(products, inputs)
+
+
+def test_what_has_no_positions() -> None:
+    for name in ("dense", "patches, dense rows"):
+        assert positions.numbers_of_positions([(B, (CASES[name].term(*CASES[name].factors()),))]) is None
+
+
+@pytest.mark.parametrize("of_rows", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_gram_takes_rows(name: str, of_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said whether `gram` makes the other's rows dense."""
+    monkeypatch.setattr(cost, "gram_by_pairs", lambda *sizes: not of_rows)
+    term, other = (CASES[name].term(*CASES[name].factors()) for _ in range(2))
+    made: list[Term] = []
+    dense = type(other).dense
+    monkeypatch.setattr(type(other), "dense", lambda self, out=None: made.append(self) or dense(self, out))
+    term.gram(other)
+    assert other.gram_takes_rows(term) == (other in made and type(other) is not Dense)
+
+
+def drawn_sketch(sizes: tuple[int, int]) -> tuple[Tensor, ...]:
+    orders = [torch.randperm(size) for size in sizes]
+    signs = [torch.randint(2, (size,)) * 2.0 - 1 for size in sizes]
+    return tuple(
+        tensor for order, of_side in zip(orders, signs, strict=True) for tensor in (order, order.argsort(), of_side)
+    )
+
+
+def sketch_of(sizes: tuple[int, int], dim: int, tensors: Sequence[Tensor]) -> Sketch:
+    along = int(sizes[1] >= sizes[0])
+    width = next(width for width in range(max(sizes), max(sizes) + dim + 1) if math.gcd(width, dim) == 1)
+    return Sketch((Side(*tensors[:3]), Side(*tensors[3:])), dim, along, width, 2)
+
+
+@pytest.mark.parametrize("by_factors", [True, False])
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+@pytest.mark.parametrize("dim", [1, 7, 11, 16])
+@pytest.mark.parametrize("name", CASES)
+def test_sketches(name: str, dim: int, at_once: int, by_factors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number's bucket is the sum of its sides' buckets, its sign the product of their signs."""
+    monkeypatch.setattr(cost, "sketch_by_factors", lambda *sizes: by_factors)
+    monkeypatch.setattr(cost, "SHUFFLED_NUMEL", at_once)
+    monkeypatch.setattr(cost, "CHUNK_NUMEL", at_once)
+    case = CASES[name]
+    term = case.term(*case.factors())
+    sizes, count = terms.sides(term.row_shape), len(term.factors)
+    inputs = [(*case.factors(), *drawn_sketch(sizes)) for _ in range(2)]
+
+    def numbers(*tensors: Tensor) -> Tensor:
+        totals = Totals(dim, B + 1, term.dtype, term.factors[0].device)
+        sketch_of(sizes, dim, tensors[count:]).add(case.term(*tensors[:count]).scaled(-0.5), totals, 1)
+        return totals.result()
+
+    drawn = sketch_of(sizes, dim, inputs[1][count:])
+    places = [side.place for side in drawn.sides]
+    places[1 - drawn.along] = places[1 - drawn.along] * drawn.width + drawn.shift
+    buckets = (places[0][:, None] + places[1]) % dim
+    signs = drawn.sides[0].signs[:, None] * drawn.sides[1].signs
+    twin = -0.5 * case.twin(*inputs[1][:count]).reshape(B, *sizes).double() * signs
+    expected = torch.zeros(B + 1, dim)
+    expected[1:].index_add_(1, buckets.flatten(), twin.flatten(1))
+    close = {"rtol": 1e-9, "atol": 1e-9} if term.dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(numbers(*inputs[1]), expected, check_dtype=False, **close)
+    if at_once > 1 and dim in (7, 11):
+        assert_traced(numbers, inputs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_sided_projections(name: str) -> None:
+    case = CASES[name]
+    term = case.term(*case.factors())
+    sizes, count = terms.sides(term.row_shape), len(term.factors)
+    inputs = [(*case.factors(), torch.randn(2, sizes[0]), torch.randn(4, sizes[1])) for _ in range(2)]
+
+    def numbers(*tensors: Tensor) -> Tensor:
+        totals = Totals(7, B + 1, term.dtype, term.factors[0].device)
+        TwoSided(*tensors[count:]).add(case.term(*tensors[:count]).scaled(-0.5), totals, 1)
+        return totals.result()
+
+    left, right = inputs[1][count:]
+    expected = torch.zeros(B + 1, 7)
+    rows = case.twin(*inputs[1][:count]).reshape(B, *sizes).double()
+    expected[1:] = -0.5 * (left @ rows @ right.t()).flatten(1)[:, :7]
+    close = {"rtol": 1e-9, "atol": 1e-9} if term.dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(numbers(*inputs[1]), expected, check_dtype=False, **close)
+    assert_traced(numbers, inputs)
+
+
+def test_lengths_of_transforms() -> None:
+    """Lengths of small primes serve as they are; others take room for a whole convolution."""
+    assert [sketch.transform_length(dim) for dim in (1, 7, 11, 16, 210, 22)] == [1, 7, 32, 16, 210, 64]
+
+
+def test_products_of_a_factor_in_common_are_made_once() -> None:
+    g, a, h = torch.randn(B, 2, 30), torch.randn(B, 2, 30), torch.randn(B, 2, 30)
+
+    def norms(g: Tensor, a: Tensor, h: Tensor) -> Tensor:
+        products = Products()
+        parts = [Outer.of(left, right, g.dtype) for left, right in ((g, a), (h, a), (g, a.clone()), (g, h))]
+        return torch.stack([term.squared_norms(products) for term in parts])
+
+    expected = [torch.einsum("bto,bti->boi", x, y).square().sum((1, 2)) for x, y in ((g, a), (h, a), (g, a), (g, h))]
+    torch.testing.assert_close(norms(g, a, h), torch.stack(expected))
+    calls = [node.target for node in make_fx(norms, tracing_mode="fake")(g, a, h).graph.nodes]
+    # of g and a; of h; of g and a's copy, as two are kept; of h
+    assert calls.count(torch.ops.aten.bmm.default) == 2 + 1 + 2 + 1
+
+
+BY_NAME = {
+    *("kronecker.has_factors", "kronecker.factors", "kronecker.damped_inverse", "kronecker.between", "terms.sides"),
+    *("positions.numbers_of_positions", "positions.gram_by_position", "sketch.transform_length"),
+}
+
+
+def public(module: object) -> set[str]:
+    """The functions of a module, and the methods of its terms."""
+    names = set()
+    for name, value in vars(module).items():
+        if getattr(value, "__module__", None) != module.__name__ or name.startswith("_"):
+            continue
+        if inspect.isfunction(value):
+            names.add(f"{module.__name__.rpartition('.')[2]}.{name}")
+        elif inspect.isclass(value) and issubclass(value, Term):
+            names |= {attribute for attribute in vars(value) if not attribute.startswith("_")}
+    return names
+
+
+def test_every_function_has_a_case() -> None:
+    by_term = {law.partition(" ")[0] for law in LAWS} | set(OF_ONE_KIND) | SIZES
+    by_blocks = {f"algebra.{name.partition(' ')[0]}" for name in OF_BLOCKS}
+    names = set().union(*map(public, (terms, patches, algebra, geometry, kronecker, positions, sketch)))
+    by_path = public(geometry) | {"patches.inner_by_windows", "patches.inner_by_entries", "patches.as_linear"}
+    assert names <= by_term | by_blocks | by_path | BY_NAME  # test_paths_of_patches, the tests above
+    files = {file.stem for file in FILES} - {"__init__", "cost"}
+    assert files == {"terms", "patches", "algebra", "geometry", "kronecker", "positions", "sketch"}
+
+
+def test_paths_of_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cases take every way that there is, by themselves."""
+    taken: set[str] = set()
+    for module in (geometry, patches):
+        for name, function in list(vars(module).items()):
+            if inspect.isfunction(function) and function.__module__ in (geometry.__name__, patches.__name__):
+
+                def call(*args: object, name: str = name, function: Callable[..., object] = function) -> object:
+                    taken.add(name)
+                    return function(*args)
+
+                monkeypatch.setattr(module, name, call)
+    for case in CASES.values():
+        term = case.term(*case.factors())
+        for of_term, _ in LAWS.values():
+            of_term(term)
+    names = {name.partition(".")[2] for name in public(geometry)} | {"inner_by_windows", "inner_by_entries"}
+    assert names <= taken
+
+
+MAY_IMPORT = {"__future__", "abc", "collections", "dataclasses", "functools", "itertools", "math", "typing", "torch"}
+IMPURE = {
+    *("weakref", "contextvars", "ContextVar", "_version", "data_ptr", "_cdata", "_C", "autograd", "nn", "Module"),
+    *("cache", "lru_cache", "cached_property", "global", "nonlocal", "item", "tolist", "hash", "id"),
+}
+NUMBERS = ast.BinOp | ast.Constant | ast.operator | ast.Tuple | ast.expr_context
+FILES = sorted(FOLDER.glob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_core_is_pure(file: Path) -> None:
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = {alias.name for alias in node.names} - {"torch.nn.functional"}
+            assert {name.partition(".")[0] for name in names} <= MAY_IMPORT
+            assert not {part for name in names for part in name.split(".")} & IMPURE
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            ours = (node.module or "").startswith(("expanded_nn.core", "expanded_nn._errors"))
+            assert ours or (node.module or "").partition(".")[0] in MAY_IMPORT
+            assert not {*(node.module or "").split("."), *(alias.name for alias in node.names)} & IMPURE
+        elif isinstance(node, ast.Global | ast.Nonlocal):
+            raise AssertionError(f"{file.name}:{node.lineno}: state that outlives a call")
+        elif isinstance(node, ast.Attribute | ast.Name):
+            assert (node.attr if isinstance(node, ast.Attribute) else node.id) not in IMPURE, f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_core_has_no_state(file: Path) -> None:
+    """At the module's level stand imports, functions, classes, numbers and names of types."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign):
+            names_a_type = isinstance(node.value, ast.Subscript)
+            are_numbers = all(isinstance(part, NUMBERS) for part in ast.walk(node.value))
+            assert names_a_type or are_numbers, f"line {node.lineno}"
+        else:
+            assert isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Expr)

@@ -1,0 +1,194 @@
+"""Random sequences of what a training script may do: see sequences.py, and contract.py for what is due."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from contract import Contract, Pass, Sent, Wrong
+from sequences import (
+    Alone,
+    Backward,
+    Clear,
+    Clip,
+    Forward,
+    Freeze,
+    Grads,
+    Load,
+    Outside,
+    PerSample,
+    Piece,
+    Replace,
+    Scale,
+    Story,
+    Update,
+)
+
+
+def play_random(first_seed: int, stories: int) -> Counter[str]:
+    """Plays so many random stories; what has happened in them."""
+    happened: Counter[str] = Counter()
+    for seed in range(first_seed, first_seed + stories):
+        story = Story.random(seed)
+        try:
+            happened += story.play()
+        except Exception as error:
+            short = story.shrunk()
+            text = f"{short.error()!r}\n\n{short!r}\n\nfrom Story.random({seed}): {error!r}"
+            pytest.fail(text, pytrace=False)
+    return happened
+
+
+BOTH_FORMS = [pytest.param(False, id="factored"), pytest.param(True, id="small_rows", marks=pytest.mark.small_rows)]
+
+
+@pytest.mark.parametrize("small", BOTH_FORMS)
+def test_random_sequences(small: bool) -> None:
+    """The same each time; and that what may happen does happen, and is seldom refused."""
+    happened = play_random(30 * small, 30)
+    assert happened["a backward"] > 100
+    assert happened["clipped"] > 30
+    assert sum(count for what, count in happened.items() if what.startswith("refused")) < happened["a backward"] / 10
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("small", BOTH_FORMS)
+@pytest.mark.parametrize("chunk", range(20))
+def test_many_random_sequences(chunk: int, small: bool) -> None:
+    """Others each time: 2,000 of 40 steps."""
+    play_random(random.SystemRandom().randrange(1 << 40), 50)
+
+
+def opens_always(contract: Contract, samples: int) -> Pass:
+    contract.last = None
+    return OPEN(contract, samples)
+
+
+def goes_on_after_a_backward(contract: Contract, samples: int) -> Pass:
+    if contract.last is not None and contract.last.batch == samples:
+        return contract.last
+    return OPEN(contract, samples)
+
+
+def keeps_stale_rows(contract: Contract, parts: Sequence[Any], trainable: set[int]) -> None:
+    contract.cleared = set()
+    DELIVER(contract, parts, trainable)
+
+
+def reverses_passes(contract: Contract, *args: Any) -> dict[int, Tensor | None]:
+    contract.passes.reverse()
+    due = DUE(contract, *args)
+    contract.passes.reverse()
+    return due
+
+
+def leaves_out_zero_rows(contract: Contract, shapes: dict[int, torch.Size], trainable: set[int]) -> dict[int, Any]:
+    parts = {key: [held.rows[key] for held in contract.passes if key in held.rows] for key in trainable}
+    return {key: torch.cat(rows) if rows else None for key, rows in parts.items()}
+
+
+def counts_every_pass(contract: Contract, shapes: dict[int, torch.Size], trainable: set[int]) -> dict[int, Any]:
+    everything = {key for held in contract.passes for key in held.rows} | trainable
+    shapes = {**{key: torch.Size() for key in everything}, **shapes}
+    return {key: rows for key, rows in DUE(contract, shapes, everything).items() if key in trainable}
+
+
+def scales_by_the_last_batch(sent: Sent, kind: str) -> dict[int, Tensor]:
+    return {key: rows / max(1, len(sent.x)) for key, rows in ROWS(sent, kind).items()}
+
+
+OPEN, DELIVER, DUE, ROWS = Contract.open, Contract.deliver, Contract.due, Sent.rows
+BROKEN: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "each_forward_is_a_pass": (Contract, "open", opens_always),
+    "a_pass_goes_on_after_a_backward": (Contract, "open", goes_on_after_a_backward),
+    "stale_rows_stay": (Contract, "deliver", keeps_stale_rows),
+    "another_order": (Contract, "due", reverses_passes),
+    "no_zero_rows": (Contract, "due", leaves_out_zero_rows),
+    "rows_of_frozen_parameters_count": (Contract, "due", counts_every_pass),
+    "another_scale": (Sent, "rows", scales_by_the_last_batch),
+}
+
+
+@pytest.mark.parametrize(("owner", "name", "broken"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_contract_is_noticed(
+    owner: type, name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is due matters: with one rule of it broken, a sequence that is right goes wrong, and soon."""
+    for seed in range(60):
+        story = Story.random(seed)
+        if story.error() is not None:
+            continue
+        with monkeypatch.context() as context:
+            context.setattr(owner, name, broken)
+            if isinstance(story.error(), Wrong):
+                return
+    pytest.fail("nothing went wrong")
+
+
+# What was found once, each the shortest that shows it.
+FOUND: dict[str, Story] = {
+    "clearing_by_data_is_seen": Story([Forward(), Backward(), Clear("data_zero"), Forward(), Backward()]),
+    "clearing_by_data_is_seen_within_a_pass": Story(
+        [Forward(), Piece(), Backward(), Clear("data_zero"), Backward()],
+    ),
+    "gradient_that_cancels_is_not_cleared": Story(
+        [Forward(), Backward(), Forward(), Backward(factor=-1.0), Scale(), Forward(), Backward()],
+    ),
+    "settings_stay": Story([PerSample(), Forward(), Backward()], settings={"accumulate_grad": False}),
+    "rows_without_gradient_after_a_fault": Story(
+        [Forward(), Backward(retain=True), Backward(fault="parameter"), Clip()]
+    ),
+    "rows_without_gradient_after_an_outside_use": Story(
+        [Forward(), Forward(), Outside(use="in_the_loss"), Backward((0,)), Backward()],
+    ),
+    "rows_without_gradient_after_a_weight_was_changed": Story(
+        [Forward(), Forward(), Backward(), Update(), Forward(), Backward((0, 1))],
+    ),
+    "ghost_rows_after_a_fault": Story(
+        [Forward(), Backward(fault="parameter"), Clear("zero"), Forward(), Backward()],
+    ),
+    "ghost_rows_after_an_outside_use": Story(
+        [Outside(), Forward(), Backward((0, 1)), Clear("zero"), Forward(), Backward()],
+    ),
+    "rows_that_were_taken_away_after_a_fault_stay_away": Story(
+        [Forward(), Backward(), Forward(), Backward(fault="accumulated"), Clear("rows"), Forward(), Backward()],
+    ),
+    "thawed_with_a_gradient_from_before": Story(
+        [
+            Forward(),
+            Backward(),
+            Freeze("mix"),
+            Clear("none", True),
+            Forward(),
+            Backward(),
+            Freeze("mix", False),
+            Grads(),
+        ],
+    ),
+    "ghost_rows_of_a_frozen_part": Story(
+        [Forward(), Backward(), Freeze("words"), Freeze("first"), Clear("optimizer", True), Forward(), Backward()],
+    ),
+    "ghost_rows_of_a_replaced_weight": Story(
+        [Forward(), Backward(), Replace(keeps=True), Clear(), Forward(), Backward()]
+    ),
+    "ghost_rows_of_a_state_that_was_assigned": Story([Forward(4), Load(), Piece(), Backward((0, 1))]),
+    "frozen_between_forward_and_backward": Story([Piece(use="layer"), Freeze(), Forward(1), Backward((0, 1))]),
+    "clipping_gives_a_frozen_weight_no_gradient": Story(
+        [Forward(), Freeze(), Backward(), Clip()],
+    ),
+    "use_outside_of_layers_called_alone": Story([Outside(), Backward()]),
+    "own_parameter_in_a_method": Story([Outside(use="own_parameter"), Backward()], "Own"),
+    "expanded_of_a_new_weight": Story([Forward(), Backward(), Load(), Alone()]),
+    "forward_without_the_mode": Story([PerSample(False), Forward(), PerSample(), Backward()]),
+    "graph_from_before_the_switch": Story([Forward(), PerSample(), Backward(), Clip()]),
+    "reentrant_checkpoint_and_another_pass": Story([Forward(use="reentrant"), Forward(4), Backward((0, 1))]),
+}
+
+
+@pytest.mark.parametrize("story", FOUND.values(), ids=FOUND)
+def test_what_was_found(story: Story) -> None:
+    story.play()
