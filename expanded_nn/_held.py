@@ -58,7 +58,12 @@ def recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]
 def held_rows(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameter name -> the rows it holds, of those that hold any."""
     held = {name: getattr(parameter, "grad_sample", None) for name, parameter in parameters.items()}
-    return {name: rows for name, rows in held.items() if rows is not None}
+    return {name: rows for name, rows in held.items() if rows is not None and _is_used(parameters[name])}
+
+
+def _is_used(parameter: Tensor) -> bool:
+    """Whether an optimizer may use its gradient: one that is frozen and has none any more has no use for its rows."""
+    return parameter.requires_grad or (parameter.grad is not None and not is_zero(_values(parameter.grad)))
 
 
 def batch_size_of(held: Mapping[str, Tensor]) -> int:
@@ -84,13 +89,18 @@ def refuse_gradients_without_rows(
         if parameter.requires_grad and parameter.grad is not None and getattr(parameter, "grad_sample", None) is None
     ]
     # with accumulate_grad=False clipping has left its sums there; zeros are a gradient that was cleared
-    known = [name for name in without if any(recorder.has_clipped(parameters[name]) for recorder in recorders)]
+    known = [name for name in without if any(recorder.is_clipped(parameters[name]) for recorder in recorders)]
     found = [name for name in without if name not in known and not is_zero(_values(parameters[name].grad))]
+    found += [
+        name
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and any(recorder.lacks_rows(parameter) for recorder in recorders)
+    ]
     if found:
         raise complaint(
             who,
-            f"the parameters {some(found)} have a gradient in .grad, but no per-sample gradients, so that nothing "
-            "bounds what a sample adds to it",
+            f"the parameters {some(found)} have a gradient in .grad, or a part of one, but no per-sample gradients of "
+            "it, so that nothing bounds what a sample adds to it",
             "both, or neither",
             "If that gradient is from before, clear it: optimizer.zero_grad(). If it is of this step, let the "
             "parameter be used by its layer, or by expanded_nn.expanded(weight).",

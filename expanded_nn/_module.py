@@ -21,7 +21,7 @@ from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._lift import lifted
 from expanded_nn._shared import owned
 from expanded_nn.recording.expand import Again, comes_from_rows
-from expanded_nn.recording.recorder import Recorder, Settings
+from expanded_nn.recording.recorder import Forward, Recorder, Settings
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -213,10 +213,20 @@ class Expanded(PerSampleModule):
         if torch.compiler.is_compiling():
             return self._in_graph(args, kwargs)
         if recorder.inside(self):
-            return self.expanded_forward(*args, **kwargs)
+            assert recorder.forward is not None
+            return self._noting_what_is_shared(recorder.forward, args, kwargs)
         with recorder.scope(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
             result = self.expanded_forward(*args, **kwargs)
             forward.returned(result)
+        return result
+
+    def _noting_what_is_shared(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """The forward inside of another, which hears of results that all samples share."""
+        before = len(forward.inputs_shared)
+        result = self.expanded_forward(*args, **kwargs)
+        inputs_shared = forward.inputs_shared[before:]
+        if inputs_shared and all(inputs_shared):
+            forward.note_shared(self, result, 0 if self.fixed_layout or self.model_batch_first else 1)
         return result
 
     def _in_graph(self, args: Any, kwargs: Any) -> Any:
@@ -365,6 +375,8 @@ class Expanded(PerSampleModule):
                 f"Call it with {argument}.unsqueeze(0) for one sample, or for one that all samples share.",
             )
         rows = x.shape[dim]
+        if rows in (1, batch) and batch > 1:
+            self._note_input(shared=rows == 1)
         if rows == batch:
             return x
         if rows == 1:
@@ -388,6 +400,11 @@ class Expanded(PerSampleModule):
             "folds it through the general rule, alone(ItsClass) before convert; or say where the samples stand, "
             f"per_sample(batch_size=..., batch_first=...): the first tensor of the call said {batch}.",
         )
+
+    def _note_input(self, *, shared: bool) -> None:
+        forward = None if self._recorder is None else self._recorder.forward
+        if forward is not None and not torch.compiler.is_compiling():
+            forward.inputs_shared.append(shared)
 
     def _guess(self, x: Tensor, dim: int) -> str:
         """A remedy, where the shape suggests one."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-_OURS = {"_parameters", "_modules", "_recorder", "_settings", "_compared", "_ranks"}
+_OURS = {"_parameters", "_modules", "_recorder", "_settings", "_compared", "_ranks", "_shared_seen"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 

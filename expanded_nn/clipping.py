@@ -69,6 +69,10 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     parameters, recorders = recorded(model)
     held = held_rows(parameters)
     refuse_gradients_without_rows("clip_grad_sample_norms_", parameters, recorders)
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad and name not in held and getattr(parameter, "grad_sample", None) is not None:
+            for recorder in recorders:  # it is not clipped with the others, and not to come back when it is thawed
+                recorder.forget(parameter)
     if not held and any(each.requires_grad for each in parameters.values()):
         raise complaint(
             "clip_grad_sample_norms_",
@@ -99,8 +103,9 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
         del part, rows
         for name, total in totals.items():
             _set_grad(parameters[name], total, add=adds)
-            for recorder in recorders if adds else []:
-                recorder.forget(parameters[name])
+            for recorder in recorders:
+                if adds:
+                    recorder.forget(parameters[name])
                 recorder.note_clipped(parameters[name])
     for recorder in recorders:
         recorder.note_grads()

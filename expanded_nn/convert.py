@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from types import CellType, FunctionType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -33,7 +35,8 @@ def convert(model: Model, *, inplace: bool = False) -> Model:
         The converted model, per-sample mode off.
 
     Raises:
-        ConversionError: If modules cannot be converted; it lists all of them, each with class, reason and remedy.
+        ConversionError: If modules cannot be converted; it lists all of them, each with class, reason and remedy. Or
+            if the model cannot be copied, or holds functions that refer to it.
 
     Example:
         >>> import torch, expanded_nn as enn
@@ -72,7 +75,7 @@ def revert(model: Model, *, inplace: bool = False) -> Model:
             plain = _plain_class(module)
             if module._recorder is not None:
                 module._recorder.close(model.modules())
-            for attribute in ("_recorder", "_settings", "_ranks", "_compared"):
+            for attribute in ("_recorder", "_settings", "_ranks", "_compared", "_shared_seen", "_takes_labels"):
                 module.__dict__.pop(attribute, None)
             module.__class__ = plain  # type: ignore[assignment]
     for parameter in model.parameters():
@@ -100,12 +103,44 @@ def per_sample(model: Model, mode: bool = True, **settings: Any) -> Model:
 
 
 def _copied(model: Model) -> Model:
+    _refuse_closures(model)
     try:
         return copy.deepcopy(model)
     except RuntimeError as error:
         raise ConversionError(
             f"{type(model).__name__} cannot be copied ({error}). Convert it in place: convert(model, inplace=True)."
         ) from error
+
+
+def _refuse_closures(model: nn.Module) -> None:
+    """Raises if a copy would go on computing with the weights of the original.
+
+    Python copies functions as they are: one that an attribute or a hook holds refers to the original model then.
+    """
+    own = {id(each) for each in model.modules() if any(True for _ in each.parameters())}
+    own |= {id(parameter) for parameter in model.parameters()}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute not in ("_parameters", "_modules", "_buffers") and _refers_to(value, own):
+                raise ConversionError(
+                    f"{name or type(model).__name__}.{attribute} holds a function that refers to this model or its "
+                    "weights. In a copy it would go on using the original's. Convert the model in place, "
+                    "convert(model, inplace=True), or make the function a method."
+                )
+
+
+def _refers_to(value: Any, own: set[int], depth: int = 3) -> bool:
+    """Whether functions in a value hold on to objects with these ids, in what they close over or have as defaults."""
+    if isinstance(value, dict | list | tuple | set):
+        values = value.values() if isinstance(value, dict) else value
+        return depth > 0 and any(_refers_to(each, own, depth - 1) for each in values)
+    if isinstance(value, partial):
+        return _refers_to(value.func, own, depth)
+    if not isinstance(value, FunctionType):
+        return False
+    held = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+    held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    return any(id(each) in own or (depth > 0 and _refers_to(each, own, depth - 1)) for each in held)
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:

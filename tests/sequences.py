@@ -792,6 +792,8 @@ class Clip(Step):
             if key not in trainable and not (held and differs(run.parameters[key].grad, before)):
                 continue  # one that was frozen since may be clipped or not; one that was frozen before has no rows
             contract.grads[key] = total if contract.accumulates or before is None else before + total
+            if not total.any():  # whether a gradient that vanishes was cleared since, nobody can tell
+                contract.doubtful.add(key)
             contract.raw.discard(key)
             contract.bare.discard(key)
         if not contract.accumulates:

@@ -214,6 +214,7 @@ class Embedding(Expanded, nn.Embedding):
 
     ranks: ClassVar[dict[str, int]] = {"weight": 2}
     positionwise: ClassVar[bool] = True
+    _takes_labels = False  # whether it was given one index per sample before
 
     @property
     def traceable(self) -> bool:  # type: ignore[override]
@@ -234,7 +235,7 @@ class Embedding(Expanded, nn.Embedding):
             return index.expand(batch), 0
         dim = batch_dim(index.dim(), batch_first=batch_first)
         rows = index.shape[dim]
-        if batch > 1 and ((rows == batch and _are_positions(index)) or index.shape == (1,)):
+        if batch > 1 and (index.shape == (1,) or (rows == batch and self._may_be_positions(index))):
             raise complaint(
                 self.name,
                 f"input has shape {tuple(index.shape)} and may be positions that all {batch} samples share, or one "
@@ -244,9 +245,11 @@ class Embedding(Expanded, nn.Embedding):
                 "and squeeze(1) after it for samples.",
             )
         if rows == batch:
+            self._note_input(shared=False)
             return index.transpose(0, dim), dim
         if self.is_slice(index) and not (index.dim() == 1 and _are_positions(index)):
             raise self.slice_error(index)
+        self._note_input(shared=batch > 1)
         if rows == 1 and index.dim() > 1:
             return index.transpose(0, dim).expand(batch, *[-1] * (index.dim() - 1)), dim
         if batch > 1:
@@ -254,6 +257,30 @@ class Embedding(Expanded, nn.Embedding):
         if self._recorder is not None and self._recorder.forward is not None:
             self._recorder.forward.broadcast.append(self)
         return index.expand(batch, *index.shape), 0 if batch_first else 1
+
+    def _may_be_positions(self, index: Tensor) -> bool:
+        """Whether B indices may be positions that all samples share, and not one index per sample.
+
+        An argument of the model is no table of positions, unless it counts from 0; and a layer that was given one index
+        per sample before goes on with them, whatever their values are by chance.
+        """
+        forward = None if self._recorder is None else self._recorder.forward
+        is_argument = forward is not None and forward.is_argument(index)
+        if not _are_positions(index):
+            is_buffer = index.dim() == 1 and not is_argument and self._is_buffer(index)
+            if index.dim() == 1 and is_argument and not self._takes_labels:
+                self._takes_labels = True
+            return is_buffer
+        if index.dim() != 1 or not is_argument:
+            return True
+        return not self._takes_labels and bool(index[0] == 0)
+
+    def _is_buffer(self, index: Tensor) -> bool:
+        """Whether an index is a part of what the model holds."""
+        modules = () if self._recorder is None else self._recorder.modules()
+        memory = index.untyped_storage().data_ptr()
+        buffers = (buffer for module in modules for buffer in module._buffers.values() if buffer is not None)
+        return any(buffer.untyped_storage().data_ptr() == memory for buffer in buffers)
 
     def _refuse_other_batch(self, index: Tensor, dim: int) -> None:
         """A folded batch, or an even part of it, is no index that all samples share; positions are."""

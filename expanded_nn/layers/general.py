@@ -128,6 +128,7 @@ class General(Expanded):
         expanded = [self._expanded_of(module, name, guests) for module, name in places]
         leaves, structure = tree_flatten((args, kwargs))
         dims = [self._sample_dim(leaf, batch) for leaf in leaves]
+        self._note_input(shared=batch > 1 and all(dim is None for dim in dims))
         given = [each for each in leaves if isinstance(each, Tensor) and each.dim()]
         if given and has_derivatives(given[0]):
             self.checked(given[0], 0, dim=self._dim_of(given[0]), argument="the first tensor")

@@ -18,6 +18,7 @@ from expanded_nn.recording.backward import Backward, graph_of, in_transform, run
 from expanded_nn.recording.expand import Again, Computed, Expand, ExpandComputed, leaves_of, passes_behind
 from expanded_nn.recording.passes import Pass, Passes, Stage
 from expanded_nn.recording.sharded import is_shard
+from expanded_nn.recording.shared_results import SharedResult, taken_apart
 from expanded_nn.recording.store import Store
 from expanded_nn.recording.watch import Leaf, Place, Watch, stale
 
@@ -133,13 +134,16 @@ class Recorder:
         self.homes = [home for home in self.homes if (known := home()) is not None and known not in inside]
         self.homes.append(weakref.ref(module))
         self.watch_all()
-        for leaf in self.leaves:
-            leaf.member = True
+        for member in self.modules():
+            for parameter in member._parameters.values():
+                if parameter is not None:
+                    self._known(parameter).member = True
 
     def add_member(self, parameter: Tensor) -> None:
         """A parameter has been put into a module of the model."""
+        self._known(parameter).member = True
         if parameter.requires_grad:
-            self.leaf(parameter).member = True
+            self.leaf(parameter)
         if not hasattr(parameter, "grad_sample"):
             parameter.grad_sample = None  # type: ignore[attr-defined]
 
@@ -153,8 +157,7 @@ class Recorder:
 
     def watch_all(self) -> None:
         """Watches every parameter that asks for gradients: it may be used outside of its module."""
-        for leaf in self.leaves.forget_lost():
-            self.store.drop(leaf)
+        self._forget_lost()
         for module in self.modules():
             for parameter in module._parameters.values():
                 # no guest of functional_call
@@ -164,14 +167,23 @@ class Recorder:
                         parameter.grad_sample = None  # type: ignore[attr-defined]
 
     def leaf(self, parameter: Tensor) -> Leaf:
-        """What is known of a parameter, which is watched from now on."""
+        """What is known of a parameter that requires gradients; it is watched from now on."""
+        leaf = self._known(parameter)
+        if leaf.handle is None:
+            Watch.put(self, leaf, parameter)
+        return leaf
+
+    def _forget_lost(self) -> None:
+        for leaf in self.leaves.forget_lost():
+            self.store.drop(leaf)
+
+    def _known(self, parameter: Tensor) -> Leaf:
         leaf = self.leaves.get(parameter)
         if leaf is None:
+            self._forget_lost()  # one of those may have had the same id
             leaf = self.leaves.add(parameter)
             if self.leaves.sharded:
                 leaf.place = self._place_of(parameter)
-        if leaf.handle is None:
-            Watch.put(self, leaf, parameter)
         return leaf
 
     def _place_of(self, parameter: Tensor) -> Place | None:
@@ -386,12 +398,17 @@ class Recorder:
                     self._forget(leaf)
             self.store.set_aside(self.leaves)
             return
-        for leaf in stale(held) if self.settings.accumulate_grad else held:
+        if self.settings.accumulate_grad:
+            held = stale(held)
+            for leaf in held:
+                leaf.clipped = None
+        for leaf in held:
             self._forget(leaf)
         if self.store.held:
             self.store.drop_passes_of(self._left_or_frozen())
         for leaf in self.leaves:
             leaf.note_grad()
+            leaf.lacks_rows()  # looks while `.grad` may still be zero
         self.store.begin()
 
     def _left_or_frozen(self) -> list[Leaf]:
@@ -443,21 +460,30 @@ class Recorder:
             self.backward.settle()
 
     def note_clipped(self, parameter: Tensor) -> None:
-        """Clipping has added to `.grad`."""
+        """Clipping has set `.grad`."""
         leaf = self.leaves.get(parameter)
         if leaf is not None and parameter.grad is not None:
-            leaf.clipped = weakref.ref(parameter.grad)
+            leaf.clipped, leaf.lacking = (weakref.ref(parameter.grad), parameter.grad._version), None
 
-    def has_clipped(self, parameter: Tensor) -> bool:
-        """Whether `.grad` is what clipping has added to."""
+    def is_clipped(self, parameter: Tensor) -> bool:
+        """Whether `.grad` is what clipping has set, and no backward has added to it."""
         leaf = self.leaves.get(parameter)
-        return leaf is not None and leaf.clipped is not None and leaf.clipped() is parameter.grad is not None
+        if leaf is None or leaf.clipped is None or parameter.grad is None:
+            return False
+        grad, version = leaf.clipped
+        return grad() is parameter.grad and (version == parameter.grad._version or not self.settings.accumulate_grad)
+
+    def lacks_rows(self, parameter: Tensor) -> bool:
+        """Whether `.grad` has a part whose rows were dropped."""
+        leaf = self.leaves.get(parameter)
+        return leaf is not None and leaf.lacks_rows()
 
     def forget(self, parameter: Tensor) -> None:
         """Drops the rows of one parameter."""
         leaf = self.leaves.get(parameter)
         if leaf is not None:
             self._forget(leaf)
+            leaf.clipped = None
         parameter.grad_sample = None  # type: ignore[attr-defined]
         if self.leaves.sharded and is_shard(parameter):
             for gathered in self.leaves:
@@ -475,7 +501,8 @@ class Recorder:
             leaving: The modules that have no use of this recorder any more.
         """
         for leaf in self.leaves:
-            leaf.handle.remove()
+            if leaf.handle is not None:
+                leaf.handle.remove()
             leaf.shown.rows = None
             leaf.sent.clear()
         self.leaves, self.passes = Leaves(), Passes()
@@ -502,6 +529,8 @@ class Forward:
         thread: The thread it runs in.
         broadcast: Embeddings whose index has had no batch dimension in it.
         is_awaited: Whether a layer has run without gradients in it, as in a reentrant checkpoint.
+        inputs_shared: Of the inputs that layers have read so far, whether each is one that all samples share.
+        shared: What layers have returned for inputs that all samples share.
     """
 
     def __init__(
@@ -515,6 +544,8 @@ class Forward:
         self.thread = get_ident()
         self.broadcast: list[nn.Module] = []
         self.is_awaited = False
+        self.inputs_shared: list[bool] = []
+        self.shared: list[SharedResult] = []
         self._now: Pass | None = None
 
     def __enter__(self) -> Forward:
@@ -536,13 +567,24 @@ class Forward:
         batch = self.now.batch
         return [each for each in tensors(self.inputs) if isinstance(each, Tensor) and batch in each.shape]
 
+    def is_argument(self, x: Tensor) -> bool:
+        """Whether a tensor is an argument of this forward, or a view of one."""
+        whole = x if x._base is None else x._base
+        return any(each is x or each is whole or each._base is whole for each in self.samples)
+
     def correct(self, batch: int) -> None:
         """The number of samples as a layer knows it better than the first argument, if nothing relied on that."""
         if self._now is None and self.recorder.settings.batch_size is None and not self.is_explicit:
             self.batch = batch
 
     def returned(self, result: Any) -> None:
-        """What the forward returns: where a backward will run layers again, the graph keeps their pass in mind."""
+        """What the forward returns: where a backward will run layers again, the graph keeps their pass in mind.
+
+        Raises:
+            PerSampleError: If a result that all samples share was taken apart as if it were one.
+        """
+        if self.shared:
+            self._refuse_taken_apart(result)
         if not self.is_awaited or (self._now is None and self.batch is None):
             return
         now, is_found = self.now, False
@@ -554,6 +596,31 @@ class Forward:
                 is_found = True
         if not is_found and now not in self.recorder.passes.kept:
             self.recorder.passes.kept.append(now)
+
+    def note_shared(self, layer: nn.Module, result: Any, dim: int) -> None:
+        """A layer has returned a result for an input that all samples share."""
+        if isinstance(result, Tensor) and result.grad_fn is not None and result.dim() > dim:
+            self.shared.append(SharedResult(layer, result.grad_fn, dim, result.dim()))
+
+    def _refuse_taken_apart(self, result: Any) -> None:
+        """Looks at the graph, once for each way that this forward goes."""
+        kind = (self.module.training, *((id(shared.layer), shared.dim, shared.rank) for shared in self.shared))
+        seen: set[Any] = vars(self.module).setdefault("_shared_seen", set())
+        if kind in seen:
+            return
+        ends = [each for each in tensors(result) if isinstance(each, Tensor) and each.requires_grad]
+        taken = taken_apart(self.shared, ends, self.now.batch)
+        if taken is not None:
+            layer, operation = taken
+            raise complaint(
+                self.recorder.name_of(layer),
+                f"its input is shared by all {self.now.batch} samples, so its result was given once per sample, and "
+                f"the model goes on with a part of that ({operation} over the samples)",
+                "the whole of it, which broadcasts",
+                "Leave out what takes the first of one (an index [0], a mean over one), or send the module around it "
+                "through the general rule: alone(ItsClass) before convert.",
+            )
+        seen.add(kind)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.recorder.forward = None

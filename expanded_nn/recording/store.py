@@ -25,14 +25,15 @@ class Store:
 
     Attributes:
         held: The rows.
-        before: What the running backward has changed: the rows from before it, `None` where there were none.
+        before: For each parameter, what the running backward has delivered and not yet added to `.grad`: of each pass
+            the rows from before, `None` where there were none.
         aside: Rows that wait while those of a `torch.autograd.grad` stand alone, and what `grad_sample` showed.
         materialize: Whether `grad_sample` is to be dense.
     """
 
     def __init__(self, materialize: bool) -> None:
         self.held: Held = {}
-        self.before: dict[tuple[Pass, Leaf], Tensor | None] = {}
+        self.before: dict[Leaf, dict[Pass, Tensor | None]] = {}
         self.aside: tuple[Held, dict[Leaf, Shown]] | None = None
         self.materialize = materialize
 
@@ -45,7 +46,10 @@ class Store:
             if not in_order:
                 self.held = dict(sorted(self.held.items(), key=lambda item: item[0].number))
         of_pass = self.held[now]
-        self.before.setdefault((now, leaf), of_pass.get(leaf))
+        if not leaf.grad_is_as_noted():  # what came before has arrived
+            leaf.note_grad()
+            self.before.pop(leaf, None)
+        self.before.setdefault(leaf, {}).setdefault(now, of_pass.get(leaf))
         of_pass[leaf] = of_pass[leaf] + rows if leaf in of_pass else rows
         self.show(leaf, now)
 
@@ -132,17 +136,16 @@ class Store:
 
     def undo(self) -> None:
         """The backward has failed: rows go whose gradient has not come to `.grad`."""
-        changed = set()
-        for (now, leaf), rows in self.before.items():
-            if leaf.grad_is_as_noted() and now in self.held:
-                changed.add(leaf)
+        lost = {leaf: before for leaf, before in self.before.items() if leaf.grad_is_as_noted()}
+        for leaf, before in lost.items():
+            for now, rows in before.items():
                 if rows is None:
-                    self.held[now].pop(leaf, None)
-                else:
+                    self.held.get(now, {}).pop(leaf, None)
+                elif now in self.held:
                     self.held[now][leaf] = rows
         self.before.clear()
         self._without_empty_passes()
-        for leaf in changed:
+        for leaf in lost:
             self.show(leaf)
 
     def drop(self, leaf: Leaf) -> None:
@@ -163,6 +166,7 @@ class Store:
         gone = [now for now, of_pass in self.held.items() if others.issuperset(of_pass)]
         changed = {leaf for now in gone for leaf in self.held.pop(now)}
         for leaf in changed:
+            leaf.note_lacking()
             self.show(leaf)
 
     def set_aside(self, leaves: Iterable[Leaf]) -> None:

@@ -99,7 +99,8 @@ class Leaf:
         shown: Its `grad_sample`.
         sent: What its expansions have sent to it, by the backward's number.
         grad: `.grad` as it was seen last, and its version then.
-        clipped: The `.grad` that clipping has added to, where a backward adds nothing.
+        clipped: The `.grad` that clipping has set, and its version then.
+        lacking: The `.grad` that has a part whose rows were dropped, as the parameter was frozen meanwhile.
         memory: Where its dense rows are written.
         place: Where it stands, if its model is sharded.
         handle: The hook that watches it.
@@ -110,7 +111,8 @@ class Leaf:
     shown: Shown = field(default_factory=Shown)
     sent: dict[int, Sent] = field(default_factory=dict)
     grad: tuple[weakref.ref[Tensor], int] | None = None
-    clipped: weakref.ref[Tensor] | None = None
+    clipped: tuple[weakref.ref[Tensor], int] | None = None
+    lacking: weakref.ref[Tensor] | None = None
     memory: Recycled = field(default_factory=Recycled)
     place: Place | None = None
     handle: Any = None
@@ -158,6 +160,20 @@ class Leaf:
         """Whether `.grad` is another tensor than it was."""
         parameter = self.as_shown()
         return self.grad is not None and parameter is not None and self.grad[0]() is not parameter.grad
+
+    def note_lacking(self) -> None:
+        """The rows of what is in `.grad` are about to be dropped."""
+        parameter = self.as_shown()
+        if parameter is not None and parameter.grad is not None:
+            self.lacking = weakref.ref(parameter.grad)
+
+    def lacks_rows(self) -> bool:
+        """Whether `.grad` still has a part whose rows were dropped."""
+        parameter = self.as_shown()
+        grad = None if parameter is None else parameter.grad
+        if self.lacking is not None and (grad is None or self.lacking() is not grad or _vanishes(grad)):
+            self.lacking = None
+        return self.lacking is not None
 
     def was_reset(self) -> bool:
         """Whether the user has set `grad_sample`."""
@@ -213,7 +229,7 @@ class Watch:
 
     def __call__(self, grad: Tensor | None) -> None:
         owner, parameter = self.owner(), self.leaf.parameter()
-        if grad is None or owner is None or parameter is None or owner.asleep:
+        if grad is None or owner is None or parameter is None or owner.asleep or not parameter.requires_grad:
             return
         sent = self.leaf.sent.pop(running_backward(), None)
         if (sent is not None and sent.is_all(grad)) or not accumulates(parameter):
@@ -297,6 +313,11 @@ def _sum_of_rows(leaf: Leaf) -> tuple[Tensor, Tensor]:
 
 
 def _rows_cancel(leaf: Leaf) -> bool:
+    parameter = leaf.as_shown()
+    if leaf.clipped is not None and parameter is not None and parameter.grad is not None:
+        grad, version = leaf.clipped
+        if grad() is parameter.grad and version != parameter.grad._version:
+            return False  # their sum says nothing about a `.grad` that clipping has set and others have changed
     total, rounding = _sum_of_rows(leaf)
     return bool(total.norm() <= rounding)
 
