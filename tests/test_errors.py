@@ -607,6 +607,14 @@ def kronecker_factors_of_dense_rows() -> None:
     enn.PerSampleGrads({"a": torch.ones(3, 2, 2)}).kronecker()
 
 
+@refused(
+    r"per_sample: keep_factors and materialize are both True; wanted one of the two at most\.",
+    ValueError,
+)
+def rows_that_are_dense_and_factored() -> None:
+    enn.Linear(2, 2).per_sample(keep_factors=True, materialize=True)
+
+
 def preconditioned(rows: Tensor, A: Tensor, count: int = 1, damping: float = 1.0, name: str = "a") -> None:
     factors = enn.KroneckerFactors(A, torch.eye(2), count)
     enn.PerSampleGrads({"a": rows}).precondition({name: factors}, damping)

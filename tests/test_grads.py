@@ -464,6 +464,31 @@ def test_tied_weights_have_no_kronecker_factors() -> None:
     assert set(enn.PerSampleGrads(rest).kronecker()) == {"mix.weight"}
 
 
+def test_complex_weights_have_neither_factors_nor_positions() -> None:
+    """Products of complex numbers are those of pairs of real ones, of which there are no factors."""
+    model = enn.convert(nn.Linear(3, 2, bias=False, dtype=torch.complex128)).per_sample(keep_factors=True)
+    model(torch.randn(BATCH, LENGTH, 3, dtype=torch.complex128)).abs().flatten(1).sum(1).mean().backward()
+    grads = enn.per_sample_grads(model)
+    with pytest.raises(
+        enn.PerSampleError, match=r"\['weight'\] hold rows that are dense, complex, or of several kinds"
+    ):
+        grads.kronecker()
+    with pytest.raises(enn.PerSampleError, match=r"\['weight'\] have no positions"):
+        grads.gram(per_position=True)
+
+
+def test_a_refusal_adds_nothing_to_earlier_factors() -> None:
+    model = enn.convert(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 7))).per_sample(keep_factors=True)
+    backward(model, torch.randn(BATCH, 8))
+    grads = enn.per_sample_grads(model)
+    total = grads.kronecker()
+    before = {name: factors.A.clone() for name, factors in total.items()}
+    bad = enn.PerSampleGrads({"0.weight": grads["0.weight"], "1.weight": torch.ones(BATCH, 7, 6)})
+    with pytest.raises(enn.PerSampleError, match=r"\['1.weight'\] hold rows that are dense"):
+        bad.kronecker(total)
+    assert all(torch.equal(total[name].A, A) for name, A in before.items())
+
+
 def test_factors_are_kept_where_that_was_said() -> None:
     model, x = enn.convert(nn.Linear(2, 2)).per_sample(keep_factors=True), torch.randn(3, 9, 2)
     backward(model, x)
