@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from expanded_nn._errors import PerSampleError
+from expanded_nn._errors import PerSampleError, complaint
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Problem:
 
     Attributes:
         kind: `"conversion"`, `"run"` (it does not), `"layer"` (a layer's own complaint, as of rows that are not
-            samples), `"mixing"` of samples, `"random"`, `"outside"` use of a parameter, or `"rows"` that differ.
+            samples), `"mixing"` of samples, `"random"`, `"outside"` use of a parameter, a `"loss"` reduced in another
+            way than the settings say, or `"rows"` that differ.
         where: The qualified name of the module, with its class, or of the parameter.
         text: What was found where, what was wanted, and what to do.
     """
@@ -27,6 +28,11 @@ class Problem:
 
     def __str__(self) -> str:
         return self.text
+
+    @classmethod
+    def of(cls, kind: str, error: PerSampleError) -> Problem:
+        """What an error of the library says."""
+        return cls(kind, str(error).partition(": ")[0], str(error))
 
 
 @dataclass(frozen=True)
@@ -75,3 +81,34 @@ class Report:
             ]
         lines += [f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1)]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+@dataclass
+class Findings:
+    """What a check has found so far; the attributes are those of `Report`."""
+
+    samples: int
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    tolerance: float = 0.0
+
+    def complain(self, kind: str, where: str, found: str, wanted: str, remedy: str) -> None:
+        """Adds a problem, said as all errors are."""
+        self.problems.append(Problem(kind, where, str(complaint(where, found, wanted, remedy))))
+
+    def report(self, *, is_ambiguous: bool) -> Report:
+        """The findings, each problem once.
+
+        Args:
+            is_ambiguous: Whether B is the size of another dimension, too.
+        """
+        problems = tuple({problem.text: problem for problem in self.problems}.values())
+        if problems and not self.errors:
+            self.notes.append("the rows were not compared with the sample-by-sample loop.")
+        if problems and is_ambiguous:
+            self.notes.append(
+                f"B = {self.samples} is the size of another dimension too: try another B if that misleads."
+            )
+        return Report(problems, tuple(self.notes), self.errors, self.samples, self.dtype, self.tolerance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 from expanded_nn._batch import batch_dim, batch_of, has_derivatives, tensors
 from expanded_nn._errors import complaint
+from expanded_nn.recording.backward import graph_of
 from expanded_nn.recording.recorder import Settings
 
 
@@ -31,11 +32,48 @@ def undisturbed() -> Iterator[None]:
         random.setstate(state)
 
 
+def leaves_behind(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """The leaf tensors that outputs were computed from and that require gradients."""
+    nodes = [node for output in outputs for node in graph_of(output.grad_fn)]
+    return list({id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}.values())
+
+
+@contextmanager
+def grads_kept(leaves: list[Tensor]) -> Iterator[None]:
+    """Leaves the gradients of tensors as they were."""
+    grads = [leaf.grad for leaf in leaves]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        yield
+    finally:
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = grad
+
+
 def _seed(seed: int) -> None:
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
+
+
+class Step(nn.Module):
+    """A loss of a model, as a module around it, whose parameters and modules keep the names they have in the model."""
+
+    shown_as = "the loss"
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.loss(self.model, *args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Itself, and those of the model."""
+        yield "", self
+        yield from self.model.named_modules(*args, **kwargs)
 
 
 class Runner:

@@ -75,12 +75,13 @@ class Layout:
     """Where the samples stand in each output of a model.
 
     Attributes:
+        alone: The outputs of each sample alone.
         places: Of each output; `None` if there are no samples in it.
         unclear: The first output, if any, in which no one dimension is B times as large as for one sample.
     """
 
     def __init__(self, outputs: list[Tensor], alone: list[list[Tensor]]) -> None:
-        self.batch = len(alone)
+        self.batch, self.alone = len(alone), alone
         self.shapes = [[each.shape for each in own] for own in alone]
         self.places: list[Place | None] = []
         self.unclear: int | None = None
@@ -114,8 +115,61 @@ class Layout:
         return max(map(difference, self.parts(outputs, i), self.kept(own)))
 
     def losses(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Each sample's own loss."""
+        """Each sample's own loss in the batch."""
         return [sample_loss(self.parts(outputs, i), i) for i in range(self.batch)]
+
+    def own_loss(self, own: list[Tensor], i: int) -> Tensor:
+        """The same from a sample's own outputs."""
+        return sample_loss(self.kept(own), i)
+
+    def total(self, outputs: list[Tensor], reduction: str) -> Tensor:
+        """The sum or the mean of the losses."""
+        losses = torch.stack(self.losses(outputs))
+        return losses.mean() if reduction == "mean" else losses.sum()
+
+
+class GivenLosses(Layout):
+    """The same for what a loss function returned: the losses `(B,)`, or their sum or mean.
+
+    Attributes:
+        reduced_by: Of a scalar, which of the two it is, as far as its value tells.
+    """
+
+    def __init__(self, outputs: list[Tensor], alone: list[list[Tensor]], tolerance: float) -> None:
+        super().__init__(outputs, alone)
+        self.reduced_by: list[str] = []
+        if outputs[0].dim() == 0:
+            values = self._values()
+            sums = {"mean": values.mean(), "sum": values.sum()}
+            least = {"mean": values.abs().mean(), "sum": values.abs().sum()}  # they may cancel
+            close = {name: (outputs[0].detach() - sums[name]).abs() <= tolerance * least[name] for name in sums}
+            self.reduced_by = [name for name in sums if close[name]]
+
+    def _values(self) -> Tensor:
+        return torch.stack([own[0].detach().double().sum() for own in self.alone])
+
+    def losses(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Each sample's own loss; behind a scalar those of the samples alone, which have no graph."""
+        return list(outputs[0] if outputs[0].dim() else self._values())
+
+    def own_loss(self, own: list[Tensor], i: int) -> Tensor:
+        return own[0].sum()
+
+    def total(self, outputs: list[Tensor], reduction: str) -> Tensor:
+        """The sum or the mean, of which a scalar may be the other one."""
+        if outputs[0].dim():
+            return super().total(outputs, reduction)
+        if reduction in self.reduced_by or not self.reduced_by:
+            return outputs[0]
+        return outputs[0] / self.batch if reduction == "mean" else outputs[0] * self.batch
+
+    def mismatch(self, outputs: list[Tensor]) -> str:
+        """How a scalar differs from the sum and the mean."""
+        values = self._values()
+        return (
+            f"the loss of the batch, {float(outputs[0].detach()):.6g}, is neither the mean nor the sum of the samples' "
+            f"losses alone, {float(values.mean()):.6g} and {float(values.sum()):.6g}"
+        )
 
 
 def _errors(ways: list[dict[Place, Tensor]], own: list[Tensor], place: Place) -> list[float]:
@@ -184,14 +238,15 @@ def _reaches(grad: Tensor, shape: torch.Size | None, others: Tensor) -> bool:
     return bool(ways) and all(bool(view[others].norm() > precision * view.norm()) for view in ways)
 
 
-def layer_without_samples(whole: Trace, lone: Trace, parameter: str, call: Call) -> tuple[str, str]:
-    """The layer that holds a parameter, and its input's shape, if B rows come in for one sample as well."""
+def layer_without_samples(whole: Trace, lone: Trace, parameter: str, call: Call) -> tuple[str, str, int]:
+    """The layer that holds a parameter, if as many rows come in for one sample: its input's shape, and B or one."""
     for k, event in enumerate(whole.events):
         if event.side == "output" or not event.path or not parameter.startswith(f"{event.path}."):
             continue
         for n, many in enumerate(event.values):
             one = lone_shape(whole, lone, k, n)
             dim = batch_dim(max(1, many.dim()), batch_first=call.batch_first)
-            if one is not None and many.dim() == len(one) > dim and many.shape[dim] == one[dim] == call.batch:
-                return event.who, str(tuple(many.shape))
-    return "", ""
+            same = one is not None and many.dim() == len(one) > dim and many.shape[dim] == one[dim]
+            if same and many.shape[dim] in (1, call.batch):
+                return event.who, str(tuple(many.shape)), many.shape[dim]
+    return "", "", 0

@@ -139,12 +139,21 @@ class WithoutDropout(TorchFunctionMode):
 
 
 class WithoutChance(WithoutDropout):
-    """Puts one fixed number in the place of what is drawn, so that a batch and its samples alone get the same."""
+    """Puts one fixed number in the place of what is drawn, so that a batch and its samples alone get the same.
+
+    Attributes:
+        has_drawn: Whether anything was.
+    """
+
+    has_drawn = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         drawn = super().__torch_function__(func, types, args, kwargs)
         fixed = _FIXED.get(getattr(func, "__name__", ""))
-        return drawn if fixed is None or not isinstance(drawn, Tensor) else fixed(drawn, args)
+        if fixed is None or not isinstance(drawn, Tensor):
+            return drawn
+        self.has_drawn = True
+        return fixed(drawn, args)
 
 
 def _filled(value: float) -> Callable[[Tensor, Any], Tensor]:
@@ -156,7 +165,7 @@ _FIXED: dict[str, Callable[[Tensor, Any], Tensor]] = {
     **dict.fromkeys(("exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli", "bernoulli_"), _filled(1.0)),
     **dict.fromkeys(("multinomial", "random_", "randint_like"), _filled(0)),
     "randint": lambda drawn, args: drawn.fill_(0 if isinstance(args[1], tuple | list) else args[0]),
-    "randperm": lambda drawn, args: drawn.copy_(torch.arange(len(drawn))),
+    "randperm": lambda drawn, args: drawn.copy_(torch.arange(len(drawn)).roll(1)),  # the samples' own would hide mixing
 }
 _DROPOUTS = {
     F.dropout,

@@ -50,7 +50,7 @@ class Trace:
         self.model, self.with_grads = model, with_grads
         self.events: list[Event] = []
         self.grads: dict[tuple[int, int], Tensor] = {}
-        self.stack = [type(model).__name__]
+        self.stack = [name_of("", model)]
 
     def __enter__(self) -> Trace:
         self.handles = []
@@ -163,4 +163,5 @@ class Guard:
 
 def name_of(path: str, module: nn.Module) -> str:
     """The qualified name with the class, as errors have it."""
-    return f"{path} ({type(module).__name__})" if path else type(module).__name__
+    kind: str = getattr(module, "shown_as", type(module).__name__)
+    return f"{path} ({kind})" if path else kind

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,35 +10,35 @@ from torch import Tensor, nn
 
 from expanded_nn._batch import has_derivatives
 from expanded_nn._errors import ConversionError, PerSampleError, complaint
+from expanded_nn._loop import Loop, listed
 from expanded_nn._module import PerSampleModule
-from expanded_nn._report import Problem, Report as Report
-from expanded_nn._running import Call, Runner, nudged, undisturbed
-from expanded_nn._samples import (
-    Layout,
-    difference,
-    first_mixed,
-    last_mixed,
-    layer_without_samples,
-    sample_loss,
-    squares,
-)
-from expanded_nn._steady import WithoutDropout
-from expanded_nn._trace import Guard, Trace
+from expanded_nn._report import Findings, Problem, Report as Report
+from expanded_nn._running import Call, Runner, Step, grads_kept, leaves_behind, undisturbed
+from expanded_nn._samples import GivenLosses, Layout, difference, first_mixed, last_mixed, layer_without_samples
+from expanded_nn._steady import WithoutChance, WithoutDropout
+from expanded_nn._trace import Guard, Trace, name_of
 from expanded_nn.convert import convert, revert
-from expanded_nn.recording.recorder import Recorder, Settings
+from expanded_nn.recording.recorder import Recorder, Settings, recorder_of
 
-_ROUNDINGS = 10  # an error is one of rounding up to so many times what the last bits of the inputs change
-_LEAST = 100  # a gradient that is smaller than so many roundings of the loss may be one itself
+_APART = (
+    "Normalise, pool, attend and route within a sample: GroupNorm for BatchNorm, or its eval mode; attention with "
+    "batch_first=True where the samples come first."
+)
+_MEAN = "Average over a sample's own parts before the samples are averaged; leave penalties to the optimizer."
 _REPORT = "If no layer of your own (@expands) is to blame, please report it, with the model."
 
 
-def check(model: nn.Module, *args: Any, **kwargs: Any) -> Report:
+def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, **kwargs: Any) -> Report:
     """Says, by running copies of the model, whether its per-sample gradients can be trusted on such inputs.
 
     Each sample's output alone is compared with its output in the batch, the gradient of a sample's own loss must not
     reach the other samples inside the model, and the rows of every parameter are compared with the gradients of each
     sample run alone through the plain model. The loss is a fixed random nonlinear function of all floating tensors in
     the output. What is found holds for such inputs: another way through the model is another check.
+
+    With `loss` the whole training step is checked, as it is written for per-sample mode: methods other than the
+    forward, submodules called alone, parameters used in the loss. The lone sample's loss is `loss(plain_copy, ...)` on
+    its row of each argument, where `one_pass` and `expanded` do nothing; random numbers are fixed ones in all runs.
 
     Nothing of the model changes, nor the random state, also after an exception. The copies run in the model's own
     dtype, and differences up to the square root of its precision count as rounding (1.5e-8 in float64, 3.5e-4 in
@@ -49,6 +49,8 @@ def check(model: nn.Module, *args: Any, **kwargs: Any) -> Report:
             converted. What it was told by `per_sample` (`batch_first`, `batch_size`, ...) holds here.
         args: The model's inputs, at least 2 samples. Take a B that is the size of no other dimension: a tensor with B
             rows is taken for one row a sample.
+        loss: A function `loss(model, *args, **kwargs)` of the model it is given, a copy, and of the arguments. It
+            returns the losses `(B,)`, or a scalar, their sum or mean as `per_sample(loss_reduction=...)` says.
         kwargs: The model's inputs by keyword.
 
     Returns:
@@ -56,7 +58,7 @@ def check(model: nn.Module, *args: Any, **kwargs: Any) -> Report:
 
     Raises:
         PerSampleError: If the inputs hold fewer than 2 samples.
-        Exception: Whatever the plain model raises on these inputs.
+        Exception: Whatever the plain model, or the loss of it, raises on these inputs.
 
     Example:
         >>> import torch, expanded_nn as enn
@@ -66,24 +68,41 @@ def check(model: nn.Module, *args: Any, **kwargs: Any) -> Report:
         >>> print(enn.check(model.train(), torch.randn(5, 3)))
         check: ... reason(s) not to trust the per-sample gradients:
           1. 1 (BatchNorm1d): ...
+        >>> def step(model, x, y):
+        ...     return (torch.nn.functional.linear(model[0](x), model[2].weight) - y).square().mean()
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> print(enn.check(model, torch.randn(5, 3), torch.randn(5, 2), loss=step))
+        check: 1 reason(s) not to trust the per-sample gradients:
+          1. 2.weight: the parameter is also used outside of its module...
     """
     settings = _settings_of(model)
-    with undisturbed(), WithoutDropout() as dropout:
+    with undisturbed(), WithoutDropout() if loss is None else WithoutChance() as chance:
         try:
             plain = revert(model)
-            dropout.turn_off(plain)
+            chance.turn_off(plain)
             expanded = convert(plain)
         except ConversionError as error:
-            listed = [each.strip() for each in str(error).splitlines()[1:]] or [str(error)]
-            return Report(tuple(Problem("conversion", each.partition(":")[0], each) for each in listed))
+            texts = [each.strip() for each in str(error).splitlines()[1:]] or [str(error)]
+            return Report(tuple(Problem("conversion", each.partition(":")[0], each) for each in texts))
         except Exception as error:
             return Report((_uncopied(model, error),))
         expanded.per_sample(**vars(settings))  # type: ignore[operator]
-        checking = _Check(plain, expanded, settings, Call.of(plain, settings, (args, kwargs)))
-        checking.run()
-        if dropout.met:
-            checking.notes.append("dropout was switched off in all runs, so that a sample alone can be compared.")
-        return checking.report()
+        call = Call.of(plain, settings, (args, kwargs))
+        checking = (
+            _Check(plain, expanded, settings, call)
+            if loss is None
+            else _StepCheck(Step(plain, loss), Step(expanded, loss), settings, call)
+        )
+        checking.run(model)
+        if chance.met:
+            checking.findings.notes.append(
+                "dropout was switched off in all runs, so that a sample alone can be compared."
+            )
+        if isinstance(chance, WithoutChance) and chance.has_drawn:
+            checking.findings.notes.append(
+                "random numbers were fixed ones in all runs, so that a sample alone can be compared."
+            )
+        return checking.findings.report(is_ambiguous=call.is_ambiguous())
 
 
 def _settings_of(model: nn.Module) -> Settings:
@@ -98,51 +117,85 @@ def _uncopied(model: nn.Module, error: Exception) -> Problem:
 
 
 class _Check:
-    """The copies, the call, and what was found so far."""
+    """The check of a model's forward.
+
+    Attributes:
+        plain: Runs the plain copy.
+        expanded: Runs the converted copy.
+        call: The batch.
+        reduction: How the losses are reduced.
+        findings: What was found so far.
+        whole: The trace of the batch through the plain copy.
+        outputs: What came out of that.
+        lone: The trace of the last sample alone.
+        layout: Where the samples stand in the outputs.
+        is_random: Whether the model draws random numbers.
+    """
 
     def __init__(self, plain: nn.Module, expanded: nn.Module, settings: Settings, call: Call) -> None:
         self.plain, self.expanded = Runner(plain), Runner(expanded)
-        self.settings, self.call, self.batch = settings, call, call.batch
-        self.who = type(plain).__name__
-        self.problems: list[Problem] = []
-        self.notes: list[str] = []
-        self.errors: dict[str, float] = {}
-        self.dtype, self.tolerance, self.is_random = torch.float64, 0.0, False
+        self.call, self.reduction = call, settings.loss_reduction
+        self.findings = Findings(call.batch)
+        self.is_random = False
 
-    def report(self) -> Report:
-        problems = tuple({problem.text: problem for problem in self.problems}.values())
-        if problems and not self.errors:
-            self.notes.append("the rows were not compared with the sample-by-sample loop.")
-        if problems and self.call.is_ambiguous():
-            self.notes.append(f"B = {self.batch} is the size of another dimension too: try another B if that misleads.")
-        return Report(problems, tuple(self.notes), self.errors, self.batch, self.dtype, self.tolerance)
+    def complain(self, *said: str) -> None:
+        self.findings.complain(*said)
 
-    def complain(self, kind: str, where: str, found: str, wanted: str, remedy: str) -> None:
-        self.problems.append(Problem(kind, where, str(complaint(where, found, wanted, remedy))))
+    @property
+    def who(self) -> str:
+        return name_of("", self.plain.module)
 
-    def run(self) -> None:
-        """Each comparison makes sense only after the one before."""
+    def run(self, model: nn.Module) -> None:
+        """Runs all comparisons.
+
+        Args:
+            model: The one that was copied, which must not be in what runs.
+        """
         with Trace(self.plain.module, with_grads=True) as self.whole:
             self.outputs = self.plain(self.call)
         self.set_tolerance()
-        expanded_outputs = self.forward()
-        if not (self.counts_samples() and self.is_deterministic() and self.runs_alone() and self.has_samples()):
+        leaves = leaves_behind(self.outputs)
+        used = {id(leaf) for leaf in leaves}
+        originals = [name for name, p in model.named_parameters() if id(p) in used]
+        if originals:
+            found = f"{listed(originals)} of the model itself came into the output of its copy"
+            remedy = "Use self, or the model that `loss` is called with; a lambda made earlier keeps the model it saw."
+            self.complain("outside", originals[0], found, "the parameters of the module that runs", remedy)
             return
-        losses = self.layout.losses(self.outputs)
-        self.find_mixing(losses)
-        if not any(each.requires_grad for each in losses):
-            self.notes.append("no output depends on a parameter that requires gradients.")
-        elif expanded_outputs is not None and self.backward(expanded_outputs):
-            self.compare_rows(losses)
+        watched = [(recorder, leaf) for leaf in leaves if (recorder := recorder_of(leaf)) is not None]
+        if watched:
+            recorder, leaf = watched[0]
+            found = "it is a parameter of another model, which is in per-sample mode as well and would get rows"
+            remedy = "Switch per_sample(False) on the other model for the check."
+            self.complain("outside", recorder.name_of(leaf), found, "one model in per-sample mode", remedy)
+            return
+        with grads_kept(leaves):
+            self.compare()
+
+    def compare(self) -> None:
+        """Each comparison makes sense only after the one before."""
+        expanded_outputs = self.forward()
+        if not (self.counts_samples() and self.is_deterministic()):
+            return
+        alone = self.run_alone()
+        if alone is None or not self.has_samples(alone):
+            return
+        is_comparable = self.find_mixing()
+        if not self.layout.total(self.outputs, self.reduction).requires_grad:
+            self.findings.notes.append("no output depends on a parameter that requires gradients.")
+        elif expanded_outputs is not None and self.backward(expanded_outputs) and self.has_rows() and is_comparable:
+            loop = Loop(self.plain, self.call, self.layout, is_random=self.is_random)
+            loop.compare(self.expanded.module, self.layout.losses(self.outputs), self.findings)
+            self.complain_of_rows()
 
     def set_tolerance(self) -> None:
         inside = [each for event in self.whole.events for each in event.values]
         floating = [each for each in (*self.plain.module.parameters(), *inside) if has_derivatives(each)]
-        dtypes = {_precision(each): each.dtype for each in floating} or {0.0: self.dtype}
-        self.dtype, self.tolerance = dtypes[max(dtypes)], max(dtypes) ** 0.5
+        dtypes = {_precision(each): each.dtype for each in floating} or {0.0: torch.float64}
+        self.findings.dtype, self.findings.tolerance = dtypes[max(dtypes)], max(dtypes) ** 0.5
 
     def same(self, one: Tensor, other: Tensor) -> bool:
-        return difference(one, other) <= self.tolerance
+        return difference(one, other) <= self.findings.tolerance
 
     # In per-sample mode
 
@@ -155,10 +208,13 @@ class _Check:
             except Exception as error:
                 if not guard.complaints:
                     self.complain_of(guard.failed or self.who, error)
-        self.problems += [_problem("layer", each) for each in guard.complaints]
+        self.findings.problems += [Problem.of("layer", each) for each in guard.complaints]
         return None if guard.complaints else outputs
 
     def complain_of(self, where: str, error: Exception) -> None:
+        if isinstance(error, PerSampleError):
+            self.findings.problems.append(Problem.of("outside", error))
+            return
         found = f"in per-sample mode it raises {type(error).__name__}: {error}"
         self.complain("run", where, found, "the plain model's output", _REPORT)
 
@@ -166,8 +222,8 @@ class _Check:
         """Whether the model found B samples, which the offsets of bags correct."""
         recorder: Any = self.expanded.module._recorder
         now = recorder.current if isinstance(recorder, Recorder) else None
-        if now is not None and now.batch != self.batch:
-            found = f"the model counts {now.batch} samples, its first tensor has {self.batch} rows"
+        if now is not None and now.batch != self.call.batch:
+            found = f"the model counts {now.batch} samples, its first tensor has {self.call.batch} rows"
             remedy = "Check it with bags as a 2-D input in place of offsets."
             self.complain("run", self.who, found, "one row a sample", remedy)
             return False
@@ -177,17 +233,16 @@ class _Check:
         """Whether a backward left rows that can be compared."""
         same_number = len(outputs) == len(self.outputs)
         error = max(map(difference, self.outputs, outputs)) if same_number else torch.inf
-        if error > self.tolerance:
+        if error > self.findings.tolerance:
             found = f"its output in per-sample mode differs from the plain one (by {error:.1e})"
             remedy = "Draw random numbers outside of it." if self.is_random else _REPORT
             self.complain("random" if self.is_random else "rows", self.who, found, "the same output", remedy)
             return False
-        losses = torch.stack(self.layout.losses(outputs))
-        loss = losses.mean() if self.settings.loss_reduction == "mean" else losses.sum()
+        loss = self.layout.total(outputs, self.reduction)
         try:
             loss.backward(retain_graph=True)
         except PerSampleError as error:
-            self.problems += [_problem("outside", each) for each in (error, *self.other_complaints(loss))]
+            self.findings.problems += [Problem.of("outside", each) for each in (error, *self.other_complaints(loss))]
         except Exception as error:
             self.complain_of(self.who, error)
         else:
@@ -222,37 +277,37 @@ class _Check:
                 self.complain("random", where, found, "the same values", remedy)
                 return False
             self.is_random = True
-            self.notes.append(
+            self.findings.notes.append(
                 f"{where} draws random numbers: outputs alone and in the batch were not compared, mixing was looked "
                 "for by gradients, and the loop took each sample's own loss from one batch of the same seed."
             )
         return True
 
-    def runs_alone(self) -> bool:
-        """Runs each sample alone; keeps what comes out, and the trace of the last."""
-        self.alone: list[list[Tensor]] = []
-        for i in range(self.batch):
+    def run_alone(self) -> list[list[Tensor]] | None:
+        """What comes out for each sample alone, `None` if it fails; keeps the trace of the last."""
+        alone: list[list[Tensor]] = []
+        for i in range(self.call.batch):
             self.lone = Trace(self.plain.module)
             try:
                 with self.lone:
-                    self.alone.append([each.detach() for each in self.plain(self.call.sample(i))])
+                    alone.append([each.detach() for each in self.plain(self.call.sample(i))])
             except Exception as error:
                 where = self.lone.stack[-1]
-                if all(problem.where != where for problem in self.problems):
+                if all(problem.where != where for problem in self.findings.problems):
                     found = f"on sample {i} alone it raises {type(error).__name__}: {error}"
                     remedy = "Keep statistics within a sample, and squeeze dimensions by their number."
                     self.complain("run", where, found, "a forward that takes a batch of one", remedy)
-                return False
-        return True
+                return None
+        return alone
 
-    def has_samples(self) -> bool:
+    def has_samples(self, alone: list[list[Tensor]]) -> bool:
         """Whether the outputs have the samples in a place of their own; keeps the places."""
-        self.layout = Layout(self.outputs, self.alone)
+        self.layout = Layout(self.outputs, alone)
         unclear = self.layout.unclear
         if unclear is not None:
-            shapes = [[tuple(each.shape) for each in outputs] for outputs in (self.outputs, self.alone[0])]
+            shapes = [[tuple(each.shape) for each in outputs] for outputs in (self.outputs, alone[0])]
             found = f"its outputs have the shapes {shapes[0]} for the batch and {shapes[1]} for a sample alone"
-            wanted = f"one dimension {self.batch} times as large in output {unclear}"
+            wanted = f"one dimension {self.call.batch} times as large in output {unclear}"
             self.complain("mixing", self.who, found, wanted, "Keep the samples apart, in one dimension.")
             return False
         left_out = [str(tuple(x.shape)) for x, place in zip(self.outputs, self.layout.places, strict=True) if not place]
@@ -262,148 +317,131 @@ class _Check:
             self.complain("run", self.who, found, "one at least", remedy)
             return False
         if left_out:
-            self.notes.append(f"left out, as no samples are in them: outputs of shape {', '.join(left_out)}.")
+            self.findings.notes.append(f"left out, as no samples are in them: outputs of shape {', '.join(left_out)}.")
         return True
 
-    def find_mixing(self, losses: list[Tensor]) -> None:
-        """By the values of a sample alone and in the batch, and by where the gradient of its own loss goes."""
-        errors = [self.layout.difference(self.outputs, own, i) for i, own in enumerate(self.alone)]
+    def find_mixing(self) -> bool:
+        """By the values of a sample alone and in the batch, and by where the gradient of its own loss goes.
+
+        Returns:
+            Whether the rows can be compared nevertheless.
+        """
+        errors = [self.layout.difference(self.outputs, own, i) for i, own in enumerate(self.layout.alone)]
         i = errors.index(max(errors))
         first = -1
-        if not self.is_random and errors[i] > self.tolerance:
+        if not self.is_random and errors[i] > self.findings.tolerance:
             with Trace(self.plain.module) as lone:
                 self.plain(self.call.sample(i))
-            first = first_mixed(self.whole, lone, i, self.batch, self.tolerance)
+            first = first_mixed(self.whole, lone, i, self.call.batch, self.findings.tolerance)
             evidence = f"alone and in the batch, sample {i} differs by {errors[i]:.1e} in the output"
             self.complain_of_mixing(first, evidence)
-        last = last_mixed(self.whole, self.lone, losses)
+        last = last_mixed(self.whole, self.lone, self.layout.losses(self.outputs))
         if last is not None and last > first:
             self.complain_of_mixing(last, "the gradient of a sample's own loss reaches others")
+        return True
 
-    def complain_of_mixing(self, place: int, evidence: str) -> None:
+    def complain_of_mixing(self, place: int, evidence: str, remedy: str = _APART) -> None:
         where, between = self.whole.before(place)
-        if any(problem.where == where and between in problem.text for problem in self.problems):
+        if any(problem.where == where and between in problem.text for problem in self.findings.problems):
             return
         self.complain(
             "mixing",
             where,
             f"{between}the result for a sample depends on the other samples ({evidence})",
             "each sample's result from that sample alone",
-            "Normalise, pool, attend and route within a sample: GroupNorm for BatchNorm, or its eval mode; attention "
-            "with batch_first=True where the samples come first.",
+            remedy,
         )
 
     # Rows
 
-    def compare_rows(self, losses: list[Tensor]) -> None:
-        """Compares the rows with the gradient of each sample's own loss through the plain model."""
-        plain = [name for name, p in self.plain.module.named_parameters() if p.requires_grad]
-        rows = {name: getattr(p, "grad_sample", None) for name, p in self.expanded.module.named_parameters()}
-        parts, norms, used = dict.fromkeys(plain, 0.0), dict.fromkeys(plain, 0.0), set()
-        for i, own in enumerate(self.gradients(self.call, losses)):
-            for name, (grad, was_used) in own.items():
-                part, _, norm = squares(_row(rows[name], i, self.batch, grad), grad)
-                parts[name] += part
-                norms[name] += norm
-                used |= {name} if was_used else set()
-        unused = [name for name in plain if name not in used]
-        if unused:
-            self.notes.append(f"never used: {_listed(unused)}; no output depends on them, they get no rows.")
-        # a gradient may vanish but for rounding
-        total = max(sum(norms.values()), torch.finfo(torch.float64).tiny)
-        least = (10 * self.tolerance) ** 2 * total
-        errors = {name: (parts[name] / max(norms[name], least)) ** 0.5 for name in used}
-        if 0 < max(errors.values(), default=0.0) - self.tolerance < torch.inf:
-            noise = self.noise()
-            scales = {name: noise[name] * (_ROUNDINGS / self.tolerance) ** 2 for name in used}
-            least_total = (_LEAST * self.tolerance**2) ** 2 * sum(float(each.detach()) ** 2 for each in losses)
-            if total <= least_total and total <= _ROUNDINGS**2 * sum(noise.values()):
-                self.notes.append("the gradients are no more than rounding errors, and were compared as such.")
-            else:
-                scales = {name: min(total, scale) for name, scale in scales.items()}
-            errors = {name: (parts[name] / max(norms[name], least, scales[name])) ** 0.5 for name in used}
-        self.errors = {name: errors[name] for name in plain if name in used}
-        self.complain_of_rows({name: error for name, error in self.errors.items() if error > self.tolerance})
+    def has_rows(self) -> bool:
+        """Whether the rows are as many as the samples."""
+        named = {name: p for name, p in self.expanded.module.named_parameters() if p.requires_grad}
+        rows = {name: getattr(p, "grad_sample", None) for name, p in named.items()}
+        lacking = [name for name, p in named.items() if p.grad is not None and rows[name] is None]
+        if lacking:
+            found = f"{listed(lacking)} received a gradient and no rows"
+            remedy = "Use a parameter inside of its module, or by expanded_nn.expanded(weight)."
+            self.complain("outside", lacking[0], found, "rows that add up to the gradient", remedy)
+        numbers = {len(held) for held in rows.values() if held is not None} - {self.call.batch}
+        if numbers:
+            found = f"the parameters have {max(numbers)} rows, those of several forwards"
+            remedy = (
+                "Make all calls of a step one pass: with expanded_nn.one_pass(model, batch_size=...). Keep the batch "
+                "in a dimension of its own; check parts of a loss that are of other samples one by one."
+            )
+            self.complain("rows", self.who, found, f"{self.call.batch} rows, one for each sample", remedy)
+        return not numbers
 
-    def gradients(self, call: Call, losses: list[Tensor]) -> Iterator[dict[str, tuple[Tensor, bool]]]:
-        """For each sample, parameter name -> the gradient of its own loss through the plain model, if it has one.
-
-        Args:
-            call: The batch.
-            losses: Each sample's own loss in it, for a model that draws random numbers.
-        """
-        named = {name: p for name, p in self.plain.module.named_parameters() if p.requires_grad}
-        for i in range(self.batch):
-            for p in named.values():
-                p.grad = None
-            loss = losses[i] if self.is_random else sample_loss(self.layout.kept(self.plain(call.sample(i))), i)
-            if loss.requires_grad:
-                loss.backward(retain_graph=self.is_random)
-            yield {
-                name: (torch.zeros_like(p) if p.grad is None else p.grad, p.grad is not None)
-                for name, p in named.items()
-            }
-
-    def noise(self) -> dict[str, float]:
-        """Parameter name -> how much the loop's gradients owe to rounding, squared.
-
-        It is what changes where inputs and parameters change by no more than rounding does.
-        """
-        parameters = list(self.plain.module.parameters())
-        before = [p.detach().clone() for p in parameters]
-        own = list(self.gradients(self.call, self.layout.losses(self.plain(self.call))))
-        most: dict[str, float] = {}
-        for seed in range(3):
-            generator = torch.Generator().manual_seed(seed)
-            call = self.call.nudged(generator)
-            _fill(parameters, [nudged(p, generator) for p in parameters])
-            try:
-                other = list(self.gradients(call, self.layout.losses(self.plain(call))))
-            finally:
-                _fill(parameters, before)
-            for name in own[0]:
-                now = sum(squares(one[name][0], two[name][0])[0] for one, two in zip(own, other, strict=True))
-                most[name] = max(now, most.get(name, 0.0))
-        return most
-
-    def complain_of_rows(self, errors: dict[str, float]) -> None:
+    def complain_of_rows(self) -> None:
         """By layer, where the layer took for samples what are none."""
-        layers: dict[tuple[str, str], list[str]] = {}
-        for name in errors:
+        errors, tolerance = self.findings.errors, self.findings.tolerance
+        layers: dict[tuple[str, str, int], list[str]] = {}
+        for name in (name for name, error in errors.items() if error > tolerance):
             layers.setdefault(layer_without_samples(self.whole, self.lone, name, self.call), []).append(name)
-        for (where, shape), names in layers.items():
+        for (where, shape, rows), names in layers.items():
             worst = max(names, key=errors.__getitem__)
-            differ = f"the rows of {_listed(names)} differ from the sample-by-sample loop (by {errors[worst]:.1e})"
-            if where:
+            differ = f"the rows of {listed(names)} differ from the sample-by-sample loop (by {errors[worst]:.1e})"
+            if rows > 1:
                 found = (
                     f"its input has shape {shape} for the batch and for a sample alone, so its rows are no samples; "
                 )
                 remedy = "Give it a batch dimension: index.unsqueeze(0) for positions that all samples share."
-                self.complain("rows", where, found + differ, f"{self.batch} rows, one a sample, or 1", remedy)
+                self.complain("rows", where, found + differ, f"{self.call.batch} rows, one a sample, or 1", remedy)
+            elif self.findings.problems:
+                self.complain("rows", worst, differ, f"at most {tolerance:.1e}", "See to the problem above first.")
+            elif where:
+                found = f"its input of shape {shape} is shared, so that its output has one row a sample; "
+                remedy = "Let the output broadcast over the samples: leave out what takes its first row, or the mean."
+                self.complain("rows", where, found + differ, f"at most {tolerance:.1e}", remedy)
             else:
-                remedy = "See to the problem above first." if self.problems else _REPORT
-                self.complain("rows", worst, differ, f"at most {self.tolerance:.1e}", remedy)
+                self.complain("rows", worst, differ, f"at most {tolerance:.1e}", self.remedy_for_rows())
+
+    def remedy_for_rows(self) -> str:
+        return _REPORT
 
 
-def _problem(kind: str, error: PerSampleError) -> Problem:
-    return Problem(kind, str(error).partition(": ")[0], str(error))
+class _StepCheck(_Check):
+    """The check of a loss function."""
 
+    def counts_samples(self) -> bool:
+        """The rows will show it."""
+        return True
 
-@torch.no_grad()
-def _fill(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
+    def has_samples(self, alone: list[list[Tensor]]) -> bool:
+        """Whether the function returns losses."""
+        shapes = [[tuple(each.shape) for each in outputs] for outputs in (self.outputs, *alone)]
+        if shapes[0] not in ([()], [(self.call.batch,)]) or any(shape not in ([()], [(1,)]) for shape in shapes[1:]):
+            found = f"it returns floating tensors of the shapes {shapes[0]} for the batch and {shapes[1]} for a sample"
+            wanted = f"the losses, ({self.call.batch},), or their sum or mean, ()"
+            self.complain("run", self.who, found, wanted, "Return one tensor.")
+            return False
+        if self.is_random and shapes[0] == [()]:
+            found = "it draws random numbers that are others for a sample alone"
+            self.complain("random", self.who, found, "numbers that can be compared", "Return the losses, (B,).")
+            return False
+        self.layout: GivenLosses = GivenLosses(self.outputs, alone, self.findings.tolerance)
+        return True
 
+    def find_mixing(self) -> bool:
+        """Of a scalar by its value alone, which has to be the mean or the sum."""
+        if self.outputs[0].dim():
+            return super().find_mixing()
+        reduced_by = self.layout.reduced_by
+        if not reduced_by:
+            place = first_mixed(self.whole, self.lone, self.call.batch - 1, self.call.batch, self.findings.tolerance)
+            self.complain_of_mixing(place, self.layout.mismatch(self.outputs), f"{_APART} {_MEAN}")
+        elif self.reduction not in reduced_by:
+            found = f"it is the {reduced_by[0]} of the samples' losses, and loss_reduction is {self.reduction!r}"
+            remedy = f'Say per_sample(loss_reduction="{reduced_by[0]}"), or return the {self.reduction}.'
+            self.complain("loss", self.who, found, f"the {self.reduction}", remedy)
+        return bool(reduced_by)
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    def remedy_for_rows(self) -> str:
+        if self.outputs[0].dim():
+            return _REPORT
+        return "Return the losses, (B,), from the function: where samples are mixed can be said then. " + _REPORT
 
 
 def _precision(tensor: Tensor) -> float:
     return 2.0**-10 if tensor.is_cuda and tensor.dtype is torch.float32 else torch.finfo(tensor.dtype).eps
-
-
-def _row(rows: Tensor | None, i: int, batch: int, parameter: Tensor) -> Tensor:
-    if rows is None:
-        return torch.zeros_like(parameter)
-    return rows[i] if len(rows) == batch else rows  # another number of rows is as wrong as can be

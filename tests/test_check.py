@@ -638,3 +638,301 @@ def test_in_the_middle_of_a_pass() -> None:
     assert enn.check(model, features(3)).ok
     loss.backward()
     assert_close_rows(rows_of(model), loop(module, call, 5))
+
+
+# --- the whole training step, by its loss ------------------------------------------------------------------------
+
+
+class Vae(nn.Module):
+    """Methods in place of a forward, and a parameter of its own."""
+
+    def __init__(self, use: Callable[[Tensor], Tensor] = enn.expanded) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(4, 6), nn.Linear(3, 4)
+        self.shift = nn.Parameter(torch.randn(3))
+        self.use = use
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = self.down(x).chunk(2, -1)
+        return mean + self.use(self.shift), log_std
+
+    def elbo(self, x: Tensor) -> Tensor:
+        mean, log_std = self.encode(x)
+        decoded = self.up(mean + log_std.exp() * torch.randn_like(mean))
+        divergence = 0.5 * (mean**2 + (2 * log_std).exp() - 1 - 2 * log_std).sum(-1)
+        return (decoded - x).square().sum(-1) + divergence
+
+    def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
+        with enn.one_pass(self, len(batch[0])):
+            return (batch[1] * self.elbo(batch[0])).mean()
+
+
+def squared(m: Any, x: Tensor) -> Tensor:
+    return m(x).square().mean()
+
+
+@pytest.mark.parametrize("reduce", [lambda losses: losses, torch.mean], ids=["losses", "mean"])
+def test_methods_and_a_parameter_of_the_models_own(reduce: Callable[[Tensor], Tensor]) -> None:
+    def step(m: Any, x: Tensor) -> Tensor:
+        with enn.one_pass(m, len(x)):
+            return reduce(m.elbo(x))
+
+    report = enn.check(Vae(), features(), loss=step)
+    assert report.ok, str(report)
+    assert set(report.errors) == {"shift", "down.weight", "down.bias", "up.weight", "up.bias"}
+    assert report.notes == ("random numbers were fixed ones in all runs, so that a sample alone can be compared.",)
+    report = enn.check(Vae(use=lambda shift: shift), features(), loss=step)
+    assert of_kind(report, "outside") == ["shift"]
+    assert "also used outside of its module" in str(report)
+
+
+def test_a_method_without_one_pass() -> None:
+    class Shifted(Vae):
+        def elbo(self, x: Tensor) -> Tensor:
+            return self.up(x[:, :3] + self.use(self.shift)).square().sum(-1)
+
+    report = enn.check(Shifted(), features(), loss=Shifted.elbo)
+    assert of_kind(report, "outside") == ["expanded(weight)"]
+    assert "Call the model first, or use it within one_pass" in str(report)
+
+
+def test_training_step() -> None:
+    batch = (features(), torch.rand(5))
+    report = enn.check(Vae(), batch, 0, loss=Vae.training_step)
+    assert report.ok, str(report)
+    assert len(report.errors) == 5
+    assert enn.check(Vae(), batch, number=0, loss=Vae.training_step).ok
+    assert enn.check(enn.convert(Vae()).per_sample(), batch, 0, loss=Vae.training_step).ok
+
+
+def test_weights_in_the_loss() -> None:
+    def step(m: Any, x: Tensor, use: Callable[[Tensor], Tensor]) -> Tensor:
+        with enn.one_pass(m, len(x)):
+            return m(x).square().mean() + 0.1 * use(m.weight).square().sum((-2, -1)).mean()
+
+    assert enn.check(nn.Linear(4, 2), features(), enn.expanded, loss=step).ok
+    report = enn.check(nn.Linear(4, 2), features(), lambda weight: weight, loss=step)
+    assert of_kind(report, "outside") == ["weight"]
+
+
+def test_a_weight_used_by_a_function() -> None:
+    def step(m: Any, x: Tensor, y: Tensor, linear: Callable[..., Tensor], use: Callable[[Tensor], Tensor]) -> Tensor:
+        hidden = m.enc(x)
+        return F.cross_entropy(linear(hidden, use(m.head.weight)), y, reduction="none")
+
+    model, y = Model(lambda m, x: x, enc=nn.Linear(4, 3), head=nn.Linear(3, 2)), torch.randint(2, (5,))
+    report = enn.check(model, features(), y, F.linear, lambda weight: weight, loss=step)
+    assert of_kind(report, "outside") == ["head.weight"]
+    report = enn.check(model, features(), y, linear=enn.functional.linear, use=enn.expanded, loss=step)
+    assert report.ok, str(report)
+    assert any("never used: head.bias;" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("reduce", [lambda losses: losses, torch.mean], ids=["losses", "mean"])
+def test_contrastive_loss(reduce: Callable[[Tensor], Tensor]) -> None:
+    def step(m: Any, x: Tensor) -> Tensor:
+        codes = F.normalize(m(x), dim=-1)
+        return reduce(F.cross_entropy(codes @ codes.T, torch.arange(len(x)), reduction="none"))
+
+    report = enn.check(nn.Linear(4, 3), features(), loss=step)
+    assert of_kind(report, "mixing") == ["the loss"]
+    assert "between the output of Linear and the output of the loss the result for a sample depends" in str(report)
+    if reduce is torch.mean:
+        assert "is neither the mean nor the sum of the samples' losses alone" in str(report)
+        assert "the rows were not compared" in str(report)
+
+
+def test_mixing_inside_the_model_by_a_scalar_loss() -> None:
+    report = enn.check(between(MIXING["centred"]), features(), loss=squared)
+    assert of_kind(report, "mixing") == ["Model"]
+    assert "between the output of a (Linear) and the input of b (Linear)" in str(report)
+    report = enn.check(between(MIXING["in_the_gradient_only"]), features(), loss=squared)
+    assert "the rows of a.weight, a.bias differ from the sample-by-sample loop" in str(report)
+    assert "Return the losses, (B,), from the function" in str(report)
+
+
+def test_the_mean_for_the_sum_and_the_sum_for_the_mean() -> None:
+    def step(m: Any, x: Tensor, reduction: str) -> Tensor:
+        return F.mse_loss(m(x), x, reduction=reduction)
+
+    model = enn.convert(nn.Linear(4, 4)).per_sample(loss_reduction="sum")
+    assert enn.check(model, features(), "sum", loss=step).ok
+    report = enn.check(model, features(), "mean", loss=step)
+    (problem,) = report.problems
+    assert (problem.kind, problem.where) == ("loss", "the loss")
+    assert "it is the mean of the samples' losses, and loss_reduction is 'sum'" in str(problem)
+    assert max(report.errors.values()) < 1e-12  # the rest is right
+    (problem,) = enn.check(nn.Linear(4, 4), features(), "sum", loss=step).problems
+    assert 'Say per_sample(loss_reduction="sum"), or return the mean.' in str(problem)
+
+
+def test_losses_that_cancel() -> None:
+    """A critic's: their mean is nearly nothing beside each of them."""
+    x = torch.cat([y := features(4), -y])
+    assert enn.check(nn.Linear(4, 1, bias=False), x, loss=lambda m, x: m(x).mean()).ok
+
+
+def looked_up(m: Any, w: Tensor) -> Tensor:
+    positions = m.p(torch.arange(w.shape[1]).unsqueeze(0))
+    return (m.e(w) + positions).square().mean((1, 2))
+
+
+def test_positions_in_a_submodule_called_alone() -> None:
+    model = Model(lambda m, w: w, e=nn.Embedding(9, 4), p=nn.Embedding(9, 4))
+    report = enn.check(model, words(), loss=looked_up)
+    assert of_kind(report, "rows") == ["the loss"]
+    assert "the parameters have 6 rows, those of several forwards; wanted 5 rows, one for each sample" in str(report)
+
+    def step(m: Any, w: Tensor) -> Tensor:
+        with enn.one_pass(m, len(w)):
+            return looked_up(m, w)
+
+    assert enn.check(model, words(), loss=step).ok
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_generator_step(inside: bool, frozen: bool) -> None:
+    critic = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).requires_grad_(not frozen)
+    model = Model(lambda m, z: m.g(z), g=nn.Linear(2, 4), **({"d": critic} if inside else {}))
+    step = (lambda m, z: -m.d(m(z)).mean()) if inside else (lambda m, z: -critic(m(z)).mean())
+    z = torch.randn(5, 2)
+    before = everything_of(critic)
+    report = enn.check(model, z, loss=step)
+    assert report.ok, str(report)
+    assert len(report.errors) == (6 if inside and not frozen else 2)
+    assert everything_of(critic) == before
+
+
+def test_derivatives_by_the_inputs() -> None:
+    def step(m: Any, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+        (curvature,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+        return (slope[:, 1] - curvature[:, 0]).square().mean()
+
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1))
+    report = enn.check(model, torch.rand(6, 2, requires_grad=True), loss=step)
+    assert report.ok, str(report)
+    assert len(report.errors) == 3
+    assert any("never used: 2.bias" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("fails_on", [0, 5, 1], ids=["works", "fails", "fails_alone"])
+def test_a_step_changes_nothing(fails_on: int) -> None:
+    model = enn.convert(nn.Sequential(nn.Linear(4, 4), Stateful(), nn.Linear(4, 2))).per_sample()
+    x = features()
+    model(x).sum().backward()
+    before, inputs = everything_of(model), x.clone()
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        if len(x) == fails_on:
+            raise KeyboardInterrupt
+        return squared(m, x + torch.randn_like(x)) * random.random()
+
+    if fails_on:
+        with pytest.raises(KeyboardInterrupt):
+            enn.check(model, x, loss=step)
+    else:
+        assert of_kind(enn.check(model, x, loss=step), "random") == ["the loss"]
+    assert everything_of(model) == before
+    assert torch.equal(x, inputs)
+
+
+def test_a_loss_that_fails() -> None:
+    def step(m: Any, x: Tensor, fails: Callable[[Any, Tensor], bool]) -> Tensor:
+        if fails(m, x):
+            raise KeyError("oh")
+        return squared(m, x)
+
+    model = nn.Linear(4, 2)
+    with pytest.raises(KeyError, match="oh"):
+        enn.check(model, features(), lambda m, x: True, loss=step)
+    report = enn.check(model, features(), lambda m, x: isinstance(m, enn.Linear), loss=step)
+    assert of_kind(report, "run") == ["the loss"]
+    assert "in per-sample mode it raises KeyError: 'oh'" in str(report)
+    report = enn.check(model, features(), lambda m, x: len(x) == 1, loss=step)
+    assert of_kind(report, "run") == ["the loss"]
+    assert "on sample 0 alone it raises KeyError: 'oh'" in str(report)
+    with pytest.raises(enn.PerSampleError, match=r"the inputs hold 1 sample\(s\); wanted 2 or more"):
+        enn.check(model, features(1), loss=squared)
+
+
+@pytest.mark.parametrize("returned", [lambda m, x: m(x), lambda m, x: (m(x).sum(), x), lambda m, x: None])
+def test_a_function_that_returns_no_losses(returned: Callable[..., Any]) -> None:
+    report = enn.check(nn.Linear(4, 2), features(), loss=returned)
+    assert of_kind(report, "run") == ["the loss"]
+    assert "wanted the losses, (5,), or their sum or mean, ()" in str(report)
+
+
+def test_a_loss_that_leaves_the_model_alone() -> None:
+    report = enn.check(nn.Linear(4, 2), features(), loss=lambda m, x: x.sum(-1))
+    assert any("no output depends on a parameter" in note for note in report.notes)
+
+
+def test_random_numbers_that_are_not_fixed() -> None:
+    def step(m: Any, x: Tensor) -> Tensor:
+        return m(x * random.random()).square().mean(1)
+
+    report = enn.check(nn.Linear(4, 2), features(), loss=step)
+    assert report.ok, str(report)
+    assert any("draws random numbers" in note for note in report.notes)
+
+
+def test_mixing_by_a_random_order() -> None:
+    def step(m: Any, x: Tensor) -> Tensor:
+        return squared(m, 0.7 * x + 0.3 * x[torch.randperm(len(x))])
+
+    assert of_kind(enn.check(nn.Linear(4, 2), features(), loss=step), "mixing") == ["the loss"]
+
+
+def test_the_weights_of_the_original() -> None:
+    """A copy of the model still has the function that was made in it."""
+    model = Model(lambda m, w: m.to_logits(m.emb(w)), emb=nn.Embedding(9, 4))
+    model.to_logits = lambda h: h @ model.emb.weight.T
+    report = enn.check(model, words())
+    assert of_kind(report, "outside") == ["emb.weight"]
+    assert "emb.weight of the model itself came into the output of its copy" in str(report)
+    assert model.emb.weight.grad is None
+    linear = nn.Linear(4, 2)
+    report = enn.check(linear, features(), loss=lambda m, x: squared(linear, x))
+    assert of_kind(report, "outside") == ["weight"]
+
+
+def test_another_model_in_per_sample_mode() -> None:
+    critic = enn.convert(nn.Linear(2, 1)).per_sample()
+    critic(features()[:, :2]).mean().backward()
+    model, z = nn.Linear(4, 2), features()
+    before = everything_of(critic)
+    report = enn.check(model, z, loss=lambda m, z: critic(m(z)).mean())
+    assert of_kind(report, "outside") == ["weight"]
+    assert "a parameter of another model, which is in per-sample mode as well" in str(report)
+    assert everything_of(critic) == before
+    critic.per_sample(False)
+    assert enn.check(model, z, loss=lambda m, z: critic(m(z)).mean()).ok
+
+
+def test_a_mean_over_all_tokens() -> None:
+    def step(m: Any, w: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(m(w).flatten(0, 1), target.flatten(), ignore_index=0)
+
+    model, w = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)), words()
+    assert enn.check(model, w, w.clamp(min=1), loss=step).ok
+    report = enn.check(model, w, torch.tensor([[1, 2, 3]] + 4 * [[1, 0, 0]]), loss=step)
+    assert of_kind(report, "mixing") == ["the loss"]
+    assert "Average over a sample's own parts before the samples are averaged" in str(report)
+
+
+@pytest.mark.parametrize("samples", [3, 5])
+def test_the_first_of_a_shared_result(samples: int) -> None:
+    model = Model(lambda m, x: m.lin(x) + m.pos(m.ids)[0], lin=nn.Linear(4, 6), pos=nn.Embedding(9, 6))
+    model.register_buffer("ids", torch.arange(5).unsqueeze(0))
+    for loss in (None, lambda m, x: m(x).square().mean((1, 2))):
+        report = enn.check(model, torch.randn(samples, 5, 4), loss=loss)
+        assert of_kind(report, "rows") == ["pos (Embedding)"]
+        assert "its input of shape (1, 5) is shared, so that its output has one row a sample" in str(report)
+
+
+def test_unordered_positions_by_the_loss() -> None:
+    model = positions(lambda n: torch.arange(n).flip(0))
+    report = enn.check(model, words(5, 5), loss=squared)
+    assert of_kind(report, "rows") == ["p (Embedding)"]

@@ -135,9 +135,9 @@ class Recorder:
         self.homes.append(weakref.ref(module))
         self.watch_all()
         for member in self.modules():
-            for parameter in member._parameters.values():
+            for name, parameter in member._parameters.items():
                 if parameter is not None:
-                    self._known(parameter).member = True
+                    self._known(parameter, member, name).member = True
 
     def add_member(self, parameter: Tensor) -> None:
         """A parameter has been put into a module of the model."""
@@ -159,16 +159,16 @@ class Recorder:
         """Watches every parameter that asks for gradients: it may be used outside of its module."""
         self._forget_lost()
         for module in self.modules():
-            for parameter in module._parameters.values():
+            for name, parameter in module._parameters.items():
                 # no guest of functional_call
                 if parameter is not None and parameter.requires_grad and isinstance(parameter, nn.Parameter):
-                    self.leaf(parameter)
+                    self.leaf(parameter, module, name)
                     if not hasattr(parameter, "grad_sample"):
                         parameter.grad_sample = None  # type: ignore[attr-defined]
 
-    def leaf(self, parameter: Tensor) -> Leaf:
-        """What is known of a parameter that requires gradients; it is watched from now on."""
-        leaf = self._known(parameter)
+    def leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
+        """What is known of a parameter that requires gradients, and of its place; it is watched from now on."""
+        leaf = self._known(parameter, module, name)
         if leaf.handle is None:
             Watch.put(self, leaf, parameter)
         return leaf
@@ -177,12 +177,14 @@ class Recorder:
         for leaf in self.leaves.forget_lost():
             self.store.drop(leaf)
 
-    def _known(self, parameter: Tensor) -> Leaf:
+    def _known(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
         leaf = self.leaves.get(parameter)
         if leaf is None:
             self._forget_lost()  # one of those may have had the same id
             leaf = self.leaves.add(parameter)
-            if self.leaves.sharded:
+            if module is not None:
+                leaf.place = Place(weakref.ref(module), name)
+            elif self.leaves.sharded:
                 leaf.place = self._place_of(parameter)
         return leaf
 
@@ -549,6 +551,8 @@ class Forward:
         self._now: Pass | None = None
 
     def __enter__(self) -> Forward:
+        if self.recorder.passes.opened == 0:  # FSDP's shards are out of sight once their layers run
+            self.recorder.leaves.sharded |= any(map(is_shard, self.module.parameters()))
         if self.batch is None and self.with_grad:
             self.now  # noqa: B018  # at once, as no layer could say it better
         self.recorder.forward = self

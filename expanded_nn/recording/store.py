@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn._cell import Cell
+from expanded_nn._modes import running_backward
 from expanded_nn.core.algebra import Kind
 from expanded_nn.factored import FactoredTensor, joined, materialized, parted
 from expanded_nn.recording.passes import Pass
@@ -27,6 +28,7 @@ class Store:
         held: The rows.
         before: For each parameter, what the running backward has delivered and not yet added to `.grad`: of each pass
             the rows from before, `None` where there were none.
+        tasks: The backwards that have delivered, by the engine's number: one, and those that run inside of it.
         aside: Rows that wait while those of a `torch.autograd.grad` stand alone, and what `grad_sample` showed.
         materialize: Whether `grad_sample` is to be dense.
     """
@@ -34,6 +36,7 @@ class Store:
     def __init__(self, materialize: bool) -> None:
         self.held: Held = {}
         self.before: dict[Leaf, dict[Pass, Tensor | None]] = {}
+        self.tasks: set[int] = set()
         self.aside: tuple[Held, dict[Leaf, Shown]] | None = None
         self.materialize = materialize
 
@@ -46,6 +49,7 @@ class Store:
             if not in_order:
                 self.held = dict(sorted(self.held.items(), key=lambda item: item[0].number))
         of_pass = self.held[now]
+        self.tasks.add(running_backward())
         if not leaf.grad_is_as_noted():  # what came before has arrived
             leaf.note_grad()
             self.before.pop(leaf, None)
@@ -123,6 +127,7 @@ class Store:
 
     def complete(self, leaves: Iterable[Leaf]) -> None:
         """All rows of a backward are here: parameters that it left out have zero rows."""
+        self.before.clear()
         passes = tuple(self.held)
         for leaf in leaves:
             shown = leaf.shown
@@ -133,9 +138,16 @@ class Store:
     def begin(self) -> None:
         """A backward begins to deliver: from here on what it changes is kept in mind."""
         self.before.clear()
+        self.tasks.clear()
 
     def undo(self) -> None:
-        """The backward has failed: rows go whose gradient has not come to `.grad`."""
+        """The backward has failed: rows go whose gradient has not come to `.grad`.
+
+        Where others ran inside of it, as reentrant checkpoints do, nothing tells which of the rows have come: they are
+        refused until `.grad` is cleared.
+        """
+        for leaf in self.before if len(self.tasks) > 1 else ():
+            leaf.note_lacking()
         lost = {leaf: before for leaf, before in self.before.items() if leaf.grad_is_as_noted()}
         for leaf, before in lost.items():
             for now, rows in before.items():

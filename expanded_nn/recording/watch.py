@@ -67,7 +67,7 @@ class Shown:
 
 @dataclass
 class Place:
-    """Where a parameter stands in a model that FSDP has sharded.
+    """Where a parameter stands in the model.
 
     Attributes:
         module: The module that holds it.
@@ -102,7 +102,7 @@ class Leaf:
         clipped: The `.grad` that clipping has set, and its version then.
         lacking: The `.grad` that has a part whose rows were dropped, as the parameter was frozen meanwhile.
         memory: Where its dense rows are written.
-        place: Where it stands, if its model is sharded.
+        place: Where it stands, as far as that is known.
         handle: The hook that watches it.
     """
 

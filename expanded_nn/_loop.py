@@ -1,0 +1,118 @@
+"""The sample-by-sample loop through the plain model, and how far the rows are from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from expanded_nn._report import Findings
+from expanded_nn._running import Call, Runner, nudged
+from expanded_nn._samples import Layout, squares
+
+_ROUNDINGS = 10  # an error is one of rounding up to so many times what the last bits of the inputs change
+_LEAST = 100  # a gradient that is smaller than so many roundings of the loss may be one itself
+
+
+class Loop:
+    """The gradient of each sample's own loss through the plain model.
+
+    Attributes:
+        plain: Runs the plain model.
+        call: The batch.
+        layout: What a sample's own loss is.
+        is_random: Whether the model draws random numbers, so that the losses are those of one batch.
+    """
+
+    def __init__(self, plain: Runner, call: Call, layout: Layout, *, is_random: bool) -> None:
+        self.plain, self.call, self.layout, self.is_random = plain, call, layout, is_random
+
+    def compare(self, expanded: nn.Module, losses: list[Tensor], findings: Findings) -> None:
+        """Finds the error of each parameter's rows.
+
+        Args:
+            expanded: The module that has the rows.
+            losses: Each sample's own loss in the batch.
+            findings: Gets the errors, and notes.
+        """
+        plain = [name for name, p in self.plain.module.named_parameters() if p.requires_grad]
+        rows = {name: getattr(p, "grad_sample", None) for name, p in expanded.named_parameters()}
+        parts, norms, used = dict.fromkeys(plain, 0.0), dict.fromkeys(plain, 0.0), set()
+        for i, own in enumerate(self.gradients(self.call, losses)):
+            for name, (grad, was_used) in own.items():
+                held = rows[name]
+                part, _, norm = squares(torch.zeros_like(grad) if held is None else held[i], grad)
+                parts[name] += part
+                norms[name] += norm
+                used |= {name} if was_used else set()
+        unused = [name for name in plain if name not in used]
+        if unused:
+            findings.notes.append(f"never used: {listed(unused)}; no output depends on them, they get no rows.")
+        # a gradient may vanish but for rounding
+        tolerance = findings.tolerance
+        total = max(sum(norms.values()), torch.finfo(torch.float64).tiny)
+        least = (10 * tolerance) ** 2 * total
+        errors = {name: (parts[name] / max(norms[name], least)) ** 0.5 for name in used}
+        if 0 < max(errors.values(), default=0.0) - tolerance < torch.inf:
+            noise = self.noise()
+            scales = {name: noise[name] * (_ROUNDINGS / tolerance) ** 2 for name in used}
+            least_total = (_LEAST * tolerance**2) ** 2 * sum(float(loss.detach()) ** 2 for loss in losses)
+            if total <= least_total and total <= _ROUNDINGS**2 * sum(noise.values()):
+                findings.notes.append("the gradients are no more than rounding errors, and were compared as such.")
+            else:
+                scales = {name: min(total, scale) for name, scale in scales.items()}
+            errors = {name: (parts[name] / max(norms[name], least, scales[name])) ** 0.5 for name in used}
+        findings.errors = {name: errors[name] for name in plain if name in used}
+
+    def gradients(self, call: Call, losses: list[Tensor]) -> Iterator[dict[str, tuple[Tensor, bool]]]:
+        """For each sample, parameter name -> the gradient of its own loss, and whether the loss depends on it.
+
+        Args:
+            call: The batch.
+            losses: Each sample's own loss in it, for a model that draws random numbers.
+        """
+        named = {name: p for name, p in self.plain.module.named_parameters() if p.requires_grad}
+        for i in range(call.batch):
+            for p in named.values():
+                p.grad = None
+            loss = losses[i] if self.is_random else self.layout.own_loss(self.plain(call.sample(i)), i)
+            if loss.requires_grad:
+                loss.backward(retain_graph=self.is_random)
+            yield {
+                name: (torch.zeros_like(p) if p.grad is None else p.grad, p.grad is not None)
+                for name, p in named.items()
+            }
+
+    def noise(self) -> dict[str, float]:
+        """Parameter name -> how much the loop's gradients owe to rounding, squared.
+
+        It is what changes where inputs and parameters change by no more than rounding does.
+        """
+        parameters = list(self.plain.module.parameters())
+        before = [p.detach().clone() for p in parameters]
+        own = list(self.gradients(self.call, self.layout.losses(self.plain(self.call))))
+        most: dict[str, float] = {}
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            call = self.call.nudged(generator)
+            _fill(parameters, [nudged(p, generator) for p in parameters])
+            try:
+                other = list(self.gradients(call, self.layout.losses(self.plain(call))))
+            finally:
+                _fill(parameters, before)
+            for name in own[0]:
+                now = sum(squares(one[name][0], two[name][0])[0] for one, two in zip(own, other, strict=True))
+                most[name] = max(now, most.get(name, 0.0))
+        return most
+
+
+def listed(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+@torch.no_grad()
+def _fill(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
