@@ -6,13 +6,11 @@ from expanded_nn._module import Expanded as Expanded
 from expanded_nn._outside import expanded as expanded, one_pass as one_pass
 from expanded_nn._registry import expands as expands
 from expanded_nn.check import Report as Report, check as check
+from expanded_nn.clipping import clip_grad_sample_norms_ as clip_grad_sample_norms_
 from expanded_nn.convert import convert as convert, per_sample as per_sample, revert as revert
+from expanded_nn.core.kronecker import KroneckerFactors as KroneckerFactors
 from expanded_nn.factored import FactoredTensor as FactoredTensor
-from expanded_nn.grads import (
-    PerSampleGrads as PerSampleGrads,
-    clip_grad_sample_norms_ as clip_grad_sample_norms_,
-    per_sample_grads as per_sample_grads,
-)
+from expanded_nn.grads import PerSampleGrads as PerSampleGrads, per_sample_grads as per_sample_grads
 from expanded_nn.layers.activation import PReLU as PReLU
 from expanded_nn.layers.attention import (
     MultiheadAttention as MultiheadAttention,
@@ -52,6 +50,7 @@ from expanded_nn.layers.rnn import (
     LSTMCell as LSTMCell,
     RNNCell as RNNCell,
 )
+from expanded_nn.projection import Projection as Projection
 
 __all__ = [
     # the switch
@@ -105,6 +104,8 @@ __all__ = [
     "per_sample_grads",
     "clip_grad_sample_norms_",
     "PerSampleGrads",
+    "KroneckerFactors",
+    "Projection",
     "FactoredTensor",
     # errors
     "ConversionError",

@@ -72,6 +72,7 @@ class PerSampleModule(nn.Module):
         batch_size: int | None = AS_BEFORE,
         materialize: bool = AS_BEFORE,
         accumulate_grad: bool = AS_BEFORE,
+        keep_factors: bool = AS_BEFORE,
     ) -> Model:
         """Switches per-sample gradients on or off for this module and all within it.
 
@@ -89,13 +90,16 @@ class PerSampleModule(nn.Module):
             materialize: Whether to make `grad_sample` dense during the backward; by default it may be factored.
             accumulate_grad: Whether a backward adds to `.grad`, as always (`True`). Without it `.grad` is left alone
                 and the rows are those of the last backward.
+            keep_factors: Whether to keep what all rows of linear layers and convolutions are made of, as
+                `PerSampleGrads.kronecker` and `gram(per_position=True)` need it. By default small rows, and those whose
+                factors are larger, are dense, which takes less time and memory.
 
         Returns:
             The module itself.
 
         Raises:
             PerSampleError: If a module within holds parameters and was not converted.
-            ValueError: If `loss_reduction` or `batch_size` has no meaning.
+            ValueError: If `loss_reduction` or `batch_size` has no meaning, or rows are to be dense and factored.
         """
         told: dict[str, Any] = {
             "loss_reduction": loss_reduction,
@@ -103,6 +107,7 @@ class PerSampleModule(nn.Module):
             "batch_size": batch_size,
             "materialize": materialize,
             "accumulate_grad": accumulate_grad,
+            "keep_factors": keep_factors,
         }
         settings = replace(
             cast(Settings, self._settings), **{name: value for name, value in told.items() if value is not AS_BEFORE}
@@ -311,6 +316,11 @@ class Expanded(PerSampleModule):
         if self.current_use is not None:
             return self.current_use.batch_first
         return self._recorder is None or self._recorder.settings.batch_first
+
+    @property
+    def keeps_factors(self) -> bool:
+        """Whether rows are to stay factored, as `per_sample(keep_factors=True)` said."""
+        return self._recorder is not None and self._recorder.settings.keep_factors
 
     @property
     def batch_size(self) -> int:

@@ -14,8 +14,10 @@ from expanded_nn._cell import Block, Cell, Guarded
 from expanded_nn._errors import complaint
 from expanded_nn._modes import in_own_dtype, refuse_batched
 from expanded_nn._storage import Recycled
-from expanded_nn.core import algebra, cost
+from expanded_nn.core import algebra, cost, kronecker
 from expanded_nn.core.algebra import Kind
+from expanded_nn.core.kronecker import KroneckerFactors
+from expanded_nn.core.positions import gram_by_position, numbers_of_positions
 from expanded_nn.core.terms import Dense, Products, SparseOneHot, Term
 
 R = TypeVar("R", bound="Rows")
@@ -143,10 +145,42 @@ class Rows(Tensor):
         """`<row, other_row>` for each pair, `(B, B')`."""
         return algebra.gram(self._unchanged(), other._unchanged(), self._cell.kind)
 
+    def positions(self) -> set[int] | None:
+        """How many positions the rows have; `None` if some have none."""
+        return numbers_of_positions(self._unchanged())
+
+    @_in_own_dtype
+    def gram_by_position(self, other: Rows, positions: int) -> Tensor:
+        """`<row[b, t], other_row[c]>` for each position t of rows that have so many, `(B, T, B')`."""
+        return gram_by_position(self._unchanged(), other._unchanged(), self._cell.kind, positions)
+
+    def has_kronecker_factors(self) -> bool:
+        """Whether the rows are made of outer products alone."""
+        return kronecker.has_factors(self._unchanged(), self._kind)
+
+    def kronecker_factors(self, total: KroneckerFactors | None = None) -> KroneckerFactors:
+        """The Kronecker factors of rows that have such, added to `total` in place."""
+        with in_own_dtype(self):
+            return kronecker.factors(self._unchanged(), self._kind, total)
+
+    def between(self: R, left: Tensor, right: Tensor) -> R:
+        """The rows `left @ row @ right`, of symmetric matrices; factored where these are."""
+        with in_own_dtype(self):
+            blocks = [
+                (size, tuple(Guarded.of(kronecker.between(term, left, right)) for term in terms if size))
+                for size, terms in self._unchanged()
+            ]
+        return type(self)(Cell(blocks, self._kind), self.shape)
+
     def chunks(self) -> Iterator[Tensor]:
         """The dense rows in groups of bounded size, none of them kept."""
         for rows in algebra.chunks(self._unchanged(), self._cell.kind):
             yield rows.reshape(rows.shape[0], *self.shape[1:])
+
+    @property
+    def _kind(self) -> Kind:
+        """That of the rows in the shape they are seen in."""
+        return self._cell.kind._replace(row_shape=tuple(self.shape[1:]))
 
     def _check_source(self) -> None:
         if self._source is not None and self._source[0].version != self._source[1]:

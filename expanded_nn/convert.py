@@ -92,7 +92,7 @@ def per_sample(model: Model, mode: bool = True, **settings: Any) -> Model:
         model: Any module.
         mode: Whether to switch on.
         settings: As for the method: `loss_reduction`, `batch_first`, `batch_size`, `materialize`,
-            `accumulate_grad`.
+            `accumulate_grad`, `keep_factors`.
 
     Returns:
         The module itself.

@@ -1,40 +1,33 @@
-"""Using the rows: the algebra of the `B x P` matrix G of per-sample gradients, and clipping."""
+"""Using the rows: the algebra of the `B x P` matrix G of per-sample gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, cast, overload
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
-from expanded_nn._modes import no_torch_function
-from expanded_nn._module import Expanded, PerSampleModule, all_parameters
+from expanded_nn._held import (
+    added,
+    as_before,
+    batch_size_of,
+    held_rows,
+    recorded,
+    refuse_gradients_without_rows,
+    side_by_side,
+    snapshot,
+    some,
+    squared_norms,
+)
 from expanded_nn._rows import average, widened
 from expanded_nn.core import cost
-from expanded_nn.core.terms import Products
+from expanded_nn.core.kronecker import KroneckerFactors, damped_inverse
+from expanded_nn.core.terms import OneHot, sides
 from expanded_nn.factored import FactoredTensor, as_factored, as_real
-from expanded_nn.recording.recorder import Recorder
-from expanded_nn.recording.sharded import added_over_ranks, is_shard, is_zero, scattered
-
-MaxNorm = float | Callable[[Tensor], Tensor]  # a norm to clip to, or a function of the norms that gives the factors
-
-
-class _Part(NamedTuple):
-    """The rows of one parameter, or of several small ones side by side, as one; of real numbers."""
-
-    shapes: dict[str, torch.Size]  # those of the parameters
-    rows: FactoredTensor
-
-    def split(self, value: Tensor) -> dict[str, Tensor]:
-        """What has the shape of one row of the part, by parameter."""
-        if len(self.shapes) == 1:
-            return {name: value.view(shape) for name, shape in self.shapes.items()}
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        values = cast(list[Tensor], torch.split_with_sizes_copy(value, sizes))
-        return {name: each.view(shape) for (name, shape), each in zip(self.shapes.items(), values, strict=True)}
+from expanded_nn.projection import Projection
 
 
 class PerSampleGrads(Mapping[str, Tensor]):
@@ -52,8 +45,10 @@ class PerSampleGrads(Mapping[str, Tensor]):
     """
 
     def __init__(self, rows: Mapping[str, Tensor]) -> None:
-        self._batch = _batch_size(rows)
-        self._rows = {name: _snapshot(each) for name, each in rows.items()}
+        self._batch = batch_size_of(rows)
+        self._rows = {name: snapshot(each) for name, each in rows.items()}
+        self._blocks = {name: each.blocks for name, each in self._rows.items()}  # what norms may make dense
+        self._queries: dict[str, FactoredTensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._rows[name]
@@ -97,9 +92,9 @@ class PerSampleGrads(Mapping[str, Tensor]):
             `(B,)` over all parameters together, or name -> `(B,)`.
         """
         if per_parameter:
-            squares = _squared_norms(_parts(self._rows, join=False))
+            squares = squared_norms(side_by_side(self._rows, join=False))
             return {name: each.sqrt() for name, each in zip(self, squares, strict=True)}
-        return _added(_squared_norms(_parts(self._rows))).sqrt()
+        return added(squared_norms(side_by_side(self._rows))).sqrt()
 
     def sum(
         self,
@@ -132,11 +127,24 @@ class PerSampleGrads(Mapping[str, Tensor]):
         parts = {name: _variance(rows, correction) for name, rows in self._real().items()}
         return {name: each.sum(-1) if self._rows[name].is_complex() else each for name, each in parts.items()}
 
-    def gram(self, other: PerSampleGrads | None = None) -> Tensor:
+    def gram(self, other: PerSampleGrads | None = None, per_position: bool = False) -> Tensor:
         """The inner products of all rows with all rows of `other`, or with each other: `G @ other.T`, `(B, B')`.
 
+        For many batches against the same few queries, take `batch.gram(queries)`: what is needed of the queries' rows
+        is made once and kept in `queries`, if it is not too large.
+
+        Args:
+            other: The rows of the same parameters, of other samples.
+            per_position: Whether to give each position's part of the inner product, such as each token's: of the rows
+                of linear layers `sum_t g[b, t] ⊗ a[b, t]` that of each t. All parameters must have as many positions;
+                leave the others out: `PerSampleGrads({name: grads[name] for name in names})`.
+
+        Returns:
+            `(B, B')`; with `per_position` `(B, T, B')`, whose sum over the positions is the former.
+
         Raises:
-            PerSampleError: If `other` has other parameters, or parameters of other shapes.
+            PerSampleError: If `other` has other parameters, or parameters of other shapes; with `per_position`, if
+                parameters hold rows without positions, or not equally many positions.
         """
         other = self if other is None else other
         self._refuse_other_names(other, "gram")
@@ -148,9 +156,128 @@ class PerSampleGrads(Mapping[str, Tensor]):
                     "the rows of the same parameters",
                     "Take both from one model, or from copies of it.",
                 )
-        theirs = self._real() if other is self else other._real()
-        mine = theirs if other is self else self._real()
-        return _added(widened(rows).gram(widened(theirs[name])) for name, rows in mine.items())
+        if per_position:
+            return self._gram_by_position(other)
+        mine = self._real()
+        theirs = mine if other is self else other._as_queries(mine)
+        return added(widened(rows).gram(widened(theirs[name])) for name, rows in mine.items())
+
+    def _as_queries(self, rows: Mapping[str, FactoredTensor]) -> dict[str, FactoredTensor]:
+        """The rows as real numbers; dense, and kept so, where their inner products with such rows need that."""
+        numel = sum(kept.numel() for kept in self._queries.values())
+        for name, mine in self._real().items():
+            if name in self._queries or not cost.keeps_queries(numel + mine.numel()):
+                continue
+            if any(term.gram_takes_rows(other) for term in mine.terms() for other in rows[name].terms()):
+                self._queries[name] = as_factored(torch.cat(list(mine.chunks())))
+                numel += mine.numel()
+        return self._real() | self._queries
+
+    def _gram_by_position(self, other: PerSampleGrads) -> Tensor:
+        mine = {name: widened(self._held(name)) for name in self._rows}
+        counts = {name: None if rows.is_complex() else rows.positions() for name, rows in mine.items()}
+        lacking = [name for name, positions in counts.items() if positions is None]
+        known = {name: sorted(positions) for name, positions in counts.items() if positions is not None}
+        sizes = {size for positions in known.values() for size in positions}
+        if lacking or len(sizes) != 1:
+            raise complaint(
+                "PerSampleGrads.gram",
+                f"per_position, and {some(lacking)} have no positions" if lacking else f"the positions are {known}",
+                "linear layers' and embeddings' rows, held as factors, with as many positions each",
+                "Leave out the others: PerSampleGrads({name: grads[name] for name in names}); for small layers switch "
+                "on per_sample(keep_factors=True).",
+            )
+        (size,) = sizes
+        return added(rows.gram_by_position(widened(other._held(name)), size) for name, rows in mine.items())
+
+    def _held(self, name: str) -> FactoredTensor:
+        """The rows of a parameter as they were taken, whatever became dense since."""
+        rows = self._rows[name]
+        return rows._like(self._blocks[name], rows.shape)
+
+    def kronecker(self, total: Mapping[str, KroneckerFactors] | None = None) -> dict[str, KroneckerFactors]:
+        """The Kronecker factors of each weight's second moment, as K-FAC and influence functions take them.
+
+        A row of a linear layer's weight is `sum_t g[b, t] ⊗ a[b, t]`, with `a` the layer's input and `g` the gradient
+        of its output, scaled as the rows are: with `loss_reduction="mean"` that of a sample's own loss. The second
+        moment of the weight's gradient is taken for `E[g gᵀ] ⊗ E[a aᵀ]` (Martens and Grosse, 2015, "Optimizing neural
+        networks with Kronecker-factored approximate curvature"; for convolutions Grosse and Martens, 2016). Factors of
+        several batches add up: `factors[name] + more[name]`, or in place, which takes less time and memory: `factors =
+        grads.kronecker(factors)`.
+
+        Weights of linear and recurrent layers, of attention, and of convolutions, which are flattened to `(out, in *
+        kernel)`, have factors; vectors and embeddings are left out. Each group of a convolution is a linear map: its
+        `g gᵀ` is one of the blocks of `G`, and `A` is the mean over the groups. The weight of a transposed convolution
+        begins with the input's channels, so that `G` is there the input's.
+
+        Args:
+            total: Factors of earlier batches, which these are added to in place: take those that are returned from
+                then on.
+
+        Returns:
+            Name -> `(A, G, count)`: the sums over samples and positions of `a aᵀ`, `(in, in)`, and of `g gᵀ`, `(out,
+            out)`, and how many were added. In float32 at the least.
+
+        Raises:
+            PerSampleError: If a matrix holds dense rows, whose factors are gone: switch on
+                `per_sample(keep_factors=True)`. If `total` has other sizes. Then nothing was added.
+        """
+        weights = {name: self._held(name) for name in self._rows if self._may_have_factors(name)}
+        lacking = [name for name, rows in weights.items() if rows.is_complex() or not rows.has_kronecker_factors()]
+        if lacking:
+            raise complaint(
+                "PerSampleGrads.kronecker",
+                f"{some(lacking)} hold rows that are dense, complex, or of several kinds",
+                "the factors of linear layers and convolutions",
+                "Switch on per_sample(keep_factors=True), and take the factors before the rows are used; leave out "
+                "what is neither: PerSampleGrads({name: grads[name] for name in names}).",
+            )
+        before = dict(total or {})
+        for name in weights.keys() & before.keys():
+            _refuse_other_sizes("kronecker", name, weights[name], before[name])
+        return before | {name: rows.kronecker_factors(before.get(name)) for name, rows in weights.items()}
+
+    def _may_have_factors(self, name: str) -> bool:
+        """Whether it is a matrix, and none of an embedding."""
+        terms = self._held(name).terms()
+        return self._rows[name].dim() > 2 and not (terms and all(isinstance(term, OneHot) for term in terms))
+
+    def precondition(self, factors: Mapping[str, KroneckerFactors], damping: float) -> PerSampleGrads:
+        """The rows times the inverse of a damped Kronecker-factored second moment: `(G + d)⁻¹ · row · (A + d)⁻¹`.
+
+        `A` and `G` are here those of `factors` divided by their count. `queries.precondition(factors, d).gram(train)`
+        are influences in the sense of Koh and Liang (2017), with K-FAC in place of the Hessian (Grosse et al., 2023,
+        "Studying large language model generalization with influence functions").
+
+        Args:
+            factors: As `kronecker()` gives them, of this batch or, added up, of many. Parameters without stay as they
+                are.
+            damping: The number d that is added to the diagonals, above 0.
+
+        Returns:
+            The new rows, factored where these are: `norms`, `gram`, `project` work as before.
+
+        Raises:
+            PerSampleError: If `factors` has parameters that have no rows here, matrices of other sizes, none added up,
+                or numbers that are not finite.
+            ValueError: If `damping` is not above 0.
+        """
+        if not damping > 0:
+            raise ValueError(f"PerSampleGrads.precondition: damping is {damping}; wanted a number above 0.")
+        rows = {name: self._held(name) for name in self._rows}
+        for name, second_moment in factors.items():
+            if name not in rows or second_moment.count < 1:
+                raise complaint(
+                    "PerSampleGrads.precondition",
+                    f"factors for {name!r} with count {second_moment.count}"
+                    if name in rows
+                    else f"{name!r} has no rows",
+                    "factors of parameters that have rows, and of one sample at the least",
+                    "Leave this one out.",
+                )
+            _refuse_other_sizes("precondition", name, rows[name], second_moment)
+            rows[name] = _preconditioned(name, widened(rows[name]), second_moment, damping)
+        return PerSampleGrads(rows)
 
     def matvec(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """The inner product of each row with one vector, `G @ v`, `(B,)`.
@@ -162,18 +289,26 @@ class PerSampleGrads(Mapping[str, Tensor]):
             PerSampleError: If `vectors` has other names than the parameters.
         """
         self._refuse_other_names(vectors, "matvec")
-        return _added(_matvec(rows, vectors[name]) for name, rows in self._rows.items())
+        return added(_matvec(rows, vectors[name]) for name, rows in self._rows.items())
 
-    def project(self, dim: int, *, generator: torch.Generator) -> Tensor:
-        """A random projection of the rows, `(B, dim)`: entries of the matrix are drawn from N(0, 1 / dim).
+    def project(self, dim: int, *, generator: torch.Generator | None = None, seed: int = 0) -> Tensor:
+        """A random projection of the rows, `(B, dim)`, that keeps inner products in expectation.
 
-        The projection depends on the parameters and the generator's state alone, so that the same sample projects
-        alike in any batch; inner products are kept in expectation (Johnson and Lindenstrauss, 1984).
+        That of `Projection(dim, seed=seed)`; for many batches make one and keep it. With a `generator` the entries of
+        the matrix are drawn from N(0, 1 / dim), anew in each call and one direction after the other: the projection
+        depends on the parameters and the generator's state alone, so that the same sample projects alike in any batch
+        (Johnson and Lindenstrauss, 1984).
 
         Args:
             dim: The number of dimensions to project to.
-            generator: Where the random numbers come from, on the parameters' device.
+            generator: Where normal numbers come from, on the parameters' device; slow.
+            seed: Of the projection, where there is no generator.
+
+        Raises:
+            ValueError: If `dim` or `seed` has no meaning.
         """
+        if generator is None:
+            return Projection(dim, seed=seed)(self)
         columns = []
         for _ in range(dim):
             directions = {
@@ -201,8 +336,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
         return {name: as_real(rows) for name, rows in self._rows.items()}
 
     def _by_parameter(self, value: Callable[[FactoredTensor], Tensor]) -> dict[str, Tensor]:
-        found = {name: each for part in _parts(self._rows) for name, each in part.split(value(part.rows)).items()}
-        return {name: _as_before(found[name], rows) for name, rows in self._rows.items()}
+        found = {name: each for part in side_by_side(self._rows) for name, each in part.split(value(part.rows)).items()}
+        return {name: as_before(found[name], rows) for name, rows in self._rows.items()}
 
     def _refuse_other_names(self, other: Mapping[str, object], what: str) -> None:
         if set(other) != set(self):
@@ -234,286 +369,11 @@ def per_sample_grads(model: nn.Module) -> PerSampleGrads:
         >>> enn.per_sample_grads(model).norms().shape
         torch.Size([5])
     """
-    parameters, recorders = _recorded(model)
-    held = _held(parameters)
+    parameters, recorders = recorded(model)
+    held = held_rows(parameters)
     if not any(recorder.rows_stand_alone for recorder in recorders):
-        _refuse_gradients_without_rows("per_sample_grads", parameters, recorders)
+        refuse_gradients_without_rows("per_sample_grads", parameters, recorders)
     return PerSampleGrads(held)
-
-
-def clip_grad_sample_norms_(
-    model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], *, reduction: str = "sum"
-) -> Tensor | dict[str, Tensor]:
-    """Scales each row to norm at most `max_norm` and sets `.grad` to the sum of the clipped rows.
-
-    The rows themselves stay as they are. With `per_sample(accumulate_grad=False)` the clipped sum is instead *added* to
-    `.grad`, and the rows are freed, so that micro-batches accumulate at constant memory: take `reduction="sum"` there,
-    and divide by the size of the whole batch at the end. Norms are accumulated in float32 at the least (clipping as in
-    Abadi et al., 2016, "Deep learning with differential privacy").
-
-    Args:
-        model: A model in per-sample mode, after a backward.
-        max_norm: The norm to clip to, over all parameters together. Or a function of the norms `(B,)` that gives the
-            number by which each row is multiplied, `(B,)`: `lambda norms: 1 / (norms + 0.01)` is automatic clipping
-            (Bu et al., 2022). Or several of either by name, of a parameter or of a module, whose parameters are
-            clipped together but for those that have a nearer name.
-        reduction: `"sum"`, or `"mean"` to divide by the number of rows.
-
-    Returns:
-        The norms from before the clipping, `(B,)`, or name -> `(B,)` where `max_norm` is a mapping.
-
-    Raises:
-        PerSampleError: If no parameter has rows, a row holds inf or NaN, a parameter belongs to no module in per-sample
-            mode, or has a gradient in `.grad` that no row is a part of, so that it would stay unclipped; or if
-            `max_norm` lacks a name or has one too many, or a function gives another shape than `(B,)`.
-        ValueError: If `reduction` or `max_norm` has no meaning.
-    """
-    if reduction not in ("sum", "mean"):
-        raise ValueError(f'clip_grad_sample_norms_: reduction is {reduction!r}; wanted "sum" or "mean".')
-    limits = max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]
-    if any(not callable(limit) and not limit > 0 for limit in limits):
-        raise ValueError(f"clip_grad_sample_norms_: max_norm is {max_norm}; wanted a number above 0.")
-    with no_torch_function():  # the rows' own dispatch costs more than the algebra of small models
-        return _clip(model, max_norm, reduction)
-
-
-def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction: str) -> Tensor | dict[str, Tensor]:
-    parameters, recorders = _recorded(model)
-    held = _held(parameters)
-    _refuse_gradients_without_rows("clip_grad_sample_norms_", parameters, recorders)
-    for name, parameter in parameters.items():
-        if not parameter.requires_grad and name not in held and getattr(parameter, "grad_sample", None) is not None:
-            for recorder in recorders:  # it is not clipped with the others, and not to come back when it is thawed
-                recorder.forget(parameter)
-    if not held and any(each.requires_grad for each in parameters.values()):
-        raise complaint(
-            "clip_grad_sample_norms_",
-            "no parameter has rows",
-            "the rows of a backward in per-sample mode, (0, *shape) if there were no samples",
-            "Clip after backward and before zero_grad; with accumulate_grad=False, clipping takes the rows away.",
-        )
-    count = _batch_size(held)
-    shards = [parameters[name] for name in held if is_shard(parameters[name])]
-    together = not isinstance(max_norm, Mapping)
-    # sums of shards add up over the ranks, one after the other in the same order, whatever the numbers of samples there
-    parts = [_Part(shapes, _snapshot(rows)) for shapes, rows in _parts(held, join=together and not shards)]
-    adds = any(not each.settings.accumulate_grad for each in recorders)
-    limits = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
-    groups = dict.fromkeys(held, "") if together else _grouped(held, limits)
-    held.clear()
-    squares = list(zip([groups[next(iter(shapes))] for shapes, _ in parts], _squared_norms(parts), strict=True))
-    norms = {key: _added(each for group, each in squares if group == key).sqrt() for key in limits}
-    for key, each in norms.items():
-        _refuse_nonfinite(key or "all parameters", each)
-    factors = {key: _factors(each, limits[key]) for key, each in norms.items()}
-    if shards and reduction == "mean":
-        count = added_over_ranks(count, shards[0])
-    while parts:  # taken out one by one, so that the rows make room for the sums
-        shapes, rows = part = parts.pop()
-        weights = factors[groups[next(iter(shapes))]]
-        totals = part.split(widened(rows).weighted_sum(weights / max(1, count) if reduction == "mean" else weights))
-        del part, rows
-        for name, total in totals.items():
-            _set_grad(parameters[name], total, add=adds)
-            for recorder in recorders:
-                if adds:
-                    recorder.forget(parameters[name])
-                recorder.note_clipped(parameters[name])
-    for recorder in recorders:
-        recorder.note_grads()
-    return norms[""] if together else norms
-
-
-def _refuse_gradients_without_rows(
-    who: str, parameters: Mapping[str, nn.Parameter], recorders: Iterable[Recorder]
-) -> None:
-    """Raises if an optimizer would take a gradient that no row is a part of; those from before are let alone."""
-    without = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.requires_grad and parameter.grad is not None and getattr(parameter, "grad_sample", None) is None
-    ]
-    # with accumulate_grad=False clipping has left its sums there; zeros are a gradient that was cleared
-    known = [name for name in without if any(recorder.is_clipped(parameters[name]) for recorder in recorders)]
-    found = [name for name in without if name not in known and not is_zero(_values(parameters[name].grad))]
-    found += [
-        name
-        for name, parameter in parameters.items()
-        if parameter.requires_grad and any(recorder.lacks_rows(parameter) for recorder in recorders)
-    ]
-    if found:
-        raise complaint(
-            who,
-            f"the parameters {_some(found)} have a gradient in .grad, or a part of one, but no per-sample gradients of "
-            "it, so that nothing bounds what a sample adds to it",
-            "both, or neither",
-            "If that gradient is from before, clear it: optimizer.zero_grad(). If it is of this step, let the "
-            "parameter be used by its layer, or by expanded_nn.expanded(weight).",
-        )
-
-
-def _values(grad: Tensor | None) -> Tensor:
-    assert grad is not None
-    return grad._values() if grad.is_sparse else grad
-
-
-def _grouped(names: Iterable[str], limits: Mapping[str, MaxNorm]) -> dict[str, str]:
-    """Parameter name -> the nearest of the names that have a limit: its own, or that of a module around it."""
-    groups = {}
-    for name in names:
-        path = name.split(".")
-        around = (".".join(path[:depth]) for depth in range(len(path), -1, -1))
-        key = next((each for each in around if each in limits), None)
-        if key is not None:
-            groups[name] = key
-    lacking, idle = [name for name in names if name not in groups], sorted(set(limits) - set(groups.values()) - {""})
-    if lacking or idle:
-        raise complaint(
-            "clip_grad_sample_norms_",
-            f"max_norm has none for {_some(lacking)} and more for {_some(idle)}",
-            "one for each parameter that has rows, or for a module around it",
-            "Add what is lacking, leave out what has no rows.",
-        )
-    return groups
-
-
-def _set_grad(parameter: Tensor, total: Tensor, *, add: bool) -> None:
-    total = _as_before(total, parameter).to(parameter.dtype)
-    if is_shard(parameter):
-        total = scattered(total, parameter)
-    parameter.grad = parameter.grad + total if add and parameter.grad is not None else total
-
-
-def _squared_norms(parts: Iterable[_Part]) -> list[Tensor]:
-    products, squares = Products(), []
-    for _, rows in parts:
-        rows.dense_for_norms()
-        squares.append(widened(rows).squared_norms(products).clamp(min=0))
-    return squares
-
-
-def _recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]:
-    """The parameters by name, and the recorders of their rows: several if parts were switched on one by one.
-
-    Raises:
-        PerSampleError: If a trainable parameter has no recorder, or the recorders' settings differ.
-    """
-    parameters = dict(model.named_parameters())
-    recording = {each: each._recorder for each in model.modules() if isinstance(each, PerSampleModule)}
-    known = {
-        id(parameter)
-        for module, recorder in recording.items()
-        if recorder is not None and isinstance(module, Expanded)
-        for parameter in all_parameters(module)
-    }
-    others = [name for name, each in parameters.items() if each.requires_grad and id(each) not in known]
-    if others:
-        raise complaint(
-            type(model).__name__,
-            f"the parameters {_some(others)} have no rows",
-            "every trainable parameter in a module in per-sample mode",
-            "Switch it on before the forward: convert(model, inplace=True).per_sample(True).",
-        )
-    recorders = list(dict.fromkeys(each for each in recording.values() if each is not None))
-    for recorder in recorders:
-        recorder.settle()
-    kinds = {(each.settings.loss_reduction, each.settings.accumulate_grad) for each in recorders}
-    if len(kinds) > 1:
-        raise complaint(
-            type(model).__name__,
-            f"its parts are in per-sample mode with (loss_reduction, accumulate_grad) = {sorted(kinds)}",
-            "the same for all of them",
-            "Switch on the whole model at once: per_sample(model, ...).",
-        )
-    return parameters, recorders
-
-
-def _held(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameter name -> the rows it holds, of those that hold any."""
-    held = {name: getattr(parameter, "grad_sample", None) for name, parameter in parameters.items()}
-    return {name: rows for name, rows in held.items() if rows is not None and _is_used(parameters[name])}
-
-
-def _is_used(parameter: Tensor) -> bool:
-    """Whether an optimizer may use its gradient: one that is frozen and has none any more has no use for its rows."""
-    return parameter.requires_grad or (parameter.grad is not None and not is_zero(_values(parameter.grad)))
-
-
-def _batch_size(held: Mapping[str, Tensor]) -> int:
-    """How many rows all parameters hold; 0 without parameters."""
-    sizes = {name: rows.shape[0] for name, rows in held.items()}
-    if len(set(sizes.values())) > 1:
-        raise complaint(
-            "per_sample_grads",
-            f"the parameters hold {sizes} rows",
-            "equally many",
-            "Clear the gradients and run again.",
-        )
-    return next(iter(sizes.values()), 0)
-
-
-def _parts(held: Mapping[str, Tensor], join: bool = True) -> list[_Part]:
-    """The rows of each parameter; small ones that are dense may be side by side."""
-    parts, small = [], dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Size, Tensor]]]()
-    for name, rows in held.items():
-        real = as_real(as_factored(rows)) if rows.is_complex() else rows
-        matrix = _small_matrix(real) if join else None
-        if matrix is None:
-            parts.append(_Part({name: real.shape[1:]}, as_factored(real)))
-        else:
-            small.setdefault((real.dtype, real.device), []).append((name, real.shape[1:], matrix))
-    for group in small.values():
-        shapes = {name: shape for name, shape, _ in group}
-        parts.append(_Part(shapes, as_factored(torch.cat([matrix for _, _, matrix in group], 1))))
-    return parts
-
-
-def _small_matrix(rows: Tensor) -> Tensor | None:
-    """Few numbers that are held as dense rows, `(B, numbers in a row)`."""
-    if not cost.is_worth_joining(rows.numel()):
-        return None
-    if isinstance(rows, FactoredTensor):
-        return rows.held_matrix()
-    return rows.detach().reshape(rows.shape[0], math.prod(rows.shape[1:]))
-
-
-def _factors(norms: Tensor, max_norm: MaxNorm) -> Tensor:
-    if callable(max_norm):
-        factors = max_norm(norms)
-        if not isinstance(factors, Tensor) or factors.shape != norms.shape:
-            found = f"shape {tuple(factors.shape)}" if isinstance(factors, Tensor) else f"a {type(factors).__name__}"
-            raise complaint(
-                "clip_grad_sample_norms_",
-                f"the function given as max_norm returned {found}",
-                f"a tensor of shape {tuple(norms.shape)}, the number that multiplies each sample's gradient",
-                "Return one number per sample, such as max_norm / norms.clamp(min=max_norm).",
-            )
-        return factors.detach()
-    return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
-
-
-def _refuse_nonfinite(what: str, norms: Tensor) -> None:
-    if math.isfinite(norms.sum()):  # one operation in place of four; a sum may be too large as well
-        return
-    bad = (~norms.isfinite()).nonzero().flatten().tolist()
-    if bad:
-        raise complaint(
-            "clip_grad_sample_norms_",
-            f"the gradient of {what} is inf or NaN in rows {_some(bad)}",
-            "finite rows",
-            "Leave these samples out, or scale their loss down.",
-        )
-
-
-def _some(items: list[Any]) -> str:
-    """The first items of a list that may be long."""
-    return f"{items[:10]}{'...' if len(items) > 10 else ''}"
-
-
-def _snapshot(rows: Tensor) -> FactoredTensor:
-    if not isinstance(rows, FactoredTensor):
-        return as_factored(rows)
-    return rows._like(rows.blocks, rows.shape)
 
 
 def _matvec(rows: FactoredTensor, vector: Tensor) -> Tensor:
@@ -523,20 +383,35 @@ def _matvec(rows: FactoredTensor, vector: Tensor) -> Tensor:
     return wide.matvec(vector.to(wide.dtype)).to(rows.dtype)
 
 
-def _as_before(value: Tensor, like: Tensor) -> Tensor:
-    """A value for a parameter's real numbers, as complex ones where the parameter has such."""
-    return torch.view_as_complex(value) if like.is_complex() else value
+def _refuse_other_sizes(what: str, name: str, rows: Tensor, factors: KroneckerFactors) -> None:
+    found, wanted = (len(factors.G), len(factors.A)), sides(rows.shape[1:])
+    if found != wanted:
+        raise complaint(
+            f"PerSampleGrads.{what}",
+            f"the factors of {name!r} are those of rows {found}",
+            f"{wanted}, as the rows are",
+            "Take the factors of kronecker() from the same model.",
+        )
+
+
+def _preconditioned(name: str, rows: FactoredTensor, factors: KroneckerFactors, damping: float) -> FactoredTensor:
+    """`(G / count + damping)⁻¹ · row · (A / count + damping)⁻¹` for each row, factored where the rows are."""
+    inverses = []
+    for total in (factors.G, factors.A):
+        inverse, is_definite = damped_inverse(total, factors.count, damping)
+        if not is_definite:
+            raise complaint(
+                "PerSampleGrads.precondition",
+                f"the factors of {name!r} with damping {damping} are no positive definite matrices",
+                "sums of a aᵀ and g gᵀ of finite numbers",
+                "Take the factors of kronecker(), without inf or NaN, and a larger damping.",
+            )
+        inverses.append(inverse.to(device=rows.device, dtype=rows.dtype))
+    return rows.between(*inverses)
 
 
 def _variance(rows: FactoredTensor, correction: float) -> Tensor:
     wide = widened(rows)
     mean = wide.weighted_sum() / rows.shape[0]
-    squares = _added((part - mean).square().sum(0) for part in wide.chunks())
+    squares = added((part - mean).square().sum(0) for part in wide.chunks())
     return (squares / max(0.0, rows.shape[0] - correction)).to(rows.dtype)
-
-
-def _added(parts: Iterable[Tensor]) -> Tensor:
-    total: Tensor | None = None
-    for part in parts:
-        total = part if total is None else total + part
-    return torch.zeros(0) if total is None else total

@@ -527,3 +527,10 @@ def test_copies_and_pickles_of_a_compiled_model() -> None:
     for other in (copy.deepcopy(inside), pickle.loads(pickle.dumps(inside))):
         step(other, other, x)
         assert_same(other, inside)
+
+
+@pytest.mark.small_rows
+def test_small_layers_keep_their_factors() -> None:
+    model, x = enn.convert(nn.Linear(8, 6)).per_sample(keep_factors=True), torch.randn(B, 8)
+    torch.compile(model, backend="aot_eager")(x).sin().sum(1).mean().backward()
+    torch.testing.assert_close(enn.per_sample_grads(model).kronecker()["weight"].A, x.t() @ x)

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from expanded_nn import core
-from expanded_nn.core import algebra, cost, geometry, patches, terms
+from expanded_nn.core import algebra, cost, geometry, kronecker, patches, positions, sketch, terms
 from expanded_nn.core.algebra import Block, Kind
 from expanded_nn.core.geometry import Geometry
 from expanded_nn.core.patches import Patches
+from expanded_nn.core.sketch import Side, Sketch, Totals, TwoSided
 from expanded_nn.core.terms import Dense, OneHot, Outer, Products, SparseOneHot, Term
 
 FOLDER = Path(core.__file__).parent
@@ -149,7 +150,7 @@ OF_ONE_KIND = {  # what one kind of term has beside
     "matrix": ("dense", lambda t: t.matrix(), lambda rows, t: rows.flatten(1) / t.coefficient),
     "transposed": ("outer, few positions", lambda t: t.transposed().dense(), lambda rows, t: rows.mT),
 }
-SIZES = {"numel", "positions", "fills_memory", "norms_take_rows", "batch", "padded_size", "of"}  # and constructors
+SIZES = {"numel", "positions", "fills_memory", "norms_take_rows", "gram_takes_rows", "batch", "padded_size", "of"}
 
 
 def assert_traced(function: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]]) -> None:
@@ -255,6 +256,204 @@ def test_of_blocks(name: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
     assert_traced(lambda *factors: of_blocks(blocks(*factors)), inputs)
 
 
+KRONECKER = [name for name in CASES if name.startswith(("outer", "patches"))]
+
+
+def second_moments(term: Term, *factors: Tensor) -> tuple[Tensor, Tensor]:
+    """`A` and `G` of a term, from the definition: the sums over positions of `a aᵀ` and `g gᵀ`, group by group."""
+    g, a = factors
+    groups = 1
+    if isinstance(term, Patches):
+        groups = term.geometry.groups
+        a = geometry.windows(a, g.shape[2:], term.row_shape[2:], term.geometry).reshape(
+            a.shape[0], -1, math.prod(g.shape[2:])
+        )
+        a, g = a.mT, g.flatten(2).mT
+    A = sum(torch.einsum("bti,btj->ij", part, part) for part in a.chunk(groups, 2)) / groups
+    G = torch.block_diag(*(torch.einsum("bti,btj->ij", part, part) for part in g.chunk(groups, 2)))
+    return A, G
+
+
+@pytest.mark.parametrize("panel", [2, 256])
+@pytest.mark.parametrize("name", KRONECKER)
+def test_kronecker_factors(name: str, panel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "SYMMETRIC_PANEL", panel)
+    case = CASES[name]
+    inputs = [case.factors() for _ in range(2)]
+
+    def factors(*tensors: Tensor, times: float = 3.0) -> kronecker.KroneckerFactors:
+        term = case.term(*tensors)
+        kind = Kind(term.row_shape, term.dtype, term.factors[0].device)
+        total = kronecker.factors([(B, (term.scaled(times),)), (2, ())], kind)
+        return kronecker.factors([(B, (term,))], kind, total)
+
+    term = case.term(*inputs[1])
+    assert kronecker.has_factors([(B, (term,)), (2, ())], Kind(term.row_shape, term.dtype, term.factors[0].device))
+    A, G = second_moments(term, *inputs[1])
+    close = {"rtol": 1e-9, "atol": 1e-9} if term.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    found = factors(*inputs[1])
+    torch.testing.assert_close(found.A, 2 * A, **close)
+    torch.testing.assert_close(found.G, (1 + 9) * G, **close)
+    assert found.count == 2 * B * term.positions
+    assert_traced(lambda *tensors: factors(*tensors).A, inputs)
+    assert_traced(lambda *tensors: factors(*tensors).G, inputs)
+
+
+def test_what_has_no_kronecker_factors() -> None:
+    for name in ("dense", "one-hot"):
+        assert not kronecker.has_factors([(B, (CASES[name].term(*CASES[name].factors()),))], KIND)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_preconditioned(name: str) -> None:
+    case = CASES[name]
+    inputs = [(*case.factors(), torch.randn(9, 9), torch.randn(200, 200)) for _ in range(2)]
+
+    def rows(*tensors: Tensor) -> Tensor:
+        *factors, left, right = tensors
+        term = case.term(*factors).scaled(-0.5)
+        out, in_ = terms.sides(term.row_shape)
+        left, right = (side.repeat(3, 3)[:size, :size].to(term.dtype) for side, size in ((left, out), (right, in_)))
+        return kronecker.between(term, left + left.t(), right + right.t()).dense().flatten(1)
+
+    *factors, left, right = inputs[1]
+    twin = case.twin(*factors) * -0.5
+    out, in_ = len(twin[0]), twin[0].numel() // len(twin[0])
+    left, right = (side.repeat(3, 3)[:size, :size].to(twin.dtype) for side, size in ((left, out), (right, in_)))
+    expected = (left + left.t()) @ twin.flatten(2) @ (right + right.t())
+    close = {"rtol": 1e-9, "atol": 1e-9} if twin.dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-2}
+    torch.testing.assert_close(rows(*inputs[1]), expected.flatten(1), **close)
+    assert_traced(rows, inputs)
+
+
+def test_damped_inverse() -> None:
+    inputs = [(torch.randn(6, 4),) for _ in range(2)]
+
+    def inverse(x: Tensor) -> Tensor:
+        return kronecker.damped_inverse(x.t() @ x, 6, 0.1)[0]
+
+    (x,) = inputs[1]
+    torch.testing.assert_close(inverse(x), torch.linalg.inv(x.t() @ x / 6 + 0.1 * torch.eye(4)))
+    assert_traced(inverse, inputs)
+    assert [bool(kronecker.damped_inverse(k * torch.eye(2), 1, 0.1)[1]) for k in (1.0, -1.0, math.nan)] == [1, 0, 0]
+
+
+WITH_POSITIONS = {"outer, one position": 1, "outer, many positions": 9, "one-hot": 5, "sparse one-hot": 5}
+LIKE_THEM = [name for name in PAIRS if not name.startswith("patches")]
+
+
+@pytest.mark.parametrize("right", LIKE_THEM)
+@pytest.mark.parametrize("left", WITH_POSITIONS)
+@pytest.mark.parametrize("rows_at_once", [1, 1 << 22])
+def test_gram_by_position(left: str, right: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "CHUNK_NUMEL", rows_at_once)
+    one, two, size = CASES[left], CASES[right], WITH_POSITIONS[left]
+    inputs = [(*one.factors(), *two.factors()) for _ in range(2)]
+    count = len(one.factors())
+
+    def products(*factors: Tensor) -> Tensor:
+        mine = [(2, ()), (B, (one.term(*factors[:count]).scaled(3.0),))]
+        return positions.gram_by_position(mine, [(B, (two.term(*factors[count:]),)), (1, ())], KIND, size)
+
+    assert positions.numbers_of_positions([(B, (one.term(*inputs[1][:count]),))]) == {size}
+    mine = [one.twin(*(factor[:, t : t + 1] for factor in inputs[1][:count])).flatten(1) for t in range(size)]
+    expected = torch.zeros(2 + B, size, B + 1)
+    expected[2:, :, :B] = 3 * torch.stack(mine, 1) @ two.twin(*inputs[1][count:]).flatten(1).t()
+    torch.testing.assert_close(products(*inputs[1]), expected)
+    assert_traced(products, inputs)
+
+
+def test_what_has_no_positions() -> None:
+    for name in ("dense", "patches, dense rows"):
+        assert positions.numbers_of_positions([(B, (CASES[name].term(*CASES[name].factors()),))]) is None
+
+
+@pytest.mark.parametrize("of_rows", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_gram_takes_rows(name: str, of_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said whether `gram` makes the other's rows dense."""
+    monkeypatch.setattr(cost, "gram_by_pairs", lambda *sizes: not of_rows)
+    term, other = (CASES[name].term(*CASES[name].factors()) for _ in range(2))
+    made: list[Term] = []
+    dense = type(other).dense
+    monkeypatch.setattr(type(other), "dense", lambda self, out=None: made.append(self) or dense(self, out))
+    term.gram(other)
+    assert other.gram_takes_rows(term) == (other in made and type(other) is not Dense)
+
+
+def drawn_sketch(sizes: tuple[int, int]) -> tuple[Tensor, ...]:
+    orders = [torch.randperm(size) for size in sizes]
+    signs = [torch.randint(2, (size,)) * 2.0 - 1 for size in sizes]
+    return tuple(
+        tensor for order, of_side in zip(orders, signs, strict=True) for tensor in (order, order.argsort(), of_side)
+    )
+
+
+def sketch_of(sizes: tuple[int, int], dim: int, tensors: Sequence[Tensor]) -> Sketch:
+    along = int(sizes[1] >= sizes[0])
+    width = next(width for width in range(max(sizes), max(sizes) + dim + 1) if math.gcd(width, dim) == 1)
+    return Sketch((Side(*tensors[:3]), Side(*tensors[3:])), dim, along, width, 2)
+
+
+@pytest.mark.parametrize("by_factors", [True, False])
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+@pytest.mark.parametrize("dim", [1, 7, 11, 16])
+@pytest.mark.parametrize("name", CASES)
+def test_sketches(name: str, dim: int, at_once: int, by_factors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number's bucket is the sum of its sides' buckets, its sign the product of their signs."""
+    monkeypatch.setattr(cost, "sketch_by_factors", lambda *sizes: by_factors)
+    monkeypatch.setattr(cost, "SHUFFLED_NUMEL", at_once)
+    monkeypatch.setattr(cost, "CHUNK_NUMEL", at_once)
+    case = CASES[name]
+    term = case.term(*case.factors())
+    sizes, count = terms.sides(term.row_shape), len(term.factors)
+    inputs = [(*case.factors(), *drawn_sketch(sizes)) for _ in range(2)]
+
+    def numbers(*tensors: Tensor) -> Tensor:
+        totals = Totals(dim, B + 1, term.dtype, term.factors[0].device)
+        sketch_of(sizes, dim, tensors[count:]).add(case.term(*tensors[:count]).scaled(-0.5), totals, 1)
+        return totals.result()
+
+    drawn = sketch_of(sizes, dim, inputs[1][count:])
+    places = [side.place for side in drawn.sides]
+    places[1 - drawn.along] = places[1 - drawn.along] * drawn.width + drawn.shift
+    buckets = (places[0][:, None] + places[1]) % dim
+    signs = drawn.sides[0].signs[:, None] * drawn.sides[1].signs
+    twin = -0.5 * case.twin(*inputs[1][:count]).reshape(B, *sizes).double() * signs
+    expected = torch.zeros(B + 1, dim)
+    expected[1:].index_add_(1, buckets.flatten(), twin.flatten(1))
+    close = {"rtol": 1e-9, "atol": 1e-9} if term.dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(numbers(*inputs[1]), expected, check_dtype=False, **close)
+    if at_once > 1 and dim in (7, 11):
+        assert_traced(numbers, inputs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_sided_projections(name: str) -> None:
+    case = CASES[name]
+    term = case.term(*case.factors())
+    sizes, count = terms.sides(term.row_shape), len(term.factors)
+    inputs = [(*case.factors(), torch.randn(2, sizes[0]), torch.randn(4, sizes[1])) for _ in range(2)]
+
+    def numbers(*tensors: Tensor) -> Tensor:
+        totals = Totals(7, B + 1, term.dtype, term.factors[0].device)
+        TwoSided(*tensors[count:]).add(case.term(*tensors[:count]).scaled(-0.5), totals, 1)
+        return totals.result()
+
+    left, right = inputs[1][count:]
+    expected = torch.zeros(B + 1, 7)
+    rows = case.twin(*inputs[1][:count]).reshape(B, *sizes).double()
+    expected[1:] = -0.5 * (left @ rows @ right.t()).flatten(1)[:, :7]
+    close = {"rtol": 1e-9, "atol": 1e-9} if term.dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(numbers(*inputs[1]), expected, check_dtype=False, **close)
+    assert_traced(numbers, inputs)
+
+
+def test_lengths_of_transforms() -> None:
+    """Lengths of small primes serve as they are; others take room for a whole convolution."""
+    assert [sketch.transform_length(dim) for dim in (1, 7, 11, 16, 210, 22)] == [1, 7, 32, 16, 210, 64]
+
+
 def test_products_of_a_factor_in_common_are_made_once() -> None:
     g, a, h = torch.randn(B, 2, 30), torch.randn(B, 2, 30), torch.randn(B, 2, 30)
 
@@ -268,6 +467,12 @@ def test_products_of_a_factor_in_common_are_made_once() -> None:
     calls = [node.target for node in make_fx(norms, tracing_mode="fake")(g, a, h).graph.nodes]
     # of g and a; of h; of g and a's copy, as two are kept; of h
     assert calls.count(torch.ops.aten.bmm.default) == 2 + 1 + 2 + 1
+
+
+BY_NAME = {
+    *("kronecker.has_factors", "kronecker.factors", "kronecker.damped_inverse", "kronecker.between", "terms.sides"),
+    *("positions.numbers_of_positions", "positions.gram_by_position", "sketch.transform_length"),
+}
 
 
 def public(module: object) -> set[str]:
@@ -286,8 +491,11 @@ def public(module: object) -> set[str]:
 def test_every_function_has_a_case() -> None:
     by_term = {law.partition(" ")[0] for law in LAWS} | set(OF_ONE_KIND) | SIZES
     by_blocks = {f"algebra.{name.partition(' ')[0]}" for name in OF_BLOCKS}
-    of_patches = public(geometry) | {"patches.inner_by_windows", "patches.inner_by_entries"}  # test_paths_of_patches
-    assert public(terms) | public(patches) | public(algebra) | public(geometry) <= by_term | by_blocks | of_patches
+    names = set().union(*map(public, (terms, patches, algebra, geometry, kronecker, positions, sketch)))
+    by_path = public(geometry) | {"patches.inner_by_windows", "patches.inner_by_entries", "patches.as_linear"}
+    assert names <= by_term | by_blocks | by_path | BY_NAME  # test_paths_of_patches, the tests above
+    files = {file.stem for file in FILES} - {"__init__", "cost"}
+    assert files == {"terms", "patches", "algebra", "geometry", "kronecker", "positions", "sketch"}
 
 
 def test_paths_of_patches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -593,6 +593,88 @@ def other_names() -> None:
     enn.PerSampleGrads({"a": torch.ones(3, 2)}).matvec({"b": torch.ones(2)})
 
 
+@refused(
+    r"PerSampleGrads\.gram: per_position, and \['a'\] have no positions; wanted linear layers' and embeddings' rows"
+)
+def inner_products_by_position_of_dense_rows() -> None:
+    enn.PerSampleGrads({"a": torch.ones(3, 2)}).gram(per_position=True)
+
+
+@refused(
+    r"PerSampleGrads\.kronecker: \['a'\] hold rows that are dense, complex, or of several kinds.*keep_factors=True"
+)
+def kronecker_factors_of_dense_rows() -> None:
+    enn.PerSampleGrads({"a": torch.ones(3, 2, 2)}).kronecker()
+
+
+@refused(
+    r"per_sample: keep_factors and materialize are both True; wanted one of the two at most\.",
+    ValueError,
+)
+def rows_that_are_dense_and_factored() -> None:
+    enn.Linear(2, 2).per_sample(keep_factors=True, materialize=True)
+
+
+def preconditioned(rows: Tensor, A: Tensor, count: int = 1, damping: float = 1.0, name: str = "a") -> None:
+    factors = enn.KroneckerFactors(A, torch.eye(2), count)
+    enn.PerSampleGrads({"a": rows}).precondition({name: factors}, damping)
+
+
+@refused(r"PerSampleGrads\.precondition: damping is 0\.0; wanted a number above 0\.", ValueError)
+def preconditioning_without_damping() -> None:
+    preconditioned(torch.ones(3, 2, 2), torch.eye(2), damping=0.0)
+
+
+@refused(
+    r"PerSampleGrads\.precondition: 'b' has no rows; wanted factors of parameters that have rows, and of one sample"
+)
+def preconditioning_what_has_no_rows() -> None:
+    preconditioned(torch.ones(3, 2, 2), torch.eye(2), name="b")
+
+
+@refused(
+    r"PerSampleGrads\.precondition: the factors of 'a' are those of rows \(2, 3\); wanted \(2, 2\), as the rows are"
+)
+def preconditioning_by_factors_of_other_sizes() -> None:
+    preconditioned(torch.ones(3, 2, 2), torch.eye(3))
+
+
+@refused(
+    r"PerSampleGrads\.precondition: the factors of 'a' with damping 1\.0 are no positive definite matrices; wanted sums"
+)
+def preconditioning_by_what_is_no_sum_of_squares() -> None:
+    preconditioned(torch.ones(3, 2, 2), -2 * torch.eye(2))
+
+
+@refused(r"Projection: dim is 0; wanted a whole number from 1\.", ValueError)
+def a_projection_to_nothing() -> None:
+    enn.Projection(0)
+
+
+@refused(r"Projection: kind is 'sparse'; wanted one of 'sketch', 'kronecker', 'gaussian'\.", ValueError)
+def an_unknown_projection() -> None:
+    enn.Projection(2, kind="sparse")
+
+
+@refused(r"Projection: seed is 0\.5; wanted a whole number\.", ValueError)
+def a_seed_that_is_no_whole_number() -> None:
+    enn.Projection(2, seed=0.5)  # type: ignore[arg-type]
+
+
+@refused(r"Projection: the parameters hold \{'a': 3, 'b': 2\} rows; wanted equally many\. Project one batch")
+def a_projection_of_different_numbers_of_rows() -> None:
+    enn.Projection(2)({"a": torch.ones(3, 2), "b": torch.ones(2, 2)})
+
+
+@refused(
+    r"Projection: 'a' has rows of shape \(3,\); wanted \(2,\), as in the first call\. Take a projection of its own"
+)
+def a_projection_of_another_model() -> None:
+    projection = enn.Projection(2)
+    projection({"a": torch.ones(3, 2)})
+    projection({"a": torch.ones(3, 3)})
+
+
 @refused(r"PerSampleGrads\.gram: 'a' has rows of shape \(2,\) and \(3,\); wanted the rows of the same parameters")
 def products_with_another_models_rows() -> None:
     enn.PerSampleGrads({"a": torch.ones(3, 2)}).gram(enn.PerSampleGrads({"a": torch.ones(3, 3)}))

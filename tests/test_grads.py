@@ -5,6 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import expanded_nn as enn
+from expanded_nn.core import cost
+from expanded_nn.core.terms import Outer
 
 BATCH, LENGTH, VOCABULARY, WIDTH = 5, 4, 11, 6
 
@@ -274,3 +276,399 @@ def test_parts_that_were_switched_on_one_by_one(accumulate_grad: bool) -> None:
             assert norms.shape == (4,)
     for p, q in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
+
+
+class Twice(nn.Module):
+    """One linear layer used twice, and embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.layer(self.layer(self.embedding(index)).tanh())
+
+
+class Unrolled(nn.Module):
+    """An LSTM's weights and its first layer's outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+def kronecker_model(make: str) -> tuple[nn.Module, Tensor]:
+    if make == "twice":
+        return Twice(), torch.randint(VOCABULARY, (BATCH, LENGTH))
+    if make == "cnn":
+        convs = [nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), nn.Tanh(), nn.Conv2d(6, 5, 2, dilation=2)]
+        return nn.Sequential(*convs, nn.Flatten(), nn.Linear(20, 3)), torch.randn(BATCH, 4, 7, 7)
+    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 7)), torch.randn(BATCH, *make, 8)
+
+
+def by_sample_and_position(model: nn.Module, x: Tensor) -> dict[str, tuple[Tensor, Tensor, int]]:
+    """Sums of `a aᵀ` and `g gᵀ` in plain torch, sample by sample and position by position."""
+    sums: dict[str, tuple[Tensor, Tensor, int]] = {}
+    seen: list[tuple[str, nn.Module, Tensor, Tensor]] = []
+
+    def note(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        output.retain_grad()
+        seen.append((f"{name}.weight", module, inputs[0].detach(), output))
+
+    handles = [
+        module.register_forward_hook(lambda module, inputs, output, name=name: note(name, module, inputs, output))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d)
+    ]
+    for sample in x:
+        model(sample[None]).sin().flatten(1).sum().backward()
+    for handle in handles:
+        handle.remove()
+    for name, module, a, y in seen:
+        assert y.grad is not None
+        g, groups = y.grad, 1
+        if isinstance(module, nn.Conv2d):
+            groups = module.groups
+            a = nn.functional.unfold(a, module.kernel_size, module.dilation, module.padding, module.stride)[0].t()
+            g = g[0].flatten(1).t()
+        g, a = g.reshape(-1, g.shape[-1]), a.reshape(-1, a.shape[-1])
+        A, G, count = torch.zeros(a.shape[1] // groups, a.shape[1] // groups), torch.zeros(g.shape[1], g.shape[1]), 0
+        for left, right in zip(g, a, strict=True):
+            blocks = [torch.outer(part, part) for part in left.chunk(groups)]
+            A += sum(torch.outer(part, part) for part in right.chunk(groups)) / groups
+            G += torch.block_diag(*blocks)
+            count += 1
+        before = sums.get(name, (0, 0, 0))
+        sums[name] = (before[0] + A, before[1] + G, before[2] + count)
+    model.zero_grad()
+    return sums
+
+
+@pytest.mark.small_rows
+@pytest.mark.parametrize("make", [(), (3,), "cnn", "twice"], ids=str)
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_kronecker_factors_are_those_of_a_loop(make: str, passes: int, reduction: str) -> None:
+    model, x = kronecker_model(make)
+    expected = by_sample_and_position(model, x)
+    model = enn.convert(model).per_sample(loss_reduction=reduction, keep_factors=True)
+    batches = x.split([2, len(x) - 2]) if passes == 2 else [x]
+    for batch in batches:
+        losses = model(batch).sin().flatten(1).sum(1)
+        (losses.mean() if reduction == "mean" else losses.sum()).backward()
+    factors = enn.per_sample_grads(model).kronecker()
+    assert set(factors) == set(expected)
+    for name, (A, G, count) in factors.items():
+        torch.testing.assert_close(A, expected[name][0], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(G, expected[name][1], rtol=1e-9, atol=1e-12)
+        assert count == expected[name][2]
+
+
+def test_kronecker_factors_of_a_recurrent_layer() -> None:
+    module, x = Unrolled(), torch.randn(BATCH, LENGTH, 4)
+    lstm = module.lstm
+    h, c, gates, states = torch.zeros(BATCH, 3), torch.zeros(BATCH, 3), [], []
+    loss = torch.zeros(())
+    for step in x.unbind(1):
+        states.append(h.detach())
+        gates.append(step @ lstm.weight_ih_l0.t() + h @ lstm.weight_hh_l0.t() + lstm.bias_ih_l0 + lstm.bias_hh_l0)
+        gates[-1].retain_grad()
+        i, f, g, o = gates[-1].chunk(4, 1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        loss = loss + h.sin().sum()
+    loss.backward()
+    G = sum(gate.grad.t() @ gate.grad for gate in gates)
+    module.zero_grad()
+    model = enn.convert(module).per_sample(keep_factors=True)
+    backward(model, x)
+    factors = enn.per_sample_grads(model).kronecker()
+    assert set(factors) == {"lstm.weight_ih_l0", "lstm.weight_hh_l0"}
+    for name, inputs in {"ih": x.unbind(1), "hh": states}.items():
+        actual = factors[f"lstm.weight_{name}_l0"]
+        torch.testing.assert_close(actual.A, sum(a.t() @ a for a in inputs), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(actual.G, G, rtol=1e-9, atol=1e-12)
+        assert actual.count == BATCH * LENGTH
+
+
+def test_kronecker_factors_add_up_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "SYMMETRIC_PANEL", 4)
+    model, x = kronecker_model("cnn")
+    model = enn.convert(model).per_sample(keep_factors=True)
+    parts = []
+    for batch in (x, x[:2], x[2:]):
+        model.zero_grad()
+        backward(model, batch)
+        parts.append(enn.per_sample_grads(model).kronecker())
+    for name, whole in parts[0].items():
+        torch.testing.assert_close(parts[1][name] + parts[2][name], whole, rtol=1e-9, atol=1e-12)
+        assert torch.equal(whole.A, whole.A.t())
+    total = None
+    for batch in (x[:2], x[2:]):
+        model.zero_grad()
+        backward(model, batch)
+        total = enn.per_sample_grads(model).kronecker(total)
+    assert total is not None
+    torch.testing.assert_close(total, parts[0], rtol=1e-9, atol=1e-12)
+    with pytest.raises(
+        enn.PerSampleError, match=r"of '0.weight' are those of rows \(5, 24\); wanted \(6, 18\), as the ro"
+    ):
+        enn.per_sample_grads(model).kronecker({"0.weight": parts[0]["2.weight"]})
+    with pytest.raises(TypeError):
+        parts[0]["0.weight"] + (1, 2, 3)
+
+
+def test_kronecker_factors_of_no_samples_and_of_half_precision() -> None:
+    model = enn.convert(nn.Linear(8, 6)).per_sample(keep_factors=True)
+    backward(model, torch.randn(0, 8))
+    A, G, count = enn.per_sample_grads(model).kronecker()["weight"]
+    assert (A.shape, G.shape, count) == ((8, 8), (6, 6), 0)
+    assert not A.any()
+    half = enn.convert(nn.Linear(8, 6)).to(torch.bfloat16).per_sample()
+    backward(half, torch.randn(3, 8, dtype=torch.bfloat16))
+    assert enn.per_sample_grads(half).kronecker()["weight"].A.dtype == torch.float32
+
+
+def test_norms_leave_the_factors() -> None:
+    model = enn.convert(nn.Linear(8, 6)).per_sample(keep_factors=True)
+    x = torch.randn(BATCH, 12, 8)
+    backward(model, x)
+    grads = enn.per_sample_grads(model)
+    grads.norms()
+    grads["weight"].dense()
+    torch.testing.assert_close(grads.kronecker()["weight"].A, torch.einsum("bti,btj->ij", x, x))
+
+
+@pytest.mark.small_rows
+def test_factors_that_were_not_kept() -> None:
+    model = enn.convert(nn.Linear(8, 6)).per_sample()
+    backward(model, torch.randn(BATCH, 8))
+    with pytest.raises(
+        enn.PerSampleError, match=r"\['weight'\] hold rows that are dense.*per_sample\(keep_factors=True\)"
+    ):
+        enn.per_sample_grads(model).kronecker()
+
+
+def test_tied_weights_have_no_kronecker_factors() -> None:
+    model = enn.convert(TiedText()).per_sample(keep_factors=True)
+    backward(model, torch.randint(VOCABULARY, (BATCH, LENGTH)))
+    grads = enn.per_sample_grads(model)
+    with pytest.raises(
+        enn.PerSampleError, match=r"\['embedding.weight'\] hold rows that are dense, complex, or of sev"
+    ):
+        grads.kronecker()
+    rest = {name: rows for name, rows in grads.items() if name.startswith("mix")}
+    assert set(enn.PerSampleGrads(rest).kronecker()) == {"mix.weight"}
+
+
+def test_complex_weights_have_neither_factors_nor_positions() -> None:
+    """Products of complex numbers are those of pairs of real ones, of which there are no factors."""
+    model = enn.convert(nn.Linear(3, 2, bias=False, dtype=torch.complex128)).per_sample(keep_factors=True)
+    model(torch.randn(BATCH, LENGTH, 3, dtype=torch.complex128)).abs().flatten(1).sum(1).mean().backward()
+    grads = enn.per_sample_grads(model)
+    with pytest.raises(
+        enn.PerSampleError, match=r"\['weight'\] hold rows that are dense, complex, or of several kinds"
+    ):
+        grads.kronecker()
+    with pytest.raises(enn.PerSampleError, match=r"\['weight'\] have no positions"):
+        grads.gram(per_position=True)
+
+
+def test_a_refusal_adds_nothing_to_earlier_factors() -> None:
+    model = enn.convert(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 7))).per_sample(keep_factors=True)
+    backward(model, torch.randn(BATCH, 8))
+    grads = enn.per_sample_grads(model)
+    total = grads.kronecker()
+    before = {name: factors.A.clone() for name, factors in total.items()}
+    bad = enn.PerSampleGrads({"0.weight": grads["0.weight"], "1.weight": torch.ones(BATCH, 7, 6)})
+    with pytest.raises(enn.PerSampleError, match=r"\['1.weight'\] hold rows that are dense"):
+        bad.kronecker(total)
+    assert all(torch.equal(total[name].A, A) for name, A in before.items())
+
+
+def test_factors_are_kept_where_that_was_said() -> None:
+    model, x = enn.convert(nn.Linear(2, 2)).per_sample(keep_factors=True), torch.randn(3, 9, 2)
+    backward(model, x)
+    assert set(enn.per_sample_grads(model).kronecker()) == {"weight"}
+    model.per_sample(False).per_sample(True)  # settings stay
+    backward(model, x)
+    assert isinstance(model.weight.grad_sample, enn.FactoredTensor)
+    model.per_sample(keep_factors=False)
+    backward(model, x)
+    assert not isinstance(model.weight.grad_sample, enn.FactoredTensor)
+    with pytest.raises(ValueError, match="per_sample: keep_factors and materialize are both True; wanted one of the"):
+        model.per_sample(keep_factors=True, materialize=True)
+
+
+@pytest.mark.small_rows
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.MultiheadAttention, nn.Bilinear])
+def test_small_layers_keep_their_factors(kind: type[nn.Module]) -> None:
+    if kind is nn.MultiheadAttention:
+        module: nn.Module = nn.MultiheadAttention(4, 2, batch_first=True)
+        inputs = [torch.randn(BATCH, LENGTH, 4), *[torch.randn(BATCH, LENGTH, 4)] * 2]
+    elif kind is nn.Bilinear:
+        module, inputs = nn.Bilinear(2, 3, 4), [torch.randn(BATCH, 2), torch.randn(BATCH, 3)]
+    else:
+        module, inputs = kind(4, 3, batch_first=True), [torch.randn(BATCH, LENGTH, 4)]
+    model = enn.convert(module).per_sample(keep_factors=True)
+    y = model(*inputs)
+    (y if isinstance(y, Tensor) else y[0]).sin().flatten(1).sum(1).mean().backward()
+    matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
+    assert set(enn.per_sample_grads(model).kronecker()) == matrices
+
+
+@pytest.mark.parametrize("make", [(), (3,), "cnn", "twice"], ids=str)
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_preconditioned_rows_are_those_of_dense_algebra(make: str, keep: bool, passes: int) -> None:
+    model, x = kronecker_model(make)
+    model = enn.convert(model).per_sample(keep_factors=True)
+    backward(model, x)
+    factors = enn.per_sample_grads(model).kronecker()
+    model.per_sample(keep_factors=keep)
+    for batch in (x.flip(0), x[:2])[:passes]:
+        backward(model, batch)
+    grads = enn.per_sample_grads(model)
+    before = grads.flatten()
+    actual = grads.precondition(factors, 0.3)
+    expected = {}
+    for name, rows in dense(model).items():
+        expected[name] = rows
+        if name in factors:
+            A, G, count = factors[name]
+            left = torch.linalg.inv(G / count + 0.3 * torch.eye(len(G)))
+            right = torch.linalg.inv(A / count + 0.3 * torch.eye(len(A)))
+            expected[name] = (left @ rows.flatten(2) @ right).view_as(rows)
+    close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)  # noqa: E731
+    matrix = flat(expected)
+    assert list(actual) == list(grads)
+    close(actual.flatten(), matrix)
+    close(actual.norms(), matrix.norm(dim=1))
+    close(actual.gram(grads), matrix @ before.t())
+    close(actual.sum(), {name: rows.sum(0) for name, rows in expected.items()})
+    close(actual.project(9), enn.Projection(9)(expected))
+    close(grads.flatten(), before)
+
+
+def test_preconditioned_rows_stay_factored() -> None:
+    model = enn.convert(nn.Sequential(nn.Conv2d(20, 30, 2), nn.Flatten(), nn.Linear(30, 40))).per_sample(
+        keep_factors=True
+    )
+    backward(model, torch.randn(BATCH, 20, 2, 2))
+    grads = enn.per_sample_grads(model)
+    actual = grads.precondition(grads.kronecker(), 1.0)
+    for name in ("0.weight", "2.weight"):
+        assert actual[name].shape == grads[name].shape
+        assert not actual[name].is_dense
+        assert actual[name].held_numel() < actual[name].numel()
+
+
+def test_bad_factors_and_damping() -> None:
+    model = enn.convert(nn.Linear(8, 6)).per_sample(keep_factors=True)
+    backward(model, torch.randn(BATCH, 8))
+    grads = enn.per_sample_grads(model)
+    A, G, count = grads.kronecker()["weight"]
+    for damping in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"damping is .*; wanted a number above 0"):
+            grads.precondition({}, damping)
+    with pytest.raises(enn.PerSampleError, match="'other' has no rows; wanted factors of parameters that have"):
+        grads.precondition({"other": enn.KroneckerFactors(A, G, count)}, 1.0)
+    with pytest.raises(enn.PerSampleError, match=r"of 'weight' are those of rows \(8, 6\); wanted \(6, 8\), as"):
+        grads.precondition({"weight": enn.KroneckerFactors(G, A, count)}, 1.0)
+    with pytest.raises(enn.PerSampleError, match="factors for 'weight' with count 0; wanted factors of"):
+        grads.precondition({"weight": enn.KroneckerFactors(A, G, 0)}, 1.0)
+    for bad in (-A, A * float("nan")):
+        with pytest.raises(enn.PerSampleError, match="'weight' with damping 1e-09 are no positive definite matrices"):
+            grads.precondition({"weight": enn.KroneckerFactors(bad, G, count)}, 1e-9)
+
+
+def by_position(grads: enn.PerSampleGrads) -> Tensor:
+    """The rows of each position alone, `(B, T, P)`."""
+    parts = []
+    for rows in grads.values():
+        blocks = []
+        for _, terms in rows._unchanged():
+            total = 0
+            for term in terms:
+                first, second = term.weighted()
+                if not second.is_floating_point():
+                    first, second = nn.functional.one_hot(second, term.row_shape[0]).to(first.dtype), first
+                total = total + torch.einsum("bto,bti->btoi", first, second)
+            blocks.append(total)
+        parts.append(torch.cat(blocks).flatten(2))
+    return torch.cat(parts, 2)
+
+
+@pytest.mark.parametrize("make", ["linear", "embedding", "tied"])
+@pytest.mark.parametrize("width", [2, 40])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_inner_products_by_position(make: str, width: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of wide layers from positions, of narrow ones from rows."""
+    if make == "linear":
+        module: nn.Module = nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, 2 * width, bias=False))
+        x, other_x = torch.randn(BATCH, LENGTH, width), torch.randn(3, LENGTH + 1, width)
+    else:
+        monkeypatch.setattr("test_grads.WIDTH", width)
+        module = TiedText() if make == "tied" else nn.Sequential(nn.Embedding(VOCABULARY, width))
+        x, other_x = torch.randint(VOCABULARY, (BATCH, LENGTH)), torch.randint(VOCABULARY, (3, LENGTH + 1))
+    model = enn.convert(module).per_sample(keep_factors=True)
+    found = []
+    for batches in ([other_x], [x, x[:2]][:passes]):
+        model.zero_grad()
+        for batch in batches:
+            backward(model, batch)
+        names = [name for name, _ in model.named_parameters() if not name.endswith("bias")]
+        found.append(enn.PerSampleGrads({name: enn.per_sample_grads(model)[name] for name in names}))
+    other, grads = found
+    parts = by_position(grads)
+    dense_other = enn.PerSampleGrads({name: torch.as_tensor(rows.clone().numpy()) for name, rows in other.items()})
+    other.norms()  # may make rows dense
+    for queries in (other, dense_other, grads):
+        actual = grads.gram(queries, per_position=True)
+        assert actual.shape == (len(parts), LENGTH, queries.batch_size)
+        torch.testing.assert_close(actual, parts @ queries.flatten().t(), rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(actual.sum(1), grads.gram(queries), rtol=1e-9, atol=1e-11)
+
+
+def test_inner_products_by_position_that_there_are_not() -> None:
+    model = enn.convert(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 7))).per_sample(keep_factors=True)
+    backward(model, torch.randn(BATCH, 2, 8))
+    grads = enn.per_sample_grads(model)
+    with pytest.raises(enn.PerSampleError, match=r"\['0.bias', '1.bias'\] have no positions; wanted linear layers'"):
+        grads.gram(grads, per_position=True)
+    with pytest.raises(enn.PerSampleError, match=r"\[\] have no positions|the positions are \{\}"):
+        enn.PerSampleGrads({}).gram(per_position=True)
+    model.zero_grad()
+    model[1](model[0](torch.randn(BATCH, 2, 8)).sum(1)).sin().sum().backward()
+    grads = enn.per_sample_grads(model)
+    weights = enn.PerSampleGrads({name: grads[name] for name in ("0.weight", "1.weight")})
+    with pytest.raises(enn.PerSampleError, match=r"the positions are \{'0.weight': \[2\], '1.weight': \[1\]\}"):
+        weights.gram(per_position=True)
+
+
+def test_what_is_needed_of_queries_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enn.convert(nn.Linear(8, 6)).per_sample(keep_factors=True)
+    made: list[int] = []
+    original = Outer.dense
+    monkeypatch.setattr(Outer, "dense", lambda term, out=None: made.append(term.batch) or original(term, out))
+
+    def grads_of(batch: int) -> enn.PerSampleGrads:
+        model.zero_grad()
+        backward(model, torch.randn(batch, 9, 8))
+        return enn.per_sample_grads(model)
+
+    queries, batches = grads_of(3), [grads_of(4), grads_of(5)]
+    assert [batches[0].gram(queries).shape, made] == [(4, 3), [3, 4]]
+    actual = batches[1].gram(queries)
+    assert made == [3, 4, 5]
+    assert not queries["weight"].is_dense
+    torch.testing.assert_close(actual, batches[1].flatten() @ queries.flatten().t(), rtol=1e-9, atol=1e-12)
+    made.clear()
+    monkeypatch.setattr(cost, "KEPT_QUERIES_NUMEL", 10)
+    other = grads_of(3)
+    for _ in range(2):
+        batches[0].gram(other)
+    assert sorted(made) == [3, 3, 4, 4]

@@ -7,6 +7,8 @@ the predicate speaks for, relative to the other.
 
 from __future__ import annotations
 
+from math import log2
+
 import torch
 
 CHUNK_NUMEL = 1 << 22
@@ -160,3 +162,57 @@ def keeps_gates(dtype: torch.dtype, device: str) -> bool:
     128 steps, 1 with 128 units and 32 steps. Elsewhere than on a CPU nothing was measured.
     """
     return device == "cpu" and dtype in (torch.float32, torch.float64)
+
+
+KEPT_QUERIES_NUMEL = 1 << 26
+
+
+def keeps_queries(numel: int) -> bool:
+    """Whether dense rows of so many numbers in all, made for inner products, are kept for the next such products.
+
+    It trades memory (256 MB in float32) against making them again for each batch. Chosen, not measured.
+    """
+    return numel <= KEPT_QUERIES_NUMEL
+
+
+SYMMETRIC_PANEL = 256
+
+
+def is_product_by_panels(features: int, count: int) -> bool:
+    """Whether `xᵀ x` of an `x (count, features)` is made by panels of `SYMMETRIC_PANEL` columns.
+
+    It trades half of the arithmetic against calls and a copy. Measured: with fewer products in a sum it takes no less
+    time.
+    """
+    return features > SYMMETRIC_PANEL and count >= SYMMETRIC_PANEL
+
+
+SHUFFLED_NUMEL = 1 << 20
+
+
+def shuffled_at_once(numel: int) -> int:
+    """How many rows, or lines of a row, each of so many numbers, are made and sketched at once.
+
+    It trades the cache (4 MB in float32) against calls. Chosen, not measured.
+    """
+    return max(1, SHUFFLED_NUMEL // max(1, numel))
+
+
+NUMBER_OF_ROW, NUMBER_OF_FACTOR, NUMBER_OF_FFT, NUMBER_OF_SPECTRUM = 12, 60, 6, 20
+
+
+def sketch_by_factors(
+    positions: int,
+    out: int,
+    features: int,
+    length: int,  # of the Fourier transforms
+) -> bool:
+    """Whether a row is sketched by Fourier transforms of its factors' sketches, and not by making it.
+
+    The unit of the four costs is a multiplication in a product of matrices, measured at 0.03 ns. They are those of
+    writing a number of a dense row and reading it again; of putting a number of a factor into its bucket, with its
+    sign; of a transform, for each of its `n log2(n)`; of multiplying two numbers of spectra and adding them up.
+    """
+    transforms = length * (2 * NUMBER_OF_FFT * log2(max(2, length)) + NUMBER_OF_SPECTRUM)
+    by_factors = positions * (transforms + NUMBER_OF_FACTOR * (out + features))
+    return by_factors < out * features * (positions + NUMBER_OF_ROW)

@@ -110,9 +110,12 @@ class Patches(Term):
 
     def gram(self, other: Term) -> Tensor:
         if isinstance(other, Patches) and self._gram_by_pairs(other):
-            theirs = _as_linear(other)
-            return torch.cat([_as_linear(chunk).gram(theirs) for chunk in self.chunks()])
+            theirs = as_linear(other)
+            return torch.cat([as_linear(chunk).gram(theirs) for chunk in self.chunks()])
         return super().gram(other)
+
+    def gram_takes_rows(self, other: Term) -> bool:
+        return not (isinstance(other, Patches) and self._gram_by_pairs(other))
 
     @property
     def norms_take_rows(self) -> bool:
@@ -146,8 +149,8 @@ class Patches(Term):
 
 def inner_by_windows(term: Patches, other: Patches) -> Tensor:
     """`<row[b], other_row[b]>`, `(B,)`, from products of windows."""
-    mine = _as_linear(term)
-    theirs = mine if other is term else _as_linear(other)
+    mine = as_linear(term)
+    theirs = mine if other is term else as_linear(other)
     return mine.inner(theirs).reshape(term.batch, term.geometry.groups).sum(1)
 
 
@@ -171,7 +174,7 @@ def inner_by_entries(term: Patches, other: Patches) -> Tensor:
     return inner.mul_(term.coefficient).mul_(other.coefficient)
 
 
-def _as_linear(term: Patches) -> Outer:
+def as_linear(term: Patches) -> Outer:
     """Each group of each sample as a linear map: rows `(B * groups, out / groups, in / groups * prod(kernel))`."""
     g, x = term.unscaled()
     seen = windows(x, g.shape[2:], term.row_shape[2:], term.geometry)

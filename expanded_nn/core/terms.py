@@ -56,6 +56,11 @@ def _matrix(
     return rows.reshape(rows.shape[0], prod(rows.shape[1:]))
 
 
+def sides(row_shape: Sequence[int]) -> tuple[int, int]:
+    """The sizes of a row as a matrix, `(out, in)`; a vector is a matrix of one line."""
+    return (1, prod(row_shape)) if len(row_shape) < 2 else (row_shape[0], prod(row_shape[1:]))
+
+
 class Term(ABC):
     """Rows `(B, *row_shape)` of one kind.
 
@@ -111,6 +116,10 @@ class Term(ABC):
         theirs = [_matrix(chunk.dense()).t() for chunk in other.chunks()]
         mine = (_matrix(chunk.dense()) for chunk in self.chunks())
         return torch.cat([torch.cat([rows @ columns for columns in theirs], 1) for rows in mine])
+
+    def gram_takes_rows(self, other: Term) -> bool:
+        """Whether `gram` with the other makes this one's rows dense."""
+        return True
 
     def numel(self) -> int:
         """How many numbers the term holds."""
@@ -215,6 +224,9 @@ class Dense(Term):
         (rows,) = self.weighted()
         return rows.clone() if rows is self.factors[0] else rows
 
+    def gram_takes_rows(self, other: Term) -> bool:
+        return False
+
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         wide = _wide(self.dtype)
         if weights is None and self.dtype != wide:
@@ -304,6 +316,11 @@ class Outer(Term):
             return other.gram(self).t()
         return super().gram(other)
 
+    def gram_takes_rows(self, other: Term) -> bool:
+        if isinstance(other, Outer):
+            return not cost.gram_by_pairs(self.positions, other.positions, *self.row_shape)
+        return not isinstance(other, OneHot)
+
     def transposed(self) -> Outer:
         """Rows `(B, in, out)`."""
         g, a = self.factors
@@ -369,6 +386,9 @@ class OneHot(Term):
         values, index = self.weighted()
         theirs = other.weighted()
         return torch.stack([_products(v, i, other, theirs) for v, i in zip(values, index, strict=True)])
+
+    def gram_takes_rows(self, other: Term) -> bool:
+        return not isinstance(other, OneHot | Outer)
 
 
 class SparseOneHot(OneHot):

@@ -19,6 +19,7 @@ from expanded_nn.core import cost
 from expanded_nn.layers._equations import Recurrence, Saved, Weights
 from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear, outer_rows
+from expanded_nn.recording.expand import keeps_factors
 
 
 class _Recurrent(torch.autograd.Function):
@@ -77,7 +78,7 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the inputs and the rows of the weights."""
     assert weights[0] is not None
-    row_dtype = weights[0].dtype
+    row_dtype, keep_factors = weights[0].dtype, keeps_factors(*weights)
     dtype = torch.promote_types(row_dtype, torch.float32)
     one = _shared_weights(weights, dtype)
     x, h0, c0, y = (None if each is None else each.to(dtype) for each in inputs)
@@ -99,16 +100,16 @@ def _gradients(
     ih = steps.by_sample(found.ih)
     hh = ih if found.hh is found.ih else steps.by_sample(found.hh)
     if needed[3]:
-        grads[3] = outer_rows(ih, steps.by_sample(saved.x), row_dtype)
+        grads[3] = outer_rows(ih, steps.by_sample(saved.x), row_dtype, keep_factors=keep_factors)
     if needed[4]:
-        grads[4] = outer_rows(hh, steps.by_sample(saved.h), row_dtype)
+        grads[4] = outer_rows(hh, steps.by_sample(saved.h), row_dtype, keep_factors=keep_factors)
     if needed[5]:
         grads[5] = ih.sum(1).to(row_dtype)
     if needed[6]:
         grads[6] = grads[5] if hh is ih and needed[5] else hh.sum(1).to(row_dtype)
     if needed[7] and found.hr is not None and reached_hr:
         g, hidden = found.hr
-        grads[7] = outer_rows(steps.by_sample(g), steps.by_sample(hidden), row_dtype)
+        grads[7] = outer_rows(steps.by_sample(g), steps.by_sample(hidden), row_dtype, keep_factors=keep_factors)
     return tuple(grads)
 
 

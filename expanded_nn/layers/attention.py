@@ -18,6 +18,7 @@ from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared
 from expanded_nn._twins import expand_modules
 from expanded_nn.layers.linear import Linear, bias_rows, linear, outer_rows, positions
+from expanded_nn.recording.expand import keeps_factors
 from expanded_nn.recording.recorder import Recorder
 
 
@@ -41,7 +42,7 @@ class _Part(torch.autograd.Function):
             else:
                 grad_x = torch.matmul(g, shared(weight)[ctx.part].to(g.dtype)).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = outer_rows(F.pad(g, around), x.to(g.dtype), weight.dtype)
+            grad_weight = outer_rows(F.pad(g, around), x.to(g.dtype), weight.dtype, keep_factors=keeps_factors(weight))
         if ctx.needs_input_grad[2]:
             grad_bias = F.pad(positions(g).sum(1, dtype=ctx.bias_dtype), around)
         return grad_x, grad_weight, grad_bias, None
@@ -270,7 +271,8 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
     def rows_of(self, g: Tensor, x: Tensor, start: int, stop: int) -> dict[str, Tensor]:
         g = F.pad(g, (start * self.embed_dim, (3 - stop) * self.embed_dim))
         weight, bias = self.expanded("in_proj_weight"), self.expanded("in_proj_bias")
-        rows = {"in_proj_weight": outer_rows(g, x.to(g.dtype), weight.dtype)}
+        of_weight = outer_rows(g, x.to(g.dtype), weight.dtype, keep_factors=self.keeps_factors)
+        rows = {"in_proj_weight": of_weight}
         return rows if bias is None else rows | {"in_proj_bias": bias_rows(g, bias.dtype)}
 
     def _in_graph(self, args: Any, kwargs: Any) -> Any:

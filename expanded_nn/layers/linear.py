@@ -18,6 +18,7 @@ from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shar
 from expanded_nn.core import cost
 from expanded_nn.core.terms import Outer
 from expanded_nn.factored import FactoredTensor
+from expanded_nn.recording.expand import keeps_factors
 
 
 class _OuterRows(torch.autograd.Function):
@@ -39,11 +40,13 @@ def outer_rows(
     g: Tensor,  # (B, *, out)
     a: Tensor,  # (B, *, in)
     dtype: torch.dtype,
+    *,
+    keep_factors: bool,
 ) -> Tensor:  # (B, out, in)
-    """The rows of a linear map's weight, factored unless they are small."""
+    """The rows of a linear map's weight, factored unless they are small, or in any case."""
     g, a = positions(g), positions(a)
     small = cost.rows_are_small(g.shape[0] * g.shape[-1] * a.shape[-1]) and g.dtype == dtype and dtype.itemsize > 2
-    if small or is_batched(g):
+    if (small and not keep_factors) or is_batched(g):
         with in_own_dtype(g):
             return torch.bmm(g.transpose(1, 2), a)
     if torch.is_grad_enabled():
@@ -87,7 +90,7 @@ class _Linear(torch.autograd.Function):
             else:
                 grad_x = torch.matmul(g, shared(weight).to(g.dtype)).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = outer_rows(g, x.to(g.dtype), weight.dtype)
+            grad_weight = outer_rows(g, x.to(g.dtype), weight.dtype, keep_factors=keeps_factors(weight))
         if ctx.needs_input_grad[2]:
             grad_bias = bias_rows(g, ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias
@@ -134,7 +137,7 @@ class Linear(Expanded, nn.Linear):
         dim = batch_dim(input.dim() - 1, batch_first=self.model_batch_first)
         x, g = self.checked(input, 1, dim=dim).transpose(0, dim), g.transpose(0, dim)
         weight, bias = self.expanded("weight"), self.expanded("bias")
-        rows = {"weight": outer_rows(g, x.to(g.dtype), weight.dtype)}
+        rows = {"weight": outer_rows(g, x.to(g.dtype), weight.dtype, keep_factors=self.keeps_factors)}
         return rows if bias is None else rows | {"bias": bias_rows(g, bias.dtype)}
 
 
@@ -161,7 +164,8 @@ class _Bilinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_x2 = einsum(flat_g, flat_x1, one, f"b t o, b t i, {each} -> b t j").reshape(x2.shape).to(x2.dtype)
         if ctx.needs_input_grad[2]:
-            rows = outer_rows(flat_g, _pairs(flat_x1, flat_x2), weight.dtype)
+            pairs = _pairs(flat_x1, flat_x2)
+            rows = outer_rows(flat_g, pairs, weight.dtype, keep_factors=keeps_factors(weight))
             grad_weight = rows.view(weight.shape)
         if ctx.needs_input_grad[3]:
             grad_bias = flat_g.sum(1, dtype=ctx.bias_dtype)

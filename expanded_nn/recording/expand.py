@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Expand(torch.autograd.Function):
         # without the first, each attribute of a factored tensor takes a way through Python
         with no_torch_function(), in_own_dtype(rows):
             add_up = settings.accumulate_grad or asked_for
-            kept, total = _kept_and_total(rows, scale, add_up, settings.materialize, ctx.leaf.memory)
+            kept, total = _kept_and_total(rows, scale, add_up, settings, ctx.leaf.memory)
             if not asked_for or torch.is_grad_enabled():
                 receiver.deliver(ctx.now, ctx.leaf, kept, stand_alone=asked_for)
         if total is not None:
@@ -149,19 +149,31 @@ def passes_behind(node: Any, receiver: Receiver) -> list[Pass]:
     return list(dict.fromkeys(each.now for each in nodes if each.receiver() is receiver))
 
 
+def keeps_factors(*expanded: Tensor | None) -> bool:
+    """Whether `per_sample(keep_factors=True)` was said where one of these weights was expanded."""
+    for weight in expanded:
+        node: Any = None if weight is None else weight.grad_fn
+        if isinstance(node, Expand._backward_cls):
+            receiver: Receiver | None = cast(Any, node).receiver()
+            if receiver is not None and receiver.settings.keep_factors:
+                return True
+    return False
+
+
 def _is_expansion(node: Any) -> bool:
     return isinstance(node, Expand._backward_cls | ExpandComputed._backward_cls)
 
 
 def _kept_and_total(
-    rows: Tensor, scale: float, add_up: bool, materialize: bool, memory: Recycled
+    rows: Tensor, scale: float, add_up: bool, settings: Any, memory: Recycled
 ) -> tuple[Tensor, Tensor | None]:
     """The scaled rows, in the smaller of their forms, and the plain gradient, the sum of the unscaled ones."""
     kept = times(rows, scale)
     if not isinstance(rows, FactoredTensor) or rows.requires_grad:
         return kept, rows.sum(0) if add_up else None
     terms = rows.terms()
-    dense = sum(term.numel() for term in terms) >= rows.numel() or (materialize and rows.sums_faster_dense())
+    larger = sum(term.numel() for term in terms) >= rows.numel() and not settings.keep_factors
+    dense = larger or (settings.materialize and rows.sums_faster_dense())
     if dense:
         kept = materialized(kept, memory)
     if not add_up:

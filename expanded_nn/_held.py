@@ -1,0 +1,183 @@
+"""The rows that a model holds: which parameters hold how many, and small ones side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from expanded_nn._errors import complaint
+from expanded_nn._module import Expanded, PerSampleModule, all_parameters
+from expanded_nn._rows import widened
+from expanded_nn.core import cost
+from expanded_nn.core.terms import Products
+from expanded_nn.factored import FactoredTensor, as_factored, as_real
+from expanded_nn.recording.recorder import Recorder
+from expanded_nn.recording.sharded import is_zero
+
+
+def recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]:
+    """The parameters by name, and the recorders of their rows: several if parts were switched on one by one.
+
+    Raises:
+        PerSampleError: If a trainable parameter has no recorder, or the recorders' settings differ.
+    """
+    parameters = dict(model.named_parameters())
+    recording = {each: each._recorder for each in model.modules() if isinstance(each, PerSampleModule)}
+    known = {
+        id(parameter)
+        for module, recorder in recording.items()
+        if recorder is not None and isinstance(module, Expanded)
+        for parameter in all_parameters(module)
+    }
+    others = [name for name, each in parameters.items() if each.requires_grad and id(each) not in known]
+    if others:
+        raise complaint(
+            type(model).__name__,
+            f"the parameters {some(others)} have no rows",
+            "every trainable parameter in a module in per-sample mode",
+            "Switch it on before the forward: convert(model, inplace=True).per_sample(True).",
+        )
+    recorders = list(dict.fromkeys(each for each in recording.values() if each is not None))
+    for recorder in recorders:
+        recorder.settle()
+    kinds = {(each.settings.loss_reduction, each.settings.accumulate_grad) for each in recorders}
+    if len(kinds) > 1:
+        raise complaint(
+            type(model).__name__,
+            f"its parts are in per-sample mode with (loss_reduction, accumulate_grad) = {sorted(kinds)}",
+            "the same for all of them",
+            "Switch on the whole model at once: per_sample(model, ...).",
+        )
+    return parameters, recorders
+
+
+def held_rows(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameter name -> the rows it holds, of those that hold any."""
+    held = {name: getattr(parameter, "grad_sample", None) for name, parameter in parameters.items()}
+    return {name: rows for name, rows in held.items() if rows is not None and _is_used(parameters[name])}
+
+
+def _is_used(parameter: Tensor) -> bool:
+    """Whether an optimizer may use its gradient: one that is frozen and has none any more has no use for its rows."""
+    return parameter.requires_grad or (parameter.grad is not None and not is_zero(_values(parameter.grad)))
+
+
+def batch_size_of(held: Mapping[str, Tensor]) -> int:
+    """How many rows all parameters hold; 0 without parameters."""
+    sizes = {name: rows.shape[0] for name, rows in held.items()}
+    if len(set(sizes.values())) > 1:
+        raise complaint(
+            "per_sample_grads",
+            f"the parameters hold {sizes} rows",
+            "equally many",
+            "Clear the gradients and run again.",
+        )
+    return next(iter(sizes.values()), 0)
+
+
+def refuse_gradients_without_rows(
+    who: str, parameters: Mapping[str, nn.Parameter], recorders: Iterable[Recorder]
+) -> None:
+    """Raises if an optimizer would take a gradient that no row is a part of; those from before are let alone."""
+    without = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and parameter.grad is not None and getattr(parameter, "grad_sample", None) is None
+    ]
+    # with accumulate_grad=False clipping has left its sums there; zeros are a gradient that was cleared
+    known = [name for name in without if any(recorder.is_clipped(parameters[name]) for recorder in recorders)]
+    found = [name for name in without if name not in known and not is_zero(_values(parameters[name].grad))]
+    found += [
+        name
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and any(recorder.lacks_rows(parameter) for recorder in recorders)
+    ]
+    if found:
+        raise complaint(
+            who,
+            f"the parameters {some(found)} have a gradient in .grad, or a part of one, but no per-sample gradients of "
+            "it, so that nothing bounds what a sample adds to it",
+            "both, or neither",
+            "If that gradient is from before, clear it: optimizer.zero_grad(). If it is of this step, let the "
+            "parameter be used by its layer, or by expanded_nn.expanded(weight).",
+        )
+
+
+def _values(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad._values() if grad.is_sparse else grad
+
+
+class Part(NamedTuple):
+    """The rows of one parameter, or of several small ones side by side, as one; of real numbers."""
+
+    shapes: dict[str, torch.Size]  # those of the parameters
+    rows: FactoredTensor
+
+    def split(self, value: Tensor) -> dict[str, Tensor]:
+        """What has the shape of one row of the part, by parameter."""
+        if len(self.shapes) == 1:
+            return {name: value.view(shape) for name, shape in self.shapes.items()}
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        values = cast(list[Tensor], torch.split_with_sizes_copy(value, sizes))
+        return {name: each.view(shape) for (name, shape), each in zip(self.shapes.items(), values, strict=True)}
+
+
+def side_by_side(held: Mapping[str, Tensor], join: bool = True) -> list[Part]:
+    """The rows of each parameter; small ones that are dense may be side by side."""
+    parts, small = [], dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Size, Tensor]]]()
+    for name, rows in held.items():
+        real = as_real(as_factored(rows)) if rows.is_complex() else rows
+        matrix = _small_matrix(real) if join else None
+        if matrix is None:
+            parts.append(Part({name: real.shape[1:]}, as_factored(real)))
+        else:
+            small.setdefault((real.dtype, real.device), []).append((name, real.shape[1:], matrix))
+    for group in small.values():
+        shapes = {name: shape for name, shape, _ in group}
+        parts.append(Part(shapes, as_factored(torch.cat([matrix for _, _, matrix in group], 1))))
+    return parts
+
+
+def _small_matrix(rows: Tensor) -> Tensor | None:
+    """Few numbers that are held as dense rows, `(B, numbers in a row)`."""
+    if not cost.is_worth_joining(rows.numel()):
+        return None
+    if isinstance(rows, FactoredTensor):
+        return rows.held_matrix()
+    return rows.detach().reshape(rows.shape[0], math.prod(rows.shape[1:]))
+
+
+def squared_norms(parts: Iterable[Part]) -> list[Tensor]:
+    products, squares = Products(), []
+    for _, rows in parts:
+        rows.dense_for_norms()
+        squares.append(widened(rows).squared_norms(products).clamp(min=0))
+    return squares
+
+
+def snapshot(rows: Tensor) -> FactoredTensor:
+    if not isinstance(rows, FactoredTensor):
+        return as_factored(rows)
+    return rows._like(rows.blocks, rows.shape)
+
+
+def as_before(value: Tensor, like: Tensor) -> Tensor:
+    """A value for a parameter's real numbers, as complex ones where the parameter has such."""
+    return torch.view_as_complex(value) if like.is_complex() else value
+
+
+def added(parts: Iterable[Tensor]) -> Tensor:
+    total: Tensor | None = None
+    for part in parts:
+        total = part if total is None else total + part
+    return torch.zeros(0) if total is None else total
+
+
+def some(items: list[Any]) -> str:
+    """The first items of a list that may be long."""
+    return f"{items[:10]}{'...' if len(items) > 10 else ''}"

@@ -1,0 +1,167 @@
+"""Clipping: rows of bounded norm, added up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from expanded_nn._errors import complaint
+from expanded_nn._held import (
+    Part,
+    added,
+    as_before,
+    batch_size_of,
+    held_rows,
+    recorded,
+    refuse_gradients_without_rows,
+    side_by_side,
+    snapshot,
+    some,
+    squared_norms,
+)
+from expanded_nn._modes import no_torch_function
+from expanded_nn._rows import widened
+from expanded_nn.recording.sharded import added_over_ranks, is_shard, scattered
+
+MaxNorm = float | Callable[[Tensor], Tensor]  # a norm to clip to, or a function of the norms that gives the factors
+
+
+def clip_grad_sample_norms_(
+    model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], *, reduction: str = "sum"
+) -> Tensor | dict[str, Tensor]:
+    """Scales each row to norm at most `max_norm` and sets `.grad` to the sum of the clipped rows.
+
+    The rows themselves stay as they are. With `per_sample(accumulate_grad=False)` the clipped sum is instead *added* to
+    `.grad`, and the rows are freed, so that micro-batches accumulate at constant memory: take `reduction="sum"` there,
+    and divide by the size of the whole batch at the end. Norms are accumulated in float32 at the least (clipping as in
+    Abadi et al., 2016, "Deep learning with differential privacy").
+
+    Args:
+        model: A model in per-sample mode, after a backward.
+        max_norm: The norm to clip to, over all parameters together. Or a function of the norms `(B,)` that gives the
+            number by which each row is multiplied, `(B,)`: `lambda norms: 1 / (norms + 0.01)` is automatic clipping
+            (Bu et al., 2022). Or several of either by name, of a parameter or of a module, whose parameters are
+            clipped together but for those that have a nearer name.
+        reduction: `"sum"`, or `"mean"` to divide by the number of rows.
+
+    Returns:
+        The norms from before the clipping, `(B,)`, or name -> `(B,)` where `max_norm` is a mapping.
+
+    Raises:
+        PerSampleError: If no parameter has rows, a row holds inf or NaN, a parameter belongs to no module in per-sample
+            mode, or has a gradient in `.grad` that no row is a part of, so that it would stay unclipped; or if
+            `max_norm` lacks a name or has one too many, or a function gives another shape than `(B,)`.
+        ValueError: If `reduction` or `max_norm` has no meaning.
+    """
+    if reduction not in ("sum", "mean"):
+        raise ValueError(f'clip_grad_sample_norms_: reduction is {reduction!r}; wanted "sum" or "mean".')
+    limits = max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]
+    if any(not callable(limit) and not limit > 0 for limit in limits):
+        raise ValueError(f"clip_grad_sample_norms_: max_norm is {max_norm}; wanted a number above 0.")
+    with no_torch_function():  # the rows' own dispatch costs more than the algebra of small models
+        return _clip(model, max_norm, reduction)
+
+
+def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction: str) -> Tensor | dict[str, Tensor]:
+    parameters, recorders = recorded(model)
+    held = held_rows(parameters)
+    refuse_gradients_without_rows("clip_grad_sample_norms_", parameters, recorders)
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad and name not in held and getattr(parameter, "grad_sample", None) is not None:
+            for recorder in recorders:  # it is not clipped with the others, and not to come back when it is thawed
+                recorder.forget(parameter)
+    if not held and any(each.requires_grad for each in parameters.values()):
+        raise complaint(
+            "clip_grad_sample_norms_",
+            "no parameter has rows",
+            "the rows of a backward in per-sample mode, (0, *shape) if there were no samples",
+            "Clip after backward and before zero_grad; with accumulate_grad=False, clipping takes the rows away.",
+        )
+    count = batch_size_of(held)
+    shards = [parameters[name] for name in held if is_shard(parameters[name])]
+    together = not isinstance(max_norm, Mapping)
+    # sums of shards add up over the ranks, one after the other in the same order, whatever the numbers of samples there
+    parts = [Part(shapes, snapshot(rows)) for shapes, rows in side_by_side(held, join=together and not shards)]
+    adds = any(not each.settings.accumulate_grad for each in recorders)
+    limits = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
+    groups = dict.fromkeys(held, "") if together else _grouped(held, limits)
+    held.clear()
+    squares = list(zip([groups[next(iter(shapes))] for shapes, _ in parts], squared_norms(parts), strict=True))
+    norms = {key: added(each for group, each in squares if group == key).sqrt() for key in limits}
+    for key, each in norms.items():
+        _refuse_nonfinite(key or "all parameters", each)
+    factors = {key: _factors(each, limits[key]) for key, each in norms.items()}
+    if shards and reduction == "mean":
+        count = added_over_ranks(count, shards[0])
+    while parts:  # taken out one by one, so that the rows make room for the sums
+        shapes, rows = part = parts.pop()
+        weights = factors[groups[next(iter(shapes))]]
+        totals = part.split(widened(rows).weighted_sum(weights / max(1, count) if reduction == "mean" else weights))
+        del part, rows
+        for name, total in totals.items():
+            _set_grad(parameters[name], total, add=adds)
+            for recorder in recorders:
+                if adds:
+                    recorder.forget(parameters[name])
+                recorder.note_clipped(parameters[name])
+    for recorder in recorders:
+        recorder.note_grads()
+    return norms[""] if together else norms
+
+
+def _grouped(names: Iterable[str], limits: Mapping[str, MaxNorm]) -> dict[str, str]:
+    """Parameter name -> the nearest of the names that have a limit: its own, or that of a module around it."""
+    groups = {}
+    for name in names:
+        path = name.split(".")
+        around = (".".join(path[:depth]) for depth in range(len(path), -1, -1))
+        key = next((each for each in around if each in limits), None)
+        if key is not None:
+            groups[name] = key
+    lacking, idle = [name for name in names if name not in groups], sorted(set(limits) - set(groups.values()) - {""})
+    if lacking or idle:
+        raise complaint(
+            "clip_grad_sample_norms_",
+            f"max_norm has none for {some(lacking)} and more for {some(idle)}",
+            "one for each parameter that has rows, or for a module around it",
+            "Add what is lacking, leave out what has no rows.",
+        )
+    return groups
+
+
+def _set_grad(parameter: Tensor, total: Tensor, *, add: bool) -> None:
+    total = as_before(total, parameter).to(parameter.dtype)
+    if is_shard(parameter):
+        total = scattered(total, parameter)
+    parameter.grad = parameter.grad + total if add and parameter.grad is not None else total
+
+
+def _factors(norms: Tensor, max_norm: MaxNorm) -> Tensor:
+    if callable(max_norm):
+        factors = max_norm(norms)
+        if not isinstance(factors, Tensor) or factors.shape != norms.shape:
+            found = f"shape {tuple(factors.shape)}" if isinstance(factors, Tensor) else f"a {type(factors).__name__}"
+            raise complaint(
+                "clip_grad_sample_norms_",
+                f"the function given as max_norm returned {found}",
+                f"a tensor of shape {tuple(norms.shape)}, the number that multiplies each sample's gradient",
+                "Return one number per sample, such as max_norm / norms.clamp(min=max_norm).",
+            )
+        return factors.detach()
+    return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
+
+
+def _refuse_nonfinite(what: str, norms: Tensor) -> None:
+    if math.isfinite(norms.sum()):  # one operation in place of four; a sum may be too large as well
+        return
+    bad = (~norms.isfinite()).nonzero().flatten().tolist()
+    if bad:
+        raise complaint(
+            "clip_grad_sample_norms_",
+            f"the gradient of {what} is inf or NaN in rows {some(bad)}",
+            "finite rows",
+            "Leave these samples out, or scale their loss down.",
+        )

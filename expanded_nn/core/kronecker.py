@@ -1,0 +1,128 @@
+"""Kronecker factors of the rows' second moments, and rows that are preconditioned by such."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from expanded_nn.core import cost
+from expanded_nn.core.algebra import Block, Kind
+from expanded_nn.core.patches import Patches, as_linear
+from expanded_nn.core.terms import Dense, Outer, Term, sides
+
+
+class KroneckerFactors(NamedTuple):
+    """What the rows of a weight are made of, in the second moment: `A` of its inputs, `G` of its outputs' gradients.
+
+    Factors of several batches, or ranks, add up: `factors + more`. They unpack: `A, G, count = factors`.
+
+    Attributes:
+        A: The sum of `a aᵀ`, `(in, in)`.
+        G: The sum of `g gᵀ`, `(out, out)`.
+        count: How many were added: samples times positions.
+    """
+
+    A: Tensor
+    G: Tensor
+    count: int  # type: ignore[assignment]  # a tuple has a method of that name
+
+    def __add__(self, other: object) -> KroneckerFactors:
+        if not isinstance(other, KroneckerFactors):
+            return NotImplemented
+        return KroneckerFactors(self.A + other.A, self.G + other.G, self.count + other.count)
+
+
+def has_factors(blocks: Sequence[Block], kind: Kind) -> bool:
+    """Whether all terms are made of outer products of the row's two sides."""
+    return all(_has_sides(term, sides(kind.row_shape)) for _, terms in blocks for term in terms)
+
+
+def _has_sides(term: Term, wanted: tuple[int, int]) -> bool:
+    return isinstance(term, Outer | Patches) and sides(term.row_shape) == wanted
+
+
+def factors(blocks: Sequence[Block], kind: Kind, total: KroneckerFactors | None = None) -> KroneckerFactors:
+    """The factors of rows that have such, added to `total` in place."""
+    dtype = torch.promote_types(kind.dtype, torch.float32)
+    if total is None:
+        G, A = (torch.zeros(size, size, dtype=dtype, device=kind.device) for size in sides(kind.row_shape))
+        total = KroneckerFactors(A, G, 0)
+    count = total.count
+    for term in (term.to(dtype) for _, terms in blocks for term in terms):
+        if isinstance(term, Patches):
+            _add_patches(term, total)
+        else:
+            _add_outer(term, total)
+        count += term.batch * term.positions
+    return KroneckerFactors(total.A, total.G, count)
+
+
+def _add_outer(term: Term, total: KroneckerFactors) -> None:
+    g, a = (_in_order(factor) for factor in term.unscaled())
+    _add_product(total.A, a)
+    _add_product(total.G, g, term.coefficient**2)
+
+
+def _in_order(
+    factor: Tensor,  # (B, T, features)
+) -> Tensor:  # (B * T, features)
+    """In the order of memory, which is that of time in recurrent layers."""
+    return (factor.transpose(0, 1) if factor.transpose(0, 1).is_contiguous() else factor).flatten(0, 1)
+
+
+def _add_patches(term: Patches, total: KroneckerFactors) -> None:
+    """Those of a convolution: each group is a linear map, of which `A` is the mean and `G` has a block."""
+    groups = term.geometry.groups
+    for part in term.chunks(prod(term.row_shape[1:]) * term.positions * groups):
+        if not part.batch:
+            continue
+        g, columns = as_linear(part).unscaled()  # (B * groups, T, out / groups), (B * groups, T, in * kernel)
+        _add_product(total.A, columns.flatten(0, 1), 1 / groups)
+        size = len(total.G) // groups
+        for group in range(groups):
+            channels = slice(group * size, (group + 1) * size)
+            _add_product(total.G[channels, channels], g[group::groups].flatten(0, 1), term.coefficient**2)
+
+
+def _add_product(
+    total: Tensor,  # (features, features)
+    x: Tensor,  # (N, features)
+    scale: float = 1.0,
+) -> None:
+    """`total += scale * x.T @ x`, both symmetric; of a large one what is below the diagonal is copied."""
+    features, panel = x.shape[1], cost.SYMMETRIC_PANEL
+    if not cost.is_product_by_panels(features, len(x)):
+        total.addmm_(x.t(), x, alpha=scale)
+        return
+    for start in range(0, features, panel):
+        stop = min(start + panel, features)
+        total[start:stop, start:].addmm_(x[:, start:stop].t(), x[:, start:], alpha=scale)
+        total[stop:, start:stop] = total[start:stop, stop:].t()
+
+
+def damped_inverse(
+    total: Tensor,  # (features, features), symmetric
+    count: int,
+    damping: float,
+) -> tuple[Tensor, Tensor]:
+    """`(total / count + damping)⁻¹`, in float64, and whether that matrix is positive definite."""
+    matrix = total.double() / count
+    matrix.diagonal().add_(damping)
+    lower, failed = torch.linalg.cholesky_ex(matrix)
+    return torch.cholesky_inverse(lower), failed.eq(0) & lower.isfinite().all()
+
+
+def between(term: Term, left: Tensor, right: Tensor) -> Term:
+    """The term of the rows `left @ row @ right`, of symmetric matrices; in memory of its own."""
+    wanted = len(left), len(right)
+    if isinstance(term, Patches) and term.geometry.groups == 1 and term.positions * sum(wanted) < prod(wanted):
+        term = as_linear(term)
+    if isinstance(term, Outer) and _has_sides(term, wanted):
+        g, a = term.unscaled()
+        return Outer((g @ left, a @ right), wanted, term.dtype, term.coefficient)
+    parts = [left @ part.dense().reshape(part.batch, *wanted) @ right for part in term.chunks()]
+    return Dense.of(torch.cat(parts))

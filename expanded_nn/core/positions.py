@@ -1,0 +1,81 @@
+"""Inner products of rows, position by position of the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from expanded_nn.core import cost
+from expanded_nn.core.algebra import Block, Kind
+from expanded_nn.core.terms import OneHot, Outer, Term
+
+
+def numbers_of_positions(blocks: Sequence[Block]) -> set[int] | None:
+    """How many positions the terms have; `None` if some have none."""
+    terms = [term for _, terms in blocks for term in terms]
+    if not all(isinstance(term, Outer | OneHot) for term in terms):
+        return None
+    return {term.factors[0].shape[1] for term in terms}
+
+
+def gram_by_position(
+    blocks: Sequence[Block],
+    others: Sequence[Block],
+    kind: Kind,
+    positions: int,
+) -> Tensor:  # (B, T, B')
+    """`<row[b, t], other_row[c]>` for each position t of rows that all have so many."""
+
+    def block(size: int, terms: Sequence[Term], width: int, theirs: Sequence[Term]) -> Tensor:
+        pairs = [(term, other) for term in terms for other in theirs] if size and width else []
+        return sum((_products(term, other) for term, other in pairs), start=kind.zeros(size, positions, width))
+
+    return torch.cat(
+        [torch.cat([block(size, terms, width, theirs) for width, theirs in others], 2) for size, terms in blocks]
+    )
+
+
+def _products(term: Term, other: Term) -> Tensor:
+    """The same for two terms."""
+    return torch.stack(list(_columns(term, other)), 2)
+
+
+def _columns(term: Term, other: Term) -> Iterator[Tensor]:
+    """For each row of `other` its inner products with each position of the term's rows, `(B, T)`."""
+    first, second = term.weighted()
+    takes_rows = _takes_rows(term, other)
+    for part in other.chunks(None if takes_rows else sum(factor[0].numel() for factor in other.factors)):
+        if takes_rows:
+            for row in part.dense().reshape(part.batch, *term.row_shape):
+                if isinstance(term, Outer):
+                    yield ((first @ row) * second).sum(2)
+                else:
+                    yield (F.embedding(second, row) * first).sum(2)
+            continue
+        for h, c in zip(*part.weighted(), strict=True):
+            yield _pairs(term, part, first, second, h, c).sum(2)
+
+
+def _takes_rows(term: Term, other: Term) -> bool:
+    """Whether a dense row of `other` is needed, or costs less than its positions."""
+    if not isinstance(other, Outer | OneHot) or other.row_shape != term.row_shape:
+        return True
+    both = isinstance(term, Outer) and isinstance(other, Outer)
+    return both and not cost.gram_by_pairs(1, other.positions, *term.row_shape)
+
+
+def _pairs(term: Term, other: Term, first: Tensor, second: Tensor, h: Tensor, c: Tensor) -> Tensor:
+    """The products of all positions of the term's rows with those of one row of the other, `(B, T, S)`.
+
+    Rows are `(out, in)`, those of an embedding `(entries, dim)`: an index stands for a vector of one 1.
+    """
+    if isinstance(term, Outer):
+        if isinstance(other, Outer):
+            return (first @ h.t()) * (second @ c.t())
+        return (second @ h.t()) * first[:, :, c]
+    if isinstance(other, Outer):
+        return (first @ c.t()) * h.t()[second]
+    return (first @ h.t()) * (second[:, :, None] == c)

@@ -1,0 +1,289 @@
+"""Linear maps of rows to a few numbers: count sketches and two-sided projections, from the factors.
+
+The random numbers that make a map are drawn elsewhere: here it is what its tensors say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from expanded_nn.core import cost
+from expanded_nn.core.patches import Patches, as_linear
+from expanded_nn.core.terms import Dense, OneHot, Outer, Term, sides
+
+
+class Totals:
+    """What the projections of one batch add up to: numbers, and numbers that are still in a Fourier transform."""
+
+    def __init__(self, dim: int, batch: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device, self.dim = dtype, device, dim
+        self.buckets = torch.zeros(batch, dim, dtype=dtype, device=device)
+        self.length = transform_length(dim)
+        self._spectrum: Tensor | None = None
+        self._scratch: Tensor | None = None
+
+    def scratch(self, *shape: int) -> Tensor:
+        """Memory for what is needed in passing: fresh pages cost more than to write to them."""
+        numel = prod(shape)
+        if self._scratch is None or self._scratch.numel() < numel:
+            self._scratch = torch.empty(max(numel, cost.SHUFFLED_NUMEL), dtype=self.dtype, device=self.device)
+        return self._scratch[:numel].view(shape)
+
+    @property
+    def spectrum(self) -> Tensor:
+        """`(B, length / 2 + 1)`."""
+        if self._spectrum is None:
+            size = (self.buckets.shape[0], self.length // 2 + 1)
+            self._spectrum = torch.zeros(size, dtype=self.dtype.to_complex(), device=self.device)
+        return self._spectrum
+
+    def result(self) -> Tensor:
+        """`(B, dim)`."""
+        if self._spectrum is None or not len(self.buckets):
+            return self.buckets
+        return self.buckets + _folded(torch.fft.irfft(self._spectrum, n=self.length), self.dim)
+
+
+class Side(NamedTuple):
+    """How the indices of one side of a matrix are shuffled.
+
+    Attributes:
+        order: Which index stands at which place.
+        place: The place of each index.
+        signs: ±1 for each index.
+    """
+
+    order: Tensor
+    place: Tensor
+    signs: Tensor
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """The count sketch of one parameter, as a matrix `(out, in)`.
+
+    A number goes to the bucket `h(out) + h'(in)` with the sign `s(out) s'(in)`. So `g ⊗ a` goes to the circular
+    convolution of the sketches of `g` and of `a` (Pham and Pagh, 2013, "Fast and scalable polynomial kernels via
+    explicit feature maps"). The buckets are those of the matrix that is shuffled on both sides, laid out along the
+    longer one with a gap after each line, and wrapped around after `dim` numbers.
+
+    Attributes:
+        sides: Those of the output and of the input.
+        dim: The number of buckets.
+        along: The longer side, along which the matrix is laid out.
+        width: How far two lines of the layout are apart, prime to `dim`.
+        shift: The bucket of the first number.
+    """
+
+    sides: tuple[Side, Side]
+    dim: int
+    along: int
+    width: int
+    shift: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Those of the matrix, `(out, in)`."""
+        return len(self.sides[0].order), len(self.sides[1].order)
+
+    def add(self, term: Term, totals: Totals, start: int) -> None:
+        """Adds the sketches of a term's rows, of which there are some, to those from `start` on."""
+        if isinstance(term, Patches) and self._fits(term) and self._is_faster_by_factors(term, totals.length):
+            for part in term.chunks(prod(term.row_shape[1:]) * term.positions):
+                self._add_by_factors(as_linear(part), totals, start)
+                start += part.batch
+        elif isinstance(term, Outer) and self._fits(term):
+            add = self._add_by_factors if self._is_faster_by_factors(term, totals.length) else self._add_by_rows
+            add(term, totals, start)
+        elif isinstance(term, OneHot) and self._fits(term):
+            self._add_by_entries(term, totals, start)
+        else:
+            self._add_numbers(term, totals, start)
+
+    def _fits(self, term: Term) -> bool:
+        """Whether the term's factors are those of the parameter's two sides."""
+        return sides(term.row_shape) == self.sizes and prod(self.sizes) > 0
+
+    def _is_faster_by_factors(self, term: Outer | Patches, length: int) -> bool:
+        grouped = isinstance(term, Patches) and term.geometry.groups > 1
+        return not grouped and cost.sketch_by_factors(term.positions, *self.sizes, length)
+
+    def _add_by_factors(self, term: Outer, totals: Totals, start: int) -> None:
+        """By Fourier transforms of the sketches of the factors, position by position."""
+        for part in term.chunks(2 * term.positions * totals.length):
+            g, a = part.weighted()
+            spectrum = self._transform(g, 0, totals.length).mul_(self._transform(a, 1, totals.length)).sum(1)
+            totals.spectrum[start : start + part.batch] += spectrum
+            start += part.batch
+
+    def _transform(self, factor: Tensor, side: int, length: int) -> Tensor:
+        """The transform of the sketch of a factor `(B, T, features)`, `(B, T, length / 2 + 1)`."""
+        signed = factor.reshape(-1, factor.shape[-1]) * self.sides[side].signs.to(factor.dtype)
+        sketch = signed.new_zeros(len(signed), self.dim).index_add_(1, self._buckets(side), signed)
+        spectrum: Tensor = torch.fft.rfft(sketch, n=length)
+        return spectrum.view(*factor.shape[:-1], length // 2 + 1)
+
+    def _buckets(self, side: int) -> Tensor:
+        """`h(out)` or `h'(in)`."""
+        place = self.sides[side].place
+        return (place if side == self.along else place * self.width + self.shift) % self.dim
+
+    def _add_by_rows(self, term: Outer, totals: Totals, start: int) -> None:
+        """By the shuffled rows, made from shuffled factors, a bounded number of them at once."""
+        lines = min(self.sizes)
+        some = min(lines, cost.shuffled_at_once(self.width))
+        for part in term.chunks(max(some * self.width, term.positions * (lines + self.width))):
+            factors = part.weighted()
+            across = self._shuffled(factors[1 - self.along], 1 - self.along, lines)
+            along = self._shuffled(factors[self.along], self.along, self.width)
+            count = cost.shuffled_at_once(some * self.width)
+            count = ceil(part.batch / ceil(part.batch / count))  # no small rest
+            for first in range(0, part.batch, count):
+                samples = slice(first, min(first + count, part.batch))
+                for place in range(0, lines, some):
+                    left = across[samples, :, place : place + some].mT
+                    rows = totals.scratch(len(left), left.shape[1], self.width)
+                    folded = _folded(torch.bmm(left, along[samples], out=rows).flatten(1), self.dim)
+                    numbers = totals.buckets[start + samples.start : start + samples.stop]
+                    _add_shifted(numbers, folded, (self.shift + place * self.width) % self.dim)
+            start += part.batch
+
+    def _shuffled(
+        self,
+        factor: Tensor,  # (B, T, features)
+        side: int,
+        width: int,
+    ) -> Tensor:  # (B, T, width)
+        """A factor by places, with the signs, and zeros behind; sample after sample in memory."""
+        batch, positions, features = factor.shape
+        order = self.sides[side].order
+        if not factor.is_contiguous() and factor.transpose(0, 1).is_contiguous():  # recurrent: step after step
+            chosen = factor.transpose(0, 1).reshape(-1, features).index_select(1, order)
+            chosen = chosen.view(positions, batch, features).transpose(0, 1)
+        else:
+            chosen = factor.reshape(-1, features).index_select(1, order).view(factor.shape)
+        shuffled = factor.new_empty(batch, positions, width)
+        shuffled[:, :, features:] = 0.0
+        torch.mul(chosen, self.sides[side].signs.to(factor.dtype)[order], out=shuffled[:, :, :features])
+        return shuffled
+
+    def _add_by_entries(self, term: OneHot, totals: Totals, start: int) -> None:
+        """Each value of an embedding's rows by itself."""
+        out_buckets, in_buckets = self._buckets(0), self._buckets(1)
+        for part in term.chunks(term.factors[0][0].numel()):
+            values, index = part.weighted()
+            out_signs, in_signs = (side.signs.to(values.dtype) for side in self.sides)
+            signs = out_signs[index][..., None] * in_signs
+            buckets = (out_buckets[index][..., None] + in_buckets) % self.dim
+            totals.buckets[start : start + part.batch].scatter_add_(1, buckets.flatten(1), (values * signs).flatten(1))
+            start += part.batch
+
+    def _add_numbers(self, term: Term, totals: Totals, start: int) -> None:
+        """Each number of the dense rows by itself."""
+        out, in_ = self.sizes
+        if not out * in_:
+            return
+        parts: Iterable[Term] = [term] if isinstance(term, Dense) else term.chunks()
+        blocks = list(_blocks(out, in_, cost.rows_at_once(term.batch if isinstance(term, Dense) else 1)))
+        placed = self._buckets_of(*blocks[0]) if len(blocks) == 1 else None
+        for part in parts:
+            rows = part.matrix() if isinstance(part, Dense) else part.dense()
+            rows = rows.reshape(part.batch, out, in_)
+            for some, columns in blocks:
+                buckets, signs = placed or self._buckets_of(some, columns)
+                signed = rows[:, some, columns].flatten(1) * signs.to(rows.dtype)
+                if isinstance(part, Dense) and part.coefficient != 1.0:
+                    signed *= part.coefficient
+                totals.buckets[start : start + part.batch].scatter_add_(1, buckets.expand_as(signed), signed)
+            start += part.batch
+
+    def _buckets_of(self, some: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """The buckets and the signs of a part of the matrix, flat."""
+        buckets = (self._buckets(0)[some, None] + self._buckets(1)[columns]) % self.dim
+        out, in_ = self.sides
+        return buckets.flatten(), (out.signs[some, None] * in_.signs[columns]).flatten()
+
+
+@dataclass(frozen=True)
+class TwoSided:
+    """`(P_out g) ⊗ (P_in a)` of one parameter, of which the first `dim` numbers are taken.
+
+    Attributes:
+        left: `P_out`, `(k_out, out)`.
+        right: `P_in`, `(k_in, in)`.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def add(self, term: Term, totals: Totals, start: int) -> None:
+        """Adds the projections of a term's rows to those from `start` on."""
+        left, right = self.left.to(term.dtype), self.right.to(term.dtype)
+        sizes = left.shape[1], right.shape[1]
+        fits = sides(term.row_shape) == sizes
+        for part in term.chunks(self._numel(term) if fits else None):
+            if isinstance(part, Outer) and fits:
+                g, a = part.weighted()
+                projected = torch.bmm((g @ left.t()).mT, a @ right.t())
+            elif isinstance(part, OneHot) and fits:
+                values, index = part.weighted()
+                projected = torch.bmm(left.t()[index].mT, values @ right.t())
+            else:
+                projected = left @ part.dense().reshape(part.batch, *sizes) @ right.t()
+            totals.buckets[start : start + part.batch] += projected.flatten(1)[:, : totals.dim]
+            start += part.batch
+
+    def _numel(self, term: Term) -> int | None:
+        """How many numbers are made of one row on the way."""
+        if not isinstance(term, Outer | OneHot):
+            return None
+        return term.factors[0].shape[1] * (len(self.left) + len(self.right)) + len(self.left) * len(self.right)
+
+
+def transform_length(dim: int) -> int:
+    """How long the Fourier transforms are: `dim`, or enough for a convolution that is wrapped around afterwards."""
+    rest = dim
+    for prime in (2, 3, 5, 7):
+        while rest % prime == 0:
+            rest //= prime
+    return dim if rest == 1 else 1 << (2 * dim - 2).bit_length()
+
+
+def _folded(
+    numbers: Tensor,  # (B, n)
+    dim: int,
+) -> Tensor:  # (B, dim)
+    """The numbers wrapped around after `dim`, and added up."""
+    length = numbers.shape[1]
+    whole = length // dim * dim
+    if whole == length == dim:
+        return numbers
+    folded: Tensor = numbers[:, :whole].unflatten(1, (length // dim, dim)).sum(1)
+    folded[:, : length - whole] += numbers[:, whole:]
+    return folded
+
+
+def _add_shifted(
+    total: Tensor,  # (B, dim)
+    numbers: Tensor,  # (B, dim)
+    shift: int,
+) -> None:
+    """`total += numbers.roll(shift, 1)`."""
+    rest = total.shape[1] - shift
+    total[:, shift:] += numbers[:, :rest]
+    total[:, :shift] += numbers[:, rest:]
+
+
+def _blocks(out: int, in_: int, numel: int) -> Iterator[tuple[slice, slice]]:
+    """Parts of a matrix of bounded size."""
+    columns = min(in_, numel)
+    some = max(1, numel // columns)
+    for first in range(0, out, some):
+        for start in range(0, in_, columns):
+            yield slice(first, first + some), slice(start, start + columns)

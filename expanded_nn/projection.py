@@ -1,0 +1,212 @@
+"""Random projections of whole gradients to a few numbers, from the factors.
+
+For two matrices `g ⊗ a` is one of rank one, and a sum of such is a row. A count sketch whose bucket and sign are those
+of the row's two sides added and multiplied, `h(out) + h'(in)` and `s(out) s'(in)`, maps `g ⊗ a` to the circular
+convolution of the sketches of `g` and of `a` (Pham and Pagh, 2013, "Fast and scalable polynomial kernels via explicit
+feature maps"), so that the row itself need not be made. Here the buckets are those of a matrix that is shuffled on both
+sides, laid out along the longer one with a gap after each line that makes the distance of two lines prime to `dim`, and
+wrapped around after `dim` numbers. With `in` the longer side:
+
+    h(out) = width * (place of out) + shift,    h'(in) = place of in,    both mod dim.
+
+Of a dense row the sketch is then the sum of pieces of `dim` numbers, one after the other. And as the places on each
+side are all different, two numbers that have an index in common never share a bucket, unless a side is longer than
+`dim`: where independent hashes put two indices of one side into one bucket, they do so for all indices of the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, gcd, isqrt, prod, sqrt
+
+import torch
+from torch import Tensor
+
+from expanded_nn._errors import complaint
+from expanded_nn._modes import in_own_dtype, no_torch_function
+from expanded_nn._rows import widened
+from expanded_nn.core.sketch import Side, Sketch, Totals, TwoSided
+from expanded_nn.core.terms import Dense, Term, sides
+from expanded_nn.factored import FactoredTensor, as_factored, as_real
+
+KINDS = ("sketch", "kronecker", "gaussian")
+
+DRAWN_NUMEL = 1 << 22  # of normal numbers drawn at once; the map depends on it
+
+
+class Projection:
+    """A random linear map of whole gradients to `dim` numbers that keeps inner products in the mean.
+
+    For the gradients x and y of two samples, `projection(x) @ projection(y)` is `x @ y` in the mean over the seeds, and
+    off by about `|x| |y| / sqrt(dim)`. The map is the sum over the parameters of a map for each, which is drawn from
+    the parameter's name, its shape and the seed, and from nothing else: a sample projects alike in any batch, in any
+    order, in any process, on any device, in any precision, and the projections of two models of which one has frozen
+    parameters differ by what these contribute. Make it once and keep it: it holds the random numbers it has drawn, as
+    many as a parameter has rows and columns.
+
+    Args:
+        dim: The number of numbers to project to.
+        kind: Which map.
+
+            `"sketch"`: each number of a gradient is added to one of the `dim`, or taken off it: a count sketch whose
+            buckets and signs are made of those of the two sides of a matrix (Pham and Pagh, 2013). From the factors by
+            Fourier transforms where there are few positions, from a few dense rows at once where there are many. The
+            best for nearly all uses.
+
+            `"kronecker"`: `(P_out g) ⊗ (P_in a)` with random signs, on two sides of about `sqrt(dim)` numbers each, as
+            in LoGra (Choe et al., 2024, "What is your data worth to GPT?"), but added up over the parameters. Vectors
+            are sketched.
+
+            `"gaussian"`: independent normal numbers (Johnson and Lindenstrauss, 1984), drawn again for each call, in
+            blocks. It takes some `dim` times as long as the others: for reference.
+        seed: Another seed, another map. Any whole number.
+
+    Raises:
+        ValueError: If `dim`, `kind` or `seed` has no meaning.
+
+    Example:
+        >>> import torch, expanded_nn as enn
+        >>> model = enn.convert(torch.nn.Linear(30, 20)).per_sample()
+        >>> model(torch.randn(5, 30)).square().sum(1).mean().backward()
+        >>> projection = enn.Projection(64)
+        >>> projection(enn.per_sample_grads(model)).shape
+        torch.Size([5, 64])
+    """
+
+    def __init__(self, dim: int, *, kind: str = "sketch", seed: int = 0) -> None:
+        if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
+            raise ValueError(f"Projection: dim is {dim!r}; wanted a whole number from 1.")
+        if kind not in KINDS:
+            raise ValueError(f"Projection: kind is {kind!r}; wanted one of {', '.join(map(repr, KINDS))}.")
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise ValueError(f"Projection: seed is {seed!r}; wanted a whole number.")
+        self.dim = dim
+        self.kind = kind
+        self.seed = seed
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._maps: dict[tuple[str, torch.device], Sketch | TwoSided | _Gaussian] = {}
+
+    def __repr__(self) -> str:
+        return f"Projection({self.dim}, kind={self.kind!r}, seed={self.seed})"
+
+    def __call__(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """Projects each row.
+
+        Args:
+            grads: Parameter name -> `(B, *shape)`, as `per_sample_grads` gives them. Parameters may be lacking. A
+                complex number counts as two real ones.
+
+        Returns:
+            `(B, dim)`, in float32 at the least, without history.
+
+        Raises:
+            PerSampleError: If the parameters hold different numbers of rows, or one has another shape than in an
+                earlier call.
+        """
+        with torch.no_grad(), no_torch_function():
+            rows = {name: widened(as_real(as_factored(tensor))) for name, tensor in grads.items()}
+            self._refuse_other_shapes(rows)
+            if not rows:
+                return torch.zeros(0, self.dim)
+            first = next(iter(rows.values()))
+            with in_own_dtype(first):
+                totals = [
+                    Totals(self.dim, first.shape[0], dtype, device)
+                    for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for tensor in rows.values())
+                ]
+                by_kind = {(total.dtype, total.device): total for total in totals}
+                for name, tensor in rows.items():
+                    self._add(name, tensor, by_kind[tensor.dtype, tensor.device])
+                return _summed([total.result() for total in totals])
+
+    def _add(self, name: str, rows: FactoredTensor, totals: Totals) -> None:
+        linear_map = self._map(name, tuple(rows.shape[1:]), rows.device)
+        start = 0
+        for size, terms in rows._unchanged():
+            for term in terms if size else ():
+                linear_map.add(term, totals, start)
+            start += size
+
+    def _map(self, name: str, shape: tuple[int, ...], device: torch.device) -> Sketch | TwoSided | _Gaussian:
+        key = (name, device)
+        if key not in self._maps:
+            text = repr((self.kind, self.seed, name, shape))
+            digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "little") >> 1
+            sizes = sides(shape)
+            if self.kind == "gaussian":
+                self._maps[key] = _Gaussian(seed, shape, self.dim)
+            elif self.kind == "kronecker" and min(sizes) > 1:
+                self._maps[key] = _drawn_two_sided(seed, sizes, self.dim, device)
+            else:
+                self._maps[key] = _drawn_sketch(seed, sizes, self.dim, device)
+        return self._maps[key]
+
+    def _refuse_other_shapes(self, rows: Mapping[str, Tensor]) -> None:
+        sizes = {name: tensor.shape[0] for name, tensor in rows.items()}
+        if len(set(sizes.values())) > 1:
+            raise complaint("Projection", f"the parameters hold {sizes} rows", "equally many", "Project one batch.")
+        for name, tensor in rows.items():
+            shape = tuple(tensor.shape[1:])
+            before = self._shapes.setdefault(name, shape)
+            if before != shape:
+                raise complaint(
+                    "Projection",
+                    f"{name!r} has rows of shape {shape}",
+                    f"{before}, as in the first call",
+                    "Take a projection of its own for each model.",
+                )
+
+
+@dataclass(frozen=True)
+class _Gaussian:
+    """Independent normal numbers for one parameter, drawn in blocks of directions."""
+
+    seed: int
+    shape: tuple[int, ...]
+    dim: int
+
+    def add(self, term: Term, totals: Totals, start: int) -> None:
+        """Adds the projections of a term's rows to those from `start` on."""
+        generator = torch.Generator("cpu").manual_seed(self.seed)
+        size = max(1, DRAWN_NUMEL // max(1, prod(self.shape)))  # a draw depends on the sizes of those before
+        for first in range(0, self.dim, size):
+            count = min(size, self.dim - first)
+            drawn = torch.randn(count, *term.row_shape, generator=generator, dtype=torch.float32, device="cpu")
+            directions = Dense.of((drawn.to(totals.dtype) / sqrt(self.dim)).to(totals.device))
+            totals.buckets[start : start + term.batch, first : first + count] += term.gram(directions)
+
+
+def _drawn_sketch(seed: int, sizes: tuple[int, int], dim: int, device: torch.device) -> Sketch:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    order = [torch.randperm(size, generator=generator, device="cpu") for size in sizes]
+    signs = [_random_signs((size,), generator) for size in sizes]
+    shift = int(torch.randint(dim, (), generator=generator, device="cpu"))
+    width = next(width for width in range(max(1, *sizes), max(sizes) + dim + 1) if gcd(width, dim) == 1)
+    out, in_ = (
+        Side(indices.to(device), indices.argsort().to(device), of_side.to(device))
+        for indices, of_side in zip(order, signs, strict=True)
+    )
+    return Sketch((out, in_), dim, int(sizes[1] >= sizes[0]), width, shift)
+
+
+def _drawn_two_sided(seed: int, sizes: tuple[int, int], dim: int, device: torch.device) -> TwoSided:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    k_out = isqrt(dim)
+    left = _random_signs((k_out, sizes[0]), generator) / sqrt(dim)
+    return TwoSided(left.to(device), _random_signs((ceil(dim / k_out), sizes[1]), generator).to(device))
+
+
+def _random_signs(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    bits = torch.randint(2, size, generator=generator, device="cpu")
+    return bits.to(torch.float32).mul_(2).sub_(1)
+
+
+def _summed(parts: list[Tensor]) -> Tensor:
+    """The sum, in the widest of the dtypes, on the first of the devices."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part.to(total.device)
+    return total
