@@ -236,7 +236,7 @@ def of_a_step_before_the_mode(m: Any) -> None:
 
 
 def under_a_hook_that_removed_the_watch(m: Any) -> None:
-    m.head.weight._backward_hooks.clear()
+    (m.head.weight._backward_hooks or {}).clear()
     F.linear(m.enc(values()), m.head.weight).sum().backward()
 
 
@@ -914,11 +914,6 @@ def noise_of_its_own(m: Any, x: Tensor) -> Tensor:
     return x * m.scale + m.child(torch.from_numpy(m.noise.normal(size=D)))
 
 
-def rounding_noise(m: Any, x: Tensor) -> Tensor:
-    weight = m.scale.outer(m.scale)
-    return x @ weight - (x.double() @ weight.double()).to(x.dtype) + m.child(x - x)
-
-
 def start(m: Any, seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
@@ -950,10 +945,22 @@ def test_chance_and_counters_of_a_module_are_no_mixing(does: Callable[..., Any],
         assert_close_rows(unused | used, expected)
 
 
-def test_result_that_is_rounding_noise_is_no_mixing() -> None:
-    for seed in range(10):
-        model = on(Own(rounding_noise).float())
-        model(1e4 * values(7, D, seed=seed).float()).sum().backward()
+class Residual(nn.Module):
+    """What rounding leaves of a product in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(300, 300))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight - (x.double() @ self.weight.double()).to(x.dtype)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_result_that_is_rounding_noise_is_no_mixing(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = on(Residual().float())
+    model(torch.randn(7, 300).float()).sum().backward()
 
 
 class Random(nn.Module):
@@ -1087,38 +1094,36 @@ def test_checkpoint_after_skipped_batches(skipped: list[int], inside: bool, reen
 
 
 class Bags(nn.Module):
-    def __init__(self, use_reentrant: bool) -> None:
+    """Bags by offsets, which say B, and a checkpoint behind or around them."""
+
+    def __init__(self, use_reentrant: bool, around: bool) -> None:
         super().__init__()
-        self.bags, self.lin, self.use_reentrant = nn.EmbeddingBag(9, D), nn.Linear(D, D), use_reentrant
+        self.bags, self.lin = nn.EmbeddingBag(9, D), nn.Linear(D, D)
+        self.use_reentrant, self.around = use_reentrant, around
 
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        start = torch.zeros(1, D, requires_grad=True)
-        return checkpoint(
-            lambda *args: self.lin(self.bags(*args[:2]) + args[2]),
-            ids,
-            offsets,
-            start,
-            use_reentrant=self.use_reentrant,
-        )
+        if self.around:
+            start = torch.zeros(1, D, requires_grad=True)
+            return checkpoint(self.block, ids, offsets, start, use_reentrant=self.use_reentrant)
+        return checkpoint(self.lin, self.bags(ids, offsets), use_reentrant=self.use_reentrant)
+
+    def block(self, ids: Tensor, offsets: Tensor, start: Tensor) -> Tensor:
+        return self.lin(self.bags(ids, offsets) + start)
 
 
+@pytest.mark.parametrize("around", [False, True], ids=["behind", "around"])
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("skipped", [[], [B], [B, 2], [B, 2, B]], ids=str)
-def test_bags_by_offsets_in_a_checkpoint_after_skipped_batches(
-    skipped: list[int], frozen: bool, reentrant: bool
-) -> None:
-    module = Bags(reentrant)
-    module.bags.requires_grad_(not frozen)
+def test_bags_in_a_checkpoint_after_skipped_batches(skipped: list[int], reentrant: bool, around: bool) -> None:
+    module = Bags(reentrant, around)
     model, plain_module = on(module), nn.Sequential(copy.deepcopy(module.bags), copy.deepcopy(module.lin))
     ids = torch.randint(9, (B, 2), generator=torch.Generator().manual_seed(2))
-    for size in skipped:
-        model(ids[:size].flatten(), 2 * torch.arange(size))
+    kept = [model(ids[:size].flatten(), 2 * torch.arange(size)) for size in skipped]
     sample_losses(model(ids.flatten(), 2 * torch.arange(B))).sum().backward()
     expected = loop(plain_module, Call((ids,)), B)
+    assert_close(model.bags.weight.grad_sample, expected["0.weight"])
     assert_close(model.lin.weight.grad_sample, expected["1.weight"])
-    if not frozen:
-        assert_close(model.bags.weight.grad_sample, expected["0.weight"])
+    del kept
 
 
 def objects_of_passes() -> int:
