@@ -590,9 +590,7 @@ def a_checkpoint_of_two_passes() -> None:
     sum(model(torch.randn(size, 4, requires_grad=True)).value.sum() for size in (3, 2, 3)).backward()
 
 
-@refused(
-    r"^0 \(Linear\): a transform of torch\.func runs the layer again .*Opacus.*grad_sample_mode=.no_op"
-)
+@refused(r"^0 \(Linear\): a transform of torch\.func runs the layer again .*Opacus.*grad_sample_mode=.no_op")
 def hooks_of_another_library() -> None:
     model = on(nn.Linear(4, 4))
 
