@@ -674,9 +674,7 @@ def with_a_gradient_of_its_own() -> Any:
     return model
 
 
-@refused(
-    r"^clip_grad_sample_norms_: the parameters \['1\.weight'\] have a gradient in \.grad, but no per-sample gradients"
-)
+@refused(r"^clip_grad_sample_norms_: the parameters \['1\.weight'\] have a gradient in \.grad.*no per-sample gradients")
 def clipping_a_gradient_without_rows() -> None:
     enn.clip_grad_sample_norms_(with_a_gradient_of_its_own(), 1.0)
 
