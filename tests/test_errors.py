@@ -14,11 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -297,6 +297,24 @@ def a_weight_expanded_after_the_backward() -> None:
     enn.expanded(model[0].weight)
 
 
+@refused(r"^one_pass: batch_size is -1; wanted a number from 0", ValueError)
+def a_pass_of_less_than_nothing() -> None:
+    with enn.one_pass(on(nn.Linear(4, 4)), -1):
+        pass
+
+
+@refused(r"^one_pass: batch_size is 2, inside of a forward of 3 samples; wanted the same samples.*outside of the other")
+def a_pass_of_other_samples() -> None:
+    model = on(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def enter(*_: Any) -> None:
+        with enn.one_pass(model, 2):
+            pass
+
+    model[1].register_forward_pre_hook(enter)
+    model(torch.randn(SAMPLES, 4))
+
+
 @refused(r'padding is \'wide\'; wanted numbers, "valid" or "same"', ValueError)
 def a_padding_of_no_name() -> None:
     enn.functional.conv1d(torch.randn(3, 4, 6), torch.randn(3, 5, 4, 3), padding="wide")
@@ -389,15 +407,18 @@ def a_forward_that_mixes_samples() -> None:
 
 @refused(r"0\.layer \(Own\): an argument has shape \(3, 3\), and may be a row a sample or a matrix that all share")
 def a_square_argument() -> None:
-    own(lambda self, x, m: F.dropout(x * self.scale) + 0 * m.sum(), torch.randn(3, 3))
+    """With noise that cannot be fixed, so that the results are not comparable."""
+    noise = np.random.default_rng(0)
+    own(lambda self, x, m: (x + torch.from_numpy(noise.normal(size=x.shape))) * self.scale, torch.randn(3, 3))
 
 
-@refused(r"^Own: for one sample its forward returns a tensor of shape \(1, 1\).* Without forward hooks on its children")
+@refused(r"^Own: for one sample its forward returns a tensor of shape \(1, 1\); wanted one row in dimension 1")
 def a_result_of_one_step_that_is_not_compared() -> None:
-    child = nn.Linear(4, 1)
-    child.register_forward_hook(lambda *_: None)
-    module = Own(lambda self, x: self.child(x).sum(0) * self.scale.sum(), child=child)
-    enn.convert(module).per_sample(batch_first=False)(torch.randn(5, 3, 4))
+    """No plain forward can tell where the weights come with a batch dimension of their own."""
+    model = enn.convert(Own(lambda self, x: x.sum((0, 2)).unsqueeze(0) * self.scale.sum())).per_sample(
+        batch_first=False
+    )
+    torch.func.functional_call(model, {"scale": torch.ones(3, 4)}, (torch.randn(5, 3, 4),))
 
 
 @refused(r"0\.layer \(Own\): its forward does what vmap cannot follow .*@expands")
@@ -480,9 +501,28 @@ def a_layer_replaced_by_a_plain_one() -> None:
     rows_held(model)
 
 
-@refused(r"create_graph=True reached a weight that is computed from other parameters.*remove the parametrization")
-def second_derivatives_of_a_parametrization() -> None:
-    model = on(parametrizations.weight_norm(nn.Linear(4, 4)))
+@refused(r"^create_graph=True reached a weight .* outside of a parametrization.*torch\.nn\.utils\.parametrize")
+def second_derivatives_of_a_computed_weight() -> None:
+    model, factor = on(nn.Linear(4, 4)), torch.ones(4, 4, requires_grad=True)
+    loss = torch.func.functional_call(model, {"0.weight": factor.tanh()}, (torch.randn(SAMPLES, 4),)).square().sum()
+    torch.autograd.grad(loss, factor, create_graph=True)
+
+
+class Restless(nn.Module):
+    """A parametrization that gives another weight in each call."""
+
+    calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return weight * self.calls
+
+
+@refused(r"^create_graph=True reached a parametrization that gives another weight .*Remove what is random in it")
+def second_derivatives_of_a_restless_weight() -> None:
+    layer = nn.Linear(4, 4)
+    parametrize.register_parametrization(layer, "weight", Restless())
+    model = on(layer)
     torch.autograd.grad(model(torch.randn(3, 4)).square().sum(), list(model.parameters()), create_graph=True)
 
 
@@ -548,6 +588,18 @@ def a_checkpoint_of_two_passes() -> None:
 
     model = on(Feed(nn.Linear(4, 4), lambda layer, x: Hidden(checkpoint(layer, x, use_reentrant=True))))
     sum(model(torch.randn(size, 4, requires_grad=True)).value.sum() for size in (3, 2, 3)).backward()
+
+
+@refused(r"^0 \(Linear\): a transform of torch\.func runs the layer again .*Opacus.*grad_sample_mode=.no_op")
+def hooks_of_another_library() -> None:
+    model = on(nn.Linear(4, 4))
+
+    def again(*_: Any) -> None:
+        torch.func.grad(lambda x: model[0](x).sum())(torch.randn(1, 4))
+
+    out = model(torch.randn(SAMPLES, 4))
+    out.register_hook(again)
+    out.sum().backward()
 
 
 @refused(r"^grad_sample: a tensor that a factored .* was changed in place.*materialize=True")
@@ -695,6 +747,39 @@ def clipping_by_other_names() -> None:
     model = on(nn.Linear(4, 4))
     model(torch.randn(SAMPLES, 4)).sum().backward()
     enn.clip_grad_sample_norms_(model, {"0.weight": 1.0, "1": 1.0})
+
+
+def with_a_gradient_of_its_own() -> Any:
+    model = on(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0](torch.randn(SAMPLES, 4)).sum().backward()
+    model[1].weight.grad = torch.ones(4, 4)
+    return model
+
+
+@refused(r"^clip_grad_sample_norms_: the parameters \['1\.weight'\] have a gradient in \.grad.*no per-sample gradients")
+def clipping_a_gradient_without_rows() -> None:
+    enn.clip_grad_sample_norms_(with_a_gradient_of_its_own(), 1.0)
+
+
+@refused(
+    r"^per_sample_grads: the parameters \['1\.weight'\] have a gradient .*zero_grad\(\).*expanded_nn\.expanded\(weight"
+)
+def a_gradient_without_rows() -> None:
+    enn.per_sample_grads(with_a_gradient_of_its_own())
+
+
+@refused(r"the function given as max_norm returned shape \(\); wanted a tensor of shape \(3,\).*Return one number per")
+def clipping_all_rows_by_one_number() -> None:
+    model = on(nn.Linear(4, 4))
+    rows_held(model)
+    enn.clip_grad_sample_norms_(model, lambda norms: 1 / norms.max())
+
+
+@refused(r"the function given as max_norm returned a float; wanted a tensor of shape \(3,\)")
+def clipping_by_a_number_of_python() -> None:
+    model = on(nn.Linear(4, 4))
+    rows_held(model)
+    enn.clip_grad_sample_norms_(model, lambda norms: 0.5)
 
 
 @refused(r'reduction is \'max\'; wanted "sum" or "mean"', ValueError)

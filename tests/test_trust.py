@@ -1,0 +1,1392 @@
+"""No gradient without rows: what used to be silently wrong, and what used to be refused without need.
+
+Every row is compared with a loop over the samples. Where the library refuses, its words name the parameter or the
+layer, and what to do.
+"""
+
+import copy
+import gc
+import io
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+import expanded_nn as enn
+from oracle import Call, assert_close, assert_close_rows, grads_of, loop, plain, rows_of, sample_losses
+
+B, D = 3, 4
+
+Step = Callable[[Any, Tensor], Tensor]  # a model and its input -> what the loss is made of, (B, …)
+
+
+def on(module: nn.Module, **settings: Any) -> Any:
+    return enn.convert(module).per_sample(loss_reduction="sum", **settings)
+
+
+def values(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*(shape or (B, D)), generator=torch.Generator().manual_seed(seed))
+
+
+def ids_of(parameter: Any) -> str:
+    return getattr(parameter, "__name__", str(parameter))
+
+
+def objective_of(step: Step) -> Callable[..., Tensor]:
+    return lambda module, call, first=0: sample_losses(step(module, *call.args), first).sum()
+
+
+def right(model: nn.Module, module: nn.Module, step: Step, *inputs: Tensor, tol: float = 1e-9) -> None:
+    """One backward of a step; the rows are those of the loop, and add up to `.grad`."""
+    call, objective = Call(inputs or (values(),)), objective_of(step)
+    expected = loop(module, call, len(call.args[0]), objective=objective)
+    objective(model, call).backward()
+    assert_close_rows(rows_of(model), expected, tol)
+    assert_close_rows(grads_of(model), {name: rows.sum(0) for name, rows in expected.items()}, tol)
+
+
+def forward(m: Any, *inputs: Tensor) -> Tensor:
+    return m(*inputs)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Parts(nn.Module):
+    """A model of which one also uses the parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc, self.part, self.head = nn.Linear(D, D), Scale(), nn.Linear(D, 2)
+        self.shift = nn.Parameter(torch.linspace(-0.5, 0.5, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.part(self.enc(x)) + self.shift)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.enc(x) + self.shift
+
+    def encode_expanded(self, x: Tensor) -> Tensor:
+        return self.enc(x) + enn.expanded(self.shift)
+
+    def decode(self, x: Tensor) -> Tensor:
+        return self.head(self.part(x))
+
+
+def parts() -> Parts:
+    torch.manual_seed(3)
+    return Parts()
+
+
+# --- silent, 1: a trainable parameter with a gradient and no rows -----------------------------------------------
+
+
+def a_method(m: Any, x: Tensor) -> Tensor:
+    return m.encode(x)
+
+
+def a_weight_after_a_submodule(m: Any, x: Tensor) -> Tensor:
+    return F.linear(m.enc(x), m.head.weight)
+
+
+def a_parameter_of_a_child(m: Any, x: Tensor) -> Tensor:
+    return m.enc(x) * m.part.scale
+
+
+def a_weight_alone(m: Any, x: Tensor) -> Tensor:
+    return F.linear(x, m.head.weight)
+
+
+def a_weight_before_a_submodule(m: Any, x: Tensor) -> Tensor:
+    return m.head(x @ m.enc.weight)
+
+
+OUTSIDE = {
+    a_method: "shift",
+    a_weight_after_a_submodule: "head.weight",
+    a_parameter_of_a_child: "part.scale",
+    a_weight_alone: "head.weight",
+    a_weight_before_a_submodule: "enc.weight",
+}
+
+REMEDY = r"expanded_nn\.expanded\(weight\).*one_pass\(model, batch_size\)"
+
+
+def as_it_is(m: Any) -> None:
+    """From the start."""
+
+
+def after_a_step(m: Any) -> None:
+    """After a forward of the whole model, with its backward."""
+    m(values(seed=7)).sum().backward()
+    m.zero_grad()
+
+
+def frozen_at_first(m: Any) -> None:
+    """All was frozen at the first forward, but what ran first."""
+    for p in m.parameters():
+        p.requires_grad_(p is m.head.bias)
+    after_a_step(m)
+    m.requires_grad_(True)
+
+
+def loaded_anew(m: Any) -> None:
+    """The parameters were replaced after the first step."""
+    after_a_step(m)
+    state = {name: p.detach().clone() for name, p in m.state_dict().items()}
+    m.load_state_dict(state, assign=True)
+
+
+def set_anew(m: Any) -> None:
+    after_a_step(m)
+    m.head.weight, m.enc.weight = (nn.Parameter(layer.weight.detach().clone()) for layer in (m.head, m.enc))
+    m.part.scale, m.shift = (nn.Parameter(p.detach().clone()) for p in (m.part.scale, m.shift))
+
+
+def copied(m: Any) -> Any:
+    after_a_step(m)
+    return copy.deepcopy(m)
+
+
+def pickled(m: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(m, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+HISTORIES = [as_it_is, after_a_step, frozen_at_first, loaded_anew, set_anew, copied, pickled]
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=ids_of)
+@pytest.mark.parametrize("use", OUTSIDE, ids=ids_of)
+def test_use_without_rows_is_refused_whatever_is_called(use: Step, history: Callable[[Any], Any]) -> None:
+    model = on(parts())
+    model = history(model) or model
+    with pytest.raises(enn.PerSampleError, match=rf"^{OUTSIDE[use]}: .*{REMEDY}"):
+        use(model, values()).sum().backward()
+
+
+class Sharing(nn.Module):
+    """Uses the weight of its layer once more."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x @ self.layer.weight)
+
+
+@pytest.mark.parametrize("last", ["own", "other"])
+def test_weight_of_a_layer_that_another_model_records(last: str) -> None:
+    """Whichever of the two was switched on last, and if the other never runs."""
+    shared = enn.convert(nn.Linear(D, D))
+    mine, other = (enn.convert(Sharing(shared), inplace=True) for _ in range(2))
+    for model in (other, mine) if last == "own" else (mine, other):
+        model.per_sample(loss_reduction="sum")
+    with pytest.raises(enn.PerSampleError, match=r"^layer\.weight: .*expanded_nn\.expanded\(weight\)"):
+        mine(values()).sum().backward()
+
+
+@pytest.mark.parametrize("last", ["own", "other"])
+def test_layer_that_another_model_records_too(last: str) -> None:
+    shared = enn.convert(nn.Linear(D, D))
+    mine, other = (enn.convert(nn.Sequential(shared, nn.Linear(D, 2)), inplace=True) for _ in range(2))
+    for model in (other, mine) if last == "own" else (mine, other):
+        model.per_sample(loss_reduction="sum")
+    for model in (mine, other, mine):
+        for p in [*mine.parameters(), *other.parameters()]:
+            p.grad = None
+        right(model, enn.revert(model), forward)
+
+
+@pytest.mark.parametrize("history", [as_it_is, after_a_step, frozen_at_first, loaded_anew], ids=ids_of)
+def test_expanded_weight_without_a_pass_is_refused(history: Callable[[Any], Any]) -> None:
+    model = on(parts())
+    history(model)
+    with pytest.raises(enn.PerSampleError, match=r"expanded\(weight\): .*one_pass\(model, batch_size\)"):
+        F.linear(values(), enn.expanded(model.head.weight)[0]).sum().backward()
+
+
+def set_by_hand(m: Any) -> None:
+    m.head.weight.grad = torch.ones(2, D)
+
+
+def of_a_step_before_the_mode(m: Any) -> None:
+    m.per_sample(False)
+    m.head(values()).sum().backward()
+    m.per_sample(True)
+    m.enc(values()).sum().backward()
+
+
+def under_a_hook_that_removed_the_watch(m: Any) -> None:
+    (m.head.weight._backward_hooks or {}).clear()
+    F.linear(m.enc(values()), m.head.weight).sum().backward()
+
+
+def clip(m: Any) -> None:
+    enn.clip_grad_sample_norms_(m, 1.0)
+
+
+WAYS = [set_by_hand, of_a_step_before_the_mode, under_a_hook_that_removed_the_watch]
+
+
+@pytest.mark.parametrize("ask", [clip, enn.per_sample_grads], ids=ids_of)
+@pytest.mark.parametrize("way", WAYS, ids=ids_of)
+def test_gradient_without_rows_is_refused_by_name(way: Callable[[Any], None], ask: Callable[[Any], Any]) -> None:
+    model = on(parts())
+    model.enc(values()).sum().backward()
+    way(model)
+    with pytest.raises(enn.PerSampleError, match=r"'head\.weight'.*a gradient in \.grad.*zero_grad\(\)"):
+        ask(model)
+
+
+def through_methods(m: Any, x: Tensor) -> Tensor:
+    return m.decode(m.encode_expanded(x))
+
+
+def through_submodules(m: Any, x: Tensor) -> Tensor:
+    return m.head(m.part(m.enc(x)) + enn.expanded(m.shift))
+
+
+def through_a_weight(m: Any, x: Tensor) -> Tensor:
+    h = m.head(m.part(x) + enn.expanded(m.shift))
+    return enn.functional.linear(h, enn.expanded(m.head.weight).transpose(-1, -2)) + m.enc(x)
+
+
+def through_the_weight_alone(m: Any, x: Tensor) -> Tensor:
+    return enn.functional.linear(x, enn.expanded(m.enc.weight)) + m(x).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=ids_of)
+@pytest.mark.parametrize(
+    "step", [through_methods, through_submodules, through_a_weight, through_the_weight_alone], ids=ids_of
+)
+def test_one_pass_makes_methods_submodules_and_weights_one(step: Step, history: Callable[[Any], Any]) -> None:
+    module, model = parts(), on(parts())
+    model = history(model) or model
+
+    def within(m: Any, x: Tensor) -> Tensor:
+        with enn.one_pass(m, len(x)):
+            return step(m, x)
+
+    expected = loop(module, Call((values(),)), B, objective=objective_of(step))
+    objective_of(within)(model, Call((values(),))).backward()
+    used = {name: rows for name, rows in rows_of(model).items() if rows is not None}
+    assert_close_rows(used, {name: expected[name] for name in used})
+    assert all(not expected[name].any() for name in set(expected) - set(used))
+
+
+def test_one_pass_is_never_joined() -> None:
+    """The same number of samples, the one behind the other, before a common backward."""
+    module, model = parts(), on(parts())
+    losses, batches = [], [values(seed=seed) for seed in (1, 2)]
+    for x in batches:
+        with enn.one_pass(model, B):
+            losses.append(sample_losses(model.head(model.enc(x))).sum())
+    sum(losses).backward()
+    expected = [loop(module, Call((x,)), B, objective=objective_of(lambda m, x: m.head(m.enc(x)))) for x in batches]
+    assert_close(model.enc.weight.grad_sample, torch.cat([rows["enc.weight"] for rows in expected]))
+
+
+class Block(nn.Module):
+    """A part with children, and positions that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.positions = nn.Linear(D, D), nn.Embedding(5, D)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 5, D)
+        return self.inner(x) + self.positions(torch.arange(5).unsqueeze(0))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_submodule_with_children_that_is_called_alone_is_one_pass(depth: int) -> None:
+    module = nn.Sequential(Block(), nn.Linear(D, 2)) if depth == 1 else nn.Sequential(nn.Sequential(Block()))
+    model, x = on(module), values(B, 5, D)
+    sample_losses(model[0](x)).sum().backward()
+    assert_close_rows(rows_of(model[0]), loop(module[0], Call((x,)), B))
+
+
+# --- silent, 2: ghost rows after a backward that failed ----------------------------------------------------------
+
+
+def fails_with(error: BaseException) -> Callable[..., Any]:
+    def hook(*_: Any) -> Any:
+        raise error
+
+    return hook
+
+
+def zero_in_place(model: nn.Module) -> None:
+    torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
+
+
+def zero_by_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.data.zero_()
+
+
+def none(model: nn.Module) -> None:
+    torch.optim.SGD(model.parameters()).zero_grad()
+
+
+def nothing(model: nn.Module) -> None:
+    """No clearing."""
+
+
+@pytest.mark.parametrize("clear", [zero_in_place, zero_by_data, none], ids=ids_of)
+@pytest.mark.parametrize("where", ["parameter", "output", "accumulated"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("hook"), torch.OutOfMemoryError("hook"), KeyboardInterrupt("hook")], ids=repr
+)
+def test_failed_backward_leaves_no_ghost_rows(error: BaseException, where: str, clear: Callable[[Any], None]) -> None:
+    module = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
+    model, first = on(module), None
+    out = model(values(seed=8))
+    if where == "accumulated":
+        first = model[2].weight.register_post_accumulate_grad_hook(fails_with(error))
+    else:
+        hidden = model[0].weight if where == "parameter" else model[0](values(seed=8))
+        first = (hidden if where == "parameter" else out).register_hook(fails_with(error))
+    with pytest.raises(type(error), match="hook"):
+        out.sum().backward()
+    first.remove()
+    clear(model)
+    right(model, module, forward)
+
+
+# --- silent, 3: zero rows of passes that only frozen or removed parameters hold -----------------------------------
+
+
+def freeze(m: Any) -> Any:
+    m.enc.requires_grad_(False)
+
+
+def swap(m: Any) -> Any:
+    kept, m.head = m.head, enn.convert(copy.deepcopy(m.head))
+    m.per_sample(loss_reduction="sum")
+    return kept
+
+
+def swap_the_weight(m: Any) -> Any:
+    kept = list(m.head.parameters())
+    m.head.weight, m.head.bias = (nn.Parameter(p.detach().clone()) for p in kept)
+    m.enc.requires_grad_(False)
+    return kept
+
+
+def assign(m: Any) -> Any:
+    kept = list(m.parameters())
+    m.load_state_dict({name: p.detach().clone() for name, p in m.state_dict().items()}, assign=True)
+    return kept
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc, self.head = nn.Linear(D, D), nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.enc(x).tanh())
+
+
+@pytest.mark.parametrize("change", [freeze, swap, swap_the_weight, assign], ids=ids_of)
+def test_no_zero_rows_of_frozen_or_removed_parameters(change: Callable[[Any], Any]) -> None:
+    module, x, limit = Two(), values(6, D), 0.3
+    model = on(module)
+    plain(model, Call((x,))).backward()
+    kept = change(model)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    torch.optim.SGD(trainable).zero_grad()
+    plain(model, Call((x,))).backward()
+    expected = {n: r for n, r in loop(module, Call((x,)), 6).items() if model.get_parameter(n).requires_grad}
+    assert_close_rows(rows_of(model), expected)
+    norms = torch.cat([rows.flatten(1) for rows in expected.values()], 1).norm(dim=1)
+    for p in model.parameters():
+        p.grad = p.grad if p.requires_grad else None
+    assert_close(enn.clip_grad_sample_norms_(model, limit, reduction="mean"), norms)
+    factors = (limit / norms).clamp(max=1)
+    assert_close_rows(grads_of(model), {name: torch.tensordot(factors, rows, 1) / 6 for name, rows in expected.items()})
+    del kept
+
+
+# --- silent, 4: the general rule changes the forward's own value ---------------------------------------------------
+
+
+class Own(nn.Module):
+    """A parameter, a dropout, a child, and a forward that the test writes."""
+
+    def __init__(self, does: Callable[..., Any]) -> None:
+        super().__init__()
+        self.scale, self.drop, self.child = nn.Parameter(torch.linspace(0.5, 1.5, D)), nn.Dropout(0.5), nn.Linear(D, D)
+        self.does = does
+
+    def forward(self, *args: Any) -> Any:
+        return self.does(self, *args)
+
+
+class Around(nn.Module):
+    """A layer before, and arguments that the model itself has."""
+
+    def __init__(self, own: nn.Module, *more: Any) -> None:
+        super().__init__()
+        self.first, self.own, self.more = nn.Linear(D, D), own, more
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.first(x), *self.more)
+
+
+def centered(m: Any, x: Tensor) -> Tensor:
+    return m.drop((x - x.mean(0)) * m.scale) + 0 * m.child(x)
+
+
+def centered_before_dropout(m: Any, x: Tensor) -> Tensor:
+    return (x - x.mean(0)) * m.scale + m.drop(m.child(x))
+
+
+def similarities(m: Any, x: Tensor) -> Tensor:
+    return m.drop(x) @ (x * m.scale).t() @ m.child(x)
+
+
+def chosen_neighbour(m: Any, x: Tensor) -> Tensor:
+    return m.drop(x) + x.roll(1, 0) * m.scale
+
+
+def with_noise(m: Any, x: Tensor) -> Tensor:
+    return (x - x.mean(0)) * m.scale + torch.randn_like(x)
+
+
+MIXING = [centered, centered_before_dropout, similarities, chosen_neighbour, with_noise]
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
+@pytest.mark.parametrize("does", MIXING, ids=ids_of)
+def test_mixing_beside_chance_is_refused(does: Callable[..., Any], hooked: bool) -> None:
+    model = on(Around(Own(does)))
+    if hooked:
+        model.own.child.register_forward_hook(lambda *_: None)
+    with pytest.raises(enn.PerSampleError, match=r"^own \(Own\): on the whole batch .*outside of the module"):
+        sample_losses(model(values())).sum().backward()
+
+
+def test_mixing_below_a_forward_hook_is_refused() -> None:
+    model = on(Around(Own(lambda m, x: (x - x.mean(0)) * m.scale + m.child(x))))
+    model.own.child.register_forward_hook(lambda *_: None)
+    with pytest.raises(enn.PerSampleError, match=r"^own \(Own\): on the whole batch .*outside of the module"):
+        model(values())
+
+
+SHARED: dict[str, Callable[..., Tensor]] = {
+    "attends": lambda m, x, table: (m.drop(x) @ table.t()).softmax(-1) @ (table * m.scale),
+    "adds": lambda m, x, table: m.drop(x) * m.scale + table.sum(0),
+    "hooked": lambda m, x, table: m.child(x) * m.scale + table.sum(0),
+}
+
+
+@pytest.mark.parametrize("does", SHARED.values(), ids=SHARED)
+def test_shared_argument_as_long_as_the_batch_is_refused(does: Callable[..., Any]) -> None:
+    """`(T, D)` with T = B: one row a sample, or a table that all share."""
+    model = on(Around(Own(does), values(B, D, seed=4)))
+    model.own.child.register_forward_hook(lambda *_: None)
+    with pytest.raises(enn.PerSampleError, match=r"^own \(Own\): .*(to the module as a buffer|as a buffer)"):
+        model(values())
+
+
+# --- silent, 5: a module that changes its input, or leaves something behind ---------------------------------------
+
+
+IN_PLACE: dict[str, Callable[..., Tensor]] = {
+    "mul_add": lambda m, x: x.mul_(2).add_(m.scale) + 0 * m.child(x),
+    "index": lambda m, x: m.child(_with_item(x)) * m.scale,
+    "iadd": lambda m, x: _added(x, m.scale).tanh() + m.child(x),
+}
+
+
+def _with_item(x: Tensor) -> Tensor:
+    x[..., 0] = 2.5 * x[..., 1]
+    return x
+
+
+def _added(x: Tensor, y: Tensor) -> Tensor:
+    x += y
+    return x
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("does", IN_PLACE.values(), ids=IN_PLACE)
+def test_input_changed_in_place_by_a_module(does: Callable[..., Any], steps: int) -> None:
+    module = Around(Own(does))
+    model = on(module)
+    for _ in range(steps):
+        model.zero_grad()
+        right(model, module, forward)
+
+
+def test_input_of_the_model_changed_in_place_is_changed_once() -> None:
+    module = Own(IN_PLACE["mul_add"])
+    mine, theirs = values(), values()
+    on(module)(mine)
+    module(theirs)
+    assert_close(mine, theirs)
+
+
+def test_side_effects_of_a_forward_happen_once() -> None:
+    """A counter, a list, a buffer, and the caller's dict: as a plain forward leaves them."""
+
+    def does(m: Any, x: Tensor, log: dict[str, Any]) -> Tensor:
+        m.count += 1
+        m.seen.append(m.count)
+        m.steps += 1
+        assert log.pop("y") == 1
+        return x * m.scale
+
+    outcomes = []
+    for make in (lambda m: m, on):
+        module = Own(does)
+        module.count, module.seen = 0, []
+        module.register_buffer("steps", torch.zeros(()))
+        model, log = make(module), {"y": 1, "z": 2}
+        model(values(), log)
+        outcomes.append((model.count, model.seen, model.steps.item(), set(log)))
+    assert outcomes[1][:3] == outcomes[0][:3]
+    assert {"z"} <= outcomes[1][3] <= {"y", "z"}
+
+
+# --- silent, 6: clearing that is not seen, rows that are lost -----------------------------------------------------
+
+
+def by_data(p: Any) -> None:
+    p.grad.data.zero_()
+
+
+def by_a_penalty(p: Any) -> None:
+    p.grad = 0.1 * p.detach()
+
+
+def by_another_tensor(p: Any) -> None:
+    p.grad = torch.zeros_like(p)
+
+
+def by_detach(p: Any) -> None:
+    p.grad.detach().zero_()
+
+
+def by_multiplying(p: Any) -> None:
+    p.grad.mul_(0)
+
+
+def by_none(p: Any) -> None:
+    p.grad = None
+
+
+@pytest.mark.parametrize(
+    "clear", [by_data, by_a_penalty, by_another_tensor, by_detach, by_multiplying, by_none], ids=ids_of
+)
+def test_clearing_is_seen(clear: Callable[[Any], None]) -> None:
+    module = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
+    model = on(module)
+    for seed in (5, 6):
+        plain(model, Call((values(seed=seed),))).backward()
+        for p in model.parameters():
+            clear(p)
+    plain(model, Call((values(),))).backward()
+    assert_close_rows(rows_of(model), loop(module, Call((values(),)), B))
+
+
+SCALINGS: dict[str, Callable[[Any], None]] = {
+    "in_place": lambda p: p.grad.mul_(0.5),
+    "anew": lambda p: setattr(p, "grad", p.grad * 0.5),
+    "by_data": lambda p: p.grad.data.div_(2),
+    "clipped_by_torch": lambda p: nn.utils.clip_grad_norm_([p], 0.1),
+    "not_at_all": lambda p: None,
+}
+
+
+@pytest.mark.parametrize("scale", SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("cancels", [True, False])
+def test_rows_stay_where_an_accumulated_gradient_is_scaled(scale: Callable[[Any], None], cancels: bool) -> None:
+    """Also where the samples' gradients cancel to exactly zero."""
+    model = on(nn.Linear(1, 1, bias=False))
+    x = torch.tensor([[1.0], [-1.0 if cancels else 2.0]])
+    model(x).sum().backward()
+    scale(model.weight)
+    model(2 * x).sum().backward()
+    assert_close(model.weight.grad_sample, torch.cat([x, 2 * x]).unsqueeze(1))
+
+
+# --- silent, 7: no pass, lost edits, positions that do not count up -----------------------------------------------
+
+
+class Inside(nn.Module):
+    """Its forward enables gradients and takes the backward itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.last = Block(), nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            out = sample_losses(self.last(self.block(x).tanh())).sum()
+            out.backward()
+        return out
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["first", "after_a_step"])
+def test_gradients_enabled_inside_of_no_grad_have_rows(earlier: bool) -> None:
+    module = Inside()
+    model = on(module)
+    inner = nn.Sequential(module.block, nn.Tanh(), module.last)
+    if earlier:
+        model(values(2, 5, D))
+        model.zero_grad()
+    with torch.no_grad():
+        model(values(B, 5, D))
+    rows = loop(inner, Call((values(B, 5, D),)), B)
+    expected = {name.replace("0.", "block.").replace("2.", "last."): each for name, each in rows.items()}
+    assert_close_rows(rows_of(model), expected)
+
+
+@pytest.mark.parametrize("materialize", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_edits_of_rows_stay_at_the_next_backward(passes: int, materialize: bool) -> None:
+    module, x = nn.Linear(D, 2), values()
+    model, rows = on(module, materialize=materialize), loop(module, Call((x,)), B)["weight"]
+    for _ in range(passes):
+        plain(model, Call((x,))).backward()
+    model.weight.grad_sample.mul_(2)
+    plain(model, Call((x,))).backward()
+    assert_close(model.weight.grad_sample, torch.cat([2 * rows] * passes + [rows]))
+
+
+class Positions(nn.Module):
+    def __init__(self, ids: Tensor, take: Callable[[Tensor], Tensor] = lambda p: p) -> None:
+        super().__init__()
+        self.register_buffer("ids", ids)
+        self.lin, self.pos, self.take = nn.Linear(D, D), nn.Embedding(9, D), take
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        return self.lin(x) + self.take(self.pos(self.ids))
+
+
+DISORDERED = {"reversed": [2, 1, 0], "even": [0, 2, 4], "cyclic": [1, 2, 0], "buckets": [0, 0, 1]}
+
+
+@pytest.mark.parametrize("ids", DISORDERED.values(), ids=DISORDERED)
+def test_positions_of_a_buffer_that_do_not_count_up(ids: list[int]) -> None:
+    """As many as samples: which of the two they are, their shape does not tell."""
+    module = Positions(torch.tensor(ids))
+    try:
+        right(on(module), module, forward, values(B, B, D))
+    except enn.PerSampleError as error:
+        assert "pos (Embedding)" in str(error)  # noqa: PT017
+        assert "unsqueeze(0)" in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("ids", DISORDERED.values(), ids=DISORDERED)
+def test_check_sees_positions_that_do_not_count_up(ids: list[int]) -> None:
+    assert not enn.check(Positions(torch.tensor(ids)), values(B, B, D)).ok
+
+
+# --- silent, 8: a shared result of which the model takes the first ------------------------------------------------
+
+
+TAKES: dict[str, Callable[[Tensor], Tensor]] = {
+    "first": lambda p: p[0],
+    "first_row": lambda p: p[:1],
+    "last": lambda p: p[-1],
+    "mean": lambda p: p.mean(0),
+    "unbound": lambda p: p.unbind(0)[0],
+    "squeezed": lambda p: p.squeeze(0),
+}
+
+
+@pytest.mark.parametrize("take", TAKES.values(), ids=TAKES)
+def test_first_of_a_shared_result(take: Callable[[Tensor], Tensor]) -> None:
+    """Right, or refused; the remedy is one that the user can follow."""
+    module = Positions(torch.arange(5).unsqueeze(0), take)
+    try:
+        right(on(module), module, forward, values(B, 5, D))
+    except enn.PerSampleError as error:
+        assert "pos (Embedding)" in str(error)  # noqa: PT017
+
+
+class Table(nn.Module):
+    """Its own parameter, for all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, 5 * D).view(1, 5, D))
+
+    def forward(self) -> Tensor:
+        return self.table
+
+
+class Tokens(nn.Module):
+    def __init__(self, take: Callable[[Tensor], Tensor], argument: bool) -> None:
+        super().__init__()
+        self.lin, self.table, self.take, self.argument = nn.Linear(D, D), Table(), take, argument
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) + self.take(self.table())
+
+
+@pytest.mark.parametrize("take", TAKES.values(), ids=TAKES)
+def test_first_of_a_parameter_that_a_module_returns(take: Callable[[Tensor], Tensor]) -> None:
+    module = Tokens(take, False)
+    try:
+        right(on(module), module, forward, values(B, 5, D))
+    except enn.PerSampleError as error:
+        assert "table" in str(error)  # noqa: PT017
+
+
+# --- silent, 9: a closure over the original model ------------------------------------------------------------------
+
+
+class Closure(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(7, D)
+        self.to_logits = lambda h: h @ self.emb.weight.t()
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.to_logits(self.emb(words))
+
+
+class BoundMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(7, D)
+        self.to_logits = SimpleNamespace(call=self.logits).call
+
+    def logits(self, h: Tensor) -> Tensor:
+        return h @ self.emb.weight.t()
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.to_logits(self.emb(words))
+
+
+@pytest.mark.parametrize("kind", [Closure, BoundMethod])
+def test_closure_over_the_original_model(kind: type[nn.Module]) -> None:
+    """A copy that computes with the original's weights is refused, where it is made or where it is used."""
+    module, words = kind(), torch.tensor([[1, 2], [3, 3], [0, 6]])
+    expected = loop(module, Call((words,)), B)
+    try:
+        model = on(module)
+        plain(model, Call((words,))).backward()
+    except (enn.PerSampleError, enn.ConversionError) as error:
+        assert "emb" in str(error) or "to_logits" in str(error)  # noqa: PT017
+        assert "inplace=True" in str(error) or "expanded" in str(error)  # noqa: PT017
+        return
+    assert module.emb.weight.grad is None
+    assert_close_rows(rows_of(model), expected)
+
+
+# --- silent, 10: an exception of the user's code stays what it is --------------------------------------------------
+
+
+class Fails(nn.Module):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.lin, self.pos, self.error = nn.Linear(D, D), nn.Embedding(9, D), error
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lin(x) + self.pos(torch.arange(5))
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("own words"),
+        torch.OutOfMemoryError("own words"),
+        ValueError("own words"),
+        KeyboardInterrupt("own words"),
+    ],
+    ids=repr,
+)
+def test_exception_of_the_users_own_stays_what_it_is(error: BaseException) -> None:
+    model = on(Fails(error))
+    model.error = error
+    with pytest.raises(type(error)) as info:
+        model(values(B, 5, D))
+    assert info.value is error
+    assert str(info.value) == "own words"
+
+
+# --- false alarms, 1: class labels that happen to be consecutive ----------------------------------------------------
+
+
+class Labelled(nn.Module):
+    def __init__(self, change: Callable[[Tensor], Tensor] = lambda y: y) -> None:
+        super().__init__()
+        self.lin, self.labels, self.change = nn.Linear(D, D), nn.Embedding(20, D), change
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.lin(x) * self.labels(self.change(y))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda y: y, lambda y: y + 1, lambda y: y.clone()], ids=["as_it_is", "moved", "cloned"]
+)
+@pytest.mark.parametrize("labels", [[3, 4], [5, 6, 7], [9, 10, 11, 12], [4, 3], [7]], ids=str)
+def test_consecutive_labels_are_one_per_sample(labels: list[int], change: Callable[[Tensor], Tensor]) -> None:
+    module = Labelled(change)
+    right(on(module), module, forward, values(len(labels), D), torch.tensor(labels))
+
+
+# --- false alarms, 2: one row of a table whose width is B -----------------------------------------------------------
+
+
+class OneRow(nn.Module):
+    def __init__(self, width: int, take: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.register_buffer("table", values(50, width, seed=9))
+        self.lin, self.row, self.take = nn.Linear(D, 2), nn.Linear(width, 2), take
+
+    def forward(self, x: Tensor, *shared: Tensor) -> Tensor:
+        return self.lin(x) + self.row(self.take(*(shared or [self.table])))
+
+
+ROWS_OF_TABLES: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice": lambda table: table[7:8],
+    "first": lambda table: table[:1],
+    "narrow": lambda table: table.narrow(0, 3, 1),
+    "unsqueezed": lambda table: table[4].unsqueeze(0),
+}
+
+
+@pytest.mark.parametrize("samples", [2, 6])
+@pytest.mark.parametrize("take", ROWS_OF_TABLES.values(), ids=ROWS_OF_TABLES)
+def test_one_row_of_a_table_as_wide_as_the_batch(take: Callable[[Tensor], Tensor], samples: int) -> None:
+    module = OneRow(samples, take)
+    right(on(module), module, forward, values(samples, D))
+
+
+def test_view_of_a_shared_argument_that_is_as_long_as_the_batch() -> None:
+    """`(1, B, D)`, of which the model takes the first position."""
+    module, shared = OneRow(D, lambda table: table[:, 0]), values(1, B, D, seed=4)
+    expected = loop(
+        module,
+        Call((values(), shared)),
+        B,
+        take=lambda call, i: Call((call.args[0][i : i + 1], shared)),
+    )
+    model = on(module)
+    plain(model, Call((values(), shared))).backward()
+    assert_close_rows(rows_of(model), expected)
+
+
+# --- false alarms, 3: a module's own chance ------------------------------------------------------------------------
+
+
+def drops_itself(m: Any, x: Tensor) -> Tensor:
+    return x if random.random() < 0.5 else x * m.scale + m.child(x)
+
+
+def drops_by_a_count(m: Any, x: Tensor) -> Tensor:
+    m.count = getattr(m, "count", 0) + 1
+    return x * m.scale if m.count % 2 else m.child(x) + 0 * m.scale
+
+
+def noise_of_numpy(m: Any, x: Tensor) -> Tensor:
+    return x * m.scale + m.child(torch.from_numpy(np.random.normal(size=D)))  # noqa: NPY002
+
+
+def noise_of_its_own(m: Any, x: Tensor) -> Tensor:
+    return x * m.scale + m.child(torch.from_numpy(m.noise.normal(size=D)))
+
+
+def start(m: Any, seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    for own in [each for each in m.modules() if isinstance(each, Own)]:
+        own.noise, own.count = np.random.default_rng(seed), 0
+
+
+CHANCES = [drops_itself, drops_by_a_count, noise_of_numpy, noise_of_its_own]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("does", CHANCES, ids=ids_of)
+def test_chance_and_counters_of_a_module_are_no_mixing(does: Callable[..., Any], seed: int) -> None:
+    """The first step, in which results are compared, and the next; drawn as the plain model draws."""
+    module = Around(Own(does))
+    start(module, seed)
+    model = on(module)
+
+    def seeded(m: Any, x: Tensor) -> Tensor:
+        start(m, seed)
+        return m(x)
+
+    expected = loop(module, Call((values(),)), B, objective=objective_of(seeded))
+    for _ in range(2):
+        model.zero_grad()
+        objective_of(seeded)(model, Call((values(),))).backward()
+        unused = {name: torch.zeros_like(rows) for name, rows in expected.items()}
+        used = {name: rows for name, rows in rows_of(model).items() if rows is not None}
+        assert_close_rows(unused | used, expected)
+
+
+class Residual(nn.Module):
+    """What rounding leaves of a product in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(300, 300))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight - (x.double() @ self.weight.double()).to(x.dtype)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_result_that_is_rounding_noise_is_no_mixing(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = on(Residual().float())
+    model(torch.randn(7, 300).float()).sum().backward()
+
+
+class Random(nn.Module):
+    """Noise of a generator, in a shape of the test's."""
+
+    def __init__(self, shape: Callable[[Tensor], tuple[int, ...]]) -> None:
+        super().__init__()
+        self.scale, self.shape, self.generator = nn.Parameter(torch.ones(D)), shape, torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + torch.randn(self.shape(x), generator=self.generator)) * self.scale
+
+
+@pytest.mark.parametrize("shape", [lambda x: x.shape, lambda x: x.shape[-1:]], ids=["per_sample", "shared"])
+def test_noise_of_a_generator_is_no_mixing(shape: Callable[[Tensor], tuple[int, ...]]) -> None:
+    model, x = on(Random(shape)), values()
+    out = model(x)
+    out.sum().backward()
+    assert_close(model.scale.grad_sample, out.detach() / model.scale.detach())
+
+
+def test_noise_of_numpy_per_sample_is_no_crash() -> None:
+    """Noise in the shape of the batch, which no comparison can fix: its derivative tells that nothing is mixed."""
+    model = on(Around(Own(lambda m, x: (x + torch.from_numpy(np.random.normal(size=x.shape))) * m.scale)))  # noqa: NPY002
+    model(values()).sum().backward()
+    assert_close(model.own.scale.grad, model.own.scale.grad_sample.sum(0))
+
+
+# --- false alarms, 4: NaN, checkpoints, and backwards inside of backwards ------------------------------------------
+
+
+def test_nan_in_a_backward_of_two_passes() -> None:
+    model, bad = on(nn.Linear(D, 2)), values()
+    bad[1] = torch.nan
+    (model(bad).sum() + model(values(2, D, seed=4)).sum()).backward()
+    assert model.weight.grad_sample.shape == (B + 2, 2, D)
+    assert model.weight.grad_sample.isnan().flatten(1).any(1).tolist() == [False, True, False, False, False]
+
+
+class InAndOut(nn.Module):
+    """A layer in a checkpoint, and before or behind it."""
+
+    def __init__(self, order: str, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.both, self.order, self.use_reentrant = nn.Linear(D, D), nn.Linear(D, D), order, use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.order == "before":
+            x = self.both(x).tanh()
+        x = checkpoint(lambda h: self.both(h).sin(), x, use_reentrant=self.use_reentrant)
+        return self.both(x) if self.order == "behind" else x
+
+
+@pytest.mark.parametrize("order", ["before", "behind"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("sizes", [(3,), (3, 2)])
+def test_weight_inside_and_outside_of_a_checkpoint(sizes: tuple[int, ...], order: str, reentrant: bool) -> None:
+    """In one pass, and in two that end in one backward."""
+    module = InAndOut(order, False)
+    model, calls = on(module), [Call((values(n, D, seed=n),)) for n in sizes]
+    model.use_reentrant = reentrant
+    sum(plain(model, call) for call in calls).backward()
+    expected = [loop(module, call, n) for call, n in zip(calls, sizes, strict=True)]
+    assert_close_rows(rows_of(model), {name: torch.cat([rows[name] for rows in expected]) for name in expected[0]})
+
+
+PLACES = ["output", "0.weight", "2.weight", "after 0.weight", "after 2.weight"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("same", [True, False], ids=["same_model", "other_model"])
+def test_backward_inside_a_hook_of_another_one(same: bool, place: str) -> None:
+    module = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
+    model = on(module)
+    second = model if same else on(module)
+    inner, todo = plain(second, Call((values(2, D, seed=5),))), [True]
+
+    def hook(*_: Any) -> None:
+        if todo:
+            todo.clear()
+            inner.backward()
+
+    out = model(values())
+    if place == "output":
+        out.register_hook(hook)
+    elif place.startswith("after"):
+        model.get_parameter(place.removeprefix("after ")).register_post_accumulate_grad_hook(hook)
+    else:
+        model.get_parameter(place).register_hook(hook)
+    sample_losses(out).sum().backward()
+    rows, outer = loop(module, Call((values(2, D, seed=5),)), 2), loop(module, Call((values(),)), B)
+    both = {name: torch.cat([rows[name], outer[name]]) for name in rows}
+    for m, expected in [(model, both)] if same else [(model, outer), (second, rows)]:
+        assert_close_rows(rows_of(m), expected)
+        assert_close_rows(grads_of(m), {name: each.sum(0) for name, each in expected.items()})
+
+
+# --- false alarms, 5: passes that nobody asks for any more ---------------------------------------------------------
+
+
+class Words(nn.Module):
+    """A frozen embedding, and behind it a checkpoint that no trainable layer is before."""
+
+    def __init__(self, use_reentrant: bool, inside: bool) -> None:
+        super().__init__()
+        self.words, self.lin, self.head = nn.Embedding(9, D), nn.Linear(D, D), nn.Linear(D, 2)
+        self.words.weight.requires_grad_(False)
+        self.use_reentrant, self.inside = use_reentrant, inside
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = torch.zeros(1, D, requires_grad=True) if self.inside else self.words(ids).requires_grad_()
+        return self.head(checkpoint(self.block, h, ids, use_reentrant=self.use_reentrant))
+
+    def block(self, h: Tensor, ids: Tensor) -> Tensor:
+        return self.lin(self.words(ids) + h if self.inside else h)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("skipped", [[], [4], [4, 2], [4, 2, 4, 2]], ids=str)
+def test_checkpoint_after_skipped_batches(skipped: list[int], inside: bool, reentrant: bool) -> None:
+    """Batches for which no backward was run, of the same size and of another."""
+    module, ids = Words(False, inside), torch.tensor([3, 1, 3, 0])
+    model = on(module)
+    model.use_reentrant = reentrant
+    kept = [model(ids[:size]) for size in skipped]
+    plain(model, Call((ids,))).backward()
+    assert_close_rows(rows_of(model), loop(module, Call((ids,)), 4))
+    del kept
+
+
+class Bags(nn.Module):
+    """Bags by offsets, which say B, and a checkpoint behind or around them."""
+
+    def __init__(self, use_reentrant: bool, around: bool) -> None:
+        super().__init__()
+        self.bags, self.lin = nn.EmbeddingBag(9, D), nn.Linear(D, D)
+        self.use_reentrant, self.around = use_reentrant, around
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        if self.around:
+            start = torch.zeros(1, D, requires_grad=True)
+            return checkpoint(self.block, ids, offsets, start, use_reentrant=self.use_reentrant)
+        return checkpoint(self.lin, self.bags(ids, offsets), use_reentrant=self.use_reentrant)
+
+    def block(self, ids: Tensor, offsets: Tensor, start: Tensor) -> Tensor:
+        return self.lin(self.bags(ids, offsets) + start)
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["behind", "around"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("skipped", [[], [B], [B, 2], [B, 2, B]], ids=str)
+def test_bags_in_a_checkpoint_after_skipped_batches(skipped: list[int], reentrant: bool, around: bool) -> None:
+    module = Bags(reentrant, around)
+    model, plain_module = on(module), nn.Sequential(copy.deepcopy(module.bags), copy.deepcopy(module.lin))
+    ids = torch.randint(9, (B, 2), generator=torch.Generator().manual_seed(2))
+    kept = [model(ids[:size].flatten(), 2 * torch.arange(size)) for size in skipped]
+    sample_losses(model(ids.flatten(), 2 * torch.arange(B))).sum().backward()
+    expected = loop(plain_module, Call((ids,)), B)
+    assert_close(model.bags.weight.grad_sample, expected["0.weight"])
+    assert_close(model.lin.weight.grad_sample, expected["1.weight"])
+    del kept
+
+
+def objects_of_passes() -> int:
+    gc.collect()
+    return sum(type(each).__name__ == "Pass" for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_abandoned_passes_are_let_go(reentrant: bool, inside: bool) -> None:
+    model, before = on(Words(reentrant, inside)), objects_of_passes()
+    for n in range(40):
+        model(torch.tensor([1, 5, 2, 2])[: 2 + n % 2])
+    assert objects_of_passes() <= before + 3
+
+
+# --- false alarms, 6: parameters of another model, and those that have left it --------------------------------------
+
+
+def test_parameters_of_another_model_are_let_alone() -> None:
+    """Guests of a `functional_call`, which are trained elsewhere."""
+    mine, theirs = on(nn.Linear(D, 2)), nn.Linear(D, 2)
+    functional_call(mine, dict(theirs.named_parameters()), (values(),)).sum().backward()
+    theirs.zero_grad()
+    theirs(values()).sum().backward()
+    expected = torch.autograd.grad(theirs(values()).sum(), theirs.weight)[0]
+    assert_close(theirs.weight.grad, expected)
+    mine(values()).sum().backward()
+    theirs(values()).sum().backward()
+
+
+@pytest.mark.parametrize("way", ["swapped", "assigned", "deleted", "replaced_dict"])
+def test_parameters_that_have_left_the_model_are_let_alone(way: str) -> None:
+    model, x = on(nn.Sequential(nn.Linear(D, D), nn.Linear(D, 2))), values()
+    model(x).sum().backward()
+    left = model[1].weight
+    if way == "swapped":
+        model[1] = enn.convert(nn.Linear(D, 2)).per_sample(loss_reduction="sum")
+    elif way == "assigned":
+        model[1].load_state_dict({n: p.detach().clone() for n, p in model[1].state_dict().items()}, assign=True)
+    elif way == "deleted":
+        del model[1]
+    else:
+        model[1]._parameters["weight"] = nn.Parameter(left.detach().clone())
+    left.grad = None
+    F.linear(x, left).sum().backward()
+    assert_close(left.grad, x.sum(0).expand(2, D))
+
+
+# --- false alarms, 7: gradients by parameters that go nowhere ------------------------------------------------------
+
+
+def test_torch_autograd_grad_by_parameters_beside_an_outside_use() -> None:
+    module = nn.Linear(D, D)
+    model, x = on(module), values()
+
+    def loss(m: Any) -> Tensor:
+        return sample_losses(m(x)).sum() + m.weight.square().sum()
+
+    mine = torch.autograd.grad(loss(model), list(model.parameters()))
+    theirs = torch.autograd.grad(loss(module), list(module.parameters()))
+    for ours, plain_one in zip(mine, theirs, strict=True):
+        assert_close(ours, plain_one)
+    assert model.weight.grad is None
+
+
+def test_outer_step_of_maml() -> None:
+    """By parameters through an inner step that was written with weights."""
+    module = nn.Linear(D, 2)
+    model, x = on(module), values()
+    grads = []
+    for m in (model, module):
+        inner = torch.autograd.grad(m(x).square().sum(), list(m.parameters()), create_graph=True)
+        weight, bias = (p - 0.1 * g for p, g in zip(m.parameters(), inner, strict=True))
+        grads.append(torch.autograd.grad(F.linear(x, weight, bias).square().sum(), list(m.parameters())))
+    for ours, theirs in zip(*grads, strict=True):
+        assert_close(ours, theirs)
+
+
+# --- false alarms, 8: the hooks of another library -----------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_opacus_with_its_hooks_on_a_model_in_the_mode() -> None:
+    opacus = pytest.importorskip("opacus")
+    model = enn.convert(nn.Linear(D, 2)).per_sample()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(values(8, D)), batch_size=4)
+    arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "poisson_sampling": False}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        wrapped, _, batches = opacus.PrivacyEngine().make_private(
+            module=model, optimizer=optimizer, data_loader=loader, **arguments
+        )
+        for (x,) in batches:
+            wrapped(x).sum().backward()
+
+    with pytest.raises((enn.PerSampleError, ValueError, NotImplementedError), match=r"(?s)Opacus.*no_op"):
+        train()
+
+
+# --- beyond --------------------------------------------------------------------------------------------------------
+
+
+def test_settings_stay_over_off_and_on() -> None:
+    model, x = nn.Linear(D, 2), values()
+    converted = enn.convert(model).per_sample(loss_reduction="sum", materialize=True, accumulate_grad=False)
+    converted.per_sample(False).per_sample(True)
+    plain(converted, Call((x,))).backward()
+    assert converted.weight.grad is None
+    assert_close_rows(rows_of(converted), loop(model, Call((x,)), B))
+    converted.per_sample(accumulate_grad=True)
+    plain(converted, Call((x,))).backward()
+    assert_close(converted.weight.grad, converted.weight.grad_sample.sum(0))
+    again = enn.per_sample(copy.deepcopy(converted), loss_reduction="mean")
+    plain(again, Call((x,))).backward()
+    assert_close(again.weight.grad, again.weight.grad_sample.mean(0))
+
+
+@pytest.mark.parametrize("name", ["batch_size", "batch_first"])
+def test_settings_of_shape_stay(name: str) -> None:
+    model = enn.convert(nn.Sequential(nn.Linear(D, 2))).per_sample(**{name: 6 if name == "batch_size" else False})
+    model.per_sample(False).per_sample()
+    x = values(6, D) if name == "batch_size" else values(5, 6, D)
+    model(x).sum().backward()
+    assert len(model[0].weight.grad_sample) == 6
+
+
+class LowRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(values(D, 2, seed=11)), nn.Parameter(values(2, D, seed=12))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.a @ self.b
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+
+def with_low_rank(layer: nn.Module) -> nn.Module:
+    return parametrize.register_parametrization(layer, "weight", LowRank())
+
+
+def symmetric(layer: nn.Module) -> nn.Module:
+    return parametrize.register_parametrization(layer, "weight", Symmetric())
+
+
+def orthogonal(layer: nn.Module) -> nn.Module:
+    return parametrizations.orthogonal(layer, orthogonal_map="cayley")
+
+
+def chained(layer: nn.Module) -> nn.Module:
+    return with_low_rank(symmetric(layer))
+
+
+PARAMETRIZATIONS = [parametrizations.weight_norm, with_low_rank, symmetric, orthogonal, chained]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
+@pytest.mark.parametrize("register", PARAMETRIZATIONS, ids=ids_of)
+def test_derivatives_of_rows_through_a_parametrization(register: Callable[[nn.Module], nn.Module]) -> None:
+    """The gradient of a function of all rows, by the parameters and by the input, against torch.func."""
+    module = nn.Sequential(register(nn.Linear(D, D)), nn.Tanh(), nn.Linear(D, 2))
+    model, x = on(module), values().requires_grad_()
+    given = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+
+    def own_loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+        return functional_call(module, parameters, (row.unsqueeze(0),)).sin().sum()
+
+    rows = vmap(grad(own_loss), in_dims=(None, 0))(given, x)
+    expected = torch.autograd.grad(sum(each.pow(3).sum() for each in rows.values()), [*given.values(), x])
+    model(x).sin().sum().backward(create_graph=True)
+    mine = rows_of(model)
+    assert_close_rows(mine, {name: each.detach() for name, each in rows.items()})
+    parameters = dict(model.named_parameters())
+    loss = sum(mine[name].pow(3).sum() for name in given)
+    found = torch.autograd.grad(loss, [*(parameters[name] for name in given), x])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours, theirs, 1e-8)
+
+
+class Copies(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the numbers that are copied from one tensor to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.name() in ("aten::copy_", "aten::cat", "aten::clone", "aten::_to_copy", "aten::_foreach_copy_"):
+            written = result if isinstance(result, Tensor) else args[0]
+            self.count += written.numel() if isinstance(written, Tensor) else 0
+        return result
+
+
+@pytest.mark.parametrize("materialize", [True, False])
+def test_accumulating_copies_each_row_a_bounded_number_of_times(materialize: bool) -> None:
+    """Over n backwards, the numbers copied grow with n, not with its square."""
+    copied = []
+    for steps in (16, 64):
+        model = on(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), materialize=materialize)
+        with Copies() as copies:
+            for _ in range(steps):
+                model(values(2, 8)).sum().backward()
+        copied.append(copies.count / steps)
+        assert len(model[0].weight.grad_sample) == 2 * steps
+    assert copied[1] <= 1.5 * copied[0] + 8
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "automatic": lambda norms: 1 / (norms + 0.01),
+    "constant": lambda norms: torch.full_like(norms, 0.5),
+    "as_a_number": lambda norms: (0.3 / norms).clamp(max=1),
+}
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_clipping_by_a_function(function: Callable[[Tensor], Tensor], reduction: str, named: bool) -> None:
+    module = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
+    model, rows = on(module), loop(module, Call((values(),)), B)
+    plain(model, Call((values(),))).backward()
+    norms = enn.clip_grad_sample_norms_(model, {"0": function, "2": 0.5} if named else function, reduction=reduction)
+    groups = [["0.weight", "0.bias"], ["2.weight", "2.bias"]] if named else [list(rows)]
+    count = B if reduction == "mean" else 1
+    for group, key in zip(groups, ("0", "2"), strict=False):
+        own = torch.cat([rows[name].flatten(1) for name in group], 1).norm(dim=1)
+        assert_close(norms[key] if named else norms, own)
+        factors = (0.5 / own).clamp(max=1) if named and key == "2" else function(own)
+        for name in group:
+            assert_close(model.get_parameter(name).grad, torch.tensordot(factors, rows[name], 1) / count)
+
+
+def test_one_pass_without_the_mode_and_within_a_forward_of_its_own() -> None:
+    module = parts()
+    plain_model = enn.convert(module)
+    with enn.one_pass(plain_model, B):
+        assert_close(plain_model(values()), module(values()))
+    model = on(module)
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        with enn.one_pass(m, len(x)), enn.one_pass(m, len(x)):
+            return m(x)
+
+    right(model, module, lambda m, x: step(m, x) if m is model else m(x))
+
+
+def test_one_pass_that_fails_leaves_nothing_open() -> None:
+    module, model = parts(), on(parts())
+    hook = model.enc.register_forward_hook(fails_with(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt), enn.one_pass(model, 2):
+        model.enc(values(2, D))
+    hook.remove()
+    right(model, module, forward)
+
+
+def test_one_pass_of_no_samples() -> None:
+    model = on(parts())
+    with enn.one_pass(model, 0):
+        model(values(0, D)).sum().backward()
+    assert len(model.enc.weight.grad_sample) == 0
