@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -80,22 +80,29 @@ def batch_size_of(held: Mapping[str, Tensor]) -> int:
 
 
 def refuse_gradients_without_rows(
-    who: str, parameters: Mapping[str, nn.Parameter], recorders: Iterable[Recorder]
+    who: str, parameters: Mapping[str, nn.Parameter], recorders: Sequence[Recorder], *, adds: bool = False
 ) -> None:
-    """Raises if an optimizer would take a gradient that no row is a part of; those from before are let alone."""
-    without = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.requires_grad and parameter.grad is not None and getattr(parameter, "grad_sample", None) is None
-    ]
-    # with accumulate_grad=False clipping has left its sums there; zeros are a gradient that was cleared
-    known = [name for name in without if any(recorder.is_clipped(parameters[name]) for recorder in recorders)]
-    found = [name for name in without if name not in known and not is_zero(_values(parameters[name].grad))]
-    found += [
-        name
-        for name, parameter in parameters.items()
-        if parameter.requires_grad and any(recorder.lacks_rows(parameter) for recorder in recorders)
-    ]
+    """Raises if an optimizer would take a gradient that no row is a part of.
+
+    Args:
+        who: Who asks.
+        parameters: The parameters, by name.
+        recorders: Those of their rows.
+        adds: Whether clipping is about to add to what is in `.grad`, so that rows do not account for that.
+    """
+
+    def is_unaccounted(parameter: nn.Parameter) -> bool:
+        if not parameter.requires_grad or parameter.grad is None:
+            return False
+        if any(recorder.lacks_rows(parameter) for recorder in recorders):
+            return True
+        if not adds and getattr(parameter, "grad_sample", None) is not None:
+            return False
+        # with accumulate_grad=False clipping has left its sums there; zeros are a gradient that was cleared
+        is_clipped = any(recorder.is_clipped(parameter) for recorder in recorders)
+        return not is_clipped and not is_zero(_values(parameter.grad))
+
+    found = [name for name, parameter in parameters.items() if is_unaccounted(parameter)]
     if found:
         raise complaint(
             who,

@@ -476,7 +476,9 @@ def is_slice(x: Tensor, batch: int, samples: Sequence[Tensor]) -> bool:
         samples: The tensors with B rows that the model was called with.
     """
     base = x._base
-    if base is None or 0 < base.numel() <= x.numel():
+    if base is None or base.dim() == 0 or 0 < base.numel() <= x.numel():
+        return False
+    if base.shape[0] == 1:  # one that all samples share
         return False
     wholes = [each for each in samples if each is base or (each._base is base and each.numel() > x.numel())] or [base]
     return any(_leaves_out(x, whole, batch) for whole in wholes)

@@ -31,7 +31,7 @@ class RandomStates:
     def __init__(self, holders: Any) -> None:
         held = [value for module in holders if isinstance(module, nn.Module) for value in vars(module).values()]
         leaves = tree_leaves([holders, held])
-        self.generators = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Generator)}.values())
+        self.generators = list({id(leaf): leaf for leaf in leaves if _is_generator(leaf)}.values())
         self.before = self._now()
 
     def _now(self) -> list[Any]:
@@ -39,7 +39,7 @@ class RandomStates:
         numpy = sys.modules.get("numpy")
         states.append(None if numpy is None else numpy.random.get_state())
         states += torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return states + [generator.get_state() for generator in self.generators]
+        return states + [_state_of(generator) for generator in self.generators]
 
     def restore(self) -> bool:
         """Puts them back; whether anything was drawn since."""
@@ -53,8 +53,28 @@ class RandomStates:
         if len(rest) > len(self.generators):
             torch.cuda.set_rng_state_all(rest[: len(rest) - len(self.generators)])
         for generator, state in zip(self.generators, rest[len(rest) - len(self.generators) :], strict=True):
-            generator.set_state(state)
+            _set_state(generator, state)
         return True
+
+
+def _is_generator(value: Any) -> bool:
+    """Whether it is a generator of random numbers: torch's, Python's or numpy's."""
+    return isinstance(value, torch.Generator | random.Random) or hasattr(value, "bit_generator")
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -68,7 +68,8 @@ def clip_grad_sample_norms_(
 def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction: str) -> Tensor | dict[str, Tensor]:
     parameters, recorders = recorded(model)
     held = held_rows(parameters)
-    refuse_gradients_without_rows("clip_grad_sample_norms_", parameters, recorders)
+    adds = any(not each.settings.accumulate_grad for each in recorders)
+    refuse_gradients_without_rows("clip_grad_sample_norms_", parameters, recorders, adds=adds)
     for name, parameter in parameters.items():
         if not parameter.requires_grad and name not in held and getattr(parameter, "grad_sample", None) is not None:
             for recorder in recorders:  # it is not clipped with the others, and not to come back when it is thawed
@@ -85,7 +86,6 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     together = not isinstance(max_norm, Mapping)
     # sums of shards add up over the ranks, one after the other in the same order, whatever the numbers of samples there
     parts = [Part(shapes, snapshot(rows)) for shapes, rows in side_by_side(held, join=together and not shards)]
-    adds = any(not each.settings.accumulate_grad for each in recorders)
     limits = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
     groups = dict.fromkeys(held, "") if together else _grouped(held, limits)
     held.clear()

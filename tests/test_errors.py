@@ -112,6 +112,15 @@ def a_model_that_cannot_be_copied() -> None:
     enn.convert(model)
 
 
+@refused(
+    r"Linear\.double holds a function that refers to this model.*convert\(model, inplace=True\)", enn.ConversionError
+)
+def a_function_that_refers_to_the_model() -> None:
+    model = nn.Linear(2, 2)
+    model.double = lambda: 2 * model.weight
+    enn.convert(model)
+
+
 @refused(r"Mine is derived from an expanded class.*Derive it from the torch.nn class", enn.ConversionError)
 def reverting_a_class_on_top_of_ours() -> None:
     class Mine(enn.Linear):
@@ -600,6 +609,19 @@ def hooks_of_another_library() -> None:
     out = model(torch.randn(SAMPLES, 4))
     out.register_hook(again)
     out.sum().backward()
+
+
+@refused(r"^0\.weight: its \.grad was changed in place since the last backward, .*optimizer\.zero_grad\(\)")
+def a_gradient_of_another_origin() -> None:
+    model = on(nn.Linear(4, 4))
+    rows_held(model)
+    model[0].weight.grad.copy_(torch.randn(4, 4))
+    rows_held(model)
+
+
+@refused(r"layer \(Embedding\): its input is shared by all 3 samples, .*\(select over the samples\).*Leave out")
+def the_first_of_a_shared_result() -> None:
+    feed(nn.Embedding(9, 4), lambda layer, x: x + layer(torch.arange(6)[None])[0])
 
 
 @refused(r"^grad_sample: a tensor that a factored .* was changed in place.*materialize=True")

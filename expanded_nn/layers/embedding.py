@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -267,11 +267,12 @@ class Embedding(Expanded, nn.Embedding):
         forward = None if self._recorder is None else self._recorder.forward
         is_argument = forward is not None and forward.is_argument(index)
         if not _are_positions(index):
-            is_buffer = index.dim() == 1 and not is_argument and self._is_buffer(index)
-            if index.dim() == 1 and is_argument and not self._takes_labels:
-                self._takes_labels = True
+            if index.dim() != 1:
+                return False
+            is_buffer = not is_argument and self._is_buffer(index)
+            self.__dict__["_takes_labels"] = self._takes_labels or not is_buffer
             return is_buffer
-        if index.dim() != 1 or not is_argument:
+        if index.dim() != 1 or forward is None or not (is_argument or forward.is_shifted_argument(index)):
             return True
         return not self._takes_labels and bool(index[0] == 0)
 
@@ -512,6 +513,12 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
 
     ranks: ClassVar[dict[str, int]] = {"weight": 2}
 
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        forward = None if self._recorder is None or offsets is None else self._recorder.forward
+        if forward is not None and offsets is not None:  # before the layer runs, be it without gradients
+            forward.correct(_bag_count(input, offsets, self.include_last_offset))
+        return cast(Tensor, super().forward(input, offsets, per_sample_weights))
+
     def samples_in(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> int | None:
@@ -529,8 +536,6 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
                 per_sample_weights = self.checked(per_sample_weights, 1, argument="per_sample_weights")
         else:
             count = _bag_count(input, offsets, include_last_offset)
-            if self._recorder is not None and self._recorder.forward is not None:
-                self._recorder.forward.correct(count)
             self._refuse_other_bags(count)
         max_norm = _renormalise_once(self, input)
         options = (max_norm, self.norm_type, self.scale_grad_by_freq, self.mode, self.sparse)

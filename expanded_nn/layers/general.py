@@ -450,11 +450,11 @@ class _Trial:
             # behind an operation, as a forward may change its arguments in place
             args, kwargs = tree_map_only(Tensor, lambda each: each * 1 if each.requires_grad else each, (args, kwargs))
             result = [each for each in _flatten(self.module._plain_forward(*args, **kwargs))[0] if _is_float(each)]
-        ends = [
-            each.select(dim, 0)
-            for each, dim in zip(result, dims, strict=False)
-            if each.requires_grad and each.dim() and each.shape[dim] == self.batch
-        ]
+            ends = [
+                each.select(dim, 0)
+                for each, dim in zip(result, dims, strict=False)
+                if each.requires_grad and each.dim() and each.shape[dim] == self.batch
+            ]
         if not inputs or not ends:
             return True
         weights = [torch.randn(each.shape, generator=torch.Generator().manual_seed(0)).to(each) for each in ends]

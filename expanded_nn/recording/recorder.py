@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._batch import tensors
+from expanded_nn._batch import has_derivatives, tensors
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.recording.backward import Backward, graph_of, in_transform, running_backward, running_node
 from expanded_nn.recording.expand import Again, Computed, Expand, ExpandComputed, leaves_of, passes_behind
@@ -424,7 +424,7 @@ class Recorder:
             self.store.set_aside(self.leaves)
             return
         if self.settings.accumulate_grad:
-            held = stale(held)
+            held = stale(held, self.name_of)
             for leaf in held:
                 leaf.clipped = None
         for leaf in held:
@@ -589,14 +589,19 @@ class Forward:
 
     @property
     def samples(self) -> list[Tensor]:
-        """The tensors among the arguments that have B rows, wherever they stand."""
+        """The tensors among the arguments that have B rows, in the first or the second dimension."""
         batch = self.now.batch
-        return [each for each in tensors(self.inputs) if isinstance(each, Tensor) and batch in each.shape]
+        return [each for each in tensors(self.inputs) if isinstance(each, Tensor) and batch in each.shape[:2]]
 
     def is_argument(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of this forward, or a view of one."""
         whole = x if x._base is None else x._base
         return any(each is x or each is whole or each._base is whole for each in self.samples)
+
+    def is_shifted_argument(self, index: Tensor) -> bool:
+        """Whether an index `(B,)` is an argument of this forward but for a constant, as `labels + 1` is."""
+        alike = [each for each in self.samples if each.shape == index.shape and not has_derivatives(each)]
+        return any(torch.equal((each - each[0]).to(index), index - index[0]) for each in alike if each.numel())
 
     def correct(self, batch: int) -> None:
         """The number of samples as a layer knows it better than the first argument, if nothing relied on that."""

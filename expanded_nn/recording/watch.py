@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from expanded_nn._errors import complaint
 from expanded_nn._storage import Recycled
 from expanded_nn.recording.backward import accumulates, running_backward
 from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.sharded import is_shard, is_zero
+
+_LISTS = (nn.ParameterList, nn.ParameterDict, parametrize.ParametrizationList)  # of the module that holds them
 
 
 class Sent:
@@ -242,7 +245,10 @@ class Watch:
         if grad is None or owner is None or parameter is None or owner.asleep or not parameter.requires_grad:
             return
         sent = self.leaf.sent.pop(running_backward(), None)
-        if (sent is not None and sent.is_all(grad)) or not accumulates(parameter):
+        if sent is not None and sent.is_all(grad):
+            return
+        # of `torch.autograd.grad` there are rows with create_graph=True only
+        if not accumulates(parameter) and (sent is None or not torch.is_grad_enabled()):
             return
         holder = owner.holder_of(parameter)
         if sent is None and holder is None:
@@ -250,7 +256,7 @@ class Watch:
                 self.leaf.handle.remove()
                 self.leaf.handle = None
             return
-        if holder is not None and not hasattr(holder, "_recorder"):
+        if holder is not None and not hasattr(holder, "_recorder") and not isinstance(holder, _LISTS):
             raise complaint(
                 owner.name_of(parameter),
                 f"the parameter belongs to a plain {type(holder).__name__}, so its gradient has no rows",
@@ -269,7 +275,7 @@ class Watch:
         )
 
 
-def stale(leaves: Iterable[Leaf]) -> list[Leaf]:
+def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str]) -> list[Leaf]:
     """The leaves whose `.grad` was cleared since it was seen last, so that the rows held are no part of it.
 
     The first line that fits counts:
@@ -282,10 +288,15 @@ def stale(leaves: Iterable[Leaf]) -> list[Leaf]:
     |                                                    | zero is stale: they were cleared together. Held else  |
     | another tensor, no multiple of the sum of the rows | stale: it was set anew. A shard's is held, as its sum |
     |                                                    | is known on all ranks together only                   |
+    | changed in place, no multiple of the sum           | refused: they may be a part of it or not              |
     | any other                                          | held: the same tensor, or a scaled copy of it         |
 
     Args:
         leaves: Those that have rows.
+        name_of: Gives the name of a parameter, for the error.
+
+    Raises:
+        PerSampleError: If a `.grad` was changed in place so that nothing tells whether the rows are a part of it.
     """
     found, zeros, some_held = [], [], False
     for leaf in leaves:
@@ -294,10 +305,20 @@ def stale(leaves: Iterable[Leaf]) -> list[Leaf]:
             found.append(leaf)
         elif _vanishes(parameter.grad):
             zeros.append(leaf)
-        elif leaf.grad_is_another() and not is_shard(parameter) and not _is_multiple(parameter.grad, leaf):
-            found.append(leaf)
-        else:
+        elif leaf.grad is None or leaf.grad_is_as_noted() or is_shard(parameter) or _is_multiple(parameter.grad, leaf):
             some_held = True
+        elif leaf.grad_is_another():
+            found.append(leaf)
+        elif leaf.clipped is not None and leaf.clipped[0]() is parameter.grad:
+            some_held = True
+        else:
+            raise complaint(
+                name_of(parameter),
+                "its .grad was changed in place since the last backward, and is no multiple of the per-sample "
+                "gradients held, so that they may or may not be a part of it",
+                "a .grad that was cleared, scaled or let alone before the next backward adds to it",
+                "Clear it, optimizer.zero_grad(), or change it after the last backward only.",
+            )
     zeros.sort(key=_size)
     if not some_held and any(not _rows_cancel(leaf) for leaf in zeros):  # one will do: what is done, is done to all
         return found + zeros
