@@ -5,6 +5,7 @@ from expanded_nn._errors import ConversionError as ConversionError, PerSampleErr
 from expanded_nn._module import Expanded as Expanded
 from expanded_nn._outside import expanded as expanded, one_pass as one_pass
 from expanded_nn._registry import expands as expands
+from expanded_nn._version import __version__ as __version__
 from expanded_nn.check import Report as Report, check as check
 from expanded_nn.clipping import clip_grad_sample_norms_ as clip_grad_sample_norms_
 from expanded_nn.convert import convert as convert, per_sample as per_sample, revert as revert

@@ -167,6 +167,49 @@ def squared_norms(parts: Iterable[Part]) -> list[Tensor]:
     return squares
 
 
+def lengths(squares: Iterable[Tensor], parts: Sequence[Part]) -> Tensor:
+    """The norm of each row over all parts, from the squares; those that are too large or small to be squared anew."""
+    norms = added(squares).sqrt()
+    if norms.numel() == 0 or norms.is_meta:
+        return norms
+    numbers = torch.finfo(norms.dtype)
+    low, high = (numbers.tiny / numbers.eps) ** 0.5, numbers.max**0.5
+    least, most = norms.aminmax()
+    if low < float(least) and float(most) < high:  # no NaN either
+        return norms
+    doubtful = (~((norms > low) & (norms < high))).nonzero().flatten()
+    doubtful = doubtful[~_are_zero(parts, doubtful)]
+    if len(doubtful):
+        alone = [_scaled_lengths(widened(part.rows)[doubtful]) for part in parts]
+        norms[doubtful] = _scaled_length(torch.stack(alone, 1)).to(norms.dtype)
+    return norms
+
+
+def _are_zero(parts: Sequence[Part], index: Tensor) -> Tensor:
+    """Whether all that such rows are made of is zero, as that of samples whose loss is zero."""
+    zero = torch.ones_like(index, dtype=torch.bool)
+    for part in parts:
+        rows = part.rows[index]
+        for term in as_factored(rows).terms():
+            numbers = [each for each in term.factors if each.is_floating_point()]
+            ones = [each.reshape(len(each), -1).ne(0).any(1).logical_not() for each in numbers if each.numel()]
+            zero &= torch.stack(ones).any(0) if ones else zero
+    return zero
+
+
+def _scaled_lengths(rows: Tensor) -> Tensor:
+    chunks = list(as_factored(rows).chunks())
+    return torch.cat([_scaled_length(chunk.reshape(len(chunk), -1)) for chunk in chunks])
+
+
+def _scaled_length(matrix: Tensor) -> Tensor:
+    """The norm of each row, whose squares may be out of range."""
+    if not matrix.numel():
+        return matrix.new_zeros(len(matrix))
+    largest = matrix.abs().amax(1).clamp(min=torch.finfo(matrix.dtype).tiny)
+    return cast(Tensor, torch.linalg.vector_norm(matrix / largest[:, None], dim=1)) * largest
+
+
 def snapshot(rows: Tensor) -> FactoredTensor:
     if not isinstance(rows, FactoredTensor):
         return as_factored(rows)

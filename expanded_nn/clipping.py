@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from expanded_nn._errors import complaint
 from expanded_nn._held import (
     Part,
-    added,
     as_before,
     batch_size_of,
     held_rows,
+    lengths,
     recorded,
     refuse_gradients_without_rows,
     side_by_side,
@@ -90,7 +90,10 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     groups = dict.fromkeys(held, "") if together else _grouped(held, limits)
     held.clear()
     squares = list(zip([groups[next(iter(shapes))] for shapes, _ in parts], squared_norms(parts), strict=True))
-    norms = {key: added(each for group, each in squares if group == key).sqrt() for key in limits}
+    norms = {}
+    for key in limits:
+        of_group = [part for part, (group, _) in zip(parts, squares, strict=True) if group == key]
+        norms[key] = lengths((each for group, each in squares if group == key), of_group)
     for key, each in norms.items():
         _refuse_nonfinite(key or "all parameters", each)
     factors = {key: _factors(each, limits[key]) for key, each in norms.items()}

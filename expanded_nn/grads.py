@@ -15,6 +15,7 @@ from expanded_nn._held import (
     as_before,
     batch_size_of,
     held_rows,
+    lengths,
     recorded,
     refuse_gradients_without_rows,
     side_by_side,
@@ -91,16 +92,20 @@ class PerSampleGrads(Mapping[str, Tensor]):
         Returns:
             `(B,)` over all parameters together, or name -> `(B,)`.
         """
+        parts = side_by_side(self._rows, join=not per_parameter)
+        squares = squared_norms(parts)
         if per_parameter:
-            squares = squared_norms(side_by_side(self._rows, join=False))
-            return {name: each.sqrt() for name, each in zip(self, squares, strict=True)}
-        return added(squared_norms(side_by_side(self._rows))).sqrt()
+            own = zip(self, squares, parts, strict=True)
+            return {name: lengths([square], [part]) for name, square, part in own}
+        return lengths(squares, parts)
 
     def sum(
         self,
         weights: Tensor | None = None,  # (B,)
     ) -> dict[str, Tensor]:
         """`sum_b weights[b] * row[b]` of each parameter, `(*shape)`; the plain sum without `weights`.
+
+        A row that is inf or NaN makes the sum so, even with the weight 0: choose the others by `rows(index)`.
 
         Raises:
             PerSampleError: If `weights` has another shape than `(B,)`.

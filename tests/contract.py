@@ -315,6 +315,11 @@ class Contract:
             if sent.now is not None and sent.now.rows and sent.now not in self.passes:
                 self.passes.append(sent.now)
         self.passes.sort(key=lambda each: each.number)
+        for key, total in self.grads.items():
+            if total is not None and not total.any() and key in trainable:
+                own = [held.rows[key].sum(0) for held in self.passes if key in held.rows]
+                if own and torch.stack(own).sum(0).any():  # a zero `.grad` that was not cleared, and looks as if it was
+                    self.doubtful.add(key)
 
     def drop(self, keys: set[Key]) -> None:
         """The rows of these parameters are gone."""

@@ -1,6 +1,8 @@
 """convert and revert: what a converted model keeps."""
 
 import copy
+import importlib.metadata
+import inspect
 import io
 import pickle
 from typing import Any
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import expanded_nn as enn
+from expanded_nn._registry import EXPANDED
 from oracle import Call, assert_close, assert_close_rows, grads_of, loop, plain, rows_of
 
 
@@ -518,3 +521,75 @@ def test_plain_module_with_parameters_is_refused_by_per_sample() -> None:
     model.append(nn.Linear(2, 2))
     with pytest.raises(enn.PerSampleError, match=r"1.*Linear.*(?s:.*)convert"):
         model.per_sample()
+
+
+# --- what other tools see ---------------------------------------------------------------------------------------
+
+TWINS = [(plain, twin) for plain, twin in EXPANDED.items() if isinstance(plain, type) and issubclass(twin, plain)]
+
+
+@pytest.mark.parametrize(("plain", "twin"), TWINS, ids=[plain.__name__ for plain, _ in TWINS])
+def test_the_forward_of_a_twin_has_the_plain_signature(plain: Any, twin: Any) -> None:
+    assert inspect.signature(twin.forward) == inspect.signature(plain.forward)
+    assert twin.forward.__doc__ == plain.forward.__doc__
+    assert twin.forward.__annotations__ == plain.forward.__annotations__
+
+
+class Described(nn.Module):
+    """A module of the user's own around layers, with a parameter of its own or without."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+        self.gain = nn.Parameter(torch.ones(3)) if own else None
+
+    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
+        """Scales."""
+        return self.body(x) * (scale if self.gain is None else scale * self.gain)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_converted_model_has_the_plain_signature(own: bool, mode: bool) -> None:
+    module = Described(own)
+    model = enn.convert(module).per_sample(mode)
+    for own_forward, found in ((module.forward, model.forward), (Described.forward, type(model).forward)):
+        assert inspect.signature(found) == inspect.signature(own_forward)
+        assert (found.__doc__, found.__annotations__) == (own_forward.__doc__, own_forward.__annotations__)
+    assert inspect.signature(enn.revert(model).forward) == inspect.signature(module.forward)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_symbolic_trace_with_the_mode_off(own: bool) -> None:
+    model, x = enn.convert(Described(own)), torch.randn(5, 4)
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.name for node in traced.graph.nodes if node.op == "placeholder"] == ["x", "scale"]
+    assert torch.equal(traced(x, 3.0), model(x, 3.0))
+
+
+def test_a_class_that_registers_its_subclasses_hears_nothing_of_its_twin() -> None:
+    heard: list[type] = []
+
+    class Registered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def __init_subclass__(cls, *, key: str, **others: Any) -> None:
+            super().__init_subclass__(**others)
+            heard.append(cls)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    class Own(Registered, key="own"):
+        pass
+
+    model = enn.convert(nn.Sequential(Own())).per_sample()
+    model(torch.randn(5, 4)).sum().backward()
+    assert model[0].layer.weight.grad_sample.shape == (5, 3, 4)
+    assert heard == [Own]
+
+
+def test_the_version_is_that_of_the_metadata() -> None:
+    assert enn.__version__ == importlib.metadata.version("expanded_nn")

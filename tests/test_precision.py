@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import expanded_nn as enn
+from expanded_nn.core import cost
 from oracle import Call, loop, relative_error
 
 PRECISION = Path(__file__).parent.parent / "benchmarks" / "precision.py"
@@ -267,3 +268,31 @@ def test_gram_of_half_precision_rows() -> None:
         flat = exact["weight"].flatten(1)
         gram = enn.per_sample_grads(model).gram()
         assert relative_error(gram, flat @ flat.T) <= 4 * torch.finfo(dtype).eps
+
+
+SCALES = [(1e-20, 1e20), (1.0, 1e19), (1e-24, 1.0), (1e-30, 1.0), (1e-18, 1e18), (1e10, 1e25), (0.0, 1.0)]
+
+
+@pytest.mark.parametrize("small_rows", [True, False])
+@pytest.mark.parametrize("positions", [(), (3,), (40,)], ids=str)
+@pytest.mark.parametrize(("of_g", "of_a"), SCALES)
+def test_norms_of_numbers_that_cannot_be_squared(
+    of_g: float, of_a: float, positions: tuple[int, ...], small_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The squares of the gradient, or of the input, are out of the range of float32; the rows are not."""
+    if small_rows:
+        monkeypatch.setattr(cost, "SMALL_ROWS_NUMEL", 1 << 15)
+    torch.set_default_dtype(torch.float32)
+    a, g = torch.randn(4, *positions, 20), torch.randn(4, *positions, 30)
+    model = enn.convert(nn.Linear(20, 30)).per_sample(loss_reduction="sum")
+    model(of_a * a).backward(of_g * g)
+    grads = enn.per_sample_grads(model)
+    rows = {name: each.double().flatten(1).norm(dim=1) for name, each in grads.items()}
+    expected = torch.stack(list(rows.values())).norm(dim=0)
+    for name, norms in grads.norms(per_parameter=True).items():
+        torch.testing.assert_close(norms.double(), rows[name], rtol=1e-5, atol=0)
+    torch.testing.assert_close(grads.norms().double(), expected, rtol=1e-5, atol=0)
+    norms = enn.clip_grad_sample_norms_(model, 1.0)
+    torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=0)
+    clipped = (grads["weight"].double() * (1 / expected.clamp(min=1.0))[:, None, None]).sum(0)
+    torch.testing.assert_close(model.weight.grad.double(), clipped, rtol=1e-4, atol=1e-6 * float(clipped.abs().max()))
