@@ -149,10 +149,17 @@ class Root(PerSampleModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
-        if recorder is None or recorder.inside(self):
+        if recorder is None:
+            return super().forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            if torch.compiler.is_compiling() or recorder.is_around():
+                return super().forward(*args, **kwargs)
+            with recorder.without_gradients(self, self.samples_in(*args, **kwargs), (args, kwargs)):
+                return super().forward(*args, **kwargs)
+        if recorder.inside(self):
             return super().forward(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return compiled_pass(self, args, kwargs) if torch.is_grad_enabled() else super().forward(*args, **kwargs)
+            return compiled_pass(self, args, kwargs)
         with recorder.scope(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
             result = super().forward(*args, **kwargs)
             forward.returned(result)
@@ -478,10 +485,10 @@ def is_slice(x: Tensor, batch: int, samples: Sequence[Tensor]) -> bool:
     base = x._base
     if base is None or base.dim() == 0 or 0 < base.numel() <= x.numel():
         return False
-    if base.shape[0] == 1:  # one that all samples share
+    wholes = [each for each in samples if each is base or (each._base is base and each.numel() > x.numel())]
+    if base.shape[0] == 1 or (not wholes and base.dim() < x.dim()):  # one that all samples share
         return False
-    wholes = [each for each in samples if each is base or (each._base is base and each.numel() > x.numel())] or [base]
-    return any(_leaves_out(x, whole, batch) for whole in wholes)
+    return any(_leaves_out(x, whole, batch) for whole in wholes or [base])
 
 
 def _leaves_out(x: Tensor, whole: Tensor, batch: int) -> bool:

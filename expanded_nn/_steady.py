@@ -9,6 +9,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -106,7 +107,18 @@ def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
 
 def copies(arguments: Any) -> Any:
     """The arguments again, for a forward that may change them."""
-    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else _copied(leaf), arguments)
+    return tree_map(_copied_argument, arguments)
+
+
+def _copied_argument(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    if not hasattr(leaf, "__dict__") or isinstance(leaf, nn.Module | type | FunctionType | MutableMapping):
+        return _copied(leaf)
+    try:  # an object of the user's, as a cache, with all that is in it
+        return copy.deepcopy(leaf)
+    except Exception:  # of something in it that cannot be copied
+        return leaf
 
 
 def _copied(value: Any) -> Any:

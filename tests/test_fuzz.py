@@ -500,15 +500,20 @@ def test_checkpoint_whose_first_layer_has_a_shared_row(sizes: tuple[int, int]) -
 
 
 def test_reentrant_checkpoint_whose_first_layer_has_a_shared_row() -> None:
-    """The graph says nothing here."""
+    """Its number of rows says nothing here, and the checkpoint's inputs have no layer behind them."""
 
-    def how(layer: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(lambda y: layer(torch.ones(1, 2)) * y, x, use_reentrant=True)
+    def how(use_reentrant: bool) -> Callable[[nn.Module, Tensor], Tensor]:
+        return lambda layer, x: checkpoint(lambda y: layer(torch.ones(1, 2)) * y, x, use_reentrant=use_reentrant)
 
-    model = enn.convert(Applied(nn.Linear(2, 2), how)).per_sample()
-    inputs = [torch.randn(n, 2, requires_grad=True) for n in (2, 1)]
-    with pytest.raises(enn.PerSampleError, match="checkpoint"):
-        sum(model(x).sum() for x in inputs).backward()
+    layer = nn.Linear(2, 2)
+    model = enn.convert(Applied(layer, how(True))).per_sample(loss_reduction="sum")
+    calls = [Call((torch.randn(n, 2, requires_grad=True),)) for n in (2, 1)]
+    sum(plain(model, call) for call in calls).backward()
+    parts = [loop(Applied(layer, how(False)), call, n) for call, n in zip(calls, (2, 1), strict=True)]
+    assert_close_rows(
+        {name: p.grad_sample for name, p in model.named_parameters()},
+        {name: torch.cat([part[name] for part in parts]) for name in parts[0]},
+    )
 
 
 def test_features_in_a_time_first_model() -> None:

@@ -103,6 +103,7 @@ class Backward:
         self.stage = Stage.IDLE
         self.over = weakref.WeakMethod(over)
         self.mark: Callable[[], _Mark | None] = lambda: None
+        self.resumed: list[Any] = []  # the passes that checkpoints have gone on with, the last one last
 
     def enter(self, *, delivers: bool) -> bool:
         """Something happens inside a backward; whether it is the first to deliver rows.
@@ -141,6 +142,6 @@ class Backward:
 
     def _end(self, *, failed: bool) -> None:
         delivered, over = self.stage is Stage.DELIVERING, self.over()
-        self.stage, self.mark = Stage.IDLE, lambda: None
+        self.stage, self.mark, self.resumed = Stage.IDLE, lambda: None, []
         if over is not None:
             over(delivered, failed)

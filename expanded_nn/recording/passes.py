@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from enum import Enum, auto
@@ -52,6 +53,7 @@ class Passes:
         current: The pass that the next forward of as many samples joins, if any.
         alive: All passes that something keeps alive, and references to some that nothing does any more.
         opened: How many there have been.
+        around: For each thread, the arguments of a forward without gradients that it is in, which has no pass itself.
         kept: Those that a reentrant checkpoint's backward will ask for, and that no graph is known to keep alive: what
             ran in such a checkpoint has left no expansion in the graph.
     """
@@ -61,6 +63,7 @@ class Passes:
         self.alive: list[weakref.ref[Pass]] = []
         self.opened = 0
         self.kept: list[Pass] = []
+        self.around = threading.local()
 
     def joined_or_new(self, batch: int) -> Pass:
         """The pass of a forward of so many samples."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from expanded_nn._batch import has_derivatives, tensors
 from expanded_nn._errors import PerSampleError, complaint
@@ -206,6 +207,7 @@ class Recorder:
             return None
         return Place(weakref.ref(holder), next(name for name, own in holder._parameters.items() if own is parameter))
 
+    @_disable_dynamo  # which takes a weak reference to a module for the module
     def name_of(self, member: nn.Module | Tensor) -> str:
         """The qualified name of a module or a parameter, with its class, as far as the model is known."""
         roots = [root for home in self.homes if (root := home()) is not None]
@@ -225,7 +227,21 @@ class Recorder:
 
     def scope(self, module: nn.Module, batch: int | None, inputs: Any) -> Forward:
         """The forward of `module`, where none runs yet: it begins a pass, or goes on with the last."""
-        return Forward(self, module, batch, inputs)
+        around = getattr(self.passes.around, "call", None)  # gradients were switched on inside of it
+        return Forward(self, *(around or (module, batch, inputs)))
+
+    @contextmanager
+    def without_gradients(self, module: nn.Module, batch: int | None, inputs: Any) -> Iterator[None]:
+        """An outermost forward without gradients, of this thread: layers within it may switch them on."""
+        self.passes.around.call = (module, batch, inputs)
+        try:
+            yield
+        finally:
+            self.passes.around.call = None
+
+    def is_around(self) -> bool:
+        """Whether this is inside of another forward, with or without gradients."""
+        return self.forward is not None or getattr(self.passes.around, "call", None) is not None
 
     def inside(self, module: nn.Module) -> bool:
         """Whether this is in the middle of a forward: of this thread, as another's would share its pass."""
@@ -314,10 +330,14 @@ class Recorder:
         alive = [now for ref in self.passes.alive if (now := ref()) is not None]
         is_sure = len(alive) == 1 and alive[0].stage is not Stage.DONE
         behind = [noted] if noted is not None else [] if is_sure else passes_behind(node, self)
-        if not behind and batch is not None and all(now.stage is Stage.DONE for now in alive):
-            return self.passes.new(batch)  # the checkpoint is around the whole model, whose first forward had no pass
+        if not behind and all(now.stage is Stage.DONE for now in alive):
+            # that of a checkpoint around this one, or of another part of the same forward
+            behind = [now for now in self.backward.resumed[-1:] if batch in (now.batch, 1)]
+            if not behind and batch is not None:  # it is around the whole model, whose first forward had no pass
+                behind = [self.passes.new(batch)]
         fitting = self.passes.recomputed(batch, behind)
         if len(fitting) == 1:
+            self.backward.resumed.append(fitting[0])
             return fitting[0]
         raise complaint(
             self.name_of(module),
@@ -370,6 +390,9 @@ class Recorder:
             return
         if running_backward() >= 0:  # a checkpoint inside another one, whose backwards are parts of this one
             self.backward.enter(delivers=False)
+            noted = getattr(running_node(), "metadata", {}).get(_PASS)
+            if noted is not None:
+                self.backward.resumed.append(noted)
         elif self.forward is not None and self.forward.with_grad:
             self.forward.is_awaited = True
 
