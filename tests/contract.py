@@ -290,7 +290,9 @@ class Contract:
         if any(sent.whole(kind) for sent, kind, _ in parts):
             held = {key for held in self.passes for key in held.rows}
             without = {key for key, gradient in self.grads.items() if gradient is None}
-            self.drop(self.cleared | without if self.accumulates else held)
+            # rows of no samples add up to zero, whether their `.grad` was cleared or not: they stay in doubt
+            bare = {key for key in self.doubtful if not any(len(each.rows.get(key, ())) for each in self.passes)}
+            self.drop((self.cleared - bare) | without if self.accumulates else held)
             self.moved, self.cleared = False, set()
             if not self.doubtful:
                 self.touched = []
@@ -316,9 +318,10 @@ class Contract:
                 self.passes.append(sent.now)
         self.passes.sort(key=lambda each: each.number)
         for key, total in self.grads.items():
-            if total is not None and not total.any() and key in trainable:
+            if total is not None and key in trainable:
                 own = [held.rows[key].sum(0) for held in self.passes if key in held.rows]
-                if own and torch.stack(own).sum(0).any():  # a zero `.grad` that was not cleared, and looks as if it was
+                # rows were taken away by hand: whether a `.grad` that vanishes was cleared, nobody can tell then
+                if own and bool(torch.stack(own).sum(0).any()) != bool(total.any()):
                     self.doubtful.add(key)
 
     def drop(self, keys: set[Key]) -> None:

@@ -630,6 +630,8 @@ class Freeze(Step):
         thawed = run.trainable - before
         contract.moved = contract.moved or run.trainable != before
         drop_checkpoints(run)
+        if thawed:  # a second derivative would reach what was a constant in the forward
+            run.sent = []
         for key in thawed:
             held = any(key in held.rows for held in contract.passes)
             if self.clears:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from expanded_nn import FactoredTensor
+from expanded_nn import FactoredTensor, PerSampleError
 from expanded_nn.core.terms import Outer
 from expanded_nn.recording import backward, passes
 from expanded_nn.recording.backward import Backward
@@ -328,7 +328,7 @@ class Held:
     def __init__(self, rows: Tensor) -> None:
         self.parameter = nn.Parameter(torch.zeros(rows.shape[1:]))
         self.leaf = leaf_of(self.parameter)
-        self.leaf.show(rows)
+        self.leaf.show(rows, [Pass(len(rows), 0)])
         self.parameter.grad = rows.sum(0)
         self.leaf.note_grad()
 
@@ -357,8 +357,11 @@ EDITS: dict[str, tuple[Callable[[Held], Any], bool, bool]] = {
     "grad = 2 * grad": (lambda held: held.set_grad(2 * held.grad), False, False),
     "grad = clone": (lambda held: held.set_grad(held.grad.clone()), False, False),
     "grad = another": (lambda held: held.set_grad(torch.arange(1.0, 6.0)), True, True),
-    "grad += noise": (lambda held: held.grad.add_(torch.arange(1.0, 6.0)), False, False),
 }
+
+
+def name_of(parameter: Tensor) -> str:
+    return "the parameter"
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -368,13 +371,21 @@ def test_which_rows_are_stale(edit: str) -> None:
     for rows, wanted in (torch.stack([row, 2 * row, row + 1]), of_rows), (torch.stack([row, -row]), of_cancelling):
         held = Held(rows)
         change(held)
-        assert (stale([held.leaf]) == [held.leaf]) == wanted
+        assert (stale([held.leaf], name_of) == [held.leaf]) == wanted
+
+
+@pytest.mark.parametrize("rows", [[[1.0, 2.0, 0.5, 0.1, 3.0]], [[1.0] * 5, [-1.0] * 5]])
+def test_a_grad_that_was_changed_to_something_else_is_refused(rows: list[list[float]]) -> None:
+    held = Held(torch.tensor(rows))
+    held.grad.add_(torch.arange(1.0, 6.0))
+    with pytest.raises(PerSampleError, match=r"the parameter: its \.grad was changed in place"):
+        stale([held.leaf], name_of)
 
 
 def test_parameters_that_are_no_more_are_stale() -> None:
     held = Held(torch.randn(2, 5))
     del held.parameter
-    assert stale([held.leaf]) == [held.leaf]
+    assert stale([held.leaf], name_of) == [held.leaf]
 
 
 def test_a_zero_gradient_among_zero_gradients_is_a_cleared_one() -> None:
@@ -382,11 +393,11 @@ def test_a_zero_gradient_among_zero_gradients_is_a_cleared_one() -> None:
     row = torch.randn(5)
     cancelling, other = Held(torch.stack([row, -row])), Held(torch.stack([row, row]))
     leaves = [cancelling.leaf, other.leaf]
-    assert stale(leaves) == []
+    assert stale(leaves, name_of) == []
     other.grad.zero_()
-    assert set(map(id, stale(leaves))) == set(map(id, leaves))
+    assert set(map(id, stale(leaves, name_of))) == set(map(id, leaves))
     third = Held(torch.stack([row, row]))  # a gradient that was not cleared
-    assert stale([*leaves, third.leaf]) == [other.leaf]
+    assert stale([*leaves, third.leaf], name_of) == [other.leaf]
 
 
 def test_what_is_known_of_a_grad() -> None:

@@ -25,6 +25,7 @@ from expanded_nn._lift import Place, quiet_fallbacks, swapped
 from expanded_nn._module import Expanded
 from expanded_nn._registry import EXPANDED
 from expanded_nn._steady import RandomStates, WithoutChance, copies, without_traces
+from expanded_nn.recording.backward import graph_of
 from expanded_nn.recording.recorder import Recorder
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
@@ -281,10 +282,17 @@ class General(Expanded):
 
     def _empty(self, places: list[Any], expanded: list[Tensor], args: Any, kwargs: Any) -> Any:
         """No samples: the plain forward says the shapes, and every parameter gets no rows."""
-        with swapped(places, [module._parameters[name].detach() for module, name in places]), _Watch(self):
+        alone = [
+            module._parameters[name].detach().requires_grad_(each.requires_grad)
+            for (module, name), each in zip(places, expanded, strict=True)
+        ]
+        with swapped(places, alone), self._children_inside({}), _Watch(self):
             result = self._plain_forward(*args, **kwargs)
         leaves, structure = tree_flatten(result)
-        nothing = sum((each.abs().sum() for each in expanded), start=torch.zeros(()))
+        ends = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
+        used = {id(getattr(node, "variable", None)) for end in ends for node in graph_of(end)}
+        of_used = [each.abs().sum() for each, own in zip(expanded, alone, strict=True) if id(own) in used]
+        nothing = sum(of_used, start=torch.zeros(()))
         return tree_unflatten(
             [
                 each + nothing.to(each.dtype) if isinstance(each, Tensor) and has_derivatives(each) else each

@@ -195,6 +195,7 @@ class Recorder:
         if leaf is None:
             self._forget_lost()  # one of those may have had the same id
             leaf = self.leaves.add(parameter)
+            leaf.scales_rows = self.settings.loss_reduction == "mean"
             if module is not None:
                 leaf.place = Place(weakref.ref(module), name)
             elif self.leaves.sharded:

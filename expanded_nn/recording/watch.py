@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from expanded_nn._errors import complaint
 from expanded_nn._storage import Recycled
+from expanded_nn.factored import as_factored
 from expanded_nn.recording.backward import accumulates, running_backward
 from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.sharded import is_shard, is_zero
@@ -106,6 +107,7 @@ class Leaf:
         member: Whether it has been seen in the model, and is no guest.
         shown: Its `grad_sample`.
         sent: What its expansions have sent to it, by the backward's number.
+        scales_rows: Whether its rows are scaled by B, as those of a mean over the samples.
         grad: `.grad` as it was seen last, and its version then.
         clipped: The `.grad` that clipping has set, and its version then.
         lacking: The `.grad` that has a part whose rows were dropped, as the parameter was frozen meanwhile.
@@ -116,6 +118,7 @@ class Leaf:
 
     parameter: weakref.ref[Tensor]
     member: bool = False
+    scales_rows: bool = False
     shown: Shown = field(default_factory=Shown)
     sent: dict[int, Sent] = field(default_factory=dict)
     grad: tuple[weakref.ref[Tensor], int] | None = None
@@ -338,11 +341,14 @@ def _size(leaf: Leaf) -> int:
 
 
 def _sum_of_rows(leaf: Leaf) -> tuple[Tensor, Tensor]:
-    """The sum of the rows held, and how large rounding errors in it may be, each number."""
+    """What the rows held add up to in `.grad`, and how large rounding errors in it may be, all in all."""
     rows = leaf.shown.rows
     assert rows is not None
+    batches = [max(1, now.batch) if leaf.scales_rows else 1 for now in leaf.shown.passes for _ in range(now.batch)]
+    weights = torch.tensor(batches, dtype=torch.float64, device=rows.device).reciprocal()
     with torch.no_grad():
-        total, size = rows.sum(0), rows.norm()
+        total = as_factored(rows.detach()).weighted_sum(weights.to(as_factored(rows).dtype))
+        size = rows.norm() * (weights.max() if len(weights) else 1.0)
     epsilon = torch.finfo(rows.dtype).eps
     return total, size * epsilon * 8 * max(1, rows.shape[0])
 
