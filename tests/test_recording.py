@@ -378,7 +378,7 @@ def test_which_rows_are_stale(edit: str) -> None:
 def test_a_grad_that_was_changed_to_something_else_is_refused(rows: list[list[float]]) -> None:
     held = Held(torch.tensor(rows))
     held.grad.add_(torch.arange(1.0, 6.0))
-    with pytest.raises(PerSampleError, match=r"the parameter: its \.grad was changed in place"):
+    with pytest.raises(PerSampleError, match=r"the parameter: its \.grad was changed since"):
         stale([held.leaf], name_of)
 
 

@@ -450,7 +450,7 @@ class Recorder:
         if self.settings.accumulate_grad:
             held = stale(held, self.name_of)
             for leaf in held:
-                leaf.clipped = None
+                leaf.clipped, leaf.is_scaled = None, False
         for leaf in held:
             self._forget(leaf)
         if self.store.held:

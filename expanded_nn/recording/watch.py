@@ -109,6 +109,7 @@ class Leaf:
         sent: What its expansions have sent to it, by the backward's number.
         scales_rows: Whether its rows are scaled by B, as those of a mean over the samples.
         grad: `.grad` as it was seen last, and its version then.
+        is_scaled: Whether `.grad` was scaled since it was cleared, so that the sum of the rows is no measure of it.
         clipped: The `.grad` that clipping has set, and its version then.
         lacking: The `.grad` that has a part whose rows were dropped, as the parameter was frozen meanwhile.
         memory: Where its dense rows are written.
@@ -122,6 +123,7 @@ class Leaf:
     shown: Shown = field(default_factory=Shown)
     sent: dict[int, Sent] = field(default_factory=dict)
     grad: tuple[weakref.ref[Tensor], int] | None = None
+    is_scaled: bool = False
     clipped: tuple[weakref.ref[Tensor], int] | None = None
     lacking: weakref.ref[Tensor] | None = None
     memory: Recycled = field(default_factory=Recycled)
@@ -190,6 +192,12 @@ class Leaf:
         if self.lacking is not None and (grad is None or self.lacking() is not grad or _vanishes(grad)):
             self.lacking = None
         return self.lacking is not None
+
+    def has_own_measure(self) -> bool:
+        """Whether `.grad` was scaled or clipped since it was cleared: the rows' sum is no measure of it."""
+        parameter = self.as_shown()
+        grad = None if parameter is None else parameter.grad
+        return self.is_scaled or (self.clipped is not None and grad is not None and self.clipped[0]() is grad)
 
     def was_reset(self) -> bool:
         """Whether the user has set `grad_sample`."""
@@ -291,7 +299,8 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str]) -> list[Leaf
     |                                                    | zero is stale: they were cleared together. Held else  |
     | another tensor, no multiple of the sum of the rows | stale: it was set anew. A shard's is held, as its sum |
     |                                                    | is known on all ranks together only                   |
-    | changed in place, no multiple of the sum           | refused: they may be a part of it or not              |
+    | changed in place, no multiple of the sum           | refused: they may be a part of it or not. Held, if it |
+    |                                                    | was scaled or clipped before                          |
     | any other                                          | held: the same tensor, or a scaled copy of it         |
 
     Args:
@@ -308,17 +317,19 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str]) -> list[Leaf
             found.append(leaf)
         elif _vanishes(parameter.grad):
             zeros.append(leaf)
-        elif leaf.grad is None or leaf.grad_is_as_noted() or is_shard(parameter) or _is_multiple(parameter.grad, leaf):
+        elif leaf.grad is None or leaf.grad_is_as_noted() or is_shard(parameter):
             some_held = True
-        elif leaf.grad_is_another():
+        elif _is_multiple(parameter.grad, leaf):
+            some_held = leaf.is_scaled = True
+        elif not leaf.grad_is_another() and leaf.has_own_measure():
+            some_held = True
+        elif leaf.grad_is_another() and not leaf.has_own_measure():
             found.append(leaf)
-        elif leaf.clipped is not None and leaf.clipped[0]() is parameter.grad:
-            some_held = True
         else:
             raise complaint(
                 name_of(parameter),
-                "its .grad was changed in place since the last backward, and is no multiple of the per-sample "
-                "gradients held, so that they may or may not be a part of it",
+                "its .grad was changed since the last backward, and is no multiple of the per-sample gradients held, "
+                "so that they may or may not be a part of it",
                 "a .grad that was cleared, scaled or let alone before the next backward adds to it",
                 "Clear it, optimizer.zero_grad(), or change it after the last backward only.",
             )
