@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import update_wrapper
-from itertools import accumulate
-from operator import mul
 from types import FunctionType, new_class
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from expanded_nn._batch import batch_dim, batch_of
+from expanded_nn._batch import batch_dim, batch_of, is_slice
 from expanded_nn._compiled import Use, compiled_pass, outside_of_graph
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._lift import lifted
@@ -229,9 +227,9 @@ class Expanded(PerSampleModule):
 
     def _noting_what_is_shared(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """The forward inside of another, which hears of results that all samples share."""
-        before = len(forward.inputs_shared)
+        before = len(forward.heard.inputs_shared)
         result = self.expanded_forward(*args, **kwargs)
-        inputs_shared = forward.inputs_shared[before:]
+        inputs_shared = forward.heard.inputs_shared[before:]
         if inputs_shared and all(inputs_shared):
             forward.note_shared(self, result, 0 if self.fixed_layout or self.model_batch_first else 1)
         return result
@@ -411,7 +409,7 @@ class Expanded(PerSampleModule):
     def _note_input(self, *, shared: bool) -> None:
         forward = None if self._recorder is None else self._recorder.forward
         if forward is not None and not torch.compiler.is_compiling():
-            forward.inputs_shared.append(shared)
+            forward.heard.inputs_shared.append(shared)
 
     def _guess(self, x: Tensor, dim: int) -> str:
         """A remedy, where the shape suggests one."""
@@ -472,30 +470,6 @@ class Expanded(PerSampleModule):
 def all_parameters(module: nn.Module) -> Iterable[Tensor | None]:
     """The parameters of a module and of all within it."""
     return module.parameters() if module._modules else module._parameters.values()
-
-
-def is_slice(x: Tensor, batch: int, samples: Sequence[Tensor]) -> bool:
-    """Whether one row is a part of a tensor that has all samples, as in a loop over them.
-
-    Args:
-        x: A layer's input, with one row.
-        batch: B.
-        samples: The tensors with B rows that the model was called with.
-    """
-    base = x._base
-    if base is None or base.dim() == 0 or 0 < base.numel() <= x.numel():
-        return False
-    wholes = [each for each in samples if each is base or (each._base is base and each.numel() > x.numel())]
-    if base.shape[0] == 1 or (not wholes and base.dim() < x.dim()):  # one that all samples share
-        return False
-    return any(_leaves_out(x, whole, batch) for whole in wholes or [base])
-
-
-def _leaves_out(x: Tensor, whole: Tensor, batch: int) -> bool:
-    """Whether a view takes one place of B in what it is a view of: in one of its dimensions, or in several together."""
-    kept = {(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1}
-    left_out = [size for size, stride in zip(whole.shape, whole.stride(), strict=True) if (size, stride) not in kept]
-    return batch in left_out or batch in accumulate(left_out, mul)
 
 
 def switch(model: nn.Module, settings: Settings, *, mode: bool) -> None:

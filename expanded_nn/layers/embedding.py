@@ -255,7 +255,7 @@ class Embedding(Expanded, nn.Embedding):
         if batch > 1:
             self._refuse_other_batch(index, dim)
         if self._recorder is not None and self._recorder.forward is not None:
-            self._recorder.forward.broadcast.append(self)
+            self._recorder.forward.heard.broadcast.append(self)
         return index.expand(batch, *index.shape), 0 if batch_first else 1
 
     def _may_be_positions(self, index: Tensor) -> bool:

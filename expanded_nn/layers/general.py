@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
-from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._batch import batch_dim, has_derivatives
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._lift import Place, quiet_fallbacks, swapped
 from expanded_nn._module import Expanded
 from expanded_nn._registry import EXPANDED
-from expanded_nn._steady import RandomStates, WithoutChance, copies, without_traces
+from expanded_nn.layers.trial import Compared, Mapped, Trial, flatten
 from expanded_nn.recording.backward import graph_of
 from expanded_nn.recording.recorder import Recorder
 
@@ -32,22 +31,6 @@ ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
 
 # torch's words where vmap gives up; the last where samples have results of different sizes
 _OF_VMAP = "vmap|functorch|[Bb]atching rule|stack expects each tensor to be equal size"
-
-
-class Compared(NamedTuple):
-    """What came out when the results of the samples were compared with the plain forward of the whole batch.
-
-    Attributes:
-        alike: Whether they are the same; random results may not be comparable.
-        dims: Where the samples stand in each result.
-    """
-
-    alike: bool
-    dims: tuple[int, ...]
-
-    def fits(self, ones: Sequence[Sequence[int]]) -> bool:
-        """Whether the samples may stand there in other results."""
-        return len(ones) == len(self.dims) and all(dim in where for dim, where in zip(self.dims, ones, strict=True))
 
 
 PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)  # their parameters belong to the module that holds them
@@ -101,7 +84,7 @@ class General(Expanded):
         if not self._has_own_rows():
             return result
         # a reentrant checkpoint's first forward: of the shapes that the second one will have
-        leaves, structure = _flatten(result)
+        leaves, structure = flatten(result)
         return tree_unflatten([self._with_all_rows(each) for each in leaves], structure)
 
     def _with_all_rows(self, output: Any) -> Any:
@@ -136,18 +119,18 @@ class General(Expanded):
         if batch == 0:
             return self._empty(places, expanded, args, kwargs)
 
-        def mapped(given: list[Any]) -> _Mapped:
+        def mapped(given: list[Any]) -> Mapped:
             with self._children_inside(originals):
                 return self._mapped(places, expanded, dims, structure, given, told=bool(guests))
 
         kind = (self.training, *dims, batch == 1, *(tuple(size == 1 for size in each.shape) for each in given))
-        trial = None if guests or kind in self._compared else _Trial(self, args, kwargs, batch, mapped)
+        trial = None if guests or kind in self._compared else Trial(self, args, kwargs, batch, mapped)
         found = mapped(leaves)
         self._refuse_mutation(leaves)
         if guests:
             return found.result()
         if trial is None and not self._compared[kind].fits(found.ones):  # another way through the forward
-            trial = _Trial(self, args, kwargs, batch, mapped)
+            trial = Trial(self, args, kwargs, batch, mapped)
         if trial is not None:
             self._compared = {**self._compared, kind: trial.compared(found)}
         compared = self._compared[kind]
@@ -157,7 +140,7 @@ class General(Expanded):
 
     def _mapped(
         self, places: Sequence[Place], expanded: Any, dims: Any, structure: TreeSpec, leaves: list[Any], *, told: bool
-    ) -> _Mapped:
+    ) -> Mapped:
         """Sends each sample through the forward alone."""
         returned: list[Any] = []
         ones: list[list[int]] = []  # for each result: where the sample may stand, likeliest first
@@ -169,7 +152,7 @@ class General(Expanded):
                 result = self._plain_forward(*args, **kwargs)
             if Counter(_ids_of_one_sample((args, kwargs))) - Counter(_ids_of_one_sample(alone)):
                 raise self._keeping("an argument")
-            outputs, returned[:] = [each for each in _flatten(result)[0] if isinstance(each, Tensor)], [result]
+            outputs, returned[:] = [each for each in flatten(result)[0] if isinstance(each, Tensor)], [result]
             ones[:] = [self._dims_of_one(each, told=told) for each in outputs]
             return [each.squeeze(dims[0]) for each, dims in zip(outputs, ones, strict=True)]
 
@@ -188,7 +171,7 @@ class General(Expanded):
                 remedy,
             ) from error
         moved = [each.movedim(0, first) for each, (first, *_) in zip(results, ones, strict=True)]
-        return _Mapped(returned[0], moved, ones)
+        return Mapped(returned[0], moved, ones)
 
     def _refuse_square(self, others: list[Tensor], batch: int) -> None:
         for each in others:
@@ -304,190 +287,6 @@ class General(Expanded):
 
 # what the forward does not write, or is looked at by name
 _NOT_ITS_OWN = {"_buffers", "_parameters", "_modules", "_recorder", "_settings", "_compared", "_ranks"}
-
-
-def _flatten(result: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of a result, dataclasses taken apart as well."""
-    leaves, structure = tree_flatten(result)
-    unknown = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf)}
-    for each in unknown:
-        register_dataclass(each)
-    return tree_flatten(result) if unknown else (leaves, structure)
-
-
-@dataclasses.dataclass
-class _Mapped:
-    """What came out of the forward, sample by sample.
-
-    Attributes:
-        returned: What the forward has returned, with the tensors of one sample.
-        tensors: Those of all samples.
-        ones: For each of them, where the samples may stand, likeliest first.
-    """
-
-    returned: Any
-    tensors: list[Tensor]
-    ones: list[list[int]]
-
-    def with_samples_in(self, dims: Sequence[int]) -> _Mapped:
-        """The same with the samples in these dimensions."""
-        moves = zip(self.tensors, self.ones, dims, strict=True)
-        moved = [each.transpose(first, dim) if dim != first else each for each, (first, *_), dim in moves]
-        return _Mapped(self.returned, moved, self.ones)
-
-    def result(self) -> Any:
-        """What the forward returns for the whole batch."""
-        tensors = iter(self.tensors)
-        leaves, structure = _flatten(self.returned)
-        return tree_unflatten([next(tensors) if isinstance(each, Tensor) else each for each in leaves], structure)
-
-
-class _Trial:
-    """Compares the samples' results with the plain forward of the whole batch: it has to say the same.
-
-    It does not where the forward mixes samples, or where an argument that all samples share has B rows by chance. What
-    the forward leaves behind goes, and what it draws is drawn again. Where it draws random numbers they are fixed for
-    the comparison; where that does not help, a derivative tells whether samples are mixed.
-
-    Args:
-        module: The module.
-        args: What its forward is about to be called with; so is `kwargs`.
-        batch: B.
-        mapped: Sends arguments through the forward sample by sample.
-    """
-
-    def __init__(
-        self, module: General, args: Any, kwargs: Any, batch: int, mapped: Callable[[list[Any]], _Mapped]
-    ) -> None:
-        self.module, self.batch, self.mapped = module, batch, mapped
-        self.arguments = copies((args, kwargs))  # as the forward may change its own
-        self.states = RandomStates([*module.modules(), self.arguments])
-        self.expected = self.plain(hooks=False)
-        self.is_random = self.states.restore()
-
-    @torch.no_grad()
-    def plain(self, *, hooks: bool) -> list[Tensor]:
-        """The tensors that the plain forward returns for the whole batch."""
-        args, kwargs = copies(self.arguments)
-        with without_traces(self.module, hooks=hooks), self.module._children_inside({}):
-            leaves, _ = _flatten(self.module._plain_forward(*args, **kwargs))
-        return [each for each in leaves if isinstance(each, Tensor)]
-
-    @torch.no_grad()
-    def compared(self, found: _Mapped) -> Compared:
-        """Where the samples stand in the results.
-
-        Raises:
-            PerSampleError: If the forward of the whole batch gives another result.
-        """
-        before = RandomStates([*self.module.modules(), self.arguments])
-        try:
-            return self._compared(found)
-        finally:
-            before.restore()
-
-    def _compared(self, found: _Mapped) -> Compared:
-        dims = self._dims(found)
-        if not self.is_random and self._agree(found, dims, self.expected):
-            return Compared(True, dims)
-        self.states.restore()
-        if self.is_random:
-            with WithoutChance():
-                fixed = self._found_again()
-                self.states.restore()
-                if self._agree(fixed, dims, self.plain(hooks=False)):
-                    return Compared(True, dims)
-            found = fixed
-            self.states.restore()
-        with WithoutChance() if self.is_random else nullcontext():
-            expected = self.plain(hooks=True)
-            if self._agree(found, dims, expected):
-                return Compared(True, dims)
-            self.states.restore()
-            repeats = all(map(_near, expected, self.plain(hooks=True)))
-        self.states.restore()
-        if (repeats and not self.is_random) or self._mixes(dims):
-            raise complaint(
-                self.module.name,
-                "on the whole batch its forward gives another result than sample by sample",
-                "samples that do not depend on each other, and arguments whose rows are the samples",
-                "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module; give "
-                "a tensor that all samples share to the module as a buffer. Random numbers for the whole batch have to "
-                "come from torch's generators.",
-            )
-        return Compared(False, dims)
-
-    @torch.no_grad()
-    def _found_again(self) -> _Mapped:
-        """The samples' results once more, in the mode that is on now."""
-        leaves, _ = tree_flatten(copies(self.arguments))
-        with without_traces(self.module):
-            return self.mapped(leaves)
-
-    def _dims(self, found: _Mapped) -> tuple[int, ...]:
-        """Where the samples stand in each result, as its shape says."""
-        dims = []
-        for result, (first, *_), plain in zip(found.tensors, found.ones, self.expected, strict=True):
-            moved = [dim for dim in range(result.dim()) if result.transpose(first, dim).shape == plain.shape]
-            dims.append(first if first in moved or not moved else moved[0])
-        return tuple(dims)
-
-    def _agree(self, found: _Mapped, dims: tuple[int, ...], expected: list[Tensor]) -> bool:
-        results = found.with_samples_in(dims).tensors
-        floats = [each for each in tree_leaves(self.arguments) if isinstance(each, Tensor) and has_derivatives(each)]
-        sizes = (each.abs().where(each.isfinite(), 0).max() for each in floats if each.numel() and not each.is_meta)
-        size = max(map(float, sizes), default=1.0)
-        for result, plain, dim in zip(results, expected, dims, strict=True):
-            if plain.dim() == result.dim() > 0 and plain.shape[dim] == 1:
-                plain = plain.expand(*plain.shape[:dim], result.shape[dim], *plain.shape[dim + 1 :])
-            if result.shape != plain.shape or not _near(plain, result.detach(), size):
-                return False
-        return True
-
-    def _mixes(self, dims: tuple[int, ...]) -> bool:
-        """Whether a sample's result depends on the arguments of the others, or nothing could tell."""
-        leaves, structure = tree_flatten(copies(self.arguments))
-        places = [self.module._sample_dim(leaf, self.batch) for leaf in leaves]
-        inputs = [
-            (leaf.requires_grad_(), place)
-            for leaf, place in zip(leaves, places, strict=True)
-            if place is not None and has_derivatives(leaf)
-        ]
-        args, kwargs = tree_unflatten(leaves, structure)
-        with torch.enable_grad(), without_traces(self.module), self.module._children_inside({}):
-            # behind an operation, as a forward may change its arguments in place
-            args, kwargs = tree_map_only(Tensor, lambda each: each * 1 if each.requires_grad else each, (args, kwargs))
-            result = [each for each in _flatten(self.module._plain_forward(*args, **kwargs))[0] if _is_float(each)]
-            ends = [
-                each.select(dim, 0)
-                for each, dim in zip(result, dims, strict=False)
-                if each.requires_grad and each.dim() and each.shape[dim] == self.batch
-            ]
-        if not inputs or not ends:
-            return True
-        weights = [torch.randn(each.shape, generator=torch.Generator().manual_seed(0)).to(each) for each in ends]
-        grads = torch.autograd.grad(ends, [leaf for leaf, _ in inputs], weights, allow_unused=True)
-        of_others = [
-            grad.narrow(dim, 1, self.batch - 1)
-            for grad, (_, dim) in zip(grads, inputs, strict=True)
-            if grad is not None and self.batch > 1
-        ]
-        return any(bool(part.any()) for part in of_others)
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and has_derivatives(leaf)
-
-
-def _near(plain: Tensor, other: Tensor, size: float = 0.0) -> bool:
-    """Whether two results differ by no more than rounding, of themselves or of inputs of such a size."""
-    if not has_derivatives(plain) or plain.is_meta:
-        return plain.shape == other.shape
-    epsilon = torch.finfo(plain.dtype).eps
-    finite = plain.isfinite()
-    scale = plain.where(finite, 0).abs().max() if plain.numel() else torch.ones(())
-    limit = 100 * epsilon**0.5 * scale + 1000 * epsilon * size
-    return bool(((other - plain).abs() <= limit).logical_or(~finite).all())
 
 
 class Alone(General):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -210,6 +210,54 @@ class Leaf:
             self.sent[task].add(gradient)
         else:
             self.sent[task] = Sent(gradient)
+
+
+class Leaves:
+    """What is known of each parameter, by identity; parameters that are no more are forgotten.
+
+    Attributes:
+        known: By the parameter's id.
+        lost: Ids of parameters that are no more.
+        sharded: Whether FSDP has sharded any of them.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[int, Leaf] = {}
+        self.lost: list[int] = []
+        self.sharded = False
+
+    def __iter__(self) -> Iterator[Leaf]:
+        return iter(self.known.values())
+
+    def get(self, parameter: Tensor) -> Leaf | None:
+        """What is known of a parameter."""
+        leaf = self.known.get(id(parameter))
+        return leaf if leaf is not None and leaf.parameter() is parameter else None
+
+    def is_watched(self, parameter: Tensor) -> bool:
+        """Whether there is a hook on a parameter."""
+        leaf = self.known.get(id(parameter))
+        return leaf is not None and leaf.handle is not None and leaf.parameter() is parameter
+
+    def add(self, parameter: Tensor) -> Leaf:
+        """A new parameter."""
+        lost, key = self.lost, id(parameter)
+        leaf = self.known[key] = Leaf(weakref.ref(parameter, lambda _: lost.append(key)))
+        self.sharded = self.sharded or is_shard(parameter)
+        return leaf
+
+    def forget_lost(self) -> list[Leaf]:
+        """Forgets parameters that are no more, and says which."""
+        gone = []
+        while self.lost:
+            leaf = self.known.get(key := self.lost.pop())
+            if leaf is not None and leaf.parameter() is None:
+                gone.append(self.known.pop(key))
+        return gone
+
+    def with_rows(self) -> list[Leaf]:
+        """Those that hold rows."""
+        return [leaf for leaf in self.known.values() if leaf.shown.rows is not None]
 
 
 class Owner(Protocol):
