@@ -383,13 +383,14 @@ class Recorder:
         if self.settings.accumulate_grad:
             held = stale(held, self.name_of)
             for leaf in held:
-                leaf.clipped, leaf.is_scaled = None, False
+                leaf.clipped, leaf.is_scaled, leaf.has_more = None, False, False
         for leaf in held:
             self._forget(leaf)
         if self.store.held:
             self.store.drop_passes_of(self._left_or_frozen())
         for leaf in self.leaves:
             leaf.note_grad()
+            leaf.note_foreign_part()
             if leaf.lacking is not None:
                 leaf.lacks_rows()  # looks while `.grad` may still be zero
         self.store.begin()

@@ -110,6 +110,7 @@ class Leaf:
         scales_rows: Whether its rows are scaled by B, as those of a mean over the samples.
         grad: `.grad` as it was seen last, and its version then.
         is_scaled: Whether `.grad` was scaled since it was cleared, so that the sum of the rows is no measure of it.
+        has_more: Whether `.grad` holds something that no rows are of, so that their sum is no measure of it either.
         clipped: The `.grad` that clipping has set, and its version then.
         lacking: The `.grad` that has a part whose rows were dropped, as the parameter was frozen meanwhile.
         memory: Where its dense rows are written.
@@ -124,6 +125,7 @@ class Leaf:
     sent: dict[int, Sent] = field(default_factory=dict)
     grad: tuple[weakref.ref[Tensor], int] | None = None
     is_scaled: bool = False
+    has_more: bool = False
     clipped: tuple[weakref.ref[Tensor], int] | None = None
     lacking: weakref.ref[Tensor] | None = None
     memory: Recycled = field(default_factory=Recycled)
@@ -178,6 +180,12 @@ class Leaf:
         """Whether `.grad` is another tensor than it was."""
         parameter = self.as_shown()
         return self.grad is not None and parameter is not None and self.grad[0]() is not parameter.grad
+
+    def note_foreign_part(self) -> None:
+        """Keeps in mind that `.grad` holds something that no rows are of, so that their sum is no measure of it."""
+        if self.grad is not None and self.shown.rows is None:
+            parameter = self.as_shown()
+            self.has_more = parameter is not None and parameter.grad is not None and not _vanishes(parameter.grad)
 
     def note_lacking(self) -> None:
         """The rows of what is in `.grad` are about to be dropped."""
@@ -369,7 +377,7 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str]) -> list[Leaf
             some_held = True
         elif _is_multiple(parameter.grad, leaf):
             some_held = leaf.is_scaled = True
-        elif not leaf.grad_is_another() and leaf.has_own_measure():
+        elif not leaf.grad_is_another() and (leaf.has_more or leaf.has_own_measure()):
             some_held = True
         elif leaf.grad_is_another() and not leaf.has_own_measure():
             found.append(leaf)
