@@ -89,11 +89,7 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     limits = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
     groups = dict.fromkeys(held, "") if together else _grouped(held, limits)
     held.clear()
-    squares = list(zip([groups[next(iter(shapes))] for shapes, _ in parts], squared_norms(parts), strict=True))
-    norms = {}
-    for key in limits:
-        of_group = [part for part, (group, _) in zip(parts, squares, strict=True) if group == key]
-        norms[key] = lengths((each for group, each in squares if group == key), of_group)
+    norms = _norms(parts, groups, limits)
     for key, each in norms.items():
         _refuse_nonfinite(key or "all parameters", each)
     factors = {key: _factors(each, limits[key]) for key, each in norms.items()}
@@ -113,6 +109,17 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     for recorder in recorders:
         recorder.note_grads()
     return norms[""] if together else norms
+
+
+def _norms(parts: list[Part], groups: Mapping[str, str], limits: Iterable[str]) -> dict[str, Tensor]:
+    """The norm of each row over the parameters of each group; a function, as its lists would keep the rows alive."""
+    members = [groups[next(iter(shapes))] for shapes, _ in parts]
+    squares = squared_norms(parts)
+    norms = {}
+    for key in limits:
+        chosen = [place for place, group in enumerate(members) if group == key]
+        norms[key] = lengths([squares[place] for place in chosen], [parts[place] for place in chosen])
+    return norms
 
 
 def _grouped(names: Iterable[str], limits: Mapping[str, MaxNorm]) -> dict[str, str]:

@@ -204,7 +204,7 @@ class Recorder:
         """All that is called meanwhile is one pass of so many samples; inside of a forward it is a part of that."""
         if not self.inside(module):
             return Forward(self, module, batch, (), is_explicit=True)
-        if self.records and self.forward is not None and self.forward.now.batch != batch:
+        if self.forward is not None and self.forward.now.batch != batch:
             raise complaint(
                 "one_pass",
                 f"batch_size is {batch}, inside of a forward of {self.forward.now.batch} samples",
