@@ -8,6 +8,7 @@ from expanded_nn._registry import expands as expands
 from expanded_nn._version import __version__ as __version__
 from expanded_nn.check import Report as Report, check as check
 from expanded_nn.clipping import clip_grad_sample_norms_ as clip_grad_sample_norms_
+from expanded_nn.compile import compile as compile
 from expanded_nn.convert import convert as convert, per_sample as per_sample, revert as revert
 from expanded_nn.core.kronecker import KroneckerFactors as KroneckerFactors
 from expanded_nn.factored import FactoredTensor as FactoredTensor

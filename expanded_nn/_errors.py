@@ -5,6 +5,10 @@ class PerSampleError(RuntimeError):
     """Per-sample gradients cannot be right here; the text names the place and the remedy."""
 
 
+class PerSampleWarning(UserWarning):
+    """Per-sample gradients are right here, but slower than they may be; the text names the place and the remedy."""
+
+
 class ConversionError(PerSampleError):
     """`convert` met modules that it cannot convert; the text lists every one of them."""
 

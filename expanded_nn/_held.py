@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from expanded_nn._errors import complaint
 from expanded_nn._module import Expanded, PerSampleModule, all_parameters
 from expanded_nn._rows import widened
+from expanded_nn._traced import assume, is_traced, note_recorder
 from expanded_nn.core import cost
 from expanded_nn.core.terms import Products
 from expanded_nn.factored import FactoredTensor, as_factored, as_real
@@ -43,6 +44,7 @@ def recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]
         )
     recorders = list(dict.fromkeys(each for each in recording.values() if each is not None))
     for recorder in recorders:
+        note_recorder(recorder)
         recorder.settle()
     kinds = {(each.settings.loss_reduction, each.settings.accumulate_grad) for each in recorders}
     if len(kinds) > 1:
@@ -69,14 +71,15 @@ def _is_used(parameter: Tensor) -> bool:
 def batch_size_of(held: Mapping[str, Tensor]) -> int:
     """How many rows all parameters hold; 0 without parameters."""
     sizes = {name: rows.shape[0] for name, rows in held.items()}
-    if len(set(sizes.values())) > 1:
+    batch = next(iter(sizes.values()), 0)
+    if any(size != batch for size in sizes.values()):
         raise complaint(
             "per_sample_grads",
             f"the parameters hold {sizes} rows",
             "equally many",
             "Clear the gradients and run again.",
         )
-    return next(iter(sizes.values()), 0)
+    return batch
 
 
 def refuse_gradients_without_rows(
@@ -175,6 +178,9 @@ def lengths(squares: Iterable[Tensor], parts: Sequence[Part]) -> Tensor:
     numbers = torch.finfo(norms.dtype)
     low, high = (numbers.tiny / numbers.eps) ** 0.5, numbers.max**0.5
     least, most = norms.aminmax()
+    if is_traced():
+        assume((low < least) & (most < high))
+        return norms
     if low < float(least) and float(most) < high:  # no NaN either
         return norms
     doubtful = (~((norms > low) & (norms < high))).nonzero().flatten()

@@ -24,6 +24,7 @@ from expanded_nn._held import (
 )
 from expanded_nn._modes import no_torch_function
 from expanded_nn._rows import widened
+from expanded_nn._traced import assume, is_traced
 from expanded_nn.recording.sharded import added_over_ranks, is_shard, scattered
 
 MaxNorm = float | Callable[[Tensor], Tensor]  # a norm to clip to, or a function of the norms that gives the factors
@@ -165,6 +166,9 @@ def _factors(norms: Tensor, max_norm: MaxNorm) -> Tensor:
 
 
 def _refuse_nonfinite(what: str, norms: Tensor) -> None:
+    if is_traced():
+        assume(norms.isfinite().all())
+        return
     if math.isfinite(norms.sum()):  # one operation in place of four; a sum may be too large as well
         return
     bad = (~norms.isfinite()).nonzero().flatten().tolist()

@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from expanded_nn._cell import Block, Cell
 from expanded_nn._modes import no_torch_function
 from expanded_nn._operations import TABLE
 from expanded_nn._rows import Rows, refuse_in_place, scaled_blocks
 from expanded_nn._storage import Recycled
+from expanded_nn._traced import OnlyEager
+from expanded_nn.core import algebra
+from expanded_nn.core.algebra import Kind
 from expanded_nn.core.terms import Dense
 
 
@@ -90,6 +94,22 @@ class FactoredTensor(Rows):
 def as_factored(rows: Tensor) -> FactoredTensor:
     """A view of any rows `(B, *shape)` that has the algebra of the factored gradient."""
     return rows if isinstance(rows, FactoredTensor) else FactoredTensor.of(Dense.of(rows))
+
+
+class _Unseen(Cell):
+    """Rows that are held while a step is traced: it may drop them, and not look at them."""
+
+    def merge(self) -> tuple[Block, ...]:
+        raise OnlyEager("it uses per-sample gradients that were held before")
+
+    def unchanged(self) -> list[algebra.Block]:
+        raise OnlyEager("it uses per-sample gradients that were held before")
+
+
+def unseen(rows: Tensor) -> FactoredTensor:
+    """Rows of the same shape that cannot be looked at."""
+    kind = Kind(tuple(rows.shape[1:]), rows.dtype, rows.device)
+    return FactoredTensor(_Unseen((), kind), rows.shape)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -165,7 +165,7 @@ def _is_expansion(node: Any) -> bool:
 
 
 def _kept_and_total(
-    rows: Tensor, scale: float, add_up: bool, settings: Any, memory: Recycled
+    rows: Tensor, scale: float, add_up: bool, settings: Any, memory: Recycled | None
 ) -> tuple[Tensor, Tensor | None]:
     """The scaled rows, in the smaller of their forms, and the plain gradient, the sum of the unscaled ones."""
     kept = times(rows, scale)

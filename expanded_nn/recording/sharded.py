@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn._errors import complaint
+from expanded_nn._traced import refuse_values
 
 
 def _distributed() -> Any:
@@ -25,6 +26,7 @@ def is_shard(parameter: Any) -> bool:
 
 def is_zero(grad: Tensor) -> bool:
     """Whether a gradient is zero, on all ranks where it is sharded."""
+    refuse_values("a parameter has a gradient and no per-sample gradients")
     some = grad.any()
     return not bool(some.full_tensor() if is_shard(some) else some)  # type: ignore[attr-defined]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from expanded_nn._cell import Cell
 from expanded_nn._modes import running_backward
+from expanded_nn._traced import is_traced
 from expanded_nn.core.algebra import Kind
 from expanded_nn.factored import FactoredTensor, joined, materialized, parted
 from expanded_nn.recording.passes import Pass
@@ -103,7 +104,7 @@ class Store:
         """
         passes, shown = tuple(self.held), leaf.shown
         batches = [now.batch for now in passes]
-        if any(part is not None and part.requires_grad for part in parts):
+        if is_traced() or any(part is not None and part.requires_grad for part in parts):
             pairs = zip(batches, parts, strict=True)
             zeros_for_none = [parameter.new_zeros(n, *parameter.shape) if part is None else part for n, part in pairs]
             leaf.show(torch.cat(zeros_for_none), passes)

@@ -13,7 +13,8 @@ from torch.nn.utils import parametrize
 
 from expanded_nn._errors import complaint
 from expanded_nn._storage import Recycled
-from expanded_nn.factored import as_factored
+from expanded_nn._traced import assume, is_traced, refuse_values
+from expanded_nn.factored import as_factored, unseen
 from expanded_nn.recording.backward import accumulates, running_backward
 from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.sharded import is_shard, is_zero
@@ -113,7 +114,7 @@ class Leaf:
         has_more: Whether `.grad` holds something that no rows are of, so that their sum is no measure of it either.
         clipped: The `.grad` that clipping has set, and its version then.
         lacking: The `.grad` that has a part whose rows were dropped, as the parameter was frozen meanwhile.
-        memory: Where its dense rows are written.
+        memory: Where its dense rows are written, if memory is used again.
         place: Where it stands, as far as that is known.
         handle: The hook that watches it.
     """
@@ -128,7 +129,7 @@ class Leaf:
     has_more: bool = False
     clipped: tuple[weakref.ref[Tensor], int] | None = None
     lacking: weakref.ref[Tensor] | None = None
-    memory: Recycled = field(default_factory=Recycled)
+    memory: Recycled | None = field(default_factory=Recycled)
     place: Place | None = None
     handle: Any = None
 
@@ -142,6 +143,20 @@ class Leaf:
             parameter.grad_sample = rows  # type: ignore[attr-defined]
         if self.place is not None and self.place.shard is not None:
             self.place.shard.grad_sample = rows  # type: ignore[attr-defined]
+
+    def stand_apart(self, is_clipped: Callable[[Tensor], bool]) -> None:
+        """Forgets the past for a while: rows that are held are not seen, and what is in `.grad` is new."""
+        parameter, rows = self.parameter(), None
+        if self.shown.rows is not None:
+            rows = unseen(self.shown.rows)
+        self.shown, self.sent, self.memory = Shown(rows), {}, None
+        self.is_scaled = self.has_more = False
+        self.lacking = self.clipped = None
+        if parameter is not None:
+            parameter.grad_sample = rows  # type: ignore[attr-defined]
+            if parameter.grad is not None and is_clipped(parameter):
+                self.clipped = weakref.ref(parameter.grad), parameter.grad._version
+        self.note_grad()
 
     def show_again(self, shown: Shown) -> None:
         """Sets `grad_sample` to what it was."""
@@ -398,6 +413,9 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str]) -> list[Leaf
 def _vanishes(grad: Tensor) -> bool:
     """Whether all numbers are zero; the first ones tell for nearly every gradient that is not."""
     values = grad._values() if grad.is_sparse else grad
+    if is_traced():
+        assume(values.any())
+        return False
     if not is_shard(values) and values.numel() > 64 and values.is_contiguous() and bool(values.view(-1)[:64].any()):
         return False
     return is_zero(values)
@@ -421,6 +439,7 @@ def _sum_of_rows(leaf: Leaf) -> tuple[Tensor, Tensor]:
 
 
 def _rows_cancel(leaf: Leaf) -> bool:
+    refuse_values("a gradient is zero between two backwards")
     parameter = leaf.as_shown()
     if leaf.clipped is not None and parameter is not None and parameter.grad is not None:
         grad, version = leaf.clipped
@@ -432,6 +451,7 @@ def _rows_cancel(leaf: Leaf) -> bool:
 
 def _is_multiple(grad: Tensor, leaf: Leaf) -> bool:
     """Whether a gradient is the sum of the rows times a number, as one that was scaled is."""
+    refuse_values("a gradient is changed between two backwards")
     total, rounding = _sum_of_rows(leaf)
     grad = grad.detach().to_dense() if grad.is_sparse else grad.detach()
     if grad.shape != total.shape:
@@ -448,4 +468,7 @@ def _equal(left: Tensor, right: Tensor) -> bool:
     """Whether two gradients are the same, those of samples that are NaN included."""
     if left.is_sparse or right.is_sparse:
         left, right = left.to_dense(), right.to_dense()
+    if is_traced():
+        assume((left == right).all())
+        return True
     return torch.equal(left, right) or bool(torch.allclose(left, right, rtol=0.0, atol=0.0, equal_nan=True))

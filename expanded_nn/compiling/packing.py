@@ -1,0 +1,105 @@
+"""Values as the tensors in them, and a function that makes the value anew from other tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from expanded_nn._cell import Cell, Guarded
+from expanded_nn._traced import OnlyEager
+from expanded_nn.core.terms import Term
+from expanded_nn.factored import FactoredTensor
+from expanded_nn.grads import PerSampleGrads
+
+Parts = Sequence[Any]  # tensors, and in a graph for changing sizes integers that stand for sizes
+Remake = Callable[[Parts], Any]
+
+
+def packed(value: Any, parts: list[Any]) -> Remake:
+    """Appends the tensors within a value to `parts`; the function that is returned makes the value from such parts.
+
+    Tensors are looked for in tuples, lists, dicts, dataclasses and `PerSampleGrads`; factored rows are taken apart into
+    their factors.
+
+    Raises:
+        OnlyEager: If sizes that change are where they cannot be filled in.
+    """
+    if isinstance(value, FactoredTensor):
+        return _packed_rows(value, parts)
+    if isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+        place = len(parts)
+        parts.append(value)
+        return lambda given: given[place]
+    if isinstance(value, PerSampleGrads):
+        rows = packed(dict(value), parts)
+        return lambda given: PerSampleGrads(rows(given))
+    if isinstance(value, Mapping):
+        return _packed_mapping(value, parts)
+    if isinstance(value, PackedSequence):
+        items = [packed(each, parts) for each in value]
+        return lambda given: PackedSequence(*(item(given) for item in items))
+    if isinstance(value, list | tuple):
+        kind: Any = type(value)
+        items = [packed(each, parts) for each in value]
+        if hasattr(value, "_fields"):
+            return lambda given: kind(*(item(given) for item in items))
+        return lambda given: kind(item(given) for item in items)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _packed_attributes(value, [field.name for field in fields(value)], parts)
+    return lambda given: value
+
+
+def _packed_mapping(value: Mapping[Any, Any], parts: list[Any]) -> Remake:
+    items = {key: packed(each, parts) for key, each in value.items()}
+    if type(value) is dict:
+        return lambda given: {key: item(given) for key, item in items.items()}
+
+    def remake(given: Parts) -> Any:
+        made: Any = copy.copy(value)
+        for key, item in items.items():
+            made[key] = item(given)
+        return made
+
+    return remake
+
+
+def _packed_attributes(value: Any, names: Sequence[str], parts: list[Any]) -> Remake:
+    items = {name: packed(getattr(value, name), parts) for name in names}
+
+    def remake(given: Parts) -> Any:
+        made = copy.copy(value)
+        for name, item in items.items():
+            object.__setattr__(made, name, item(given))
+        return made
+
+    return remake
+
+
+def _packed_rows(rows: FactoredTensor, parts: list[Any]) -> Remake:
+    blocks = [(packed(size, parts), [_packed_term(each.term, parts) for each in terms]) for size, terms in rows.blocks]
+    kind, row_shape = rows._cell.kind, tuple(rows.shape[1:])
+    _refuse_symbols(kind.row_shape, row_shape)
+
+    def remake(given: Parts) -> FactoredTensor:
+        made = [(size(given), tuple(Guarded.of(term(given)) for term in terms)) for size, terms in blocks]
+        return FactoredTensor(Cell(made, kind), (sum(size for size, _ in made), *row_shape))
+
+    return remake
+
+
+def _packed_term(term: Term, parts: list[Any]) -> Callable[[Parts], Term]:
+    start, stop = len(parts), len(parts) + len(term.factors)
+    parts.extend(term.factors)
+    _refuse_symbols(*(value for value in vars(term).values() if isinstance(value, tuple) and value is not term.factors))
+    return lambda given: term.remake(given[start:stop], term.coefficient, term.dtype)
+
+
+def _refuse_symbols(*values: Any) -> None:
+    if any(isinstance(size, torch.SymInt) for value in values for size in value):
+        raise OnlyEager("the shapes of its parameters' gradients change with the batch")

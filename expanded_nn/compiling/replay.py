@@ -1,0 +1,113 @@
+"""A traced step as a function that is called again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from expanded_nn.compiling.tracing import Outcome, Traced
+
+
+class Graph:
+    """A compiled step, for arguments of some shapes.
+
+    Args:
+        traced: The step.
+        shapes: Those of the tensors among the arguments, as it was traced.
+        varying: Which of their dimensions may have other sizes.
+        backend: Makes a function of a graph and example inputs.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        shapes: Sequence[torch.Size],
+        varying: Collection[tuple[int, int]],
+        backend: Callable[..., Any],
+    ) -> None:
+        self.outcome: Outcome = traced.outcome
+        self.with_grad, self.constants, self.draws = traced.with_grad, traced.constants, traced.draws
+        self.changed = _changed(traced.graph)
+        self.shapes, self.varying = shapes, varying
+        self.symbols: dict[Any, tuple[int, int]] = {}
+        self.alike: list[tuple[tuple[int, int], tuple[int, int]]] = []
+        for place in sorted(varying):
+            size: Any = traced.examples[place[0]].shape[place[1]]
+            if isinstance(size, torch.SymInt):
+                first = self.symbols.setdefault(size.node.expr, place)
+                if first != place:
+                    self.alike.append((first, place))
+        self.shape_env = traced.shape_env
+        with torch.no_grad():
+            self.function = backend(traced.graph, traced.examples)
+
+    def fits(self, shapes: Sequence[torch.Size]) -> bool:
+        """Whether the graph is right for arguments of such shapes."""
+        free = {*self.symbols.values(), *(place for pair in self.alike for place in pair)}
+        for number, (shape, own) in enumerate(zip(shapes, self.shapes, strict=True)):
+            if any(
+                size != n and (number, dim) not in free for dim, (size, n) in enumerate(zip(shape, own, strict=True))
+            ):
+                return False
+        if any(shapes[i][j] != shapes[k][m] for (i, j), (k, m) in self.alike):
+            return False
+        sizes = {symbol: shapes[i][j] for symbol, (i, j) in self.symbols.items()}
+        ranges = self.shape_env.var_to_range
+        if any(size not in ranges[symbol] for symbol, size in sizes.items() if symbol in ranges):
+            return False
+        return all(bool(guard.expr.subs(sizes)) for guard in self.shape_env.guards)
+
+    def run(self, given: Sequence[Tensor]) -> tuple[bool, Any]:
+        """Runs the step; whether what the graph takes for granted held, and if so, what the step returns.
+
+        Where it did not, nothing has changed.
+        """
+        inputs: list[Any] = [*given, *(leaf(given).grad for leaf in self.with_grad), *self.constants]
+        before = [(each, each.detach().clone()) for each in map(inputs.__getitem__, self.changed)]
+        state = torch.get_rng_state() if self.draws else None
+        with torch.no_grad():
+            results = self.function(*inputs)
+            if self.outcome.assumed is not None and not bool(results[self.outcome.assumed]):
+                for tensor, values in before:
+                    tensor.copy_(values)
+                if state is not None:
+                    torch.set_rng_state(state)
+                return False, None
+        outcome = self.outcome
+        for leaf, remake in outcome.grads:
+            leaf(given).grad = None if remake is None else remake(results)
+        for rows in outcome.rows:
+            rows.recorder.take([{leaf: remake(results) for leaf, remake in held.items()} for held in rows.passes])
+            for parameter in rows.clipped:
+                rows.recorder.note_clipped(parameter)
+            rows.recorder.note_grads()
+        for values, name, remake in outcome.attributes:
+            values[name] = remake(results)
+        for values, name in outcome.removed:
+            values.pop(name, None)
+        return True, outcome.result(results)
+
+
+def _changed(graph: fx.GraphModule) -> list[int]:
+    """The places of the inputs that the graph changes."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    source: dict[fx.Node, fx.Node] = {node: node for node in inputs}  # of what a view shows
+    changed: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:
+            continue
+        values = dict(zip((each.name for each in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+        for argument in schema.arguments:
+            value = values.get(argument.name)
+            if argument.alias_info is None:
+                continue
+            for each in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(each, fx.Node) and each in source:
+                    if argument.alias_info.is_write:
+                        changed.add(source[each])
+                    source.setdefault(node, source[each])
+    return [place for place, node in enumerate(inputs) if node in changed]

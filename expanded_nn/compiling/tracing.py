@@ -1,0 +1,323 @@
+"""Tracing a step: it runs once, on tensors without values, and leaves a graph and what to do with the graph's results.
+
+The model's own parameters take part, so that whoever holds them, as an optimizer does, sees what the step does to them.
+Whatever it does to them, to the rows held and to the attributes of modules is taken back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from operator import itemgetter
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from expanded_nn._errors import complaint
+from expanded_nn._modes import running_backward
+from expanded_nn._traced import FirstEager, OnlyEager, assumptions
+from expanded_nn.compiling.packing import Remake, packed
+from expanded_nn.recording.passes import Stage
+from expanded_nn.recording.recorder import Recorder
+from expanded_nn.recording.watch import Leaf
+
+Find = Callable[[Sequence[Tensor]], Tensor]  # a parameter, or the argument that it is, among the arguments' tensors
+
+
+@dataclass
+class Rows:
+    """What a step leaves in one recorder.
+
+    Attributes:
+        recorder: The recorder.
+        passes: The rows of each pass, by parameter.
+        clipped: The parameters whose `.grad` clipping has set.
+    """
+
+    recorder: Recorder
+    passes: list[dict[Leaf, Remake]]
+    clipped: list[Tensor]
+
+
+@dataclass
+class Outcome:
+    """What to do with the results of a graph, by their places in it.
+
+    Attributes:
+        result: What the step returns.
+        grads: The new `.grad` of parameters and arguments, where it is another than before.
+        rows: The rows that recorders hold.
+        attributes: What became of the attributes and buffers of modules: where, the name, and the value.
+        removed: Those that are gone.
+        assumed: Where it says whether what the graph takes for granted held.
+    """
+
+    result: Remake = lambda given: None
+    grads: list[tuple[Find, Remake | None]] = field(default_factory=list)
+    rows: list[Rows] = field(default_factory=list)
+    attributes: list[tuple[dict[str, Any], str, Remake]] = field(default_factory=list)
+    removed: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    assumed: int | None = None
+
+
+@dataclass
+class Traced:
+    """A traced step.
+
+    Attributes:
+        graph: The operations; its inputs are the tensors among the arguments, the gradients there were, the constants.
+        constants: The tensors that the step has found by itself, as parameters and buffers.
+        examples: The inputs, without values.
+        outcome: What to do with the results.
+        with_grad: The parameters and arguments that had a gradient, found among the arguments' tensors.
+        draws: Whether it draws random numbers.
+        shape_env: What the sizes are known to be.
+    """
+
+    graph: fx.GraphModule
+    constants: list[Tensor]
+    examples: list[Tensor]
+    outcome: Outcome
+    with_grad: list[Find]
+    draws: bool
+    shape_env: Any
+
+
+class _Looks(TorchDispatchMode):
+    """Looks at each operation of a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws = True
+            if running_backward() >= 0:
+                raise OnlyEager("it draws random numbers within a backward, as a checkpoint around a dropout does")
+            if isinstance(kwargs.get("generator"), torch.Generator):
+                raise OnlyEager("it draws random numbers from a torch.Generator of its own")
+        return func(*args, **kwargs)
+
+
+def _refuse_optimizer(optimizer: Any, *_: Any) -> None:
+    raise complaint(
+        "enn.compile",
+        f"the step calls {type(optimizer).__name__}.step()",
+        "a step that ends with its gradients, as numbers such as the learning rate would stay as they are now",
+        "Call the optimizer after the compiled step.",
+    )
+
+
+def trace(
+    step: Callable[..., Any],
+    arguments: Any,  # (args, kwargs), with the tensors in `given`
+    given: Sequence[Tensor],
+    varying: Collection[tuple[int, int]],  # numbers of a tensor and of a dimension of it
+    modules: Sequence[nn.Module],
+    recorders: Sequence[Recorder],
+) -> Traced:
+    """Runs a step on tensors without values.
+
+    Raises:
+        OnlyEager: If a step of this kind cannot be a graph, and eagerly it is right.
+        PerSampleError: If it reads values, or takes a step of an optimizer.
+    """
+    symbolic = import_module("torch.fx.experimental.symbolic_shapes")  # which takes a second
+    shape_env = symbolic.ShapeEnv()
+    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True, static_shapes=not varying)
+
+    def without_values(tensor: Tensor, number: int) -> Tensor:
+        dims = symbolic.DimDynamic
+        kinds = [dims.DUCK if (number, dim) in varying else dims.STATIC for dim in range(tensor.dim())]
+        context = symbolic.StatelessSymbolicContext(dynamic_sizes=kinds) if varying else None
+        return mode.from_tensor(tensor, symbolic_context=context)
+
+    parts: list[Any] = []
+    remake = packed(arguments, parts)
+    numbers = [next(number for number, tensor in enumerate(given) if tensor is part) for part in parts]
+    fakes = [without_values(tensor, number) for number, tensor in enumerate(given)]
+    leaves = list({id(each): each for module in modules for each in module.parameters(recurse=False)}.values())
+    if {id(leaf) for leaf in leaves} & {id(tensor) for tensor in given}:
+        raise OnlyEager("a parameter of a model is among its arguments")
+    finds: list[Find] = [partial(_itself, leaf) for leaf in leaves]
+    finds += [itemgetter(number) for number, tensor in enumerate(given) if tensor.requires_grad]
+    clipped = {id(leaf) for leaf in leaves if any(each.is_clipped(leaf) for each in recorders)}
+    with_grad = [find for find in finds if find(given).grad is not None]
+    grads = [mode.from_tensor(cast(Tensor, find(given).grad).detach()) for find in with_grad]
+    kept = [(dict(vars(module)), dict(module._buffers)) for module in modules]
+    outcome, looks = Outcome(), _Looks()
+
+    def body(*inputs: Tensor) -> list[Any]:
+        own = inputs[: len(fakes)]
+        for find, grad in zip(with_grad, inputs[len(fakes) :], strict=True):
+            find(own).grad = grad
+        before = [find(own).grad for find in finds]
+        args, kwargs = remake([own[number] for number in numbers])
+        results: list[Any] = []
+        with ExitStack() as stack:
+            for recorder in recorders:
+                stack.enter_context(recorder.apart(lambda parameter: id(parameter) in clipped))
+            conditions = stack.enter_context(assumptions())
+            stack.enter_context(looks)
+            stack.enter_context(_no_others(modules))
+            result = step(*args, **kwargs)
+            _refuse_open(result, recorders)
+            outcome.result = packed(result, results)
+            for find, old in zip(finds, before, strict=True):
+                new = find(own).grad
+                if new is not old:
+                    outcome.grads.append((find, None if new is None else packed(new, results)))
+            for recorder in recorders:
+                _note_rows(recorder, outcome, results)
+            _note_attributes(modules, kept, outcome, results)
+            if conditions:
+                outcome.assumed = len(results)
+                results.append(torch.stack(conditions).all())
+        return results
+
+    tracer = make_fx(body, tracing_mode="symbolic" if varying else "fake", _allow_non_fake_inputs=True)
+    hook = register_optimizer_step_pre_hook(_refuse_optimizer)
+    try:
+        with _grads_kept(leaves), _attributes_kept(modules, kept):
+            graph = tracer(*fakes, *grads)
+    finally:
+        hook.remove()
+    constants = _lifted(graph)
+    _refuse_others(constants, leaves)
+    examples = [*fakes, *grads, *(mode.from_tensor(each.detach()) for each in constants)]
+    return Traced(graph, constants, examples, outcome, with_grad, looks.draws, shape_env)
+
+
+@contextmanager
+def _no_others(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Raises before a module is called that nothing is known of."""
+    known = set(modules)
+
+    def look(module: nn.Module, _: Any) -> None:
+        if module not in known:
+            raise FirstEager(f"it calls a {type(module).__name__} for the first time")
+
+    hook = register_module_forward_pre_hook(look)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _refuse_others(constants: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    """Raises if a tensor got a gradient that is no parameter of a module that the step calls, and no argument."""
+    known = {id(leaf) for leaf in leaves}
+    for constant in constants:
+        if constant.requires_grad and constant.is_leaf and id(constant) not in known:
+            if isinstance(constant.grad, FakeTensor):
+                constant.grad = None
+            raise complaint(
+                "enn.compile",
+                f"the step uses a tensor of shape {tuple(constant.shape)} that requires gradients and belongs to no "
+                "module that it calls",
+                "parameters of modules, and arguments",
+                "Make it an argument of the step.",
+            )
+
+
+def _itself(leaf: Tensor, given: Sequence[Tensor]) -> Tensor:
+    return leaf
+
+
+@contextmanager
+def _grads_kept(leaves: Sequence[Tensor]) -> Iterator[None]:
+    grads = [leaf.grad for leaf in leaves]
+    try:
+        yield
+    finally:
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = grad
+
+
+@contextmanager
+def _attributes_kept(
+    modules: Sequence[nn.Module], kept: Sequence[tuple[dict[str, Any], dict[str, Tensor | None]]]
+) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for module, (attributes, buffers) in zip(modules, kept, strict=True):
+            for values, before in ((vars(module), attributes), (module._buffers, buffers)):
+                values.clear()
+                values.update(before)
+
+
+def _refuse_open(result: Any, recorders: Sequence[Recorder]) -> None:
+    """Raises for a result whose backward is to follow outside of the graph."""
+    parts: list[Any] = []
+    packed(result, parts)
+    if not any(isinstance(part, Tensor) and part.requires_grad for part in parts):
+        return
+    if any(each.passes.current is not None and each.passes.current.stage is Stage.OPEN for each in recorders):
+        raise complaint(
+            "enn.compile",
+            "the step returns a result with a history, and has called no backward",
+            "a step that calls backward itself",
+            "Call loss.backward() within the step, or return result.detach().",
+        )
+
+
+def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any]) -> None:
+    recorder.settle()
+    if recorder.rows_stand_alone:
+        raise OnlyEager("it ends with the rows of torch.autograd.grad(..., create_graph=True)")
+    left = [leaf for leaf in recorder.leaves.with_rows() if not leaf.shown.passes]
+    if left and len(left) < len(recorder.leaves.with_rows()):
+        raise OnlyEager("it leaves some of the per-sample gradients that were held before")
+    if left:
+        return
+    passes = [{leaf: packed(rows, results) for leaf, rows in held.items()} for held in recorder.store.held.values()]
+    clipped = [parameter for leaf in recorder.leaves if (parameter := leaf.parameter()) is not None]
+    outcome.rows.append(Rows(recorder, passes, [each for each in clipped if recorder.is_clipped(each)]))
+
+
+def _note_attributes(
+    modules: Sequence[nn.Module],
+    kept: Sequence[tuple[dict[str, Any], dict[str, Tensor | None]]],
+    outcome: Outcome,
+    results: list[Any],
+) -> None:
+    for module, (attributes, buffers) in zip(modules, kept, strict=True):
+        for values, before in ((vars(module), attributes), (module._buffers, buffers)):
+            for name, value in values.items():
+                if name not in before or value is not before[name]:
+                    outcome.attributes.append((values, name, packed(value, results)))
+            outcome.removed += [(values, name) for name in before if name not in values]
+
+
+def _lifted(graph: fx.GraphModule) -> list[Tensor]:
+    """Makes inputs of the tensors that a graph has as attributes; they come last."""
+    constants: dict[int, tuple[Tensor, fx.Node]] = {}
+    last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1:]
+    for node in list(graph.graph.nodes):
+        if node.op != "get_attr" or not isinstance(value := getattr(graph, node.target), Tensor):
+            continue
+        if id(value) not in constants:
+            with graph.graph.inserting_after(last[0]) if last else graph.graph.inserting_before():
+                placeholder = graph.graph.placeholder(f"constant_{len(constants)}")
+            placeholder.meta = dict(node.meta)
+            last = [placeholder]
+            constants[id(value)] = value, placeholder
+        node.replace_all_uses_with(constants[id(value)][1])
+        graph.graph.erase_node(node)
+    for name in [name for name, value in vars(graph).items() if isinstance(value, Tensor)]:
+        delattr(graph, name)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return [value for value, _ in constants.values()]
