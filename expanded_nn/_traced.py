@@ -73,6 +73,16 @@ def refuse_values(reason: str) -> None:
         raise OnlyEager(reason)
 
 
+def wait_for_values(reason: str) -> None:
+    """Says, while a step is traced, that something is made once that takes values.
+
+    Raises:
+        FirstEager: With the reason, in a trace.
+    """
+    if is_traced():
+        raise FirstEager(reason)
+
+
 @contextmanager
 def recorders_met() -> Iterator[dict[Any, None]]:
     """Collects the recorders that take part in a step."""

@@ -97,7 +97,8 @@ def _packed_term(term: Term, parts: list[Any]) -> Callable[[Parts], Term]:
     start, stop = len(parts), len(parts) + len(term.factors)
     parts.extend(term.factors)
     _refuse_symbols(*(value for value in vars(term).values() if isinstance(value, tuple) and value is not term.factors))
-    return lambda given: term.remake(given[start:stop], term.coefficient, term.dtype)
+    coefficient = packed(term.coefficient, parts)
+    return lambda given: term.remake(given[start:stop], coefficient(given), term.dtype)
 
 
 def _refuse_symbols(*values: Any) -> None:

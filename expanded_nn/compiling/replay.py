@@ -37,7 +37,7 @@ class Graph:
         for place in sorted(varying):
             size: Any = traced.examples[place[0]].shape[place[1]]
             if isinstance(size, torch.SymInt):
-                first = self.symbols.setdefault(size.node.expr, place)
+                first = self.symbols.setdefault(size.node._expr, place)
                 if first != place:
                     self.alike.append((first, place))
         self.shape_env = traced.shape_env

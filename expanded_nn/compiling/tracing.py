@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -186,10 +187,10 @@ def trace(
                 results.append(torch.stack(conditions).all())
         return results
 
-    tracer = make_fx(body, tracing_mode="symbolic" if varying else "fake", _allow_non_fake_inputs=True)
+    tracer = make_fx(body, _allow_non_fake_inputs=True)  # "real", as the inputs are without values already
     hook = register_optimizer_step_pre_hook(_refuse_optimizer)
     try:
-        with _grads_kept(leaves), _attributes_kept(modules, kept):
+        with _grads_kept(leaves), _attributes_kept(modules, kept), mode, enable_python_dispatcher():
             graph = tracer(*fakes, *grads)
     finally:
         hook.remove()

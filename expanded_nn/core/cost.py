@@ -11,6 +11,12 @@ from math import log2
 
 import torch
 
+
+def is_symbol(size: object) -> bool:
+    """Whether a size stands for any size, in a graph that is traced: no loop goes over it, and it counts no groups."""
+    return isinstance(size, torch.SymInt)
+
+
 CHUNK_NUMEL = 1 << 22
 
 

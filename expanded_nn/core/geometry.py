@@ -59,6 +59,9 @@ def rows_by_columns(
     seen = windows(x, g.shape[2:], row_shape[2:], geometry)
     g = by_group(g, geometry.groups)
     rows_by_group = rows.view(*g.shape[:2], prod(row_shape[1:]))
+    if cost.is_symbol(seen.shape[0]):
+        columns = seen.reshape(g.shape[0], rows_by_group.shape[2], g.shape[2])
+        return torch.bmm(g, columns.mT).view(rows.shape)
     size = cost.samples_by_columns(g.device.type, seen[0].numel())
     for start in range(0, seen.shape[0], size):
         part = slice(start * geometry.groups, (start + size) * geometry.groups)

@@ -81,6 +81,8 @@ class Patches(Term):
     def fills_memory(self) -> bool:
         if self._is_empty:
             return False
+        if cost.is_symbol(self.batch):
+            return True
         numel, channels, entries = self.batch * prod(self.row_shape), self.row_shape[0], prod(self.row_shape[2:])
         return cost.rows_by_columns(numel, self.numel(), channels, entries, self.dtype, self.factors[0].device.type)
 

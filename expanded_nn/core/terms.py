@@ -169,7 +169,7 @@ class Term(ABC):
     def chunks(self, numel: int | None = None) -> Iterator[Term]:
         """The term in groups of rows that need bounded memory: `numel` numbers a row, or those of its dense form."""
         size = cost.rows_at_once(prod(self.row_shape) if numel is None else numel)
-        if size >= self.batch:
+        if cost.is_symbol(self.batch) or size >= self.batch:
             yield self
             return
         for start in range(0, self.batch, size):

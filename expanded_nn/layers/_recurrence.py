@@ -7,6 +7,7 @@ weight's rows are one sum of outer products over all steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from expanded_nn._modes import in_own_dtype, is_autocast, is_batched
 from expanded_nn._shared import is_shared, owned, shared
+from expanded_nn._traced import is_traced
 from expanded_nn.core import cost
+from expanded_nn.layers import _opaque
 from expanded_nn.layers._equations import Recurrence, Saved, Weights
 from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear, outer_rows
@@ -39,7 +42,8 @@ class _Recurrent(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.recurrence, ctx.steps = recurrence, steps
         given = (steps, x, h0, c0, _shared_weights(weights))
-        y, c, gates = recurrence.saving(*given) if saving else (*recurrence.fused(*given), ())
+        fused = partial(_opaque.forward, recurrence) if is_traced() else recurrence.fused
+        y, c, gates = recurrence.saving(*given) if saving else (*fused(*given), ())
         # a copy of the outputs, as the next layer may change them in place
         ctx.save_for_backward(x, h0, c0, steps.copied_rows(y, y.dtype), *weights, *gates)
         return owned(y), c
@@ -88,7 +92,8 @@ def _gradients(
     saved = Saved(x, steps.previous(h0, y), y, c0, gates)
     reached_hr = g is not None or len(steps.sizes) > 1  # the cell state after the first step does not depend on it
     g = torch.zeros_like(y) if g is None else steps.copied_rows(g, dtype)
-    found = recurrence.backward(steps, saved, one, g, None if g_c is None else g_c.to(dtype))
+    backward = partial(_opaque.backward, recurrence) if is_traced() else recurrence.backward
+    found = backward(steps, saved, one, g, None if g_c is None else g_c.to(dtype))
 
     grads: list[Tensor | None] = [None] * len(needed)
     if needed[0]:
@@ -180,6 +185,7 @@ def _worth_saving(*given: Tensor | None) -> bool:
         and all(cost.keeps_gates(tensor.dtype, tensor.device.type) for tensor in tensors)
         and not is_autocast()
         and not torch.compiler.is_compiling()
+        and not is_traced()
     )
 
 

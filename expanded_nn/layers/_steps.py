@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from expanded_nn._traced import refuse_values
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -46,6 +48,7 @@ class Steps:
     def of_packed(cls, input: PackedSequence) -> Steps:
         """The steps of a `PackedSequence`."""
         data, packed, samples, _ = input
+        refuse_values("sequences have different lengths")
         sizes: list[int] = packed.tolist()
         return cls(sizes, sizes[0], packed, samples, device=data.device)
 
@@ -161,7 +164,7 @@ class Steps:
     ) -> Tensor:  # (N, features)
         """For each row the row of the step before."""
         if self.packed is None:
-            return torch.cat([initial, rows[: len(rows) - self.batch]])
+            return torch.cat([initial, rows[: rows.shape[0] - self.batch]])
         before = (initial, *rows.split(self.sizes))
         return torch.cat([each[:size] for each, size in zip(before, self.sizes, strict=False)])
 

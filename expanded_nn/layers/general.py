@@ -23,6 +23,7 @@ from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._lift import Place, quiet_fallbacks, swapped
 from expanded_nn._module import Expanded
 from expanded_nn._registry import EXPANDED
+from expanded_nn._traced import wait_for_values
 from expanded_nn.layers.trial import Compared, Mapped, Trial, flatten
 from expanded_nn.recording.backward import graph_of
 from expanded_nn.recording.recorder import Recorder
@@ -123,7 +124,9 @@ class General(Expanded):
             with self._children_inside(originals):
                 return self._mapped(places, expanded, dims, structure, given, told=bool(guests))
 
-        kind = (self.training, *dims, batch == 1, *(tuple(size == 1 for size in each.shape) for each in given))
+        kind = (self.training, *dims, bool(batch == 1), *(tuple(bool(n == 1) for n in each.shape) for each in given))
+        if not guests and kind not in self._compared:
+            wait_for_values("a module of the general rule is compared with its plain forward first")
         trial = None if guests or kind in self._compared else Trial(self, args, kwargs, batch, mapped)
         found = mapped(leaves)
         self._refuse_mutation(leaves)

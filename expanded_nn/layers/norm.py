@@ -21,6 +21,7 @@ from expanded_nn._modes import is_batched
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import is_constant, is_shared, owned, shared, shared_or_none
+from expanded_nn.core import cost
 
 aten = torch.ops.aten
 
@@ -255,6 +256,13 @@ def _flat(
     return None if parameter is None else parameter.reshape(-1).contiguous()
 
 
+def _beside_positions(
+    parameter: Tensor,  # (B, C)
+    x: Tensor,  # (B, C, *)
+) -> Tensor:  # (B, C, 1, …)
+    return parameter.reshape(*parameter.shape, *(1,) * (x.dim() - 2))
+
+
 def _repeated(
     statistic: Tensor | None,  # (C,)
     batch: int,
@@ -303,6 +311,10 @@ def group_norm(
     cudnn = torch.backends.cudnn.enabled
     if is_constant(weight, bias):
         return torch.group_norm(x, num_groups, shared_or_none(weight), shared_or_none(bias), eps, cudnn)
+    if cost.is_symbol(batch):
+        y = torch.group_norm(x, num_groups, None, None, eps, cudnn)
+        y = y if weight is None else y * _beside_positions(weight, y)
+        return y if bias is None else y + _beside_positions(bias, y)
     y = torch.group_norm(_one_sample(x), batch * num_groups, _flat(weight), _flat(bias), eps, cudnn)
     return owned(y.view(x.shape))
 
