@@ -112,6 +112,11 @@ def unseen(rows: Tensor) -> FactoredTensor:
     return FactoredTensor(_Unseen((), kind), rows.shape)
 
 
+def is_unseen(rows: Tensor) -> bool:
+    """Whether rows are such."""
+    return isinstance(rows, FactoredTensor) and isinstance(rows._cell, _Unseen)
+
+
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """The rows of several passes, one after the other, without copying what they are made of."""
     if any(part.requires_grad for part in parts):

@@ -1,29 +1,37 @@
-"""`enn.compile`: what the eager step gives, the graph gives."""
+"""`enn.compile`: what the eager step gives, the graph gives.
 
+Nearly all run with the backend `eager`, which replays the graph operation by operation; those marked slow run with the
+default one, or over the whole table.
+"""
+
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from cases import CASES, EVEN_SAME, Case
 
-pytestmark = [pytest.mark.filterwarnings(EVEN_SAME)]
+pytestmark = pytest.mark.filterwarnings(EVEN_SAME, "ignore:Using backward\\(\\) with create_graph=True:UserWarning")
 
 
 def outcome(model: nn.Module, result: Any) -> dict[str, Any]:
     """All that a step leaves: what it returned, gradients, rows, how these are held, buffers."""
-    found = {"result": result}
+    left = {"result": result}
     for name, parameter in model.named_parameters():
         rows = getattr(parameter, "grad_sample", None)
-        found |= {f"{name}.grad": parameter.grad, f"{name}.rows": rows, f"{name}.kind": type(rows).__name__}
-    return found | dict(model.named_buffers())
+        left |= {f"{name}.grad": parameter.grad, f"{name}.rows": rows, f"{name}.kind": type(rows).__name__}
+    return left | dict(model.named_buffers())
 
 
 def assert_same(compiled: Any, eager: Any, where: str = "") -> None:
     """Whether two outcomes are the same."""
-    if isinstance(eager, dict):
+    if isinstance(eager, dict | enn.PerSampleGrads):
         assert list(compiled) == list(eager), where
         for name, value in eager.items():
             assert_same(compiled[name], value, f"{where}.{name}")
@@ -32,9 +40,11 @@ def assert_same(compiled: Any, eager: Any, where: str = "") -> None:
         for i, value in enumerate(eager):
             assert_same(compiled[i], value, f"{where}[{i}]")
     elif isinstance(eager, Tensor):
-        dense = [each.to_dense() if each.is_sparse else each for each in (compiled, eager)]
-        torch.testing.assert_close(dense[0].detach(), dense[1].detach(), equal_nan=True, msg=lambda text: f"{where}: {text}")
-        assert compiled.is_sparse == eager.is_sparse
+        assert compiled.is_sparse == eager.is_sparse, where
+        left, right = (each.detach().to_dense() if each.is_sparse else each.detach() for each in (compiled, eager))
+        torch.testing.assert_close(left, right, equal_nan=True, msg=lambda text: f"{where}: {text}")
+    elif isinstance(eager, float):
+        assert compiled == pytest.approx(eager), where
     else:
         assert compiled == eager, where
 
@@ -43,20 +53,510 @@ def graphs(step: Any) -> list[Any]:
     return [graph for family in step.families.values() for graph in family.graphs]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.has_parameters()], ids=lambda case: case.name)
-def test_compiled_is_eager(case: Case) -> None:
-    mine = enn.convert(case.module()).per_sample()
-    theirs = enn.convert(case.module()).per_sample()
+def law(
+    build: Callable[[], nn.Module],
+    step: Callable[..., Any],
+    batches: list[tuple[Any, ...]],
+    backend: str = "eager",
+    clear: bool = True,
+    most: int = 3,
+    **settings: Any,
+) -> Any:
+    """Runs a step of two equal models, one of them compiled, on some batches; all has to be the same after each.
 
-    def step(model: nn.Module, call: Any) -> Any:
-        loss = (call.on(model).sin() * 1.5).sum()
-        loss.backward()
-        return loss.detach(), enn.clip_grad_sample_norms_(model, 0.5)
+    Args:
+        build: Makes the model.
+        step: A function of the model and a batch.
+        batches: The arguments of each call.
+        backend: That of `enn.compile`.
+        clear: Whether gradients are cleared before each call.
+        most: How many graphs there may be.
+        settings: Those of `per_sample`.
 
-    compiled = enn.compile(lambda call: step(mine, call), backend="eager")
-    for batch in (3, 3, 4, 4, 2):
-        for model in (mine, theirs):
+    Returns:
+        The compiled step.
+    """
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(enn.convert(build()).per_sample(**settings))
+    mine, theirs = models
+    compiled = enn.compile(lambda *batch: step(mine, *batch), backend=backend)
+    for number, batch in enumerate(batches):
+        results = []
+        for model, run in ((mine, compiled), (theirs, lambda *given: step(theirs, *given))):
+            if clear:
+                model.zero_grad()
+            torch.manual_seed(number)
+            results.append(outcome(model, run(*batch)))
+        assert_same(*results)
+        with torch.no_grad():
+            for model in models:
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.01 * parameter.grad
+    assert 1 <= len(graphs(compiled)) <= most
+    return compiled
+
+
+def clipped(model: nn.Module, x: Any) -> Any:
+    """A step that clips."""
+    result = model(x)
+    output = result[0] if isinstance(result, tuple) else result
+    loss = (output.sin() * 1.5).sum()
+    loss.backward()
+    return loss.detach(), enn.clip_grad_sample_norms_(model, 0.5)
+
+
+def classified(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return loss.detach(), enn.clip_grad_sample_norms_(model, 1.0)
+
+
+def samples(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(size, 8), torch.randint(3, (size,))) for size in sizes]
+
+
+def perceptron(**_: Any) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 3))
+
+
+# --- the table ----------------------------------------------------------------------------------------------------
+
+OF_TABLE = [case for case in CASES if case.has_parameters()]
+FIRST = {case.torch_class: case for case in reversed(OF_TABLE)}.values()
+# what is made of them depends on their values
+BY_VALUES = ("sparse", "max_norm", "offsets", "include_last_offset")
+
+
+def of_case(case: Case) -> None:
+    sizes = (3, 3, 4, 4, 2)
+    batches = [(case.inputs(batch),) for batch in sizes]
+    law(case.module, of_call, batches)
+
+
+def of_call(model: nn.Module, call: Any) -> Any:
+    loss = (call.on(model).sin() * 1.5).sum()
+    loss.backward()
+    return loss.detach(), enn.clip_grad_sample_norms_(model, 0.5)
+
+
+@pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
+def test_each_layer(case: Case) -> None:
+    of_case(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OF_TABLE, ids=lambda case: case.name)
+def test_each_case(case: Case) -> None:
+    of_case(case)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, batch_first=True),
+        lambda: nn.LSTM(3, 4, proj_size=2, batch_first=True),
+        lambda: nn.GRU(3, 4, batch_first=True),
+        lambda: nn.RNN(3, 4, batch_first=True, nonlinearity="relu"),
+    ],
+)
+def test_recurrent_layers(build: Callable[[], nn.Module]) -> None:
+    step = law(build, clipped, [(torch.randn(size, 7, 3),) for size in (3, 3, 4, 5)])
+    names = {str(node.target) for graph in graphs(step) for node in graph.function.graph.nodes}
+    assert "expanded_nn.recurrence_backward.default" in names  # and no loop over time
+
+
+def test_attention() -> None:
+    batches = [(torch.randn(size, 7, 8),) for size in (3, 3, 4, 5)]
+    law(lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), clipped, batches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [perceptron, lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 3))])
+def test_default_backend(build: Callable[[], nn.Module]) -> None:
+    law(build, classified, samples(4, 4, 5, 6), backend="inductor")
+
+
+# --- sizes and kinds ----------------------------------------------------------------------------------------------
+
+
+def test_batches_of_many_sizes_take_few_graphs() -> None:
+    """As Poisson sampling draws them, none and one included."""
+    torch.manual_seed(5)
+    sizes = [4, *torch.randint(0, 30, (60,)).tolist()]
+    model = enn.convert(perceptron()).per_sample()
+    step = enn.compile(lambda x, y: classified(model, x, y), backend="eager")
+    for (x, y), size in zip(samples(*sizes), sizes, strict=True):
+        model.zero_grad()
+        _, norms = step(x, y)
+        assert norms.shape == (size,)
+        rows = model[0].weight.grad_sample
+        assert rows.shape == (size, 16, 8)
+    assert len(graphs(step)) <= 5
+
+
+def test_modes_and_frozen_layers_have_graphs_of_their_own() -> None:
+    model = enn.convert(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 3))).per_sample()
+    step = enn.compile(lambda x, y: classified(model, x, y), backend="eager")
+    (x, y), *_ = samples(4)
+
+    def norms(run: Callable[..., Any]) -> Tensor:
+        model.zero_grad()
+        torch.manual_seed(2)
+        result: Tensor = run(x, y)[1]
+        return result
+
+    def both() -> None:
+        for _ in range(3):
+            torch.testing.assert_close(norms(step), norms(lambda x, y: classified(model, x, y)))
+
+    both()
+    model.eval()
+    both()
+    model[0].requires_grad_(False)
+    both()
+    assert model[0].weight.grad_sample is None
+    model.per_sample(loss_reduction="sum")
+    both()
+    model[1].p = 0.1
+    model.train()
+    both()
+    model[2] = enn.convert(nn.Linear(8, 3)).per_sample()
+    model.per_sample()
+    both()
+    model.per_sample(False)
+    with pytest.raises(enn.PerSampleError, match="no rows"):
+        step(x, y)
+
+
+def test_new_values_are_seen() -> None:
+    """Optimizer steps, loaded weights and `.data` make no new graph."""
+    model, other = enn.convert(perceptron()).per_sample(), perceptron()
+    step = enn.compile(lambda x, y: classified(model, x, y), backend="eager")
+    (x, y), *_ = samples(4)
+    for _ in range(2):
+        model.zero_grad()
+        step(x, y)
+    torch.optim.Adam(model.parameters()).step()
+    model.load_state_dict(other.state_dict())
+    model[3].bias.data = torch.ones(3)
+    model.zero_grad()
+    loss, _ = step(x, y)
+    other[3].bias.data = torch.ones(3)
+    torch.testing.assert_close(loss, F.cross_entropy(other(x), y).detach())
+    assert len(graphs(step)) == 1
+
+
+# --- what steps do ------------------------------------------------------------------------------------------------
+
+
+def algebra(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    F.cross_entropy(model(x), y).backward()
+    grads = enn.per_sample_grads(model)
+    return grads, grads.norms(), grads.mean(), grads.gram(), grads.var()
+
+
+def several_backwards(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    F.cross_entropy(model(x), y).backward()
+    F.cross_entropy(model(2 * x), y).backward()
+    return enn.clip_grad_sample_norms_(model, {"": 1.0})
+
+
+def one_graph_twice(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    scores = model(x)
+    scores.square().mean(1).mean().backward(retain_graph=True)
+    F.cross_entropy(scores, y).backward()
+    return enn.clip_grad_sample_norms_(model, lambda norms: 1 / (norms + 0.01))
+
+
+def laplacian(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    loss = (slope.square().sum(1) - y).square().mean()
+    loss.backward()
+    return loss.detach(), enn.clip_grad_sample_norms_(model, 1.0)
+
+
+def checkpointed(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
+    return enn.clip_grad_sample_norms_(model, 1.0)
+
+
+def by_hand(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    """A step that changes gradients and parameters, and returns a number."""
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    enn.clip_grad_sample_norms_(model, 1.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.grad += 0.1 * torch.randn_like(parameter)
+            parameter -= 0.1 * parameter.grad
+    return {"loss": loss.item(), "scores": (model(x).detach(), None, "text")}
+
+
+def under_autocast(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return enn.clip_grad_sample_norms_(model, 1.0)
+
+
+STEPS = [
+    classified, algebra, several_backwards, one_graph_twice, laplacian, checkpointed, by_hand, under_autocast,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("settings", [{}, {"materialize": True}, {"loss_reduction": "sum"}], ids=str)
+def test_steps(step: Callable[..., Any], settings: dict[str, Any]) -> None:
+    law(perceptron, step, samples(4, 4, 5, 5, 4), **settings)
+
+
+class Own(nn.Module):
+    """Parameters of its own, a buffer that changes, a counter, and a weight that is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.randn(8)), nn.Parameter(torch.ones(1))
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.two.weight = self.one.weight
+        self.out = nn.Linear(8, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.two(self.one(x).relu()) * self.scale + self.shift
+        out: Tensor = self.out(h)
+        return out
+
+
+class Counts(nn.Module):
+    """A buffer that each forward changes, and one that it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.detach().abs().mean()
+        self.last = x.detach().mean(0)
+        out: Tensor = self.out(x + self.seen)
+        return out
+
+
+def test_the_general_rule_and_tied_weights() -> None:
+    law(Own, classified, samples(4, 4, 4, 5, 6))
+
+
+def test_buffers_change() -> None:
+    law(Counts, classified, samples(4, 4, 4, 5, 6))
+
+
+def test_random_numbers_are_drawn_anew() -> None:
+    law(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 3)), classified, samples(4, 4, 4, 5, 6))
+
+
+def test_gradients_of_arguments() -> None:
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+        F.cross_entropy(model(x), y).backward()
+        return x.grad
+
+    batches = [(x.requires_grad_(), y) for x, y in samples(4, 4, 4)]
+    models = [enn.convert(perceptron()).per_sample() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    compiled = enn.compile(lambda x, y: step(models[0], x, y), backend="eager")
+    for x, y in batches:
+        mine, theirs = x.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
+        compiled(mine, y), step(models[1], theirs, y)
+        torch.testing.assert_close(mine.grad, theirs.grad)
+        for model in models:
             model.zero_grad()
-        call = case.inputs(batch)
-        assert_same(outcome(mine, compiled(call)), outcome(theirs, step(theirs, call)))
     assert graphs(compiled)
+
+
+def test_two_models_one_of_them_plain() -> None:
+    model, teacher = enn.convert(perceptron()).per_sample(), perceptron()
+
+    def step(x: Tensor) -> Tensor:
+        loss = (model(x) - teacher(x)).square().mean(1).mean()
+        loss.backward()
+        return loss.detach()
+
+    compiled, (x, _) = enn.compile(step, backend="eager"), samples(4)[0]
+    results = []
+    for run in (compiled, compiled, compiled, step):
+        model.zero_grad()
+        teacher.zero_grad()
+        results.append((run(x), teacher[0].weight.grad, model[0].weight.grad_sample))
+    for result in results:
+        assert_same(result, results[-1])
+    assert len(graphs(compiled)) == 1
+
+
+# --- gradients that are there already -------------------------------------------------------------------------------
+
+
+def test_gradients_are_cleared_within_the_step() -> None:
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+        model.zero_grad()
+        return classified(model, x, y)
+
+    law(perceptron, step, samples(4, 4, 4, 4), clear=False)
+
+
+def test_clipping_accumulates() -> None:
+    law(perceptron, classified, samples(4, 4, 4, 5, 6), clear=False, accumulate_grad=False)
+
+
+def test_accumulated_backwards_run_eagerly() -> None:
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+
+    def all_steps(model: nn.Module) -> Any:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compiled = enn.compile(lambda x, y: step(model, x, y), backend="eager")
+            for x, y in samples(4, 4, 4):
+                compiled(x, y)
+        return [str(each.message) for each in caught]
+
+    model = enn.convert(perceptron()).per_sample()
+    (text,) = all_steps(model)
+    assert "runs eagerly, as it uses per-sample gradients that were held before" in text
+    assert model[0].weight.grad_sample.shape == (12, 16, 8)
+
+
+def test_what_a_graph_takes_for_granted() -> None:
+    """Norms whose squares are out of range, and such as are not finite: the step runs eagerly, and says what it does."""
+    model = enn.convert(nn.Linear(8, 3)).per_sample()
+    step = enn.compile(lambda x, y: classified(model, x, y), backend="eager")
+    x, y = samples(4)[0]
+    for factor in (1.0, 1.0, 1e-200, 1.0):
+        model.zero_grad()
+        _, norms = step(factor * x, y)
+        expected = enn.convert(nn.Linear(8, 3)).per_sample()
+        expected.load_state_dict(model.state_dict())
+        torch.testing.assert_close(norms, classified(expected, factor * x, y)[1])
+    model.zero_grad()
+    x[1, 2] = float("nan")
+    with pytest.raises(enn.PerSampleError, match="inf or NaN"):
+        step(x, y)
+    assert len(graphs(step)) == 1
+
+
+def test_what_follows_a_graph_may_be_eager() -> None:
+    """Rows, `.grad` and what is known of both are as after an eager step."""
+    models = [enn.convert(perceptron()).per_sample() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def backward(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+
+    compiled = enn.compile(lambda x, y: backward(models[0], x, y), backend="eager")
+    batches = samples(4, 4, 4, 5)
+    for model, run in zip(models, (compiled, lambda x, y: backward(models[1], x, y)), strict=True):
+        for x, y in batches[:3]:
+            model.zero_grad()
+            run(x, y)
+        backward(model, *batches[3])  # appends
+        assert model[0].weight.grad_sample.shape[0] == 9
+        enn.clip_grad_sample_norms_(model, 1.0)
+    assert_same(outcome(models[0], None), outcome(models[1], None))
+    for model in models:
+        model.zero_grad()
+        backward(model, *batches[3])
+        assert model[0].weight.grad_sample.shape[0] == 5
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+def refused(step: Callable[..., Any], model: nn.Module, match: str) -> None:
+    """The second call, which is traced, raises, and leaves the model as it was."""
+    compiled, (x, y) = enn.compile(step, backend="eager"), samples(4)[0]
+    compiled(x, y)
+    model.zero_grad()
+    before = outcome(model, None)
+    with pytest.raises(enn.PerSampleError, match=match):
+        compiled(x, y)
+    after = outcome(model, None)
+    assert all(after[name] is value for name, value in before.items() if isinstance(value, Tensor))
+    model.zero_grad()
+    classified(model, x, y)
+    assert model[0].weight.grad_sample.shape[0] == 4
+
+
+def test_values_are_refused_by_the_line() -> None:
+    model = enn.convert(perceptron()).per_sample()
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loss = F.cross_entropy(model(x), y)
+        if loss > 0:
+            loss.backward()
+
+    refused(step, model, r"reads a value of a tensor in line \d+ of .*test_compiled_step.py: if loss > 0:")
+
+
+def test_an_optimizer_is_refused() -> None:
+    model = enn.convert(perceptron()).per_sample()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        classified(model, x, y)
+        optimizer.step()
+
+    refused(step, model, r"calls SGD.step\(\).*Call the optimizer after the compiled step")
+
+
+def test_a_result_with_a_history_is_refused() -> None:
+    model = enn.convert(perceptron()).per_sample()
+    refused(lambda x, y: F.cross_entropy(model(x), y), model, "has called no backward")
+
+
+def test_a_tensor_of_no_module_is_refused() -> None:
+    model, factor = enn.convert(perceptron()).per_sample(), torch.ones(3, requires_grad=True)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        F.cross_entropy(model(x) * factor, y).backward()
+
+    refused(step, model, "belongs to no module that it calls")
+
+
+def test_random_numbers_within_a_backward_run_eagerly() -> None:
+    model = enn.convert(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 3))).per_sample()
+    step, (x, y) = enn.compile(lambda x, y: checkpointed(model, x, y), backend="eager"), samples(4)[0]
+    step(x, y)
+    model.zero_grad()
+    with pytest.warns(enn.PerSampleWarning, match="random numbers within a backward"):
+        step(x, y)
+    assert model[0].weight.grad_sample.shape[0] == 4
+
+
+def test_a_decorator() -> None:
+    model = enn.convert(perceptron()).per_sample()
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> Any:
+        """Clips."""
+        return classified(model, x, y)
+
+    assert step.__name__ == "step"
+    assert step.__doc__ == "Clips."
+    x, y = samples(4)[0]
+    for _ in range(3):
+        model.zero_grad()
+        step(x, y=y)
+    assert len(graphs(step)) == 1
+
+
+def test_without_gradients_a_step_runs_as_it_is() -> None:
+    model = enn.convert(perceptron()).per_sample()
+    step = enn.compile(lambda x: model(x), backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(step(samples(4)[0][0]), model(samples(4)[0][0]))
+    assert not graphs(step)

@@ -66,7 +66,7 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
         key += [value for value in attributes.values() if type(value) in _PLAIN]
         key.append(id(attributes.get("_recorder")))
         key += map(id, attributes["_modules"].values())
-        key += map(id, attributes["_buffers"].values())
+        key += [each if each is None else (each.shape, each.dtype) for each in attributes["_buffers"].values()]
         for parameter in attributes["_parameters"].values():
             key.append(id(parameter))
             if parameter is not None:

@@ -65,7 +65,11 @@ class Graph:
 
         Where it did not, nothing has changed.
         """
-        inputs: list[Any] = [*given, *(leaf(given).grad for leaf in self.with_grad), *self.constants]
+        inputs: list[Any] = [
+            *given,
+            *(leaf(given).grad for leaf in self.with_grad),
+            *(find(given) for find in self.constants),
+        ]
         before = [(each, each.detach().clone()) for each in map(inputs.__getitem__, self.changed)]
         state = torch.get_rng_state() if self.draws else None
         with torch.no_grad():

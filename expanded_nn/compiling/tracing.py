@@ -6,12 +6,14 @@ Whatever it does to them, to the rows held and to the attributes of modules is t
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -76,7 +78,8 @@ class Traced:
 
     Attributes:
         graph: The operations; its inputs are the tensors among the arguments, the gradients there were, the constants.
-        constants: The tensors that the step has found by itself, as parameters and buffers.
+        constants: The tensors that the step has found by itself, as parameters and buffers, found as those in
+            `with_grad`; a buffer may be another tensor at each call.
         examples: The inputs, without values.
         outcome: What to do with the results.
         with_grad: The parameters and arguments that had a gradient, found among the arguments' tensors.
@@ -85,7 +88,7 @@ class Traced:
     """
 
     graph: fx.GraphModule
-    constants: list[Tensor]
+    constants: list[Find]
     examples: list[Tensor]
     outcome: Outcome
     with_grad: list[Find]
@@ -138,7 +141,7 @@ def trace(
     shape_env = symbolic.ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True, static_shapes=not varying)
 
-    def without_values(tensor: Tensor, number: int) -> Tensor:
+    def without_values(tensor: Tensor, number: int = -1) -> Tensor:
         dims = symbolic.DimDynamic
         kinds = [dims.DUCK if (number, dim) in varying else dims.STATIC for dim in range(tensor.dim())]
         context = symbolic.StatelessSymbolicContext(dynamic_sizes=kinds) if varying else None
@@ -155,7 +158,7 @@ def trace(
     finds += [itemgetter(number) for number, tensor in enumerate(given) if tensor.requires_grad]
     clipped = {id(leaf) for leaf in leaves if any(each.is_clipped(leaf) for each in recorders)}
     with_grad = [find for find in finds if find(given).grad is not None]
-    grads = [mode.from_tensor(cast(Tensor, find(given).grad).detach()) for find in with_grad]
+    grads = [without_values(cast(Tensor, find(given).grad).detach()) for find in with_grad]
     kept = [(dict(vars(module)), dict(module._buffers)) for module in modules]
     outcome, looks = Outcome(), _Looks()
 
@@ -192,12 +195,31 @@ def trace(
     try:
         with _grads_kept(leaves), _attributes_kept(modules, kept), mode, enable_python_dispatcher():
             graph = tracer(*fakes, *grads)
+    except Exception as error:
+        if not _reads_values(error):
+            raise
+        raise complaint(
+            "enn.compile",
+            f"the step reads a value of a tensor in {_place(error)}",
+            "a step that does the same operations whatever the values are",
+            "Choose by torch.where in place of an if, return the tensor and look at it after the step, or call the "
+            "step without enn.compile.",
+        ) from error
     finally:
         hook.remove()
     constants = _lifted(graph)
     _refuse_others(constants, leaves)
-    examples = [*fakes, *grads, *(mode.from_tensor(each.detach()) for each in constants)]
-    return Traced(graph, constants, examples, outcome, with_grad, looks.draws, shape_env)
+    examples = [*fakes, *grads, *(without_values(each.detach()) for each in constants)]
+    places = {
+        id(buffer): (module._buffers, name)
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
+    found = [
+        partial(_buffer, *places[id(each)]) if id(each) in places else partial(_itself, each) for each in constants
+    ]
+    return Traced(graph, found, examples, outcome, with_grad, looks.draws, shape_env)
 
 
 @contextmanager
@@ -230,6 +252,25 @@ def _refuse_others(constants: Sequence[Tensor], leaves: Sequence[Tensor]) -> Non
                 "parameters of modules, and arguments",
                 "Make it an argument of the step.",
             )
+
+
+def _reads_values(error: Exception) -> bool:
+    names = {kind.__name__ for kind in type(error).__mro__}
+    known = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}
+    return bool(names & known) or "data is not allocated yet" in str(error) or "trying to get value" in str(error)
+
+
+def _place(error: Exception) -> str:
+    """The line of the user's that an error comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<string>")
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    where = (own or frames)[-1]
+    return f"line {where.lineno} of {where.filename}: {where.line}"
+
+
+def _buffer(buffers: dict[str, Tensor], name: str, given: Sequence[Tensor]) -> Tensor:
+    return buffers[name]
 
 
 def _itself(leaf: Tensor, given: Sequence[Tensor]) -> Tensor:
@@ -278,7 +319,7 @@ def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any]) -> None
     recorder.settle()
     if recorder.rows_stand_alone:
         raise OnlyEager("it ends with the rows of torch.autograd.grad(..., create_graph=True)")
-    left = [leaf for leaf in recorder.leaves.with_rows() if not leaf.shown.passes]
+    left = [leaf for leaf in recorder.leaves if recorder.looks_past(leaf)]
     if left and len(left) < len(recorder.leaves.with_rows()):
         raise OnlyEager("it leaves some of the per-sample gradients that were held before")
     if left:

@@ -147,7 +147,7 @@ class _Cell(Expanded, nn.RNNCellBase):
         lstm = self.mode == "LSTM"
         x = self._checked_state("input", input)
         if hx is None:
-            states = [x.new_zeros(len(x), self.hidden_size)] * (2 if lstm else 1)
+            states = [x.new_zeros(x.shape[0], self.hidden_size)] * (2 if lstm else 1)
         else:
             states = [self._checked_state("hx", each) for each in (hx if lstm else [hx])]
         weights = Weights(*map(self.expanded, self.ranks))

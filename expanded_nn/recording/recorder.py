@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 
 from expanded_nn._errors import complaint
 from expanded_nn._traced import note_recorder
+from expanded_nn.factored import is_unseen
 from expanded_nn.recording.backward import Backward, in_transform, running_backward, running_node
 from expanded_nn.recording.expand import Again, Computed, Expand, ExpandComputed, leaves_of, passes_behind
 from expanded_nn.recording.forward import NOTED_PASS, Forward as Forward, Settings as Settings
@@ -496,6 +497,9 @@ class Recorder:
         self.expanded = {}
         for leaf in known:
             leaf.stand_apart(is_clipped)
+        unseen = {leaf: leaf.shown.rows for leaf in known if leaf.shown.rows is not None}
+        if unseen:
+            self.store.held[self.passes.new(0)] = unseen
         try:
             yield
         finally:
@@ -509,6 +513,10 @@ class Recorder:
                 if parameter is not None:
                     parameter.grad_sample = rows  # type: ignore[attr-defined]
             vars(self).update(kept)
+
+    def looks_past(self, leaf: Leaf) -> bool:
+        """Whether `apart` shows rows of this parameter that were held before, and cannot be looked at."""
+        return leaf.shown.rows is not None and is_unseen(leaf.shown.rows)
 
     def take(self, held: Sequence[Mapping[Leaf, Tensor]]) -> None:
         """Rows that a graph has made, pass by pass, in place of those held."""
