@@ -320,8 +320,9 @@ class Contract:
         for key, total in self.grads.items():
             if total is not None and key in trainable:
                 own = [held.rows[key].sum(0) for held in self.passes if key in held.rows]
-                # rows were taken away by hand: whether a `.grad` that vanishes was cleared, nobody can tell then
-                if own and bool(torch.stack(own).sum(0).any()) != bool(total.any()):
+                # rows were taken away by hand, or clipped: whether a `.grad` that vanishes was cleared, nobody can tell
+                vanishes = not total.any()
+                if own and (not torch.stack(own).sum(0).any() != vanishes or (vanishes and key not in self.raw)):
                     self.doubtful.add(key)
 
     def drop(self, keys: set[Key]) -> None:

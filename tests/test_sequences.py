@@ -25,6 +25,7 @@ from sequences import (
     Replace,
     Scale,
     Story,
+    Together,
     Update,
 )
 
@@ -137,6 +138,19 @@ FOUND: dict[str, Story] = {
     ),
     "gradient_that_cancels_is_not_cleared": Story(
         [Forward(), Backward(), Forward(), Backward(factor=-1.0), Scale(), Forward(), Backward()],
+    ),
+    "clearing_is_seen_where_rows_cancel_beside_a_gradient_from_before": Story(
+        [
+            *(Forward(), Backward(), Clear("rows")),
+            *(Forward(3), Backward(), Forward(3), Backward(factor=-1.0), Clear("optimizer_to_zero")),
+            *(Forward(), Backward()),
+        ],
+    ),
+    "clearing_is_seen_where_there_were_no_samples": Story(
+        [Forward(), Backward(), PerSample(), Piece(0), Backward(), Clear("zero"), Together(use="weight")],
+    ),
+    "gradient_that_cancels_after_clipping": Story(
+        [Piece(1, "general"), Backward(factor=-1.0, retain=True), Clip(5.0), Backward(), Forward(), Backward()],
     ),
     "settings_stay": Story([PerSample(), Forward(), Backward()], settings={"accumulate_grad": False}),
     "rows_without_gradient_after_a_fault": Story(

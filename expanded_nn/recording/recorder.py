@@ -446,6 +446,7 @@ class Recorder:
         leaf = self.leaves.get(parameter)
         if leaf is not None and parameter.grad is not None:
             leaf.clipped, leaf.lacking = (weakref.ref(parameter.grad), parameter.grad._version), None
+            leaf.has_more = leaf.has_more and not self.settings.accumulate_grad
 
     def is_clipped(self, parameter: Tensor) -> bool:
         """Whether `.grad` is what clipping has set, and no backward has added to it."""

@@ -421,6 +421,8 @@ def _sum_of_rows(leaf: Leaf) -> tuple[Tensor, Tensor]:
 
 
 def _rows_cancel(leaf: Leaf) -> bool:
+    if leaf.has_more:
+        return False  # a `.grad` that holds more than rows that cancel is not zero, unless it was cleared
     parameter = leaf.as_shown()
     if leaf.clipped is not None and parameter is not None and parameter.grad is not None:
         grad, version = leaf.clipped
