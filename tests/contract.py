@@ -322,7 +322,7 @@ class Contract:
                 own = [held.rows[key].sum(0) for held in self.passes if key in held.rows]
                 # rows were taken away by hand, or clipped: whether a `.grad` that vanishes was cleared, nobody can tell
                 vanishes = not total.any()
-                if own and (not torch.stack(own).sum(0).any() != vanishes or (vanishes and key not in self.raw)):
+                if own and (bool(torch.stack(own).sum(0).any()) == vanishes or (vanishes and key not in self.raw)):
                     self.doubtful.add(key)
 
     def drop(self, keys: set[Key]) -> None:

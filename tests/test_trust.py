@@ -182,6 +182,12 @@ def test_use_without_rows_is_refused_whatever_is_called(use: Step, history: Call
         use(model, values()).sum().backward()
 
 
+@pytest.mark.parametrize("history", HISTORIES, ids=ids_of)
+def test_rows_are_right_whatever_was_before(history: Callable[[Any], Any]) -> None:
+    model = on(parts())
+    right(history(model) or model, parts(), forward)
+
+
 class Sharing(nn.Module):
     """Uses the weight of its layer once more."""
 
