@@ -8,6 +8,7 @@ import copy
 import gc
 import io
 import random
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -789,7 +790,19 @@ class BoundMethod(nn.Module):
         return self.to_logits(self.emb(words))
 
 
-@pytest.mark.parametrize("kind", [Closure, BoundMethod])
+class Weak(nn.Module):
+    """A part that reaches the model around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(7, D)
+        self.emb.around = weakref.ref(self)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.emb(words) @ self.emb.around().emb.weight.t()
+
+
+@pytest.mark.parametrize("kind", [Closure, BoundMethod, Weak])
 def test_closure_over_the_original_model(kind: type[nn.Module]) -> None:
     """A copy that computes with the original's weights is refused, where it is made or where it is used."""
     module, words = kind(), torch.tensor([[1, 2], [3, 3], [0, 6]])
