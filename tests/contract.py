@@ -321,8 +321,8 @@ class Contract:
             if total is not None and key in trainable:
                 own = [held.rows[key].sum(0) for held in self.passes if key in held.rows]
                 # rows were taken away by hand, or clipped: whether a `.grad` that vanishes was cleared, nobody can tell
-                vanishes = not total.any()
-                if own and (bool(torch.stack(own).sum(0).any()) == vanishes or (vanishes and key not in self.raw)):
+                clipped = vanishes(total) and key not in self.raw
+                if own and (vanishes(torch.stack(own).sum(0)) != vanishes(total) or clipped):
                     self.doubtful.add(key)
 
     def drop(self, keys: set[Key]) -> None:
@@ -345,6 +345,11 @@ class Contract:
             else:
                 due[key] = None
         return due
+
+
+def vanishes(total: Tensor) -> bool:
+    """Whether it is zero, but for rounding."""
+    return not bool((total.abs() > TOLERANCE**1.5).any())
 
 
 def differs(actual: Tensor | None, expected: Tensor | None) -> str:

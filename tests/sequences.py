@@ -49,6 +49,7 @@ from contract import (
     batch,
     differs,
     places,
+    vanishes,
 )
 
 WAITING = 4  # forwards that wait for a backward; older ones are dropped
@@ -236,7 +237,8 @@ class Run:
                 raise Wrong("grad", f"{self.name_of(key)} after a backward that failed: {differs(actual, before)}")
             if before is None:
                 contract.raw.add(key)
-            if differs(actual, before):
+            empty = any(key in sent.whole(kind) for sent, kind, _ in parts if not len(sent.x))
+            if differs(actual, before) or empty:  # rows of no samples may have come, and `.grad` does not tell
                 contract.cleared.discard(key)
             contract.grads[key] = None if actual is None else actual.detach().clone()
         contract.doubtful |= trainable
@@ -579,7 +581,7 @@ class Clear(Step):
     def is_zero_anyway(self, run: Run, key: Key) -> bool:
         gradient, contract = run.contract.grads[key], run.contract
         held = key in contract.doubtful or any(key in held.rows for held in contract.passes)
-        return gradient is not None and not gradient.any() and held and key not in contract.cleared
+        return gradient is not None and vanishes(gradient) and held and key not in contract.cleared
 
     def clear(self, run: Run, parameters: Sequence[nn.Parameter]) -> None:
         if self.how.startswith("model"):
@@ -794,7 +796,7 @@ class Clip(Step):
             if key not in trainable and not (held and differs(run.parameters[key].grad, before)):
                 continue  # one that was frozen since may be clipped or not; one that was frozen before has no rows
             contract.grads[key] = total if contract.accumulates or before is None else before + total
-            if not total.any():  # whether a gradient that vanishes was cleared since, nobody can tell
+            if vanishes(total):  # whether a gradient that vanishes was cleared since, nobody can tell
                 contract.doubtful.add(key)
             contract.raw.discard(key)
             contract.bare.discard(key)

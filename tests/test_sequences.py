@@ -152,6 +152,30 @@ FOUND: dict[str, Story] = {
     "gradient_that_cancels_after_clipping": Story(
         [Piece(1, "general"), Backward(factor=-1.0, retain=True), Clip(5.0), Backward(), Forward(), Backward()],
     ),
+    "clipped_sum_that_is_rounding_noise_is_cleared": Story(
+        [
+            Freeze("mix"),
+            *(Forward(3), Backward(), Forward(3), Backward(factor=-1.0), Clip(), Clear("data_zero")),
+            Forward(),
+            Backward(),
+        ],
+    ),
+    "empty_backward_that_fails_after_clearing": Story(
+        [*(Forward(), Backward(), Clear("data_zero"), Forward(0), Backward(fault="accumulated")), Together()],
+    ),
+    "empty_backward_that_fails_after_clearing_by_the_model": Story(
+        [
+            *(Forward(), Backward(), Clear("model_to_zero"), Forward(use="back"), Forward(0)),
+            Backward(fault="accumulated"),
+            Backward(),
+        ],
+    ),
+    "rows_of_no_samples_beside_a_parameter_that_was_frozen": Story(
+        [
+            *(Forward(), Backward(), Freeze("first"), Clear(trainable=True), Forward(), Backward()),
+            *(Freeze("first", False), Clear(), Forward(0), Backward(), Forward(use="back"), Backward()),
+        ],
+    ),
     "settings_stay": Story([PerSample(), Forward(), Backward()], settings={"accumulate_grad": False}),
     "rows_without_gradient_after_a_fault": Story(
         [Forward(), Backward(retain=True), Backward(fault="parameter"), Clip()]

@@ -183,7 +183,7 @@ class Leaf:
 
     def note_foreign_part(self) -> None:
         """Keeps in mind that `.grad` holds something that no rows are of, so that their sum is no measure of it."""
-        if self.grad is not None and self.shown.rows is None:
+        if self.shown.rows is None:
             parameter = self.as_shown()
             self.has_more = parameter is not None and parameter.grad is not None and not _vanishes(parameter.grad)
 
