@@ -683,6 +683,29 @@ def test_edits_of_rows_stay_at_the_next_backward(passes: int, materialize: bool)
     assert_close(model.weight.grad_sample, torch.cat([2 * rows] * passes + [rows]))
 
 
+@pytest.mark.parametrize("size", [D, 200])
+@pytest.mark.parametrize("materialize", [False, True])
+def test_edits_of_zero_rows_stay(materialize: bool, size: int) -> None:
+    """Those of a pass that has not used the parameter, however many backwards follow."""
+    model = on(nn.ModuleList([nn.Linear(size, size), nn.Linear(size, size)]), materialize=materialize)
+    for layer in model:
+        layer(values(B, size)).sum().backward()
+    model[1].weight.grad_sample[:B] += 7
+    for _ in range(4):
+        model[0](values(B, size)).sum().backward()
+        assert torch.equal(model[1].weight.grad_sample[:B] * 1, torch.full((B, size, size), 7.0))
+
+
+def test_clipping_what_torch_autograd_grad_has_left_makes_it_the_rows_held() -> None:
+    """Rows from before are no part of `.grad` any more, and do not come back with the next backward."""
+    model, x = on(nn.Linear(D, 2)), values()
+    model(2 * x).sum().backward()
+    torch.autograd.grad(model(x).sum(), list(model.parameters()), create_graph=True)
+    enn.clip_grad_sample_norms_(model, 1e9)
+    model(3 * x[:2]).sum().backward()
+    assert_close(model.weight.grad_sample, torch.cat([x, 3 * x[:2]])[:, None].expand(-1, 2, -1))
+
+
 class Positions(nn.Module):
     def __init__(self, ids: Tensor, take: Callable[[Tensor], Tensor] = lambda p: p) -> None:
         super().__init__()

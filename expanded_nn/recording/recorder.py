@@ -447,6 +447,7 @@ class Recorder:
         if leaf is not None and parameter.grad is not None:
             leaf.clipped, leaf.lacking = (weakref.ref(parameter.grad), parameter.grad._version), None
             leaf.has_more = leaf.has_more and not self.settings.accumulate_grad
+            self.store.aside = None  # rows that stood alone are what `.grad` is made of now
 
     def is_clipped(self, parameter: Tensor) -> bool:
         """Whether `.grad` is what clipping has set, and no backward has added to it."""
