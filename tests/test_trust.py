@@ -1182,6 +1182,27 @@ def test_abandoned_passes_are_let_go(reentrant: bool, inside: bool) -> None:
     assert objects_of_passes() <= before + 3
 
 
+class Wrapped(Words):
+    """Its result stands in an object of the user's own."""
+
+    def forward(self, ids: Tensor) -> Any:
+        return SimpleNamespace(output=SimpleNamespace(logits=super().forward(ids)))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_checkpoint_whose_result_is_in_an_object(inside: bool) -> None:
+    """Batches for which no backward was run are no candidates, and are let go."""
+    module, ids, before = Wrapped(True, inside), torch.tensor([3, 1, 3, 0]), objects_of_passes()
+    model = on(module)
+    for size in (4, 2) * 10:
+        model(ids[:size])
+    assert objects_of_passes() <= before + 3
+    sample_losses(model(ids).output.logits).sum().backward()
+    plain_module = Words(False, inside)
+    plain_module.load_state_dict(module.state_dict())
+    assert_close_rows(rows_of(model), loop(plain_module, Call((ids,)), 4))
+
+
 # --- false alarms, 6: parameters of another model, and those that have left it --------------------------------------
 
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from expanded_nn._batch import batch_dim, has_derivatives
+from expanded_nn._batch import batch_dim, has_derivatives, inside
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._lift import Place, quiet_fallbacks, swapped
 from expanded_nn._module import Expanded
@@ -250,9 +250,9 @@ class General(Expanded):
             kept = [(f"attribute {name!r}", value) for name, value in vars(module).items() if name not in _NOT_ITS_OWN]
             kept += [(f"the buffer {name!r}", value) for name, value in module._buffers.items()]
             for what, value in kept:
-                if any(map(_is_of_one_sample, _inside(value))):
+                if any(map(_is_of_one_sample, inside(value))):
                     raise self._keeping(what)
-        if any(map(_is_of_one_sample, _inside([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
+        if any(map(_is_of_one_sample, inside([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
             raise self._keeping("an argument")
 
     def _keeping(self, what: str) -> PerSampleError:
@@ -405,14 +405,6 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *a
         return rows
     padding_idx = padding_idx % weight.shape[0]
     return torch.where((input == padding_idx).unsqueeze(-1), rows.detach(), rows)
-
-
-def _inside(value: Any, depth: int = 4) -> Iterator[Any]:
-    """What is inside containers and plain objects, to some depth."""
-    for leaf in tree_leaves(value):
-        yield leaf
-        if depth and hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor | nn.Module | type):
-            yield from _inside(list(vars(leaf).values()), depth - 1)
 
 
 def _ids_of_one_sample(values: Any) -> list[int]:

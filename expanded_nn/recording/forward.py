@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._batch import has_derivatives, tensors
+from expanded_nn._batch import has_derivatives, inside, tensors
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.recording.backward import graph_of
 from expanded_nn.recording.expand import Expand
@@ -144,7 +144,7 @@ class Forward:
         if not self.is_awaited or (self._now is None and self.batch is None):
             return
         now, is_found = self.now, False
-        ends = [each.grad_fn for each in tensors(result) if isinstance(each, Tensor) and each.grad_fn is not None]
+        ends = [each.grad_fn for each in inside(result) if isinstance(each, Tensor) and each.grad_fn is not None]
         for node in {node for end in ends for node in graph_of(end)}:
             is_own = isinstance(node, Expand._backward_cls)
             if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_own:
