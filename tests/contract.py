@@ -249,6 +249,7 @@ class Contract:
         doubtful: Parameters of which only the law is known.
         raw: Parameters whose `.grad` is the plain sum of what backwards have added in this mode.
         bare: Parameters whose `.grad` has a part whose rows the user has let go.
+        empty: Parameters that a backward of no samples which failed may have left rows of; `.grad` does not tell.
         touched: Passes that a backward has reached which failed.
         moved: Whether parameters were frozen, thawed or replaced since the last backward.
     """
@@ -263,6 +264,7 @@ class Contract:
     doubtful: set[Key] = field(default_factory=set)
     raw: set[Key] = field(default_factory=set)
     bare: set[Key] = field(default_factory=set)
+    empty: set[Key] = field(default_factory=set)
     touched: list[Pass] = field(default_factory=list)
     moved: bool = False
 
@@ -294,10 +296,11 @@ class Contract:
             bare = {key for key in self.doubtful if not any(len(each.rows.get(key, ())) for each in self.passes)}
             self.drop((self.cleared - bare) | without if self.accumulates else held)
             self.moved, self.cleared = False, set()
+            self.doubtful |= self.empty
             if not self.doubtful:
                 self.touched = []
             if not self.accumulates:
-                self.doubtful.clear()
+                self.doubtful, self.empty = set(), set()
         for sent, kind, factor in parts:
             for key, gradient in sent.whole(kind).items():
                 if sent.now is not None:

@@ -237,9 +237,10 @@ class Run:
                 raise Wrong("grad", f"{self.name_of(key)} after a backward that failed: {differs(actual, before)}")
             if before is None:
                 contract.raw.add(key)
-            empty = any(key in sent.whole(kind) for sent, kind, _ in parts if not len(sent.x))
-            if differs(actual, before) or empty:  # rows of no samples may have come, and `.grad` does not tell
+            if differs(actual, before):
                 contract.cleared.discard(key)
+            if any(key in sent.whole(kind) for sent, kind, _ in parts if not len(sent.x)):
+                contract.empty.add(key)
             contract.grads[key] = None if actual is None else actual.detach().clone()
         contract.doubtful |= trainable
         # Which passes it has reached is open. What was computed in them is not used any more.
@@ -569,6 +570,7 @@ class Clear(Step):
         contract.cleared |= {key for key in keys if any(key in held.rows for held in contract.passes)}
         contract.cleared |= contract.doubtful & keys
         contract.doubtful -= keys
+        contract.empty -= keys
         contract.bare -= keys
         contract.raw -= keys
         for key in keys:
@@ -721,6 +723,7 @@ class PerSample(Step):
         contract.on, contract.last, contract.moved = self.on, None, False
         contract.passes, contract.touched = [], []
         contract.cleared, contract.doubtful, contract.raw, contract.bare = set(), set(), set(), graded
+        contract.empty = set()
         drop_checkpoints(run)
         for sent in run.sent:
             sent.old = sent.old or sent.now is not None

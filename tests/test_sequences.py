@@ -163,6 +163,9 @@ FOUND: dict[str, Story] = {
     "empty_backward_that_fails_after_clearing": Story(
         [*(Forward(), Backward(), Clear("data_zero"), Forward(0), Backward(fault="accumulated")), Together()],
     ),
+    "empty_backward_that_fails_before_it_delivers": Story(
+        [*(Forward(), Backward(), Forward(0), Update(), Clear("data_zero"), Backward())],
+    ),
     "empty_backward_that_fails_after_clearing_by_the_model": Story(
         [
             *(Forward(), Backward(), Clear("model_to_zero"), Forward(use="back"), Forward(0)),

@@ -178,7 +178,7 @@ class General(Expanded):
             if batch > 1 and each.shape == (batch, batch):
                 raise complaint(
                     self.name,
-                    f"an argument has shape {tuple(each.shape)}, and may be a row a sample or a matrix that all share",
+                    f"an argument has shape {tuple(each.shape)}, one row per sample or a matrix that all share",
                     "an argument that can be read in one way only",
                     "Give the matrix to the module as a buffer, or the batch another size.",
                 )
@@ -228,7 +228,7 @@ class General(Expanded):
             raise complaint(
                 self.name,
                 f"for one sample its forward returns a tensor of shape {tuple(output.shape)}",
-                f"one row in dimension {usual}, the sample's, and it alone",
+                f"size 1 in dimension {usual}, where the samples stand",
                 "Return tensors with a batch dimension, and reduce over the samples outside of the module. Without "
                 "forward hooks on its children, another dimension may be the sample's as well.",
             )
@@ -359,7 +359,7 @@ class _Watch(TorchFunctionMode):
         return complaint(
             self.module.name,
             "its forward looks up bags by offsets, which tell the samples apart for the whole batch only",
-            "one row a sample",
+            "one bag per sample in each row",
             "Give the bags to EmbeddingBag as a 2-D input (B, N), filled up with its padding_idx, without offsets.",
         )
 

@@ -170,11 +170,11 @@ class Forward:
             layer, operation = taken
             raise complaint(
                 self.recorder.name_of(layer),
-                f"its input is shared by all {self.now.batch} samples, so its result was given once per sample, and "
-                f"the model goes on with a part of that ({operation} over the samples)",
-                "the whole of it, which broadcasts",
-                "Leave out what takes the first of one (an index [0], a mean over one), or send the module around it "
-                "through the general rule: alone(ItsClass) before convert.",
+                f"its input is shared by all {self.now.batch} samples, so its result has a copy for each of them, and "
+                f"the model takes a part of these ({operation} over the samples)",
+                "the whole result",
+                "Leave out the index [0], or the mean over a dimension of one, that follows; or run the module around "
+                "it sample by sample: alone(ItsClass) before convert.",
             )
         seen.add(kind)
 

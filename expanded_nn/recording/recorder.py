@@ -208,7 +208,7 @@ class Recorder:
             raise complaint(
                 "one_pass",
                 f"batch_size is {batch}, inside of a forward of {self.forward.now.batch} samples",
-                "the same samples",
+                "the same number of samples",
                 "Enter one_pass outside of the other forward, or leave it out.",
             )
         return nullcontext()
@@ -233,7 +233,7 @@ class Recorder:
             raise complaint(
                 self.name_of(module),
                 "no argument is a tensor",
-                "a tensor whose rows are the samples",
+                "a tensor with a dimension for the samples",
                 "Say the number of samples: per_sample(batch_size=...), or one_pass(model, batch_size).",
             )
         now = self.passes.new(batch) if forward.is_explicit else self.passes.joined_or_new(batch)
@@ -254,7 +254,7 @@ class Recorder:
                 self.name_of(module),
                 "a transform of torch.func runs the layer again inside the backward, as the hooks of another library "
                 "for per-sample gradients do (Opacus' GradSampleModule)",
-                "one library that makes the rows",
+                "one library that makes per-sample gradients",
                 'Wrap the model without hooks, PrivacyEngine().make_private(..., grad_sample_mode="no_op"), or switch '
                 "per_sample(False).",
             )
@@ -275,9 +275,9 @@ class Recorder:
             return fitting[0]
         raise complaint(
             self.name_of(module),
-            f"a forward inside a backward, as a checkpoint makes it, belongs to one of {len(fitting)} earlier forwards "
-            f"of {batch} samples, and nothing tells to which",
-            "exactly one",
+            f"a checkpoint computes it again in the backward, with {batch} samples, and "
+            + (f"{len(fitting)} earlier forwards had so many" if fitting else "no earlier forward had so many"),
+            "one forward that it belongs to",
             "Call backward for each forward before the next one, or give the checkpoint use_reentrant=False.",
         )
 

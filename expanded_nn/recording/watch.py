@@ -326,19 +326,20 @@ class Watch:
         if holder is not None and not hasattr(holder, "_recorder") and not isinstance(holder, _LISTS):
             raise complaint(
                 owner.name_of(parameter),
-                f"the parameter belongs to a plain {type(holder).__name__}, so its gradient has no rows",
-                "an expanded module",
+                f"the parameter belongs to a plain {type(holder).__name__}, which was not converted, so its "
+                "gradient is not per sample",
+                "a converted layer",
                 "Convert the model again after changing its layers: convert(model, inplace=True).per_sample(True).",
             )
         raise complaint(
             owner.name_of(parameter),
-            "the parameter is also used outside of its module, so its gradient has a part that belongs to no row",
-            "every use inside the module that holds it",
+            "the parameter is also used outside of its module's forward, so a part of its gradient is not per sample",
+            "every use inside the forward of the module that holds it",
             "Use it by expanded_nn.expanded(weight), as in expanded_nn.functional.linear(x, expanded(weight)); or give "
             "the second use a layer of its own that shares the parameter (head.weight = embedding.weight). In a method "
-            "other than forward, do the same within one_pass(model, batch_size). A penalty on weights that is no "
-            "sample's own is the optimizer's weight_decay. If no gradients per sample are wanted of this backward, "
-            "switch per_sample(False) before it.",
+            "other than forward, do the same within one_pass(model, batch_size). For a penalty on "
+            "the weights alone take the optimizer's weight_decay. If this backward needs no per-sample gradients, "
+            "switch per_sample(False) before its forward.",
         )
 
 
@@ -386,8 +387,8 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str]) -> list[Leaf
                 name_of(parameter),
                 "its .grad was changed since the last backward, and is no multiple of the per-sample gradients held, "
                 "so that they may or may not be a part of it",
-                "a .grad that was cleared, scaled or let alone before the next backward adds to it",
-                "Clear it, optimizer.zero_grad(), or change it after the last backward only.",
+                "a .grad that was cleared, scaled or left alone before the next backward adds to it",
+                "Clear it, optimizer.zero_grad(), or change it once all backwards of the step are done.",
             )
     zeros.sort(key=_size)
     if not some_held and any(not _rows_cancel(leaf) for leaf in zeros):  # one will do: what is done, is done to all
