@@ -163,6 +163,13 @@ FOUND: dict[str, Story] = {
     "empty_backward_that_fails_after_clearing": Story(
         [*(Forward(), Backward(), Clear("data_zero"), Forward(0), Backward(fault="accumulated")), Together()],
     ),
+    "clipping_after_a_checkpoint_that_failed": Story(
+        [
+            *(Forward(use="back"), Backward(), Clip(), Forward(use="reentrant"), Backward(fault="parameter")),
+            *(Forward(), Backward(), Clip()),
+        ],
+        settings={"accumulate_grad": False},
+    ),
     "empty_backward_that_fails_before_it_delivers": Story(
         [*(Forward(), Backward(), Forward(0), Update(), Clear("data_zero"), Backward())],
     ),

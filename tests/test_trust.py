@@ -264,6 +264,28 @@ def test_gradient_without_rows_is_refused_by_name(way: Callable[[Any], None], as
         ask(model)
 
 
+@pytest.mark.parametrize("clear", [lambda o: o.zero_grad(), lambda o: o.zero_grad(set_to_none=False)])
+def test_clipping_without_a_backward_since_the_gradients_were_cleared(clear: Callable[[Any], None]) -> None:
+    """As where a batch was skipped: those of the step before are not clipped once more."""
+    model = on(parts())
+    model(values()).sum().backward()
+    clear(torch.optim.SGD(model.parameters()))
+    assert not enn.per_sample_grads(model)
+    with pytest.raises(enn.PerSampleError, match=r"no parameter has per-sample gradients.*before zero_grad"):
+        enn.clip_grad_sample_norms_(model, 1.0)
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_backward_of_a_forward_from_before_the_mode_was_switched_off() -> None:
+    """No rows appear, also if something still refers to who would have kept them."""
+    model = on(parts())
+    kept, loss = model._recorder, model(values()).sum()
+    model.per_sample(False)
+    loss.backward()
+    assert all(p.grad is not None and p.grad_sample is None for p in model.parameters())
+    del kept
+
+
 def through_methods(m: Any, x: Tensor) -> Tensor:
     return m.decode(m.encode_expanded(x))
 

@@ -359,6 +359,9 @@ class Recorder:
             rows: `(B, *shape)`, or none for a parameter that was frozen after the forward.
             stand_alone: Whether `torch.autograd.grad` asked for the gradient, which does not go to `.grad` then.
         """
+        parameter = leaf.parameter()
+        if parameter is None or self.leaves.get(parameter) is not leaf:  # per_sample(…) was called since the forward
+            return
         if self.backward.enter(delivers=True):
             self._before_delivery(stand_alone)
         if not stand_alone and now.stage is Stage.OPEN:
@@ -437,9 +440,12 @@ class Recorder:
         return self.store.aside is not None
 
     def settle(self) -> None:
-        """Outside of any backward: takes back what one that failed has left."""
+        """Outside of any backward: takes back what one that failed has left, and rows whose `.grad` was cleared."""
         if running_backward() < 0:
             self.backward.settle()
+            if self.settings.accumulate_grad and not self.rows_stand_alone:
+                for leaf in stale([leaf for leaf in self.leaves.with_rows() if leaf.was_cleared()], self.name_of):
+                    self._forget(leaf)
 
     def note_clipped(self, parameter: Tensor) -> None:
         """Clipping has set `.grad`."""
@@ -458,9 +464,9 @@ class Recorder:
         return grad() is parameter.grad and (version == parameter.grad._version or not self.settings.accumulate_grad)
 
     def lacks_rows(self, parameter: Tensor) -> bool:
-        """Whether `.grad` has a part whose rows were dropped."""
+        """Whether `.grad` has a part whose rows were dropped; with `accumulate_grad=False` only clipping adds."""
         leaf = self.leaves.get(parameter)
-        return leaf is not None and leaf.lacks_rows()
+        return self.settings.accumulate_grad and leaf is not None and leaf.lacks_rows()
 
     def forget(self, parameter: Tensor) -> None:
         """Drops the rows of one parameter."""

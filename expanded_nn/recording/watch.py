@@ -211,6 +211,13 @@ class Leaf:
         """Whether the user has set `grad_sample`."""
         return getattr(self.as_shown(), "grad_sample", None) is not self.shown.rows
 
+    def was_cleared(self) -> bool:
+        """Whether `.grad` is gone or zero, and has changed since it was noted."""
+        if self.grad_is_as_noted() or self.was_reset():
+            return False
+        parameter = self.as_shown()
+        return parameter is None or parameter.grad is None or _vanishes(parameter.grad)
+
     def send(self, gradient: Tensor) -> None:
         """Notes what an expansion sends to the parameter."""
         task = running_backward()
