@@ -286,6 +286,20 @@ def test_backward_of_a_forward_from_before_the_mode_was_switched_off() -> None:
     del kept
 
 
+def test_gradient_that_a_clipped_sum_got_outside_of_the_model_is_refused() -> None:
+    """With `accumulate_grad=False` clipping adds to its sum; the parameter left the model meanwhile and is back."""
+    model = on(parts(), accumulate_grad=False)
+    model(values()).sum().backward()
+    clip(model)
+    weight = model.head.weight
+    del model.head.weight
+    F.linear(values(), weight).sum().backward()
+    model.head.weight = weight
+    model(values()).sum().backward()
+    with pytest.raises(enn.PerSampleError, match=r"'head\.weight'.*a gradient in \.grad.*zero_grad\(\)"):
+        clip(model)
+
+
 def through_methods(m: Any, x: Tensor) -> Tensor:
     return m.decode(m.encode_expanded(x))
 

@@ -328,7 +328,7 @@ class Watch:
         if sent is None and holder is None:
             if self.leaf.member:
                 self.leaf.handle.remove()
-                self.leaf.handle = None
+                self.leaf.handle = self.leaf.clipped = None  # what is added to a clipped `.grad` here is not clipped
             return
         if holder is not None and not hasattr(holder, "_recorder") and not isinstance(holder, _LISTS):
             raise complaint(
