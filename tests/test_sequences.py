@@ -170,6 +170,12 @@ FOUND: dict[str, Story] = {
         ],
         settings={"accumulate_grad": False},
     ),
+    "clipping_gradients_that_cancel_beside_others_and_were_scaled": Story(
+        [
+            *(Forward(use="features"), Backward(), Forward(0), Backward(), Clip()),
+            *(Forward(1), Backward(), Forward(1), Backward(factor=-1.0), Scale(), Clip()),
+        ],
+    ),
     "empty_backward_that_fails_before_it_delivers": Story(
         [*(Forward(), Backward(), Forward(0), Update(), Clear("data_zero"), Backward())],
     ),

@@ -444,7 +444,11 @@ class Recorder:
         if running_backward() < 0:
             self.backward.settle()
             if self.settings.accumulate_grad and not self.rows_stand_alone:
-                for leaf in stale([leaf for leaf in self.leaves.with_rows() if leaf.was_cleared()], self.name_of):
+                held = [leaf for leaf in self.leaves.with_rows() if leaf.is_trainable()]
+                cleared = [leaf for leaf in held if leaf.was_cleared()]
+                if len(cleared) < len(held):  # of some that are zero and were scaled, nothing tells: of None it does
+                    cleared = [leaf for leaf in cleared if leaf.grad_is_gone()]
+                for leaf in stale(cleared, self.name_of):
                     self._forget(leaf)
 
     def note_clipped(self, parameter: Tensor) -> None:

@@ -215,8 +215,16 @@ class Leaf:
         """Whether `.grad` is gone or zero, and has changed since it was noted."""
         if self.grad_is_as_noted() or self.was_reset():
             return False
-        parameter = self.as_shown()
-        return parameter is None or parameter.grad is None or _vanishes(parameter.grad)
+        grad = getattr(self.as_shown(), "grad", None)
+        return grad is None or _vanishes(grad)
+
+    def grad_is_gone(self) -> bool:
+        """Whether `.grad` is `None`."""
+        return getattr(self.as_shown(), "grad", None) is None
+
+    def is_trainable(self) -> bool:
+        """Whether it asks for gradients."""
+        return bool(getattr(self.as_shown(), "requires_grad", False))
 
     def send(self, gradient: Tensor) -> None:
         """Notes what an expansion sends to the parameter."""
