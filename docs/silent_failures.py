@@ -288,6 +288,97 @@ def run(trap: Trap) -> dict[str, Outcome]:
     return found
 
 
+TRUST = "tests/test_trust.py::"
+# What a training script may do around the forward, what comes of it, and the test that proves it.
+STEPS = [
+    (
+        "A method other than `forward` uses a parameter of its module, as a VAE's `encode` does",
+        "error, by name",
+        f"{TRUST}test_use_without_rows_is_refused_whatever_is_called",
+    ),
+    (
+        "`F.linear(model.body(x), model.head.weight)` in the training loop, outside of any `forward`",
+        "error, by name",
+        f"{TRUST}test_use_without_rows_is_refused_whatever_is_called",
+    ),
+    (
+        "Both of these by `expanded(weight)` within `one_pass(model, batch_size)`",
+        "right",
+        f"{TRUST}test_one_pass_makes_methods_submodules_and_weights_one",
+    ),
+    (
+        "A block with a position `(1, T)` of its own is called alone",
+        "right",
+        f"{TRUST}test_submodule_with_children_that_is_called_alone_is_one_pass",
+    ),
+    (
+        "A layer is frozen at first and trained later; a weight is replaced, or loaded with `assign=True`",
+        "right",
+        f"{TRUST}test_rows_are_right_whatever_was_before",
+    ),
+    (
+        "A layer is replaced by a plain one",
+        "error, by name",
+        "tests/test_silent_failures.py::test_layer_replaced_after_conversion",
+    ),
+    (
+        "A backward fails midway, and the script goes on with `zero_grad(set_to_none=False)`",
+        "right",
+        f"{TRUST}test_failed_backward_leaves_no_ghost_rows",
+    ),
+    (
+        "A stage is frozen, or its head swapped, and the rest is trained by a new optimizer",
+        "right",
+        f"{TRUST}test_no_zero_rows_of_frozen_or_removed_parameters",
+    ),
+    (
+        "A module takes the mean over the batch, beside a dropout",
+        "error, by name",
+        f"{TRUST}test_mixing_beside_chance_is_refused",
+    ),
+    ("A module changes its input in place", "right", f"{TRUST}test_input_changed_in_place_by_a_module"),
+    (
+        "`.grad` is cleared by `p.grad.data.zero_()`, or set anew",
+        "right",
+        f"{TRUST}test_clearing_is_seen",
+    ),
+    (
+        "`.grad` is scaled between two backwards that accumulate",
+        "right",
+        f"{TRUST}test_rows_stay_where_an_accumulated_gradient_is_scaled",
+    ),
+    (
+        "`.grad` is changed in place to something else between the two",
+        "error, by name",
+        "tests/test_errors.py::a_gradient_of_another_origin",
+    ),
+    (
+        "The first of what all samples share is taken: `self.positions(ids)[0]` with `ids` `(1, T)`",
+        "error, by name",
+        f"{TRUST}test_first_of_a_shared_result",
+    ),
+    (
+        "A copied model still computes with a weight of the original, in a closure",
+        "error, by name",
+        f"{TRUST}test_closure_over_the_original_model",
+    ),
+    (
+        "`no_grad` around the model, and `enable_grad` in it",
+        "right",
+        f"{TRUST}test_gradients_enabled_inside_of_no_grad_have_rows",
+    ),
+    (
+        "Rows are edited in place before the next backward accumulates",
+        "right",
+        f"{TRUST}test_edits_of_rows_stay_at_the_next_backward",
+    ),
+    (
+        "Clipping, and a trainable parameter has a gradient that is in no row, whatever the way it came by it",
+        "error, by name",
+        f"{TRUST}test_gradient_without_rows_is_refused_by_name",
+    ),
+]
+
 HEAD = """\
 # Silent failures
 
@@ -320,6 +411,16 @@ be right.
 """
 
 
+STEPS_HEAD = """
+## In a training script
+
+Rows may also go wrong between the forwards: a parameter gets a gradient that no row is a part of, which clipping would
+leave as large as it is, or rows of an earlier step stay. These cases are about how a library holds rows from step to
+step, so they are not compared with others. *Right* means that all rows agree with the loop; an *error* says what to
+write instead. The tests are in `tests/test_trust.py`, `tests/test_silent_failures.py` and `tests/test_errors.py`.
+"""
+
+
 def page(found: list[tuple[Trap, dict[str, Outcome]]]) -> str:
     titles = list(libraries())
     counts = []
@@ -334,6 +435,7 @@ def page(found: list[tuple[Trap, dict[str, Outcome]]]) -> str:
     for trap, outcomes in found:
         cells = (outcomes[title].cell for title in titles)
         lines.append(f"| [{trap.title}](#{anchor(trap.title)}) | " + " | ".join(cells) + " |")
+    lines.append(steps())
     lines.append("\n## In detail\n")
     for trap, outcomes in found:
         lines += [f"({anchor(trap.title)})=", f"### {trap.title}\n"]
@@ -343,6 +445,12 @@ def page(found: list[tuple[Trap, dict[str, Outcome]]]) -> str:
         again = f"PYTHONPATH=tests python docs/silent_failures.py '{trap.title}'"
         lines.append(f'\n```sh\npytest "{trap.test}"\n{again}\n```\n')
     return "\n".join(lines)
+
+
+def steps() -> str:
+    """The part on what a training script does around the forward."""
+    lines = [f"| {what} | {comes} | `{test.partition('::')[2]}` |" for what, comes, test in STEPS]
+    return "\n".join([STEPS_HEAD, "| A script does | Comes of it | Test |", "|---|---|---|", *lines])
 
 
 def as_text(found: Outcome) -> str:

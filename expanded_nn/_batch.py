@@ -6,8 +6,9 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
 
 def tensors(value: Any) -> Iterator[Tensor | PackedSequence]:
@@ -21,6 +22,14 @@ def tensors(value: Any) -> Iterator[Tensor | PackedSequence]:
             yield from tensors(each)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
+
+
+def inside(value: Any, depth: int = 4) -> Iterator[Any]:
+    """What is inside containers and plain objects, to some depth."""
+    for leaf in tree_leaves(value):
+        yield leaf
+        if depth and hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor | nn.Module | type):
+            yield from inside(list(vars(leaf).values()), depth - 1)
 
 
 def batch_of(value: Any, *, batch_first: bool = True) -> int | None:

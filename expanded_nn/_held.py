@@ -38,8 +38,8 @@ def recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]
     if others:
         raise complaint(
             type(model).__name__,
-            f"the parameters {some(others)} have no rows",
-            "every trainable parameter in a module in per-sample mode",
+            f"the parameters {some(others)} are in no layer in per-sample mode, so they have no per-sample gradients",
+            "every trainable parameter in a converted layer, with per-sample mode on",
             "Switch it on before the forward: convert(model, inplace=True).per_sample(True).",
         )
     recorders = list(dict.fromkeys(each for each in recording.values() if each is not None))
@@ -50,8 +50,8 @@ def recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]
     if len(kinds) > 1:
         raise complaint(
             type(model).__name__,
-            f"its parts are in per-sample mode with (loss_reduction, accumulate_grad) = {sorted(kinds)}",
-            "the same for all of them",
+            f"its parts were switched on with different (loss_reduction, accumulate_grad): {sorted(kinds)}",
+            "the same settings for all of them",
             "Switch on the whole model at once: per_sample(model, ...).",
         )
     return parameters, recorders
@@ -75,9 +75,9 @@ def batch_size_of(held: Mapping[str, Tensor]) -> int:
     if any(size != batch for size in sizes.values()):
         raise complaint(
             "per_sample_grads",
-            f"the parameters hold {sizes} rows",
-            "equally many",
-            "Clear the gradients and run again.",
+            f"the parameters have different numbers of per-sample gradients, {sizes}",
+            "equally many for all of them",
+            "Clear the gradients, optimizer.zero_grad(), and run the step again.",
         )
     return batch
 
@@ -109,11 +109,11 @@ def refuse_gradients_without_rows(
     if found:
         raise complaint(
             who,
-            f"the parameters {some(found)} have a gradient in .grad, or a part of one, but no per-sample gradients of "
-            "it, so that nothing bounds what a sample adds to it",
-            "both, or neither",
-            "If that gradient is from before, clear it: optimizer.zero_grad(). If it is of this step, let the "
-            "parameter be used by its layer, or by expanded_nn.expanded(weight).",
+            f"the parameters {some(found)} have a gradient in .grad that is not, or not wholly, the sum of per-sample "
+            "gradients, so that nothing bounds what a sample adds to it",
+            "per-sample gradients of all that is in .grad",
+            "If that gradient is left from an earlier step, clear it: optimizer.zero_grad(). If it is of this step, "
+            "use the parameter by its layer, or by expanded_nn.expanded(weight).",
         )
 
 

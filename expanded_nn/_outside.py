@@ -122,7 +122,7 @@ def with_plain_weights(operation: Operation, torchs: Callable[..., Tensor], rank
             raise complaint(
                 f"functional.{operation.__name__}",
                 f"the input has shape {tuple(x.shape)}, the weight {tuple(weight.shape)}",
-                f"a weight of {rank} dimensions, or of {rank + 1} and as many rows as the input, the samples",
+                f"a weight of {rank} dimensions, or of {rank + 1}, the first of them the samples, as in the input",
                 "Keep the samples in the first dimension of both; unflatten a folded batch.",
             )
         if torch.compiler.is_compiling() and weight.requires_grad:

@@ -78,9 +78,9 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     if not held and any(each.requires_grad for each in parameters.values()):
         raise complaint(
             "clip_grad_sample_norms_",
-            "no parameter has rows",
-            "the rows of a backward in per-sample mode, (0, *shape) if there were no samples",
-            "Clip after backward and before zero_grad; with accumulate_grad=False, clipping takes the rows away.",
+            "no parameter has per-sample gradients",
+            "those of a backward in per-sample mode, (0, *shape) if there were no samples",
+            "Clip after backward and before zero_grad, and with accumulate_grad=False once after each backward.",
         )
     count = batch_size_of(held)
     shards = [parameters[name] for name in held if is_shard(parameters[name])]
@@ -136,9 +136,11 @@ def _grouped(names: Iterable[str], limits: Mapping[str, MaxNorm]) -> dict[str, s
     if lacking or idle:
         raise complaint(
             "clip_grad_sample_norms_",
-            f"max_norm has none for {some(lacking)} and more for {some(idle)}",
-            "one for each parameter that has rows, or for a module around it",
-            "Add what is lacking, leave out what has no rows.",
+            f"max_norm has no entry for the parameters {some(lacking)}"
+            if lacking
+            else f"the entries of max_norm for {some(idle)} belong to no parameter that has per-sample gradients",
+            "one entry for each parameter that has per-sample gradients, or for a module around it",
+            'Add an entry: their names, their module\'s, or "" for all others.' if lacking else "Leave these out.",
         )
     return groups
 
@@ -175,7 +177,7 @@ def _refuse_nonfinite(what: str, norms: Tensor) -> None:
     if bad:
         raise complaint(
             "clip_grad_sample_norms_",
-            f"the gradient of {what} is inf or NaN in rows {some(bad)}",
-            "finite rows",
+            f"the per-sample gradients of {what} are inf or NaN in the rows {some(bad)} of grad_sample",
+            "finite ones",
             "Leave these samples out, or scale their loss down.",
         )

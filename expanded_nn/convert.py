@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from functools import partial
 from types import CellType, FunctionType
 from typing import Any, TypeVar
@@ -123,14 +124,16 @@ def _refuse_closures(model: nn.Module) -> None:
         for attribute, value in vars(module).items():
             if attribute not in ("_parameters", "_modules", "_buffers") and _refers_to(value, own):
                 raise ConversionError(
-                    f"{name or type(model).__name__}.{attribute} holds a function that refers to this model or its "
-                    "weights. In a copy it would go on using the original's. Convert the model in place, "
+                    f"{name or type(model).__name__}.{attribute} refers to this model or its weights, by a function or "
+                    "a weak reference. In a copy it would go on using the original's. Convert the model in place, "
                     "convert(model, inplace=True), or make the function a method."
                 )
 
 
 def _refers_to(value: Any, own: set[int], depth: int = 3) -> bool:
-    """Whether functions in a value hold on to objects with these ids, in what they close over or have as defaults."""
+    """Whether functions and weak references in a value refer to objects with these ids."""
+    if isinstance(value, weakref.ref):
+        return isinstance(value(), nn.Module) and id(value()) in own  # an RNN makes those to its weights anew
     if isinstance(value, dict | list | tuple | set):
         values = value.values() if isinstance(value, dict) else value
         return depth > 0 and any(_refers_to(each, own, depth - 1) for each in values)

@@ -115,7 +115,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 "PerSampleGrads.sum",
                 f"weights has shape {tuple(weights.shape)}",
                 f"({self.batch_size},)",
-                "Give one a row.",
+                "Give one weight per sample.",
             )
         return self._by_parameter(lambda rows: rows.weighted_sum(weights))
 
@@ -157,8 +157,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
             if rows.shape[1:] != other[name].shape[1:]:
                 raise complaint(
                     "PerSampleGrads.gram",
-                    f"{name!r} has rows of shape {tuple(rows.shape[1:])} and {tuple(other[name].shape[1:])}",
-                    "the rows of the same parameters",
+                    f"{name!r} has the shapes {tuple(rows.shape[1:])} and {tuple(other[name].shape[1:])}",
+                    "the same parameters",
                     "Take both from one model, or from copies of it.",
                 )
         if per_position:
@@ -187,8 +187,10 @@ class PerSampleGrads(Mapping[str, Tensor]):
         if lacking or len(sizes) != 1:
             raise complaint(
                 "PerSampleGrads.gram",
-                f"per_position, and {some(lacking)} have no positions" if lacking else f"the positions are {known}",
-                "linear layers' and embeddings' rows, held as factors, with as many positions each",
+                f"per_position=True, and the per-sample gradients of {some(lacking)} have no positions"
+                if lacking
+                else f"per_position=True, and the parameters have different numbers of positions, {known}",
+                "linear layers and embeddings with as many positions each, whose per-sample gradients are factored",
                 "Leave out the others: PerSampleGrads({name: grads[name] for name in names}); for small layers switch "
                 "on per_sample(keep_factors=True).",
             )
@@ -232,7 +234,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
         if lacking:
             raise complaint(
                 "PerSampleGrads.kronecker",
-                f"{some(lacking)} hold rows that are dense, complex, or of several kinds",
+                f"the per-sample gradients of {some(lacking)} are dense, complex, or of several kinds",
                 "the factors of linear layers and convolutions",
                 "Switch on per_sample(keep_factors=True), and take the factors before the rows are used; leave out "
                 "what is neither: PerSampleGrads({name: grads[name] for name in names}).",
@@ -276,8 +278,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
                     "PerSampleGrads.precondition",
                     f"factors for {name!r} with count {second_moment.count}"
                     if name in rows
-                    else f"{name!r} has no rows",
-                    "factors of parameters that have rows, and of one sample at the least",
+                    else f"{name!r} has no per-sample gradients",
+                    "factors of parameters that have per-sample gradients, and of one sample at the least",
                     "Leave this one out.",
                 )
             _refuse_other_sizes("precondition", name, rows[name], second_moment)
@@ -348,8 +350,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
         if set(other) != set(self):
             raise complaint(
                 f"PerSampleGrads.{what}",
-                f"the names differ in {sorted(set(other) ^ set(self))}",
-                "one entry for each parameter that has rows",
+                f"the names {sorted(set(other) ^ set(self))} are in one of the two only",
+                "one entry for each parameter that has per-sample gradients",
                 "Leave out, or add, what differs.",
             )
 
@@ -393,8 +395,8 @@ def _refuse_other_sizes(what: str, name: str, rows: Tensor, factors: KroneckerFa
     if found != wanted:
         raise complaint(
             f"PerSampleGrads.{what}",
-            f"the factors of {name!r} are those of rows {found}",
-            f"{wanted}, as the rows are",
+            f"the factors of {name!r} are those of a matrix {found}",
+            f"{wanted}, as the parameter is",
             "Take the factors of kronecker() from the same model.",
         )
 

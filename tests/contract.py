@@ -249,6 +249,7 @@ class Contract:
         doubtful: Parameters of which only the law is known.
         raw: Parameters whose `.grad` is the plain sum of what backwards have added in this mode.
         bare: Parameters whose `.grad` has a part whose rows the user has let go.
+        empty: Parameters that a backward of no samples which failed may have left rows of; `.grad` does not tell.
         touched: Passes that a backward has reached which failed.
         moved: Whether parameters were frozen, thawed or replaced since the last backward.
     """
@@ -263,6 +264,7 @@ class Contract:
     doubtful: set[Key] = field(default_factory=set)
     raw: set[Key] = field(default_factory=set)
     bare: set[Key] = field(default_factory=set)
+    empty: set[Key] = field(default_factory=set)
     touched: list[Pass] = field(default_factory=list)
     moved: bool = False
 
@@ -294,10 +296,11 @@ class Contract:
             bare = {key for key in self.doubtful if not any(len(each.rows.get(key, ())) for each in self.passes)}
             self.drop((self.cleared - bare) | without if self.accumulates else held)
             self.moved, self.cleared = False, set()
+            self.doubtful |= self.empty
             if not self.doubtful:
                 self.touched = []
             if not self.accumulates:
-                self.doubtful.clear()
+                self.doubtful, self.empty = set(), set()
         for sent, kind, factor in parts:
             for key, gradient in sent.whole(kind).items():
                 if sent.now is not None:
@@ -320,8 +323,9 @@ class Contract:
         for key, total in self.grads.items():
             if total is not None and key in trainable:
                 own = [held.rows[key].sum(0) for held in self.passes if key in held.rows]
-                # rows were taken away by hand: whether a `.grad` that vanishes was cleared, nobody can tell then
-                if own and bool(torch.stack(own).sum(0).any()) != bool(total.any()):
+                # rows were taken away by hand, or clipped: whether a `.grad` that vanishes was cleared, nobody can tell
+                clipped = vanishes(total) and key not in self.raw
+                if own and (vanishes(torch.stack(own).sum(0)) != vanishes(total) or clipped):
                     self.doubtful.add(key)
 
     def drop(self, keys: set[Key]) -> None:
@@ -344,6 +348,11 @@ class Contract:
             else:
                 due[key] = None
         return due
+
+
+def vanishes(total: Tensor) -> bool:
+    """Whether it is zero, but for rounding."""
+    return not bool((total.abs() > TOLERANCE**1.5).any())
 
 
 def differs(actual: Tensor | None, expected: Tensor | None) -> str:

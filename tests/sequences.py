@@ -49,6 +49,7 @@ from contract import (
     batch,
     differs,
     places,
+    vanishes,
 )
 
 WAITING = 4  # forwards that wait for a backward; older ones are dropped
@@ -238,6 +239,8 @@ class Run:
                 contract.raw.add(key)
             if differs(actual, before):
                 contract.cleared.discard(key)
+            if any(key in sent.whole(kind) for sent, kind, _ in parts if not len(sent.x)):
+                contract.empty.add(key)
             contract.grads[key] = None if actual is None else actual.detach().clone()
         contract.doubtful |= trainable
         # Which passes it has reached is open. What was computed in them is not used any more.
@@ -567,6 +570,7 @@ class Clear(Step):
         contract.cleared |= {key for key in keys if any(key in held.rows for held in contract.passes)}
         contract.cleared |= contract.doubtful & keys
         contract.doubtful -= keys
+        contract.empty -= keys
         contract.bare -= keys
         contract.raw -= keys
         for key in keys:
@@ -579,7 +583,7 @@ class Clear(Step):
     def is_zero_anyway(self, run: Run, key: Key) -> bool:
         gradient, contract = run.contract.grads[key], run.contract
         held = key in contract.doubtful or any(key in held.rows for held in contract.passes)
-        return gradient is not None and not gradient.any() and held and key not in contract.cleared
+        return gradient is not None and vanishes(gradient) and held and key not in contract.cleared
 
     def clear(self, run: Run, parameters: Sequence[nn.Parameter]) -> None:
         if self.how.startswith("model"):
@@ -719,6 +723,7 @@ class PerSample(Step):
         contract.on, contract.last, contract.moved = self.on, None, False
         contract.passes, contract.touched = [], []
         contract.cleared, contract.doubtful, contract.raw, contract.bare = set(), set(), set(), graded
+        contract.empty = set()
         drop_checkpoints(run)
         for sent in run.sent:
             sent.old = sent.old or sent.now is not None
@@ -794,7 +799,7 @@ class Clip(Step):
             if key not in trainable and not (held and differs(run.parameters[key].grad, before)):
                 continue  # one that was frozen since may be clipped or not; one that was frozen before has no rows
             contract.grads[key] = total if contract.accumulates or before is None else before + total
-            if not total.any():  # whether a gradient that vanishes was cleared since, nobody can tell
+            if vanishes(total):  # whether a gradient that vanishes was cleared since, nobody can tell
                 contract.doubtful.add(key)
             contract.raw.discard(key)
             contract.bare.discard(key)

@@ -891,7 +891,7 @@ def test_the_weights_of_the_original() -> None:
     model.to_logits = lambda h: h @ model.emb.weight.T
     report = enn.check(model, words())
     assert [problem.kind for problem in report.problems] == ["conversion"]
-    assert "to_logits holds a function that refers to this model" in str(report)
+    assert "to_logits refers to this model" in str(report)
     assert model.emb.weight.grad is None
     linear = nn.Linear(4, 2)
     report = enn.check(linear, features(), loss=lambda m, x: squared(linear, x))

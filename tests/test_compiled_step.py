@@ -431,7 +431,7 @@ def test_accumulated_backwards_run_eagerly() -> None:
 
 
 def test_what_a_graph_takes_for_granted() -> None:
-    """Norms whose squares are out of range, and such as are not finite: the step runs eagerly, and says what it does."""
+    """Norms whose squares are out of range, and such as are not finite: the step runs eagerly."""
     model = enn.convert(nn.Linear(8, 3)).per_sample()
     step = enn.compile(lambda x, y: classified(model, x, y), backend="eager")
     x, y = samples(4)[0]

@@ -108,6 +108,15 @@ def test_each_line_of_the_silent_failures_names_a_test() -> None:
         assert test in {node.name for node in trees[file].body if isinstance(node, ast.FunctionDef)}, f"{file}::{test}"
 
 
+def test_each_step_of_a_training_script_names_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    script = import_module("silent_failures")
+    assert script.steps() in (DOCS / "silent_failures.md").read_text()
+    for _, _, test in script.STEPS:
+        file, _, name = test.partition("::")
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), test
+
+
 @pytest.mark.filterwarnings("ignore")  # other libraries', which are not ours to mend
 def test_the_silent_failures_come_out_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the libraries that are installed in the page's versions; ours is right, or refuses in its own words."""

@@ -542,7 +542,7 @@ def test_a_bad_sample_stays_in_its_own_row(
     vectors = {name: torch.ones(rows.shape[1:]) for name, rows in expected.items()}
     assert_close(grads.matvec(vectors)[good], flat[good].sum(1), 1e-6)
     assert_close(grads.flatten()[good], flat[good])
-    with pytest.raises(enn.PerSampleError, match=rf"inf or NaN in rows \[{POISONED}\]"):
+    with pytest.raises(enn.PerSampleError, match=rf"inf or NaN in the rows \[{POISONED}\]"):
         enn.clip_grad_sample_norms_(model, 1.0)
     for name, rows in rows_of(model).items():
         assert_close(rows[good], expected[name][good], name=name)

@@ -203,7 +203,7 @@ def test_a_row_of_nan_is_named() -> None:
     x = torch.randn(4, 3)
     x[2] = float("nan")
     backward(model, x)
-    with pytest.raises(enn.PerSampleError, match=r"inf or NaN in rows \[2\]"):
+    with pytest.raises(enn.PerSampleError, match=r"inf or NaN in the rows \[2\]"):
         enn.clip_grad_sample_norms_(model, 1.0)
 
 
@@ -214,7 +214,7 @@ def test_wrong_arguments() -> None:
         enn.clip_grad_sample_norms_(model, 1.0, reduction="max")
     with pytest.raises(ValueError, match="wanted a number above 0"):
         enn.clip_grad_sample_norms_(model, 0.0)
-    with pytest.raises(enn.PerSampleError, match=r"max_norm has none for \['bias'\]"):
+    with pytest.raises(enn.PerSampleError, match=r"max_norm has no entry for the parameters \['bias'\]"):
         enn.clip_grad_sample_norms_(model, {"weight": 1.0})
     with pytest.raises(enn.PerSampleError, match=r"weights has shape \(3,\); wanted \(4,\)"):
         enn.per_sample_grads(model).sum(torch.ones(3))
@@ -414,7 +414,7 @@ def test_kronecker_factors_add_up_over_batches(monkeypatch: pytest.MonkeyPatch) 
     assert total is not None
     torch.testing.assert_close(total, parts[0], rtol=1e-9, atol=1e-12)
     with pytest.raises(
-        enn.PerSampleError, match=r"of '0.weight' are those of rows \(5, 24\); wanted \(6, 18\), as the ro"
+        enn.PerSampleError, match=r"of '0.weight' are those of a matrix \(5, 24\); wanted \(6, 18\), as the pa"
     ):
         enn.per_sample_grads(model).kronecker({"0.weight": parts[0]["2.weight"]})
     with pytest.raises(TypeError):
@@ -446,9 +446,7 @@ def test_norms_leave_the_factors() -> None:
 def test_factors_that_were_not_kept() -> None:
     model = enn.convert(nn.Linear(8, 6)).per_sample()
     backward(model, torch.randn(BATCH, 8))
-    with pytest.raises(
-        enn.PerSampleError, match=r"\['weight'\] hold rows that are dense.*per_sample\(keep_factors=True\)"
-    ):
+    with pytest.raises(enn.PerSampleError, match=r"\['weight'\] are dense.*per_sample\(keep_factors=True\)"):
         enn.per_sample_grads(model).kronecker()
 
 
@@ -456,9 +454,7 @@ def test_tied_weights_have_no_kronecker_factors() -> None:
     model = enn.convert(TiedText()).per_sample(keep_factors=True)
     backward(model, torch.randint(VOCABULARY, (BATCH, LENGTH)))
     grads = enn.per_sample_grads(model)
-    with pytest.raises(
-        enn.PerSampleError, match=r"\['embedding.weight'\] hold rows that are dense, complex, or of sev"
-    ):
+    with pytest.raises(enn.PerSampleError, match=r"\['embedding.weight'\] are dense, complex, or of sev"):
         grads.kronecker()
     rest = {name: rows for name, rows in grads.items() if name.startswith("mix")}
     assert set(enn.PerSampleGrads(rest).kronecker()) == {"mix.weight"}
@@ -469,9 +465,7 @@ def test_complex_weights_have_neither_factors_nor_positions() -> None:
     model = enn.convert(nn.Linear(3, 2, bias=False, dtype=torch.complex128)).per_sample(keep_factors=True)
     model(torch.randn(BATCH, LENGTH, 3, dtype=torch.complex128)).abs().flatten(1).sum(1).mean().backward()
     grads = enn.per_sample_grads(model)
-    with pytest.raises(
-        enn.PerSampleError, match=r"\['weight'\] hold rows that are dense, complex, or of several kinds"
-    ):
+    with pytest.raises(enn.PerSampleError, match=r"\['weight'\] are dense, complex, or of several kinds"):
         grads.kronecker()
     with pytest.raises(enn.PerSampleError, match=r"\['weight'\] have no positions"):
         grads.gram(per_position=True)
@@ -484,7 +478,7 @@ def test_a_refusal_adds_nothing_to_earlier_factors() -> None:
     total = grads.kronecker()
     before = {name: factors.A.clone() for name, factors in total.items()}
     bad = enn.PerSampleGrads({"0.weight": grads["0.weight"], "1.weight": torch.ones(BATCH, 7, 6)})
-    with pytest.raises(enn.PerSampleError, match=r"\['1.weight'\] hold rows that are dense"):
+    with pytest.raises(enn.PerSampleError, match=r"\['1.weight'\] are dense"):
         bad.kronecker(total)
     assert all(torch.equal(total[name].A, A) for name, A in before.items())
 
@@ -574,9 +568,11 @@ def test_bad_factors_and_damping() -> None:
     for damping in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=r"damping is .*; wanted a number above 0"):
             grads.precondition({}, damping)
-    with pytest.raises(enn.PerSampleError, match="'other' has no rows; wanted factors of parameters that have"):
+    with pytest.raises(
+        enn.PerSampleError, match="'other' has no per-sample gradients; wanted factors of parameters that have"
+    ):
         grads.precondition({"other": enn.KroneckerFactors(A, G, count)}, 1.0)
-    with pytest.raises(enn.PerSampleError, match=r"of 'weight' are those of rows \(8, 6\); wanted \(6, 8\), as"):
+    with pytest.raises(enn.PerSampleError, match=r"of 'weight' are those of a matrix \(8, 6\); wanted \(6, 8\), as"):
         grads.precondition({"weight": enn.KroneckerFactors(G, A, count)}, 1.0)
     with pytest.raises(enn.PerSampleError, match="factors for 'weight' with count 0; wanted factors of"):
         grads.precondition({"weight": enn.KroneckerFactors(A, G, 0)}, 1.0)
@@ -637,15 +633,15 @@ def test_inner_products_by_position_that_there_are_not() -> None:
     model = enn.convert(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 7))).per_sample(keep_factors=True)
     backward(model, torch.randn(BATCH, 2, 8))
     grads = enn.per_sample_grads(model)
-    with pytest.raises(enn.PerSampleError, match=r"\['0.bias', '1.bias'\] have no positions; wanted linear layers'"):
+    with pytest.raises(enn.PerSampleError, match=r"\['0.bias', '1.bias'\] have no positions; wanted linear layers"):
         grads.gram(grads, per_position=True)
-    with pytest.raises(enn.PerSampleError, match=r"\[\] have no positions|the positions are \{\}"):
+    with pytest.raises(enn.PerSampleError, match=r"different numbers of positions, \{\}"):
         enn.PerSampleGrads({}).gram(per_position=True)
     model.zero_grad()
     model[1](model[0](torch.randn(BATCH, 2, 8)).sum(1)).sin().sum().backward()
     grads = enn.per_sample_grads(model)
     weights = enn.PerSampleGrads({name: grads[name] for name in ("0.weight", "1.weight")})
-    with pytest.raises(enn.PerSampleError, match=r"the positions are \{'0.weight': \[2\], '1.weight': \[1\]\}"):
+    with pytest.raises(enn.PerSampleError, match=r"numbers of positions, \{'0.weight': \[2\], '1.weight': \[1\]\}"):
         weights.gram(per_position=True)
 
 

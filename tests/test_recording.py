@@ -667,6 +667,9 @@ def test_dropping_reaches_what_was_set_aside(make: Callable[[int], Tensor]) -> N
     rows.store.drop(rows.leaves[0])
     assert rows.store.aside is not None
     assert [list(of_pass) for of_pass in rows.store.aside[0].values()] == [[rows.leaves[1]]]
+    rows.store.take_back(rows.leaves)
+    del rows.wanted[0][0]
+    rows.check()
 
 
 @KINDS

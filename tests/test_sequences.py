@@ -25,6 +25,7 @@ from sequences import (
     Replace,
     Scale,
     Story,
+    Together,
     Update,
 )
 
@@ -137,6 +138,59 @@ FOUND: dict[str, Story] = {
     ),
     "gradient_that_cancels_is_not_cleared": Story(
         [Forward(), Backward(), Forward(), Backward(factor=-1.0), Scale(), Forward(), Backward()],
+    ),
+    "clearing_is_seen_where_rows_cancel_beside_a_gradient_from_before": Story(
+        [
+            *(Forward(), Backward(), Clear("rows")),
+            *(Forward(3), Backward(), Forward(3), Backward(factor=-1.0), Clear("optimizer_to_zero")),
+            *(Forward(), Backward()),
+        ],
+    ),
+    "clearing_is_seen_where_there_were_no_samples": Story(
+        [Forward(), Backward(), PerSample(), Piece(0), Backward(), Clear("zero"), Together(use="weight")],
+    ),
+    "gradient_that_cancels_after_clipping": Story(
+        [Piece(1, "general"), Backward(factor=-1.0, retain=True), Clip(5.0), Backward(), Forward(), Backward()],
+    ),
+    "clipped_sum_that_is_rounding_noise_is_cleared": Story(
+        [
+            Freeze("mix"),
+            *(Forward(3), Backward(), Forward(3), Backward(factor=-1.0), Clip(), Clear("data_zero")),
+            Forward(),
+            Backward(),
+        ],
+    ),
+    "empty_backward_that_fails_after_clearing": Story(
+        [*(Forward(), Backward(), Clear("data_zero"), Forward(0), Backward(fault="accumulated")), Together()],
+    ),
+    "clipping_after_a_checkpoint_that_failed": Story(
+        [
+            *(Forward(use="back"), Backward(), Clip(), Forward(use="reentrant"), Backward(fault="parameter")),
+            *(Forward(), Backward(), Clip()),
+        ],
+        settings={"accumulate_grad": False},
+    ),
+    "clipping_gradients_that_cancel_beside_others_and_were_scaled": Story(
+        [
+            *(Forward(use="features"), Backward(), Forward(0), Backward(), Clip()),
+            *(Forward(1), Backward(), Forward(1), Backward(factor=-1.0), Scale(), Clip()),
+        ],
+    ),
+    "empty_backward_that_fails_before_it_delivers": Story(
+        [*(Forward(), Backward(), Forward(0), Update(), Clear("data_zero"), Backward())],
+    ),
+    "empty_backward_that_fails_after_clearing_by_the_model": Story(
+        [
+            *(Forward(), Backward(), Clear("model_to_zero"), Forward(use="back"), Forward(0)),
+            Backward(fault="accumulated"),
+            Backward(),
+        ],
+    ),
+    "rows_of_no_samples_beside_a_parameter_that_was_frozen": Story(
+        [
+            *(Forward(), Backward(), Freeze("first"), Clear(trainable=True), Forward(), Backward()),
+            *(Freeze("first", False), Clear(), Forward(0), Backward(), Forward(use="back"), Backward()),
+        ],
     ),
     "settings_stay": Story([PerSample(), Forward(), Backward()], settings={"accumulate_grad": False}),
     "rows_without_gradient_after_a_fault": Story(

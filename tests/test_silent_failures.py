@@ -472,14 +472,16 @@ def test_general_rule_leaves_the_random_state_and_buffers_alone() -> None:
 def test_clipping_a_model_that_is_not_in_per_sample_mode() -> None:
     model = nn.Linear(3, 2)
     model(torch.randn(4, 3)).sum().backward()
-    with pytest.raises(enn.PerSampleError, match=r"\['weight', 'bias'\] have no rows.*per_sample\(True\)"):
+    with pytest.raises(
+        enn.PerSampleError, match=r"\['weight', 'bias'\] are in no layer in per-sample mode.*per_sample\(True\)"
+    ):
         enn.clip_grad_sample_norms_(model, 1.0)
 
 
 def test_clipping_a_model_of_which_a_part_is_plain() -> None:
     model = nn.Sequential(enn.Linear(4, 4).per_sample(), nn.Linear(4, 2))
     model(torch.randn(3, 4)).sum().backward()
-    with pytest.raises(enn.PerSampleError, match=r"\['1.weight', '1.bias'\] have no rows"):
+    with pytest.raises(enn.PerSampleError, match=r"\['1.weight', '1.bias'\] are in no layer"):
         enn.clip_grad_sample_norms_(model, 1.0)
 
 

@@ -8,6 +8,7 @@ import copy
 import gc
 import io
 import random
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -182,6 +183,12 @@ def test_use_without_rows_is_refused_whatever_is_called(use: Step, history: Call
         use(model, values()).sum().backward()
 
 
+@pytest.mark.parametrize("history", HISTORIES, ids=ids_of)
+def test_rows_are_right_whatever_was_before(history: Callable[[Any], Any]) -> None:
+    model = on(parts())
+    right(history(model) or model, parts(), forward)
+
+
 class Sharing(nn.Module):
     """Uses the weight of its layer once more."""
 
@@ -255,6 +262,42 @@ def test_gradient_without_rows_is_refused_by_name(way: Callable[[Any], None], as
     way(model)
     with pytest.raises(enn.PerSampleError, match=r"'head\.weight'.*a gradient in \.grad.*zero_grad\(\)"):
         ask(model)
+
+
+@pytest.mark.parametrize("clear", [lambda o: o.zero_grad(), lambda o: o.zero_grad(set_to_none=False)])
+def test_clipping_without_a_backward_since_the_gradients_were_cleared(clear: Callable[[Any], None]) -> None:
+    """As where a batch was skipped: those of the step before are not clipped once more."""
+    model = on(parts())
+    model(values()).sum().backward()
+    clear(torch.optim.SGD(model.parameters()))
+    assert not enn.per_sample_grads(model)
+    with pytest.raises(enn.PerSampleError, match=r"no parameter has per-sample gradients.*before zero_grad"):
+        enn.clip_grad_sample_norms_(model, 1.0)
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_backward_of_a_forward_from_before_the_mode_was_switched_off() -> None:
+    """No rows appear, also if something still refers to who would have kept them."""
+    model = on(parts())
+    kept, loss = model._recorder, model(values()).sum()
+    model.per_sample(False)
+    loss.backward()
+    assert all(p.grad is not None and p.grad_sample is None for p in model.parameters())
+    del kept
+
+
+def test_gradient_that_a_clipped_sum_got_outside_of_the_model_is_refused() -> None:
+    """With `accumulate_grad=False` clipping adds to its sum; the parameter left the model meanwhile and is back."""
+    model = on(parts(), accumulate_grad=False)
+    model(values()).sum().backward()
+    clip(model)
+    weight = model.head.weight
+    del model.head.weight
+    F.linear(values(), weight).sum().backward()
+    model.head.weight = weight
+    model(values()).sum().backward()
+    with pytest.raises(enn.PerSampleError, match=r"'head\.weight'.*a gradient in \.grad.*zero_grad\(\)"):
+        clip(model)
 
 
 def through_methods(m: Any, x: Tensor) -> Tensor:
@@ -676,6 +719,29 @@ def test_edits_of_rows_stay_at_the_next_backward(passes: int, materialize: bool)
     assert_close(model.weight.grad_sample, torch.cat([2 * rows] * passes + [rows]))
 
 
+@pytest.mark.parametrize("size", [D, 200])
+@pytest.mark.parametrize("materialize", [False, True])
+def test_edits_of_zero_rows_stay(materialize: bool, size: int) -> None:
+    """Those of a pass that has not used the parameter, however many backwards follow."""
+    model = on(nn.ModuleList([nn.Linear(size, size), nn.Linear(size, size)]), materialize=materialize)
+    for layer in model:
+        layer(values(B, size)).sum().backward()
+    model[1].weight.grad_sample[:B] += 7
+    for _ in range(4):
+        model[0](values(B, size)).sum().backward()
+        assert torch.equal(model[1].weight.grad_sample[:B] * 1, torch.full((B, size, size), 7.0))
+
+
+def test_clipping_what_torch_autograd_grad_has_left_makes_it_the_rows_held() -> None:
+    """Rows from before are no part of `.grad` any more, and do not come back with the next backward."""
+    model, x = on(nn.Linear(D, 2)), values()
+    model(2 * x).sum().backward()
+    torch.autograd.grad(model(x).sum(), list(model.parameters()), create_graph=True)
+    enn.clip_grad_sample_norms_(model, 1e9)
+    model(3 * x[:2]).sum().backward()
+    assert_close(model.weight.grad_sample, torch.cat([x, 3 * x[:2]])[:, None].expand(-1, 2, -1))
+
+
 class Positions(nn.Module):
     def __init__(self, ids: Tensor, take: Callable[[Tensor], Tensor] = lambda p: p) -> None:
         super().__init__()
@@ -783,7 +849,19 @@ class BoundMethod(nn.Module):
         return self.to_logits(self.emb(words))
 
 
-@pytest.mark.parametrize("kind", [Closure, BoundMethod])
+class Weak(nn.Module):
+    """A part that reaches the model around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(7, D)
+        self.emb.around = weakref.ref(self)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.emb(words) @ self.emb.around().emb.weight.t()
+
+
+@pytest.mark.parametrize("kind", [Closure, BoundMethod, Weak])
 def test_closure_over_the_original_model(kind: type[nn.Module]) -> None:
     """A copy that computes with the original's weights is refused, where it is made or where it is used."""
     module, words = kind(), torch.tensor([[1, 2], [3, 3], [0, 6]])
@@ -1138,6 +1216,27 @@ def test_abandoned_passes_are_let_go(reentrant: bool, inside: bool) -> None:
     for n in range(40):
         model(torch.tensor([1, 5, 2, 2])[: 2 + n % 2])
     assert objects_of_passes() <= before + 3
+
+
+class Wrapped(Words):
+    """Its result stands in an object of the user's own."""
+
+    def forward(self, ids: Tensor) -> Any:
+        return SimpleNamespace(output=SimpleNamespace(logits=super().forward(ids)))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_checkpoint_whose_result_is_in_an_object(inside: bool) -> None:
+    """Batches for which no backward was run are no candidates, and are let go."""
+    module, ids, before = Wrapped(True, inside), torch.tensor([3, 1, 3, 0]), objects_of_passes()
+    model = on(module)
+    for size in (4, 2) * 10:
+        model(ids[:size])
+    assert objects_of_passes() <= before + 3
+    sample_losses(model(ids).output.logits).sum().backward()
+    plain_module = Words(False, inside)
+    plain_module.load_state_dict(module.state_dict())
+    assert_close_rows(rows_of(model), loop(plain_module, Call((ids,)), 4))
 
 
 # --- false alarms, 6: parameters of another model, and those that have left it --------------------------------------

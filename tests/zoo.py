@@ -729,7 +729,7 @@ def own(d: Draft) -> None:
 
 def note_general(d: Draft) -> None:
     if d.time_first:  # in (B, features) the samples are not where such a model has them
-        d.reasons.add("rows in dimension 1|one row in dimension 1")
+        d.reasons.add("rows in dimension 1|size 1 in dimension 1")
     # a reentrant checkpoint, and a memory format, inside; the children say what they make of it
     d.reasons |= {"must override the setup_context", "is_contiguous inside of vmap"}
 

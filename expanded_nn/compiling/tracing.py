@@ -216,7 +216,7 @@ def trace(
         for name, buffer in module._buffers.items()
         if buffer is not None
     }
-    found = [
+    found: list[Find] = [
         partial(_buffer, *places[id(each)]) if id(each) in places else partial(_itself, each) for each in constants
     ]
     return Traced(graph, found, examples, outcome, with_grad, looks.draws, shape_env)
@@ -269,8 +269,8 @@ def _place(error: Exception) -> str:
     return f"line {where.lineno} of {where.filename}: {where.line}"
 
 
-def _buffer(buffers: dict[str, Tensor], name: str, given: Sequence[Tensor]) -> Tensor:
-    return buffers[name]
+def _buffer(buffers: dict[str, Tensor | None], name: str, given: Sequence[Tensor]) -> Tensor:
+    return cast(Tensor, buffers[name])
 
 
 def _itself(leaf: Tensor, given: Sequence[Tensor]) -> Tensor:

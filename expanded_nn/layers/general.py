@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from expanded_nn._batch import batch_dim, has_derivatives
+from expanded_nn._batch import batch_dim, has_derivatives, inside
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._lift import Place, quiet_fallbacks, swapped
 from expanded_nn._module import Expanded
@@ -181,7 +181,7 @@ class General(Expanded):
             if batch > 1 and each.shape == (batch, batch):
                 raise complaint(
                     self.name,
-                    f"an argument has shape {tuple(each.shape)}, and may be a row a sample or a matrix that all share",
+                    f"an argument has shape {tuple(each.shape)}, one row per sample or a matrix that all share",
                     "an argument that can be read in one way only",
                     "Give the matrix to the module as a buffer, or the batch another size.",
                 )
@@ -231,7 +231,7 @@ class General(Expanded):
             raise complaint(
                 self.name,
                 f"for one sample its forward returns a tensor of shape {tuple(output.shape)}",
-                f"one row in dimension {usual}, the sample's, and it alone",
+                f"size 1 in dimension {usual}, where the samples stand",
                 "Return tensors with a batch dimension, and reduce over the samples outside of the module. Without "
                 "forward hooks on its children, another dimension may be the sample's as well.",
             )
@@ -253,9 +253,9 @@ class General(Expanded):
             kept = [(f"attribute {name!r}", value) for name, value in vars(module).items() if name not in _NOT_ITS_OWN]
             kept += [(f"the buffer {name!r}", value) for name, value in module._buffers.items()]
             for what, value in kept:
-                if any(map(_is_of_one_sample, _inside(value))):
+                if any(map(_is_of_one_sample, inside(value))):
                     raise self._keeping(what)
-        if any(map(_is_of_one_sample, _inside([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
+        if any(map(_is_of_one_sample, inside([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
             raise self._keeping("an argument")
 
     def _keeping(self, what: str) -> PerSampleError:
@@ -362,7 +362,7 @@ class _Watch(TorchFunctionMode):
         return complaint(
             self.module.name,
             "its forward looks up bags by offsets, which tell the samples apart for the whole batch only",
-            "one row a sample",
+            "one bag per sample in each row",
             "Give the bags to EmbeddingBag as a 2-D input (B, N), filled up with its padding_idx, without offsets.",
         )
 
@@ -408,14 +408,6 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *a
         return rows
     padding_idx = padding_idx % weight.shape[0]
     return torch.where((input == padding_idx).unsqueeze(-1), rows.detach(), rows)
-
-
-def _inside(value: Any, depth: int = 4) -> Iterator[Any]:
-    """What is inside containers and plain objects, to some depth."""
-    for leaf in tree_leaves(value):
-        yield leaf
-        if depth and hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor | nn.Module | type):
-            yield from _inside(list(vars(leaf).values()), depth - 1)
 
 
 def _ids_of_one_sample(values: Any) -> list[int]:

@@ -113,7 +113,7 @@ class Computed:
         if self.again is None:
             raise PerSampleError(
                 "create_graph=True reached a weight that is computed from other parameters outside of a "
-                "parametrization: the rows of those have no second derivative. Register the computation by "
+                "parametrization: their per-sample gradients have no second derivative. Register the computation by "
                 "torch.nn.utils.parametrize, or ask for derivatives with respect to inputs only."
             )
         again, leaves = self.again, self.leaves

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._batch import has_derivatives, tensors
+from expanded_nn._batch import has_derivatives, inside, tensors
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.recording.backward import graph_of
 from expanded_nn.recording.expand import Expand
@@ -144,7 +144,7 @@ class Forward:
         if not self.is_awaited or (self._now is None and self.batch is None):
             return
         now, is_found = self.now, False
-        ends = [each.grad_fn for each in tensors(result) if isinstance(each, Tensor) and each.grad_fn is not None]
+        ends = [each.grad_fn for each in inside(result) if isinstance(each, Tensor) and each.grad_fn is not None]
         for node in {node for end in ends for node in graph_of(end)}:
             is_own = isinstance(node, Expand._backward_cls)
             if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_own:
@@ -170,11 +170,11 @@ class Forward:
             layer, operation = taken
             raise complaint(
                 self.recorder.name_of(layer),
-                f"its input is shared by all {self.now.batch} samples, so its result was given once per sample, and "
-                f"the model goes on with a part of that ({operation} over the samples)",
-                "the whole of it, which broadcasts",
-                "Leave out what takes the first of one (an index [0], a mean over one), or send the module around it "
-                "through the general rule: alone(ItsClass) before convert.",
+                f"its input is shared by all {self.now.batch} samples, so its result has a copy for each of them, and "
+                f"the model takes a part of these ({operation} over the samples)",
+                "the whole result",
+                "Leave out the index [0], or the mean over a dimension of one, that follows; or run the module around "
+                "it sample by sample: alone(ItsClass) before convert.",
             )
         seen.add(kind)
 

@@ -210,7 +210,7 @@ class Recorder:
             raise complaint(
                 "one_pass",
                 f"batch_size is {batch}, inside of a forward of {self.forward.now.batch} samples",
-                "the same samples",
+                "the same number of samples",
                 "Enter one_pass outside of the other forward, or leave it out.",
             )
         return nullcontext()
@@ -236,7 +236,7 @@ class Recorder:
             raise complaint(
                 self.name_of(module),
                 "no argument is a tensor",
-                "a tensor whose rows are the samples",
+                "a tensor with a dimension for the samples",
                 "Say the number of samples: per_sample(batch_size=...), or one_pass(model, batch_size).",
             )
         now = self.passes.new(batch) if forward.is_explicit else self.passes.joined_or_new(batch)
@@ -257,7 +257,7 @@ class Recorder:
                 self.name_of(module),
                 "a transform of torch.func runs the layer again inside the backward, as the hooks of another library "
                 "for per-sample gradients do (Opacus' GradSampleModule)",
-                "one library that makes the rows",
+                "one library that makes per-sample gradients",
                 'Wrap the model without hooks, PrivacyEngine().make_private(..., grad_sample_mode="no_op"), or switch '
                 "per_sample(False).",
             )
@@ -278,9 +278,9 @@ class Recorder:
             return fitting[0]
         raise complaint(
             self.name_of(module),
-            f"a forward inside a backward, as a checkpoint makes it, belongs to one of {len(fitting)} earlier forwards "
-            f"of {batch} samples, and nothing tells to which",
-            "exactly one",
+            f"a checkpoint computes it again in the backward, with {batch} samples, and "
+            + (f"{len(fitting)} earlier forwards had so many" if fitting else "no earlier forward had so many"),
+            "one forward that it belongs to",
             "Call backward for each forward before the next one, or give the checkpoint use_reentrant=False.",
         )
 
@@ -362,6 +362,9 @@ class Recorder:
             rows: `(B, *shape)`, or none for a parameter that was frozen after the forward.
             stand_alone: Whether `torch.autograd.grad` asked for the gradient, which does not go to `.grad` then.
         """
+        parameter = leaf.parameter()
+        if parameter is None or self.leaves.get(parameter) is not leaf:  # per_sample(…) was called since the forward
+            return
         if self.backward.enter(delivers=True):
             self._before_delivery(stand_alone)
         if not stand_alone and now.stage is Stage.OPEN:
@@ -440,15 +443,24 @@ class Recorder:
         return self.store.aside is not None
 
     def settle(self) -> None:
-        """Outside of any backward: takes back what one that failed has left."""
+        """Outside of any backward: takes back what one that failed has left, and rows whose `.grad` was cleared."""
         if running_backward() < 0:
             self.backward.settle()
+            if self.settings.accumulate_grad and not self.rows_stand_alone:
+                held = [leaf for leaf in self.leaves.with_rows() if leaf.is_trainable()]
+                cleared = [leaf for leaf in held if leaf.was_cleared()]
+                if len(cleared) < len(held):  # of some that are zero and were scaled, nothing tells: of None it does
+                    cleared = [leaf for leaf in cleared if leaf.grad_is_gone()]
+                for leaf in stale(cleared, self.name_of):
+                    self._forget(leaf)
 
     def note_clipped(self, parameter: Tensor) -> None:
         """Clipping has set `.grad`."""
         leaf = self.leaves.get(parameter)
         if leaf is not None and parameter.grad is not None:
             leaf.clipped, leaf.lacking = (weakref.ref(parameter.grad), parameter.grad._version), None
+            leaf.has_more = leaf.has_more and not self.settings.accumulate_grad
+            self.store.aside = None  # rows that stood alone are what `.grad` is made of now
 
     def is_clipped(self, parameter: Tensor) -> bool:
         """Whether `.grad` is what clipping has set, and no backward has added to it."""
@@ -459,9 +471,9 @@ class Recorder:
         return grad() is parameter.grad and (version == parameter.grad._version or not self.settings.accumulate_grad)
 
     def lacks_rows(self, parameter: Tensor) -> bool:
-        """Whether `.grad` has a part whose rows were dropped."""
+        """Whether `.grad` has a part whose rows were dropped; with `accumulate_grad=False` only clipping adds."""
         leaf = self.leaves.get(parameter)
-        return leaf is not None and leaf.lacks_rows()
+        return self.settings.accumulate_grad and leaf is not None and leaf.lacks_rows()
 
     def forget(self, parameter: Tensor) -> None:
         """Drops the rows of one parameter."""

@@ -43,8 +43,8 @@ def scattered(
     if total.shape != parameter.shape or is_shard(total):
         raise complaint(
             "clip_grad_sample_norms_",
-            f"rows of shape {tuple(total.shape)} for a sharded parameter of shape {tuple(parameter.shape)}",
-            "rows of the whole parameter",
+            f"per-sample gradients of shape {tuple(total.shape)}, and a sharded parameter of {tuple(parameter.shape)}",
+            "those of the whole parameter",
             "Shard by torch.distributed.fsdp.fully_shard alone.",
         )
     part = _part_of_a_sum(total.to(parameter.dtype), parameter.device_mesh)

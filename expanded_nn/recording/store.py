@@ -113,15 +113,18 @@ class Store:
         start = sum(batches[:behind])
         room = _room(shown, start, sum(batches), parameter) if shown.passes == passes[:behind] else None
         if room is None:
-            behind, start = 0, 0
             room = parameter.detach().new_empty(2 * sum(batches), *parameter.shape)
+            if behind and shown.passes == passes[:behind]:
+                _from(room, 0, start).copy_(_dense(shown.rows))  # with what the user has written to zero rows, too
+            else:
+                behind, start = 0, 0
         rows = _from(room, 0, sum(batches))
         for batch, part in list(zip(batches, parts, strict=True))[behind:]:
             place = _from(room, start, batch)
             if part is None:
                 place.zero_()
             else:
-                place.copy_(part.dense() if isinstance(part, FactoredTensor) else part)
+                place.copy_(_dense(part))
             start += batch
         leaf.show(rows, passes, has_room=True)
         self._hold_slices(leaf)
@@ -133,16 +136,17 @@ class Store:
         if len(shown.passes) < 2 or not isinstance(rows, FactoredTensor) or leaf.was_reset():
             return
         if rows.is_dense or rows._version != shown.version:
-            self._hold_slices(leaf)
+            self._hold_slices(leaf, edited=True)
 
-    def _hold_slices(self, leaf: Leaf) -> None:
-        """Holds what is shown in place of its parts."""
+    def _hold_slices(self, leaf: Leaf, *, edited: bool = False) -> None:
+        """Holds what is shown in place of its parts; of zero rows that may have been edited, what is no longer zero."""
         rows, sizes = leaf.shown.rows, [now.batch for now in leaf.shown.passes]
         assert rows is not None
         parts = parted(rows, sizes) if isinstance(rows, FactoredTensor) else rows.split(sizes)
         for now, part in zip(leaf.shown.passes, parts, strict=True):
-            if leaf in self.held.get(now, {}):
-                self.held[now][leaf] = part
+            of_pass = self.held.get(now, {})
+            if leaf in of_pass or (edited and bool(part.any())):
+                of_pass[leaf] = part
 
     def complete(self, leaves: Iterable[Leaf]) -> None:
         """All rows of a backward are here: parameters that it left out have zero rows."""
@@ -187,8 +191,10 @@ class Store:
         """Forgets the rows of a parameter; what it shows is left to the caller, who has a reason to change it."""
         for of_pass in self.held.values():
             of_pass.pop(leaf, None)
-        for of_pass in self.aside[0].values() if self.aside is not None else ():
+        held, shown = self.aside if self.aside is not None else ({}, {})
+        for of_pass in held.values():
             of_pass.pop(leaf, None)
+        shown.pop(leaf, None)
         self._without_empty_passes()
 
     def _without_empty_passes(self) -> None:
@@ -227,6 +233,11 @@ class Store:
         """Lets go of all rows."""
         self.held, self.aside = {}, None
         self.before.clear()
+
+
+def _dense(rows: Tensor | None) -> Tensor:
+    assert rows is not None
+    return rows.dense() if isinstance(rows, FactoredTensor) else rows
 
 
 def _zero_rows(batch: int, parameter: Tensor) -> FactoredTensor:

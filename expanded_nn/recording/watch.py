@@ -198,7 +198,7 @@ class Leaf:
 
     def note_foreign_part(self) -> None:
         """Keeps in mind that `.grad` holds something that no rows are of, so that their sum is no measure of it."""
-        if self.grad is not None and self.shown.rows is None:
+        if self.shown.rows is None:
             parameter = self.as_shown()
             self.has_more = parameter is not None and parameter.grad is not None and not _vanishes(parameter.grad)
 
@@ -225,6 +225,21 @@ class Leaf:
     def was_reset(self) -> bool:
         """Whether the user has set `grad_sample`."""
         return getattr(self.as_shown(), "grad_sample", None) is not self.shown.rows
+
+    def was_cleared(self) -> bool:
+        """Whether `.grad` is gone or zero, and has changed since it was noted."""
+        if self.grad_is_as_noted() or self.was_reset():
+            return False
+        grad = getattr(self.as_shown(), "grad", None)
+        return grad is None or _vanishes(grad)
+
+    def grad_is_gone(self) -> bool:
+        """Whether `.grad` is `None`."""
+        return getattr(self.as_shown(), "grad", None) is None
+
+    def is_trainable(self) -> bool:
+        """Whether it asks for gradients."""
+        return bool(getattr(self.as_shown(), "requires_grad", False))
 
     def send(self, gradient: Tensor) -> None:
         """Notes what an expansion sends to the parameter."""
@@ -336,24 +351,25 @@ class Watch:
         if sent is None and holder is None:
             if self.leaf.member:
                 self.leaf.handle.remove()
-                self.leaf.handle = None
+                self.leaf.handle = self.leaf.clipped = None  # what is added to a clipped `.grad` here is not clipped
             return
         if holder is not None and not hasattr(holder, "_recorder") and not isinstance(holder, _LISTS):
             raise complaint(
                 owner.name_of(parameter),
-                f"the parameter belongs to a plain {type(holder).__name__}, so its gradient has no rows",
-                "an expanded module",
+                f"the parameter belongs to a plain {type(holder).__name__}, which was not converted, so its "
+                "gradient is not per sample",
+                "a converted layer",
                 "Convert the model again after changing its layers: convert(model, inplace=True).per_sample(True).",
             )
         raise complaint(
             owner.name_of(parameter),
-            "the parameter is also used outside of its module, so its gradient has a part that belongs to no row",
-            "every use inside the module that holds it",
+            "the parameter is also used outside of its module's forward, so a part of its gradient is not per sample",
+            "every use inside the forward of the module that holds it",
             "Use it by expanded_nn.expanded(weight), as in expanded_nn.functional.linear(x, expanded(weight)); or give "
             "the second use a layer of its own that shares the parameter (head.weight = embedding.weight). In a method "
-            "other than forward, do the same within one_pass(model, batch_size). A penalty on weights that is no "
-            "sample's own is the optimizer's weight_decay. If no gradients per sample are wanted of this backward, "
-            "switch per_sample(False) before it.",
+            "other than forward, do the same within one_pass(model, batch_size). For a penalty on "
+            "the weights alone take the optimizer's weight_decay. If this backward needs no per-sample gradients, "
+            "switch per_sample(False) before its forward.",
         )
 
 
@@ -401,8 +417,8 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str]) -> list[Leaf
                 name_of(parameter),
                 "its .grad was changed since the last backward, and is no multiple of the per-sample gradients held, "
                 "so that they may or may not be a part of it",
-                "a .grad that was cleared, scaled or let alone before the next backward adds to it",
-                "Clear it, optimizer.zero_grad(), or change it after the last backward only.",
+                "a .grad that was cleared, scaled or left alone before the next backward adds to it",
+                "Clear it, optimizer.zero_grad(), or change it once all backwards of the step are done.",
             )
     zeros.sort(key=_size)
     if not some_held and any(not _rows_cancel(leaf) for leaf in zeros):  # one will do: what is done, is done to all
@@ -440,6 +456,8 @@ def _sum_of_rows(leaf: Leaf) -> tuple[Tensor, Tensor]:
 
 def _rows_cancel(leaf: Leaf) -> bool:
     refuse_values("a gradient is zero between two backwards")
+    if leaf.has_more:
+        return False  # a `.grad` that holds more than rows that cancel is not zero, unless it was cleared
     parameter = leaf.as_shown()
     if leaf.clipped is not None and parameter is not None and parameter.grad is not None:
         grad, version = leaf.clipped
