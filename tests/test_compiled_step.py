@@ -228,7 +228,7 @@ def test_modes_and_frozen_layers_have_graphs_of_their_own() -> None:
     model.per_sample()
     both()
     model.per_sample(False)
-    with pytest.raises(enn.PerSampleError, match="no rows"):
+    with pytest.raises(enn.PerSampleError, match="no per-sample gradients"):
         step(x, y)
 
 
