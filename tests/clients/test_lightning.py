@@ -1,0 +1,120 @@
+"""Lightning: its Trainer around a converted LightningModule."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import expanded_nn as enn
+from by_hand import LIMIT, LR, assert_same_weights, by_hand
+from models import BATCH, CLASSES, Parts, Scaled, cross_entropy, data, mlp, steps
+from oracle import Call
+
+L = pytest.importorskip("lightning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The '\\w+_dataloader' does not have many workers"),
+]
+
+
+class Classifier(L.LightningModule):
+    """As its author wrote it: nothing in it knows of rows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x, y = batch
+        loss = self.loss(x, y)
+        self.log("loss", loss)
+        return loss
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LR)
+
+
+class InTwoParts(Classifier):
+    """Calls methods of its model other than forward."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.model.classify(self.model.encode(x)), y)
+
+
+class Manual(Classifier):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(*batch))
+        optimizer.step()
+
+
+class WithItsOwn(Classifier):
+    """With a parameter of its own, used in forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.temperature = nn.Parameter(torch.rand(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x) * self.temperature
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self(x), y)
+
+
+class OutsideOfForward(Classifier):
+    """With a parameter of its own, used in another method: one word more than its author wrote."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.scale = nn.Parameter(torch.rand(CLASSES))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(x) * enn.expanded(self.scale), y)
+
+
+class ClipRows(L.Callback):
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        enn.clip_grad_sample_norms_(module, LIMIT / trainer.accumulate_grad_batches, reduction="mean")
+
+
+def fit(module: Any, path: Any, *callbacks: Any, **settings: Any) -> Any:
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", devices=1, default_root_dir=path, callbacks=list(callbacks), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **settings,
+    )
+    trainer.fit(module, DataLoader(data(), batch_size=BATCH))
+    return trainer
+
+
+def objective(module: Any, call: Call, first: int = 0) -> Tensor:
+    return module.loss(*call.args)
+
+
+MODULES = {
+    "automatic": lambda: Classifier(mlp()),
+    "manual": lambda: Manual(mlp()),
+    "methods other than forward": lambda: InTwoParts(Parts()),
+    "a module with a parameter of its own": lambda: Classifier(Scaled()),
+    "a parameter of its own": lambda: WithItsOwn(mlp()),
+    "a parameter outside of forward": lambda: OutsideOfForward(mlp()),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_training(name: str, tmp_path: Any) -> None:
+    plain = MODULES[name]()
+    model = enn.convert(plain).per_sample()
+    fit(model, tmp_path, ClipRows())
+    assert_same_weights(model, by_hand(plain, steps(), objective, LR / BATCH))
