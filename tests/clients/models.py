@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 from oracle import Call
 
-SAMPLES, BATCH, FEATURES, CLASSES = 12, 4, 6, 3
+SAMPLES, BATCH, FEATURES, CLASSES = 16, 4, 6, 3
 
 
 class Parts(nn.Module):

@@ -32,7 +32,7 @@ def accelerator(request: pytest.FixtureRequest):
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "batches"), [({}, 1), ({"gradient_accumulation_steps": 3}, 3)], indirect=["accelerator"]
+    ("accelerator", "batches"), [({}, 1), ({"gradient_accumulation_steps": 2}, 2)], indirect=["accelerator"]
 )
 def test_training(accelerator, batches) -> None:
     plain = mlp()

@@ -4,14 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import expanded_nn as enn
 from by_hand import LIMIT, LR, assert_same_weights, by_hand
 from models import BATCH, CLASSES, Parts, Scaled, cross_entropy, data, mlp, steps
 from oracle import Call
+from processes import run_scenarios, torchrun
 
 L = pytest.importorskip("lightning")
 pytestmark = [
@@ -88,13 +90,18 @@ class ClipRows(L.Callback):
     def on_after_backward(self, trainer: Any, module: Any) -> None:
         enn.clip_grad_sample_norms_(module, LIMIT / trainer.accumulate_grad_batches, reduction="mean")
 
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        for parameter in module.parameters():  # the clipped means of all processes
+            parameter.grad = trainer.strategy.reduce(parameter.grad, reduce_op="mean")
+
 
 def fit(module: Any, path: Any, *callbacks: Any, **settings: Any) -> Any:
     trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", devices=1, default_root_dir=path, callbacks=list(callbacks), logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **settings,
+        max_epochs=1, accelerator="cpu", default_root_dir=path, callbacks=list(callbacks), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **{"devices": 1, **settings},
     )
-    trainer.fit(module, DataLoader(data(), batch_size=BATCH))
+    sampler = DistributedSampler(data(), shuffle=False) if dist.is_initialized() else None
+    trainer.fit(module, DataLoader(data(), batch_size=BATCH, sampler=sampler))
     return trainer
 
 
@@ -118,3 +125,45 @@ def test_training(name: str, tmp_path: Any) -> None:
     model = enn.convert(plain).per_sample()
     fit(model, tmp_path, ClipRows())
     assert_same_weights(model, by_hand(plain, steps(), objective, LR / BATCH))
+
+
+def test_accumulation(tmp_path: Any) -> None:
+    plain = Classifier(mlp())
+    model = enn.convert(plain).per_sample(accumulate_grad=False)
+    fit(model, tmp_path, ClipRows(), accumulate_grad_batches=2)
+    assert_same_weights(model, by_hand(plain, steps(2), objective, LR / BATCH / 2))
+
+
+def automatic(rank: int, world: int) -> None:
+    for settings in ({}, {"accumulate_grad": False}):
+        plain = Classifier(mlp())
+        model = enn.convert(plain).per_sample(**settings)
+        fit(model, None, ClipRows(), devices=world, strategy="ddp")
+        assert_same_weights(model, by_hand(plain, steps(world), objective, LR / BATCH / world))
+
+
+def with_accumulation(rank: int, world: int) -> None:
+    plain = Classifier(mlp())
+    model = enn.convert(plain).per_sample(accumulate_grad=False)
+    fit(model, None, ClipRows(), devices=world, strategy="ddp", accumulate_grad_batches=2)
+    assert_same_weights(model, by_hand(plain, steps(2 * world), objective, LR / BATCH / world / 2))
+
+
+def manual(rank: int, world: int) -> None:
+    plain = Manual(Scaled())
+    model = enn.convert(plain).per_sample()
+    fit(model, None, ClipRows(), devices=world, strategy="ddp")
+    assert_same_weights(model, by_hand(plain, steps(world), objective, LR / BATCH / world))
+
+
+SCENARIOS = [automatic, with_accumulation, manual]
+
+
+def test_in_two_processes() -> None:
+    output = torchrun(__file__, 2)
+    for scenario in SCENARIOS:
+        assert output.count(f"passed {scenario.__name__}") == 2
+
+
+if __name__ == "__main__":
+    run_scenarios(SCENARIOS)

@@ -1,23 +1,27 @@
 """The Trainer of transformers, with peft."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import expanded_nn as enn
 from by_hand import LIMIT, LR, assert_same_updates, assert_same_weights, by_hand
 from oracle import Call
+from processes import run_scenarios, torchrun
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("transformers")
 import transformers as hf
 from peft import LoraConfig, get_peft_model
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing.*is deprecated:FutureWarning")
 SAMPLES, POSITIONS, WORDS = 8, 5, 17
@@ -54,11 +58,19 @@ class ClippingTrainer(Trainer):
         return loss
 
 
+class AddUp(TrainerCallback):
+    """The clipped sums of all processes, which DistributedDataParallel has not seen."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any) -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+
+
 def arguments(path: Path, **settings: Any) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(path), per_device_train_batch_size=2, num_train_epochs=1, report_to="none", use_cpu=True,
         train_sampling_strategy="sequential", max_grad_norm=0, disable_tqdm=True,
-        lr_scheduler_type="constant", **{"save_strategy": "no", **settings},
+        lr_scheduler_type="constant", average_tokens_across_devices=False, **{"save_strategy": "no", **settings},
     )  # fmt: skip
 
 
@@ -127,7 +139,7 @@ def test_evaluation(tmp_path: Path) -> None:
 def test_save_and_resume(tmp_path: Path) -> None:
     plain = llama()
     model, resumed = converted(plain), converted(plain)
-    trainer(model, tmp_path, **{"save_strategy": "steps", "save_steps": 2}).train()
+    trainer(model, tmp_path, average_tokens_across_devices=False, **{"save_strategy": "steps", "save_steps": 2}).train()
     trainer(resumed, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     expected = by_hand(plain, steps(), objective)
     assert_same_weights(model, expected)
@@ -162,3 +174,22 @@ def test_bf16(tmp_path: Path) -> None:
     model = converted(plain).float()
     trainer(model, tmp_path, bf16=True).train()
     assert_same_updates(model, by_hand(plain, steps(), objective), plain, 2e-2)
+
+
+def two_processes(rank: int, world: int) -> None:
+    for settings in ({}, {"gradient_accumulation_steps": 2}):
+        plain = llama()
+        model = converted(plain)
+        client = trainer(model, Path(sys.argv[1]), **settings)
+        client.add_callback(AddUp)
+        client.train()
+        assert isinstance(client.model_wrapped, DistributedDataParallel)
+        assert_same_weights(model, by_hand(plain, steps(world * settings.get("gradient_accumulation_steps", 1)), objective))
+
+
+def test_in_two_processes(tmp_path: Path) -> None:
+    assert torchrun(__file__, 2, str(tmp_path)).count("passed two_processes") == 2
+
+
+if __name__ == "__main__":
+    run_scenarios([two_processes])
