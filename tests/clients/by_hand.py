@@ -23,7 +23,9 @@ def by_hand(
     for batches in steps:
         totals = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
         for batch in batches:
-            rows = loop(model, batch, len(next(iter([*batch.args, *batch.kwargs.values()]))), take=take, objective=objective)
+            rows = loop(
+                model, batch, len(next(iter([*batch.args, *batch.kwargs.values()]))), take=take, objective=objective
+            )
             norms = torch.cat([each.reshape(len(each), -1) for each in rows.values()], 1).norm(dim=1)
             assert (norms > LIMIT).any()
             for name, each in rows.items():

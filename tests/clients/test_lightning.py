@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import expanded_nn as enn
 from by_hand import LIMIT, LR, assert_same_weights, by_hand
-from models import BATCH, CLASSES, Parts, Scaled, cross_entropy, data, mlp, steps
+from models import BATCH, CLASSES, Parts, Scaled, data, mlp, steps
 from oracle import Call
 from processes import run_scenarios, torchrun
 
@@ -97,8 +97,16 @@ class ClipRows(L.Callback):
 
 def fit(module: Any, path: Any, *callbacks: Any, **settings: Any) -> Any:
     trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", default_root_dir=path, callbacks=list(callbacks), logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **{"devices": 1, **settings},
+        max_epochs=1,
+        accelerator="cpu",
+        default_root_dir=path,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **{"devices": 1, **settings},
     )
     sampler = DistributedSampler(data(), shuffle=False) if dist.is_initialized() else None
     trainer.fit(module, DataLoader(data(), batch_size=BATCH, sampler=sampler))
@@ -159,6 +167,7 @@ def manual(rank: int, world: int) -> None:
 SCENARIOS = [automatic, with_accumulation, manual]
 
 
+@pytest.mark.slow
 def test_in_two_processes() -> None:
     output = torchrun(__file__, 2)
     for scenario in SCENARIOS:

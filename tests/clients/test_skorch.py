@@ -35,8 +35,15 @@ class PerSampleNet(NeuralNetClassifier):
 
 def net(module: Any, kind: type = NeuralNetClassifier, **settings: Any) -> NeuralNetClassifier:
     return kind(
-        module, criterion=nn.CrossEntropyLoss, optimizer=torch.optim.SGD, lr=LR / BATCH, batch_size=BATCH,
-        max_epochs=1, train_split=None, verbose=0, **settings,
+        module,
+        criterion=nn.CrossEntropyLoss,
+        optimizer=torch.optim.SGD,
+        lr=LR / BATCH,
+        batch_size=BATCH,
+        max_epochs=1,
+        train_split=None,
+        verbose=0,
+        **settings,
     )
 
 

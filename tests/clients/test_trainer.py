@@ -37,18 +37,16 @@ def llama() -> nn.Module:
 
 
 def words() -> list[dict[str, Tensor]]:
-    """Texts with as many labels as they like, and a column that the model does not take."""
+    """Texts, the first words of some without labels, and a column that the model does not take."""
     ids = torch.randint(3, WORDS, (SAMPLES, POSITIONS), generator=torch.Generator().manual_seed(0))
-    labels = ids.clone()
-    for i, row in enumerate(labels):
-        row[: i % 3] = -100
-    return [{"input_ids": i, "labels": l, "index": torch.tensor(n)} for n, (i, l) in enumerate(zip(ids, labels))]
+    labels = ids.where(torch.arange(POSITIONS) >= (torch.arange(SAMPLES) % 3).unsqueeze(1), -100)
+    return [{"input_ids": ids[i], "labels": labels[i], "index": torch.tensor(i)} for i in range(SAMPLES)]
 
 
 def own_losses(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     """The sum of the samples' own losses, each the mean over the sample's own words."""
-    words = F.cross_entropy(outputs.logits[:, :-1].mT, labels[:, 1:], reduction="none")
-    return (words.sum(1) / (labels[:, 1:] != -100).sum(1)).sum()
+    losses = F.cross_entropy(outputs.logits[:, :-1].mT, labels[:, 1:], reduction="none")
+    return (losses.sum(1) / (labels[:, 1:] != -100).sum(1)).sum()
 
 
 class ClippingTrainer(Trainer):
@@ -77,8 +75,12 @@ def arguments(path: Path, **settings: Any) -> TrainingArguments:
 def trainer(model: nn.Module, path: Path, kind: type[Trainer] = ClippingTrainer, **settings: Any) -> Trainer:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
     return kind(
-        model, arguments(path, **settings), train_dataset=words(), eval_dataset=words(),
-        compute_loss_func=own_losses, optimizers=(optimizer, None),
+        model,
+        arguments(path, **settings),
+        train_dataset=words(),
+        eval_dataset=words(),
+        compute_loss_func=own_losses,
+        optimizers=(optimizer, None),
     )
 
 
@@ -139,7 +141,7 @@ def test_evaluation(tmp_path: Path) -> None:
 def test_save_and_resume(tmp_path: Path) -> None:
     plain = llama()
     model, resumed = converted(plain), converted(plain)
-    trainer(model, tmp_path, average_tokens_across_devices=False, **{"save_strategy": "steps", "save_steps": 2}).train()
+    trainer(model, tmp_path, save_strategy="steps", save_steps=2).train()
     trainer(resumed, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     expected = by_hand(plain, steps(), objective)
     assert_same_weights(model, expected)
@@ -184,9 +186,12 @@ def two_processes(rank: int, world: int) -> None:
         client.add_callback(AddUp)
         client.train()
         assert isinstance(client.model_wrapped, DistributedDataParallel)
-        assert_same_weights(model, by_hand(plain, steps(world * settings.get("gradient_accumulation_steps", 1)), objective))
+        assert_same_weights(
+            model, by_hand(plain, steps(world * settings.get("gradient_accumulation_steps", 1)), objective)
+        )
 
 
+@pytest.mark.slow
 def test_in_two_processes(tmp_path: Path) -> None:
     assert torchrun(__file__, 2, str(tmp_path)).count("passed two_processes") == 2
 
