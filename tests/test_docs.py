@@ -48,7 +48,16 @@ class TheirNorm(nn.Module):
     def forward(self, x):
         return nn.functional.rms_norm(x, x.shape[-1:], self.weight)
 """
-NEEDS = {"from opacus": "opacus", "from backpack": "backpack"}
+NEEDS = {
+    "from opacus": "opacus",
+    "from backpack": "backpack",
+    "from captum": "captum",
+    "trainer": "transformers",
+    "transformers.": "transformers",
+    "lightning": "lightning",
+    "accelerate": "accelerate",
+    "skorch": "skorch",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +75,8 @@ def as_a_reader_has_it() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off")
 @pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha")
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")  # Lightning's
+@pytest.mark.filterwarnings("ignore:The '\\w+_dataloader' does not have many workers")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:.*should not be instantiated")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_code_of_a_page(page: Path) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import expanded_nn as enn
 from by_hand import LIMIT, LR, assert_same_weights, by_hand
 from models import BATCH, CLASSES, Parts, Scaled, data, mlp, steps
-from oracle import Call
+from oracle import Call, assert_close
 from processes import run_scenarios, torchrun
 
 L = pytest.importorskip("lightning")
@@ -34,6 +34,9 @@ class Classifier(L.LightningModule):
         loss = self.loss(x, y)
         self.log("loss", loss)
         return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("validation_loss", self.loss(*batch))
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.model(x), y)
@@ -95,9 +98,8 @@ class ClipRows(L.Callback):
             parameter.grad = trainer.strategy.reduce(parameter.grad, reduce_op="mean")
 
 
-def fit(module: Any, path: Any, *callbacks: Any, **settings: Any) -> Any:
+def fit(module: Any, path: Any, *callbacks: Any, checkpoint: Any = None, **settings: Any) -> Any:
     trainer = L.Trainer(
-        max_epochs=1,
         accelerator="cpu",
         default_root_dir=path,
         callbacks=list(callbacks),
@@ -106,10 +108,11 @@ def fit(module: Any, path: Any, *callbacks: Any, **settings: Any) -> Any:
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        **{"devices": 1, **settings},
+        **{"devices": 1, "max_epochs": 1, **settings},
     )
     sampler = DistributedSampler(data(), shuffle=False) if dist.is_initialized() else None
-    trainer.fit(module, DataLoader(data(), batch_size=BATCH, sampler=sampler))
+    batches = DataLoader(data(), batch_size=BATCH, sampler=sampler)
+    trainer.fit(module, batches, DataLoader(data(), batch_size=BATCH), ckpt_path=checkpoint)
     return trainer
 
 
@@ -128,11 +131,13 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_training(name: str, tmp_path: Any) -> None:
+def test_training_and_validation(name: str, tmp_path: Any) -> None:
     plain = MODULES[name]()
     model = enn.convert(plain).per_sample()
-    fit(model, tmp_path, ClipRows())
-    assert_same_weights(model, by_hand(plain, steps(), objective, LR / BATCH))
+    metrics = fit(model, tmp_path, ClipRows()).callback_metrics
+    expected = by_hand(plain, steps(), objective, LR / BATCH)
+    assert_same_weights(model, expected)
+    assert_close(metrics["validation_loss"], expected.loss(*data().tensors).detach(), 1e-6)
 
 
 def test_accumulation(tmp_path: Any) -> None:
@@ -140,6 +145,23 @@ def test_accumulation(tmp_path: Any) -> None:
     model = enn.convert(plain).per_sample(accumulate_grad=False)
     fit(model, tmp_path, ClipRows(), accumulate_grad_batches=2)
     assert_same_weights(model, by_hand(plain, steps(2), objective, LR / BATCH / 2))
+
+
+def test_with_the_mode_off(tmp_path: Any) -> None:
+    plain = Classifier(Scaled())
+    model = enn.convert(plain)
+    for module in (plain, model):
+        fit(module, tmp_path)
+    assert_same_weights(model, plain, 0)
+
+
+def test_save_and_resume(tmp_path: Any) -> None:
+    plain = Classifier(mlp())
+    model, resumed = (enn.convert(plain).per_sample() for _ in range(2))
+    fit(model, tmp_path, ClipRows()).save_checkpoint(tmp_path / "saved.ckpt")
+    assert_same_weights(Classifier.load_from_checkpoint(tmp_path / "saved.ckpt", model=mlp()), enn.revert(model))
+    fit(resumed, tmp_path, ClipRows(), checkpoint=tmp_path / "saved.ckpt", max_epochs=2)
+    assert_same_weights(resumed, by_hand(plain, 2 * steps(), objective, LR / BATCH))
 
 
 def automatic(rank: int, world: int) -> None:
