@@ -4,6 +4,7 @@ The engine's mode "no_op" takes a model that fills `grad_sample` itself. What it
 trains by its own hooks, from the same weights over the same random batches, without noise.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
@@ -287,6 +288,22 @@ def test_the_bound_follows_a_quantile_of_the_norms() -> None:
         assert bound == pytest.approx(float(adaptive.max_grad_norm), rel=1e-6)
     assert len(counts) > 1
     assert_same_weights(ours, theirs._module, 1e-5)  # Opacus adds 1e-6 to the norms
+
+
+def test_an_empty_batch_is_a_step_of_the_bound_too() -> None:
+    model, bounds = enn.convert(mlp()).per_sample(accumulate_grad=False), [1.0]
+    for x, y in DPDataLoader.from_data_loader(loader(dataset(vectors()))):
+        model.zero_grad()
+        backward(model, x, y)
+        norms = enn.clip_grad_sample_norms_(model, lambda norms: 1 / norms.clamp(min=bounds[-1]))
+        bounds.append(bounds[-1] * float(torch.exp(-0.2 * ((norms <= bounds[-1]).sum() / 2 - 0.5))))
+        assert norms.shape == (len(x),)
+        if not len(x):
+            assert not any(parameter.grad.any() for parameter in model.parameters())
+            assert bounds[-1] / bounds[-2] == pytest.approx(math.exp(0.1))
+            break
+    else:
+        raise AssertionError("no batch was empty")
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
