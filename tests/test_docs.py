@@ -161,6 +161,17 @@ def test_the_places_in_the_code_that_the_pages_name_are_there() -> None:
     assert {file for file in files if file not in named and f"{file.split('/')[0]}/" not in named} == set()
 
 
+def test_the_clients_are_named_with_the_versions_that_the_tests_run() -> None:
+    text = (DOCS / "guides" / "interoperability.md").read_text()
+    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    rows = re.findall(r"^\| [\[`]*(\w+)[^|]* \| ([\d.]+) \|", text, re.MULTILINE)
+    assert len(rows) == 8
+    not_pinned = {"kronfluence"}  # asks for a torchvision
+    wrong = {name: version for name, version in rows if pins.get(name.lower(), name) != version}
+    assert wrong.keys() == not_pinned
+    assert f"with torch {pins['torch']};" in text
+
+
 def test_the_table_of_layers_has_them_all() -> None:
     text = (DOCS / "layers.md").read_text()
     ours = {each.__name__ for each in EXPANDED.values() if each.__module__.startswith("expanded_nn.layers")}

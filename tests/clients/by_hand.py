@@ -6,7 +6,7 @@ from copy import deepcopy
 import torch
 from torch import nn
 
-from oracle import Call, Objective, Take, assert_close, loop, plain, take_rows
+from oracle import Call, Objective, assert_close, loop
 
 LR, LIMIT = 0.1, 0.05
 
@@ -14,22 +14,20 @@ LR, LIMIT = 0.1, 0.05
 def by_hand(
     model: nn.Module,
     steps: Iterable[list[Call]],  # for each step of the optimizer its batches
-    objective: Objective = plain,
+    objective: Objective,
     lr: float = LR,
-    take: Take = take_rows,
 ) -> nn.Module:
     """A plain copy, trained: each step adds up the clipped gradients of all its samples."""
     model = deepcopy(model)
     for batches in steps:
         totals = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
         for batch in batches:
-            rows = loop(
-                model, batch, len(next(iter([*batch.args, *batch.kwargs.values()]))), take=take, objective=objective
-            )
-            norms = torch.cat([each.reshape(len(each), -1) for each in rows.values()], 1).norm(dim=1)
+            samples = len(next(iter([*batch.args, *batch.kwargs.values()])))
+            gradients = loop(model, batch, samples, objective=objective)
+            norms = torch.cat([rows.reshape(samples, -1) for rows in gradients.values()], 1).norm(dim=1)
             assert (norms > LIMIT).any()
-            for name, each in rows.items():
-                totals[name] += torch.tensordot((LIMIT / norms).clamp(max=1), each, 1)
+            for name, rows in gradients.items():
+                totals[name] += torch.tensordot((LIMIT / norms).clamp(max=1), rows, 1)
         with torch.no_grad():
             for name, total in totals.items():
                 model.get_parameter(name).sub_(lr * total)

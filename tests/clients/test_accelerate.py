@@ -1,5 +1,9 @@
 """accelerate: a loop of one's own, prepared for any machine."""
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +17,7 @@ from models import BATCH, cross_entropy, data, mlp, steps
 accelerate = pytest.importorskip("accelerate")
 
 
-def train(model: nn.Module, accelerator: "accelerate.Accelerator", *, clip: bool = True) -> None:
+def train(model: nn.Module, accelerator: Any, *, clip: bool = True) -> None:
     optimizer, dtype = torch.optim.SGD(model.parameters(), lr=LR), next(model.parameters()).dtype
     model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(data(), batch_size=BATCH))
     for x, y in batches:
@@ -26,7 +30,7 @@ def train(model: nn.Module, accelerator: "accelerate.Accelerator", *, clip: bool
 
 
 @pytest.fixture
-def accelerator(request: pytest.FixtureRequest):
+def accelerator(request: pytest.FixtureRequest) -> Iterator[Any]:
     yield accelerate.Accelerator(cpu=True, **getattr(request, "param", {}))
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -34,22 +38,22 @@ def accelerator(request: pytest.FixtureRequest):
 @pytest.mark.parametrize(
     ("accelerator", "batches"), [({}, 1), ({"gradient_accumulation_steps": 2}, 2)], indirect=["accelerator"]
 )
-def test_training(accelerator, batches) -> None:
+def test_training(accelerator: Any, batches: int) -> None:
     plain = mlp()
     model = enn.convert(plain).per_sample(loss_reduction="sum", accumulate_grad=False)
     train(model, accelerator)
     assert_same_weights(model, by_hand(plain, steps(batches), cross_entropy, LR / batches))
 
 
-def test_with_the_mode_off(accelerator) -> None:
+def test_with_the_mode_off(accelerator: Any) -> None:
     plain = mlp()
     model = enn.convert(plain)
-    for each in (model, plain):
-        train(each, accelerator, clip=False)
+    for module in (model, plain):
+        train(module, accelerator, clip=False)
     assert_same_weights(model, plain, 0)
 
 
-def test_save_and_load(accelerator, tmp_path) -> None:
+def test_save_and_load(accelerator: Any, tmp_path: Path) -> None:
     model = accelerator.prepare(enn.convert(mlp()).per_sample())
     accelerator.save_state(tmp_path)
     expected = {name: p.clone() for name, p in model.state_dict().items()}
@@ -60,7 +64,7 @@ def test_save_and_load(accelerator, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("accelerator", [{"mixed_precision": "bf16"}], indirect=True)
-def test_bf16(accelerator) -> None:
+def test_bf16(accelerator: Any) -> None:
     plain = mlp()
     model = enn.convert(plain).float().per_sample(loss_reduction="sum", accumulate_grad=False)
     train(model, accelerator)

@@ -66,15 +66,15 @@ def test_training_a_class() -> None:
     expected = by_hand(plain, steps(), cross_entropy, LR / BATCH)
     assert_same_weights(client.module_, expected)
     again = pickle.loads(pickle.dumps(client))
-    for each in (client, again):
-        assert_close(each.forward(arrays()[0]), expected(data().tensors[0]).detach())
+    for estimator in (client, again):
+        assert_close(estimator.forward(arrays()[0]), expected(data().tensors[0]).detach())
 
 
 def test_with_the_mode_off() -> None:
     plain = Scaled()
     model = enn.convert(plain)
-    for each in (plain, model):
-        net(each).fit(*arrays())
+    for module in (plain, model):
+        net(module).fit(*arrays())
     assert_same_weights(model, plain, 0)
 
 

@@ -166,8 +166,8 @@ def test_lora(order: str, tmp_path: Path) -> None:
 def test_with_the_mode_off(tmp_path: Path) -> None:
     plain = llama()
     model = enn.convert(plain)
-    for each in (plain, model):
-        trainer(each, tmp_path, Trainer).train()
+    for module in (plain, model):
+        trainer(module, tmp_path, Trainer).train()
     assert_same_weights(model, plain, 0)
 
 
