@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import update_wrapper
+from inspect import get_annotations
 from types import FunctionType, new_class
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -476,6 +477,7 @@ def twin_class(kind: type[PerSampleModule], plain_class: type[nn.Module]) -> typ
             "__module__": plain_class.__module__,
             "__qualname__": plain_class.__qualname__,
             "__doc__": plain_class.__doc__,
+            "__annotations__": get_annotations(plain_class),
         }
         _TWINS[key] = new_class(plain_class.__name__, (kind, plain_class), {}, lambda made: made.update(namespace))
     return _TWINS[key]
