@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
     A mapping from parameter name to `(B, *shape)`. It is a snapshot: later steps do not change it. None of `norms`,
     `sum`, `mean`, `gram`, `matvec` builds G; they work on the factors. A complex number counts as two real ones in
-    norms, variances and products.
+    norms, variances and products. `torch.save` writes the factors; `torch.load` reads them wherever expanded_nn is
+    imported, with `weights_only=True` as well.
 
     Args:
         rows: Parameter name -> `(B, *shape)`, dense or factored.
@@ -62,6 +63,9 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
     def __repr__(self) -> str:
         return f"PerSampleGrads({', '.join(f'{name}: {tuple(rows.shape)}' for name, rows in self.items())})"
+
+    def __reduce__(self) -> Any:
+        return PerSampleGrads, ({name: self._held(name) for name in self._rows},)
 
     @property
     def batch_size(self) -> int:
@@ -196,9 +200,9 @@ class PerSampleGrads(Mapping[str, Tensor]):
         return added(rows.gram_by_position(widened(other._held(name)), size) for name, rows in mine.items())
 
     def _held(self, name: str) -> FactoredTensor:
-        """The rows of a parameter as they were taken, whatever became dense since."""
+        """The rows of a parameter as they were taken, if they only became dense since."""
         rows = self._rows[name]
-        return rows._like(self._blocks[name], rows.shape)
+        return rows if rows._cell.version else rows._like(self._blocks[name], rows.shape)
 
     def kronecker(self, total: Mapping[str, KroneckerFactors] | None = None) -> dict[str, KroneckerFactors]:
         """The Kronecker factors of each weight's second moment, as K-FAC and influence functions take them.
@@ -352,6 +356,9 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 "one entry for each parameter that has rows",
                 "Leave out, or add, what differs.",
             )
+
+
+torch.serialization.add_safe_globals([PerSampleGrads, KroneckerFactors])
 
 
 def per_sample_grads(model: nn.Module) -> PerSampleGrads:

@@ -1,5 +1,10 @@
 """The algebra of G against its dense twin, and clipping."""
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -125,6 +130,53 @@ def test_a_snapshot_outlives_later_steps() -> None:
     model.zero_grad()
     backward(model, torch.randn(6, 40))
     torch.testing.assert_close(grads.flatten(), before)
+
+
+def through_a_file(grads: enn.PerSampleGrads) -> enn.PerSampleGrads:
+    file = io.BytesIO()
+    torch.save([grads], file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)[0]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it)), through_a_file])
+def test_copies_keep_the_factors(
+    case: tuple[nn.Module, Tensor, Tensor], copied: Callable[[enn.PerSampleGrads], enn.PerSampleGrads]
+) -> None:
+    model, x, other_x = case
+    backward(model, x)
+    backward(model, other_x)
+    grads = enn.per_sample_grads(model)
+    grads.norms()  # may make rows dense
+    again = copied(grads)
+    kinds = {name: [type(term) for term in rows.terms()] for name, rows in enn.per_sample_grads(model).items()}
+    assert {name: [type(term) for term in rows.terms()] for name, rows in again.items()} == kinds
+    assert type(again) is enn.PerSampleGrads
+    assert again.batch_size == grads.batch_size
+    torch.testing.assert_close(again.flatten(), grads.flatten(), rtol=0, atol=0)
+    torch.testing.assert_close(again.gram(grads), grads.gram(), rtol=1e-9, atol=1e-12)
+
+
+def test_kronecker_factors_from_a_file() -> None:
+    model = enn.convert(nn.Linear(8, 6)).per_sample()
+    backward(model, torch.randn(BATCH, 8))
+    factors, file = enn.per_sample_grads(model).kronecker(), io.BytesIO()
+    torch.save(factors, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["weight"]
+    torch.testing.assert_close((loaded + loaded).A, 2 * factors["weight"].A)
+
+
+def test_rows_that_were_scaled_in_place_are_taken_so() -> None:
+    model = enn.convert(nn.Linear(8, 6)).per_sample()
+    backward(model, torch.randn(BATCH, 8))
+    grads = enn.per_sample_grads(model)
+    before = grads.flatten()
+    factors = grads.kronecker()["weight"]
+    for rows in grads.values():
+        rows.mul_(3)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(grads)).flatten(), 3 * before)
+    torch.testing.assert_close(grads.kronecker()["weight"].G, 9 * factors.G)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
