@@ -52,6 +52,7 @@ from expanded_nn.layers.rnn import (
     RNNCell as RNNCell,
 )
 from expanded_nn.projection import Projection as Projection
+from expanded_nn.projection_store import ProjectionStore as ProjectionStore
 
 __all__ = [
     # the switch
@@ -107,6 +108,7 @@ __all__ = [
     "PerSampleGrads",
     "KroneckerFactors",
     "Projection",
+    "ProjectionStore",
     "FactoredTensor",
     # errors
     "ConversionError",

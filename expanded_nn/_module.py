@@ -89,9 +89,9 @@ class PerSampleModule(nn.Module):
             accumulate_grad: Whether a backward adds to `.grad`, as always (`True`). Without it `.grad` is left alone
                 and the rows are those of the last backward.
             keep_factors: Whether rows of linear layers and convolutions are always held as their factors, the layer's
-                input and the gradient of its output, from which `PerSampleGrads.kronecker` and `gram(per_position=True)`
-                are made. By default (`False`) rows of a few thousand numbers, and those whose factors are larger than
-                they are, are dense from the start, which takes less time and memory.
+                input and the gradient of its output, of which `PerSampleGrads.kronecker` and
+                `gram(per_position=True)` are made. By default (`False`) rows of a few thousand numbers, and those
+                whose factors are larger than they are, are dense from the start, which takes less time and memory.
 
         Returns:
             The module itself.
