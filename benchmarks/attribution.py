@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 import expanded_nn as enn
-from benchmarks.__main__ import machine
+from benchmarks.__main__ import machine, version_of
 from benchmarks.measure import quartiles, timed
 from benchmarks.peers import functional, needed, optional, plain
-from benchmarks.report import table, times
+from benchmarks.report import about, table, times
 from benchmarks.workloads import WORKLOADS, Task
 
 PAGE = """# What attribution costs
@@ -209,13 +209,10 @@ def main() -> None:
         tasks = (WORKLOADS[name].task(torch.device("cpu"), arguments.quick, batch=batch) for batch in (BATCH, QUERIES))
         columns[name] = measure(*tasks, methods, arguments.rounds)
         gc.collect()
-    found = machine(torch.device("cpu"))
-    packages = {name: found["versions"][name] for name in ("expanded_nn", "torch")}
-    about = f"{found['date']}, {found['cpu']}, {found['threads']} threads. " + ", ".join(
-        map(" ".join, packages.items())
-    )
+    versions = {name: version_of(name) for name in ("expanded_nn", "torch", "dattri-llm", "traker")}
+    where = about(machine(torch.device("cpu")) | {"versions": versions})
     rows = [[name, *(column[name] for column in columns.values())] for name in methods]
-    print(PAGE.format(table(["", *columns], rows), f"Measured {about}."))
+    print(PAGE.format(table(["", *columns], rows), f"Measured {where}"))
 
 
 if __name__ == "__main__":

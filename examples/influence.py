@@ -47,7 +47,7 @@ def matrices(model: nn.Module, texts: Tensor) -> enn.PerSampleGrads:
     return enn.PerSampleGrads({name: rows for name, rows in grads if "layers" in name and rows.dim() > 2})  # weights
 
 
-def draw(shares: dict[str, float], title: str, text: Tensor, pulls: Tensor, path: Path) -> None:
+def draw(shares: dict[str, float], new: Tensor, text: Tensor, pulls: Tensor, path: Path) -> None:
     figure = Figure(figsize=(11, 3), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1, 3])
     left.bar(shares.keys(), shares.values())
@@ -55,7 +55,7 @@ def draw(shares: dict[str, float], title: str, text: Tensor, pulls: Tensor, path
     right.imshow((pulls / pulls.abs().max()).view(4, -1).numpy(), cmap="PiYG", vmin=-1, vmax=1, aspect="auto")
     for i, byte in enumerate(text.tolist()):
         right.text(i % 32, i // 32, chr(byte) if chr(byte).isprintable() else "·", ha="center", va="center")
-    right.set(title=title, xticks=[], yticks=[])
+    right.set(title=" ".join("".join(map(chr, new.tolist())).split()), xticks=[], yticks=[])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
@@ -91,7 +91,7 @@ def main() -> None:
     print("Of the right module:", ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
     passage, query = divmod(int(influences[1].argmax()), NEW)
     pulls = matrices(model, texts[passage : passage + 1]).gram(queries["K-FAC"], per_position=True)[0, :, query]
-    draw(shares, repr(bytes(new[query].tolist())), texts[passage], F.pad(pulls, (1, 0)), args.out)
+    draw(shares, new[query], texts[passage], F.pad(pulls, (1, 0)), args.out)
     print(f"Shares of the right module, and the bytes whose prediction pulls: {args.out}")
 
 
