@@ -9,7 +9,7 @@ from expanded_nn._version import __version__ as __version__
 from expanded_nn.check import Report as Report, check as check
 from expanded_nn.clipping import clip_grad_sample_norms_ as clip_grad_sample_norms_
 from expanded_nn.convert import convert as convert, per_sample as per_sample, revert as revert
-from expanded_nn.core.kronecker import KroneckerFactors as KroneckerFactors
+from expanded_nn.core.kronecker import EigenFactors as EigenFactors, KroneckerFactors as KroneckerFactors
 from expanded_nn.factored import FactoredTensor as FactoredTensor
 from expanded_nn.grads import PerSampleGrads as PerSampleGrads, per_sample_grads as per_sample_grads
 from expanded_nn.layers.activation import PReLU as PReLU
@@ -107,6 +107,7 @@ __all__ = [
     "clip_grad_sample_norms_",
     "PerSampleGrads",
     "KroneckerFactors",
+    "EigenFactors",
     "Projection",
     "ProjectionStore",
     "FactoredTensor",
