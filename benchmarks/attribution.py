@@ -9,9 +9,10 @@ stands the rms error of the cosines of 16 gradients times sqrt(dim), which is ab
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import random
+import sys
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 import expanded_nn as enn
 from benchmarks.__main__ import machine, version_of
-from benchmarks.measure import quartiles, timed
+from benchmarks.measure import quartiles
 from benchmarks.peers import functional, needed, optional, plain
 from benchmarks.report import about, table, times
 from benchmarks.workloads import WORKLOADS, Task
@@ -39,6 +40,7 @@ number of dimensions, about 1 for normal random numbers. LoGra shares out the di
 
 {}"""
 BATCH, QUERIES, DIMS = 16, 8, (512, 4096)
+SLOW = 50  # plain steps: what takes longer is timed once
 dattri, trak = optional("dattri_llm"), optional("trak.projectors")
 Run = Callable[[], Any]
 
@@ -149,47 +151,51 @@ def cosines(inner: Tensor) -> Tensor:
     return (inner / norms / norms[:, None])[~torch.eye(len(inner), dtype=torch.bool)]
 
 
-def measure(task: Task, queries: Task, methods: list[str], rounds: int, slow_rounds: int = 2) -> dict[str, str]:
+def seconds(run: Run, often: int = 1) -> float:
+    """Time of a run; with one thread that of the processor, which other processes do not change."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    begin = clock()
+    for _ in range(often):
+        run()
+    return (clock() - begin) / often
+
+
+def measure(task: Task, queries: Task, methods: list[str], rounds: int) -> dict[str, str]:
     """The cells of a column."""
-    step, exact = plain(task), ours(task)().gram()
-    cells, runs = {}, {}
-    for name in methods:
-        try:
-            run = METHODS[name](task, queries)
-            result = run()
-        except Exception as error:  # whatever a peer raises belongs into the table
-            cells[name] = type(error).__name__
-            continue
-        runs[name] = run
-        if name.startswith("projection"):
-            dim = int(name.split()[2].rstrip(":"))
-            off = (cosines(result @ result.T) - cosines(exact)).square().mean().sqrt()
-            cells[name] = f" ({float(off) * sqrt(dim):.2f})"
-        elif name.startswith("influence"):
-            alike = torch.cosine_similarity(result.flatten(), influence(task, queries)().flatten(), dim=0)
-            cells[name] = "" if alike > 1 - 1e-5 else f" (not the same: cosine {alike:.3f})"
-    ratios: dict[str, list[float]] = {name: [] for name in runs}
-    cpu, order = torch.device("cpu"), random.Random(0)
+    step, exact, order = plain(task), ours(task)().gram(), random.Random(0)
 
     def whole() -> None:
         step.run()
         step.clear()
 
     whole()
-    repeats = max(1, round(0.02 / timed(whole, cpu)))
-    for turn in range(rounds):
-        base = timed(lambda: [whole() for _ in range(repeats)], cpu) / repeats
-        names = [name for name in runs if turn < slow_rounds or ratios[name][0] < 50]
-        order.shuffle(names)
-        for name in names:
-            often = repeats if not ratios[name] or ratios[name][0] < 50 else 1
-            ratios[name].append(
-                timed(lambda name=name, often=often: [runs[name]() for _ in range(often)], cpu) / often / base
-            )
-    return {
-        name: times(quartiles(ratios[name])[1]) + cells.get(name, "") if name in runs else cells[name]
-        for name in methods
-    }
+    often = max(1, round(0.02 / seconds(whole)))
+    notes: dict[str, str] = {}
+    playing: dict[str, tuple[Run, list[float]]] = {}
+    ratios: dict[str, list[float]] = {}
+    for name in methods:
+        try:
+            run, found = METHODS[name](task, queries), []
+            first = seconds(lambda run=run, found=found: found.append(run())) / seconds(whole, often)
+        except Exception as error:  # whatever a peer raises belongs into the table
+            notes[name] = type(error).__name__
+            continue
+        notes[name], result = "", found[0]
+        if name.startswith("projection"):
+            dim = int(name.split()[2].rstrip(":"))
+            off = (cosines(result @ result.T) - cosines(exact)).square().mean().sqrt()
+            notes[name] = f" ({float(off) * sqrt(dim):.2f})"
+        elif name.startswith("influence"):
+            alike = torch.cosine_similarity(result.flatten(), influence(task, queries)().flatten(), dim=0)
+            notes[name] = "" if alike > 1 - 1e-5 else f" (not the same: cosine {alike:.3f})"
+        ratios[name] = [first] if first > SLOW else []
+        if first <= SLOW:
+            playing[name] = run, ratios[name]
+    for _ in range(rounds):
+        base = seconds(whole, often)
+        for run, own in order.sample(list(playing.values()), len(playing)):
+            own.append(seconds(run, often) / base)
+    return {name: (times(quartiles(ratios[name])[1]) if name in ratios else "") + note for name, note in notes.items()}
 
 
 def main() -> None:
@@ -208,7 +214,7 @@ def main() -> None:
     for name in arguments.only:
         tasks = (WORKLOADS[name].task(torch.device("cpu"), arguments.quick, batch=batch) for batch in (BATCH, QUERIES))
         columns[name] = measure(*tasks, methods, arguments.rounds)
-        gc.collect()
+        print(name, columns[name], file=sys.stderr, flush=True)
     versions = {name: version_of(name) for name in ("expanded_nn", "torch", "dattri-llm", "traker")}
     where = about(machine(torch.device("cpu")) | {"versions": versions})
     rows = [[name, *(column[name] for column in columns.values())] for name in methods]

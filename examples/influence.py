@@ -42,7 +42,7 @@ def passages() -> tuple[Tensor, Tensor]:  # texts (N, LENGTH), shuffled, and the
 
 
 def matrices(model: nn.Module, texts: Tensor) -> enn.PerSampleGrads:
-    F.cross_entropy(model(texts[:, :-1]), texts[:, 1:]).backward()
+    F.cross_entropy(model(texts[:, :-1]), texts[:, 1:], reduction="none").sum(1).mean().backward()
     grads = enn.per_sample_grads(model).items()
     return enn.PerSampleGrads({name: rows for name, rows in grads if "layers" in name and rows.dim() > 2})  # weights
 
@@ -82,7 +82,7 @@ def main() -> None:
     for batch in track(batches, description="second moments"):
         factors = matrices(model, batch).kronecker(factors)
     plain = matrices(model, new)
-    queries = {"inner products": plain, "K-FAC": plain.precondition(factors, damping=1e-8)}
+    queries = {"inner products": plain, "K-FAC": plain.precondition(factors, damping=1e-4)}
     found = (matrices(model, batch) for batch in track(batches, description="influences"))
     influences = torch.cat([torch.stack([grads.gram(query) for query in queries.values()]) for grads in found], 1)
     shares = {"chance": float((modules[:, None] == wanted).float().mean())}
