@@ -183,17 +183,6 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert contents(tmp_path / "full") == contents(tmp_path / "whole")
 
 
-def test_a_full_device(tmp_path: Path) -> None:
-    model = mlp()
-    (tmp_path / "rank-0").mkdir()
-    (tmp_path / "rank-0/ids.int64").touch()
-    (tmp_path / "rank-0/projections.float32").symlink_to("/dev/full")
-    store = enn.ProjectionStore(tmp_path, enn.Projection(DIM, seed=3), model)
-    with pytest.raises(enn.PerSampleError, match=r"3 samples could not be written \(No space left on device\)"):
-        store.add([0, 1, 2], grads_of(model, inputs()[:3]))
-    assert len(store) == 0
-
-
 # --- several processes ------------------------------------------------------------------------------------------
 
 
@@ -294,39 +283,12 @@ def test_parts_of_two_models(tmp_path: Path) -> None:
         enn.ProjectionStore(tmp_path / "a")
 
 
-def test_a_newer_version(tmp_path: Path) -> None:
-    filled(tmp_path)
-    settings = tmp_path / "rank-0/settings.json"
-    settings.write_text(settings.read_text().replace('"version": 1', '"version": 2'))
-    with pytest.raises(enn.PerSampleError, match=r"it was written in version 2; wanted 1. Update expanded_nn"):
-        enn.ProjectionStore(tmp_path)
-
-
 def test_nothing_to_read(tmp_path: Path) -> None:
     for model in (None, mlp()):
         with pytest.raises(enn.PerSampleError, match=r"there are no projections; wanted those of a run"):
             enn.ProjectionStore(tmp_path, model=model)
     assert contents(tmp_path) == {}
     assert len(enn.ProjectionStore(tmp_path, enn.Projection(DIM))) == 0
-
-
-def test_samples_that_are_not_done(tmp_path: Path) -> None:
-    store = filled(tmp_path)
-    with pytest.raises(enn.PerSampleError, match=r"2 samples are not done: \[50, 71\]; wanted all. Run it to its end"):
-        store.read([3, 50, 4, 71])
-
-
-def test_a_damaged_copy(tmp_path: Path) -> None:
-    store = filled(tmp_path)
-    numbers = tmp_path / "rank-0/projections.float32"
-    numbers.write_bytes(numbers.read_bytes()[:-1])
-    with pytest.raises(enn.PerSampleError, match=r"has 6399 bytes; wanted 6400, for 50 samples. Copy the folder again"):
-        store.read([0])
-    numbers.write_bytes(numbers.read_bytes() + b"\0")
-    ids = tmp_path / "rank-0/ids.int64"
-    ids.write_bytes(ids.read_bytes() + bytes(8))
-    with pytest.raises(enn.PerSampleError, match=r"a sample is there twice; wanted each once. The disk failed"):
-        filled(tmp_path)
 
 
 def test_what_cannot_be_added(tmp_path: Path) -> None:
