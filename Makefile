@@ -67,11 +67,13 @@ $(BENCH_READY): setup.cfg constraints.txt
 	$(BENCH)/bin/pip install -c constraints.txt torch einops numpy scipy opt_einsum matplotlib tqdm
 	$(BENCH)/bin/pip install --no-deps opacus==1.6.0 backpack-for-pytorch==1.7.1 unfoldnd==0.2.3
 	-$(BENCH)/bin/pip install jax==0.10.2
+	-$(BENCH)/bin/pip install --no-deps dattri-llm==0.1.0 traker==0.3.2
 	$(BENCH)/bin/pip install --no-deps -e .
 	@touch $@
 
 bench: $(BENCH_READY) ## compare with other libraries, into benchmarks/results and docs/images
 	$(BENCH)/bin/python -m benchmarks
+	$(BENCH)/bin/python -m benchmarks.attribution > benchmarks/results/attribution.md
 
 clean: ## remove the environment, caches and build products
 	rm -rf $(VENV) .venv-oldest .venv-newest $(BENCH) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -89,9 +89,10 @@ class PerSampleModule(nn.Module):
             materialize: Whether to make `grad_sample` dense during the backward; by default it may be factored.
             accumulate_grad: Whether a backward adds to `.grad`, as always (`True`). Without it `.grad` is left alone
                 and the rows are those of the last backward.
-            keep_factors: Whether to keep what all rows of linear layers and convolutions are made of, as
-                `PerSampleGrads.kronecker` and `gram(per_position=True)` need it. By default small rows, and those whose
-                factors are larger, are dense, which takes less time and memory.
+            keep_factors: Whether rows of linear layers and convolutions are always held as their factors, the layer's
+                input and the gradient of its output, of which `PerSampleGrads.kronecker` and
+                `gram(per_position=True)` are made. By default (`False`) rows of a few thousand numbers, and those
+                whose factors are larger than they are, are dense from the start, which takes less time and memory.
 
         Returns:
             The module itself.
