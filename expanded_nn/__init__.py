@@ -1,7 +1,11 @@
 """Per-sample gradients by plain autograd: a parallel `nn` whose layers take batch-expanded weights."""
 
 from expanded_nn import functional as functional
-from expanded_nn._errors import ConversionError as ConversionError, PerSampleError as PerSampleError
+from expanded_nn._errors import (
+    ConversionError as ConversionError,
+    PerSampleError as PerSampleError,
+    PerSampleWarning as PerSampleWarning,
+)
 from expanded_nn._module import Expanded as Expanded
 from expanded_nn._outside import expanded as expanded, one_pass as one_pass
 from expanded_nn._registry import expands as expands
@@ -111,4 +115,5 @@ __all__ = [
     # errors
     "ConversionError",
     "PerSampleError",
+    "PerSampleWarning",
 ]

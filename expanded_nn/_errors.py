@@ -1,8 +1,22 @@
 """One voice for errors: who, what was found, what was wanted, and what to do."""
 
+from typing import Any
+
 
 class PerSampleError(RuntimeError):
-    """Per-sample gradients cannot be right here; the text names the place and the remedy."""
+    """Per-sample gradients cannot be right here; the text names the place and the remedy.
+
+    Attributes:
+        refused_by: The module that cannot tell the samples apart in what it is given, where one around it may.
+        by_vmap: Whether it is `vmap` that cannot follow that module.
+    """
+
+    refused_by: Any = None
+    by_vmap: bool = False
+
+
+class PerSampleWarning(UserWarning):
+    """Per-sample gradients are right here, but slower than they may be; the text names the place and the remedy."""
 
 
 class ConversionError(PerSampleError):

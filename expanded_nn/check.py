@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._batch import has_derivatives
-from expanded_nn._errors import ConversionError, PerSampleError, complaint
+from expanded_nn._errors import ConversionError, PerSampleError, PerSampleWarning, complaint
 from expanded_nn._loop import Loop, listed
 from expanded_nn._module import PerSampleModule
 from expanded_nn._report import Findings, Problem, Report as Report
@@ -201,7 +202,9 @@ class _Check:
 
     def forward(self) -> list[Tensor] | None:
         """The outputs, `None` if no rows can be right."""
-        outputs = None
+        outputs = self.expanded_outputs()
+        if outputs is not None:
+            return outputs
         with Guard(self.expanded.module) as guard:
             try:
                 outputs = self.expanded(self.call)
@@ -210,6 +213,20 @@ class _Check:
                     self.complain_of(guard.failed or self.who, error)
         self.findings.problems += [Problem.of("layer", each) for each in guard.complaints]
         return None if guard.complaints else outputs
+
+    def expanded_outputs(self) -> list[Tensor] | None:
+        """The outputs, with the modules that have to go sample by sample; `None` after an error."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PerSampleWarning)
+            try:
+                outputs = self.expanded(self.call)
+            except Exception:
+                return None
+        for path, module in self.expanded.module.named_modules():
+            learned = getattr(module, "_learned", None)
+            if learned is not None:
+                self.findings.notes.append(f"{name_of(path, module)} runs sample by sample, as {learned.why}")
+        return outputs
 
     def complain_of(self, where: str, error: Exception) -> None:
         if isinstance(error, PerSampleError):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from expanded_nn._errors import complaint
+from expanded_nn._escalate import Escalation
 from expanded_nn.recording.backward import Backward, in_transform, running_backward, running_node
 from expanded_nn.recording.expand import Again, Computed, Expand, ExpandComputed, leaves_of, passes_behind
 from expanded_nn.recording.forward import NOTED_PASS, Forward as Forward, Settings as Settings
@@ -37,6 +38,7 @@ class Recorder:
         leaves: What is known of each parameter.
         expanded: The expansions of the current pass: parameter -> pass, version, address, `(B, *shape)`.
         asleep: Whether gradients that reach parameters are inner derivatives of the library's own.
+        escalation: Which modules forwards have sent through the general rule by themselves.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -50,6 +52,7 @@ class Recorder:
         self.leaves = Leaves()
         self.expanded: dict[Tensor, tuple[Pass, int, int, Tensor]] = {}
         self.asleep = False
+        self.escalation = Escalation()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         copied: Recorder = memo.setdefault(id(self), Recorder(self.settings))
