@@ -68,15 +68,22 @@ class Escalation:
 
     def _settled(self, attempts: _Attempts, args: tuple[Any, ...], kwargs: dict[str, Any], start: Start | None) -> Any:
         """The result of the first attempt that goes through."""
+        is_early = start is None
         while True:
             try:
-                return self._called(attempts.called, args, kwargs)
+                result = self._called(attempts.called, args, kwargs)
+                if not is_early:
+                    attempts.called._recorder.refuse_outside_use(result)
+                return result
             except Exception as error:
                 final = attempts.next(error)
                 again = checkpoint_hooks() is None and _is_plain(args, kwargs) if start is None else start.restored()
-                if final is not None or not again:
-                    attempts.undo()
-                    final = final or attempts.refused
+                if final is None and again:
+                    continue
+                attempts.undo()
+                final = final or attempts.refused
+                is_early = getattr(final, "is_early", False)
+                if not (is_early and again):
                     raise final from final.__cause__
 
     def _called(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -148,6 +155,7 @@ class _Attempts:
 
     def undo(self) -> None:
         """The modules are what they were before this forward."""
+        self.escalation.on_trial = None
         for module, learned in self.before.items():
             module._learn(learned)
 

@@ -448,6 +448,18 @@ def numbers_of_one_sample() -> None:
     in_a_loop(lambda self, x: (x * self.scale, float(x.sum())))
 
 
+@refused(r"^layer\.weight: the parameter is also used outside of its module")
+def a_use_outside_in_a_forward_that_cannot_start_over() -> None:
+    """It changes an argument that has a graph of its own."""
+    module = Feed(nn.Linear(4, 4), lambda layer, x: nn.functional.linear(layer(x.mul_(2)), layer.weight))
+    enn.convert(module).per_sample()(torch.randn(SAMPLES, 4, requires_grad=True) * 1)
+
+
+@refused(r"^Own: its forward keeps tensors in an object that it returns")
+def an_object_of_one_sample() -> None:
+    in_a_loop(lambda self, x: SimpleNamespace(cache=x * self.scale))
+
+
 @refused(r"^Own: its forward keeps tensors in an attribute, a buffer or an argument; wanted .* leaves nothing behind")
 def something_left_behind_by_one_sample() -> None:
     in_a_loop(lambda self, x: self.seen.add_(1) + x * self.scale)

@@ -214,6 +214,12 @@ CASES: dict[str, Case] = {
     "branch": Case(with_a_branch, loops=True),
     "written_in_place": Case(written_in_place, loops=True),
     "own_branch": Case(own_branch, loops=True),
+    "outside": Case(
+        lambda: Around(Does(lambda m, x: F.linear(m.linear(x).tanh(), m.linear.weight), linear=nn.Linear(D, D)))
+    ),
+    "outside_of_a_folded_part": Case(
+        lambda: Does(lambda m, x: F.linear(m.part(x), m.part.linear.weight), part=folded(linear=nn.Linear(D, D))), {""}
+    ),
     "two_parts": Case(two_parts, {"0.part", "2"}),
     "batch_norm": Case(batch_norm),
     "root": Case(lambda: folded(linear=nn.Linear(D, D)), {""}),
@@ -275,15 +281,16 @@ class TestLaws:
         module, call = case.module(), case.call()
         model = on(module, escalate=False)
         with pytest.raises(enn.PerSampleError):
-            call.on(model)
+            plain(model, call).backward()
         assert learned(model) == set()
+        model.zero_grad()
         with pytest.warns(enn.PerSampleWarning):
             assert_right(model.per_sample(escalate=True), module, call)
         model.zero_grad()
         with silent():
             assert_right(model.per_sample(False).per_sample(), module, call)
         with pytest.raises(enn.PerSampleError):
-            call.on(model.per_sample(escalate=False))
+            plain(model.per_sample(escalate=False), call).backward()
 
     @quiet
     def test_second_derivatives(self, case: Case) -> None:
@@ -503,13 +510,25 @@ class TestRefused:
 
         refused(forward, "folded batch of 3 x 5", linear=nn.Linear(D, D))
 
-    def test_use_of_a_weight_outside(self) -> None:
-        part = folded(linear=nn.Linear(D, D))
-        model = on(Does(lambda m, x: F.linear(m.part(x), m.part.linear.weight), part=part))
+    def test_use_of_a_weight_in_the_loss(self) -> None:
+        """No module is around that."""
+        model = on(Around(folded(linear=nn.Linear(D, D))))
         with pytest.warns(enn.PerSampleWarning):
-            loss = model(torch.randn(B, T, D)).sum()
-        with pytest.raises(enn.PerSampleError, match=r"part\.linear\.weight: .*outside of its module"):
+            loss = model(torch.randn(B, T, D)).sum() + model.after.weight.sum()
+        with pytest.raises(enn.PerSampleError, match=r"after\.weight: .*outside of its module"):
             loss.backward()
+
+    def test_a_penalty_that_the_forward_returns(self) -> None:
+        """It is of no sample: the rows are right as long as it is not in the loss."""
+        module = Does(lambda m, x: (m.linear(x), m.linear.weight.square().sum()), linear=nn.Linear(D, D))
+        model, call = on(module), Call((torch.randn(B, D),))
+        with silent():
+            output, penalty = call.on(model)
+        output.sum().backward(retain_graph=True)
+        assert_close(model.linear.weight.grad_sample, call.args[0][:, None].expand(-1, D, -1))
+        with pytest.raises(enn.PerSampleError, match=r"linear\.weight: .*outside of its module"):
+            penalty.backward()
+        assert learned(model) == set()
 
     def test_the_models_own_error(self) -> None:
         model = on(Does(lambda m, x: m.table(torch.arange(T))[x.shape], table=nn.Embedding(9, D)))

@@ -81,9 +81,11 @@ def test_weight_used_outside_its_module() -> None:
         def forward(self, words: Tensor) -> Tensor:
             return F.linear(self.emb(words), self.emb.weight)
 
-    model = enn.convert(Model()).per_sample()
+    model = enn.convert(Model()).per_sample(escalate=False)
     with pytest.raises(enn.PerSampleError, match=r"emb\.weight"):
         plain(model, words).backward()
+    with pytest.warns(enn.PerSampleWarning, match=r"emb\.weight"):
+        right(Model(), words)
 
 
 def test_input_derivative_losses() -> None:

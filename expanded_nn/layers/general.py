@@ -194,7 +194,10 @@ class General(Expanded):
             results, others = [], []
             for i in range(self.batch_size):
                 results.append(one_sample([each[i] for each in weights], [each[i] for each in mapped]))
-                others.append([each for each in tree_leaves(returned) if isinstance(each, bool | int | float | str)])
+                leaves = flatten(returned)[0]
+                if any(isinstance(each, Tensor) for leaf in leaves for each in _inside(leaf) if each is not leaf):
+                    raise self._keeping("an object that it returns")
+                others.append([each for each in leaves if isinstance(each, bool | int | float | str)])
             if any(each != others[0] for each in others):
                 raise self._refusal(
                     "its forward returns numbers that differ from sample to sample", "tensors", "Return tensors."

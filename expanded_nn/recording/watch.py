@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from expanded_nn._errors import complaint
+from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._storage import Recycled
 from expanded_nn.factored import as_factored
 from expanded_nn.recording.backward import accumulates, running_backward
@@ -330,16 +330,21 @@ class Watch:
                 "an expanded module",
                 "Convert the model again after changing its layers: convert(model, inplace=True).per_sample(True).",
             )
-        raise complaint(
-            owner.name_of(parameter),
-            "the parameter is also used outside of its module, so its gradient has a part that belongs to no row",
-            "every use inside the module that holds it",
-            "Use it by expanded_nn.expanded(weight), as in expanded_nn.functional.linear(x, expanded(weight)); or give "
-            "the second use a layer of its own that shares the parameter (head.weight = embedding.weight). In a method "
-            "other than forward, do the same within one_pass(model, batch_size). A penalty on weights that is no "
-            "sample's own is the optimizer's weight_decay. If no gradients per sample are wanted of this backward, "
-            "switch per_sample(False) before it.",
-        )
+        raise used_outside(owner.name_of(parameter))
+
+
+def used_outside(name: str) -> PerSampleError:
+    """What to say of a parameter that is used where no expansion sees it."""
+    return complaint(
+        name,
+        "the parameter is also used outside of its module, so its gradient has a part that belongs to no row",
+        "every use inside the module that holds it",
+        "Use it by expanded_nn.expanded(weight), as in expanded_nn.functional.linear(x, expanded(weight)); or give "
+        "the second use a layer of its own that shares the parameter (head.weight = embedding.weight). In a method "
+        "other than forward, do the same within one_pass(model, batch_size). A penalty on weights that is no "
+        "sample's own is the optimizer's weight_decay. If no gradients per sample are wanted of this backward, "
+        "switch per_sample(False) before it.",
+    )
 
 
 def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str]) -> list[Leaf]:
