@@ -131,7 +131,7 @@ class General(Expanded):
         is_known = kind in self._compared and not loops  # in a loop each value may lead another way
         trial = None if guests or is_known else Trial(self, args, kwargs, batch, mapped)
         found = mapped(leaves)
-        self._refuse_mutation(leaves)
+        self._refuse_mutation(leaves, thorough=trial is not None)
         if guests:
             return found.result()
         if trial is None and not self._compared[kind].fits(found.ones):  # another way through the forward
@@ -295,17 +295,18 @@ class General(Expanded):
                     "Take the hook off, or hook the tensors (register_hook) outside of the module.",
                 )
 
-    def _refuse_mutation(self, leaves: list[Any]) -> None:
-        """A tensor of one sample that the forward left behind in the module or in an argument."""
+    def _refuse_mutation(self, leaves: list[Any], *, thorough: bool) -> None:
+        """A tensor of one sample that the forward left behind in the module or in an argument.
+
+        Args:
+            leaves: The arguments.
+            thorough: Whether to look into the objects that a module holds, too.
+        """
+        looked_into = object if thorough else (Tensor, dict, list, tuple)
         for module in self.modules():
-            kept = [
-                (f"attribute {name!r}", value)
-                for name, value in vars(module).items()
-                if name not in (*OURS, "_buffers")
-            ]
-            kept += [(f"the buffer {name!r}", value) for name, value in module._buffers.items()]
-            for what, value in kept:
-                if any(map(_is_of_one_sample, _inside(value))):
+            own = [(f"attribute {name!r}", value) for name, value in vars(module).items() if name not in _NOT_ITS_OWN]
+            for what, value in (*own, *((f"the buffer {name!r}", each) for name, each in module._buffers.items())):
+                if isinstance(value, looked_into) and any(map(_is_of_one_sample, _inside(value, 4 * thorough))):
                     raise self._keeping(what)
         if any(map(_is_of_one_sample, _inside([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
             raise self._keeping("an argument")
@@ -338,6 +339,10 @@ class General(Expanded):
             ],
             structure,
         )
+
+
+# what the forward does not write, or is looked at by name
+_NOT_ITS_OWN = {*OURS, "_buffers", *(name for name in vars(nn.Module()) if name.startswith("_"))}
 
 
 class Alone(General):
