@@ -7,7 +7,7 @@ BENCH := .venv-bench
 BENCH_READY := $(BENCH)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow fuzz check format examples docs dist bench clean
+.PHONY: help demo test slow fuzz check format examples docs dist bench zoos clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -63,6 +63,9 @@ $(BENCH_READY): setup.cfg constraints.txt
 
 bench: $(BENCH_READY) ## compare with other libraries, into benchmarks/results and docs/images
 	$(BENCH)/bin/python -m benchmarks
+
+zoos: $(READY) ## one small model of each family of transformers, timm, diffusers: are the rows right, and at what cost
+	$(BIN)/python -m benchmarks.zoos
 
 clean: ## remove the environment, caches and build products
 	rm -rf $(VENV) $(BENCH) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
