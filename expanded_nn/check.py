@@ -187,7 +187,30 @@ class _Check:
         elif expanded_outputs is not None and self.backward(expanded_outputs) and self.has_rows() and is_comparable:
             loop = Loop(self.plain, self.call, self.layout, is_random=self.is_random)
             loop.compare(self.expanded.module, self.layout.losses(self.outputs), self.findings)
+            wrong = [name for name, error in self.findings.errors.items() if error > self.findings.tolerance]
+            is_judged = wrong and not self.is_random and not self.findings.problems
+            if is_judged and self.loop_is_wrong(loop, wrong):
+                self.findings.notes.append(
+                    f"the rows of {listed(wrong)} add up to the batch's gradient, but the sample-by-sample loop's do "
+                    "not: torch's gradient of one sample is wrong, as of a BatchNorm in eval mode on a permuted input."
+                )
+                self.findings.errors = {name: e for name, e in self.findings.errors.items() if name not in wrong}
             self.complain_of_rows()
+
+    def loop_is_wrong(self, loop: Loop, names: list[str]) -> bool:
+        """Whether the rows of these parameters agree with the plain gradient of the batch, and the loop does not."""
+        own = list(loop.gradients(self.call, []))
+        count = self.call.batch if self.reduction == "mean" else 1
+        for parameter in self.plain.module.parameters():
+            parameter.grad = None
+        self.layout.total(self.plain(self.call), self.reduction).backward()
+        whole, rows = ({n: p.grad for n, p in each.module.named_parameters()} for each in (self.plain, self.expanded))
+        looped = {name: torch.stack([grads[name][0] for grads in own]).sum(0) / count for name in names}
+        compared = [(whole[name], rows[name], looped[name]) for name in names]
+        return all(
+            grad is not None and summed is not None and self.same(summed, grad) and not self.same(one_by_one, grad)
+            for grad, summed, one_by_one in compared
+        )
 
     def set_tolerance(self) -> None:
         inside = [each for event in self.whole.events for each in event.values]

@@ -391,7 +391,9 @@ def test_parameters_used_outside_of_their_modules() -> None:
     def outside(m: Any, x: Tensor) -> Tensor:
         return F.linear(m.a(x), m.a.weight) + m.b(x) * m.b.bias + m.c(x)
 
-    report = enn.check(Model(outside, a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4)), features())
+    model = Model(outside, a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4))
+    assert enn.check(model, features()).ok
+    report = enn.check(strict(model), features())
     assert set(of_kind(report, "outside")) == {"a.weight", "b.bias"}
     assert "also used outside of its module" in str(report)
 
@@ -963,3 +965,18 @@ def test_unordered_positions_by_the_loss() -> None:
     model = positions(lambda n: torch.arange(n).flip(0))
     report = enn.check(model, words(5, 5), loss=squared)
     assert of_kind(report, "rows") == ["p (Embedding)"]
+
+
+def test_where_torch_is_wrong_of_one_sample() -> None:
+    """Its BatchNorm in eval mode, on a permuted input: the loop is no judge then, but the batch's gradient is."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:  # (B, 3, 5, 4)
+        return m.norm(torch.stack(m.a(x).unbind(1)).permute(1, 3, 0, 2)).contiguous()
+
+    model = Model(forward, a=nn.Linear(4, 4), norm=nn.BatchNorm2d(4)).eval()
+    model.norm.running_mean.normal_()
+    report = enn.check(model, torch.randn(2, 3, 5, 4))
+    assert report.ok, str(report)
+    assert "a.weight, a.bias" in str(report)
+    assert "add up to the batch's gradient, but the sample-by-sample loop's do not" in str(report)
+    assert not {"a.weight", "a.bias"} & set(report.errors)
