@@ -317,7 +317,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         "# Other people's models",
         "",
-        "Small models with random weights, one for each model type, unedited: whose rows agree with a loop over the "
+        "Small models with random weights, one for a model type, unedited: whose rows agree with a loop over the "
         "samples, what is refused and why, and the time of a step as a multiple of the plain one's. In models this "
         "small that is mostly Python; real ones come closer to 1. Measured by `make zoos`.",
         "",

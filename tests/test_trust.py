@@ -199,9 +199,26 @@ def test_weight_of_a_layer_that_another_model_records(last: str) -> None:
     shared = enn.convert(nn.Linear(D, D))
     mine, other = (enn.convert(Sharing(shared), inplace=True) for _ in range(2))
     for model in (other, mine) if last == "own" else (mine, other):
-        model.per_sample(loss_reduction="sum")
+        model.per_sample(loss_reduction="sum", escalate=False)
     with pytest.raises(enn.PerSampleError, match=r"^layer\.weight: .*expanded_nn\.expanded\(weight\)"):
         mine(values()).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize("last", ["own", "other"])
+def test_weight_of_a_layer_that_another_model_records_sample_by_sample(last: str) -> None:
+    shared = enn.convert(nn.Linear(D, D))
+    mine, other = (enn.convert(Sharing(shared), inplace=True) for _ in range(2))
+    for model in (other, mine) if last == "own" else (mine, other):
+        model.per_sample(loss_reduction="sum")
+    expected = loop(enn.revert(mine), Call((values(),)), B)
+    try:
+        plain(mine, Call((values(),))).backward()
+    except enn.PerSampleError as error:
+        assert "layer.weight" in str(error)  # noqa: PT017
+        return
+    for name in ("layer.weight", "head.weight", "head.bias"):
+        assert_close(mine.get_parameter(name).grad_sample, expected[name], name=name)
 
 
 @pytest.mark.parametrize("last", ["own", "other"])
@@ -788,6 +805,7 @@ class BoundMethod(nn.Module):
         return self.to_logits(self.emb(words))
 
 
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
 @pytest.mark.parametrize("kind", [Closure, BoundMethod])
 def test_closure_over_the_original_model(kind: type[nn.Module]) -> None:
     """A copy that computes with the original's weights is refused, where it is made or where it is used."""
