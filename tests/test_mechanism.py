@@ -625,9 +625,13 @@ OUTSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("accumulate_grad", [True, False])
 @pytest.mark.parametrize("use", OUTSIDE.values(), ids=OUTSIDE)
 def test_outside_use_is_an_error_that_names_the_parameter(use: Any, accumulate_grad: bool) -> None:
-    model = enn.convert(Outside(use)).per_sample(accumulate_grad=accumulate_grad)
+    module = Outside(use)
+    model = enn.convert(module).per_sample(accumulate_grad=accumulate_grad, escalate=False, loss_reduction="sum")
     with pytest.raises(enn.PerSampleError, match=r"emb\.(weight|bias)"):
         plain(model, batch(3)).backward()
+    with pytest.warns(enn.PerSampleWarning, match=r"emb\.(weight|bias)"):
+        plain(model.per_sample(escalate=True), batch(3)).backward()
+    assert_close_rows(rows_of(model), loop(module, batch(3), 3))
 
 
 def test_outside_use_in_the_loss_is_an_error() -> None:
