@@ -373,7 +373,7 @@ def test_positions_a_sample_are_not_shared() -> None:
 
 def test_single_index_is_ambiguous() -> None:
     """`(1,)` is one row that all share, `(1, dim)`, or one position, `(T, dim)` with T = 1."""
-    model = enn.convert(Words(lambda words: torch.tensor([4]))).per_sample()
+    model = enn.convert(Words(lambda words: torch.tensor([4]))).per_sample(escalate=False)
     with pytest.raises(enn.PerSampleError, match=r"places.*\(1,\).*unsqueeze\(0\)"):
         model(torch.randint(10, (3, 6)))
 
@@ -410,7 +410,7 @@ def test_arange_of_the_length_of_the_batch_is_ambiguous() -> None:
 
 def test_folded_index_is_an_error() -> None:
     module = nn.Sequential(nn.Flatten(0, 1), nn.Embedding(10, 4))
-    model = enn.convert(module).per_sample()
+    model = enn.convert(module).per_sample(escalate=False)
     with pytest.raises(enn.PerSampleError, match=r"1 \(Embedding\).*\(6,\)"):
         model(torch.tensor([[1, 5, 5], [2, 7, 0]]))
 
@@ -474,7 +474,7 @@ def test_a_loop_over_the_samples_is_an_error(samples: str) -> None:
         "part_of_a_data_set": torch.randn(50, 4)[10:13],
         "permuted": torch.randn(4, 3).T,
     }.get(samples, torch.randn(3, 4))
-    model = enn.convert(Loop()).per_sample()
+    model = enn.convert(Loop()).per_sample(escalate=False)
     with pytest.raises(enn.PerSampleError, match=r"layer.*slice"):
         model(x)
 
@@ -552,7 +552,7 @@ def test_batch_size_says_it() -> None:
         rows_of(model), loop(module, Call((adjacency, x)), 3, take=lambda c, i: Call((c.args[0], c.args[1][i : i + 1])))
     )
     with pytest.raises(enn.PerSampleError, match="layer"):
-        enn.convert(module).per_sample()(adjacency, x)
+        enn.convert(module).per_sample(escalate=False)(adjacency, x)
 
 
 def test_batch_second() -> None:
