@@ -124,7 +124,7 @@ LINEAR = [
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 CONV_TRANSPOSE = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 SPACE = {1: (9,), 2: (7, 8), 3: (5, 6, 7)}
-CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+UNEVEN = (3, 2, 4)
 
 
 def conv(d: int, name: str, channels: int = 4, out: int = 6, kernel: object = 3, **arguments: object) -> Case:
@@ -145,7 +145,7 @@ def conv_laid_out(d: int, name: str, change: Callable[[Tensor], Tensor], *shape:
 
 def conv_cases(d: int) -> list[Case]:
     space = SPACE[d]
-    uneven = (3, 2, 4)[:d]
+    uneven = UNEVEN[:d]
     cases = [
         Case(
             f"conv{d}d",
@@ -153,7 +153,7 @@ def conv_cases(d: int) -> list[Case]:
             randn(4, *space),
             bad=(bad(rf"[Cc]onv{d}d.*\(4, ", (4, *space)),),
         ),
-        conv(d, "arguments", kernel=uneven, stride=(2, 1, 2)[:d], padding=(1, 2, 0)[:d], dilation=(1, 2, 1)[:d]),
+        conv(d, "arguments", kernel=uneven, stride=(2, 1)[:d], padding=(1, 2)[:d], dilation=(1, 2)[:d]),
         conv(d, "no_bias", bias=False),
         conv(d, "one_channel", 1, 1),
         conv(d, "kernel_1", kernel=1),
@@ -176,7 +176,7 @@ def conv_cases(d: int) -> list[Case]:
             conv(d, f"{mode}_{name}", padding_mode=mode, padding=padding, kernel=kernel, stride=stride)
             for mode in ("reflect", "replicate", "circular")
             for name, padding, kernel, stride in (
-                ("uneven", (1, 2, 0)[:d], uneven, 2),
+                ("uneven", (1, 2)[:d], uneven, 2),
                 ("same", "same", 3, 1),
                 ("same_even", "same", 4, 1),
             )
@@ -187,8 +187,8 @@ def conv_cases(d: int) -> list[Case]:
         conv_laid_out(d, "strided", lambda x: x[:, ::2, ..., ::2], 8, *space[:-1], 14),
         conv_laid_out(d, "expanded", lambda x: x.expand(-1, 4, *space), 1, *space),
     ]
-    if d > 1:
-        last = CHANNELS_LAST[d]
+    if d == 2:
+        last = torch.channels_last
         cases += [
             conv_laid_out(d, "channels_last", lambda x: x.to(memory_format=last)),
             conv_laid_out(d, "channels_last_groups", lambda x: x.to(memory_format=last), groups=2, stride=2),
@@ -212,7 +212,7 @@ def conv_transpose(d: int, name: str, channels: int = 4, out: int = 6, kernel: o
 
 def conv_transpose_cases(d: int) -> list[Case]:
     space = tuple(n - 3 for n in SPACE[d])
-    uneven = (3, 2, 4)[:d]
+    uneven = UNEVEN[:d]
     cases = [
         Case(
             f"conv_transpose{d}d",
@@ -220,15 +220,13 @@ def conv_transpose_cases(d: int) -> list[Case]:
             randn(4, *space),
             bad=(bad(rf"(?i)conv_?transpose{d}d.*\(4, ", (4, *space)),),
         ),
-        conv_transpose(
-            d, "arguments", kernel=uneven, stride=(2, 1, 2)[:d], padding=(1, 0, 1)[:d], dilation=(1, 2, 1)[:d]
-        ),
+        conv_transpose(d, "arguments", kernel=uneven, stride=(2, 1)[:d], padding=(1, 0)[:d], dilation=(1, 2)[:d]),
         conv_transpose(d, "no_bias", bias=False),
         conv_transpose(d, "one_channel", 1, 1),
         conv_transpose(d, "kernel_1", kernel=1),
         conv_transpose(d, "stride", stride=2),
         conv_transpose(d, "output_padding", stride=2, output_padding=1, padding=1),
-        conv_transpose(d, "output_padding_dilation", stride=3, dilation=2, output_padding=(1, 2, 0)[:d], padding=2),
+        conv_transpose(d, "output_padding_dilation", stride=3, dilation=2, output_padding=(1, 2)[:d], padding=2),
         conv_transpose(d, "dilation", dilation=2),
         conv_transpose(d, "groups", groups=2),
         conv_transpose(
@@ -247,18 +245,45 @@ def conv_transpose_cases(d: int) -> list[Case]:
             lay_out(randn(*space, 4), lambda x: x.movedim(-1, 1)),
         ),
     ]
-    if d > 1:
+    if d == 2:
         cases.append(
             Case(
                 f"conv_transpose{d}d_channels_last",
                 lambda: CONV_TRANSPOSE[d](4, 6, 3, groups=2, padding=1),
-                lay_out(randn(4, *space), lambda x: x.to(memory_format=CHANNELS_LAST[d])),
+                lay_out(randn(4, *space), lambda x: x.to(memory_format=torch.channels_last)),
             )
         )
     return cases
 
 
-CONVOLUTIONS = [case for d in (1, 2, 3) for make in (conv_cases, conv_transpose_cases) for case in make(d)]
+def channels_last_3d(x: Tensor) -> Tensor:
+    return x.to(memory_format=torch.channels_last_3d)
+
+
+# What one and two dimensions cannot show: a third number in each argument, torch's own kernels for it, its layout.
+CONVOLUTIONS_3D = [
+    Case(
+        "conv3d",
+        lambda: nn.Conv3d(4, 6, UNEVEN, stride=(2, 1, 2), padding=(1, 2, 0), dilation=(1, 2, 1)),
+        randn(4, *SPACE[3]),
+        bad=(bad(r"[Cc]onv3d.*\(4, ", (4, *SPACE[3])),),
+    ),
+    conv_laid_out(3, "channels_last_groups", channels_last_3d, groups=2, stride=(1, 2, 3)),
+    conv(3, "replicate_uneven", kernel=UNEVEN, stride=2, padding=(1, 2, 0), padding_mode="replicate"),
+    conv(3, "same_uneven", kernel=UNEVEN, dilation=2, padding="same"),
+    Case(
+        "conv_transpose3d",
+        lambda: nn.ConvTranspose3d(4, 6, UNEVEN, stride=(2, 1, 2), padding=(1, 0, 1), dilation=(1, 2, 1)),
+        randn(4, 2, 3, 4),
+        bad=(bad(r"(?i)conv_?transpose3d.*\(4, ", (4, 2, 3, 4)),),
+    ),
+    conv_transpose(3, "output_padding", stride=3, dilation=2, output_padding=(1, 2, 0), padding=2, groups=2),
+]
+
+CONVOLUTIONS = [
+    *(case for d in (1, 2) for make in (conv_cases, conv_transpose_cases) for case in make(d)),
+    *CONVOLUTIONS_3D,
+]
 
 # --- embeddings -----------------------------------------------------------------------------------------------
 
@@ -433,8 +458,8 @@ EMBEDDINGS = [
 
 # --- norms ----------------------------------------------------------------------------------------------------
 
-BATCH_NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-INSTANCE_NORM = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
+BATCH_NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d}
+INSTANCE_NORM = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d}
 
 
 def norm(name: str, build: Callable[[], nn.Module], *shape: int, training: bool = True, **fields: object) -> Case:
@@ -442,7 +467,7 @@ def norm(name: str, build: Callable[[], nn.Module], *shape: int, training: bool 
 
 
 def norm_cases(d: int) -> list[Case]:
-    batch_norm, instance_norm, space = BATCH_NORM[d], INSTANCE_NORM[d], (5, 2, 6)[:d]
+    batch_norm, instance_norm, space = BATCH_NORM[d], INSTANCE_NORM[d], (5, 2)[:d]
     b, i = f"batch_norm{d}d", f"instance_norm{d}d"
     cases = [
         norm(b, lambda: batch_norm(4), 4, *space, training=False),
@@ -480,12 +505,12 @@ def norm_cases(d: int) -> list[Case]:
             bad=(bad(rf"(?i)instance_?norm{d}d", (4, *space)),),
         ),
     ]
-    if d > 1:
+    if d == 2:
         cases.append(
             Case(
                 f"{b}_channels_last",
                 lambda: batch_norm(4),
-                lay_out(randn(4, *space), lambda x: x.to(memory_format=CHANNELS_LAST[d])),
+                lay_out(randn(4, *space), lambda x: x.to(memory_format=torch.channels_last)),
                 training=False,
             )
         )
@@ -526,7 +551,22 @@ NORMS = [
     ),
     Case("group_norm_permuted", lambda: nn.GroupNorm(2, 4), lay_out(randn(5, 6, 4), lambda x: x.movedim(-1, 1))),
     norm("batch_norm1d_2d", lambda: nn.BatchNorm1d(4), 4, training=False),
-    *(case for d in (1, 2, 3) for case in norm_cases(d)),
+    *(case for d in (1, 2) for case in norm_cases(d)),
+    Case(
+        "batch_norm3d_channels_last",
+        lambda: nn.BatchNorm3d(4),
+        lay_out(randn(4, 5, 2, 6), channels_last_3d),
+        training=False,
+    ),
+    norm(
+        "instance_norm3d_affine",
+        lambda: nn.InstanceNorm3d(4, affine=True),
+        4,
+        5,
+        2,
+        6,
+        bad=(bad(r"(?i)instance_?norm3d", (4, 5, 2, 6)),),
+    ),
     norm("prelu", lambda: nn.PReLU(), 6, 4),
     Case("prelu_flat", lambda: nn.PReLU(), lambda batch: Call((-torch.rand(batch),))),
     norm("prelu_channels", lambda: nn.PReLU(4, init=0.1), 4, 6),
