@@ -42,7 +42,7 @@ except ImportError:
 
 Rows = dict[str, Tensor | None]
 SAMPLES, TOLERANCE = 3, 1e-9
-LSTM_TEST = "tests/test_rnn.py::test_rows_equal_the_loop"
+LSTM_TEST = "tests/test_layers.py::test_rows_equal_the_loop"
 MIXING_TEST = "tests/test_check.py::test_mixing_between_layers"
 
 

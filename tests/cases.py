@@ -3,11 +3,13 @@
 Sizes are chosen so that no dimension equals a number of samples that the tests use (3, 1, 0).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from oracle import Call, Take, take_rows
 
@@ -64,13 +66,18 @@ class Case:
 
     @property
     def torch_class(self) -> type[nn.Module]:
-        return type(self.build())
+        """The class of the layer, which a module may hold that makes it a function of tensors `(B, ...)`."""
+        return type(layer_of(self.build()))
 
     def has_parameters(self) -> bool:
         return any(True for _ in self.build().parameters())
 
     def has_float_input(self) -> bool:
         return bool(self.inputs(1).floats())
+
+
+def layer_of(module: nn.Module) -> nn.Module:
+    return getattr(module, "layer", module)
 
 
 def randn(*shape: int) -> Callable[[int], Call]:
@@ -575,6 +582,132 @@ NORMS = [
     Case("prelu_permuted", lambda: nn.PReLU(4), lay_out(randn(6, 4), lambda x: x.mT)),
 ]
 
+# --- recurrent layers -----------------------------------------------------------------------------------------
+
+STEPS, FEATURES, HIDDEN = 5, 4, 6
+
+
+class Sequences(nn.Module):
+    """A recurrent layer as a function of tensors `(B, ...)` with a value `(B, features)`: the outputs and all states.
+
+    Lengths make it pack its input, states come as `(B, layers * directions, features)`.
+    """
+
+    def __init__(self, layer: nn.RNNBase, *, enforce_sorted: bool = False) -> None:
+        super().__init__()
+        self.layer = layer
+        self.enforce_sorted = enforce_sorted
+
+    def forward(self, x: Tensor, *states: Tensor, lengths: Tensor | None = None) -> Tensor:
+        steps, batch_first = x.shape[1], self.layer.batch_first
+        given: Any = x if batch_first else x.transpose(0, 1)
+        if lengths is not None:
+            given = pack_padded_sequence(given, lengths, batch_first, self.enforce_sorted)
+        first = tuple(state.transpose(0, 1).contiguous() for state in states)
+        hx = None if not first else first if isinstance(self.layer, nn.LSTM) else first[0]
+        y, last = self.layer(given, hx)
+        if lengths is not None:
+            assert isinstance(y, PackedSequence)
+            y, returned = pad_packed_sequence(y, batch_first, total_length=steps)
+            assert torch.equal(returned, lengths)
+        y = y if batch_first else y.transpose(0, 1)
+        last = last if isinstance(self.layer, nn.LSTM) else (last,)
+        return torch.cat([y.flatten(1), *(state.transpose(0, 1).flatten(1) for state in last)], 1)
+
+
+class Unrolled(nn.Module):
+    """A cell over time, the loop written by the user."""
+
+    def __init__(self, layer: nn.RNNCellBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, *states: Tensor) -> Tensor:
+        lstm = isinstance(self.layer, nn.LSTMCell)
+        hx: Any = None if not states else states if lstm else states[0]
+        outputs = []
+        for step in x.unbind(1):
+            hx = self.layer(step, hx)
+            outputs.append(hx[0] if lstm else hx)
+        return torch.cat([*outputs, hx[1]] if lstm else outputs, 1)
+
+
+KINDS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
+    "tanh": (nn.RNN, {}),
+    "relu": (nn.RNN, {"nonlinearity": "relu"}),
+    "lstm": (nn.LSTM, {}),
+    "lstm_proj": (nn.LSTM, {"proj_size": 2}),
+    "gru": (nn.GRU, {}),
+}
+
+CELLS: dict[str, tuple[type[nn.RNNCellBase], dict[str, Any]]] = {
+    "tanh": (nn.RNNCell, {}),
+    "relu": (nn.RNNCell, {"nonlinearity": "relu"}),
+    "lstm": (nn.LSTMCell, {}),
+    "gru": (nn.GRUCell, {}),
+}
+
+
+def recurrence(states: Sequence[tuple[int, ...]], lengths: tuple[int, ...] = ()) -> Callable[[int], Call]:
+    """An input, the initial states, and the lengths of the first samples."""
+
+    def call(batch: int) -> Call:
+        tensors = [torch.randn(batch, *shape) for shape in ((STEPS, FEATURES), *states)]
+        return Call(tuple(tensors), {"lengths": torch.tensor(lengths[:batch])} if lengths else {})
+
+    return call
+
+
+def recurrent(
+    kind: str,
+    name: str = "",
+    *,
+    states: bool = False,
+    lengths: tuple[int, ...] = (),
+    ordered: bool = False,
+    **more: Any,
+) -> Case:
+    layer, arguments = KINDS[kind]
+    arguments = {"batch_first": True, **arguments, **more}
+    number = arguments.get("num_layers", 1) * (2 if arguments.get("bidirectional") else 1)
+    sizes = [arguments.get("proj_size") or HIDDEN, *([HIDDEN] if layer is nn.LSTM else [])]
+    return Case(
+        "_".join(filter(None, [kind, name])),
+        lambda: Sequences(layer(FEATURES, HIDDEN, **arguments), enforce_sorted=ordered),
+        recurrence([(number, size) for size in sizes] if states else (), lengths),
+    )
+
+
+def recurrent_cell(kind: str, name: str, *, states: bool = False, **more: Any) -> Case:
+    cell, arguments = CELLS[kind]
+    number = 2 if cell is nn.LSTMCell else 1
+    return Case(
+        f"{kind}_cell{name}",
+        lambda: Unrolled(cell(FEATURES, HIDDEN, **arguments, **more)),
+        recurrence([(HIDDEN,)] * number if states else ()),
+    )
+
+
+RECURRENT = [
+    *(recurrent(kind) for kind in KINDS),
+    *(recurrent(kind, "states_time_first", states=True, batch_first=False) for kind in KINDS),
+    *(recurrent(kind, "no_bias_both_ways", bias=False, bidirectional=True) for kind in KINDS),
+    *(recurrent(kind, "deep_both_ways", num_layers=2, bidirectional=True, states=True) for kind in KINDS),
+    *(recurrent(kind, "packed", lengths=(2, 5, 1), states=True, batch_first=False) for kind in KINDS),
+    *(
+        recurrent(kind, "packed_deep_both_ways", lengths=(2, 4, 4), states=True, num_layers=2, bidirectional=True)
+        for kind in KINDS
+    ),
+    recurrent("lstm", "packed_sorted", lengths=(5, 3, 1), ordered=True, bidirectional=True, states=True),
+    recurrent("gru", "packed_no_bias", lengths=(1, 1, 1), bias=False),
+    recurrent("gru", "dropout_0_three_layers", num_layers=3, dropout=0.0),
+    *(
+        recurrent_cell(kind, name, **more)
+        for kind in CELLS
+        for name, more in (("", {"states": True}), ("_no_bias", {"bias": False}))
+    ),
+]
+
 # --- modules with parameters of their own: the general rule -----------------------------------------------------
 
 
@@ -663,4 +796,4 @@ GENERAL = [
     ),
 ]
 
-CASES = [*LINEAR, *CONVOLUTIONS, *EMBEDDINGS, *NORMS, *GENERAL]
+CASES = [*LINEAR, *CONVOLUTIONS, *EMBEDDINGS, *NORMS, *RECURRENT, *GENERAL]

@@ -117,7 +117,7 @@ def test_the_threshold_is_between_the_sizes(at: Threshold, monkeypatch: pytest.M
 # --- the laws -------------------------------------------------------------------------------------------------
 
 FIRST_OF_CLASS = {case.torch_class: case for case in reversed(CASES) if case.has_parameters()}
-WITHOUT_A_CASE = ("rnn", "lstm", "gru", "lstm_cell", "attention", "transformer")
+WITHOUT_A_CASE = ("attention", "transformer")
 EVERY = [
     *reversed(FIRST_OF_CLASS.values()),
     *(Case(family.name, family.makes, family.call) for family in FAMILIES if family.name in WITHOUT_A_CASE),
