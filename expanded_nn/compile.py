@@ -107,7 +107,7 @@ class Family:
         """The graph for arguments of such shapes."""
         graph = self.by_shapes.get(shapes)
         if graph is None:
-            graph = next((known for known in self.graphs if known.fits(shapes)), None)
+            graph = next((known for known in self.graphs if known.sizes.fit(shapes)), None)
             for before in self.by_shapes:
                 self.varying |= {
                     (number, dim)

@@ -10,49 +10,39 @@ import torch
 from torch import Tensor, fx
 
 from expanded_nn.compiling.tracing import Outcome, Traced
+from expanded_nn.recording.apart import take
+
+Place = tuple[int, int]  # the number of a tensor among the arguments, and that of one of its dimensions
 
 
-class Graph:
-    """A compiled step, for arguments of some shapes.
+class Sizes:
+    """The shapes that a graph is for.
 
-    Args:
-        traced: The step.
-        shapes: Those of the tensors among the arguments, as it was traced.
-        varying: Which of their dimensions may have other sizes.
-        backend: Makes a function of a graph and example inputs.
+    Attributes:
+        shapes: Those of the tensors among the arguments, as the step was traced.
+        symbols: The sizes that stand for any size, each with the first place where it is found: the number of a tensor,
+            and that of its dimension.
+        alike: Pairs of places that have one size.
+        shape_env: What else is known of the sizes; compiling adds to it.
     """
 
-    def __init__(
-        self,
-        traced: Traced,
-        shapes: Sequence[torch.Size],
-        varying: Collection[tuple[int, int]],
-        backend: Callable[..., Any],
-    ) -> None:
-        self.outcome: Outcome = traced.outcome
-        self.with_grad, self.constants, self.draws = traced.with_grad, traced.constants, traced.draws
-        self.changed = _changed(traced.graph)
-        self.copied: set[int] | None = None  # the gradients that share their memory, known after the first run
-        self.shapes, self.varying = shapes, varying
-        self.symbols: dict[Any, tuple[int, int]] = {}
-        self.alike: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    def __init__(self, traced: Traced, shapes: Sequence[torch.Size], varying: Collection[Place]) -> None:
+        self.shapes, self.shape_env = shapes, traced.shape_env
+        self.symbols: dict[Any, Place] = {}
+        self.alike: list[tuple[Place, Place]] = []
         for place in sorted(varying):
             size: Any = traced.examples[place[0]].shape[place[1]]
             if isinstance(size, torch.SymInt):
                 first = self.symbols.setdefault(size.node._expr, place)
                 if first != place:
                     self.alike.append((first, place))
-        self.shape_env = traced.shape_env
-        with torch.no_grad():
-            self.function = backend(traced.graph, traced.examples)
 
-    def fits(self, shapes: Sequence[torch.Size]) -> bool:
+    def fit(self, shapes: Sequence[torch.Size]) -> bool:
         """Whether the graph is right for arguments of such shapes."""
         free = {*self.symbols.values(), *(place for pair in self.alike for place in pair)}
-        for number, (shape, own) in enumerate(zip(shapes, self.shapes, strict=True)):
-            if any(
-                size != n and (number, dim) not in free for dim, (size, n) in enumerate(zip(shape, own, strict=True))
-            ):
+        for number, (shape, traced) in enumerate(zip(shapes, self.shapes, strict=True)):
+            others = (dim for dim in range(len(traced)) if (number, dim) not in free)
+            if any(shape[dim] != traced[dim] for dim in others):
                 return False
         if any(shapes[i][j] != shapes[k][m] for (i, j), (k, m) in self.alike):
             return False
@@ -61,6 +51,36 @@ class Graph:
         if any(size not in ranges[symbol] for symbol, size in sizes.items() if symbol in ranges):
             return False
         return all(bool(guard.expr.subs(sizes)) for guard in self.shape_env.guards)
+
+
+class Graph:
+    """A compiled step, for arguments of some shapes.
+
+    Attributes:
+        sizes: The shapes.
+        outcome: What to do with the results.
+        with_grad: The parameters and arguments that had a gradient.
+        constants: The tensors that the step has found by itself.
+        draws: Whether it draws random numbers.
+        changed: The places of the inputs that it changes.
+        copied: The places of the gradients that something else is in the memory of, known after the first run.
+        function: The compiled graph.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        shapes: Sequence[torch.Size],
+        varying: Collection[Place],
+        backend: Callable[..., Any],
+    ) -> None:
+        self.sizes = Sizes(traced, shapes, varying)
+        self.outcome: Outcome = traced.outcome
+        self.with_grad, self.constants, self.draws = traced.with_grad, traced.constants, traced.draws
+        self.changed = _changed(traced.graph)
+        self.copied: set[int] | None = None
+        with torch.no_grad():
+            self.function = backend(traced.graph, traced.examples)
 
     def run(self, given: Sequence[Tensor]) -> tuple[bool, Any]:
         """Runs the step; whether what the graph takes for granted held, and if so, what the step returns.
@@ -90,7 +110,8 @@ class Graph:
             grad = grads[place]
             leaf(given).grad = grad.clone() if grad is not None and place in self.copied else grad
         for rows in outcome.rows:
-            rows.recorder.take([{leaf: remake(results) for leaf, remake in held.items()} for held in rows.passes])
+            held = [{leaf: remake(results) for leaf, remake in of_pass.items()} for of_pass in rows.passes]
+            take(rows.recorder, held)
             for parameter in rows.clipped:
                 rows.recorder.note_clipped(parameter)
             rows.recorder.note_grads()

@@ -17,7 +17,7 @@ from expanded_nn.core.terms import Dense
 from expanded_nn.factored import FactoredTensor, materialized, times
 from expanded_nn.recording.backward import accumulates_next, graph_of
 from expanded_nn.recording.passes import Pass
-from expanded_nn.recording.watch import Leaf
+from expanded_nn.recording.watch import Leaf, Leaves
 
 # computes a weight anew: from the leaves that it was computed from, and other values for them
 Again = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
@@ -26,7 +26,7 @@ Again = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 class Receiver(Protocol):
     """Who takes the rows: the recorder, as far as an expansion needs it."""
 
-    asleep: bool
+    leaves: Leaves
 
     @property
     def settings(self) -> Any: ...
@@ -86,11 +86,11 @@ class ExpandComputed(torch.autograd.Function):
         dense = rows.dense() if isinstance(rows, FactoredTensor) else rows
         if torch.is_grad_enabled():
             return None, None, *computed.differentiable(ctx.saved_tensors, dense)
-        computed.receiver.asleep = True
+        computed.receiver.leaves.asleep = True
         try:
             grads = torch.autograd.grad(computed.weight, leaves, dense, retain_graph=True, is_grads_batched=True)
         finally:
-            computed.receiver.asleep = False
+            computed.receiver.leaves.asleep = False
         return None, None, *grads
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from threading import get_ident
@@ -16,14 +16,13 @@ from expanded_nn._batch import tensors
 from expanded_nn._errors import complaint
 from expanded_nn._escalate import Escalation
 from expanded_nn._traced import note_recorder
-from expanded_nn.factored import is_unseen
 from expanded_nn.recording.backward import Backward, graph_of, in_transform, running_backward, running_node
 from expanded_nn.recording.expand import Again, Computed, Expand, ExpandComputed, leaves_of, passes_behind
 from expanded_nn.recording.forward import NOTED_PASS, Forward as Forward, Settings as Settings
 from expanded_nn.recording.passes import Pass, Passes, Stage
 from expanded_nn.recording.sharded import is_shard
 from expanded_nn.recording.store import Store
-from expanded_nn.recording.watch import Leaf, Leaves, Place, Shown, Watch, stale, used_outside
+from expanded_nn.recording.watch import Leaf, Leaves, Place, Watch, stale, used_outside
 
 
 class Recorder:
@@ -39,7 +38,6 @@ class Recorder:
         store: The rows.
         leaves: What is known of each parameter.
         expanded: The expansions of the current pass: parameter -> pass, version, address, `(B, *shape)`.
-        asleep: Whether gradients that reach parameters are inner derivatives of the library's own.
         escalation: Which modules forwards have sent through the general rule by themselves.
     """
 
@@ -53,7 +51,6 @@ class Recorder:
         self.store = Store(settings.materialize)
         self.leaves = Leaves()
         self.expanded: dict[Tensor, tuple[Pass, int, int, Tensor]] = {}
-        self.asleep = False
         self.escalation = Escalation()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
@@ -506,58 +503,6 @@ class Recorder:
     def _forget(self, leaf: Leaf) -> None:
         self.store.drop(leaf)
         leaf.show(None)
-
-    # A step that is traced, and one that runs as a graph.
-
-    @contextmanager
-    def apart(self, is_clipped: Callable[[Tensor], bool]) -> Iterator[None]:
-        """What happens meanwhile is forgotten afterwards; rows that are held are there, but cannot be looked at.
-
-        Args:
-            is_clipped: Whether what is in the `.grad` of a parameter counts as set by clipping.
-        """
-        names = "settings", "passes", "backward", "store", "expanded"
-        kept = {name: getattr(self, name) for name in names}
-        known = {leaf: (dict(vars(leaf)), getattr(leaf.parameter(), "grad_sample", None)) for leaf in self.leaves}
-        watched = dict(self.leaves.known)
-        self.settings = replace(self.settings, materialize=False)
-        self.passes, self.backward, self.store = Passes(), Backward(self.backward_is_over), Store(materialize=False)
-        self.expanded = {}
-        for leaf in known:
-            leaf.stand_apart(is_clipped)
-        unseen = {leaf: leaf.shown.rows for leaf in known if leaf.shown.rows is not None}
-        if unseen:
-            self.store.held[self.passes.new(0)] = unseen
-        try:
-            yield
-        finally:
-            for leaf in self.leaves:
-                if leaf not in known and leaf.handle is not None:
-                    leaf.handle.remove()
-            self.leaves.known = watched
-            for leaf, (fields, rows) in known.items():
-                vars(leaf).update(fields)
-                parameter = leaf.parameter()
-                if parameter is not None:
-                    parameter.grad_sample = rows  # type: ignore[attr-defined]
-            vars(self).update(kept)
-
-    def looks_past(self, leaf: Leaf) -> bool:
-        """Whether `apart` shows rows of this parameter that were held before, and cannot be looked at."""
-        return leaf.shown.rows is not None and is_unseen(leaf.shown.rows)
-
-    def take(self, held: Sequence[Mapping[Leaf, Tensor]]) -> None:
-        """Rows that a graph has made, pass by pass, in place of those held."""
-        self.store.clear()
-        for of_pass in held:
-            now = self.passes.new(len(next(iter(of_pass.values()))))
-            now.stage = Stage.DONE
-            self.store.held[now] = dict(of_pass)
-        self.passes.current = None
-        self.expanded.clear()
-        for leaf in self.leaves:
-            leaf.shown = Shown()
-            self.store.show(leaf)
 
     def close(self, leaving: Iterable[nn.Module]) -> None:
         """Takes the hooks off and lets go of the rows, whose graph may lead back here; goes on with what is left.

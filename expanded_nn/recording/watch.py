@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._storage import Recycled
 from expanded_nn._traced import assume, is_traced, refuse_values
-from expanded_nn.factored import as_factored, unseen
+from expanded_nn.factored import as_factored
 from expanded_nn.recording.backward import accumulates, running_backward
 from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.sharded import is_shard, is_zero
@@ -144,20 +144,6 @@ class Leaf:
         if self.place is not None and self.place.shard is not None:
             self.place.shard.grad_sample = rows  # type: ignore[attr-defined]
 
-    def stand_apart(self, is_clipped: Callable[[Tensor], bool]) -> None:
-        """Forgets the past for a while: rows that are held are not seen, and what is in `.grad` is new."""
-        parameter, rows = self.parameter(), None
-        if self.shown.rows is not None:
-            rows = unseen(self.shown.rows)
-        self.shown, self.sent, self.memory = Shown(rows), {}, None
-        self.is_scaled = self.has_more = False
-        self.lacking = self.clipped = None
-        if parameter is not None:
-            parameter.grad_sample = rows  # type: ignore[attr-defined]
-            if parameter.grad is not None and is_clipped(parameter):
-                self.clipped = weakref.ref(parameter.grad), parameter.grad._version
-        self.note_grad()
-
     def show_again(self, shown: Shown) -> None:
         """Sets `grad_sample` to what it was."""
         self.show(shown.rows)
@@ -257,12 +243,14 @@ class Leaves:
         known: By the parameter's id.
         lost: Ids of parameters that are no more.
         sharded: Whether FSDP has sharded any of them.
+        asleep: Whether the gradients that arrive now are the library's own inner derivatives.
     """
 
     def __init__(self) -> None:
         self.known: dict[int, Leaf] = {}
         self.lost: list[int] = []
         self.sharded = False
+        self.asleep = False
 
     def __iter__(self) -> Iterator[Leaf]:
         return iter(self.known.values())
@@ -302,10 +290,10 @@ class Owner(Protocol):
     """Whose parameters are watched: the recorder, as far as the watch needs it.
 
     Attributes:
-        asleep: Whether the gradients that arrive now are the library's own inner derivatives.
+        leaves: What is known of each parameter.
     """
 
-    asleep: bool
+    leaves: Leaves
 
     def name_of(self, member: nn.Module | Tensor) -> str: ...
 
@@ -339,7 +327,7 @@ class Watch:
 
     def __call__(self, grad: Tensor | None) -> None:
         owner, parameter = self.owner(), self.leaf.parameter()
-        if grad is None or owner is None or parameter is None or owner.asleep or not parameter.requires_grad:
+        if grad is None or owner is None or parameter is None or owner.leaves.asleep or not parameter.requires_grad:
             return
         sent = self.leaf.sent.pop(running_backward(), None)
         if sent is not None and sent.is_all(grad):
