@@ -29,25 +29,6 @@ BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 
-# The README shows its lines without a model or data around them.
-README_SETUP = """
-import torch
-from torch import nn
-
-model = nn.Sequential()
-model.body, model.act, model.fc = nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 10)
-x, y = torch.randn(6, 20), torch.randint(10, (6,))
-micro_batches, batch_size, noise_multiplier = [(x, y), (x, y)], 12, 1.0
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-class TheirNorm(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x):
-        return nn.functional.rms_norm(x, x.shape[-1:], self.weight)
-"""
 NEEDS = {"from opacus": "opacus", "from backpack": "backpack"}
 
 
@@ -72,8 +53,6 @@ def test_the_code_of_a_page(page: Path) -> None:
     """Block by block in one namespace; errors point to the line of the page."""
     text = page.read_text()
     names: dict[str, object] = {"__name__": page.stem}
-    if page.name == "README.md":
-        exec(README_SETUP, names)
     left_out = []
     for block in BLOCK.finditer(text):
         code = block["hidden"] or block["code"]
@@ -97,6 +76,20 @@ def test_blocks_are_found() -> None:
         text = page.read_text()
         assert text.count("```python") == sum(block["code"] is not None for block in BLOCK.finditer(text)), page.name
         assert text.count("<!-- setup") == sum(block["hidden"] is not None for block in BLOCK.finditer(text)), page.name
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text) <= 8_000
+    links = [link.partition("#") for link in re.findall(r"\]\(([^)]+)\)", text)]
+    lacking = {path for path, _, _ in links if not (ROOT / path).exists()}
+    assert lacking <= {"docs/guides/interoperability.md"}
+    for path, anchor in ((path, anchor) for path, _, anchor in links if anchor and path not in lacking):
+        titles = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, anchor
+    lowest, above = re.findall(r"torch>=2\.(\d+),<2\.(\d+)", (ROOT / "setup.cfg").read_text())[0]
+    for page in ("README.md", "docs/tutorial.md"):
+        assert f"2.{lowest} to 2.{int(above) - 1}" in (ROOT / page).read_text(), page
 
 
 def test_each_line_of_the_silent_failures_names_a_test() -> None:
