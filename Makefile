@@ -3,19 +3,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
+TORCH := $(shell sed -n s/^torch==//p constraints.txt)
 BENCH := .venv-bench
 BENCH_READY := $(BENCH)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow fuzz check format examples docs dist bench clean
+.PHONY: help demo test slow fuzz oldest newest check format examples docs dist bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -c constraints.txt torch
-	$(BIN)/pip install -c constraints.txt -e ".[test,examples,docs,dev]"
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/pip install -c $(VENV)/constraints.txt torch
+	$(BIN)/pip install -c $(VENV)/constraints.txt -e ".[test,examples,docs,dev]"
 	$(BIN)/pip install --no-deps backpack-for-pytorch==1.7.1 unfoldnd==0.2.3  # asks for a torchvision it does not need
 	@touch $@
 
@@ -33,6 +35,13 @@ slow: $(READY) ## the tests that take long
 
 fuzz: $(READY) ## the tests with random shapes and arguments
 	$(BIN)/pytest -n auto -m fuzz
+
+# torch's oldest and newest version that setup.cfg allows, each in an environment of its own.
+oldest: ## the tests with the oldest torch
+	$(MAKE) test VENV=.venv-oldest TORCH=2.9.1
+
+newest: ## the tests with the newest torch
+	$(MAKE) test VENV=.venv-newest TORCH=2.15.0
 
 check: $(READY) ## lint, format and types, changing nothing
 	$(BIN)/ruff check
@@ -58,12 +67,14 @@ $(BENCH_READY): setup.cfg constraints.txt
 	$(BENCH)/bin/pip install -c constraints.txt torch einops numpy scipy opt_einsum matplotlib tqdm
 	$(BENCH)/bin/pip install --no-deps opacus==1.6.0 backpack-for-pytorch==1.7.1 unfoldnd==0.2.3
 	-$(BENCH)/bin/pip install jax==0.10.2
+	-$(BENCH)/bin/pip install --no-deps dattri-llm==0.1.0 traker==0.3.2
 	$(BENCH)/bin/pip install --no-deps -e .
 	@touch $@
 
 bench: $(BENCH_READY) ## compare with other libraries, into benchmarks/results and docs/images
 	$(BENCH)/bin/python -m benchmarks
+	$(BENCH)/bin/python -m benchmarks.attribution > benchmarks/results/attribution.md
 
 clean: ## remove the environment, caches and build products
-	rm -rf $(VENV) $(BENCH) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-newest $(BENCH) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

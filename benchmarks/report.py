@@ -171,7 +171,7 @@ MARKS = "<!-- written by make bench -->", "<!-- until here -->"
 def digest(found: Found) -> str:
     """The table for the README: the library beside the fastest peer, the faster of the two in bold."""
     rows = []
-    for name, entry in found["workloads"].items():
+    for entry in found["workloads"].values():
         if entry["extra"]:
             continue
         cells = [entry["about"]]

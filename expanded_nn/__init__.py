@@ -14,7 +14,7 @@ from expanded_nn.check import Report as Report, check as check
 from expanded_nn.clipping import clip_grad_sample_norms_ as clip_grad_sample_norms_
 from expanded_nn.compile import compile as compile
 from expanded_nn.convert import convert as convert, per_sample as per_sample, revert as revert
-from expanded_nn.core.kronecker import KroneckerFactors as KroneckerFactors
+from expanded_nn.core.kronecker import EigenFactors as EigenFactors, KroneckerFactors as KroneckerFactors
 from expanded_nn.factored import FactoredTensor as FactoredTensor
 from expanded_nn.grads import PerSampleGrads as PerSampleGrads, per_sample_grads as per_sample_grads
 from expanded_nn.layers.activation import PReLU as PReLU
@@ -57,6 +57,7 @@ from expanded_nn.layers.rnn import (
     RNNCell as RNNCell,
 )
 from expanded_nn.projection import Projection as Projection
+from expanded_nn.projection_store import ProjectionStore as ProjectionStore
 
 __all__ = [
     # the switch
@@ -111,7 +112,9 @@ __all__ = [
     "clip_grad_sample_norms_",
     "PerSampleGrads",
     "KroneckerFactors",
+    "EigenFactors",
     "Projection",
+    "ProjectionStore",
     "FactoredTensor",
     # errors
     "ConversionError",

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import update_wrapper
+from inspect import get_annotations
 from types import FunctionType, new_class
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
 from expanded_nn._batch import batch_dim, batch_of, is_slice
-from expanded_nn._compiled import Use, compiled_pass, outside_of_graph
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._lift import lifted
 from expanded_nn._shared import owned
@@ -88,9 +89,10 @@ class PerSampleModule(nn.Module):
             materialize: Whether to make `grad_sample` dense during the backward; by default it may be factored.
             accumulate_grad: Whether a backward adds to `.grad`, as always (`True`). Without it `.grad` is left alone
                 and the rows are those of the last backward.
-            keep_factors: Whether to keep what all rows of linear layers and convolutions are made of, as
-                `PerSampleGrads.kronecker` and `gram(per_position=True)` need it. By default small rows, and those whose
-                factors are larger, are dense, which takes less time and memory.
+            keep_factors: Whether rows of linear layers and convolutions are always held as their factors, the layer's
+                input and the gradient of its output, of which `PerSampleGrads.kronecker` and
+                `gram(per_position=True)` are made. By default (`False`) rows of a few thousand numbers, and those
+                whose factors are larger than they are, are dense from the start, which takes less time and memory.
 
         Returns:
             The module itself.
@@ -157,7 +159,7 @@ class Root(PerSampleModule):
         if recorder.inside(self):
             return super().forward(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return compiled_pass(self, args, kwargs)
+            return _uncompiled(self, args, kwargs)
         with recorder.scope(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
             result = super().forward(*args, **kwargs)
             forward.returned(result)
@@ -176,10 +178,6 @@ class Expanded(PerSampleModule):
         fixed_layout: Whether samples stand first by definition, as in `(N, C, H, W)`, whatever the model says.
         returns_fresh: Whether torch's layer returns a tensor that nothing else keeps, be it a view: in the middle of a
             pass it is none, so that what is taken from it shows its samples.
-        traceable: Whether the forward is one of tensors, without chance, and can be in a graph of `torch.compile`.
-        uses: While a compiled forward runs, one for each call of this layer in it.
-        uses_missing: How many calls have been without one.
-        current_use: In a compiled forward, and while rows are made after its backward, the call that it is.
     """
 
     ranks: ClassVar[dict[str, int]] = {}
@@ -187,10 +185,6 @@ class Expanded(PerSampleModule):
     positionwise: ClassVar[bool] = False
     fixed_layout: ClassVar[bool] = False
     returns_fresh: ClassVar[bool] = False
-    traceable: ClassVar[bool] = False
-    uses: list[Use] | tuple[()] = ()
-    uses_missing = 0
-    current_use: Use | None = None
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward in per-sample mode, with `self.expanded(name)` in place of `self.<name>`."""
@@ -216,7 +210,7 @@ class Expanded(PerSampleModule):
             output = super().forward(*args, **kwargs)
             return owned(output) if self.returns_fresh and recorder is not None and recorder.records else output
         if torch.compiler.is_compiling():
-            return self._in_graph(args, kwargs)
+            return _uncompiled(self, args, kwargs)
         if recorder.inside(self):
             assert recorder.forward is not None
             return self._noting_what_is_shared(recorder.forward, args, kwargs)
@@ -233,40 +227,6 @@ class Expanded(PerSampleModule):
         if inputs_shared and all(inputs_shared):
             forward.note_shared(self, result, 0 if self.fixed_layout or self.model_batch_first else 1)
         return result
-
-    def _in_graph(self, args: Any, kwargs: Any) -> Any:
-        """The forward in per-sample mode, as `torch.compile` traces it."""
-        assert self._recorder is not None
-        if self._recorder.forward is None:
-            return compiled_pass(self, args, kwargs)
-        if not self.uses:
-            return outside_of_graph(self, args, kwargs)
-        return self.uses.pop().tapped(self.expanded_forward, args, kwargs)
-
-    def traced_parameters(self) -> list[str]:
-        """The parameters whose rows a compiled forward is to give, none if the layer has to stay out of the graph."""
-        own = [name for name in self.ranks if getattr(self, name) is not None]
-        if not self.traceable or self._own_batch() is not None or any(name not in self._parameters for name in own):
-            return []
-        if any(getattr(self, name).is_complex() for name in own):
-            return []
-        return [name for name in own if getattr(self, name).requires_grad]
-
-    def rows_of(self, g: Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """The rows of each parameter from the gradient of the output, by a second forward of the layer alone.
-
-        Args:
-            g: The gradient of what `expanded_forward(*args, **kwargs)` returned, of its shape.
-            args: What that was called with.
-            kwargs: What that was called with by name.
-
-        Returns:
-            Parameter name -> `(B, *shape)`.
-        """
-        leaves = {name: self.expanded(name).requires_grad_() for name in self.traced_parameters()}
-        with torch.enable_grad():
-            output = self.expanded_forward(*args, **kwargs)
-        return dict(zip(leaves, torch.autograd.grad(output, list(leaves.values()), g), strict=True))
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
         """Inside the general rule's `vmap`: on the whole batch if it can be, sample by sample otherwise."""
@@ -286,8 +246,6 @@ class Expanded(PerSampleModule):
         A weight that comes with a batch dimension of its own, as through `torch.func.functional_call`, is taken as
         it is.
         """
-        if self.current_use is not None:
-            return self.current_use.parameters[name]
         parameter = getattr(self, name)
         if parameter is None or self._is_batched(name, parameter):
             return parameter
@@ -318,20 +276,11 @@ class Expanded(PerSampleModule):
     @property
     def model_batch_first(self) -> bool:
         """Whether samples stand first in what has no layout of its own, as `per_sample(batch_first=...)` said."""
-        if self.current_use is not None:
-            return self.current_use.batch_first
         return self._recorder is None or self._recorder.settings.batch_first
-
-    @property
-    def keeps_factors(self) -> bool:
-        """Whether rows are to stay factored, as `per_sample(keep_factors=True)` said."""
-        return self._recorder is not None and self._recorder.settings.keep_factors
 
     @property
     def batch_size(self) -> int:
         """B of the pass that this forward belongs to."""
-        if self.current_use is not None:
-            return self.current_use.batch
         own = self._own_batch()
         if own is not None:
             return own
@@ -408,7 +357,7 @@ class Expanded(PerSampleModule):
 
     def _note_input(self, *, shared: bool) -> None:
         forward = None if self._recorder is None else self._recorder.forward
-        if forward is not None and not torch.compiler.is_compiling():
+        if forward is not None:
             forward.heard.inputs_shared.append(shared)
 
     def _guess(self, x: Tensor, dim: int) -> str:
@@ -467,6 +416,12 @@ class Expanded(PerSampleModule):
         return any(parameter is not None and parameter.requires_grad for parameter in all_parameters(self))
 
 
+@_disable_dynamo
+def _uncompiled(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The forward in per-sample mode, which `torch.compile` leaves as it is: `enn.compile` takes the whole step."""
+    return module.forward(*args, **kwargs)
+
+
 def all_parameters(module: nn.Module) -> Iterable[Tensor | None]:
     """The parameters of a module and of all within it."""
     return module.parameters() if module._modules else module._parameters.values()
@@ -523,6 +478,7 @@ def twin_class(kind: type[PerSampleModule], plain_class: type[nn.Module]) -> typ
             "__module__": plain_class.__module__,
             "__qualname__": plain_class.__qualname__,
             "__doc__": plain_class.__doc__,
+            "__annotations__": get_annotations(plain_class),
         }
         _TWINS[key] = new_class(plain_class.__name__, (kind, plain_class), {}, lambda made: made.update(namespace))
     return _TWINS[key]

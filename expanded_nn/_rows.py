@@ -164,7 +164,7 @@ class Rows(Tensor):
             return kronecker.factors(self._unchanged(), self._kind, total)
 
     def between(self: R, left: Tensor, right: Tensor) -> R:
-        """The rows `left @ row @ right`, of symmetric matrices; factored where these are."""
+        """The rows `left @ row @ right`, of square matrices; factored where these are."""
         with in_own_dtype(self):
             blocks = [
                 (size, tuple(Guarded.of(kronecker.between(term, left, right)) for term in terms if size))

@@ -41,7 +41,7 @@ def shared_or_none(weight: Tensor | None) -> Tensor | None:
 
 def owned(output: Tensor) -> Tensor:
     """`output`, no view in autograd's eyes: the next layer may change in place what a Function returns."""
-    if not torch.compiler.is_compiling() and not output._is_view():
+    if not output._is_view():
         return output
     return cast(Tensor, torch.ops.aten._unsafe_view(output, output.shape))
 

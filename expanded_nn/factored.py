@@ -7,13 +7,15 @@ other operation makes the rows dense, once, and they stay dense from then on.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from expanded_nn._cell import Block, Cell
+from expanded_nn._cell import Block, Cell, Guarded
+from expanded_nn._errors import complaint
 from expanded_nn._modes import no_torch_function
 from expanded_nn._operations import TABLE
 from expanded_nn._rows import Rows, refuse_in_place, scaled_blocks
@@ -21,14 +23,20 @@ from expanded_nn._storage import Recycled
 from expanded_nn._traced import OnlyEager
 from expanded_nn.core import algebra
 from expanded_nn.core.algebra import Kind
-from expanded_nn.core.terms import Dense
+from expanded_nn.core.geometry import Geometry
+from expanded_nn.core.patches import Patches
+from expanded_nn.core.terms import Dense, OneHot, Outer, SparseOneHot, Term
+
+SAVED_VERSION = 1  # of what `__reduce_ex__` hands to `rebuilt`
+SAVED_KINDS = {kind.__name__: kind for kind in (Dense, Outer, OneHot, SparseOneHot, Patches)}
 
 
 class FactoredTensor(Rows):
     """A per-sample gradient `(B, *shape)` held as its factors.
 
     It behaves as a tensor in every operation. Norms of the rows, weighted sums, products with a vector, scaling,
-    adding, concatenating and choosing rows work on the factors; anything else makes it dense first.
+    adding, concatenating and choosing rows work on the factors; anything else makes it dense first. Copied, pickled and
+    saved it keeps its factors; `torch.load` reads them with `weights_only=True` wherever expanded_nn is imported.
     """
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
@@ -64,8 +72,16 @@ class FactoredTensor(Rows):
             memo[id(self)] = self.detach().clone()
         return cast(Tensor, memo[id(self)])
 
+    def __copy__(self) -> Tensor:
+        return self.detach().clone()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._rows().clone().__reduce_ex__(protocol)
+        if self.is_dense:
+            return self._rows().clone().__reduce_ex__(protocol)
+        blocks = [(size, [_to_save(term) for term in terms]) for size, terms in self._unchanged()]
+        kind = self._cell.kind
+        like = torch.empty(0, dtype=kind.dtype, device=kind.device)
+        return rebuilt, (SAVED_VERSION, tuple(self.shape), tuple(kind.row_shape), like, blocks)
 
     @classmethod
     def __torch_function__(
@@ -89,6 +105,36 @@ class FactoredTensor(Rows):
             if result is not NotImplemented:
                 return result
         return _dense_operation(func, args, kwargs or {})
+
+
+def rebuilt(version: int, *saved: Any) -> FactoredTensor:
+    """The rows that `__reduce_ex__` took apart. Files name this function."""
+    if version > SAVED_VERSION:
+        raise complaint(
+            "torch.load",
+            f"the file holds factored rows in version {version} of their form",
+            f"{SAVED_VERSION} at most",
+            "Update expanded_nn.",
+        )
+    shape, row_shape, like, blocks = saved
+    guarded = [(size, tuple(Guarded.of(_saved(*term)) for term in terms)) for size, terms in blocks]
+    return FactoredTensor(Cell(guarded, Kind(tuple(row_shape), like.dtype, like.device)), shape)
+
+
+torch.serialization.add_safe_globals([rebuilt])
+
+
+def _to_save(term: Term) -> tuple[Any, ...]:
+    """A term as plain data. A file would hold the whole storage of a factor that shows a part of it."""
+    factors = [f if f.untyped_storage().nbytes() <= f.numel() * f.itemsize else f.clone() for f in term.factors]
+    geometry = astuple(term.geometry) if isinstance(term, Patches) else ()
+    return type(term).__name__, factors, tuple(term.row_shape), term.dtype, term.coefficient, geometry
+
+
+def _saved(kind: str, factors: list[Tensor], row_shape: tuple[int, ...], *rest: Any) -> Term:
+    dtype, coefficient, geometry = rest
+    options = {"geometry": Geometry(*geometry)} if geometry else {}
+    return SAVED_KINDS[kind](factors, row_shape, dtype, coefficient, **options)
 
 
 def as_factored(rows: Tensor) -> FactoredTensor:

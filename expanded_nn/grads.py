@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._errors import complaint
+from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._held import (
     added,
     as_before,
@@ -25,7 +25,7 @@ from expanded_nn._held import (
 )
 from expanded_nn._rows import average, widened
 from expanded_nn.core import cost
-from expanded_nn.core.kronecker import KroneckerFactors, damped_inverse
+from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors, damped_inverse, eigenbasis
 from expanded_nn.core.terms import OneHot, sides
 from expanded_nn.factored import FactoredTensor, as_factored, as_real
 from expanded_nn.projection import Projection
@@ -36,7 +36,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
     A mapping from parameter name to `(B, *shape)`. It is a snapshot: later steps do not change it. None of `norms`,
     `sum`, `mean`, `gram`, `matvec` builds G; they work on the factors. A complex number counts as two real ones in
-    norms, variances and products.
+    norms, variances and products. `torch.save` writes the factors; `torch.load` reads them wherever expanded_nn is
+    imported, with `weights_only=True` as well.
 
     Args:
         rows: Parameter name -> `(B, *shape)`, dense or factored.
@@ -62,6 +63,9 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
     def __repr__(self) -> str:
         return f"PerSampleGrads({', '.join(f'{name}: {tuple(rows.shape)}' for name, rows in self.items())})"
+
+    def __reduce__(self) -> Any:
+        return PerSampleGrads, ({name: self._held(name) for name in self._rows},)
 
     @property
     def batch_size(self) -> int:
@@ -198,9 +202,9 @@ class PerSampleGrads(Mapping[str, Tensor]):
         return added(rows.gram_by_position(widened(other._held(name)), size) for name, rows in mine.items())
 
     def _held(self, name: str) -> FactoredTensor:
-        """The rows of a parameter as they were taken, whatever became dense since."""
+        """The rows of a parameter as they were taken, if they only became dense since."""
         rows = self._rows[name]
-        return rows._like(self._blocks[name], rows.shape)
+        return rows if rows._cell.version else rows._like(self._blocks[name], rows.shape)
 
     def kronecker(self, total: Mapping[str, KroneckerFactors] | None = None) -> dict[str, KroneckerFactors]:
         """The Kronecker factors of each weight's second moment, as K-FAC and influence functions take them.
@@ -209,8 +213,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
         of its output, scaled as the rows are: with `loss_reduction="mean"` that of a sample's own loss. The second
         moment of the weight's gradient is taken for `E[g gᵀ] ⊗ E[a aᵀ]` (Martens and Grosse, 2015, "Optimizing neural
         networks with Kronecker-factored approximate curvature"; for convolutions Grosse and Martens, 2016). Factors of
-        several batches add up: `factors[name] + more[name]`, or in place, which takes less time and memory: `factors =
-        grads.kronecker(factors)`.
+        several batches, or processes, add up: `factors[name] + more[name]`.
 
         Weights of linear and recurrent layers, of attention, and of convolutions, which are flattened to `(out, in *
         kernel)`, have factors; vectors and embeddings are left out. Each group of a convolution is a linear map: its
@@ -218,8 +221,9 @@ class PerSampleGrads(Mapping[str, Tensor]):
         begins with the input's channels, so that `G` is there the input's.
 
         Args:
-            total: Factors of earlier batches, which these are added to in place: take those that are returned from
-                then on.
+            total: The factors so far, of earlier batches. Their tensors are changed in place and belong to what is
+                returned, so that `factors = grads.kronecker(factors)`, with `None` before the first batch, adds up a
+                whole data set in the memory of one. Weights that only one of the two has are kept, or begun.
 
         Returns:
             Name -> `(A, G, count)`: the sums over samples and positions of `a aᵀ`, `(in, in)`, and of `g gᵀ`, `(out,
@@ -249,20 +253,47 @@ class PerSampleGrads(Mapping[str, Tensor]):
         terms = self._held(name).terms()
         return self._rows[name].dim() > 2 and not (terms and all(isinstance(term, OneHot) for term in terms))
 
-    def precondition(self, factors: Mapping[str, KroneckerFactors], damping: float) -> PerSampleGrads:
+    def ekfac(self, factors: Mapping[str, KroneckerFactors | EigenFactors]) -> dict[str, EigenFactors]:
+        """The second moment of the rows' entries in the eigenbasis of Kronecker factors, added up in a second pass.
+
+        Of all second moments that are diagonal in that basis it is the nearest to the true one, K-FAC's included
+        (George et al., 2018, "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis"). Take the
+        factors of all data first, then go through data once more: `factors = grads.ekfac(factors)`, batch by batch.
+
+        Args:
+            factors: As `kronecker()` gives them, added up over all data; or what this method returned for the batch
+                before, to which this batch's rows are added in place.
+
+        Raises:
+            PerSampleError: If `factors` has parameters that have no rows here, matrices of other sizes, or none added
+                up.
+        """
+        self._refuse_strange_factors("ekfac", factors)
+        return {name: self._in_eigenbasis(name, known) for name, known in factors.items()}
+
+    def _in_eigenbasis(self, name: str, known: KroneckerFactors | EigenFactors) -> EigenFactors:
+        A, G, scale, count = eigenbasis(known) if isinstance(known, KroneckerFactors) else known
+        rows = widened(self._held(name))
+        for part in rows.between(G.t().to(rows), A.to(rows)).chunks():
+            scale += part.square().sum(0).view_as(scale)
+        return EigenFactors(A, G, scale, count + self.batch_size)
+
+    def precondition(self, factors: Mapping[str, KroneckerFactors | EigenFactors], damping: float) -> PerSampleGrads:
         """The rows times the inverse of a damped Kronecker-factored second moment: `(G + d)⁻¹ · row · (A + d)⁻¹`.
 
         `A` and `G` are here those of `factors` divided by their count. `queries.precondition(factors, d).gram(train)`
         are influences in the sense of Koh and Liang (2017), with K-FAC in place of the Hessian (Grosse et al., 2023,
-        "Studying large language model generalization with influence functions").
+        "Studying large language model generalization with influence functions"). With factors of `ekfac()` each entry
+        in their eigenbasis is divided by `scale / count + d`.
 
         Args:
-            factors: As `kronecker()` gives them, of this batch or, added up, of many. Parameters without stay as they
-                are.
+            factors: As `kronecker()` gives them, of this batch or, added up, of many; or as `ekfac()` does. Parameters
+                without stay as they are.
             damping: The number d that is added to the diagonals, above 0.
 
         Returns:
-            The new rows, factored where these are: `norms`, `gram`, `project` work as before.
+            The new rows, factored where these are, but dense with factors of `ekfac()`: `norms`, `gram`, `project` work
+            as before.
 
         Raises:
             PerSampleError: If `factors` has parameters that have no rows here, matrices of other sizes, none added up,
@@ -271,20 +302,24 @@ class PerSampleGrads(Mapping[str, Tensor]):
         """
         if not damping > 0:
             raise ValueError(f"PerSampleGrads.precondition: damping is {damping}; wanted a number above 0.")
+        self._refuse_strange_factors("precondition", factors)
         rows = {name: self._held(name) for name in self._rows}
         for name, second_moment in factors.items():
-            if name not in rows or second_moment.count < 1:
+            rows[name] = _preconditioned(name, widened(rows[name]), second_moment, damping)
+        return PerSampleGrads(rows)
+
+    def _refuse_strange_factors(self, what: str, factors: Mapping[str, KroneckerFactors | EigenFactors]) -> None:
+        for name, second_moment in factors.items():
+            if name not in self._rows or second_moment.count < 1:
                 raise complaint(
-                    "PerSampleGrads.precondition",
+                    f"PerSampleGrads.{what}",
                     f"factors for {name!r} with count {second_moment.count}"
-                    if name in rows
+                    if name in self._rows
                     else f"{name!r} has no per-sample gradients",
                     "factors of parameters that have per-sample gradients, and of one sample at the least",
                     "Leave this one out.",
                 )
-            _refuse_other_sizes("precondition", name, rows[name], second_moment)
-            rows[name] = _preconditioned(name, widened(rows[name]), second_moment, damping)
-        return PerSampleGrads(rows)
+            _refuse_other_sizes(what, name, self._rows[name], second_moment)
 
     def matvec(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """The inner product of each row with one vector, `G @ v`, `(B,)`.
@@ -356,6 +391,9 @@ class PerSampleGrads(Mapping[str, Tensor]):
             )
 
 
+torch.serialization.add_safe_globals([PerSampleGrads, KroneckerFactors, EigenFactors])
+
+
 def per_sample_grads(model: nn.Module) -> PerSampleGrads:
     """The rows that `model` holds now, as the matrix G and its algebra.
 
@@ -390,7 +428,7 @@ def _matvec(rows: FactoredTensor, vector: Tensor) -> Tensor:
     return wide.matvec(vector.to(wide.dtype)).to(rows.dtype)
 
 
-def _refuse_other_sizes(what: str, name: str, rows: Tensor, factors: KroneckerFactors) -> None:
+def _refuse_other_sizes(what: str, name: str, rows: Tensor, factors: KroneckerFactors | EigenFactors) -> None:
     found, wanted = (len(factors.G), len(factors.A)), sides(rows.shape[1:])
     if found != wanted:
         raise complaint(
@@ -401,20 +439,33 @@ def _refuse_other_sizes(what: str, name: str, rows: Tensor, factors: KroneckerFa
         )
 
 
-def _preconditioned(name: str, rows: FactoredTensor, factors: KroneckerFactors, damping: float) -> FactoredTensor:
+def _preconditioned(
+    name: str, rows: FactoredTensor, factors: KroneckerFactors | EigenFactors, damping: float
+) -> FactoredTensor:
     """`(G / count + damping)⁻¹ · row · (A / count + damping)⁻¹` for each row, factored where the rows are."""
+    if isinstance(factors, EigenFactors):
+        A, G, scale = (part.to(rows) for part in factors[:3])
+        divisor = scale / factors.count + damping
+        if not divisor.gt(0).all():
+            raise _not_definite(name, damping)
+        inside = rows.between(G.t(), A).dense().view(rows.shape[0], *divisor.shape)
+        return as_factored((G @ (inside / divisor) @ A.t()).view(rows.shape))
     inverses = []
     for total in (factors.G, factors.A):
         inverse, is_definite = damped_inverse(total, factors.count, damping)
         if not is_definite:
-            raise complaint(
-                "PerSampleGrads.precondition",
-                f"the factors of {name!r} with damping {damping} are no positive definite matrices",
-                "sums of a aᵀ and g gᵀ of finite numbers",
-                "Take the factors of kronecker(), without inf or NaN, and a larger damping.",
-            )
+            raise _not_definite(name, damping)
         inverses.append(inverse.to(device=rows.device, dtype=rows.dtype))
     return rows.between(*inverses)
+
+
+def _not_definite(name: str, damping: float) -> PerSampleError:
+    return complaint(
+        "PerSampleGrads.precondition",
+        f"the factors of {name!r} with damping {damping} are no positive definite matrices",
+        "sums of a aᵀ and g gᵀ of finite numbers",
+        "Take the factors of kronecker(), without inf or NaN, and a larger damping.",
+    )
 
 
 def _variance(rows: FactoredTensor, correction: float) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from inspect import get_annotations, signature
 from typing import Any, NamedTuple
 
 import pytest
@@ -817,6 +818,21 @@ def test_rows_of_relatives(architecture: Architecture, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "float32", torch.float64)  # routers compute in it, more roughly than the tolerance
     converted = assert_rows_are_right(architecture, architecture.build(), architecture.call(), 3)
     assert general_classes(converted) == architecture.general
+
+
+@pytest.mark.parametrize(
+    "architecture", [*ARCHITECTURES.values(), *RELATIVES.values()], ids=[*ARCHITECTURES, *RELATIVES]
+)
+def test_what_other_programs_read_is_the_plain_models(architecture: Architecture) -> None:
+    model = architecture.build()
+    converted = enn.convert(model).per_sample()
+    for module, twin in zip(model.modules(), converted.modules(), strict=True):
+        for expected, shown in ((module.forward, twin.forward), (type(module).forward, type(twin).forward)):
+            assert signature(shown) == signature(expected)
+            assert (shown.__doc__, shown.__annotations__) == (expected.__doc__, expected.__annotations__)
+        assert signature(type(twin)) == signature(type(module))
+    assert type(converted).__doc__ == type(model).__doc__
+    assert get_annotations(type(converted)) == get_annotations(type(model))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])

@@ -1,6 +1,7 @@
 """The benchmarks' workloads at tiny sizes: all ways of the library agree with the loop; the tables are written."""
 
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -118,6 +119,15 @@ def test_command_line() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for method in (each for each in METHODS if ("expanded_nn" in each.name or each.name == "loop")):
         assert (f"| {method.key} |" in done.stdout) == (not method.compiles)
+
+
+def test_what_attribution_costs() -> None:
+    command = [sys.executable, "-m", "benchmarks.attribution", "--quick", "--rounds", "1", "--only", "cnn", "lstm"]
+    done = subprocess.run([*command, "--methods", "expanded_nn"], cwd=ROOT, capture_output=True, text=True, check=True)
+    rows = [line for line in done.stdout.splitlines() if ": expanded_nn |" in line]
+    number = r"[\d.]+( \(\d\.\d+\))?"
+    assert len(rows) == 4
+    assert all(re.fullmatch(rf"\| [\w ]+: expanded_nn \| {number} \| {number} \|", row) for row in rows)
 
 
 def test_peak_memory(monkeypatch: pytest.MonkeyPatch) -> None:

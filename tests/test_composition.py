@@ -585,6 +585,10 @@ def test_meta_device() -> None:
     for family in FAMILIES:
         if family.name in ("embedding", "embedding_bag", "tied", "general", "general_with_layers"):
             continue  # they look at values: of an index, and of what the general rule compares
+        if family.name == "parametrized" and not torch._C._dispatch_has_kernel_for_dispatch_key(
+            "aten::_weight_norm_interface_backward", "Meta"
+        ):
+            continue  # an older torch
         model = on(family.module()).to("meta")
         family.call(SAMPLES).map(lambda t: t.to("meta")).on(model).sum().backward()
         for p in model.parameters():

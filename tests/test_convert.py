@@ -5,6 +5,8 @@ import importlib.metadata
 import inspect
 import io
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -482,6 +484,7 @@ def test_old_weight_norm_in_place(in_a_model: bool) -> None:
 # --- what cannot be converted -----------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")
 def test_one_error_lists_everything() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -491,7 +494,7 @@ def test_one_error_lists_everything() -> None:
             self.inner = nn.Sequential(nn.ReLU(), nn.SyncBatchNorm(4))
             self.scripted = torch.jit.script(nn.Linear(2, 2))
 
-    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"), pytest.raises(enn.ConversionError) as info:
+    with pytest.raises(enn.ConversionError) as info:
         enn.convert(Model())
     text = str(info.value)
     for name, class_name in (("lazy", "LazyLinear"), ("inner.1", "SyncBatchNorm"), ("scripted", "")):
@@ -567,6 +570,14 @@ def test_symbolic_trace_with_the_mode_off(own: bool) -> None:
     assert torch.equal(traced(x, 3.0), model(x, 3.0))
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_export_takes_dynamic_shapes_by_the_names_of_the_arguments(own: bool) -> None:
+    model, x = enn.convert(Described(own)), torch.randn(7, 4)
+    shapes = {"x": {0: torch.export.Dim("samples")}, "scale": None}
+    exported = torch.export.export(model, (torch.randn(5, 4), 3.0), dynamic_shapes=shapes)
+    assert torch.equal(exported.module()(x, 3.0), model(x, 3.0))
+
+
 def test_a_class_that_registers_its_subclasses_hears_nothing_of_its_twin() -> None:
     heard: list[type] = []
 
@@ -593,3 +604,11 @@ def test_a_class_that_registers_its_subclasses_hears_nothing_of_its_twin() -> No
 
 def test_the_version_is_that_of_the_metadata() -> None:
     assert enn.__version__ == importlib.metadata.version("expanded_nn")
+
+
+def test_make_runs_the_oldest_and_the_newest_torch_of_the_metadata() -> None:
+    root = Path(__file__).parent.parent
+    lowest, above = re.findall(r"torch>=([\d.]+),<([\d.]+)", (root / "setup.cfg").read_text())[0]
+    oldest, newest = re.findall(r"TORCH=([\d.]+)", (root / "Makefile").read_text())
+    assert oldest.startswith(f"{lowest}.")
+    assert int(newest.split(".")[1]) + 1 == int(above.split(".")[1])

@@ -6,6 +6,7 @@ After it come mistakes with batches that must not end in an error from the insid
 
 import ast
 import contextlib
+import tempfile
 import threading
 import traceback
 import warnings
@@ -17,13 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from expanded_nn._compiled import Use
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
-from expanded_nn._compiled import Use
+from expanded_nn.factored import rebuilt
 from expanded_nn.recording.sharded import scattered
 from families import FAMILIES, Family
 from oracle import plain, sample_losses
@@ -762,6 +764,116 @@ def a_projection_of_another_model() -> None:
 @refused(r"PerSampleGrads\.gram: 'a' has the shapes \(2,\) and \(3,\); wanted the same parameters")
 def products_with_another_models_rows() -> None:
     enn.PerSampleGrads({"a": torch.ones(3, 2)}).gram(enn.PerSampleGrads({"a": torch.ones(3, 3)}))
+
+
+@refused(r"'a' with damping 1\.0 are no positive definite matrices; wanted sums of a aᵀ and g gᵀ of finite numbers")
+def preconditioning_by_ekfac_that_is_not_finite() -> None:
+    factors = enn.EigenFactors(torch.eye(2), torch.eye(2), torch.full((2, 2), torch.nan), 1)
+    enn.PerSampleGrads({"a": torch.ones(3, 2, 2)}).precondition({"a": factors}, 1.0)
+
+
+@refused(r"torch\.load: the file holds factored rows in version 2 of their form; wanted 1 at most\. Update expanded_nn")
+def rows_of_a_newer_version() -> None:
+    rebuilt(2)
+
+
+# --- stores of projections ------------------------------------------------------------------------------------
+
+
+def store_of_two() -> tuple[enn.ProjectionStore, dict[str, Tensor]]:
+    """A store with the samples 0 and 1, that can be written, and their rows."""
+    model, rows = nn.Linear(2, 1, bias=False), {"weight": torch.ones(2, 1, 2)}
+    nn.init.ones_(model.weight)
+    store = enn.ProjectionStore(tempfile.mkdtemp(), enn.Projection(3), model)
+    store.add([0, 1], rows)
+    return store, rows
+
+
+@refused(r"^ProjectionStore\('.*'\): there are no projections; wanted those of a run\. Give a projection and a model")
+def a_store_of_nothing() -> None:
+    enn.ProjectionStore(tempfile.mkdtemp())
+
+
+@refused(r"it holds projections with \{'dim': 3, 'seed': 0\}; wanted \{'dim': 4, 'seed': 1\}\. Take another folder, or")
+def a_store_of_another_projection() -> None:
+    enn.ProjectionStore(store_of_two()[0].folder, enn.Projection(4, seed=1))
+
+
+@refused(r"it was written in version 2; wanted 1\. Update expanded_nn")
+def a_store_of_a_newer_version() -> None:
+    folder = store_of_two()[0].folder
+    settings = folder / "rank-0/settings.json"
+    settings.write_text(settings.read_text().replace('"version": 1', '"version": 2'))
+    enn.ProjectionStore(folder)
+
+
+@refused(
+    r"another process, or another store in this one, writes here; wanted one at a time\. Start the processes with t"
+)
+def a_store_that_is_written_already() -> None:
+    store, _ = store_of_two()
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    enn.ProjectionStore(store.folder, model=model)
+
+
+@refused(r"a sample is there twice; wanted each once\. The disk failed: delete this part")
+def a_store_with_a_sample_twice() -> None:
+    (folder := Path(tempfile.mkdtemp(), "rank-0")).mkdir()
+    (folder / "ids.int64").write_bytes(bytes(16))
+    enn.ProjectionStore(folder.parent, enn.Projection(3), nn.Linear(2, 1))
+
+
+@refused(
+    r"it was opened to be read; wanted to be written\. Open it with the model: ProjectionStore\(folder, projection"
+)
+def adding_to_a_store_that_is_read() -> None:
+    store, rows = store_of_two()
+    enn.ProjectionStore(store.folder).add([2, 3], rows)
+
+
+@refused(r"2 rows for the ids \[3\]; wanted an id a row\. Give each its own")
+def adding_without_ids() -> None:
+    store, rows = store_of_two()
+    store.add([3], rows)
+
+
+@refused(r"\[1\] are done already; wanted others\. Take the ids from batches\(\)")
+def adding_a_sample_again() -> None:
+    store, rows = store_of_two()
+    store.add([1, 2], rows)
+
+
+@refused(r"ids are tensor\(.*\); wanted whole numbers from 0\.", ValueError)
+def adding_by_negative_ids() -> None:
+    store, rows = store_of_two()
+    store.add([-1, 2], rows)
+
+
+@refused(
+    r"2 samples could not be written \(No space left on device\); wanted room for 40 bytes\. Make room and add them"
+)
+def adding_to_a_full_disk() -> None:
+    (folder := Path(tempfile.mkdtemp(), "rank-0")).mkdir()
+    (folder / "ids.int64").touch()
+    (folder / "projections.float32").symlink_to("/dev/full")
+    store = enn.ProjectionStore(folder.parent, enn.Projection(3), nn.Linear(2, 1))
+    store.add([0, 1], {"weight": torch.ones(2, 1, 2)})
+
+
+@refused(
+    r"projections\.float32' has 23 bytes; wanted 24, for 2 samples\. Copy the folder again, or delete this part of it"
+)
+def a_damaged_store() -> None:
+    store, _ = store_of_two()
+    path = store.folder / "rank-0/projections.float32"
+    path.write_bytes(path.read_bytes()[:-1])
+    store.read([0])
+
+
+@refused(r"2 samples are not done: \[2, 7\]; wanted all\. Run it to its end")
+def reading_samples_that_are_not_done() -> None:
+    store_of_two()[0].read([0, 2, 1, 7])
 
 
 @refused(r"^clip_grad_sample_norms_: no parameter has per-sample gradients; .*Clip after backward and before zero_grad")

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.small_rows
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QUICK = {  # arguments of a run of a few seconds; at full size each takes less than a minute
+    "influence": ["--steps", "10", "--passages", "32"],
     "llm_rows": ["--steps", "2", "--passages", "16"],
     "maml": ["--steps", "20"],
     "mislabelled": ["--epochs", "1"],
@@ -24,6 +25,7 @@ QUICK = {  # arguments of a run of a few seconds; at full size each takes less t
     "ntk_fisher": ["--steps", "10"],
     "pinn": ["--steps", "10"],
     "quickstart": ["--epochs", "1"],
+    "trak": ["--halves", "3"],
 }
 SLOW = ["distributed_dp", "dp_sgd"]  # more than a few seconds at any size
 NEEDS = {"distributed_dp": "opacus", "dp_sgd": "opacus", "llm_rows": "transformers"}

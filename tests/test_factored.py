@@ -267,8 +267,48 @@ def through_a_file(rows: Tensor) -> Tensor:
     ],
 )
 def test_copies(pair: tuple[FactoredTensor, Tensor], copied: Callable[[Tensor], Tensor]) -> None:
+    """They keep their factors, in memory of their own."""
     rows, twin = pair
-    same(copied(rows), twin)
+    scaled, kinds, dense = rows * 2, [type(term) for term in rows.terms()], rows * 1
+    assert dense.dense() is not None
+    copies = [copied(rows), copied(scaled), copied(rows.view(B, 15)), copied(rows.float())]
+    assert all([type(term) for term in each.terms()] == kinds for each in copies)  # type: ignore[attr-defined]
+    for factor in [factor for term in rows.terms() for factor in term.factors]:
+        factor.zero_()
+    same(copies[0], twin)
+    same(copies[1], 2 * twin)
+    same(copies[2], twin.view(B, 15))
+    torch.testing.assert_close(plain(copies[3]), twin.float(), rtol=1e-5, atol=1e-6)
+    same(copied(dense), twin)
+
+
+def saved_size(rows: object) -> int:
+    file = io.BytesIO()
+    torch.save(rows, file)
+    return file.getbuffer().nbytes
+
+
+@pytest.mark.parametrize("choose", [lambda rows: rows, lambda rows: rows[1:3]], ids=["all", "some"])
+def test_a_file_has_the_size_of_the_factors(choose: Callable[[Tensor], Tensor]) -> None:
+    g, a = torch.randn(B, 2, 300), torch.randn(B, 2, 200)
+    rows = choose(FactoredTensor.of(Outer.of(g, a, torch.float64)))
+    assert len(rows) * 2 * 500 * 8 < saved_size(rows) < len(rows) * 2 * 500 * 8 + 4096
+
+
+def test_factors_in_common_are_saved_once() -> None:
+    g, h, a = (torch.randn(B, 2, 300) for _ in range(3))
+    both = {name: FactoredTensor.of(Outer.of(factor, a, torch.float64)) for name, factor in (("q", g), ("k", h))}
+    assert saved_size(PerSampleGrads(both)) < B * 2 * 900 * 8 + 4096
+
+
+def test_a_file_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setattr("expanded_nn.factored.SAVED_VERSION", 7)
+        torch.save(FactoredTensor.of(outer(2)), file)
+    file.seek(0)
+    with pytest.raises(PerSampleError, match=r"torch.load: .* in version 7 of their form; wanted 1 at most. Update"):
+        torch.load(file)
 
 
 def test_another_dtype(pair: tuple[FactoredTensor, Tensor]) -> None:

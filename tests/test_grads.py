@@ -1,5 +1,10 @@
 """The algebra of G against its dense twin, and clipping."""
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -125,6 +130,53 @@ def test_a_snapshot_outlives_later_steps() -> None:
     model.zero_grad()
     backward(model, torch.randn(6, 40))
     torch.testing.assert_close(grads.flatten(), before)
+
+
+def through_a_file(grads: enn.PerSampleGrads) -> enn.PerSampleGrads:
+    file = io.BytesIO()
+    torch.save([grads], file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)[0]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it)), through_a_file])
+def test_copies_keep_the_factors(
+    case: tuple[nn.Module, Tensor, Tensor], copied: Callable[[enn.PerSampleGrads], enn.PerSampleGrads]
+) -> None:
+    model, x, other_x = case
+    backward(model, x)
+    backward(model, other_x)
+    grads = enn.per_sample_grads(model)
+    grads.norms()  # may make rows dense
+    again = copied(grads)
+    kinds = {name: [type(term) for term in rows.terms()] for name, rows in enn.per_sample_grads(model).items()}
+    assert {name: [type(term) for term in rows.terms()] for name, rows in again.items()} == kinds
+    assert type(again) is enn.PerSampleGrads
+    assert again.batch_size == grads.batch_size
+    torch.testing.assert_close(again.flatten(), grads.flatten(), rtol=0, atol=0)
+    torch.testing.assert_close(again.gram(grads), grads.gram(), rtol=1e-9, atol=1e-12)
+
+
+def test_kronecker_factors_from_a_file() -> None:
+    model = enn.convert(nn.Linear(8, 6)).per_sample()
+    backward(model, torch.randn(BATCH, 8))
+    factors, file = enn.per_sample_grads(model).kronecker(), io.BytesIO()
+    torch.save(factors, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["weight"]
+    torch.testing.assert_close((loaded + loaded).A, 2 * factors["weight"].A)
+
+
+def test_rows_that_were_scaled_in_place_are_taken_so() -> None:
+    model = enn.convert(nn.Linear(8, 6)).per_sample()
+    backward(model, torch.randn(BATCH, 8))
+    grads = enn.per_sample_grads(model)
+    before = grads.flatten()
+    factors = grads.kronecker()["weight"]
+    for rows in grads.values():
+        rows.mul_(3)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(grads)).flatten(), 3 * before)
+    torch.testing.assert_close(grads.kronecker()["weight"].G, 9 * factors.G)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -545,6 +597,60 @@ def test_preconditioned_rows_are_those_of_dense_algebra(make: str, keep: bool, p
     close(actual.sum(), {name: rows.sum(0) for name, rows in expected.items()})
     close(actual.project(9), enn.Projection(9)(expected))
     close(grads.flatten(), before)
+
+
+@pytest.mark.parametrize("make", [(), (3,), "cnn", "twice"], ids=str)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_ekfac_is_that_of_dense_algebra(make: str, passes: int) -> None:
+    model, x = kronecker_model(make)
+    model = enn.convert(model).per_sample(keep_factors=True)
+    backward(model, x)
+    if passes == 2:
+        backward(model, x[1:3])
+    grads = enn.per_sample_grads(model)
+    factors = grads.kronecker()
+    again = grads.rows(slice(2, None)) if passes == 1 else grads
+    eigen = again.ekfac(grads.rows(slice(0, 2)).ekfac(factors)) if passes == 1 else grads.ekfac(factors)
+    actual = grads.precondition(eigen, 0.3)
+    for name, rows in dense(model).items():
+        if name not in factors:
+            torch.testing.assert_close(actual[name].dense(), rows)
+            continue
+        matrices = rows.flatten(2)
+        basis_G, basis_A = (torch.linalg.eigh(factors[name][i])[1] for i in (1, 0))
+        inside = basis_G.t() @ matrices @ basis_A
+        assert eigen[name].count == len(rows)
+        scale = inside.square().mean(0)
+        expected = basis_G @ (inside / (scale + 0.3)) @ basis_A.t()
+        torch.testing.assert_close(actual[name].dense(), expected.view_as(rows), rtol=1e-8, atol=1e-11)
+
+
+def test_ekfac_is_nearer_to_the_second_moment_than_kfac() -> None:
+    model = enn.convert(nn.Linear(4, 3)).per_sample()
+    backward(model, torch.randn(50, 4) * torch.tensor([3.0, 1, 1, 0.1]))
+    grads = enn.PerSampleGrads({"weight": enn.per_sample_grads(model)["weight"]})
+    factors, rows = grads.kronecker(), grads.flatten()
+    exact = rows.t() @ rows / 50
+    A, G, count = factors["weight"]
+    basis_A, basis_G, scale, rows_seen = grads.ekfac(factors)["weight"]
+    basis = torch.kron(basis_G, basis_A)
+    by_kfac, by_ekfac = torch.kron(G / count, A / count), basis * (scale.flatten() / rows_seen) @ basis.t()
+    assert (by_ekfac - exact).norm() < 0.95 * (by_kfac - exact).norm()
+    assert torch.linalg.eigvalsh(by_ekfac).min() >= -1e-12
+
+
+def test_bad_factors_of_ekfac() -> None:
+    model = enn.convert(nn.Linear(8, 6)).per_sample(keep_factors=True)
+    backward(model, torch.randn(BATCH, 8))
+    grads = enn.per_sample_grads(model)
+    factors = grads.kronecker()["weight"]
+    eigen = grads.ekfac({"weight": factors})["weight"]
+    with pytest.raises(enn.PerSampleError, match=r"PerSampleGrads.ekfac: 'other' has no rows; wanted factors of para"):
+        grads.ekfac({"other": factors})
+    with pytest.raises(enn.PerSampleError, match=r"ekfac: the factors of 'weight' are those of rows \(8, 6\); wanted"):
+        grads.ekfac({"weight": enn.KroneckerFactors(factors.G, factors.A, factors.count)})
+    with pytest.raises(enn.PerSampleError, match=r"'weight' with damping 0.1 are no positive definite matrices"):
+        grads.precondition({"weight": eigen._replace(scale=eigen.scale * float("nan"))}, 0.1)
 
 
 def test_preconditioned_rows_stay_factored() -> None:

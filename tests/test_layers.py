@@ -84,7 +84,8 @@ def test_same_forward(case: Case) -> None:
     call = case.inputs(BATCH)
     torch_module, model = case.module(), expanded(case)
     assert_close(call.on(model), call.on(torch_module).detach(), tol=1e-12)
-    for (name, actual), expected in zip(model.named_buffers(), torch_module.buffers(), strict=True):
+    changed = torch_module if case.training else case.module()  # torch 2.9 rounds a running mean that stays as it is
+    for (name, actual), expected in zip(model.named_buffers(), changed.buffers(), strict=True):
         assert torch.equal(actual, expected), name
 
 

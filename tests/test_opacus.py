@@ -4,6 +4,7 @@ The engine's mode "no_op" takes a model that fills `grad_sample` itself. What it
 trains by its own hooks, from the same weights over the same random batches, without noise.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
@@ -25,9 +26,10 @@ pytest.importorskip("opacus", reason="Opacus comes with the extra `examples`: pi
 from opacus import GradSampleModule, PrivacyEngine
 from opacus.accountants import RDPAccountant
 from opacus.data_loader import DPDataLoader
-from opacus.grad_sample import GradSampleModuleNoOp
+from opacus.grad_sample import GradSampleModuleExpandedWeights, GradSampleModuleNoOp
 from opacus.layers import DPGRU, DPLSTM, DPMultiheadAttention
 from opacus.optimizers import (
+    AdaClipDPOptimizer,
     DistributedDPOptimizer,
     DistributedDPOptimizerFastGradientClipping,
     DPOptimizer,
@@ -257,6 +259,82 @@ def test_opacus_other_ways_of_clipping(clipping: str) -> None:
         noise, settings = (1.0, adaptive) if clipping == "adaptive" else (0.0, per_layer)
         train(model, dataset(vectors()), mode, clipping=clipping, noise=noise, poisson_sampling=False, **settings)
     assert_same_weights(ours, theirs)
+
+
+def test_the_bound_follows_a_quantile_of_the_norms() -> None:
+    """Adaptive clipping by a function of the norms gives the steps and the bounds of Opacus' own optimizer."""
+    theirs, ours = pair(mlp())
+    theirs = GradSampleModule(theirs)
+    x, y = torch.randn(9, 4, 6), torch.randint(CLASSES, (9, 4))
+    adaptive = AdaClipDPOptimizer(
+        torch.optim.SGD(theirs.parameters(), lr=1.0), noise_multiplier=0.0, target_unclipped_quantile=0.5,
+        clipbound_learning_rate=0.2, max_clipbound=1e3, min_clipbound=1e-3, unclipped_num_std=1e-12, max_grad_norm=1.0,
+        expected_batch_size=4,
+    )  # fmt: skip
+    optimizer, bound, counts = torch.optim.SGD(ours.parameters(), lr=1.0), 1.0, set()
+    for images, labels in zip(x, y, strict=True):
+        adaptive.zero_grad()
+        backward(theirs, images, labels)
+        adaptive.step()
+        optimizer.zero_grad()
+        backward(ours, images, labels)
+        norms = enn.clip_grad_sample_norms_(
+            ours, lambda norms, bound=bound: (bound / norms).clamp(max=1), reduction="mean"
+        )
+        optimizer.step()
+        below = (norms <= bound).sum()
+        bound *= float(torch.exp(-0.2 * (below / 4 - 0.5)))
+        counts.add(int(below))
+        assert bound == pytest.approx(float(adaptive.max_grad_norm), rel=1e-6)
+    assert len(counts) > 1
+    assert_same_weights(ours, theirs._module, 1e-5)  # Opacus adds 1e-6 to the norms
+
+
+def test_an_empty_batch_is_a_step_of_the_bound_too() -> None:
+    model, bounds = enn.convert(mlp()).per_sample(accumulate_grad=False), [1.0]
+    for x, y in DPDataLoader.from_data_loader(loader(dataset(vectors()))):
+        model.zero_grad()
+        backward(model, x, y)
+        norms = enn.clip_grad_sample_norms_(model, lambda norms: 1 / norms.clamp(min=bounds[-1]))
+        bounds.append(bounds[-1] * float(torch.exp(-0.2 * ((norms <= bounds[-1]).sum() / 2 - 0.5))))
+        assert norms.shape == (len(x),)
+        if not len(x):
+            assert not any(parameter.grad.any() for parameter in model.parameters())
+            assert bounds[-1] / bounds[-2] == pytest.approx(math.exp(0.1))
+            break
+    else:
+        raise AssertionError("no batch was empty")
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_the_modes_with_hooks_of_opacus(mode: str) -> None:
+    """With the mode on they are refused; with the mode off Opacus makes the rows, as of the plain model."""
+
+    def fit(model: nn.Module) -> None:
+        private, optimizer, *losses, batches = PrivacyEngine(accountant="rdp").make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), data_loader=loader(dataset(vectors())),
+            noise_multiplier=0.0, max_grad_norm=LIMIT, grad_sample_mode=mode, poisson_sampling=False,
+            criterion=nn.CrossEntropyLoss(),
+        )  # fmt: skip
+        for x, y in batches:
+            optimizer.zero_grad()
+            (losses[0] if losses else F.cross_entropy)(private(x), y).backward()
+            optimizer.step()
+
+    trained = [mlp()]
+    trained.append(enn.convert(trained[0]))
+    for model in trained:
+        torch.manual_seed(4)
+        fit(model)
+    assert_same_weights(*trained)
+    with pytest.raises(enn.PerSampleError, match=r"Opacus' GradSampleModule.*grad_sample_mode=.no_op"):
+        fit(enn.convert(mlp()).per_sample())
+
+
+def test_the_mode_by_expanded_weights_of_torch() -> None:
+    model = GradSampleModuleExpandedWeights(enn.convert(mlp()).per_sample())
+    with pytest.raises(RuntimeError, match="Expanded Weights encountered but cannot handle"):
+        model(torch.randn(4, 6))
 
 
 def test_make_private_with_epsilon_on_adam() -> None:

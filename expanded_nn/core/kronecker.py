@@ -36,6 +36,28 @@ class KroneckerFactors(NamedTuple):
         return KroneckerFactors(self.A + other.A, self.G + other.G, self.count + other.count)
 
 
+class EigenFactors(NamedTuple):
+    """The eigenvectors of Kronecker factors, and the second moment of the rows' entries in that basis (EK-FAC).
+
+    Attributes:
+        A: Eigenvectors of `a aᵀ` as columns, `(in, in)`.
+        G: Eigenvectors of `g gᵀ` as columns, `(out, out)`.
+        scale: The sum over the rows of the squares of `Gᵀ · row · A`, `(out, in)`. Of the same basis they add up.
+        count: How many rows were added.
+    """
+
+    A: Tensor
+    G: Tensor
+    scale: Tensor
+    count: int  # type: ignore[assignment]
+
+
+def eigenbasis(factors: KroneckerFactors) -> EigenFactors:
+    """The basis of the factors, with no rows added."""
+    A, G = (torch.linalg.eigh(total.double())[1].to(total.dtype) for total in factors[:2])
+    return EigenFactors(A, G, A.new_zeros(len(G), len(A)), 0)
+
+
 def has_factors(blocks: Sequence[Block], kind: Kind) -> bool:
     """Whether all terms are made of outer products of the row's two sides."""
     return all(_has_sides(term, sides(kind.row_shape)) for _, terms in blocks for term in terms)
@@ -117,12 +139,12 @@ def damped_inverse(
 
 
 def between(term: Term, left: Tensor, right: Tensor) -> Term:
-    """The term of the rows `left @ row @ right`, of symmetric matrices; in memory of its own."""
+    """The term of the rows `left @ row @ right`, of square matrices; in memory of its own."""
     wanted = len(left), len(right)
     if isinstance(term, Patches) and term.geometry.groups == 1 and term.positions * sum(wanted) < prod(wanted):
         term = as_linear(term)
     if isinstance(term, Outer) and _has_sides(term, wanted):
         g, a = term.unscaled()
-        return Outer((g @ left, a @ right), wanted, term.dtype, term.coefficient)
+        return Outer((g @ left.t(), a @ right), wanted, term.dtype, term.coefficient)
     parts = [left @ part.dense().reshape(part.batch, *wanted) @ right for part in term.chunks()]
     return Dense.of(torch.cat(parts))

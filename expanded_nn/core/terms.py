@@ -310,8 +310,11 @@ class Outer(Term):
     def gram(self, other: Term) -> Tensor:
         if isinstance(other, Outer) and cost.gram_by_pairs(self.positions, other.positions, *self.row_shape):
             (g, a), (h, c) = self.unscaled(), other.unscaled()
+            scale = self.coefficient * other.coefficient
+            if self.positions == other.positions == 1:
+                return (g[:, 0] @ h[:, 0].t()).mul_(a[:, 0] @ c[:, 0].t()).mul_(scale)
             products = torch.einsum("bto,cso->bcts", g, h) * torch.einsum("bti,csi->bcts", a, c)
-            return products.sum((2, 3)).mul_(self.coefficient * other.coefficient)
+            return products.sum((2, 3)).mul_(scale)
         if isinstance(other, OneHot):
             return other.gram(self).t()
         return super().gram(other)

@@ -184,7 +184,6 @@ def _worth_saving(*given: Tensor | None) -> bool:
         and any(each.requires_grad for each in tensors)
         and all(cost.keeps_gates(tensor.dtype, tensor.device.type) for tensor in tensors)
         and not is_autocast()
-        and not torch.compiler.is_compiling()
         and not is_traced()
     )
 

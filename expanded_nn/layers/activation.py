@@ -40,7 +40,6 @@ class PReLU(Expanded, nn.PReLU):
     """`torch.nn.PReLU` with per-sample gradients; input `(B, *)`, or `(B, num_parameters, *)` with several slopes."""
 
     ranks: ClassVar[dict[str, int]] = {"weight": 1}
-    traceable: ClassVar[bool] = True
 
     @property
     def fixed_layout(self) -> bool:  # type: ignore[override]

@@ -17,7 +17,7 @@ from expanded_nn._module import Expanded, PerSampleModule, Root
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared
 from expanded_nn._twins import expand_modules
-from expanded_nn.layers.linear import Linear, bias_rows, linear, outer_rows, positions
+from expanded_nn.layers.linear import Linear, linear, outer_rows, positions
 from expanded_nn.recording.expand import keeps_factors
 from expanded_nn.recording.recorder import Recorder
 
@@ -131,7 +131,7 @@ def _fused_attention(
 ) -> Tensor:  # (B, heads, T, features)
     """`F.scaled_dot_product_attention`, differentiable twice where it draws nothing at random."""
     output = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal)
-    if dropout or not output.requires_grad or torch.compiler.is_compiling():
+    if dropout or not output.requires_grad:
         return output
     return _TwiceDifferentiable.apply(output, query, key, value, mask, is_causal)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -258,44 +258,10 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         stop: int,
     ) -> Tensor:  # (B, T, (stop - start) * E)
         """Queries, keys and values from the packed weight, of which there are three: those from `start` to `stop`."""
-        if self.current_use is not None and self.uses:
-            return self.uses.pop().tapped(self._by_packed_weight, (x, start, stop), {})
-        return self._by_packed_weight(x, start, stop)
-
-    def _by_packed_weight(self, x: Tensor, start: int, stop: int) -> Tensor:
         weight, bias = self.expanded("in_proj_weight"), self.expanded("in_proj_bias")
         if stop - start == 3:
             return linear(x, weight, bias)
         return _in_projection(x, weight, bias, slice(start * self.embed_dim, stop * self.embed_dim))
-
-    def rows_of(self, g: Tensor, x: Tensor, start: int, stop: int) -> dict[str, Tensor]:
-        g = F.pad(g, (start * self.embed_dim, (3 - stop) * self.embed_dim))
-        weight, bias = self.expanded("in_proj_weight"), self.expanded("in_proj_bias")
-        of_weight = outer_rows(g, x.to(g.dtype), weight.dtype, keep_factors=self.keeps_factors)
-        rows = {"in_proj_weight": of_weight}
-        return rows if bias is None else rows | {"in_proj_bias": bias_rows(g, bias.dtype)}
-
-    def _in_graph(self, args: Any, kwargs: Any) -> Any:
-        assert self._recorder is not None
-        inputs = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
-        projections = 1 if inputs[0] is inputs[1] is inputs[2] else 2 if inputs[1] is inputs[2] else 3
-        at_hand = len(self.uses) >= projections or not self._has_own_rows()
-        at_hand = at_hand and bool(self.out_proj.uses or not self.out_proj.weight.requires_grad)
-        if self._recorder.forward is None or not at_hand:
-            self.uses = []
-            return super()._in_graph(args, kwargs)
-        self.current_use = self.uses[-1] if self.uses else None
-        try:
-            return self.expanded_forward(*args, **kwargs)
-        finally:
-            self.current_use = None
-
-    def _has_own_rows(self) -> bool:
-        return any(each is not None and each.requires_grad for each in self._parameters.values())
-
-    @property
-    def traceable(self) -> bool:  # type: ignore[override]
-        return self._qkv_same_embed_dim and self.bias_k is None and self.model_batch_first
 
     def _mask(
         self,
@@ -336,13 +302,7 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
                 "Convert the model: convert(model, inplace=True).",
             )
         out = self.out_proj
-
-        def by_its_parameters(heads: Tensor) -> Tensor:
-            return linear(heads, out.expanded("weight"), out.expanded("bias"))
-
-        if torch.compiler.is_compiling() and out.uses:
-            return out.uses.pop().tapped(by_its_parameters, (heads,), {})
-        return by_its_parameters(heads)
+        return linear(heads, out.expanded("weight"), out.expanded("bias"))
 
     @property
     def _batch_dim(self) -> int:

@@ -356,7 +356,6 @@ class _ConvNd(Expanded, nn.modules.conv._ConvNd):
     """A convolution over as many dimensions as its kernel has."""
 
     fixed_layout: ClassVar[bool] = True
-    traceable: ClassVar[bool] = True
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         return self.by_sample(self._convolve, len(self.kernel_size) + 1, input=input)
@@ -371,13 +370,6 @@ class _ConvNd(Expanded, nn.modules.conv._ConvNd):
         if self.padding_mode == "zeros":
             return x, self.padding
         return F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
-
-    def rows_of(self, g: Tensor, input: Tensor) -> dict[str, Tensor]:
-        weight, bias = self.expanded("weight"), self.expanded("bias")
-        x, padding = self._padded(self.checked(input, len(self.kernel_size) + 1))
-        x, how = _placed(x, weight.shape[3:], self.stride, padding, self.dilation, self.groups)
-        rows = {"weight": patch_rows(g, x.to(g.dtype), tuple(weight.shape[1:]), weight.dtype, how)}
-        return rows if bias is None else rows | {"bias": bias_rows(g, bias.dtype)}
 
 
 @expands(nn.Conv1d)
@@ -405,7 +397,6 @@ class _ConvTransposeNd(Expanded, nn.modules.conv._ConvTransposeNd):
     """A transposed convolution over as many dimensions as its kernel has."""
 
     fixed_layout: ClassVar[bool] = True
-    traceable: ClassVar[bool] = True
 
     def expanded_forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         dims, padding = len(self.kernel_size), self.padding

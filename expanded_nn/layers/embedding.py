@@ -216,10 +216,6 @@ class Embedding(Expanded, nn.Embedding):
     positionwise: ClassVar[bool] = True
     _takes_labels = False  # whether it was given one index per sample before
 
-    @property
-    def traceable(self) -> bool:  # type: ignore[override]
-        return self.max_norm is None  # else the forward changes the weight
-
     def expanded_forward(self, input: Tensor) -> Tensor:
         index, dim = self._samples_first(input)
         max_norm = _renormalise_once(self, input)

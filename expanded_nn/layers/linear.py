@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from einops import einsum
 from torch import Tensor, nn
 
-from expanded_nn._batch import batch_dim
 from expanded_nn._modes import in_own_dtype, is_batched
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
@@ -128,17 +127,9 @@ class Linear(Expanded, nn.Linear):
     ranks: ClassVar[dict[str, int]] = {"weight": 2, "bias": 1}
     positionwise: ClassVar[bool] = True
     returns_fresh: ClassVar[bool] = True
-    traceable: ClassVar[bool] = True
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         return self.by_sample(lambda x: linear(x, self.expanded("weight"), self.expanded("bias")), 1, input=input)
-
-    def rows_of(self, g: Tensor, input: Tensor) -> dict[str, Tensor]:
-        dim = batch_dim(input.dim() - 1, batch_first=self.model_batch_first)
-        x, g = self.checked(input, 1, dim=dim).transpose(0, dim), g.transpose(0, dim)
-        weight, bias = self.expanded("weight"), self.expanded("bias")
-        rows = {"weight": outer_rows(g, x.to(g.dtype), weight.dtype, keep_factors=self.keeps_factors)}
-        return rows if bias is None else rows | {"bias": bias_rows(g, bias.dtype)}
 
 
 class _Bilinear(torch.autograd.Function):
@@ -212,7 +203,6 @@ class Bilinear(Expanded, nn.Bilinear):
     ranks: ClassVar[dict[str, int]] = {"weight": 3, "bias": 1}
     positionwise: ClassVar[bool] = True
     returns_fresh: ClassVar[bool] = True
-    traceable: ClassVar[bool] = True
 
     def expanded_forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         def op(x1: Tensor, x2: Tensor) -> Tensor:

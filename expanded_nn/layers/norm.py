@@ -207,8 +207,6 @@ class LayerNorm(Expanded, nn.LayerNorm):
 
     positionwise: ClassVar[bool] = True
 
-    traceable: ClassVar[bool] = True
-
     @property
     def ranks(self) -> dict[str, int]:  # type: ignore[override]
         return {"weight": len(self.normalized_shape), "bias": len(self.normalized_shape)}
@@ -225,8 +223,6 @@ class RMSNorm(Expanded, nn.RMSNorm):
     """`torch.nn.RMSNorm` with per-sample gradients; input `(B, *, *normalized_shape)`."""
 
     positionwise: ClassVar[bool] = True
-
-    traceable: ClassVar[bool] = True
 
     @property
     def ranks(self) -> dict[str, int]:  # type: ignore[override]
@@ -438,7 +434,6 @@ class GroupNorm(Expanded, nn.GroupNorm):
 
     ranks: ClassVar[dict[str, int]] = {"weight": 1, "bias": 1}
     fixed_layout: ClassVar[bool] = True
-    traceable: ClassVar[bool] = True
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         def op(x: Tensor) -> Tensor:
@@ -450,10 +445,6 @@ class GroupNorm(Expanded, nn.GroupNorm):
 class _InstanceNorm(Expanded, nn.modules.instancenorm._InstanceNorm):
     ranks: ClassVar[dict[str, int]] = {"weight": 1, "bias": 1}
     fixed_layout: ClassVar[bool] = True
-
-    @property
-    def traceable(self) -> bool:  # type: ignore[override]
-        return not self.track_running_stats  # a second forward would move them twice
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
@@ -489,7 +480,6 @@ class _BatchNorm(Expanded, nn.modules.batchnorm._BatchNorm):
     ranks: ClassVar[dict[str, int]] = {"weight": 1, "bias": 1}
     fixed_layout: ClassVar[bool] = True
     watches: ClassVar[bool] = True
-    traceable: ClassVar[bool] = True
 
     @property
     def mixes_samples(self) -> bool:

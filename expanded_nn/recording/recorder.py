@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from expanded_nn._errors import complaint
 from expanded_nn._traced import note_recorder
@@ -143,7 +142,6 @@ class Recorder:
             return None
         return Place(weakref.ref(holder), next(name for name, own in holder._parameters.items() if own is parameter))
 
-    @_disable_dynamo  # which takes a weak reference to a module for the module
     def name_of(self, member: nn.Module | Tensor) -> str:
         """The qualified name of a module or a parameter, with its class, as far as the model is known."""
         roots = [root for home in self.homes if (root := home()) is not None]
@@ -183,7 +181,7 @@ class Recorder:
         """Whether this is in the middle of a forward: of this thread, as another's would share its pass."""
         if self.forward is None:
             return False
-        if not torch.compiler.is_compiling() and self.forward.thread != get_ident():
+        if self.forward.thread != get_ident():
             raise complaint(
                 self.name_of(module),
                 "another thread is in the middle of a forward of this model",

@@ -1,0 +1,325 @@
+"""Projections of many samples' gradients on disk, written by any number of processes, each of which may be killed."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._held import some
+from expanded_nn.projection import Projection
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing tells of two writers there
+    fcntl = None  # type: ignore[assignment]
+
+VERSION = 1
+SETTINGS, NUMBERS, IDS = "settings.json", "projections.float32", "ids.int64"
+
+
+class ProjectionStore:
+    """The projections of many samples' gradients, in a folder on disk.
+
+    Each process writes to a folder of its own within, `rank-0`, `rank-1` and so on, under `torchrun` or where
+    `torch.distributed` is initialized; reading puts them together. In each are the settings as JSON, the numbers
+    `(samples, dim)` in float32 and the samples' ids in int64, both without a header, for `numpy.memmap` and the like. A
+    sample is done once its id is written, after its numbers: a process that is killed loses the batch it was at, and
+    the next run goes on from there, with any number of processes. Samples may be added to a store that others read.
+
+    Args:
+        folder: Where they are, or will be.
+        projection: The map. By default that of the folder.
+        model: The model whose gradients are projected, as it is now: the folder takes those of no other names or
+            shapes of trainable parameters, and of no other weights. Without it the store is only read.
+
+    Raises:
+        PerSampleError: If the folder holds projections of another kind, `dim`, seed or model, or none and there is no
+            projection; or if another process writes there.
+
+    Example:
+        >>> import tempfile, torch, expanded_nn as enn
+        >>> folder, x = tempfile.mkdtemp(), torch.randn(10, 30)
+        >>> model = enn.convert(torch.nn.Linear(30, 20)).per_sample(accumulate_grad=False)
+        >>> store = enn.ProjectionStore(folder, enn.Projection(64), model)
+        >>> for ids in store.batches(range(len(x)), 4, progress=False):
+        ...     model(x[ids]).square().sum(1).mean().backward()
+        ...     store.add(ids, enn.per_sample_grads(model))
+        >>> enn.ProjectionStore(folder).read([3, 1]).shape
+        torch.Size([2, 64])
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], projection: Projection | None = None, model: nn.Module | None = None
+    ) -> None:
+        self.folder = Path(folder)
+        self._part: _Part | None = None
+        settings = self._settings()
+        if projection is None:
+            if settings is None:
+                raise _complaint(
+                    self.folder, "there are no projections", "those of a run", "Give a projection and a model."
+                )
+            projection = Projection(settings["dim"], kind=settings["kind"], seed=settings["seed"])
+        elif settings is not None:
+            self._refuse_others(settings, settings | _of_map(projection))
+        self.projection = projection
+        if model is not None:
+            wanted = {"version": VERSION} | _of_map(projection) | _of_model(model)
+            self._refuse_others(settings or wanted, wanted)
+            self._part = _Part(self.folder / f"rank-{_rank()[0]}", wanted)
+
+    def __repr__(self) -> str:
+        return f"ProjectionStore({str(self.folder)!r}, {self.projection}, {len(self)} samples)"
+
+    def __len__(self) -> int:
+        """How many samples are done."""
+        return len(self.ids)
+
+    @property
+    def ids(self) -> Tensor:
+        """The ids of the samples that are done, in order, `(samples,)`."""
+        done: Tensor = torch.cat([_as_ids([]), *map(_ids, self._folders())]).unique()
+        return done
+
+    def batches(self, ids: Sequence[int] | Tensor, batch_size: int, *, progress: bool = True) -> Iterator[Tensor]:
+        """This process's share of the samples that are not done, batch by batch.
+
+        Args:
+            ids: All samples, the same in all processes: whole numbers from 0, such as `range(len(dataset))`.
+            batch_size: How many at once.
+            progress: Whether the first process shows a progress bar, if tqdm is installed.
+
+        Returns:
+            An iterator of ids `(B,)`.
+        """
+        rank, processes = _rank()
+        share = _as_ids(ids)[rank::processes]  # before those that are done are left out: other processes add some now
+        is_done = torch.isin(share, self.ids)
+        shows = progress and rank == 0 and find_spec("tqdm") is not None
+        bar = import_module("tqdm").tqdm(total=len(share), initial=int(is_done.sum()), unit="sample") if shows else None
+        for batch in share[~is_done].split(batch_size) if not is_done.all() else ():
+            yield batch
+            if bar is not None:
+                bar.update(len(batch))
+        if bar is not None:
+            bar.close()
+
+    def add(self, ids: Sequence[int] | Tensor, grads: Mapping[str, Tensor]) -> None:
+        """Projects the rows of some samples, and writes the projections to the disk.
+
+        Args:
+            ids: The samples, `(B,)`.
+            grads: Parameter name -> `(B, *shape)`, as `per_sample_grads` gives them. Parameters that these samples did
+                not use may be lacking.
+
+        Raises:
+            PerSampleError: If the store is only read, if `grads` has parameters or shapes that the model had not, or
+                not one row for each id, if a sample is done already, or if the disk is full. Then nothing was added,
+                and what was there is kept.
+        """
+        if self._part is None:
+            raise _complaint(
+                self.folder,
+                "it was opened to be read",
+                "to be written",
+                "Open it with the model: ProjectionStore(folder, projection, model).",
+            )
+        shapes = {name: list(rows.shape[1:]) for name, rows in grads.items()}
+        settings = self._part.settings
+        self._refuse_others(settings, settings | {"parameters": settings["parameters"] | shapes})
+        numbers = self.projection(grads).to("cpu", torch.float32)
+        self._part.add(_as_ids(ids), numbers)
+
+    def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """What each process wrote: ids `(n,)`, and projections `(n, dim)`, which are mapped to memory, not read."""
+        for folder in self._folders():
+            ids, dim = _ids(folder), self.projection.dim
+            path = folder / NUMBERS
+            if path.stat().st_size < 4 * len(ids) * dim:
+                raise _complaint(
+                    self.folder,
+                    f"{str(path)!r} has {path.stat().st_size} bytes",
+                    f"{4 * len(ids) * dim}, for {len(ids)} samples",
+                    "Copy the folder again, or delete this part of it.",
+                )
+            if len(ids):
+                size = len(ids) * dim
+                numbers = torch.from_file(str(path), shared=False, size=size, dtype=torch.float32, device="cpu")
+                yield ids, numbers.view(len(ids), dim)
+
+    def read(self, ids: Sequence[int] | Tensor) -> Tensor:
+        """The projections of some samples, `(n, dim)`, in the order of `ids`.
+
+        Raises:
+            PerSampleError: If one is not done.
+        """
+        wanted = _as_ids(ids)
+        numbers = torch.empty(len(wanted), self.projection.dim, dtype=torch.float32, device="cpu")
+        is_found = torch.zeros(len(wanted), dtype=torch.bool, device="cpu")
+        for own, theirs in self.parts():
+            own, order = own.sort()
+            places = torch.searchsorted(own, wanted).clamp(max=len(own) - 1)
+            is_here = own[places] == wanted
+            numbers[is_here] = theirs[order[places[is_here]]]
+            is_found |= is_here
+        if not is_found.all():
+            lacking = wanted[~is_found].tolist()
+            raise _complaint(
+                self.folder, f"{len(lacking)} samples are not done: {some(lacking)}", "all", "Run it to its end."
+            )
+        return numbers
+
+    def _folders(self) -> list[Path]:
+        return sorted(path.parent for path in self.folder.glob(f"rank-*/{SETTINGS}"))
+
+    def _settings(self) -> dict[str, Any] | None:
+        """Those of all parts, which have to be the same."""
+        settings = [json.loads((folder / SETTINGS).read_text()) for folder in self._folders()]
+        for more in settings:
+            if more["version"] > VERSION:
+                raise _complaint(
+                    self.folder, f"it was written in version {more['version']}", f"{VERSION}", "Update expanded_nn."
+                )
+            self._refuse_others(more, settings[0])
+        return settings[0] if settings else None
+
+    def _refuse_others(self, settings: dict[str, Any], wanted: dict[str, Any]) -> None:
+        before, now = (_flat(each) for each in (settings, wanted))
+        differing = [name for name in before.keys() | now.keys() if before.get(name) != now.get(name)]
+        if differing:
+            found, asked = ({name: each.get(name) for name in sorted(differing)[:10]} for each in (before, now))
+            raise _complaint(
+                self.folder,
+                f"it holds projections with {found}",
+                f"{asked}",
+                "Take another folder, or what this one was begun with.",
+            )
+
+
+class _Part:
+    """What one process writes."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.folder, self.settings = folder, settings
+        folder.mkdir(parents=True, exist_ok=True)
+        self._files = []
+        for path in (folder / NUMBERS, folder / IDS):
+            path.touch()
+            self._files.append(path.open("r+b", buffering=0))  # a buffer would write what failed before, later
+            weakref.finalize(self, self._files[-1].close)
+        if fcntl is not None:
+            try:
+                fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _complaint(
+                    self.folder,
+                    "another process, or another store in this one, writes here",
+                    "one at a time",
+                    "Start the processes with torchrun, or give each its RANK and WORLD_SIZE.",
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+        done = _ids(folder).tolist()
+        self._done = set(done)
+        if len(self._done) < len(done):
+            raise _complaint(self.folder, "a sample is there twice", "each once", "The disk failed: delete this part.")
+        if not (folder / SETTINGS).exists():
+            whole = folder / f"{SETTINGS}.new"
+            whole.write_text(json.dumps(settings, indent=1))
+            whole.replace(folder / SETTINGS)
+
+    def add(self, ids: Tensor, numbers: Tensor) -> None:
+        """Writes the numbers `(B, dim)`, and behind them the ids `(B,)`, by which they count as done."""
+        new = ids.tolist()
+        if len(new) != len(numbers) or len(set(new)) < len(new):
+            raise _complaint(
+                self.folder, f"{len(numbers)} rows for the ids {some(new)}", "an id a row", "Give each its own."
+            )
+        again = [i for i in new if i in self._done]
+        if again:
+            raise _complaint(self.folder, f"{some(again)} are done already", "others", "Take the ids from batches().")
+        count = len(self._done)
+        try:
+            self._files[1].truncate(count * ids.itemsize)  # of a batch that failed: its numbers are written over
+            for file, tensor in zip(self._files, (numbers, ids), strict=True):
+                _write(file, count * tensor[:1].nbytes, tensor)
+        except OSError as error:
+            raise _complaint(
+                self.folder,
+                f"{len(new)} samples could not be written ({error.strerror})",
+                f"room for {numbers.nbytes + ids.nbytes} bytes",
+                f"Make room and add them again, or run again: the {count} samples before them are kept.",
+            ) from error
+        self._done.update(new)
+
+
+def _complaint(folder: Path, found: str, wanted: str, remedy: str) -> PerSampleError:
+    return complaint(f"ProjectionStore({str(folder)!r})", found, wanted, remedy)
+
+
+def _rank() -> tuple[int, int]:
+    """This process, and how many there are."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _as_ids(ids: Sequence[int] | Tensor) -> Tensor:
+    numbers = torch.as_tensor(ids, device="cpu")
+    if numbers.numel() and (numbers.dim() != 1 or numbers.dtype not in (torch.int64, torch.int32) or numbers.min() < 0):
+        raise ValueError(f"ProjectionStore: ids are {numbers}; wanted whole numbers from 0.")
+    return numbers.to(torch.int64)
+
+
+def _ids(folder: Path) -> Tensor:
+    data = (folder / IDS).read_bytes()
+    count = len(data) // 8  # of one that was cut off there is a rest
+    return torch.frombuffer(bytearray(data), dtype=torch.int64, count=count) if count else _as_ids([])
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _write(file: BinaryIO, start: int, tensor: Tensor) -> None:
+    """Writes the numbers at a place in a file, and returns when they are on the disk."""
+    tensor = tensor.contiguous()
+    data = _bytes(tensor)
+    file.seek(start)
+    while data:
+        data = data[file.write(data) :]
+    os.fsync(file.fileno())
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    shapes = {f"shape of {name}": shape for name, shape in settings["parameters"].items()}
+    return {name: value for name, value in settings.items() if name != "parameters"} | shapes
+
+
+def _of_map(projection: Projection) -> dict[str, Any]:
+    return {"dim": projection.dim, "kind": projection.kind, "seed": projection.seed}
+
+
+def _of_model(model: nn.Module) -> dict[str, Any]:
+    shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(model.state_dict().items()):
+        if isinstance(value, Tensor):
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # sharded: the same on each rank
+            digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
+            whole = whole.detach().cpu().contiguous()
+            digest.update(_bytes(whole) if whole.numel() else b"")
+    return {"parameters": shapes, "weights": digest.hexdigest()}
