@@ -44,6 +44,15 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
     Raises:
         PerSampleError: If the parameters hold different numbers of rows.
+
+    Example:
+        >>> import torch, expanded_nn as enn
+        >>> grads = enn.PerSampleGrads({"weight": torch.tensor([[3.0, 4.0], [0.0, 2.0]]), "bias": torch.zeros(2, 1)})
+        >>> grads.norms(), grads.gram()
+        (tensor([5., 2.]), tensor([[25.,  8.],
+                [ 8.,  4.]]))
+        >>> grads.mean()["weight"], grads.rows(slice(0, 1)).batch_size
+        (tensor([1.5000, 3.0000]), 1)
     """
 
     def __init__(self, rows: Mapping[str, Tensor]) -> None:

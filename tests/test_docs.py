@@ -187,3 +187,14 @@ def test_the_reference_has_every_public_name() -> None:
     assert missing == {"functional"}  # a module; its functions have a part of their own
     ops = [name for name, each in vars(enn.functional).items() if callable(each) and not name.startswith("_")]
     assert not {name for name in ops if not re.search(rf":: {name}$", text, re.MULTILINE)}
+
+
+def test_each_public_function_has_an_example_that_runs() -> None:
+    """In its docstring, or in the reference; layers and errors are there by their kinds."""
+    shown = "".join(block["code"] or "" for block in BLOCK.finditer((DOCS / "api.md").read_text()))
+    kinds = {twin.__name__ for twin in EXPANDED.values()} | {"Expanded", "functional"}
+    kinds |= {name for name in enn.__all__ if isinstance(getattr(enn, name), type) and name.endswith("Error")}
+    names = set(enn.__all__) - kinds
+    assert {name for name in names if ">>>" not in (getattr(enn, name).__doc__ or "") and name not in shown} == set()
+    operations = {name for name, value in vars(enn.functional).items() if callable(value) and name[0] != "_"}
+    assert {name for name in operations if f"EF.{name}(" not in shown} == set()
