@@ -153,9 +153,9 @@ def test_the_places_in_the_code_that_the_pages_name_are_there() -> None:
                 defined = [node for node in body if getattr(node, "name", None) == part]
                 assert defined, f"{file}: {name}"
                 body = getattr(defined[0], "body", [])
-    rooms = (DOCS / "how_it_works.md").read_text().partition("## The rooms")[2].partition("\n## ")[0]
+    table = (DOCS / "how_it_works.md").read_text().partition("## The files")[2].partition("\n## ")[0]
     named = [
-        name for line in rooms.splitlines() if line.startswith("| `") for name in line.split("|")[1].split("`")[1::2]
+        name for line in table.splitlines() if line.startswith("| `") for name in line.split("|")[1].split("`")[1::2]
     ]
     assert {name for name in named if not (package / name).exists()} == set()
     files = {str(each.relative_to(package)) for each in package.rglob("*.py") if not each.name.startswith("__")}
