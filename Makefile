@@ -8,10 +8,10 @@ BENCH := .venv-bench
 BENCH_READY := $(BENCH)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow fuzz oldest newest check format examples docs dist bench clean
+.PHONY: help demo test slow fuzz oldest newest check format examples docs dist bench bench-quick clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -74,6 +74,9 @@ $(BENCH_READY): setup.cfg constraints.txt
 bench: $(BENCH_READY) ## compare with other libraries, into benchmarks/results and docs/images
 	$(BENCH)/bin/python -m benchmarks
 	$(BENCH)/bin/python -m benchmarks.attribution > benchmarks/results/attribution.md
+
+bench-quick: $(BENCH_READY) ## the six main workloads beside torch.func, printed, in a few minutes
+	$(BENCH)/bin/python -m benchmarks --only cnn mlp resnet gpt lstm tiny --methods expanded_nn torch.func --no-compile --seconds 0.5
 
 clean: ## remove the environment, caches and build products
 	rm -rf $(VENV) .venv-oldest .venv-newest $(BENCH) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

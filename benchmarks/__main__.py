@@ -68,10 +68,14 @@ def version_of(package: str) -> str:
 
 
 def chosen(workload: Workload, arguments: argparse.Namespace) -> list[Method]:
-    compiles = workload.compiles and not arguments.no_compile and not arguments.quick
+    may_compile = not arguments.no_compile and not arguments.quick
     plain, *others = METHODS
     others = [each for each in others if any(part in each.key for part in arguments.methods)]
-    return [plain, *(each for each in others if (each.extra or not workload.extra) and (compiles or not each.compiles))]
+    others = [each for each in others if each.extra or not workload.extra]
+    return [
+        plain,
+        *(each for each in others if not each.compiles or (may_compile and (workload.compiles or each.loops))),
+    ]
 
 
 def is_part(arguments: argparse.Namespace) -> bool:

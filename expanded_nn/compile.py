@@ -7,9 +7,8 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from threading import Lock
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +18,70 @@ from expanded_nn._errors import PerSampleWarning
 from expanded_nn._modes import running_backward
 from expanded_nn._module import PerSampleModule
 from expanded_nn._traced import FirstEager, OnlyEager, recorders_met
+from expanded_nn.compiling.backends import Backend, backend_of
 from expanded_nn.compiling.kinds import of_arguments, of_models, of_surroundings
 from expanded_nn.compiling.replay import Graph
 from expanded_nn.compiling.tracing import trace
 from expanded_nn.recording.recorder import Recorder
 
-Step = TypeVar("Step", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 Shapes = tuple[torch.Size, ...]
 
-MOST_GRAPHS = 8
+MOST_GRAPHS = 16
+MOST_FAULTS = 4
 _ONE_AT_A_TIME = Lock()
+
+
+def compile(step: Function | None = None, *, backend: str | Backend = "inductor", **options: Any) -> Any:
+    """Makes one graph of a whole training step: forward, backward, the rows and what is done with them.
+
+    The step is written as for eager. Its first call runs eagerly and shows which models take part; the second one, of
+    arguments of the same kind, runs on tensors without values, so that all its operations are known, those of the
+    backward and of the algebra of the rows included. They are compiled, and the graph is what runs from then on. What
+    it leaves is what the eager step leaves: `.grad`, `.grad_sample` (factored where it is factored), changed buffers
+    and attributes of modules, and the value that is returned.
+
+    There is a graph for each kind of call: the models' flags (`train`, `eval`), settings, frozen parameters and numbers
+    among their attributes, the arguments' dtypes and layouts, their numbers and strings, autocast. Sizes that change
+    from call to call, as that of the batch, become symbols of one graph. New values of parameters, by an optimizer or
+    `load_state_dict`, and of buffers are seen. What else Python does happens when the step is traced, and not again.
+
+    Where a graph cannot be right the step runs eagerly: a `PerSampleWarning` says why if it is for good (rows of
+    earlier backwards to which it appends, random numbers within a backward, sparse gradients, sequences of different
+    lengths). Norms that are not finite, or out of the range of squares, are noticed, and the call runs eagerly.
+
+    Args:
+        step: A function that calls `backward` itself; or nothing, for a decorator with arguments. What it returns has
+            no history. Optimizers take their step outside of it.
+        backend: `"inductor"`, `"eager"` (the graph's operations one by one, without a compiler), or what
+            `torch.compile` takes: a name or a function of a graph and example inputs.
+        options: Those of inductor, as in `torch.compile(options={...})`.
+
+    Returns:
+        A function with the same arguments.
+
+    Raises:
+        PerSampleError: At the call that is traced, if the step reads values of tensors (the line is named), takes the
+            step of an optimizer, returns a tensor whose backward it has not run, or trains a tensor that is neither an
+            argument nor a parameter of a module that it calls. Models and rows are then as before.
+
+    Example:
+        >>> import torch, expanded_nn as enn
+        >>> model = enn.convert(torch.nn.Linear(5, 1)).per_sample()
+        >>> @enn.compile(backend="eager")
+        ... def step(x, y):
+        ...     loss = (model(x) - y).square().mean()
+        ...     loss.backward()
+        ...     return loss.detach(), enn.clip_grad_sample_norms_(model, max_norm=1.0)
+        >>> for _ in range(3):
+        ...     model.zero_grad()
+        ...     loss, norms = step(torch.randn(8, 5), torch.randn(8, 1))
+        >>> norms.shape, model.weight.grad.shape
+        (torch.Size([8]), torch.Size([1, 5]))
+    """
+    if step is None:
+        return functools.partial(compile, backend=backend, **options)
+    return CompiledStep(step, backend_of(backend, options))
 
 
 @dataclass
@@ -40,98 +93,131 @@ class Family:
         by_shapes: The graph for the shapes of the arguments that there have been.
         varying: The dimensions that had different sizes: the number of a tensor among the arguments, and that of the
             dimension.
-        why_eager: Why there are no graphs, and are to be none.
+        is_eager: Whether there are to be no more graphs.
+        faults: How often in a row a graph's assumptions have not held.
     """
 
     graphs: list[Graph] = field(default_factory=list)
     by_shapes: dict[Shapes, Graph | None] = field(default_factory=dict)
     varying: set[tuple[int, int]] = field(default_factory=set)
-    why_eager: str | None = None
+    is_eager: bool = False
+    faults: int = 0
 
     def find(self, shapes: Shapes) -> Graph | None:
         """The graph for arguments of such shapes."""
         graph = self.by_shapes.get(shapes)
         if graph is None:
-            graph = next((each for each in self.graphs if each.fits(shapes)), None)
+            graph = next((known for known in self.graphs if known.fits(shapes)), None)
             for before in self.by_shapes:
-                for number, (size, other) in enumerate(zip(shapes, before, strict=True)):
-                    self.varying |= {
-                        (number, dim) for dim, (n, m) in enumerate(zip(size, other, strict=True)) if n != m
-                    }
+                self.varying |= {
+                    (number, dim)
+                    for number, (shape, other) in enumerate(zip(shapes, before, strict=True))
+                    for dim, (size, former) in enumerate(zip(shape, other, strict=True))
+                    if size != former
+                }
             self.by_shapes[shapes] = graph
         return graph
 
 
 class CompiledStep:
-    """A step that runs as a graph where it can; see `compile`."""
+    """A step that runs as a graph where it can; see `compile`.
 
-    def __init__(self, step: Callable[..., Any], backend: Callable[..., Any]) -> None:
+    Attributes:
+        modules: The modules that have taken part.
+        recorders: Those of their rows.
+        families: The graphs, by the kind of the call.
+        shown: The shapes of the calls that have shown which modules take part, by the kind of their arguments.
+    """
+
+    def __init__(self, step: Callable[..., Any], backend: Backend) -> None:
         functools.update_wrapper(self, step)
         self.step, self.backend = step, backend
         self.modules: list[nn.Module] = []
         self.recorders: list[Recorder] = []
         self.families: dict[Hashable, Family] = {}
-        self.first: dict[Hashable, list[Shapes]] = {}  # what it was run with eagerly
+        self.shown: dict[Hashable, list[Shapes]] = {}
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else functools.partial(self, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step."""
         if not torch.is_grad_enabled() or running_backward() >= 0 or torch.compiler.is_compiling():
             return self.step(*args, **kwargs)
-        by_id: dict[int, Tensor] = {}
-        key = of_arguments((args, kwargs), by_id)
-        given = list(by_id.values())
-        device = given[0].device.type if given else "cpu"
-        kind = key, of_surroundings(device), of_models(self.modules, self.recorders)
+        tensors: dict[int, Tensor] = {}
+        key = of_arguments((args, kwargs), tensors), of_surroundings()
+        given = list(tensors.values())
         shapes = tuple(tensor.shape for tensor in given)
         if not self.modules:
-            return self._shown(key, shapes, args, kwargs)
-        family = self.families.get(kind)
-        if family is None:
-            family = self.families[kind] = Family(by_shapes=dict.fromkeys(self.first.get(key, ())))
+            return self._show(key, shapes, args, kwargs)
+        family = self._family((*key, of_models(self.modules, self.recorders)), self.shown.pop(key, []))
+        if not family.by_shapes:  # the first of its kind
+            family.by_shapes[shapes] = None
+            return self._show(None, shapes, args, kwargs)
         graph = family.find(shapes)
-        try:
-            if graph is None and family.why_eager is None:
+        if graph is None and not family.is_eager:
+            try:
                 graph = self._traced(family, shapes, given, args, kwargs)
-        except FirstEager:
-            return self._shown(key, shapes, args, kwargs)
-        if graph is not None:
-            done, result = graph.run(given)
-            if done:
-                return result
+            except FirstEager as reason:
+                self._fault(family, str(reason))
+                return self._show(None, shapes, args, kwargs)
+        if graph is None or family.is_eager:
+            return self.step(*args, **kwargs)
+        held, result = graph.run(given)
+        if held:
+            family.faults = 0
+            return result
+        self._fault(family, "its gradients are zero, or not finite, or out of the range of squares, again and again")
         return self.step(*args, **kwargs)
 
-    def __get__(self, owner: Any, kind: Any = None) -> Any:
-        return self if owner is None else functools.partial(self, owner)
+    def _family(self, kind: Hashable, shown: list[Shapes]) -> Family:
+        family = self.families.get(kind)
+        if family is None:
+            family = self.families[kind] = Family(by_shapes=dict.fromkeys(shown))
+        return family
 
-    def _shown(self, key: Hashable, shapes: Shapes, args: Any, kwargs: Any) -> Any:
+    def _show(self, key: Hashable, shapes: Shapes, args: Any, kwargs: Any) -> Any:
         """Runs the step eagerly, and sees which models take part."""
-        self.first.setdefault(key, []).append(shapes)
         with _modules_called() as modules, recorders_met() as recorders:
             result = self.step(*args, **kwargs)
         for recorder in recorders:
             modules.update(dict.fromkeys(recorder.modules()))
         inside = dict.fromkeys(part for module in modules for part in module.modules())
-        held = dict.fromkeys(part._recorder for part in inside if isinstance(part, PerSampleModule))
+        theirs = [module._recorder for module in inside if isinstance(module, PerSampleModule)]
+        known = [recorder for recorder in theirs if recorder is not None]
         self.modules = list(dict.fromkeys([*self.modules, *inside]))
-        self.recorders = list(
-            dict.fromkeys([*self.recorders, *recorders, *(each for each in held if each is not None)])
-        )
+        self.recorders = list(dict.fromkeys([*self.recorders, *recorders, *known]))
+        if key is not None:
+            self.shown.setdefault(key, []).append(shapes)
         return result
 
     def _traced(self, family: Family, shapes: Shapes, given: Sequence[Tensor], args: Any, kwargs: Any) -> Graph | None:
-        if len(family.graphs) >= MOST_GRAPHS:
-            family.why_eager = f"there are {MOST_GRAPHS} graphs for steps that differ in the sizes of tensors alone"
+        """A new graph, if there can be one."""
         try:
+            if sum(len(known.graphs) for known in self.families.values()) >= MOST_GRAPHS:
+                raise OnlyEager(
+                    f"there are {MOST_GRAPHS} graphs already (give what changes from call to call as a tensor)"
+                )
             with _ONE_AT_A_TIME:
                 traced = trace(self.step, (args, kwargs), given, family.varying, self.modules, self.recorders)
                 graph = Graph(traced, shapes, family.varying, self.backend)
         except OnlyEager as reason:
-            family.why_eager = str(reason)
-            warnings.warn(f"enn.compile: the step runs eagerly, as {reason}.", PerSampleWarning, stacklevel=3)
+            self._give_up(family, str(reason))
             return None
         family.graphs.append(graph)
         family.by_shapes[shapes] = graph
         return graph
+
+    def _fault(self, family: Family, reason: str) -> None:
+        """A graph could not be made, or was not right."""
+        family.faults += 1
+        if family.faults >= MOST_FAULTS:
+            self._give_up(family, reason)
+
+    def _give_up(self, family: Family, reason: str) -> None:
+        family.is_eager = True
+        name = getattr(self.step, "__qualname__", type(self.step).__name__)
+        warnings.warn(f"enn.compile: {name} runs eagerly, as {reason}.", PerSampleWarning, stacklevel=4)
 
 
 @contextmanager
@@ -142,25 +228,3 @@ def _modules_called() -> Iterator[dict[nn.Module, None]]:
         yield called
     finally:
         hook.remove()
-
-
-def compile(step: Any = None, *, backend: str | Callable[..., Any] = "inductor", **options: Any) -> Any:
-    if step is None:
-        return functools.partial(compile, backend=backend, **options)
-    return CompiledStep(step, _Backend(backend, options))
-
-
-class _Backend:
-    def __init__(self, backend: str | Callable[..., Any], options: dict[str, Any]) -> None:
-        self.backend, self.options = backend, options
-
-    def __call__(self, graph: Any, examples: Sequence[Tensor]) -> Callable[..., Any]:
-        if self.backend == "eager":
-            return cast(Callable[..., Any], graph)
-        if self.backend == "inductor":
-            options = {"fallback_random": True, "layout_optimization": False, **self.options}
-            made = torch._TorchCompileInductorWrapper(None, options, None)
-            return cast(Callable[..., Any], made(graph, list(examples)))
-        find = import_module("torch._dynamo").lookup_backend
-        chosen = find(self.backend) if isinstance(self.backend, str) else self.backend
-        return cast(Callable[..., Any], chosen(graph, list(examples)))

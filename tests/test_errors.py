@@ -9,7 +9,6 @@ import contextlib
 import tempfile
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from expanded_nn._compiled import Use
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_sequence
@@ -569,22 +567,52 @@ def one_model_in_two_threads() -> None:
     raise raised[0]
 
 
-@refused(r"^0 \(Linear\): the compiled backward lost the gradient of its output.*torch\.compiler\.disable")
-def a_compiled_gradient_that_was_copied() -> None:
+# --- compiled steps ---------------------------------------------------------------------------------------------
+
+
+def compiled_twice(change: Callable[[nn.Module, Tensor], Any]) -> None:
+    """Runs a compiled step twice, so that it is traced."""
     model, x = on(nn.Linear(4, 4)), torch.randn(SAMPLES, 4)
-    with model._recorder.scope(model, SAMPLES, x):
-        use = Use(model[0], ["weight"])
-        use.tapped(model[0].expanded_forward, (x,), {})
-        use.rows(torch.zeros(()))  # one number, and no others behind it in memory
+    step = enn.compile(lambda x: change(model, x), backend="eager")
+    for _ in range(2):
+        model.zero_grad()
+        step(x)
 
 
-@refused(r"^create_graph=True reached a compiled model.*without torch\.compile")
-def derivatives_of_a_compiled_gradient() -> None:
-    model, x = on(nn.Linear(4, 4)), torch.randn(SAMPLES, 4, requires_grad=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own
-        loss = torch.compile(model, backend="eager")(x).sum()
-    torch.autograd.grad(loss, x, create_graph=True)
+@refused(
+    r"^enn\.compile: the step reads a value of a tensor in line \d+ of .*: if loss > 0:.*torch\.where in place of an if"
+)
+def a_step_that_reads_values() -> None:
+    def change(model: nn.Module, x: Tensor) -> None:
+        loss = model(x).square().sum()
+        if loss > 0:
+            loss.backward()
+
+    compiled_twice(change)
+
+
+@refused(r"^enn\.compile: the step calls SGD\.step\(\).*Call the optimizer after the compiled step")
+def a_step_with_an_optimizer() -> None:
+    def change(model: nn.Module, x: Tensor) -> None:
+        model(x).square().sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    compiled_twice(change)
+
+
+@refused(
+    r"^enn\.compile: the step returns a result with a history, and has called no backward.*or return result\.detach"
+)
+def a_step_without_a_backward() -> None:
+    compiled_twice(lambda model, x: model(x))
+
+
+@refused(
+    r"^enn\.compile: the step uses a tensor of shape \(4,\) that requires gradients.*Make it an argument of the step"
+)
+def a_step_with_a_parameter_of_its_own() -> None:
+    factor = torch.ones(4, requires_grad=True)
+    compiled_twice(lambda model, x: (model(x) * factor).sum().backward())
 
 
 def checkpointed(sizes: Sequence[int], change: Callable[[Tensor], Tensor]) -> None:
@@ -981,7 +1009,8 @@ def a_report_with_problems() -> None:
 # --- the table ------------------------------------------------------------------------------------------------
 
 # `lifted` returns before, where no argument is batched; an AttributeError of a property is said by `nn.Module` instead
-NEVER_SEEN = ("raise AssertionError(", "raise AttributeError(")
+# the last two are for `enn.compile` alone, which runs the step eagerly then: test_compiled_step.py
+NEVER_SEEN = ("raise AssertionError(", "raise AttributeError(", "raise OnlyEager(", "raise FirstEager(")
 
 
 class Site(NamedTuple):

@@ -645,7 +645,9 @@ def test_bad_factors_of_ekfac() -> None:
     grads = enn.per_sample_grads(model)
     factors = grads.kronecker()["weight"]
     eigen = grads.ekfac({"weight": factors})["weight"]
-    with pytest.raises(enn.PerSampleError, match=r"PerSampleGrads.ekfac: 'other' has no rows; wanted factors of para"):
+    with pytest.raises(
+        enn.PerSampleError, match=r"PerSampleGrads.ekfac: 'other' has no per-sample gradients; wanted fac"
+    ):
         grads.ekfac({"other": factors})
     with pytest.raises(enn.PerSampleError, match=r"ekfac: the factors of 'weight' are those of rows \(8, 6\); wanted"):
         grads.ekfac({"weight": enn.KroneckerFactors(factors.G, factors.A, factors.count)})

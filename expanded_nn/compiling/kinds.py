@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expanded_nn._modes import is_autocast
 from expanded_nn.recording.recorder import Recorder
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
@@ -46,13 +47,11 @@ class Same:
         return id(self.value)
 
 
-def of_surroundings(device: str) -> Hashable:
+def of_surroundings() -> Hashable:
     """Autocast, and the dtype of new tensors."""
-    return (
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    devices = ("cpu", "cuda") if is_autocast() else ()
+    autocast = tuple(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in devices)
+    return autocast, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
 
 
 def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Hashable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ class Graph:
         self.outcome: Outcome = traced.outcome
         self.with_grad, self.constants, self.draws = traced.with_grad, traced.constants, traced.draws
         self.changed = _changed(traced.graph)
+        self.copied: set[int] | None = None  # the gradients that share their memory, known after the first run
         self.shapes, self.varying = shapes, varying
         self.symbols: dict[Any, tuple[int, int]] = {}
         self.alike: list[tuple[tuple[int, int], tuple[int, int]]] = []
@@ -81,8 +83,12 @@ class Graph:
                     torch.set_rng_state(state)
                 return False, None
         outcome = self.outcome
-        for leaf, remake in outcome.grads:
-            leaf(given).grad = None if remake is None else remake(results)
+        grads = [None if remake is None else remake(results) for _, remake in outcome.grads]
+        if self.copied is None:
+            self.copied = _with_shared_memory(grads, [*inputs, *results])
+        for place, (leaf, _) in enumerate(outcome.grads):
+            grad = grads[place]
+            leaf(given).grad = grad.clone() if grad is not None and place in self.copied else grad
         for rows in outcome.rows:
             rows.recorder.take([{leaf: remake(results) for leaf, remake in held.items()} for held in rows.passes])
             for parameter in rows.clipped:
@@ -93,6 +99,18 @@ class Graph:
         for values, name in outcome.removed:
             values.pop(name, None)
         return True, outcome.result(results)
+
+
+def _with_shared_memory(grads: Sequence[Tensor | None], others: Sequence[Any]) -> set[int]:
+    """The places of the gradients that something else is in the memory of, as a compiler may have it."""
+    owners: dict[int, set[int]] = {}
+    for tensor in others:
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+            owners.setdefault(tensor.untyped_storage().data_ptr(), set()).add(id(tensor))
+    strided = [(place, grad) for place, grad in enumerate(grads) if grad is not None and grad.layout is torch.strided]
+    pointers = Counter(grad.untyped_storage().data_ptr() for _, grad in strided)
+    shared = {pointer for pointer, count in pointers.items() if count > 1 or len(owners.get(pointer, ())) > 1}
+    return {place for place, grad in strided if grad.untyped_storage().data_ptr() in shared}
 
 
 def _changed(graph: fx.GraphModule) -> list[int]:
