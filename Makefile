@@ -8,7 +8,7 @@ BENCH := .venv-bench
 BENCH_READY := $(BENCH)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow fuzz oldest newest check format examples docs dist bench bench-quick clean
+.PHONY: help demo test slow fuzz oldest newest check format examples docs dist bench bench-quick zoos clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -77,6 +77,9 @@ bench: $(BENCH_READY) ## compare with other libraries, into benchmarks/results a
 
 bench-quick: $(BENCH_READY) ## the six main workloads beside torch.func, printed, in a few minutes
 	$(BENCH)/bin/python -m benchmarks --only cnn mlp resnet gpt lstm tiny --methods expanded_nn torch.func --no-compile --seconds 0.5
+
+zoos: $(READY) ## one small model of each family of transformers, timm, diffusers: are the rows right, and at what cost
+	$(BIN)/python -m benchmarks.zoos
 
 clean: ## remove the environment, caches and build products
 	rm -rf $(VENV) .venv-oldest .venv-newest $(BENCH) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

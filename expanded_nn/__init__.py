@@ -119,4 +119,5 @@ __all__ = [
     # errors
     "ConversionError",
     "PerSampleError",
+    "PerSampleWarning",
 ]

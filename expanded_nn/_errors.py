@@ -1,8 +1,20 @@
 """One voice for errors: who, what was found, what was wanted, and what to do."""
 
+from typing import Any
+
 
 class PerSampleError(RuntimeError):
-    """Per-sample gradients cannot be right here; the text names the place and the remedy."""
+    """Per-sample gradients cannot be right here; the text names the place and the remedy.
+
+    Attributes:
+        refused_by: The module that cannot tell the samples apart in what it is given, where one around it may.
+        by_vmap: Whether it is `vmap` that cannot follow that module.
+        is_early: Whether a backward would raise it, if it comes to one.
+    """
+
+    refused_by: Any = None
+    by_vmap: bool = False
+    is_early: bool = False
 
 
 class PerSampleWarning(UserWarning):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
 
 from expanded_nn._errors import PerSampleError
 
@@ -25,6 +27,17 @@ def is_autocast() -> bool:
 def in_own_dtype(rows: Tensor) -> AbstractContextManager[object]:
     """Without autocast: what is made of the rows has their dtype, whatever surrounds the backward."""
     return torch.autocast(rows.device.type, enabled=False) if is_autocast() else nullcontext()
+
+
+def checkpoint_hooks() -> Any:
+    """What packs and unpacks the tensors that autograd saves now, if that is a checkpoint's."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks if hooks is not None and hooks[0].__module__ == checkpoint.__name__ else None
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Packs and unpacks a saved tensor by doing nothing."""
+    return tensor
 
 
 def is_batched(tensor: Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from expanded_nn._batch import batch_dim, batch_of, is_slice
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._escalate import Learned
 from expanded_nn._lift import lifted
 from expanded_nn._shared import owned
 from expanded_nn.recording.expand import Again, comes_from_rows
@@ -54,7 +55,9 @@ class PerSampleModule(nn.Module):
     """
 
     plain_class: ClassVar[type[nn.Module] | None] = None
+    _alone_class: ClassVar[type[PerSampleModule]]  # the general rule for a module as a whole, which is built on this
     _recorder: Recorder | None = None
+    _learned: Learned | None = None  # why it goes sample by sample, where the model found so by itself
     _settings: Settings = Settings()  # as they were said last
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -72,6 +75,7 @@ class PerSampleModule(nn.Module):
         materialize: bool = AS_BEFORE,
         accumulate_grad: bool = AS_BEFORE,
         keep_factors: bool = AS_BEFORE,
+        escalate: bool = AS_BEFORE,
     ) -> Model:
         """Switches per-sample gradients on or off for this module and all within it.
 
@@ -93,6 +97,8 @@ class PerSampleModule(nn.Module):
                 input and the gradient of its output, of which `PerSampleGrads.kronecker` and
                 `gram(per_position=True)` are made. By default (`False`) rows of a few thousand numbers, and those
                 whose factors are larger than they are, are dense from the start, which takes less time and memory.
+            escalate: Whether a module goes sample by sample, with a `PerSampleWarning`, where a layer in it cannot tell
+                the samples apart (`True`). Without it that is an error.
 
         Returns:
             The module itself.
@@ -108,12 +114,31 @@ class PerSampleModule(nn.Module):
             "materialize": materialize,
             "accumulate_grad": accumulate_grad,
             "keep_factors": keep_factors,
+            "escalate": escalate,
         }
         settings = replace(
             cast(Settings, self._settings), **{name: value for name, value in told.items() if value is not AS_BEFORE}
         )
         switch(self, settings, mode=mode)
         return self
+
+    def _learn(self, learned: Learned | None) -> None:
+        """Takes the general rule as a whole from now on, or what it was before the model found so by itself."""
+        kind = None if self._learned is None else self._learned.kind
+        for attribute in ("_learned", "_compared"):
+            self.__dict__.pop(attribute, None)
+        if learned is not None:
+            self.__dict__["_learned"] = learned
+            kind = learned.kind if issubclass(learned.kind, self._alone_class) else self._alone_class
+        if kind is not None and self.plain_class is not None:
+            self.__class__ = twin_class(kind, self.plain_class)  # type: ignore[assignment]
+
+    def _kind(self) -> type[PerSampleModule] | None:
+        """What its class was made of, beside the plain one, where the general rule could take its place."""
+        if self._learned is not None or "plain_class" not in vars(type(self)):
+            return None if self._learned is None else self._learned.kind
+        kind = next(base for base in type(self).__bases__ if issubclass(base, PerSampleModule))
+        return kind if issubclass(kind, Root | self._alone_class) or issubclass(self._alone_class, kind) else None
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
@@ -156,10 +181,16 @@ class Root(PerSampleModule):
                 return super().forward(*args, **kwargs)
             with recorder.without_gradients(self, self.samples_in(*args, **kwargs), (args, kwargs)):
                 return super().forward(*args, **kwargs)
-        if recorder.inside(self):
-            return super().forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _uncompiled(self, args, kwargs)
+        recorder.inside(self)
+        return self._in_pass(args, kwargs) if recorder.escalation.runs else recorder.escalation.run(self, args, kwargs)
+
+    def _in_pass(self, args: Any, kwargs: Any) -> Any:
+        """The forward as a part of the one that runs, or in a pass."""
+        recorder = self._recorder
+        if recorder is None or recorder.records:
+            return super().forward(*args, **kwargs)
         with recorder.scope(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
             result = super().forward(*args, **kwargs)
             forward.returned(result)
@@ -211,8 +242,14 @@ class Expanded(PerSampleModule):
             return owned(output) if self.returns_fresh and recorder is not None and recorder.records else output
         if torch.compiler.is_compiling():
             return _uncompiled(self, args, kwargs)
-        if recorder.inside(self):
-            assert recorder.forward is not None
+        recorder.inside(self)
+        return self._in_pass(args, kwargs) if recorder.escalation.runs else recorder.escalation.run(self, args, kwargs)
+
+    def _in_pass(self, args: Any, kwargs: Any) -> Any:
+        """The forward as a part of the one that runs, or in a pass."""
+        recorder = self._recorder
+        assert recorder is not None
+        if recorder.forward is not None:
             return self._noting_what_is_shared(recorder.forward, args, kwargs)
         with recorder.scope(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
             result = self.expanded_forward(*args, **kwargs)
@@ -293,6 +330,12 @@ class Expanded(PerSampleModule):
         """The layer's qualified name in the model and its class, for errors."""
         return type(self).__name__ if self._recorder is None else self._recorder.name_of(self)
 
+    def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError:
+        """What to say of an argument whose samples this layer cannot tell apart; the module around it may."""
+        error = complaint(self.name, found, wanted, remedy)
+        error.refused_by = self
+        return error
+
     def by_sample(self, function: Callable[..., Tensor], feature_dims: int, **inputs: Tensor) -> Tensor:
         """`function(*inputs)` with the samples moved to the front of each input, and back in the result.
 
@@ -322,8 +365,7 @@ class Expanded(PerSampleModule):
         """
         batch = self.batch_size
         if x.dim() <= feature_dims:
-            raise complaint(
-                self.name,
+            raise self._refusal(
                 f"{argument} has shape {tuple(x.shape)}, no batch dimension",
                 f"the samples in a dimension before the last {feature_dims}",
                 f"Call it with {argument}.unsqueeze(0) for one sample, or for one that all samples share.",
@@ -337,8 +379,7 @@ class Expanded(PerSampleModule):
             if self.is_slice(x):
                 raise self.slice_error(x, argument)
             if x.requires_grad and comes_from_rows(x):
-                raise complaint(
-                    self.name,
+                raise self._refusal(
                     f"{argument} of shape {tuple(x.shape)} has one row, but was computed from {batch} rows",
                     "one row a sample",
                     "A layer's output has one row a sample even where its input is shared: leave out an unsqueeze(0) "
@@ -346,8 +387,7 @@ class Expanded(PerSampleModule):
                 )
             return x.expand(*x.shape[:dim], batch, *x.shape[dim + 1 :])
         fold = f"folded batch of {batch} x {rows // batch}" if batch and rows % batch == 0 else "other rows"
-        raise complaint(
-            self.name,
+        raise self._refusal(
             f"{argument} has shape {tuple(x.shape)}, {rows} rows in dimension {dim} ({fold})",
             f"{batch} rows, one a sample, or 1 that all share",
             f"{self._guess(x, dim)}Keep the batch in a dimension of its own (unflatten it); or send the module that "
@@ -374,8 +414,7 @@ class Expanded(PerSampleModule):
     def refuse_square(self, x: Tensor, argument: str = "input") -> None:
         """Raises for `(B, B)` in a time-first model: samples by features, or positions by samples."""
         if tuple(x.shape) == (self.batch_size, self.batch_size) and self.batch_size > 1:
-            raise complaint(
-                self.name,
+            raise self._refusal(
                 f"{argument} of shape {tuple(x.shape)} in a model with batch_first=False may have its samples first or "
                 "second",
                 "a shape that tells",
@@ -391,8 +430,7 @@ class Expanded(PerSampleModule):
     def slice_error(self, x: Tensor, argument: str = "input") -> PerSampleError:
         """What to say of some rows of a batch, where all are wanted."""
         base = () if x._base is None else tuple(x._base.shape)
-        return complaint(
-            self.name,
+        return self._refusal(
             f"{argument} of shape {tuple(x.shape)} is a slice of a tensor of shape {base}",
             f"all {self.batch_size} samples at once",
             "Call the layer on the whole batch; for a loop over the samples, switch per_sample(False). Expand a slice "
@@ -440,6 +478,8 @@ def switch(model: nn.Module, settings: Settings, *, mode: bool) -> None:
     former = dict.fromkeys(module._recorder for module in members if module._recorder is not None)
     for module in members:
         module._recorder, module._settings = recorder, settings
+        if not settings.escalate:
+            module._learn(None)
     for each in former:
         each.close(members)
     _prepare(model.parameters())

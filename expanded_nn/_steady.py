@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-_OURS = {"_parameters", "_modules", "_recorder", "_settings", "_compared", "_ranks", "_shared_seen"}
+OURS = {"_parameters", "_modules", "_recorder", "_settings", "_compared", "_ranks", "_shared_seen", "_learned"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -84,6 +84,62 @@ def _same(left: Any, right: Any) -> bool:
     return repr(left) == repr(right)  # of numpy's state the position, which a draw moves
 
 
+class Start:
+    """What a forward may change, as it is before it: random states, attributes and buffers, its arguments.
+
+    Args:
+        module: The module that is called.
+        arguments: What it is called with.
+    """
+
+    def __init__(self, module: nn.Module, arguments: Any) -> None:
+        self.random = RandomStates([*module.modules(), arguments])
+        self.containers: list[tuple[Any, Any]] = []
+        self.tensors: list[tuple[Tensor, int, Tensor | None]] = []
+        self.seen: set[int] = set()
+        for each in module.modules():
+            self._keep({key: value for key, value in vars(each).items() if key not in OURS}, vars(each))
+        self._keep(arguments, inside=True)
+
+    def _keep(self, value: Any, container: Any = None, *, inside: bool = False) -> None:
+        """Keeps in mind what is in a value, and with `inside` in the attributes of the objects in it."""
+        kept = value if container is None else container
+        if id(kept) in self.seen:
+            return
+        self.seen.add(id(kept))
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter) and not value.is_inference():
+                self.tensors.append((value, value._version, None if value.requires_grad else value.clone()))
+        elif isinstance(value, MutableMapping):
+            self.containers.append((kept, dict(value)))
+            for item in value.values():
+                self._keep(item, inside=inside)
+        elif isinstance(value, list | set | deque | tuple):
+            self.containers += [] if isinstance(value, tuple) else [(value, list(value))]
+            for item in value:
+                self._keep(item, inside=inside)
+        elif inside and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type | FunctionType):
+            self._keep(vars(value), inside=True)
+
+    def restored(self) -> bool:
+        """Puts all of it back; whether that can be."""
+        self.random.restore()
+        for container, before in self.containers:
+            if isinstance(container, MutableMapping):
+                for key in [key for key in container if key not in before and key not in OURS]:
+                    del container[key]
+                container.update(before)
+            else:
+                container.clear()
+                (container.update if isinstance(container, set) else container.extend)(before)
+        changed = [(tensor, before) for tensor, version, before in self.tensors if tensor._version != version]
+        with torch.no_grad():
+            for tensor, before in changed:
+                if before is not None:
+                    tensor.copy_(before)
+        return all(before is not None for _, before in changed)
+
+
 @contextmanager
 def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
     """What a forward leaves behind in the attributes and buffers of a module, and of those within, goes.
@@ -95,7 +151,7 @@ def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
     before = [(each, dict(vars(each))) for each in module.modules()]
     try:
         for each, attributes in before:
-            vars(each).update({key: _copied(value) for key, value in attributes.items() if key not in _OURS})
+            vars(each).update({key: _copied(value) for key, value in attributes.items() if key not in OURS})
             if not hooks and each is not module:
                 vars(each).update({key: OrderedDict() for key in _HOOKS})
         yield

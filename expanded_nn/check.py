@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._batch import has_derivatives
-from expanded_nn._errors import ConversionError, PerSampleError, complaint
+from expanded_nn._errors import ConversionError, PerSampleError, PerSampleWarning, complaint
 from expanded_nn._loop import Loop, listed
 from expanded_nn._module import PerSampleModule
 from expanded_nn._report import Findings, Problem, Report as Report
@@ -186,7 +187,30 @@ class _Check:
         elif expanded_outputs is not None and self.backward(expanded_outputs) and self.has_rows() and is_comparable:
             loop = Loop(self.plain, self.call, self.layout, is_random=self.is_random)
             loop.compare(self.expanded.module, self.layout.losses(self.outputs), self.findings)
+            wrong = [name for name, error in self.findings.errors.items() if error > self.findings.tolerance]
+            is_judged = wrong and not self.is_random and not self.findings.problems
+            if is_judged and self.loop_is_wrong(loop, wrong):
+                self.findings.notes.append(
+                    f"the rows of {listed(wrong)} add up to the batch's gradient, but the sample-by-sample loop's do "
+                    "not: torch's gradient of one sample is wrong, as of a BatchNorm in eval mode on a permuted input."
+                )
+                self.findings.errors = {name: e for name, e in self.findings.errors.items() if name not in wrong}
             self.complain_of_rows()
+
+    def loop_is_wrong(self, loop: Loop, names: list[str]) -> bool:
+        """Whether the rows of these parameters agree with the plain gradient of the batch, and the loop does not."""
+        own = list(loop.gradients(self.call, []))
+        count = self.call.batch if self.reduction == "mean" else 1
+        for parameter in self.plain.module.parameters():
+            parameter.grad = None
+        self.layout.total(self.plain(self.call), self.reduction).backward()
+        whole, rows = ({n: p.grad for n, p in each.module.named_parameters()} for each in (self.plain, self.expanded))
+        looped = {name: torch.stack([grads[name][0] for grads in own]).sum(0) / count for name in names}
+        compared = [(whole[name], rows[name], looped[name]) for name in names]
+        return all(
+            grad is not None and summed is not None and self.same(summed, grad) and not self.same(one_by_one, grad)
+            for grad, summed, one_by_one in compared
+        )
 
     def set_tolerance(self) -> None:
         inside = [each for event in self.whole.events for each in event.values]
@@ -201,7 +225,9 @@ class _Check:
 
     def forward(self) -> list[Tensor] | None:
         """The outputs, `None` if no rows can be right."""
-        outputs = None
+        outputs = self.expanded_outputs()
+        if outputs is not None:
+            return outputs
         with Guard(self.expanded.module) as guard:
             try:
                 outputs = self.expanded(self.call)
@@ -210,6 +236,20 @@ class _Check:
                     self.complain_of(guard.failed or self.who, error)
         self.findings.problems += [Problem.of("layer", each) for each in guard.complaints]
         return None if guard.complaints else outputs
+
+    def expanded_outputs(self) -> list[Tensor] | None:
+        """The outputs, with the modules that have to go sample by sample; `None` after an error."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PerSampleWarning)
+            try:
+                outputs = self.expanded(self.call)
+            except Exception:
+                return None
+        for path, module in self.expanded.module.named_modules():
+            learned = getattr(module, "_learned", None)
+            if learned is not None:
+                self.findings.notes.append(f"{name_of(path, module)} runs sample by sample, as {learned.why}")
+        return outputs
 
     def complain_of(self, where: str, error: Exception) -> None:
         if isinstance(error, PerSampleError):

@@ -81,7 +81,15 @@ def revert(model: Model, *, inplace: bool = False) -> Model:
             plain = _plain_class(module)
             if module._recorder is not None:
                 module._recorder.close(model.modules())
-            for attribute in ("_recorder", "_settings", "_ranks", "_compared", "_shared_seen", "_takes_labels"):
+            for attribute in (
+                "_recorder",
+                "_settings",
+                "_ranks",
+                "_compared",
+                "_learned",
+                "_shared_seen",
+                "_takes_labels",
+            ):
                 module.__dict__.pop(attribute, None)
             module.__class__ = plain  # type: ignore[assignment]
     for parameter in model.parameters():

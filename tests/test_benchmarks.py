@@ -7,13 +7,18 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+import expanded_nn as enn
+from expanded_nn._registry import EXPANDED
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # Opacus installs a package `benchmarks` of its own
 
-from benchmarks import report
+from benchmarks import report, zoos
 from benchmarks.__main__ import chosen
 from benchmarks.measure import TOLERANCES, Result, admitted, as_json, compare, difference, expected, peak
 from benchmarks.peers import METHODS, Method, NotInstalled, Step, plain
@@ -135,3 +140,65 @@ def test_peak_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     found = peak("mlp", CLIP, ["--device", "cpu"])
     assert found is not None
     assert found > 1 << 20
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, input: Tensor) -> Tensor:
+        scaled = input * self.scale
+        self.kept = scaled.detach()
+        return scaled
+
+
+class Folding(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.flatten(0, 1)).unflatten(0, input.shape[:2])
+
+
+class Mixing(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input - input.mean(0))
+
+
+class Broken(nn.Linear):
+    pass
+
+
+class BrokenTwin(enn.Linear, Broken):
+    def expanded_forward(self, input: Tensor) -> Tensor:
+        out = super().expanded_forward(input)
+        return out.detach() + 2 * (out - out.detach())
+
+
+@pytest.mark.parametrize(
+    ("model", "verdict"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), "right"),
+        (lambda: nn.Sequential(Folding(4, 4)), "right"),
+        (lambda: nn.Sequential(Keeping()), "refused"),
+        (lambda: nn.Sequential(Mixing(4, 4)), "unfit"),
+        (lambda: nn.Sequential(Broken(4, 4)), "wrong"),
+    ],
+)
+def test_verdicts_of_the_zoos(model: Any, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXPANDED, Broken, BrokenTwin)
+    found = zoos.judged(zoos.Case(model(), {"input": torch.randn(zoos.SAMPLES, 5, 4)}))
+    assert found["verdict"] == verdict
+    assert ("ratio" in found) == (verdict == "right")
+
+
+def test_page_of_the_zoos() -> None:
+    rows = [
+        {"zoo": "timm", "name": "a", "verdict": "right", "escalated": ["b.c (D): runs sample by sample"], "ratio": 2.0},
+        {"zoo": "timm", "name": "e", "verdict": "refused", "why": "f: vmap cannot follow | it"},
+        {"zoo": "timm", "name": "g", "verdict": "unfit", "why": "too large"},
+    ]
+    page = zoos.page(rows)
+    assert "| timm | 2 | 1 | 1 | 1 | 0 | 0 | 2.00 |" in page
+    assert "- vmap cannot follow: 1" in page
+    assert "| a | right | 2.0 | `b.c (D)` |" in page
+    assert "| e | refused |  | `f: vmap cannot follow / it` |" in page
+    assert "| g |" not in page

@@ -334,9 +334,17 @@ def test_similarities_of_all_samples() -> None:
 # --- rows that are not samples ---------------------------------------------------------------------------------
 
 
+def strict(model: nn.Module) -> nn.Module:
+    """The model, which takes no module sample by sample of its own accord."""
+    return enn.convert(model).per_sample(escalate=False)
+
+
 def test_folded_batch() -> None:
     model = Model(lambda m, x: m.a(x.flatten(0, 1)).unflatten(0, x.shape[:2]), a=nn.Linear(4, 2))
     report = enn.check(model, torch.randn(3, 5, 4))
+    assert report.ok
+    assert "Model runs sample by sample, as a (Linear): input has shape (15, 4)" in str(report)
+    report = enn.check(strict(model), torch.randn(3, 5, 4))
     assert of_kind(report, "layer") == ["a (Linear)"]
     assert "(15, 4), 15 rows in dimension 0 (folded batch of 3 x 5)" in str(report)
     assert "the rows were not compared" in str(report)
@@ -347,7 +355,11 @@ def test_every_layer_that_complains_is_named() -> None:
         return m.c(m.b(m.a(x.flatten(0, 1))).unflatten(0, x.shape[:2]) + m.p(torch.arange(x.shape[1])))
 
     model = Model(fold, a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4), p=nn.Embedding(9, 4))
-    assert of_kind(enn.check(model, torch.randn(3, 3, 4)), "layer") == ["a (Linear)", "b (Linear)", "p (Embedding)"]
+    assert of_kind(enn.check(strict(model), torch.randn(3, 3, 4)), "layer") == [
+        "a (Linear)",
+        "b (Linear)",
+        "p (Embedding)",
+    ]
 
 
 def positions(index: Callable[[int], Tensor]) -> nn.Module:
@@ -356,7 +368,8 @@ def positions(index: Callable[[int], Tensor]) -> nn.Module:
 
 def test_positions_as_many_as_samples() -> None:
     assert enn.check(positions(torch.arange), words(5, 3)).ok
-    report = enn.check(positions(torch.arange), words(5, 5))
+    assert enn.check(positions(torch.arange), words(5, 5)).ok
+    report = enn.check(strict(positions(torch.arange)), words(5, 5))
     assert of_kind(report, "layer") == ["p (Embedding)"]
     assert "index.unsqueeze(0)" in str(report)
 
@@ -378,7 +391,9 @@ def test_parameters_used_outside_of_their_modules() -> None:
     def outside(m: Any, x: Tensor) -> Tensor:
         return F.linear(m.a(x), m.a.weight) + m.b(x) * m.b.bias + m.c(x)
 
-    report = enn.check(Model(outside, a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4)), features())
+    model = Model(outside, a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4))
+    assert enn.check(model, features()).ok
+    report = enn.check(strict(model), features())
     assert set(of_kind(report, "outside")) == {"a.weight", "b.bias"}
     assert "also used outside of its module" in str(report)
 
@@ -940,7 +955,8 @@ def test_the_first_of_a_shared_result(samples: int, factor: int, kind: str, word
     model = Model(forward, lin=nn.Linear(4, 6), pos=nn.Embedding(9, 6))
     model.register_buffer("ids", torch.arange(5).unsqueeze(0))
     for loss in (None, lambda m, x: m(x).square().mean((1, 2))):
-        report = enn.check(model, torch.randn(samples, 5, 4), loss=loss)
+        assert enn.check(model, torch.randn(samples, 5, 4), loss=loss).ok == (factor == 1)
+        report = enn.check(strict(model), torch.randn(samples, 5, 4), loss=loss)
         assert of_kind(report, kind) == ["pos (Embedding)"]
         assert words in str(report)
 
@@ -949,3 +965,18 @@ def test_unordered_positions_by_the_loss() -> None:
     model = positions(lambda n: torch.arange(n).flip(0))
     report = enn.check(model, words(5, 5), loss=squared)
     assert of_kind(report, "rows") == ["p (Embedding)"]
+
+
+def test_where_torch_is_wrong_of_one_sample() -> None:
+    """Its BatchNorm in eval mode, on a permuted input: the loop is no judge then, but the batch's gradient is."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:  # (B, 3, 5, 4)
+        return m.norm(torch.stack(m.a(x).unbind(1)).permute(1, 3, 0, 2)).contiguous()
+
+    model = Model(forward, a=nn.Linear(4, 4), norm=nn.BatchNorm2d(4)).eval()
+    model.norm.running_mean.normal_()
+    report = enn.check(model, torch.randn(2, 3, 5, 4))
+    assert report.ok, str(report)
+    assert "a.weight, a.bias" in str(report)
+    assert "add up to the batch's gradient, but the sample-by-sample loop's do not" in str(report)
+    assert not {"a.weight", "a.bias"} & set(report.errors)

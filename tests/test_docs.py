@@ -53,6 +53,7 @@ def as_a_reader_has_it() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off")
 @pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha")
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")

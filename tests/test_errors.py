@@ -54,7 +54,7 @@ def refused(words: str, error: type[BaseException] = enn.PerSampleError) -> Call
 
 
 def on(*layers: nn.Module, **settings: Any) -> Any:
-    return enn.convert(nn.Sequential(*layers)).per_sample(**settings)
+    return enn.convert(nn.Sequential(*layers)).per_sample(**{"escalate": False, **settings})
 
 
 class Feed(nn.Module):
@@ -70,7 +70,7 @@ class Feed(nn.Module):
 
 def feed(layer: nn.Module, call: Callable[[Any, Tensor], Any], samples: int = SAMPLES, **settings: Any) -> Any:
     """The layer called inside a forward of so many samples."""
-    return enn.convert(Feed(layer, call)).per_sample(**settings)(torch.randn(samples, 6, 4))
+    return enn.convert(Feed(layer, call)).per_sample(**{"escalate": False, **settings})(torch.randn(samples, 6, 4))
 
 
 def rows_held(model: nn.Module) -> None:
@@ -198,7 +198,7 @@ def an_index_of_two_readings() -> None:
 @refused(r"layer \(Embedding\): input of shape \(1, 6\) is a slice of a tensor of shape \(3, 6\)")
 def a_slice_of_an_index() -> None:
     index = torch.randint(9, (3, 6))
-    enn.convert(Feed(nn.Embedding(9, 4), lambda layer, x: layer(x[:1]))).per_sample()(index)
+    enn.convert(Feed(nn.Embedding(9, 4), lambda layer, x: layer(x[:1]))).per_sample(escalate=False)(index)
 
 
 @refused(r"layer \(Embedding\): input has shape \(6, 2\), 6 rows \(folded batch of 3 x 2\).*unsqueeze\(0\) if all")
@@ -402,9 +402,8 @@ class Own(nn.Module):
 
 
 def own(forward: Callable[..., Any], *args: Any, **children: nn.Module) -> None:
-    enn.convert(nn.Sequential(Feed(Own(forward, **children), lambda layer, x: layer(x, *args)))).per_sample()(
-        torch.randn(SAMPLES, 4)
-    )
+    model = enn.convert(nn.Sequential(Feed(Own(forward, **children), lambda layer, x: layer(x, *args))))
+    model.per_sample(escalate=False)(torch.randn(SAMPLES, 4))
 
 
 @refused(r"0\.layer \(Own\): on the whole batch its forward gives another result than sample by sample.*as a buffer")
@@ -431,6 +430,42 @@ def a_result_of_one_step_that_is_not_compared() -> None:
 @refused(r"0\.layer \(Own\): its forward does what vmap cannot follow .*@expands")
 def a_branch_on_a_value() -> None:
     own(lambda self, x: x * self.scale if x.sum() > 0 else x)
+
+
+def in_a_loop(forward: Callable[..., Any], samples: int = SAMPLES) -> None:
+    """A forward after one that `vmap` cannot follow, so that the samples go one after the other."""
+    model = enn.convert(Own(lambda self, x: x * self.scale if x.sum() < 1e9 else x)).per_sample(batch_size=SAMPLES)
+    with pytest.warns(enn.PerSampleWarning, match="in a loop.*vmap cannot follow"):
+        model(torch.randn(SAMPLES, 4))
+    model.does = forward
+    model(torch.randn(samples, 4))
+
+
+@refused(r"^Own: its forward returns numbers that differ from sample to sample; wanted tensors")
+def numbers_of_one_sample() -> None:
+    in_a_loop(lambda self, x: (x * self.scale, float(x.sum())))
+
+
+@refused(r"^layer\.weight: the parameter is also used outside of its module")
+def a_use_outside_in_a_forward_that_cannot_start_over() -> None:
+    """It changes an argument that has a graph of its own."""
+    module = Feed(nn.Linear(4, 4), lambda layer, x: nn.functional.linear(layer(x.mul_(2)), layer.weight))
+    enn.convert(module).per_sample()(torch.randn(SAMPLES, 4, requires_grad=True) * 1)
+
+
+@refused(r"^Own: its forward keeps tensors in an object that it returns")
+def an_object_of_one_sample() -> None:
+    in_a_loop(lambda self, x: SimpleNamespace(cache=x * self.scale))
+
+
+@refused(r"^Own: its forward keeps tensors in an attribute, a buffer or an argument; wanted .* leaves nothing behind")
+def something_left_behind_by_one_sample() -> None:
+    in_a_loop(lambda self, x: self.seen.add_(1) + x * self.scale)
+
+
+@refused(r"^Own: no argument has one row per sample; wanted 3 rows")
+def no_samples_to_take_one_by_one() -> None:
+    in_a_loop(lambda self, x: x * self.scale, SAMPLES + 2)
 
 
 @refused(r"of the user's own", RuntimeError)

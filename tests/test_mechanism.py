@@ -373,7 +373,7 @@ def test_positions_a_sample_are_not_shared() -> None:
 
 def test_single_index_is_ambiguous() -> None:
     """`(1,)` is one row that all share, `(1, dim)`, or one position, `(T, dim)` with T = 1."""
-    model = enn.convert(Words(lambda words: torch.tensor([4]))).per_sample()
+    model = enn.convert(Words(lambda words: torch.tensor([4]))).per_sample(escalate=False)
     with pytest.raises(enn.PerSampleError, match=r"places.*\(1,\).*unsqueeze\(0\)"):
         model(torch.randint(10, (3, 6)))
 
@@ -404,13 +404,14 @@ def test_relative_positions_are_shared() -> None:
 
 
 def test_arange_of_the_length_of_the_batch_is_ambiguous() -> None:
-    with pytest.raises(enn.PerSampleError, match=r"places.*(?s:.*)unsqueeze\(0\)"):
+    """To the layer; the model around it can tell."""
+    with pytest.warns(enn.PerSampleWarning, match=r"places.*(?s:.*)unsqueeze\(0\)"):
         words_against_the_loop(lambda words: torch.arange(words.shape[1]), 3, 3)
 
 
 def test_folded_index_is_an_error() -> None:
     module = nn.Sequential(nn.Flatten(0, 1), nn.Embedding(10, 4))
-    model = enn.convert(module).per_sample()
+    model = enn.convert(module).per_sample(escalate=False)
     with pytest.raises(enn.PerSampleError, match=r"1 \(Embedding\).*\(6,\)"):
         model(torch.tensor([[1, 5, 5], [2, 7, 0]]))
 
@@ -474,7 +475,7 @@ def test_a_loop_over_the_samples_is_an_error(samples: str) -> None:
         "part_of_a_data_set": torch.randn(50, 4)[10:13],
         "permuted": torch.randn(4, 3).T,
     }.get(samples, torch.randn(3, 4))
-    model = enn.convert(Loop()).per_sample()
+    model = enn.convert(Loop()).per_sample(escalate=False)
     with pytest.raises(enn.PerSampleError, match=r"layer.*slice"):
         model(x)
 
@@ -552,7 +553,7 @@ def test_batch_size_says_it() -> None:
         rows_of(model), loop(module, Call((adjacency, x)), 3, take=lambda c, i: Call((c.args[0], c.args[1][i : i + 1])))
     )
     with pytest.raises(enn.PerSampleError, match="layer"):
-        enn.convert(module).per_sample()(adjacency, x)
+        enn.convert(module).per_sample(escalate=False)(adjacency, x)
 
 
 def test_batch_second() -> None:
@@ -625,9 +626,13 @@ OUTSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("accumulate_grad", [True, False])
 @pytest.mark.parametrize("use", OUTSIDE.values(), ids=OUTSIDE)
 def test_outside_use_is_an_error_that_names_the_parameter(use: Any, accumulate_grad: bool) -> None:
-    model = enn.convert(Outside(use)).per_sample(accumulate_grad=accumulate_grad)
+    module = Outside(use)
+    model = enn.convert(module).per_sample(accumulate_grad=accumulate_grad, escalate=False, loss_reduction="sum")
     with pytest.raises(enn.PerSampleError, match=r"emb\.(weight|bias)"):
         plain(model, batch(3)).backward()
+    with pytest.warns(enn.PerSampleWarning, match=r"emb\.(weight|bias)"):
+        plain(model.per_sample(escalate=True), batch(3)).backward()
+    assert_close_rows(rows_of(model), loop(module, batch(3), 3))
 
 
 def test_outside_use_in_the_loss_is_an_error() -> None:

@@ -81,9 +81,11 @@ def test_weight_used_outside_its_module() -> None:
         def forward(self, words: Tensor) -> Tensor:
             return F.linear(self.emb(words), self.emb.weight)
 
-    model = enn.convert(Model()).per_sample()
+    model = enn.convert(Model()).per_sample(escalate=False)
     with pytest.raises(enn.PerSampleError, match=r"emb\.weight"):
         plain(model, words).backward()
+    with pytest.warns(enn.PerSampleWarning, match=r"emb\.weight"):
+        right(Model(), words)
 
 
 def test_input_derivative_losses() -> None:
@@ -126,9 +128,11 @@ def test_batch_folded_into_rows() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
-    model = enn.convert(Fold()).per_sample()
+    model = enn.convert(Fold()).per_sample(escalate=False)
     with pytest.raises(enn.PerSampleError, match=r"layer.*\(15, 4\)"):
         model(torch.randn(3, 5, 4))
+    with pytest.warns(enn.PerSampleWarning, match=r"layer.*\(15, 4\)"):
+        right(Fold(), Call((torch.randn(3, 5, 4),)))
 
 
 def test_broadcast_position_ids() -> None:
@@ -382,9 +386,11 @@ class Positions(nn.Module):
 
 
 def test_positions_unsqueezed_after_the_look_up() -> None:
-    model = enn.convert(Positions(lambda places, index: places(index)[None])).per_sample()
-    with pytest.raises(enn.PerSampleError, match=r"head \(Linear\).*one row, but was computed from 3 rows.*unsqueeze"):
-        model(torch.randint(10, (3, 5)))
+    module, text = Positions(lambda places, index: places(index)[None]), r"head \(Linear\).*one row, but was computed"
+    with pytest.raises(enn.PerSampleError, match=text + " from 3 rows.*unsqueeze"):
+        enn.convert(module).per_sample(escalate=False)(torch.randint(10, (3, 5)))
+    with pytest.warns(enn.PerSampleWarning, match=text):
+        right(module, Call((torch.randint(10, (3, 5)),)))
 
 
 def test_positions_unsqueezed_before_the_look_up() -> None:
@@ -547,7 +553,7 @@ def test_folded_batch_taken_as_a_whole() -> None:
 
     x = torch.randn(3, 5, 4)
     with pytest.raises(enn.PerSampleError, match=r"folded batch of 3 x 5.*alone\(ItsClass\)"):
-        enn.convert(Model(Folding())).per_sample()(x)
+        enn.convert(Model(Folding())).per_sample(escalate=False)(x)
     enn.alone(Folding)
     right(Model(Folding()), Call((x,)))
 
@@ -603,7 +609,7 @@ def without_gradients(layer: nn.Module, x: Tensor) -> Tensor:
 def test_loop_over_what_a_layer_returns(
     trained: bool, call: Callable[[nn.Module, Tensor], Tensor], size: tuple[int, ...]
 ) -> None:
-    model = enn.convert(LoopBehind(nn.Linear(3, 3).requires_grad_(trained), call)).per_sample()
+    model = enn.convert(LoopBehind(nn.Linear(3, 3).requires_grad_(trained), call)).per_sample(escalate=False)
     with pytest.raises(enn.PerSampleError, match=r"second \(Linear\): .*is a slice.*all [23] samples at once"):
         model(torch.randn(*size, requires_grad=True))
 

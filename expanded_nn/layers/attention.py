@@ -140,12 +140,14 @@ def _refuse_unbatched(module: PerSampleModule, argument: str, x: Tensor, batch_f
     """Raises where `x` is no batch of sequences."""
     if x.is_nested or x.dim() != 3:
         call = f"{argument}.unsqueeze({0 if batch_first else 1})"
-        raise complaint(
+        error = complaint(
             type(module).__name__ if module._recorder is None else module._recorder.name_of(module),
             f"{argument} is a nested tensor" if x.is_nested else f"{argument} has shape {tuple(x.shape)}",
             f"a batch of sequences, {'(B, T, features)' if batch_first else '(T, B, features)'}",
             f"{'Pad it (key_padding_mask)' if x.is_nested else f'Call it with {call}'}, or switch per_sample(False).",
         )
+        error.refused_by = module
+        raise error
 
 
 class _Converted(PerSampleModule):
@@ -315,8 +317,7 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
 
     def _refuse_other_shape(self, argument: str, x: Tensor, wanted: tuple[int, ...]) -> None:
         if x.shape != wanted:
-            raise complaint(
-                self.name,
+            raise self._refusal(
                 f"{argument} has shape {tuple(x.shape)}",
                 f"{wanted}, for {self.batch_size} samples and {self.num_heads} heads",
                 "A mask (T, S) is shared by all samples; one of three dimensions is (B * num_heads, T, S).",

@@ -232,8 +232,7 @@ class Embedding(Expanded, nn.Embedding):
         dim = batch_dim(index.dim(), batch_first=batch_first)
         rows = index.shape[dim]
         if batch > 1 and (index.shape == (1,) or (rows == batch and self._may_be_positions(index))):
-            raise complaint(
-                self.name,
+            raise self._refusal(
                 f"input has shape {tuple(index.shape)} and may be positions that all {batch} samples share, or one "
                 "row a sample",
                 "an index that can be read in one way only",
@@ -285,8 +284,7 @@ class Embedding(Expanded, nn.Embedding):
         sizes = [size for size in index.shape[: dim + 1] if size > 1 and (size % batch == 0 or batch % size == 0)]
         if sizes and not _are_positions(index):
             kind = f"folded batch of {batch} x {sizes[0] // batch}" if sizes[0] > batch else f"part of {batch}"
-            raise complaint(
-                self.name,
+            raise self._refusal(
                 f"input has shape {tuple(index.shape)}, {sizes[0]} rows ({kind})",
                 f"{batch} rows, one a sample, or an index without a batch dimension that all share",
                 f"Keep the batch in a dimension of its own (unflatten it); call it with index.unsqueeze({dim}) if all "
@@ -540,8 +538,7 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
 
     def _refuse_other_bags(self, bags: int) -> None:
         if bags != self.batch_size:
-            raise complaint(
-                self.name,
+            raise self._refusal(
                 f"offsets say {bags} bags",
                 f"{self.batch_size}, one a sample",
                 "Say the number of bags: per_sample(batch_size=...), or give the input as (B, N).",

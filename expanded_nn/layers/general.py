@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -15,14 +15,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._batch import batch_dim, has_derivatives, inside
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._lift import Place, quiet_fallbacks, swapped
-from expanded_nn._module import Expanded
+from expanded_nn._modes import as_it_is, checkpoint_hooks
+from expanded_nn._module import Expanded, PerSampleModule
 from expanded_nn._registry import EXPANDED
+from expanded_nn._steady import OURS
 from expanded_nn._traced import wait_for_values
 from expanded_nn.layers.trial import Compared, Mapped, Trial, flatten
 from expanded_nn.recording.backward import graph_of
@@ -102,6 +103,7 @@ class General(Expanded):
             return self._plain_forward(*args, **kwargs)  # its children see to theirs
         self._refuse_backward_hooks()
         batch = self.batch_size
+        loops = self._learned is not None and self._learned.loops
         originals = {
             (module, name): each
             for module in self.modules()
@@ -114,6 +116,8 @@ class General(Expanded):
         leaves, structure = tree_flatten((args, kwargs))
         dims = [self._sample_dim(leaf, batch) for leaf in leaves]
         self._note_input(shared=batch > 1 and all(dim is None for dim in dims))
+        if self._learned is not None and batch > 1 and all(dim is None for dim in dims):
+            raise self._refusal("no argument has one row per sample", f"{batch} rows", "Batch what it is called with.")
         given = [each for each in leaves if isinstance(each, Tensor) and each.dim()]
         if given and has_derivatives(given[0]):
             self.checked(given[0], 0, dim=self._dim_of(given[0]), argument="the first tensor")
@@ -121,15 +125,16 @@ class General(Expanded):
             return self._empty(places, expanded, args, kwargs)
 
         def mapped(given: list[Any]) -> Mapped:
-            with self._children_inside(originals):
+            with self._children_inside(originals), self._leaving_nothing(given) if loops else nullcontext():
                 return self._mapped(places, expanded, dims, structure, given, told=bool(guests))
 
         kind = (self.training, *dims, bool(batch == 1), *(tuple(bool(n == 1) for n in each.shape) for each in given))
-        if not guests and kind not in self._compared:
+        is_known = kind in self._compared and not loops  # in a loop each value may lead another way
+        if not guests and not is_known:
             wait_for_values("a module of the general rule is compared with its plain forward first")
-        trial = None if guests or kind in self._compared else Trial(self, args, kwargs, batch, mapped)
+        trial = None if guests or is_known else Trial(self, args, kwargs, batch, mapped)
         found = mapped(leaves)
-        self._refuse_mutation(leaves)
+        self._refuse_mutation(leaves, thorough=trial is not None)
         if guests:
             return found.result()
         if trial is None and not self._compared[kind].fits(found.ones):  # another way through the forward
@@ -159,16 +164,18 @@ class General(Expanded):
             ones[:] = [self._dims_of_one(each, told=told) for each in outputs]
             return [each.squeeze(dims[0]) for each, dims in zip(outputs, ones, strict=True)]
 
+        over_samples = torch.vmap(one_sample, in_dims=(0, dims), randomness="different")
+        if self._learned is not None and self._learned.loops:
+            over_samples = self._in_a_loop(one_sample, dims, returned)
         try:
-            results = torch.vmap(one_sample, in_dims=(0, dims), randomness="different")(expanded, leaves)
+            results = over_samples(expanded, leaves)
         except RuntimeError as error:
             if isinstance(error, PerSampleError) or not re.search(_OF_VMAP, str(error)):
                 raise
             remedy = "Write its per-sample forward with @expands, or keep the parameters in modules of torch.nn."
             if "setup_context" in str(error):
                 remedy = "Give a checkpoint use_reentrant=False, and a Function of your own what the error says."
-            raise complaint(
-                self.name,
+            raise self._vmap_refusal(
                 f"its forward does what vmap cannot follow ({error})",
                 "a forward that treats each sample alone and changes nothing in place that samples share",
                 remedy,
@@ -176,11 +183,56 @@ class General(Expanded):
         moved = [each.movedim(0, first) for each, (first, *_) in zip(results, ones, strict=True)]
         return Mapped(returned[0], moved, ones)
 
+    def _in_a_loop(
+        self, one_sample: Callable[..., list[Tensor]], dims: Sequence[int | None], returned: list[Any]
+    ) -> Callable[..., list[Tensor]]:
+        """What `vmap` does, for one sample after the other."""
+
+        def over_samples(expanded: list[Tensor], leaves: list[Any]) -> list[Tensor]:
+            mapped = [
+                [leaf] * self.batch_size if dim is None else leaf.unbind(dim)
+                for leaf, dim in zip(leaves, dims, strict=True)
+            ]
+            weights = [each.unbind() for each in expanded]
+            results, others = [], []
+            for i in range(self.batch_size):
+                results.append(one_sample([each[i] for each in weights], [each[i] for each in mapped]))
+                leaves = flatten(returned)[0]
+                if any(isinstance(each, Tensor) for leaf in leaves for each in inside(leaf) if each is not leaf):
+                    raise self._keeping("an object that it returns")
+                others.append([each for each in leaves if isinstance(each, bool | int | float | str)])
+            if any(each != others[0] for each in others):
+                raise self._refusal(
+                    "its forward returns numbers that differ from sample to sample", "tensors", "Return tensors."
+                )
+            return list(map(torch.stack, zip(*results, strict=True)))
+
+        return over_samples
+
+    @contextmanager
+    def _leaving_nothing(self, leaves: list[Any]) -> Iterator[None]:
+        """Raises where the forward of one sample leaves something behind that the next one would find."""
+
+        def kept() -> list[tuple[Any, int]]:
+            values = [[value for name, value in vars(module).items() if name not in OURS] for module in self.modules()]
+            return [(value, getattr(value, "_version", 0)) for value in inside([values, leaves])]
+
+        before = kept()
+        yield
+        after = kept()
+        if len(before) != len(after) or any(a is not b or v != w for (a, v), (b, w) in zip(before, after, strict=True)):
+            raise self._keeping("an attribute, a buffer or an argument")
+
+    def _vmap_refusal(self, *said: str) -> PerSampleError:
+        """What to say where `vmap` cannot follow the forward, but a loop over the samples may."""
+        error = self._refusal(*said)
+        error.by_vmap = True
+        return error
+
     def _refuse_square(self, others: list[Tensor], batch: int) -> None:
         for each in others:
             if batch > 1 and each.shape == (batch, batch):
-                raise complaint(
-                    self.name,
+                raise self._refusal(
                     f"an argument has shape {tuple(each.shape)}, one row per sample or a matrix that all share",
                     "an argument that can be read in one way only",
                     "Give the matrix to the module as a buffer, or the batch another size.",
@@ -228,8 +280,7 @@ class General(Expanded):
         usual = self._dim_of(output) if output.dim() else 0
         may_be_features = usual == 1 and output.dim() == 2 and 0 in ones  # (1, features), if not (T, 1)
         if not ones or (told and (may_be_features or usual not in ones)):
-            raise complaint(
-                self.name,
+            raise self._refusal(
                 f"for one sample its forward returns a tensor of shape {tuple(output.shape)}",
                 f"size 1 in dimension {usual}, where the samples stand",
                 "Return tensors with a batch dimension, and reduce over the samples outside of the module. Without "
@@ -247,13 +298,19 @@ class General(Expanded):
                     "Take the hook off, or hook the tensors (register_hook) outside of the module.",
                 )
 
-    def _refuse_mutation(self, leaves: list[Any]) -> None:
-        """A tensor of one sample that the forward left behind in the module or in an argument."""
+    def _refuse_mutation(self, leaves: list[Any], *, thorough: bool) -> None:
+        """A tensor of one sample that the forward left behind in the module or in an argument.
+
+        Args:
+            leaves: The arguments.
+            thorough: Whether to look into the objects that a module holds, too.
+        """
+        looked_into = object if thorough else (Tensor, dict, list, tuple)
         for module in self.modules():
             kept = [(f"attribute {name!r}", value) for name, value in vars(module).items() if name not in _NOT_ITS_OWN]
             kept += [(f"the buffer {name!r}", value) for name, value in module._buffers.items()]
             for what, value in kept:
-                if any(map(_is_of_one_sample, inside(value))):
+                if isinstance(value, looked_into) and any(map(_is_of_one_sample, inside(value, 4 * thorough))):
                     raise self._keeping(what)
         if any(map(_is_of_one_sample, inside([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
             raise self._keeping("an argument")
@@ -289,13 +346,24 @@ class General(Expanded):
 
 
 # what the forward does not write, or is looked at by name
-_NOT_ITS_OWN = {"_buffers", "_parameters", "_modules", "_recorder", "_settings", "_compared", "_ranks"}
+_NOT_ITS_OWN = {*OURS, "_buffers", *(name for name in vars(nn.Module()) if name.startswith("_"))}
 
 
 class Alone(General):
     """A module that goes through the general rule as a whole, whether it has parameters of its own or not."""
 
     watches: ClassVar[bool] = True
+
+    def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().expanded_forward(*args, **kwargs)
+        except Exception as error:
+            if self._recorder is not None and self._recorder.escalation.on_trial is self:
+                error.refused_by = self  # type: ignore[attr-defined]
+            raise
+
+
+PerSampleModule._alone_class = Alone
 
 
 def alone(module_class: ModuleClass) -> ModuleClass:
@@ -334,13 +402,13 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, module: General) -> None:
         super().__init__()
-        self.module, self.hooks = module, _saved_tensors_hooks()
+        self.module, self.hooks = module, checkpoint_hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        hooks = _saved_tensors_hooks()
-        if hooks != self.hooks and hooks is not None and hooks[0].__module__ == checkpoint.__name__:
+        hooks = checkpoint_hooks()
+        if hooks is not None and hooks != self.hooks:
             # once the vmap is over, nothing of it can be computed again
-            with saved_tensors_hooks(_as_it_is, _as_it_is):
+            with saved_tensors_hooks(as_it_is, as_it_is):
                 return self._corrected(func, args, kwargs or {})
         return self._corrected(func, args, kwargs or {})
 
@@ -359,8 +427,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _offsets(self) -> PerSampleError:
-        return complaint(
-            self.module.name,
+        return self.module._vmap_refusal(
             "its forward looks up bags by offsets, which tell the samples apart for the whole batch only",
             "one bag per sample in each row",
             "Give the bags to EmbeddingBag as a 2-D input (B, N), filled up with its padding_idx, without offsets.",
@@ -368,25 +435,12 @@ class _Watch(TorchFunctionMode):
 
     def _shared_change(self, tensor: Tensor) -> PerSampleError:
         names = [f"the buffer {name!r}" for name, buffer in self.module.named_buffers() if buffer is tensor]
-        return complaint(
-            self.module.name,
+        return self.module._vmap_refusal(
             f"its forward writes what belongs to one sample into {names[0] if names else 'a tensor that all share'}",
             "a forward that changes nothing that samples share",
             "Do without that buffer or cache in per-sample mode (use_cache=False), or write the per-sample forward "
             "with @expands.",
         )
-
-
-def _saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """What packs and unpacks the tensors that autograd saves now."""
-    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = torch._C._autograd._top_saved_tensors_default_hooks(
-        True
-    )
-    return hooks
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _is_floating_mask(mask: Any) -> bool:

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from expanded_nn._errors import complaint
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn.layers._equations import RECURRENCES, Weights
@@ -97,8 +96,7 @@ class _Layers(Expanded, nn.RNNBase):
             return self.checked(input, 2, dim=0 if self.batch_first else 1)
         found = int(input.batch_sizes[0])
         if found != self.batch_size:
-            raise complaint(
-                self.name,
+            raise self._refusal(
                 f"input is a PackedSequence of {found} sequences",
                 f"{self.batch_size} sequences, one a sample",
                 "Pack one sequence a sample, or say per_sample(batch_size=...).",
@@ -107,8 +105,7 @@ class _Layers(Expanded, nn.RNNBase):
 
     def _refuse_unbatched(self, input: Tensor) -> None:
         if input.dim() == 2:
-            raise complaint(
-                self.name,
+            raise self._refusal(
                 f"input has shape {tuple(input.shape)}, an unbatched sequence",
                 "a batch of sequences",
                 f"Call it with input.unsqueeze({0 if self.batch_first else 1}), or switch per_sample(False).",
@@ -160,8 +157,7 @@ class _Cell(Expanded, nn.RNNCellBase):
 
     def _refuse_unbatched(self, argument: str, x: Tensor) -> None:
         if x.dim() == 1:
-            raise complaint(
-                self.name,
+            raise self._refusal(
                 f"{argument} has shape {tuple(x.shape)}, no batch dimension",
                 "(B, features)",
                 f"Call it with {argument}.unsqueeze(0), or switch per_sample(False).",

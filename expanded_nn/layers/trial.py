@@ -111,6 +111,9 @@ class Trial:
             before.restore()
 
     def _compared(self, found: Mapped) -> Compared:
+        if len(found.tensors) != len(self.expected):  # forward hooks of its children add to what it returns
+            self.expected = self.plain(hooks=True)
+            self.states.restore()
         dims = self._dims(found)
         if not self.is_random and self._agree(found, dims, self.expected):
             return Compared(True, dims)

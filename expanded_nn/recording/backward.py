@@ -45,10 +45,10 @@ def _is_executed(node: Any) -> bool:
     return True
 
 
-def graph_of(node: Any) -> Iterator[Any]:
-    """The nodes of the graph that `node` ends, nearest first."""
+def graph_of(*ends: Any) -> Iterator[Any]:
+    """The nodes of the graph that end in some, nearest first."""
     seen: set[Any] = set()
-    nodes = deque([node])
+    nodes = deque(ends)
     while nodes:
         node = nodes.popleft()
         if node is not None and node not in seen:

@@ -29,6 +29,7 @@ class Settings:
     materialize: bool = False
     accumulate_grad: bool = True
     keep_factors: bool = False
+    escalate: bool = True
 
     def __post_init__(self) -> None:
         if self.loss_reduction not in ("mean", "sum"):
@@ -168,7 +169,7 @@ class Forward:
         taken = taken_apart(self.heard.shared, ends, self.now.batch)
         if taken is not None:
             layer, operation = taken
-            raise complaint(
+            error = complaint(
                 self.recorder.name_of(layer),
                 f"its input is shared by all {self.now.batch} samples, so its result has a copy for each of them, and "
                 f"the model takes a part of these ({operation} over the samples)",
@@ -176,6 +177,8 @@ class Forward:
                 "Leave out the index [0], or the mean over a dimension of one, that follows; or run the module around "
                 "it sample by sample: alone(ItsClass) before convert.",
             )
+            error.refused_by = layer
+            raise error
         seen.add(kind)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -192,6 +195,7 @@ class Forward:
         ):
             return
         name = self.recorder.name_of(self.heard.broadcast[0])
+        error.refused_by = self.heard.broadcast[0]  # type: ignore[attr-defined]
         error.add_note(
             f"expanded_nn: before this, {name} has looked up an index without a "
             "batch dimension, and returned a result per sample, (B, *index.shape, dim). If that is the reason, let "

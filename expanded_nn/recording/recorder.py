@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expanded_nn._batch import tensors
 from expanded_nn._errors import complaint
+from expanded_nn._escalate import Escalation
 from expanded_nn._traced import note_recorder
 from expanded_nn.factored import is_unseen
-from expanded_nn.recording.backward import Backward, in_transform, running_backward, running_node
+from expanded_nn.recording.backward import Backward, graph_of, in_transform, running_backward, running_node
 from expanded_nn.recording.expand import Again, Computed, Expand, ExpandComputed, leaves_of, passes_behind
 from expanded_nn.recording.forward import NOTED_PASS, Forward as Forward, Settings as Settings
 from expanded_nn.recording.passes import Pass, Passes, Stage
 from expanded_nn.recording.sharded import is_shard
 from expanded_nn.recording.store import Store
-from expanded_nn.recording.watch import Leaf, Leaves, Place, Shown, Watch, stale
+from expanded_nn.recording.watch import Leaf, Leaves, Place, Shown, Watch, stale, used_outside
 
 
 class Recorder:
@@ -38,6 +40,7 @@ class Recorder:
         leaves: What is known of each parameter.
         expanded: The expansions of the current pass: parameter -> pass, version, address, `(B, *shape)`.
         asleep: Whether gradients that reach parameters are inner derivatives of the library's own.
+        escalation: Which modules forwards have sent through the general rule by themselves.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -51,6 +54,7 @@ class Recorder:
         self.leaves = Leaves()
         self.expanded: dict[Tensor, tuple[Pass, int, int, Tensor]] = {}
         self.asleep = False
+        self.escalation = Escalation()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         copied: Recorder = memo.setdefault(id(self), Recorder(self.settings))
@@ -348,6 +352,20 @@ class Recorder:
             yield
         finally:
             self.settings = before
+
+    def refuse_outside_use(self, result: Any) -> None:
+        """Raises early where a backward will: for a parameter that a result depends on by another way than its rows."""
+        ends = [each.grad_fn for each in tensors(result) if isinstance(each, Tensor)]
+        for node in graph_of(*ends):
+            if isinstance(node, Expand._backward_cls):
+                continue
+            for parent, _ in node.next_functions:
+                leaf: Any = getattr(parent, "variable", None)
+                holder = self.holder_of(leaf) if leaf is not None and self.leaves.is_watched(leaf) else None
+                if hasattr(holder, "_recorder"):  # no plain one, of which there is more to say
+                    error = used_outside(self.name_of(leaf))
+                    error.refused_by, error.is_early = holder, True
+                    raise error
 
     # Backward: rows.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from expanded_nn._errors import complaint
+from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._storage import Recycled
 from expanded_nn._traced import assume, is_traced, refuse_values
 from expanded_nn.factored import as_factored, unseen
@@ -361,16 +361,21 @@ class Watch:
                 "a converted layer",
                 "Convert the model again after changing its layers: convert(model, inplace=True).per_sample(True).",
             )
-        raise complaint(
-            owner.name_of(parameter),
-            "the parameter is also used outside of its module's forward, so a part of its gradient is not per sample",
-            "every use inside the forward of the module that holds it",
-            "Use it by expanded_nn.expanded(weight), as in expanded_nn.functional.linear(x, expanded(weight)); or give "
-            "the second use a layer of its own that shares the parameter (head.weight = embedding.weight). In a method "
-            "other than forward, do the same within one_pass(model, batch_size). For a penalty on "
-            "the weights alone take the optimizer's weight_decay. If this backward needs no per-sample gradients, "
-            "switch per_sample(False) before its forward.",
-        )
+        raise used_outside(owner.name_of(parameter))
+
+
+def used_outside(name: str) -> PerSampleError:
+    """What to say of a parameter that is used where no expansion sees it."""
+    return complaint(
+        name,
+        "the parameter is also used outside of its module's forward, so a part of its gradient is not per sample",
+        "every use inside the forward of the module that holds it",
+        "Use it by expanded_nn.expanded(weight), as in expanded_nn.functional.linear(x, expanded(weight)); or give "
+        "the second use a layer of its own that shares the parameter (head.weight = embedding.weight). In a method "
+        "other than forward, do the same within one_pass(model, batch_size). For a penalty on the weights alone take "
+        "the optimizer's weight_decay. If this backward needs no per-sample gradients, switch per_sample(False) before "
+        "its forward.",
+    )
 
 
 def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str]) -> list[Leaf]:

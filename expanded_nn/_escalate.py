@@ -1,0 +1,186 @@
+"""Forwards that start over: what a layer refuses, the smallest module around it that can runs sample by sample."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from traceback import clear_frames
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from expanded_nn._errors import PerSampleError, PerSampleWarning
+from expanded_nn._modes import as_it_is, checkpoint_hooks
+from expanded_nn._steady import Start
+
+
+class Learned(NamedTuple):
+    """Why a module goes sample by sample, where the model found so by itself.
+
+    Attributes:
+        why: What a layer in it refused.
+        kind: What its class was made of before.
+        loops: Whether the samples go through it one after the other, as `vmap` cannot follow it.
+    """
+
+    why: str
+    kind: type
+    loops: bool = False
+
+
+class Escalation:
+    """The forwards of one model that start over.
+
+    A forward in which a layer refuses an argument is run again, with the smallest module around that layer sent
+    through the general rule, which compares with the plain forward. If that refuses, or anything else goes wrong, the
+    next larger one has its turn, up to the module that was called; after it comes the error of the layer.
+
+    Attributes:
+        runs: Whether such a forward runs.
+        on_trial: The module that goes sample by sample for the first time.
+        known: The kinds of forwards that have gone through once: what these draw or change is not kept in mind.
+    """
+
+    def __init__(self) -> None:
+        self.runs = False
+        self.on_trial: Any = None
+        self.known: set[Any] = set()
+
+    def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward of the module that was called."""
+        if not module._recorder.settings.escalate:
+            return self._called(module, args, kwargs)
+        kinds = [(name, type(value)) for name, value in kwargs.items()]
+        kind = (id(module), module.training, *map(type, args), *kinds)
+        start = None if kind in self.known else Start(module, (args, kwargs))
+        attempts = _Attempts(self, module)
+        if start is not None and checkpoint_hooks() is not None:
+            # a checkpoint around it would count what a forward that is given up saves: all of that comes before
+            with saved_tensors_hooks(as_it_is, as_it_is):
+                self._settled(attempts, args, kwargs, start)
+            start.restored()
+        result = self._settled(attempts, args, kwargs, start)
+        self.known.add(kind)
+        attempts.warn(rolled_back=start is not None)
+        return result
+
+    def _settled(self, attempts: _Attempts, args: tuple[Any, ...], kwargs: dict[str, Any], start: Start | None) -> Any:
+        """The result of the first attempt that goes through."""
+        is_early = start is None
+        while True:
+            try:
+                result = self._called(attempts.called, args, kwargs)
+                if not is_early:
+                    attempts.called._recorder.refuse_outside_use(result)
+                return result
+            except Exception as error:
+                final = attempts.next(error)
+                again = checkpoint_hooks() is None and _is_plain(args, kwargs) if start is None else start.restored()
+                if final is None and again:
+                    continue
+                attempts.undo()
+                final = final or attempts.refused
+                is_early = getattr(final, "is_early", False)
+                if not (is_early and again):
+                    raise final from final.__cause__
+
+    def _called(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward, which may be a part of a `one_pass`."""
+        forward = module._recorder.forward
+        self.runs = True
+        try:
+            result = module._in_pass(args, kwargs)
+            if forward is not None:
+                forward.returned(result)
+            return result
+        finally:
+            self.runs = False
+
+
+class _Attempts:
+    """What has been tried in one forward.
+
+    Attributes:
+        escalation: The model's.
+        called: The module that was called.
+        refused: The error that the module on trial is to avoid.
+        larger: The modules around the one on trial, nearest first.
+        before: The modules sent through the general rule, and what they had learned before.
+    """
+
+    def __init__(self, escalation: Escalation, called: Any) -> None:
+        self.escalation, self.called = escalation, called
+        escalation.on_trial = None
+        self.refused: Any = None
+        self.larger: Iterator[Any] = iter(())
+        self.before: dict[Any, Learned | None] = {}
+
+    def next(self, error: Any) -> Any:
+        """Sends another module through the general rule; the error to raise where there is none left."""
+        by, trial = getattr(error, "refused_by", None), self.escalation.on_trial
+        is_foreign = by is None and (trial is None or isinstance(error, PerSampleError))
+        if is_foreign or isinstance(error, torch.OutOfMemoryError):
+            return error
+        clear_frames(error.__traceback__)  # which hold what the forward has computed
+        by_vmap = getattr(error, "by_vmap", False)
+        if trial is None or by not in (None, trial, self.refused.refused_by):  # it has gone through
+            self.refused, self.larger = error, self._around(by)
+            if by_vmap and self._goes(by, loops=True):
+                return None
+        elif by_vmap and self._goes(trial, loops=True):
+            return None
+        else:
+            trial._learn(self.before[trial])
+        return None if any(map(self._goes, self.larger)) else self.refused
+
+    def _around(self, by: nn.Module | None) -> Iterator[Any]:
+        """The modules around another one, up to the one that was called, nearest first."""
+        path = next((path for path, module in self.called.named_modules() if module is by), "-")
+        while path:
+            path = path.rpartition(".")[0]
+            yield self.called.get_submodule(path)
+
+    def _goes(self, module: Any, *, loops: bool = False) -> bool:
+        """Whether a module can go sample by sample, and so does from now on."""
+        learned = getattr(module, "_learned", None)
+        kind = module._kind() if hasattr(module, "_learned") else None
+        if kind is None or (loops and learned is not None and learned.loops):
+            return False
+        self.before.setdefault(module, learned)
+        module._learn(Learned(str(self.refused), kind, loops))
+        self.escalation.on_trial = module
+        return True
+
+    def undo(self) -> None:
+        """The modules are what they were before this forward."""
+        self.escalation.on_trial = None
+        for module, learned in self.before.items():
+            module._learn(learned)
+
+    def warn(self, *, rolled_back: bool) -> None:
+        """Says which modules go sample by sample from now on, and why."""
+        self.escalation.on_trial = None
+        for module in self.before:
+            for inner in module.modules() if module._learned is not None else ():
+                if inner is not module and getattr(inner, "_learned", None) is not None:
+                    inner._learn(None)
+        new = [module for module, learned in self.before.items() if module._learned not in (None, learned)]
+        if not new:
+            return
+        names = ", ".join(map(new[0]._recorder.name_of, new))
+        loops = any(module._learned.loops for module in new)
+        remedy = "" if loops else "alone(ItsClass) before convert does the same without this warning, and "
+        again = "" if rolled_back else " What this forward had drawn or changed until then has happened twice."
+        warnings.warn(
+            f"{names}: runs sample by sample from now on,{' in a loop,' * loops} which is right but slower. The "
+            f"reason: {new[0]._learned.why} {remedy}per_sample(escalate=False) makes it an error.{again}",
+            PerSampleWarning,
+            stacklevel=2,
+        )
+
+
+def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether no argument is one that a forward can leave something behind in."""
+    return all(value is None or isinstance(value, Tensor | int | float | str) for value in (*args, *kwargs.values()))

@@ -1,0 +1,580 @@
+"""What a layer refuses, the module around it does sample by sample: which one, with the right rows, and no traces."""
+
+import pickle
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import expanded_nn as enn
+from oracle import Call, assert_close, assert_close_rows, gradient_penalty, grads_of, loop, plain, rows_of
+
+B, T, D = 3, 5, 4
+
+
+class Does(nn.Module):
+    """Layers, and a forward that the test writes."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self.does = forward
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.does(self, *args, **kwargs)
+
+
+class Around(nn.Module):
+    """A model around the part that a case is about."""
+
+    def __init__(self, part: nn.Module, features: int = D) -> None:
+        super().__init__()
+        self.before, self.part, self.after = nn.Linear(D, D), part, nn.Linear(features, 2)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        return self.after(self.part(self.before(x)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that escalates.
+
+    Attributes:
+        makes: The model, plain.
+        learned: The modules that go sample by sample then.
+        loops: Whether one after the other.
+        shape: Of the input.
+    """
+
+    makes: Callable[[], nn.Module]
+    learned: set[str] = field(default_factory=lambda: {"part"})
+    loops: bool = False
+    shape: tuple[int, ...] = (B, T, D)
+
+    def module(self) -> nn.Module:
+        torch.manual_seed(5)
+        return self.makes()
+
+    def call(self, seed: int = 1, samples: int = B) -> Call:
+        generator = torch.Generator().manual_seed(seed)
+        return Call((torch.randn(samples, *self.shape[1:], generator=generator),))
+
+
+def folded(**layers: nn.Module) -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = x.flatten(0, 1)
+        for layer in m.children():
+            y = layer(y)
+        return y.unflatten(0, x.shape[:2])
+
+    return Does(forward, **layers)
+
+
+def folded_outside() -> nn.Module:
+    """The part that is called with folded rows is a module itself, and so is one in it."""
+    inner = Does(lambda m, x: m.layer(x.tanh()), layer=Does(lambda m, x: m.linear(x), linear=nn.Linear(D, D)))
+    return Around(Does(lambda m, x: m.inner(x.reshape(-1, D)).reshape(x.shape), inner=inner))
+
+
+def windows() -> nn.Module:
+    """Windows of a picture, and a mask of as many rows as there are windows, which is B by chance."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:  # (B, 6, D)
+        rows = x.reshape(-1, 2, D)  # (B * 3, 2, D)
+        scores = m.qk(rows) @ rows.mT
+        scores = (scores.unflatten(0, (-1, 3)) + m.mask).flatten(0, 1)
+        return (scores.softmax(-1) @ rows).reshape(x.shape)
+
+    part = Does(forward, qk=nn.Linear(D, D))
+    part.register_buffer("mask", torch.linspace(-1, 1, 12).reshape(3, 2, 2))
+    return Around(part)
+
+
+def windows_with_a_mask() -> nn.Module:
+    """The mask is an argument of the part that is called with windows: neither of the two has the samples in rows."""
+    inner = Does(lambda m, rows, mask: m.qk(rows) * mask.repeat(len(rows) // 3, 1, 1), qk=nn.Linear(D, D))
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.inner(x.reshape(-1, 2, D), m.mask).reshape(x.shape)
+
+    part = Does(forward, inner=inner)
+    part.register_buffer("mask", torch.linspace(-1, 1, 24).reshape(3, 2, D))
+    return Around(part)
+
+
+def experts() -> nn.Module:
+    """Each position goes to the expert that its values choose: so many rows for each, B and 1 among them."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        scores = m.router(rows).softmax(-1)
+        chosen, out = scores.argmax(-1), torch.zeros_like(rows)
+        for number in range(3):
+            where = (chosen == number).nonzero().squeeze(-1)
+            if len(where):
+                out = out.index_add(0, where, getattr(m, f"expert{number}")(rows[where]) * scores[where, number, None])
+        return out.unflatten(0, x.shape[:2])
+
+    return Around(Does(forward, router=nn.Linear(D, 3), **{f"expert{i}": nn.Linear(D, D) for i in range(3)}))
+
+
+def tied() -> nn.Module:
+    """The weight of the folded part is that of the last layer."""
+    model = Around(folded(linear=nn.Linear(D, D)))
+    model.after = nn.Linear(D, D)
+    model.part.linear.weight = model.after.weight
+    return model
+
+
+def one_by_one() -> nn.Module:
+    return Around(Does(lambda m, x: torch.cat([m.linear(x[i : i + 1]) for i in range(len(x))]), linear=nn.Linear(D, D)))
+
+
+def positions(take: Callable[[Tensor], Tensor], index: Callable[[int], Tensor]) -> nn.Module:
+    return Around(Does(lambda m, x: x * take(m.table(index(x.shape[1]))), table=nn.Embedding(9, D)))
+
+
+def checkpointed() -> nn.Module:
+    part = folded(linear=nn.Linear(D, D), tanh=nn.Tanh())
+    return Around(Does(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=part))
+
+
+def with_a_branch() -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.linear(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return torch.stack([each * 2 if float(each.detach().sum()) > 0 else each.sin() for each in y])
+
+    return Around(Does(forward, linear=nn.Linear(D, D)))
+
+
+def written_in_place() -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out = torch.zeros(*x.shape, dtype=x.dtype)
+        out[:, ::2] = m.linear(x[:, ::2].flatten(0, 1)).unflatten(0, (len(x), -1))
+        return out
+
+    return Around(Does(forward, linear=nn.Linear(D, D)))
+
+
+def own_branch() -> nn.Module:
+    """A module with a parameter of its own that `vmap` cannot follow."""
+    part = Does(lambda m, x: torch.stack([each * m.scale if each.sum() > 0 else each - m.scale for each in x]))
+    part.scale = nn.Parameter(torch.linspace(0.5, 1, D))
+    return Around(part)
+
+
+def two_parts() -> nn.Module:
+    return nn.Sequential(Around(folded(linear=nn.Linear(D, D)), D), nn.Linear(2, D), folded(linear=nn.Linear(D, 3)))
+
+
+def batch_norm() -> nn.Module:
+    norm = nn.BatchNorm1d(D)
+    norm.running_mean.add_(torch.linspace(-1, 1, D))
+    return Around(folded(linear=nn.Linear(D, D), norm=norm)).eval()
+
+
+def picklable() -> nn.Module:
+    return Around(Folded())
+
+
+class Folded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+CASES: dict[str, Case] = {
+    "picklable": Case(picklable),
+    "folded": Case(lambda: Around(folded(linear=nn.Linear(D, D), norm=nn.LayerNorm(D)))),
+    "folded_outside": Case(folded_outside),
+    "convolution": Case(
+        lambda: Around(Does(lambda m, x: m.c(x.reshape(-1, 1, D)).reshape(x.shape), c=nn.Conv1d(1, 1, 1)))
+    ),
+    "windows": Case(windows, shape=(B, 6, D)),
+    "windows_with_a_mask": Case(windows_with_a_mask, shape=(B, 6, D)),
+    "experts": Case(experts, loops=True),
+    "tied": Case(tied),
+    "one_by_one": Case(one_by_one),
+    "positions": Case(lambda: positions(lambda p: p, torch.arange), shape=(B, B, D)),
+    "first_of_positions": Case(lambda: positions(lambda p: p[0], lambda n: torch.arange(n)[None])),
+    "checkpointed": Case(checkpointed, {"part.inner"}),
+    "branch": Case(with_a_branch, loops=True),
+    "written_in_place": Case(written_in_place, loops=True),
+    "own_branch": Case(own_branch, loops=True),
+    "outside": Case(
+        lambda: Around(Does(lambda m, x: F.linear(m.linear(x).tanh(), m.linear.weight), linear=nn.Linear(D, D)))
+    ),
+    "outside_of_a_folded_part": Case(
+        lambda: Does(lambda m, x: F.linear(m.part(x), m.part.linear.weight), part=folded(linear=nn.Linear(D, D))), {""}
+    ),
+    "two_parts": Case(two_parts, {"0.part", "2"}),
+    "batch_norm": Case(batch_norm),
+    "root": Case(lambda: folded(linear=nn.Linear(D, D)), {""}),
+}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+quiet = pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+
+
+def on(module: nn.Module, **settings: Any) -> Any:
+    return enn.convert(module).per_sample(loss_reduction="sum", **settings)
+
+
+def learned(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if getattr(module, "_learned", None) is not None}
+
+
+def rows(model: nn.Module, samples: int = B) -> dict[str, Tensor]:
+    """The rows; of an expert that no position went to they are none, and so zero."""
+    parameters = dict(model.named_parameters())
+    return {
+        n: parameters[n].new_zeros(samples, *parameters[n].shape) if r is None else r for n, r in rows_of(model).items()
+    }
+
+
+def assert_right(model: Any, module: nn.Module, call: Call) -> None:
+    plain(model, call).backward()
+    samples = len(call.args[0])
+    expected = loop(module, call, samples)
+    assert_close_rows(rows(model, samples), expected)
+    for name, grad in grads_of(model).items():
+        assert_close(
+            torch.zeros(()).expand_as(expected[name][0]) if grad is None else grad, expected[name].sum(0), name=name
+        )
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Nothing is said."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@every_case
+class TestLaws:
+    def test_rows_equal_the_loop(self, case: Case) -> None:
+        module, call = case.module(), case.call()
+        model = on(module)
+        with pytest.warns(enn.PerSampleWarning) as said:
+            assert_right(model, module, call)
+        assert len(said) == 1
+        assert ("in a loop" in str(said[0].message)) == case.loops
+        assert learned(model) == case.learned
+        with silent():
+            model.zero_grad()
+            assert_right(model, module, case.call(seed=2, samples=B + 1 if case.shape[1] != B else B))
+
+    def test_off(self, case: Case) -> None:
+        module, call = case.module(), case.call()
+        model = on(module, escalate=False)
+        with pytest.raises(enn.PerSampleError):
+            plain(model, call).backward()
+        assert learned(model) == set()
+        model.zero_grad()
+        with pytest.warns(enn.PerSampleWarning):
+            assert_right(model.per_sample(escalate=True), module, call)
+        model.zero_grad()
+        with silent():
+            assert_right(model.per_sample(False).per_sample(), module, call)
+        with pytest.raises(enn.PerSampleError):
+            plain(model.per_sample(escalate=False), call).backward()
+
+    @quiet
+    def test_second_derivatives(self, case: Case) -> None:
+        module, call = case.module(), case.call()
+        model = on(module)
+        gradient_penalty(model, call).backward()
+        assert_close_rows(rows(model), loop(module, call, B, objective=gradient_penalty))
+
+    @quiet
+    def test_copies_and_the_way_back(self, case: Case) -> None:
+        module, call = case.module(), case.call()
+        model = on(module)
+        call.on(model)
+        for copied in (deepcopy(model), *([pickle.loads(pickle.dumps(model))] if "Does" not in repr(model) else [])):
+            with silent():
+                assert_right(copied, module, call)
+            assert learned(copied) == case.learned
+        plain_model = enn.revert(model)
+        assert {type(each) for each in plain_model.modules()} == {type(each) for each in module.modules()}
+        assert not any("_learned" in vars(each) for each in plain_model.modules())
+        assert torch.equal(call.on(plain_model), call.on(module))
+
+    @quiet
+    @pytest.mark.parametrize("use_reentrant", [True, False])
+    def test_checkpoints(self, case: Case, use_reentrant: bool) -> None:
+        module, call = case.module(), case.call()
+        model = on(module)
+        x = call.args[0].clone().requires_grad_()
+        again = Call((x,))
+        plain(lambda x: checkpoint(model, x, use_reentrant=use_reentrant), again).backward()
+        assert_close_rows(rows(model), loop(module, call, B))
+
+    @quiet
+    def test_several_passes(self, case: Case) -> None:
+        module, calls = case.module(), [case.call(seed) for seed in (1, 2)]
+        model = on(module)
+        for call in calls:
+            plain(model, call).backward()
+        expected = [loop(module, call, B) for call in calls]
+        assert_close_rows(rows(model, 2 * B), {name: torch.cat([e[name] for e in expected]) for name in expected[0]})
+
+    @quiet
+    def test_a_forward_without_gradients(self, case: Case) -> None:
+        module, call = case.module(), case.call()
+        model = on(module)
+        with torch.no_grad(), silent():
+            assert torch.equal(call.on(model), call.on(module))
+        assert learned(model) == set()
+        plain(model, call)
+        with torch.no_grad():
+            assert_close(call.on(model), call.on(module))
+
+    @quiet
+    def test_a_single_sample(self, case: Case) -> None:
+        module, call = case.module(), case.call(samples=1)
+        assert_right(on(module), module, call)
+
+    @quiet
+    def test_within_one_pass(self, case: Case) -> None:
+        module, call = case.module(), case.call()
+        model = on(module)
+        with enn.one_pass(model, B):
+            plain(model, call).backward()
+        assert_close_rows(rows(model), loop(module, call, B))
+
+    def test_check_lists_them(self, case: Case) -> None:
+        with silent():
+            report = enn.check(case.module(), *case.call().args)
+        assert report.ok, str(report)
+        assert str(report).count("runs sample by sample") == len(case.learned)
+
+
+class Leaves(nn.Module):
+    """Leaves traces, before and behind the part that escalates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.drop = folded(linear=nn.Linear(D, D), drop=nn.Dropout(0.5)), nn.Dropout(0.5)
+        self.calls, self.shapes, self.generator = 0, [], torch.Generator()
+        self.register_buffer("seen", torch.zeros(D))
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        self.calls += 1
+        self.shapes.append(tuple(x.shape))
+        self.seen.add_(1)
+        for each in others:
+            each.append(self.calls) if isinstance(each, list) else each.keep(x)
+        noise = torch.rand(1, generator=self.generator) + random.random()
+        return self.part(self.drop(x) + noise) + self.drop(x)
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def keep(self, x: Tensor) -> None:
+        self.kept.append(x)
+
+
+class TestTraces:
+    """What a forward that is given up has drawn, counted and kept is as if it had not been."""
+
+    @quiet
+    def test_of_the_model_and_its_arguments(self) -> None:
+        module, x, kept, cache = Leaves(), torch.randn(B, T, D), [], Cache()
+        model = on(module)
+        buffer = model.seen
+        model(x, kept, cache).sum().backward()
+        assert (model.calls, model.shapes, kept, len(cache.kept)) == (1, [(B, T, D)], [1], 1)
+        assert model.seen is buffer
+        assert torch.equal(buffer, torch.ones(D))
+        assert cache.kept[0] is x
+        assert len(model.part.linear.weight.grad_sample) == B
+
+    @quiet
+    def test_of_random_numbers(self) -> None:
+        """The first forward draws what one draws that knows already."""
+        first = on(Leaves())
+        known = deepcopy(first)
+        known(torch.randn(B, T, D))
+        known.generator.manual_seed(3), first.generator.manual_seed(3)
+        outputs, states = [], []
+        for model in (first, known):
+            torch.manual_seed(7), random.seed(7)
+            outputs.append(model(torch.ones(B, T, D)))
+            states.append((torch.get_rng_state(), random.getstate(), model.generator.get_state()))
+        assert torch.equal(*outputs)
+        assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(*states, strict=True))
+
+    @quiet
+    def test_rows_of_an_earlier_pass_stay(self) -> None:
+        """An open pass of as many samples goes on; rows held are not touched."""
+        module = nn.ModuleDict({"a": nn.Linear(D, D), "b": folded(linear=nn.Linear(D, D))})
+        model, x = on(module), torch.randn(B, T, D)
+        with enn.one_pass(model, B):
+            loss = (model["a"](x) * model["b"](x)).sum()
+        loss.backward()
+        assert len(model["a"].weight.grad_sample) == len(model["b"].linear.weight.grad_sample) == B
+
+    def test_an_input_that_was_changed_in_place(self) -> None:
+        """It cannot be run twice where the argument has a graph of its own."""
+        part = folded(linear=nn.Linear(D, D))
+        model = on(Does(lambda m, x: m.part(x.mul_(2)), part=part))
+        with pytest.raises(enn.PerSampleError, match="folded batch"):
+            model(torch.randn(B, T, D, requires_grad=True) * 1)
+        x = torch.ones(B, T, D)
+        with pytest.warns(enn.PerSampleWarning):
+            model(x)
+        assert torch.equal(x, 2 * torch.ones(B, T, D))
+
+    def test_a_refusal_in_a_later_forward(self) -> None:
+        """Of a kind that has gone through before: it is said that it has happened twice."""
+        model = on(
+            Does(lambda m, x: m.part(x) if len(x) > B else m.part.linear(x), part=folded(linear=nn.Linear(D, D)))
+        )
+        model(torch.randn(B, T, D))
+        with pytest.warns(enn.PerSampleWarning, match="has happened twice"):
+            model(torch.randn(B + 1, T, D))
+        part = folded(linear=nn.Linear(D, D))
+        model = on(Does(lambda m, x, cache: m.part(x) if len(x) > B else m.part.linear(x), part=part))
+        model(torch.randn(B, T, D), Cache())
+        with pytest.raises(enn.PerSampleError, match="folded"):
+            model(torch.randn(B + 1, T, D), Cache())
+
+
+def refused(forward: Callable[..., Any], words: str, **layers: nn.Module) -> None:
+    model = on(Around(Does(forward, **layers)))
+    with pytest.raises(enn.PerSampleError, match=words), silent():
+        model(torch.randn(B, T, D))
+    assert learned(model) == set()
+
+
+class TestRefused:
+    """What is no sample's own stays an error, and the model what it was."""
+
+    def test_samples_that_are_mixed(self) -> None:
+        refused(
+            lambda m, x: m.linear((x - x.mean(0)).flatten(0, 1)).unflatten(0, x.shape[:2]),
+            r"part\.linear \(Linear\): input has shape \(15, 4\)",
+            linear=nn.Linear(D, D),
+        )
+
+    def test_samples_that_are_sorted(self) -> None:
+        refused(
+            lambda m, x: m.linear(x.flatten(0, 1).sort(0).values).unflatten(0, x.shape[:2]),
+            "folded batch of 3 x 5",
+            linear=nn.Linear(D, D),
+        )
+
+    def test_a_branch_on_the_whole_batch(self) -> None:
+        def forward(m: Any, x: Tensor) -> Tensor:
+            y = m.linear(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+            return y * 2 if x[1].sum() > x[0].sum() else y * 3
+
+        refused(forward, "folded batch of 3 x 5", linear=nn.Linear(D, D))
+
+    def test_batch_norm_in_training(self) -> None:
+        refused(
+            lambda m, x: m.norm(m.linear(x.flatten(0, 1))).unflatten(0, x.shape[:2]),
+            "folded batch of 3 x 5",
+            linear=nn.Linear(D, D),
+            norm=nn.BatchNorm1d(D),
+        )
+
+    def test_batch_norm_in_training_elsewhere(self) -> None:
+        model = on(nn.Sequential(Around(folded(linear=nn.Linear(D, D))), nn.BatchNorm1d(T)))
+        with pytest.raises(
+            enn.PerSampleError, match=r"1 \(BatchNorm1d\): it normalises by the statistics of the batch"
+        ):
+            model(torch.randn(B, T, D))
+        assert learned(model) == set()
+
+    def test_a_cache(self) -> None:
+        def forward(m: Any, x: Tensor) -> Tensor:
+            m.cache = m.linear(x.flatten(0, 1))
+            return m.cache.unflatten(0, x.shape[:2])
+
+        refused(forward, "folded batch of 3 x 5", linear=nn.Linear(D, D))
+
+    def test_use_of_a_weight_in_the_loss(self) -> None:
+        """No module is around that."""
+        model = on(Around(folded(linear=nn.Linear(D, D))))
+        with pytest.warns(enn.PerSampleWarning):
+            loss = model(torch.randn(B, T, D)).sum() + model.after.weight.sum()
+        with pytest.raises(enn.PerSampleError, match=r"after\.weight: .*outside of its module"):
+            loss.backward()
+
+    def test_a_penalty_that_the_forward_returns(self) -> None:
+        """It is of no sample: the rows are right as long as it is not in the loss."""
+        module = Does(lambda m, x: (m.linear(x), m.linear.weight.square().sum()), linear=nn.Linear(D, D))
+        model, call = on(module), Call((torch.randn(B, D),))
+        with silent():
+            output, penalty = call.on(model)
+        output.sum().backward(retain_graph=True)
+        assert_close(model.linear.weight.grad_sample, call.args[0][:, None].expand(-1, D, -1))
+        with pytest.raises(enn.PerSampleError, match=r"linear\.weight: .*outside of its module"):
+            penalty.backward()
+        assert learned(model) == set()
+
+    def test_the_models_own_error(self) -> None:
+        model = on(Does(lambda m, x: m.table(torch.arange(T))[x.shape], table=nn.Embedding(9, D)))
+        with pytest.raises(IndexError):
+            model(torch.randn(B, T, D))
+        assert learned(model) == set()
+
+    def test_an_error_behind_the_part(self) -> None:
+        model = on(Does(lambda m, x: 1 / 0 + m.part(x), part=folded(linear=nn.Linear(D, D))))
+        with pytest.raises(ZeroDivisionError):
+            model(torch.randn(B, T, D))
+
+
+def test_a_fold_that_changes_with_the_input() -> None:
+    """Rows are B by chance for some inputs: what was learned holds for those too."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        chosen = x.detach()[..., 0] > 0
+        return torch.zeros_like(x).index_put((chosen,), m.linear(x[chosen]))
+
+    module = Around(Does(forward, linear=nn.Linear(D, D)))
+    model, generator = on(module), torch.Generator().manual_seed(0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(8):
+            model.zero_grad()
+            assert_right(model, module, Call((torch.randn(B, T, D, generator=generator),)))
+    assert len(said) == 1
+
+
+def test_many_parts_are_named_in_one_warning() -> None:
+    parts = [Around(folded(linear=nn.Linear(D, D)), D) for _ in range(4)]
+    for part in parts:
+        part.after = nn.Linear(D, D)
+    with pytest.warns(enn.PerSampleWarning, match=r"0\.part.*1\.part.*2\.part.*3\.part \(Does\): runs") as said:
+        on(nn.Sequential(*parts))(torch.randn(B, T, D))
+    assert len(said) == 1
+
+
+def test_the_larger_part_takes_the_place_of_those_in_it() -> None:
+    """A part that was learned alone, and then something around it refuses."""
+    part = folded(linear=nn.Linear(D, D))
+    model = Does(
+        lambda m, x: m.outer(x), outer=Does(lambda m, x: m.last(m.part(x)[None])[0], part=part, last=nn.Linear(D, D))
+    )
+    expanded = on(model)
+    with pytest.warns(enn.PerSampleWarning):
+        assert_right(expanded, model, Call((torch.randn(B, T, D),)))
+    assert learned(expanded) == {"outer"}
