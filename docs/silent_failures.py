@@ -42,7 +42,7 @@ except ImportError:
 
 Rows = dict[str, Tensor | None]
 SAMPLES, TOLERANCE = 3, 1e-9
-LSTM_TEST = "tests/test_rnn.py::test_rows_equal_the_loop"
+LSTM_TEST = "tests/test_layers.py::test_rows_equal_the_loop"
 MIXING_TEST = "tests/test_check.py::test_mixing_between_layers"
 
 
@@ -288,7 +288,7 @@ def run(trap: Trap) -> dict[str, Outcome]:
     return found
 
 
-TRUST = "tests/test_trust.py::"
+TRUST = "tests/recording/test_trust.py::"
 # What a training script may do around the forward, what comes of it, and the test that proves it.
 STEPS = [
     (
@@ -417,7 +417,8 @@ STEPS_HEAD = """
 Rows may also go wrong between the forwards: a parameter gets a gradient that no row is a part of, which clipping would
 leave as large as it is, or rows of an earlier step stay. These cases are about how a library holds rows from step to
 step, so they are not compared with others. *Right* means that all rows agree with the loop; an *error* says what to
-write instead. The tests are in `tests/test_trust.py`, `tests/test_silent_failures.py` and `tests/test_errors.py`.
+write instead. The tests are in `tests/recording/test_trust.py`, `tests/test_silent_failures.py` and
+`tests/test_errors.py`.
 """
 
 

@@ -4,12 +4,14 @@ Sizes are chosen so that no dimension equals a number of samples that the tests 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from oracle import Call, Take, take_rows
 
@@ -66,13 +68,18 @@ class Case:
 
     @property
     def torch_class(self) -> type[nn.Module]:
-        return type(self.build())
+        """The class of the layer, which a module may hold that makes it a function of tensors `(B, ...)`."""
+        return type(layer_of(self.build()))
 
     def has_parameters(self) -> bool:
         return any(True for _ in self.build().parameters())
 
     def has_float_input(self) -> bool:
         return bool(self.inputs(1).floats())
+
+
+def layer_of(module: nn.Module) -> nn.Module:
+    return getattr(module, "layer", module)
 
 
 def randn(*shape: int) -> Callable[[int], Call]:
@@ -126,7 +133,7 @@ LINEAR = [
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 CONV_TRANSPOSE = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 SPACE = {1: (9,), 2: (7, 8), 3: (5, 6, 7)}
-CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+UNEVEN = (3, 2, 4)
 
 
 def conv(d: int, name: str, channels: int = 4, out: int = 6, kernel: object = 3, **arguments: object) -> Case:
@@ -147,7 +154,7 @@ def conv_laid_out(d: int, name: str, change: Callable[[Tensor], Tensor], *shape:
 
 def conv_cases(d: int) -> list[Case]:
     space = SPACE[d]
-    uneven = (3, 2, 4)[:d]
+    uneven = UNEVEN[:d]
     cases = [
         Case(
             f"conv{d}d",
@@ -155,7 +162,7 @@ def conv_cases(d: int) -> list[Case]:
             randn(4, *space),
             bad=(bad(rf"[Cc]onv{d}d.*\(4, ", (4, *space)),),
         ),
-        conv(d, "arguments", kernel=uneven, stride=(2, 1, 2)[:d], padding=(1, 2, 0)[:d], dilation=(1, 2, 1)[:d]),
+        conv(d, "arguments", kernel=uneven, stride=(2, 1)[:d], padding=(1, 2)[:d], dilation=(1, 2)[:d]),
         conv(d, "no_bias", bias=False),
         conv(d, "one_channel", 1, 1),
         conv(d, "kernel_1", kernel=1),
@@ -178,7 +185,7 @@ def conv_cases(d: int) -> list[Case]:
             conv(d, f"{mode}_{name}", padding_mode=mode, padding=padding, kernel=kernel, stride=stride)
             for mode in ("reflect", "replicate", "circular")
             for name, padding, kernel, stride in (
-                ("uneven", (1, 2, 0)[:d], uneven, 2),
+                ("uneven", (1, 2)[:d], uneven, 2),
                 ("same", "same", 3, 1),
                 ("same_even", "same", 4, 1),
             )
@@ -189,8 +196,8 @@ def conv_cases(d: int) -> list[Case]:
         conv_laid_out(d, "strided", lambda x: x[:, ::2, ..., ::2], 8, *space[:-1], 14),
         conv_laid_out(d, "expanded", lambda x: x.expand(-1, 4, *space), 1, *space),
     ]
-    if d > 1:
-        last = CHANNELS_LAST[d]
+    if d == 2:
+        last = torch.channels_last
         cases += [
             conv_laid_out(d, "channels_last", lambda x: x.to(memory_format=last)),
             conv_laid_out(d, "channels_last_groups", lambda x: x.to(memory_format=last), groups=2, stride=2),
@@ -214,7 +221,7 @@ def conv_transpose(d: int, name: str, channels: int = 4, out: int = 6, kernel: o
 
 def conv_transpose_cases(d: int) -> list[Case]:
     space = tuple(n - 3 for n in SPACE[d])
-    uneven = (3, 2, 4)[:d]
+    uneven = UNEVEN[:d]
     cases = [
         Case(
             f"conv_transpose{d}d",
@@ -222,15 +229,13 @@ def conv_transpose_cases(d: int) -> list[Case]:
             randn(4, *space),
             bad=(bad(rf"(?i)conv_?transpose{d}d.*\(4, ", (4, *space)),),
         ),
-        conv_transpose(
-            d, "arguments", kernel=uneven, stride=(2, 1, 2)[:d], padding=(1, 0, 1)[:d], dilation=(1, 2, 1)[:d]
-        ),
+        conv_transpose(d, "arguments", kernel=uneven, stride=(2, 1)[:d], padding=(1, 0)[:d], dilation=(1, 2)[:d]),
         conv_transpose(d, "no_bias", bias=False),
         conv_transpose(d, "one_channel", 1, 1),
         conv_transpose(d, "kernel_1", kernel=1),
         conv_transpose(d, "stride", stride=2),
         conv_transpose(d, "output_padding", stride=2, output_padding=1, padding=1),
-        conv_transpose(d, "output_padding_dilation", stride=3, dilation=2, output_padding=(1, 2, 0)[:d], padding=2),
+        conv_transpose(d, "output_padding_dilation", stride=3, dilation=2, output_padding=(1, 2)[:d], padding=2),
         conv_transpose(d, "dilation", dilation=2),
         conv_transpose(d, "groups", groups=2),
         conv_transpose(
@@ -249,18 +254,45 @@ def conv_transpose_cases(d: int) -> list[Case]:
             lay_out(randn(*space, 4), lambda x: x.movedim(-1, 1)),
         ),
     ]
-    if d > 1:
+    if d == 2:
         cases.append(
             Case(
                 f"conv_transpose{d}d_channels_last",
                 lambda: CONV_TRANSPOSE[d](4, 6, 3, groups=2, padding=1),
-                lay_out(randn(4, *space), lambda x: x.to(memory_format=CHANNELS_LAST[d])),
+                lay_out(randn(4, *space), lambda x: x.to(memory_format=torch.channels_last)),
             )
         )
     return cases
 
 
-CONVOLUTIONS = [case for d in (1, 2, 3) for make in (conv_cases, conv_transpose_cases) for case in make(d)]
+def channels_last_3d(x: Tensor) -> Tensor:
+    return x.to(memory_format=torch.channels_last_3d)
+
+
+# What one and two dimensions cannot show: a third number in each argument, torch's own kernels for it, its layout.
+CONVOLUTIONS_3D = [
+    Case(
+        "conv3d",
+        lambda: nn.Conv3d(4, 6, UNEVEN, stride=(2, 1, 2), padding=(1, 2, 0), dilation=(1, 2, 1)),
+        randn(4, *SPACE[3]),
+        bad=(bad(r"[Cc]onv3d.*\(4, ", (4, *SPACE[3])),),
+    ),
+    conv_laid_out(3, "channels_last_groups", channels_last_3d, groups=2, stride=(1, 2, 3)),
+    conv(3, "replicate_uneven", kernel=UNEVEN, stride=2, padding=(1, 2, 0), padding_mode="replicate"),
+    conv(3, "same_uneven", kernel=UNEVEN, dilation=2, padding="same"),
+    Case(
+        "conv_transpose3d",
+        lambda: nn.ConvTranspose3d(4, 6, UNEVEN, stride=(2, 1, 2), padding=(1, 0, 1), dilation=(1, 2, 1)),
+        randn(4, 2, 3, 4),
+        bad=(bad(r"(?i)conv_?transpose3d.*\(4, ", (4, 2, 3, 4)),),
+    ),
+    conv_transpose(3, "output_padding", stride=3, dilation=2, output_padding=(1, 2, 0), padding=2, groups=2),
+]
+
+CONVOLUTIONS = [
+    *(case for d in (1, 2) for make in (conv_cases, conv_transpose_cases) for case in make(d)),
+    *CONVOLUTIONS_3D,
+]
 
 # --- embeddings -----------------------------------------------------------------------------------------------
 
@@ -435,8 +467,8 @@ EMBEDDINGS = [
 
 # --- norms ----------------------------------------------------------------------------------------------------
 
-BATCH_NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-INSTANCE_NORM = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
+BATCH_NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d}
+INSTANCE_NORM = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d}
 
 
 def norm(name: str, build: Callable[[], nn.Module], *shape: int, training: bool = True, **fields: object) -> Case:
@@ -444,7 +476,7 @@ def norm(name: str, build: Callable[[], nn.Module], *shape: int, training: bool 
 
 
 def norm_cases(d: int) -> list[Case]:
-    batch_norm, instance_norm, space = BATCH_NORM[d], INSTANCE_NORM[d], (5, 2, 6)[:d]
+    batch_norm, instance_norm, space = BATCH_NORM[d], INSTANCE_NORM[d], (5, 2)[:d]
     b, i = f"batch_norm{d}d", f"instance_norm{d}d"
     cases = [
         norm(b, lambda: batch_norm(4), 4, *space, training=False),
@@ -482,12 +514,12 @@ def norm_cases(d: int) -> list[Case]:
             bad=(bad(rf"(?i)instance_?norm{d}d", (4, *space)),),
         ),
     ]
-    if d > 1:
+    if d == 2:
         cases.append(
             Case(
                 f"{b}_channels_last",
                 lambda: batch_norm(4),
-                lay_out(randn(4, *space), lambda x: x.to(memory_format=CHANNELS_LAST[d])),
+                lay_out(randn(4, *space), lambda x: x.to(memory_format=torch.channels_last)),
                 training=False,
             )
         )
@@ -528,13 +560,154 @@ NORMS = [
     ),
     Case("group_norm_permuted", lambda: nn.GroupNorm(2, 4), lay_out(randn(5, 6, 4), lambda x: x.movedim(-1, 1))),
     norm("batch_norm1d_2d", lambda: nn.BatchNorm1d(4), 4, training=False),
-    *(case for d in (1, 2, 3) for case in norm_cases(d)),
+    *(case for d in (1, 2) for case in norm_cases(d)),
+    Case(
+        "batch_norm3d_channels_last",
+        lambda: nn.BatchNorm3d(4),
+        lay_out(randn(4, 5, 2, 6), channels_last_3d),
+        training=False,
+    ),
+    norm(
+        "instance_norm3d_affine",
+        lambda: nn.InstanceNorm3d(4, affine=True),
+        4,
+        5,
+        2,
+        6,
+        bad=(bad(r"(?i)instance_?norm3d", (4, 5, 2, 6)),),
+    ),
     norm("prelu", lambda: nn.PReLU(), 6, 4),
     Case("prelu_flat", lambda: nn.PReLU(), lambda batch: Call((-torch.rand(batch),))),
     norm("prelu_channels", lambda: nn.PReLU(4, init=0.1), 4, 6),
     norm("prelu_channels_2d", lambda: nn.PReLU(4), 4),
     norm("prelu_channels_4d", lambda: nn.PReLU(4), 4, 5, 6),
     Case("prelu_permuted", lambda: nn.PReLU(4), lay_out(randn(6, 4), lambda x: x.mT)),
+]
+
+# --- recurrent layers -----------------------------------------------------------------------------------------
+
+STEPS, FEATURES, HIDDEN = 5, 4, 6
+
+
+class Sequences(nn.Module):
+    """A recurrent layer as a function of tensors `(B, ...)` with a value `(B, features)`: the outputs and all states.
+
+    Lengths make it pack its input, states come as `(B, layers * directions, features)`.
+    """
+
+    def __init__(self, layer: nn.RNNBase, *, enforce_sorted: bool = False) -> None:
+        super().__init__()
+        self.layer = layer
+        self.enforce_sorted = enforce_sorted
+
+    def forward(self, x: Tensor, *states: Tensor, lengths: Tensor | None = None) -> Tensor:
+        steps, batch_first = x.shape[1], self.layer.batch_first
+        given: Any = x if batch_first else x.transpose(0, 1)
+        if lengths is not None:
+            given = pack_padded_sequence(given, lengths, batch_first, self.enforce_sorted)
+        first = tuple(state.transpose(0, 1).contiguous() for state in states)
+        hx = None if not first else first if isinstance(self.layer, nn.LSTM) else first[0]
+        y, last = self.layer(given, hx)
+        if lengths is not None:
+            assert isinstance(y, PackedSequence)
+            y, returned = pad_packed_sequence(y, batch_first, total_length=steps)
+            assert torch.equal(returned, lengths)
+        y = y if batch_first else y.transpose(0, 1)
+        last = last if isinstance(self.layer, nn.LSTM) else (last,)
+        return torch.cat([y.flatten(1), *(state.transpose(0, 1).flatten(1) for state in last)], 1)
+
+
+class Unrolled(nn.Module):
+    """A cell over time, the loop written by the user."""
+
+    def __init__(self, layer: nn.RNNCellBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, *states: Tensor) -> Tensor:
+        lstm = isinstance(self.layer, nn.LSTMCell)
+        hx: Any = None if not states else states if lstm else states[0]
+        outputs = []
+        for step in x.unbind(1):
+            hx = self.layer(step, hx)
+            outputs.append(hx[0] if lstm else hx)
+        return torch.cat([*outputs, hx[1]] if lstm else outputs, 1)
+
+
+KINDS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
+    "tanh": (nn.RNN, {}),
+    "relu": (nn.RNN, {"nonlinearity": "relu"}),
+    "lstm": (nn.LSTM, {}),
+    "lstm_proj": (nn.LSTM, {"proj_size": 2}),
+    "gru": (nn.GRU, {}),
+}
+
+CELLS: dict[str, tuple[type[nn.RNNCellBase], dict[str, Any]]] = {
+    "tanh": (nn.RNNCell, {}),
+    "relu": (nn.RNNCell, {"nonlinearity": "relu"}),
+    "lstm": (nn.LSTMCell, {}),
+    "gru": (nn.GRUCell, {}),
+}
+
+
+def recurrence(states: Sequence[tuple[int, ...]], lengths: tuple[int, ...] = ()) -> Callable[[int], Call]:
+    """An input, the initial states, and the lengths of the first samples."""
+
+    def call(batch: int) -> Call:
+        tensors = [torch.randn(batch, *shape) for shape in ((STEPS, FEATURES), *states)]
+        return Call(tuple(tensors), {"lengths": torch.tensor(lengths[:batch])} if lengths else {})
+
+    return call
+
+
+def recurrent(
+    kind: str,
+    name: str = "",
+    *,
+    states: bool = False,
+    lengths: tuple[int, ...] = (),
+    ordered: bool = False,
+    **more: Any,
+) -> Case:
+    layer, arguments = KINDS[kind]
+    arguments = {"batch_first": True, **arguments, **more}
+    number = arguments.get("num_layers", 1) * (2 if arguments.get("bidirectional") else 1)
+    sizes = [arguments.get("proj_size") or HIDDEN, *([HIDDEN] if layer is nn.LSTM else [])]
+    return Case(
+        "_".join(filter(None, [kind, name])),
+        lambda: Sequences(layer(FEATURES, HIDDEN, **arguments), enforce_sorted=ordered),
+        recurrence([(number, size) for size in sizes] if states else (), lengths),
+    )
+
+
+def recurrent_cell(kind: str, name: str, *, states: bool = False, **more: Any) -> Case:
+    cell, arguments = CELLS[kind]
+    number = 2 if cell is nn.LSTMCell else 1
+    return Case(
+        f"{kind}_cell{name}",
+        lambda: Unrolled(cell(FEATURES, HIDDEN, **arguments, **more)),
+        recurrence([(HIDDEN,)] * number if states else ()),
+    )
+
+
+RECURRENT = [
+    *(recurrent(kind) for kind in KINDS),
+    *(recurrent(kind, "states_time_first", states=True, batch_first=False) for kind in KINDS),
+    *(recurrent(kind, "no_bias_both_ways", bias=False, bidirectional=True) for kind in KINDS),
+    *(recurrent(kind, "deep_both_ways", num_layers=2, bidirectional=True, states=True) for kind in KINDS),
+    *(recurrent(kind, "packed", lengths=(2, 5, 1), states=True, batch_first=False) for kind in KINDS),
+    *(
+        recurrent(kind, "packed_deep_both_ways", lengths=(2, 4, 4), states=True, num_layers=2, bidirectional=True)
+        for kind in KINDS
+    ),
+    recurrent("lstm", "packed_sorted", lengths=(5, 3, 1), ordered=True, bidirectional=True, states=True),
+    recurrent("gru", "packed_no_bias", lengths=(1, 1, 1), bias=False),
+    recurrent("gru", "dropout_0_three_layers", num_layers=3, dropout=0.0),
+    *(
+        recurrent_cell(kind, name, **more)
+        for kind in CELLS
+        for name, more in (("", {"states": True}), ("_no_bias", {"bias": False}))
+    ),
 ]
 
 # --- modules with parameters of their own: the general rule -----------------------------------------------------
@@ -625,6 +798,6 @@ GENERAL = [
     ),
 ]
 
-CASES = [*LINEAR, *CONVOLUTIONS, *EMBEDDINGS, *NORMS, *GENERAL]
+CASES = [*LINEAR, *CONVOLUTIONS, *EMBEDDINGS, *NORMS, *RECURRENT, *GENERAL]
 if "bias" not in signature(nn.GroupNorm).parameters:  # older versions of torch
     CASES = [case for case in CASES if not re.fullmatch(r"(group|batch|instance)_norm.*_no_bias", case.name)]

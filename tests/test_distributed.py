@@ -136,6 +136,27 @@ def ddp_clips_micro_batches(rank: int, world: int) -> None:
             assert_close(parameter.grad, expected[name], name=name)
 
 
+def compiled_steps_clip_their_own_samples(rank: int, world: int) -> None:
+    """The model within DistributedDataParallel, whose communication is left to the caller."""
+    for make_model, make_input in MODELS.values():
+        plain = make_model()
+        model = DistributedDataParallel(enn.convert(plain).per_sample()).module
+
+        def step(x: Tensor, model: nn.Module = model) -> None:
+            backward(model, x)
+            enn.clip_grad_sample_norms_(model, LIMIT)
+
+        compiled = enn.compile(step, backend="eager")
+        expected = clipped_sum(expected_rows(plain, x := make_input(ROWS * world)))
+        for _ in range(3):
+            model.zero_grad()
+            compiled(x[rank * ROWS : (rank + 1) * ROWS])
+            for name, parameter in parameters_of(model).items():
+                dist.all_reduce(parameter.grad)
+                assert_close(parameter.grad, expected[name], name=name)
+        assert any(family.graphs for family in compiled.families.values())
+
+
 def sharded(plain: nn.Module, **options: object) -> nn.Module:
     """A converted copy; the layers with layers or parameters of their own are shards, and so is what is left."""
     model = enn.convert(plain)
@@ -254,6 +275,7 @@ DDP = [
     ddp_reduces_the_gradient_and_leaves_the_rows_local,
     ddp_with_a_part_that_is_not_used,
     ddp_clips_micro_batches,
+    compiled_steps_clip_their_own_samples,
 ]
 FSDP = [
     fsdp_scatters_the_gradient_and_leaves_the_rows_local,

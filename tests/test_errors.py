@@ -650,6 +650,31 @@ def a_step_with_a_parameter_of_its_own() -> None:
     compiled_twice(lambda model, x: (model(x) * factor).sum().backward())
 
 
+@refused(r"^enn\.compile: the step calls DistributedDataParallel.*all_reduce\(parameter\.grad\)")
+def a_step_that_calls_ddp() -> None:
+    class Wrapper(nn.parallel.DistributedDataParallel):
+        def __init__(self, module: nn.Module) -> None:
+            nn.Module.__init__(self)
+            self.module = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.module(x)
+
+    compiled_twice(lambda model, x: wrappers.setdefault(model, Wrapper(model))(x).sum().backward())
+
+
+wrappers: dict[nn.Module, nn.Module] = {}
+
+
+@refused(r"^enn\.compile: the model is sharded by FSDP.*Call the step without enn\.compile")
+def a_step_of_shards() -> None:
+    def change(model: nn.Module, x: Tensor) -> None:
+        model(x).sum().backward()
+        model._recorder.leaves.sharded = True
+
+    compiled_twice(change)
+
+
 def checkpointed(sizes: Sequence[int], change: Callable[[Tensor], Tensor]) -> None:
     class Hidden:
         """An output whose tensors nobody finds."""

@@ -1,20 +1,19 @@
-"""The laws of test_layers.py for recurrent layers, whose outputs, states and sequences take more words."""
+"""Recurrent layers beyond the laws of test_layers.py: parts of the outputs, packed sequences, dropout, bad input."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence, unpack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, unpack_sequence
 from torch.testing._internal.common_modules import ModuleInput, module_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 import expanded_nn as enn
+from cases import CELLS, FEATURES, HIDDEN, KINDS, RECURRENT, STEPS, Case, recurrent
 from oracle import (
     Call,
-    Take,
     assert_all_close,
     assert_close,
     assert_close_rows,
@@ -24,7 +23,6 @@ from oracle import (
     plain,
     rows_of,
     sample_losses,
-    take_rows,
 )
 
 pytestmark = [
@@ -32,143 +30,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning"),
 ]
 
-BATCH, STEPS, FEATURES, HIDDEN = 3, 5, 4, 6
+BATCH = 3
 
-
-class Sequences(nn.Module):
-    """A recurrent layer as a function of tensors `(B, ...)` with a value `(B, features)`: the outputs and all states.
-
-    Lengths make it pack its input, states come as `(B, layers * directions, features)`.
-    """
-
-    def __init__(self, rnn: nn.RNNBase, *, enforce_sorted: bool = False) -> None:
-        super().__init__()
-        self.rnn = rnn
-        self.enforce_sorted = enforce_sorted
-
-    def forward(self, x: Tensor, *states: Tensor, lengths: Tensor | None = None) -> Tensor:
-        steps, batch_first = x.shape[1], self.rnn.batch_first
-        given: Any = x if batch_first else x.transpose(0, 1)
-        if lengths is not None:
-            given = pack_padded_sequence(given, lengths, batch_first, self.enforce_sorted)
-        first = tuple(state.transpose(0, 1).contiguous() for state in states)
-        hx = None if not first else first if isinstance(self.rnn, nn.LSTM) else first[0]
-        y, last = self.rnn(given, hx)
-        if lengths is not None:
-            assert isinstance(y, PackedSequence)
-            y, returned = pad_packed_sequence(y, batch_first, total_length=steps)
-            assert torch.equal(returned, lengths)
-        y = y if batch_first else y.transpose(0, 1)
-        last = last if isinstance(self.rnn, nn.LSTM) else (last,)
-        return torch.cat([y.flatten(1), *(state.transpose(0, 1).flatten(1) for state in last)], 1)
-
-
-class Unrolled(nn.Module):
-    """A cell over time, the loop written by the user."""
-
-    def __init__(self, cell: nn.RNNCellBase) -> None:
-        super().__init__()
-        self.cell = cell
-
-    def forward(self, x: Tensor, *states: Tensor) -> Tensor:
-        lstm = isinstance(self.cell, nn.LSTMCell)
-        hx: Any = None if not states else states if lstm else states[0]
-        outputs = []
-        for step in x.unbind(1):
-            hx = self.cell(step, hx)
-            outputs.append(hx[0] if lstm else hx)
-        return torch.cat([*outputs, hx[1]] if lstm else outputs, 1)
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    build: Callable[[], nn.Module]
-    states: tuple[tuple[int, ...], ...] = ()
-    lengths: tuple[int, ...] = ()
-    take: Take = take_rows
-
-    def module(self) -> nn.Module:
-        torch.manual_seed(7)
-        return self.build()
-
-    def inputs(self, batch: int, seed: int = 11) -> Call:
-        torch.manual_seed(seed)
-        x, states = torch.randn(batch, STEPS, FEATURES), [torch.randn(batch, *shape) for shape in self.states]
-        return Call((x, *states), {"lengths": torch.tensor(self.lengths[:batch])} if self.lengths else {})
-
-    def loop(self, call: Call, samples: int = BATCH, **how: Any) -> dict[str, Tensor]:
-        return loop(self.module(), call, samples, take=self.take, **how)
-
-
-KINDS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
-    "tanh": (nn.RNN, {}),
-    "relu": (nn.RNN, {"nonlinearity": "relu"}),
-    "lstm": (nn.LSTM, {}),
-    "lstm_proj": (nn.LSTM, {"proj_size": 2}),
-    "gru": (nn.GRU, {}),
-}
-
-CELLS: dict[str, tuple[type[nn.RNNCellBase], dict[str, Any]]] = {
-    "tanh": (nn.RNNCell, {}),
-    "relu": (nn.RNNCell, {"nonlinearity": "relu"}),
-    "lstm": (nn.LSTMCell, {}),
-    "gru": (nn.GRUCell, {}),
-}
-
-
-def layer_case(
-    kind: str,
-    name: str = "",
-    *,
-    states: bool = False,
-    lengths: tuple[int, ...] = (),
-    ordered: bool = False,
-    **more: Any,
-) -> Case:
-    layer, arguments = KINDS[kind]
-    arguments = {"batch_first": True, **arguments, **more}
-    number = arguments.get("num_layers", 1) * (2 if arguments.get("bidirectional") else 1)
-    sizes = [arguments.get("proj_size") or HIDDEN, *([HIDDEN] if layer is nn.LSTM else [])]
-    return Case(
-        "_".join(filter(None, [kind, name])),
-        lambda: Sequences(layer(FEATURES, HIDDEN, **arguments), enforce_sorted=ordered),
-        tuple((number, size) for size in sizes) if states else (),
-        lengths,
-    )
-
-
-def cell_case(kind: str, name: str, *, states: bool = False, **more: Any) -> Case:
-    cell, arguments = CELLS[kind]
-    number = 2 if cell is nn.LSTMCell else 1
-    return Case(
-        f"{kind}_cell{name}",
-        lambda: Unrolled(cell(FEATURES, HIDDEN, **arguments, **more)),
-        ((HIDDEN,),) * number if states else (),
-    )
-
-
-CASES = [
-    *(layer_case(kind) for kind in KINDS),
-    *(layer_case(kind, "states_time_first", states=True, batch_first=False) for kind in KINDS),
-    *(layer_case(kind, "no_bias_both_ways", bias=False, bidirectional=True) for kind in KINDS),
-    *(layer_case(kind, "deep_both_ways", num_layers=2, bidirectional=True, states=True) for kind in KINDS),
-    *(layer_case(kind, "packed", lengths=(2, 5, 1), states=True, batch_first=False) for kind in KINDS),
-    *(
-        layer_case(kind, "packed_deep_both_ways", lengths=(2, 4, 4), states=True, num_layers=2, bidirectional=True)
-        for kind in KINDS
-    ),
-    layer_case("lstm", "packed_sorted", lengths=(5, 3, 1), ordered=True, bidirectional=True, states=True),
-    layer_case("gru", "packed_no_bias", lengths=(1, 1, 1), bias=False),
-    layer_case("gru", "dropout_0_three_layers", num_layers=3, dropout=0.0),
-    *(
-        cell_case(kind, name, **more)
-        for kind in CELLS
-        for name, more in (("", {"states": True}), ("_no_bias", {"bias": False}))
-    ),
-]
-
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+every_case = pytest.mark.parametrize("case", RECURRENT, ids=lambda case: case.name)
 
 
 def expanded(case: Case, **settings: Any) -> nn.Module:
@@ -176,129 +40,31 @@ def expanded(case: Case, **settings: Any) -> nn.Module:
 
 
 def test_the_layers_are_the_zoo_s() -> None:
-    for case in CASES:
+    for case in RECURRENT:
         (layer,) = expanded(case).children()
         assert type(layer) is getattr(enn, type(layer).__name__)
 
 
-# --- the laws -------------------------------------------------------------------------------------------------
+# --- beyond the laws ------------------------------------------------------------------------------------------
 
 
 @every_case
-def test_forward_and_off(case: Case) -> None:
-    call, model = case.inputs(BATCH), expanded(case)
-    expected = call.on(case.module()).detach()
-    assert_close(call.on(model), expected, tol=1e-12)
+def test_without_grad_it_is_torch_s_own_forward(case: Case) -> None:
+    call = case.inputs(BATCH)
     with torch.no_grad():
-        assert torch.equal(call.on(model), expected)
-    model.per_sample(False)
-    a, b = call.requires_grad(), call.requires_grad()
-    plain(model, a).backward()
-    plain(module := case.module(), b).backward()
-    for p, q in zip(model.parameters(), module.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
-    for x, y in zip(a.floats(), b.floats(), strict=True):
-        assert torch.equal(x.grad, y.grad)
-
-
-@every_case
-@pytest.mark.parametrize("samples", [BATCH, 1])
-@pytest.mark.parametrize("settings", [{}, {"materialize": True}], ids=["factored", "dense"])
-def test_rows_equal_the_loop(case: Case, samples: int, settings: dict[str, Any]) -> None:
-    call, model = case.inputs(samples), expanded(case, **settings)
-    (plain(model, call) / max(samples, 1)).backward()
-    rows = case.loop(call, samples)
-    assert_close_rows(rows_of(model), rows)
-    assert_close_rows(grads_of(model), {name: row.mean(0) for name, row in rows.items()})
-
-
-@every_case
-def test_input_and_state_gradients(case: Case) -> None:
-    a, b = case.inputs(BATCH).requires_grad(), case.inputs(BATCH).requires_grad()
-    plain(expanded(case), a).backward()
-    plain(case.module(), b).backward()
-    assert_all_close([t.grad for t in a.floats()], [t.grad for t in b.floats()])
+        assert torch.equal(call.on(expanded(case)), call.on(case.module()))
 
 
 @every_case
 def test_each_parameter_alone(case: Case) -> None:
-    call, rows = case.inputs(BATCH), case.loop(case.inputs(BATCH))
+    call = case.inputs(BATCH)
+    rows = loop(case.module(), call, BATCH)
     for name in rows:
         model = expanded(case, loss_reduction="sum")
         for other, parameter in model.named_parameters():
             parameter.requires_grad_(other == name)
         plain(model, call).backward()
         assert_close_rows(rows_of(model), {name: rows[name]})
-
-
-@every_case
-def test_gradient_penalty(case: Case) -> None:
-    call, model = case.inputs(BATCH), expanded(case, loss_reduction="sum")
-    gradient_penalty(model, call).backward()
-    assert_close_rows(rows_of(model), case.loop(call, objective=gradient_penalty))
-
-
-@every_case
-def test_derivative_of_grad_sample(case: Case) -> None:
-    a, b = case.inputs(BATCH).requires_grad(), case.inputs(BATCH).requires_grad()
-    model, module = expanded(case, loss_reduction="sum"), case.module()
-    plain(model, a).backward(create_graph=True)
-    rows = loop(module, b, BATCH, take=case.take, create_graph=True)
-    assert_close_rows(rows_of(model), {name: row.detach() for name, row in rows.items()})
-
-    def differentiated(rows: dict[str, Tensor], module: nn.Module, call: Call) -> list[Tensor]:
-        total = sum(row.square().sum() for row in rows.values())
-        wanted = [*module.parameters(), *call.floats()]
-        return list(torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True))
-
-    assert_all_close(differentiated(rows_of(model), model, a), differentiated(rows, module, b))
-
-
-@every_case
-@pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
-def test_weights_that_differ_by_sample(case: Case, on: bool) -> None:
-    call, module, model = case.inputs(BATCH).requires_grad(), case.module(), expanded(case).per_sample(on)
-    named = dict(module.named_parameters())
-    weights = {n: (p + 0.3 * torch.randn(BATCH, *p.shape)).detach().requires_grad_() for n, p in named.items()}
-    output = torch.func.functional_call(model, weights, call.args, dict(call.kwargs))
-    wanted = [*weights.values(), *call.floats()]
-    actual = torch.autograd.grad(sample_losses(output).sum(), wanted)
-    alone = []
-    for i in range(BATCH):
-        one = case.take(call, i)
-        own = {name: weight[i] for name, weight in weights.items()}
-        alone.append(torch.func.functional_call(module, own, one.args, dict(one.kwargs)))
-    expected = torch.cat(alone)
-    assert_close(output, expected.detach())
-    assert_all_close(actual, torch.autograd.grad(sample_losses(expected).sum(), wanted))
-    assert all(getattr(p, "grad_sample", None) is None for p in model.parameters())
-
-
-@every_case
-def test_empty_batch(case: Case) -> None:
-    call, module, model = case.inputs(0), case.module(), expanded(case)
-    try:
-        plain(module, call).backward()
-    except (RuntimeError, IndexError):
-        with pytest.raises((RuntimeError, IndexError)):
-            plain(model, call).backward()
-        return
-    plain(model, call).backward()
-    assert_close_rows(rows_of(model), {name: p.new_zeros(0, *p.shape) for name, p in module.named_parameters()})
-    assert all(not p.grad.any() for p in model.parameters())
-
-
-@every_case
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_lower_precision(case: Case, dtype: torch.dtype) -> None:
-    call = case.inputs(BATCH).map(lambda t: t.to(dtype) if t.is_floating_point() else t)
-    model = enn.convert(case.module().to(dtype)).per_sample(loss_reduction="sum")
-    assert call.on(model).dtype == call.on(case.module().to(dtype)).dtype
-    plain(model, call).backward()
-    assert all(p.grad_sample.dtype == dtype for p in model.parameters())
-    module = case.module().to(dtype).double()
-    exact = call.map(lambda t: t.double() if t.is_floating_point() else t)
-    assert_close_rows(rows_of(model), loop(module, exact, BATCH), 1e-4 if dtype == torch.float32 else 5e-2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -392,7 +158,7 @@ def test_an_initial_state_computed_from_the_input() -> None:
 
 
 def test_third_derivative() -> None:
-    case, total = layer_case("lstm"), []
+    case, total = recurrent("lstm"), []
     for model in (expanded(case), case.module()):
         call = case.inputs(BATCH).requires_grad()
         value = plain(model, call)
@@ -406,7 +172,7 @@ def test_third_derivative() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths", [(), (2, 5, 1)])
 def test_a_jacobian_by_one_vmapped_backward(kind: str, lengths: tuple[int, ...]) -> None:
-    case = layer_case(kind, lengths=lengths, states=True, bidirectional=True)
+    case = recurrent(kind, lengths=lengths, states=True, bidirectional=True)
     model, jacobians = expanded(case), []
     for each in (model, case.module()):
         call = case.inputs(BATCH).requires_grad()
@@ -420,15 +186,6 @@ def test_a_jacobian_by_one_vmapped_backward(kind: str, lengths: tuple[int, ...])
     assert_all_close(*jacobians)
     with pytest.raises(enn.PerSampleError, match="vmapped backward"):
         torch.autograd.grad(case.inputs(BATCH).on(model), [*model.parameters()], seeds, is_grads_batched=True)
-
-
-def test_two_calls_in_one_pass_add() -> None:
-    case = layer_case("lstm", lengths=(2, 5, 1))
-    model = expanded(case, loss_reduction="sum")
-    first, second = case.inputs(BATCH), case.inputs(BATCH, seed=12)
-    (plain(model, first) + plain(model, second)).backward()
-    one, other = case.loop(first), case.loop(second)
-    assert_close_rows(rows_of(model), {name: one[name] + other[name] for name in one})
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *(f"{kind} cell" for kind in CELLS)])
@@ -462,11 +219,11 @@ def test_an_in_place_operation_on_the_outputs(kind: str) -> None:
 
 def test_tied_directions() -> None:
     def build() -> nn.Module:
-        module = layer_case("gru", bidirectional=True).module()
-        module.rnn.weight_hh_l0_reverse = module.rnn.weight_hh_l0
+        module = recurrent("gru", bidirectional=True).module()
+        module.layer.weight_hh_l0_reverse = module.layer.weight_hh_l0
         return module
 
-    call, model = layer_case("gru").inputs(BATCH), enn.convert(build()).per_sample(loss_reduction="sum")
+    call, model = recurrent("gru").inputs(BATCH), enn.convert(build()).per_sample(loss_reduction="sum")
     plain(model, call).backward()
     assert_close_rows(rows_of(model), loop(build(), call, BATCH))
 
@@ -474,7 +231,7 @@ def test_tied_directions() -> None:
 @pytest.mark.parametrize("kind", ["lstm", "gru", "tanh"])
 @pytest.mark.parametrize("lengths", [(), (2, 5, 1)])
 def test_dropout_between_layers_draws_as_torch_does(kind: str, lengths: tuple[int, ...]) -> None:
-    case = layer_case(kind, num_layers=3, dropout=0.4, bidirectional=True, lengths=lengths)
+    case = recurrent(kind, num_layers=3, dropout=0.4, bidirectional=True, lengths=lengths)
     call, model, module = case.inputs(BATCH), expanded(case), case.module()
     outputs = []
     for each in (model, module):
@@ -510,10 +267,10 @@ def test_packed_output_keeps_its_order() -> None:
 
 
 def test_weights_are_held_as_factors_of_all_steps() -> None:
-    model = expanded(layer_case("lstm"))
-    plain(model, layer_case("lstm").inputs(BATCH)).backward()
+    model = expanded(recurrent("lstm"))
+    plain(model, recurrent("lstm").inputs(BATCH)).backward()
     for name in ("weight_ih_l0", "weight_hh_l0"):
-        rows = getattr(model.rnn, name).grad_sample
+        rows = getattr(model.layer, name).grad_sample
         wide = enn.LSTM(40, 50, batch_first=True).per_sample()
         wide(torch.randn(BATCH, STEPS, 40))[0].sum().backward()
         rows = getattr(wide, name).grad_sample

@@ -137,6 +137,7 @@ def trace(
         OnlyEager: If a step of this kind cannot be a graph, and eagerly it is right.
         PerSampleError: If it reads values, or takes a step of an optimizer.
     """
+    _refuse_processes(modules, recorders)
     symbolic = import_module("torch.fx.experimental.symbolic_shapes")  # which takes a second
     shape_env = symbolic.ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True, static_shapes=not varying)
@@ -220,6 +221,24 @@ def trace(
         partial(_buffer, *places[id(each)]) if id(each) in places else partial(_itself, each) for each in constants
     ]
     return Traced(graph, found, examples, outcome, with_grad, looks.draws, shape_env)
+
+
+def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> None:
+    """Raises for models that several processes have in common."""
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules):
+        raise complaint(
+            "enn.compile",
+            "the step calls DistributedDataParallel, whose communication is not a part of the graph",
+            "a step of the model in it, ddp.module",
+            "Add up what clipping leaves after the step: torch.distributed.all_reduce(parameter.grad).",
+        )
+    if any(recorder.leaves.sharded for recorder in recorders):
+        raise complaint(
+            "enn.compile",
+            "the model is sharded by FSDP, whose communication is not a part of the graph",
+            "a model that each process holds as a whole",
+            "Call the step without enn.compile.",
+        )
 
 
 @contextmanager
