@@ -138,7 +138,7 @@ def main() -> None:
     found = measure_all(arguments, device)
     if not is_part(arguments):
         report.write(found, ROOT / "benchmarks/results", ROOT / "docs/images", device.type)
-        report.into(ROOT / "README.md", report.digest(device.type, found))
+        report.into(ROOT / "README.md", report.digest(found))
 
 
 if __name__ == "__main__":

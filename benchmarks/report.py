@@ -165,22 +165,25 @@ def page(title: str, found: Found) -> str:
     return "\n".join(parts)
 
 
-SHORT = {
-    "rows": "Dense rows `(B, *shape)` of all parameters:",
-    "clip": "The sum of the rows, each clipped to norm 1:",
-}
 MARKS = "<!-- written by make bench -->", "<!-- until here -->"
 
 
-def digest(name: str, found: Found) -> str:
-    """The tables without the variants, for the README."""
-    workloads = {key: each for key, each in found["workloads"].items() if not each["extra"]}
-    parts = []
-    for kind, heading in SHORT.items():
-        parts += [heading, "", summary(workloads, kind), ""]
-    parts += ["Where a peer is faster:", "", *faster_peers(workloads), ""]
-    plot = f"![Times of all methods on all workloads](docs/images/bench_steps_{name}.png)"
-    return "\n".join([*parts, f"Measured {about(found['machine'])}", "", plot])
+def digest(found: Found) -> str:
+    """The table for the README: the library beside the fastest peer, the faster of the two in bold."""
+    rows = []
+    for entry in found["workloads"].values():
+        if entry["extra"]:
+            continue
+        cells = [entry["about"]]
+        for kind in ("rows", "clip"):
+            ratios = measured(entry["results"], kind)
+            peers = {key: value for key, value in ratios.items() if not is_ours(key)}
+            own, best = ratios["expanded_nn"], min(peers.values(), default=float("inf"))
+            peer = next((f"{times(best)} {key}" for key, value in peers.items() if value == best), "")
+            cells += [f"**{times(own)}**", peer] if own <= best else [times(own), f"**{peer}**"]
+        rows.append(cells)
+    head = ["", "rows: expanded_nn", "fastest peer", "clipping: expanded_nn", "fastest peer"]
+    return f"{table(head, rows)}\n\nMeasured {about(found['machine'])}"
 
 
 def into(page: Path, text: str) -> None:

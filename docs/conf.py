@@ -1,7 +1,6 @@
 """Sphinx builds the site from here: `make docs`. Nothing is fetched, neither by the build nor by the pages."""
 
 import ast
-import importlib.metadata
 import re
 from pathlib import Path
 
@@ -15,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 project = "expanded_nn"
 author = "expanded_nn contributors"
 copyright = author
-version = release = importlib.metadata.version("expanded_nn")
+version = release = expanded_nn.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 exclude_patterns = ["_build"]

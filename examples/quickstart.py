@@ -3,6 +3,10 @@
 One in ten of scikit-learn's handwritten digits gets a wrong label, and a small CNN is trained on them all. A
 sample whose label contradicts what the others teach keeps pulling hard at the weights: the norm of its own
 gradient, added up over the epochs, is large. Ranking the samples by it puts the wrong labels on top.
+
+There are 179 wrong labels. Of the 179 largest norms 173 belong to them (170 to 172 with the seeds 1 to 4), where chance
+would find 18. The loss, added up likewise, finds as many (170 to 175): this shows how to get at the rows, not that this
+task needs them.
 """
 
 import argparse

@@ -80,8 +80,8 @@ class PerSampleModule(nn.Module):
         """Switches per-sample gradients on or off for this module and all within it.
 
         On, a backward leaves `param.grad_sample`, `(B, *param.shape)`, beside `param.grad`: row i is the gradient
-        of sample i's own loss. Off, every layer runs the very `torch.nn` code. Settings stay as they were said last,
-        also while the mode is off: what is named changes.
+        of sample i's own loss. Off, every layer runs the very `torch.nn` code. Settings keep their last
+        values, also while the mode is off; only those named in the call change.
 
         Args:
             mode: Whether to switch on. Either way the rows held so far are dropped.
@@ -358,7 +358,7 @@ class Expanded(PerSampleModule):
         return function(*(x.transpose(0, dim) for x in moved)).transpose(0, dim)
 
     def checked(self, x: Tensor, feature_dims: int, *, dim: int = 0, argument: str = "input") -> Tensor:
-        """`x` with B rows in dimension `dim`: one a sample, or one row that all share, broadcast.
+        """`x` with B rows in dimension `dim`: one per sample, or one row that all share, broadcast.
 
         Raises:
             PerSampleError: If the rows of `x` are not the samples.

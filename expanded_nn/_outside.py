@@ -21,7 +21,7 @@ Operation = TypeVar("Operation", bound=Callable[..., Tensor])
 
 @contextmanager
 def one_pass(model: nn.Module, batch_size: int) -> Iterator[None]:
-    """All that is called meanwhile is one forward of so many samples.
+    """Makes all calls within the `with` block one forward of `batch_size` samples.
 
     For what is not one call of the model: methods other than `forward` (a VAE's `encode` and `decode`, a Lightning
     module's `training_step`), submodules called one by one, weights used in a loss through `expanded`. Their rows
@@ -64,11 +64,11 @@ def one_pass(model: nn.Module, batch_size: int) -> Iterator[None]:
 
 
 def expanded(weight: Tensor) -> Tensor:
-    """A parameter as its own layer sees it, for a forward or a loss that uses it as well.
+    """A parameter with a batch dimension, for a forward or a loss that uses it outside of its layer.
 
-    In per-sample mode it is expanded over the samples of the forward that runs or, after it, of the last one,
-    `(B, *weight.shape)`, the same tensor that
-    the layers see, so that the gradient of this use is added to the rows. In any other case, with per-sample mode off,
+    In per-sample mode it is expanded over the samples of the forward that runs or, after it, of the last one:
+    `(B, *weight.shape)`, the same tensor that the layers see. So the gradient of this use is added to the rows. In any
+    other case, with per-sample mode off,
     in `no_grad`, or for a frozen parameter, it is `weight` itself. The maps of `expanded_nn.functional` (`linear`,
     `bilinear`, `embedding`, the convolutions) take both; so does code that counts dimensions from the end.
 

@@ -47,6 +47,12 @@ class Report:
         samples: B.
         dtype: The coarsest dtype that the model computed in.
         tolerance: The relative error that counts as rounding in that dtype.
+
+    Example:
+        >>> import torch, expanded_nn as enn
+        >>> report = enn.check(torch.nn.BatchNorm1d(4), torch.randn(5, 4))
+        >>> report.ok, report.problems[0].kind, report.problems[0].where
+        (False, 'layer', 'BatchNorm1d')
     """
 
     problems: tuple[Problem, ...] = ()

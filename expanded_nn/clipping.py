@@ -56,6 +56,15 @@ def clip_grad_sample_norms_(
             mode, or has a gradient in `.grad` that no row is a part of, so that it would stay unclipped; or if
             `max_norm` lacks a name or has one too many, or a function gives another shape than `(B,)`.
         ValueError: If `reduction` or `max_norm` has no meaning.
+
+    Example:
+        >>> import torch, expanded_nn as enn
+        >>> model = enn.convert(torch.nn.Linear(3, 2)).per_sample()
+        >>> (9 * model(torch.ones(5, 3))).sum(1).mean().backward()
+        >>> enn.clip_grad_sample_norms_(model, max_norm=1.0)
+        tensor([25.4558, 25.4558, 25.4558, 25.4558, 25.4558])
+        >>> enn.per_sample_grads(model).norms()[0], model.bias.grad  # the rows stay; .grad is the sum of the clipped
+        (tensor(25.4558), tensor([1.7678, 1.7678]))
     """
     if reduction not in ("sum", "mean"):
         raise ValueError(f'clip_grad_sample_norms_: reduction is {reduction!r}; wanted "sum" or "mean".')

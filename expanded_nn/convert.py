@@ -68,6 +68,11 @@ def revert(model: Model, *, inplace: bool = False) -> Model:
 
     Raises:
         ConversionError: If a class was derived from an expanded one, and so has no plain one.
+
+    Example:
+        >>> import torch, expanded_nn as enn
+        >>> type(enn.revert(enn.convert(torch.nn.Linear(3, 2))))
+        <class 'torch.nn.modules.linear.Linear'>
     """
     if not inplace:
         model = _copied(model)
@@ -105,6 +110,13 @@ def per_sample(model: Model, mode: bool = True, **settings: Any) -> Model:
 
     Returns:
         The module itself.
+
+    Example:
+        >>> import torch, expanded_nn as enn
+        >>> model = enn.per_sample(torch.nn.Linear(3, 2), loss_reduction="sum")
+        >>> model(torch.randn(5, 3)).sum().backward()
+        >>> torch.equal(model.bias.grad_sample.sum(0), model.bias.grad)
+        True
     """
     if mode or not isinstance(model, PerSampleModule):
         convert(model, inplace=True)

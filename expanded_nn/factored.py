@@ -37,6 +37,15 @@ class FactoredTensor(Rows):
     It behaves as a tensor in every operation. Norms of the rows, weighted sums, products with a vector, scaling,
     adding, concatenating and choosing rows work on the factors; anything else makes it dense first. Copied, pickled and
     saved it keeps its factors; `torch.load` reads them with `weights_only=True` wherever expanded_nn is imported.
+
+    Example:
+        >>> import torch, expanded_nn as enn
+        >>> model = enn.convert(torch.nn.Linear(500, 400)).per_sample()
+        >>> model(torch.randn(3, 500)).sum(1).mean().backward()
+        >>> model.weight.grad_sample
+        FactoredTensor(shape=(3, 400, 500), dtype=torch.float32, held as Outer)
+        >>> model.weight.grad_sample.held_numel(), model.weight.grad_sample.numel()
+        (2700, 600000)
     """
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]

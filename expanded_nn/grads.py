@@ -44,6 +44,15 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
     Raises:
         PerSampleError: If the parameters hold different numbers of rows.
+
+    Example:
+        >>> import torch, expanded_nn as enn
+        >>> grads = enn.PerSampleGrads({"weight": torch.tensor([[3.0, 4.0], [0.0, 2.0]]), "bias": torch.zeros(2, 1)})
+        >>> grads.norms(), grads.gram()
+        (tensor([5., 2.]), tensor([[25.,  8.],
+                [ 8.,  4.]]))
+        >>> grads.mean()["weight"], grads.rows(slice(0, 1)).batch_size
+        (tensor([1.5000, 3.0000]), 1)
     """
 
     def __init__(self, rows: Mapping[str, Tensor]) -> None:
@@ -73,7 +82,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
         return self._batch
 
     def rows(self, index: slice | Tensor) -> PerSampleGrads:
-        """The gradients of some of the samples, as of one of two passes.
+        """The gradients of some of the samples, such as those of one of two passes.
 
         Args:
             index: A slice, or the samples' numbers `(n,)`, or a mask `(B,)`.
@@ -334,7 +343,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
         return added(_matvec(rows, vectors[name]) for name, rows in self._rows.items())
 
     def project(self, dim: int, *, generator: torch.Generator | None = None, seed: int = 0) -> Tensor:
-        """A random projection of the rows, `(B, dim)`, that keeps inner products in expectation.
+        """A random projection of the rows, `(B, dim)`, that keeps inner products on average.
 
         That of `Projection(dim, seed=seed)`; for many batches make one and keep it. With a `generator` the entries of
         the matrix are drawn from N(0, 1 / dim), anew in each call and one direction after the other: the projection

@@ -37,12 +37,12 @@ DRAWN_NUMEL = 1 << 22  # of normal numbers drawn at once; the map depends on it
 
 
 class Projection:
-    """A random linear map of whole gradients to `dim` numbers that keeps inner products in the mean.
+    """A random linear map of whole gradients to `dim` numbers that keeps inner products on average.
 
-    For the gradients x and y of two samples, `projection(x) @ projection(y)` is `x @ y` in the mean over the seeds, and
+    For the gradients x and y of two samples, `projection(x) @ projection(y)` is `x @ y` on average over the seeds, and
     off by about `|x| |y| / sqrt(dim)`. The map is the sum over the parameters of a map for each, which is drawn from
-    the parameter's name, its shape and the seed, and from nothing else: a sample projects alike in any batch, in any
-    order, in any process, on any device, in any precision, and the projections of two models of which one has frozen
+    the parameter's name, its shape and the seed, and from nothing else: a sample has the same projection in any batch,
+    order, process and precision, and on any device, and the projections of two models of which one has frozen
     parameters differ by what these contribute. Make it once and keep it: it holds the random numbers it has drawn, as
     many as a parameter has rows and columns.
 

@@ -107,13 +107,13 @@ def test_page(tmp_path: Path) -> None:
     readme = tmp_path / "digest.md"
     readme.write_text("\n".join(["before", report.MARKS[0], "older", report.MARKS[1], "after"]))
     for _ in range(2):  # it replaces what it wrote
-        report.into(readme, report.digest("cpu", found))
+        report.into(readme, report.digest(found))
     text = readme.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter")
     assert "older" not in text
-    assert text.count("| JAX | **0.20** |") == 1
-    assert "docs/images/bench_steps_cpu.png" in text
+    own = {each["kind"]: report.times(each["ratio"][1]) for each in results if each["name"] == "expanded_nn"}
+    assert text.count(f"| small | {own['rows']} | **0.20 JAX** | **{own['clip']}** |  |") == 1
     readme.write_text("no marks")
     with pytest.raises(ValueError, match="lacks the lines"):
         report.into(readme, "")

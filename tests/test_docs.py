@@ -29,25 +29,6 @@ BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 
-# The README shows its lines without a model or data around them.
-README_SETUP = """
-import torch
-from torch import nn
-
-model = nn.Sequential()
-model.body, model.act, model.fc = nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 10)
-x, y = torch.randn(6, 20), torch.randint(10, (6,))
-micro_batches, batch_size, noise_multiplier = [(x, y), (x, y)], 12, 1.0
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-class TheirNorm(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x):
-        return nn.functional.rms_norm(x, x.shape[-1:], self.weight)
-"""
 NEEDS = {
     "from opacus": "opacus",
     "from backpack": "backpack",
@@ -84,8 +65,6 @@ def test_the_code_of_a_page(page: Path) -> None:
     """Block by block in one namespace; errors point to the line of the page."""
     text = page.read_text()
     names: dict[str, object] = {"__name__": page.stem}
-    if page.name == "README.md":
-        exec(README_SETUP, names)
     left_out = []
     for block in BLOCK.finditer(text):
         code = block["hidden"] or block["code"]
@@ -109,6 +88,19 @@ def test_blocks_are_found() -> None:
         text = page.read_text()
         assert text.count("```python") == sum(block["code"] is not None for block in BLOCK.finditer(text)), page.name
         assert text.count("<!-- setup") == sum(block["hidden"] is not None for block in BLOCK.finditer(text)), page.name
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text) <= 8_000
+    links = [link.partition("#") for link in re.findall(r"\]\(([^)]+)\)", text)]
+    assert {path for path, _, _ in links if not (ROOT / path).exists()} == set()
+    for path, anchor in ((path, anchor) for path, _, anchor in links if anchor):
+        titles = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, anchor
+    lowest, above = re.findall(r"torch>=2\.(\d+),<2\.(\d+)", (ROOT / "setup.cfg").read_text())[0]
+    for page in ("README.md", "docs/tutorial.md"):
+        assert f"2.{lowest} to 2.{int(above) - 1}" in (ROOT / page).read_text(), page
 
 
 def test_each_line_of_the_silent_failures_names_a_test() -> None:
@@ -162,9 +154,9 @@ def test_the_places_in_the_code_that_the_pages_name_are_there() -> None:
                 defined = [node for node in body if getattr(node, "name", None) == part]
                 assert defined, f"{file}: {name}"
                 body = getattr(defined[0], "body", [])
-    rooms = (DOCS / "how_it_works.md").read_text().partition("## The rooms")[2].partition("\n## ")[0]
+    table = (DOCS / "how_it_works.md").read_text().partition("## The files")[2].partition("\n## ")[0]
     named = [
-        name for line in rooms.splitlines() if line.startswith("| `") for name in line.split("|")[1].split("`")[1::2]
+        name for line in table.splitlines() if line.startswith("| `") for name in line.split("|")[1].split("`")[1::2]
     ]
     assert {name for name in named if not (package / name).exists()} == set()
     files = {str(each.relative_to(package)) for each in package.rglob("*.py") if not each.name.startswith("__")}
@@ -196,3 +188,14 @@ def test_the_reference_has_every_public_name() -> None:
     assert missing == {"functional"}  # a module; its functions have a part of their own
     ops = [name for name, each in vars(enn.functional).items() if callable(each) and not name.startswith("_")]
     assert not {name for name in ops if not re.search(rf":: {name}$", text, re.MULTILINE)}
+
+
+def test_each_public_function_has_an_example_that_runs() -> None:
+    """In its docstring, or in the reference; layers and errors are there by their kinds."""
+    shown = "".join(block["code"] or "" for block in BLOCK.finditer((DOCS / "api.md").read_text()))
+    kinds = {twin.__name__ for twin in EXPANDED.values()} | {"Expanded", "functional"}
+    kinds |= {name for name in enn.__all__ if name.endswith(("Error", "Warning"))}
+    names = set(enn.__all__) - kinds
+    assert {name for name in names if ">>>" not in (getattr(enn, name).__doc__ or "") and name not in shown} == set()
+    operations = {name for name, value in vars(enn.functional).items() if callable(value) and name[0] != "_"}
+    assert {name for name in operations if f"EF.{name}(" not in shown} == set()

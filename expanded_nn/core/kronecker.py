@@ -16,7 +16,7 @@ from expanded_nn.core.terms import Dense, Outer, Term, sides
 
 
 class KroneckerFactors(NamedTuple):
-    """What the rows of a weight are made of, in the second moment: `A` of its inputs, `G` of its outputs' gradients.
+    """The second moments of what a weight's rows are made of: of its inputs, `A`, and its outputs' gradients, `G`.
 
     Factors of several batches, or ranks, add up: `factors + more`. They unpack: `A, G, count = factors`.
 
