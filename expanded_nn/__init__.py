@@ -65,6 +65,7 @@ __all__ = [
     "revert",
     "per_sample",
     "one_pass",
+    "compile",
     # trust
     "check",
     "Report",
