@@ -19,7 +19,7 @@ from expanded_nn._modes import running_backward
 from expanded_nn._module import PerSampleModule
 from expanded_nn._traced import FirstEager, OnlyEager, recorders_met
 from expanded_nn.compiling.backends import Backend, backend_of
-from expanded_nn.compiling.kinds import of_arguments, of_models, of_surroundings
+from expanded_nn.compiling.kinds import OfStep, of_arguments, of_models, of_surroundings
 from expanded_nn.compiling.replay import Graph
 from expanded_nn.compiling.tracing import trace
 from expanded_nn.recording.recorder import Recorder
@@ -42,9 +42,10 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
     and attributes of modules, and the value that is returned.
 
     There is a graph for each kind of call: the models' flags (`train`, `eval`), settings, frozen parameters and numbers
-    among their attributes, the arguments' dtypes and layouts, their numbers and strings, autocast. Sizes that change
-    from call to call, as that of the batch, become symbols of one graph. New values of parameters, by an optimizer or
-    `load_state_dict`, and of buffers are seen. What else Python does happens when the step is traced, and not again.
+    among their attributes, the arguments' dtypes and layouts, their numbers and strings, those that the step finds by
+    its own names, autocast. Sizes that change from call to call, as that of the batch, become symbols of one graph. New
+    values of parameters, by an optimizer or `load_state_dict`, and of buffers are seen. What else Python does happens
+    when the step is traced, and not again.
 
     Where a graph cannot be right the step runs eagerly: a `PerSampleWarning` says why if it is for good (rows of
     earlier backwards to which it appends, random numbers within a backward, sparse gradients, sequences of different
@@ -123,6 +124,9 @@ class CompiledStep:
     """A step that runs as a graph where it can; see `compile`.
 
     Attributes:
+        step: The user's function.
+        backend: Makes functions of its graphs.
+        of_step: A key for the values that it finds by its names.
         modules: The modules that have taken part.
         recorders: Those of their rows.
         families: The graphs, by the kind of the call.
@@ -131,7 +135,7 @@ class CompiledStep:
 
     def __init__(self, step: Callable[..., Any], backend: Backend) -> None:
         functools.update_wrapper(self, step)
-        self.step, self.backend = step, backend
+        self.step, self.backend, self.of_step = step, backend, OfStep(step)
         self.modules: list[nn.Module] = []
         self.recorders: list[Recorder] = []
         self.families: dict[Hashable, Family] = {}
@@ -145,7 +149,7 @@ class CompiledStep:
         if not torch.is_grad_enabled() or running_backward() >= 0 or torch.compiler.is_compiling():
             return self.step(*args, **kwargs)
         tensors: dict[int, Tensor] = {}
-        key = of_arguments((args, kwargs), tensors), of_surroundings()
+        key = of_arguments((args, kwargs), tensors), self.of_step(), of_surroundings()
         given = list(tensors.values())
         shapes = tuple(tensor.shape for tensor in given)
         if not self.modules:

@@ -232,6 +232,39 @@ def test_modes_and_frozen_layers_have_graphs_of_their_own() -> None:
         step(x, y)
 
 
+def test_what_the_step_finds_by_its_names() -> None:
+    """A number of a function around it, and a tensor that is another one now."""
+    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    equal = torch.ones(3)
+    limit, weights = 1.0, equal
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        F.cross_entropy(model(x), y, weights).backward()
+        enn.clip_grad_sample_norms_(model, limit)
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    compiled = enn.compile(step, backend="eager")
+    for limit, weights in ((1.0, equal), (0.1, equal), (0.1, torch.tensor([1.0, 2.0, 3.0]))):  # noqa: B007
+        for _ in range(3):
+            model.zero_grad()
+            left = compiled(x, y)
+            model.zero_grad()
+            torch.testing.assert_close(left, step(x, y))
+    assert len(graphs(compiled)) == 3
+
+
+def test_hooks_that_come_later_are_seen() -> None:
+    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    step = enn.compile(lambda x, y: classified(model, x, y), backend="eager")
+    for _ in range(3):
+        model.zero_grad()
+        loss, _ = step(x, y)
+    model[0].register_forward_hook(lambda module, args, output: 0 * output)
+    for _ in range(3):
+        model.zero_grad()
+        assert not torch.equal(step(x, y)[0], loss)
+
+
 def test_new_values_are_seen() -> None:
     """Optimizer steps, loaded weights and `.data` make no new graph."""
     model, other = enn.convert(perceptron()).per_sample(), perceptron()
