@@ -446,11 +446,8 @@ class Recorder:
             if self.settings.accumulate_grad and not self.rows_stand_alone:
                 held = self.leaves.with_rows()
                 cleared = [leaf for leaf in held if leaf.was_cleared()]
-                if any(leaf.is_trainable() for leaf in set(held).difference(cleared)):
-                    for leaf in cleared:  # not all were: what is zero and was scaled or clipped says nothing of itself
-                        self._forget_stale([leaf] if leaf.grad_is_gone() or not leaf.has_own_measure() else [])
-                else:
-                    self._forget_stale(cleared)
+                others = set(held).difference(cleared)
+                self._forget_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in others))
                 if cleared:
                     self.store.drop_passes_of(self._left_or_frozen())
 
@@ -487,8 +484,8 @@ class Recorder:
                 if gathered.place is not None and gathered.place.shard is parameter:
                     self._forget(gathered)
 
-    def _forget_stale(self, leaves: Iterable[Leaf]) -> None:
-        for leaf in stale(leaves, self.name_of):
+    def _forget_stale(self, leaves: Iterable[Leaf], *, beside_held: bool = False) -> None:
+        for leaf in stale(leaves, self.name_of, beside_held=beside_held):
             leaf.clipped, leaf.is_scaled, leaf.has_more = None, False, False
             self._forget(leaf)
 
