@@ -775,7 +775,7 @@ class Clip(Step):
         rows = {key: shown for key, shown in run.shown.items() if shown is not None and key not in gone}
         of_trainable = {key: shown for key, shown in rows.items() if key in trainable}
         lacking, uncertain = run.lacking(), run.uncertain()
-        refusal = "there are no rows" if not of_trainable and not uncertain else run.refusal()
+        refusal = "there are no rows" if not of_trainable and (gone or not uncertain) else run.refusal()
         try:
             norms = enn.clip_grad_sample_norms_(run.model, self.max_norm, reduction=self.reduction)
         except enn.PerSampleError as error:

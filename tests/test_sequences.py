@@ -199,10 +199,6 @@ FOUND: dict[str, Story] = {
     "clipping_where_a_thawed_part_was_cleared": Story(
         [Forward(), Backward(), Freeze(), Freeze(on=False, clears=True), Clip()]
     ),
-    # only part of the gradients was cleared in place: the rows of that part were clipped once more
-    "clipping_where_all_but_a_thawed_part_was_cleared": Story(
-        [Forward(), Backward(), Freeze(), Clear("zero", trainable=True), Freeze(on=False), Clip()],
-    ),
     "empty_backward_that_fails_before_it_delivers": Story(
         [*(Forward(), Backward(), Forward(0), Update(), Clear("data_zero"), Backward())],
     ),
