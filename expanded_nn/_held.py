@@ -57,15 +57,19 @@ def recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]
     return parameters, recorders
 
 
-def held_rows(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameter name -> the rows it holds, of those that hold any."""
-    held = {name: getattr(parameter, "grad_sample", None) for name, parameter in parameters.items()}
-    return {name: rows for name, rows in held.items() if rows is not None and _is_used(parameters[name])}
+def held_rows(parameters: Mapping[str, Tensor], *, adds: bool) -> dict[str, Tensor]:
+    """Parameter name -> the rows it holds, of those that hold any; frozen ones only if they are a part of its `.grad`.
 
-
-def _is_used(parameter: Tensor) -> bool:
-    """Whether an optimizer may use its gradient: one that is frozen and has none any more has no use for its rows."""
-    return parameter.requires_grad or (parameter.grad is not None and not is_zero(_values(parameter.grad)))
+    Args:
+        parameters: The parameters, by name.
+        adds: Whether no backward adds to `.grad`, only clipping does.
+    """
+    held = {
+        name: getattr(parameter, "grad_sample", None)
+        for name, parameter in parameters.items()
+        if parameter.requires_grad or (parameter.grad is not None and not adds)
+    }
+    return {name: rows for name, rows in held.items() if rows is not None}
 
 
 def batch_size_of(held: Mapping[str, Tensor]) -> int:

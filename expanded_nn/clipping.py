@@ -77,8 +77,8 @@ def clip_grad_sample_norms_(
 
 def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction: str) -> Tensor | dict[str, Tensor]:
     parameters, recorders = recorded(model)
-    held = held_rows(parameters)
     adds = any(not each.settings.accumulate_grad for each in recorders)
+    held = held_rows(parameters, adds=adds)
     refuse_gradients_without_rows("clip_grad_sample_norms_", parameters, recorders, adds=adds)
     for name, parameter in parameters.items():
         if not parameter.requires_grad and name not in held and getattr(parameter, "grad_sample", None) is not None:

@@ -424,7 +424,7 @@ def per_sample_grads(model: nn.Module) -> PerSampleGrads:
         torch.Size([5])
     """
     parameters, recorders = recorded(model)
-    held = held_rows(parameters)
+    held = held_rows(parameters, adds=any(not each.settings.accumulate_grad for each in recorders))
     if not any(recorder.rows_stand_alone for recorder in recorders):
         refuse_gradients_without_rows("per_sample_grads", parameters, recorders)
     return PerSampleGrads(held)

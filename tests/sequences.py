@@ -771,10 +771,11 @@ class Clip(Step):
 
     def take(self, run: Run) -> None:
         contract, trainable = run.contract, run.trainable
-        rows = {key: shown for key, shown in run.shown.items() if shown is not None}
+        gone = {key for key in contract.cleared if contract.grads[key] is None} if contract.accumulates else set()
+        rows = {key: shown for key, shown in run.shown.items() if shown is not None and key not in gone}
         of_trainable = {key: shown for key, shown in rows.items() if key in trainable}
         lacking, uncertain = run.lacking(), run.uncertain()
-        refusal = "there are no rows" if not of_trainable and not uncertain else run.refusal()
+        refusal = "there are no rows" if not of_trainable and (gone or not uncertain) else run.refusal()
         try:
             norms = enn.clip_grad_sample_norms_(run.model, self.max_norm, reduction=self.reduction)
         except enn.PerSampleError as error:
@@ -787,27 +788,29 @@ class Clip(Step):
         run.happened["clipped"] += 1
         if contract.doubtful & trainable and contract.accumulates:
             run.refuse_lawless(of_trainable)
-        readings = [self.clipped(each) for each in (of_trainable, rows)]  # rows of frozen ones may count or not
-        fitting = [totals for expected, totals in readings if not differs(norms, expected)]
+        # rows of frozen parameters may count or not, and those whose gradient is zero may have gone with it
+        drawn = itertools.product([set(), set(rows) - trainable], [set(), set(rows) & contract.cleared])
+        readings = [self.clipped({key: rows[key] for key in rows.keys() - frozen - zero}) for frozen, zero in drawn]
+        fitting = [self.added(run, totals) for expected, totals in readings if not differs(norms, expected)]
         if not fitting:
             raise Wrong("norms", differs(norms, readings[0][0]))
-        for key in rows:
-            total, before = fitting[0].get(key, readings[1][1].get(key)), contract.grads[key]
-            if total is None:
-                continue
-            held = key in contract.doubtful or any(key in held.rows for held in contract.passes)
-            if key not in trainable and not (held and differs(run.parameters[key].grad, before)):
-                continue  # one that was frozen since may be clipped or not; one that was frozen before has no rows
-            contract.grads[key] = total if contract.accumulates or before is None else before + total
-            if vanishes(total):  # whether a gradient that vanishes was cleared since, nobody can tell
-                contract.doubtful.add(key)
-            contract.raw.discard(key)
-            contract.bare.discard(key)
+        fits = [all(not differs(run.parameters[key].grad, grad) for key, grad in grads.items()) for grads in fitting]
+        clipped = fitting[fits.index(True) if any(fits) else 0]
+        contract.grads.update(clipped)
+        # whether a gradient that vanishes was cleared since, nobody can tell
+        contract.doubtful |= {key for key, grad in clipped.items() if vanishes(grad)}
+        contract.raw -= set(clipped)
+        contract.bare -= set(clipped)
         if not contract.accumulates:
             contract.drop(set(rows))
-        again = contract.cleared & set(rows)
+        again = contract.cleared & set(clipped)
         contract.cleared -= again
         contract.doubtful |= again
+
+    def added(self, run: Run, totals: dict[Key, Tensor]) -> dict[Key, Tensor]:
+        """What each gradient is after the clipping."""
+        adds, grads = not run.contract.accumulates, run.contract.grads
+        return {key: grads[key] + total if adds and grads[key] is not None else total for key, total in totals.items()}
 
     def clipped(self, rows: dict[Key, Tensor]) -> tuple[Tensor, dict[Key, Tensor]]:
         """The norms, and what each gradient becomes."""

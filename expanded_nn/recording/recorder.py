@@ -400,11 +400,10 @@ class Recorder:
             self.store.set_aside(self.leaves)
             return
         if self.settings.accumulate_grad:
-            held = stale(held, self.name_of)
+            self._forget_stale(held)
+        else:
             for leaf in held:
-                leaf.clipped, leaf.is_scaled, leaf.has_more = None, False, False
-        for leaf in held:
-            self._forget(leaf)
+                self._forget(leaf)
         if self.store.held:
             self.store.drop_passes_of(self._left_or_frozen())
         for leaf in self.leaves:
@@ -460,12 +459,12 @@ class Recorder:
         if running_backward() < 0:
             self.backward.settle()
             if self.settings.accumulate_grad and not self.rows_stand_alone:
-                held = [leaf for leaf in self.leaves.with_rows() if leaf.is_trainable()]
+                held = self.leaves.with_rows()
                 cleared = [leaf for leaf in held if leaf.was_cleared()]
-                if len(cleared) < len(held):  # of some that are zero and were scaled, nothing tells: of None it does
-                    cleared = [leaf for leaf in cleared if leaf.grad_is_gone()]
-                for leaf in stale(cleared, self.name_of):
-                    self._forget(leaf)
+                others = set(held).difference(cleared)
+                self._forget_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in others))
+                if cleared:
+                    self.store.drop_passes_of(self._left_or_frozen())
 
     def note_clipped(self, parameter: Tensor) -> None:
         """Clipping has set `.grad`."""
@@ -499,6 +498,11 @@ class Recorder:
             for gathered in self.leaves:
                 if gathered.place is not None and gathered.place.shard is parameter:
                     self._forget(gathered)
+
+    def _forget_stale(self, leaves: Iterable[Leaf], *, beside_held: bool = False) -> None:
+        for leaf in stale(leaves, self.name_of, beside_held=beside_held):
+            leaf.clipped, leaf.is_scaled, leaf.has_more = None, False, False
+            self._forget(leaf)
 
     def _forget(self, leaf: Leaf) -> None:
         self.store.drop(leaf)

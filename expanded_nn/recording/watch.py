@@ -219,10 +219,6 @@ class Leaf:
         grad = getattr(self.as_shown(), "grad", None)
         return grad is None or _vanishes(grad)
 
-    def grad_is_gone(self) -> bool:
-        """Whether `.grad` is `None`."""
-        return getattr(self.as_shown(), "grad", None) is None
-
     def is_trainable(self) -> bool:
         """Whether it asks for gradients."""
         return bool(getattr(self.as_shown(), "requires_grad", False))
@@ -366,7 +362,7 @@ def used_outside(name: str) -> PerSampleError:
     )
 
 
-def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str]) -> list[Leaf]:
+def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_held: bool = False) -> list[Leaf]:
     """The leaves whose `.grad` was cleared since it was seen last, so that the rows held are no part of it.
 
     The first line that fits counts:
@@ -374,6 +370,8 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str]) -> list[Leaf
     | `.grad`                                            | rows                                                  |
     |----------------------------------------------------|-------------------------------------------------------|
     | `None`, or `grad_sample` was set by the user       | stale                                                 |
+    | zero, scaled or clipped before, and `beside_held`  | refused, as it may be a sum that cancels. Held, if    |
+    |                                                    | all rows are zero                                     |
     | zero, and the rows do not add up to zero           | stale                                                 |
     | zero, as is the sum of the rows (they cancel)      | stale if no `.grad` is held and another parameter's   |
     |                                                    | zero is stale: they were cleared together. Held else  |
@@ -386,17 +384,25 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str]) -> list[Leaf
     Args:
         leaves: Those that have rows.
         name_of: Gives the name of a parameter, for the error.
+        beside_held: Whether these are only a part of the leaves, and rows of others are known to be held.
 
     Raises:
         PerSampleError: If a `.grad` was changed in place so that nothing tells whether the rows are a part of it.
     """
-    found, zeros, some_held = [], [], False
+    found, zeros, some_held = [], [], beside_held
     for leaf in leaves:
         parameter = leaf.as_shown()
         if parameter is None or parameter.grad is None or leaf.was_reset():
             found.append(leaf)
         elif _vanishes(parameter.grad):
-            zeros.append(leaf)
+            if not beside_held or not leaf.has_own_measure():
+                zeros.append(leaf)
+            elif leaf.shown.rows is not None and bool(leaf.shown.rows.norm()):
+                raise _in_doubt(
+                    name_of(parameter),
+                    "is zero, which may be a sum that cancels",
+                    "gradients that were all cleared together, or set to None, or left alone",
+                )
         elif leaf.grad is None or leaf.grad_is_as_noted() or is_shard(parameter):
             some_held = True
         elif _is_multiple(parameter.grad, leaf):
@@ -406,17 +412,24 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str]) -> list[Leaf
         elif leaf.grad_is_another() and not leaf.has_own_measure():
             found.append(leaf)
         else:
-            raise complaint(
+            raise _in_doubt(
                 name_of(parameter),
-                "its .grad was changed since the last backward, and is no multiple of the per-sample gradients held, "
-                "so that they may or may not be a part of it",
+                "is no multiple of the per-sample gradients held",
                 "a .grad that was cleared, scaled or left alone before the next backward adds to it",
-                "Clear it, optimizer.zero_grad(), or change it once all backwards of the step are done.",
             )
     zeros.sort(key=_size)
     if not some_held and any(not _rows_cancel(leaf) for leaf in zeros):  # one will do: what is done, is done to all
         return found + zeros
     return found + [leaf for leaf in zeros if not _rows_cancel(leaf)]
+
+
+def _in_doubt(where: str, state: str, wanted: str) -> PerSampleError:
+    return complaint(
+        where,
+        f"its .grad was changed since the last backward, and {state}, so that the rows may or may not be a part of it",
+        wanted,
+        "Clear it, optimizer.zero_grad(), or change it once all backwards of the step are done.",
+    )
 
 
 def _vanishes(grad: Tensor) -> bool:

@@ -176,6 +176,29 @@ FOUND: dict[str, Story] = {
             *(Forward(1), Backward(), Forward(1), Backward(factor=-1.0), Scale(), Clip()),
         ],
     ),
+    # what was known of the clipped .grad outlived the rows, so that rows of no samples counted as stale
+    "clearing_after_clipping_is_seen_once": Story(
+        [
+            *(Forward(), Backward(), Clip(), Clear("optimizer_to_zero"), Forward(0), Clip(), Backward()),
+            *(Forward(use="back"), Backward()),
+        ],
+    ),
+    # a frozen parameter's rows alone were clipped, those of all others having gone with their .grad
+    "clipping_where_only_a_frozen_part_was_not_cleared": Story(
+        [Forward(), Backward(), Freeze(), Clear(trainable=True), Clip()]
+    ),
+    # of frozen parameters only those counted whose clipped sum was rounding noise, and not those where it was zero
+    "frozen_parameters_whose_clipped_sum_cancels_all_count": Story(
+        [
+            *(Forward(), Backward(kind="slope"), Update(), Clear("rows"), Freeze()),
+            *(Forward(), Backward(), Forward(), Backward(factor=-1.0), Freeze("mix"), Clip(), Clip()),
+        ],
+        "Own",
+    ),
+    # the model of the contract took the rows of a .grad that is None for clipped
+    "clipping_where_a_thawed_part_was_cleared": Story(
+        [Forward(), Backward(), Freeze(), Freeze(on=False, clears=True), Clip()]
+    ),
     "empty_backward_that_fails_before_it_delivers": Story(
         [*(Forward(), Backward(), Forward(0), Update(), Clear("data_zero"), Backward())],
     ),

@@ -293,6 +293,43 @@ def test_clipping_without_a_backward_since_the_gradients_were_cleared(clear: Cal
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
+def test_clipping_where_some_gradients_were_cleared_in_place() -> None:
+    model, reference = on(parts()), on(parts())
+    for each in (model, reference):
+        each(values()).sum().backward()
+    torch.optim.SGD(model.enc.parameters()).zero_grad(set_to_none=False)
+    for parameter in reference.enc.parameters():
+        parameter.grad_sample = parameter.grad = None
+    norms = [enn.clip_grad_sample_norms_(each, 1.0) for each in (model, reference)]
+    assert torch.equal(*norms)
+    assert not any(p.grad.any() for p in model.enc.parameters())
+    for name in ("head.weight", "head.bias", "shift"):
+        assert torch.equal(model.get_parameter(name).grad, reference.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("ask", [clip, enn.per_sample_grads], ids=ids_of)
+def test_some_clipped_gradients_that_are_zero_are_refused(ask: Callable[[Any], Any]) -> None:
+    """They may have been cleared, or they cancel and were scaled."""
+    model = on(parts())
+    model(values()).sum().backward()
+    clip(model)
+    torch.optim.SGD(model.enc.parameters()).zero_grad(set_to_none=False)
+    with pytest.raises(enn.PerSampleError, match=r"enc\.\w+: its \.grad was changed.*a sum that cancels.*zero_grad"):
+        ask(model)
+    torch.optim.SGD(model.enc.parameters()).zero_grad()
+    ask(model)
+
+
+def test_clipped_gradients_of_zeros_may_be_scaled() -> None:
+    model = on(parts())
+    model(values().zero_() * 0).sum().backward()
+    clip(model)
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+    rows = enn.per_sample_grads(model)
+    assert set(rows) == {name for name, _ in model.named_parameters()}
+
+
 def test_backward_of_a_forward_from_before_the_mode_was_switched_off() -> None:
     """No rows appear, also if something still refers to who would have kept them."""
     model = on(parts())
