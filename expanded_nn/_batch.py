@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
+from expanded_nn._traced import refuse_values
+
 
 def tensors(value: Any) -> Iterator[Tensor | PackedSequence]:
     """The tensors inside tuples, lists, dicts and dataclasses, in order."""
@@ -41,6 +43,7 @@ def batch_of(value: Any, *, batch_first: bool = True) -> int | None:
     """
     for tensor in tensors(value):
         if isinstance(tensor, PackedSequence):
+            refuse_values("sequences have different lengths")
             return int(tensor.batch_sizes[0]) if len(tensor.batch_sizes) else 0
         if tensor.dim() > 0:
             return tensor.shape[batch_dim(tensor.dim(), batch_first=batch_first)]

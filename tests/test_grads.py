@@ -649,7 +649,9 @@ def test_bad_factors_of_ekfac() -> None:
         enn.PerSampleError, match=r"PerSampleGrads.ekfac: 'other' has no per-sample gradients; wanted fac"
     ):
         grads.ekfac({"other": factors})
-    with pytest.raises(enn.PerSampleError, match=r"ekfac: the factors of 'weight' are those of a matrix \(8, 6\); wanted"):
+    with pytest.raises(
+        enn.PerSampleError, match=r"ekfac: the factors of 'weight' are those of a matrix \(8, 6\); wanted"
+    ):
         grads.ekfac({"weight": enn.KroneckerFactors(factors.G, factors.A, factors.count)})
     with pytest.raises(enn.PerSampleError, match=r"'weight' with damping 0.1 are no positive definite matrices"):
         grads.precondition({"weight": eigen._replace(scale=eigen.scale * float("nan"))}, 0.1)

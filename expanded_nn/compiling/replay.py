@@ -50,7 +50,7 @@ class Sizes:
         ranges = self.shape_env.var_to_range
         if any(size not in ranges[symbol] for symbol, size in sizes.items() if symbol in ranges):
             return False
-        return all(bool(guard.expr.subs(sizes)) for guard in self.shape_env.guards)
+        return all(guard.expr.subs(sizes) == True for guard in self.shape_env.guards)  # noqa: E712 (sympy's own)
 
 
 class Graph:

@@ -145,7 +145,8 @@ def trace(
 
     def without_values(tensor: Tensor, number: int = -1) -> Tensor:
         dims = symbolic.DimDynamic
-        kinds = [dims.DUCK if (number, dim) in varying else dims.STATIC for dim in range(tensor.dim())]
+        free = tensor.is_contiguous()  # others have strides that are symbols, too
+        kinds = [dims.DUCK if free and (number, dim) in varying else dims.STATIC for dim in range(tensor.dim())]
         context = symbolic.StatelessSymbolicContext(dynamic_sizes=kinds) if varying else None
         return mode.from_tensor(tensor, symbolic_context=context)
 

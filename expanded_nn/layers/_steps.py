@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from expanded_nn._traced import refuse_values
-
 
 @dataclass(frozen=True)
 class Steps:
@@ -48,7 +46,6 @@ class Steps:
     def of_packed(cls, input: PackedSequence) -> Steps:
         """The steps of a `PackedSequence`."""
         data, packed, samples, _ = input
-        refuse_values("sequences have different lengths")
         sizes: list[int] = packed.tolist()
         return cls(sizes, sizes[0], packed, samples, device=data.device)
 

@@ -15,6 +15,7 @@ from expanded_nn._errors import complaint
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import is_constant, is_shared, owned, shared
+from expanded_nn._traced import assume, is_traced, refuse_values
 from expanded_nn.core.terms import OneHot, SparseOneHot
 from expanded_nn.factored import FactoredTensor
 
@@ -242,7 +243,7 @@ class Embedding(Expanded, nn.Embedding):
         if rows == batch:
             self._note_input(shared=False)
             return index.transpose(0, dim), dim
-        if self.is_slice(index) and not (index.dim() == 1 and _are_positions(index)):
+        if self.is_slice(index) and not (index.dim() == 1 and _are_positions(index, usually=True)):
             raise self.slice_error(index)
         self._note_input(shared=batch > 1)
         if rows == 1 and index.dim() > 1:
@@ -261,8 +262,8 @@ class Embedding(Expanded, nn.Embedding):
         """
         forward = None if self._recorder is None else self._recorder.forward
         is_argument = forward is not None and forward.is_argument(index)
-        if not _are_positions(index):
-            if index.dim() != 1:
+        if not _are_positions(index, usually=False):
+            if index.dim() != 1 or (is_traced() and self._takes_labels):
                 return False
             is_buffer = not is_argument and self._is_buffer(index)
             self.__dict__["_takes_labels"] = self._takes_labels or not is_buffer
@@ -282,7 +283,7 @@ class Embedding(Expanded, nn.Embedding):
         """A folded batch, or an even part of it, is no index that all samples share; positions are."""
         batch = self.batch_size
         sizes = [size for size in index.shape[: dim + 1] if size > 1 and (size % batch == 0 or batch % size == 0)]
-        if sizes and not _are_positions(index):
+        if sizes and not _are_positions(index, usually=True):
             kind = f"folded batch of {batch} x {sizes[0] // batch}" if sizes[0] > batch else f"part of {batch}"
             raise self._refusal(
                 f"input has shape {tuple(index.shape)}, {sizes[0]} rows ({kind})",
@@ -292,13 +293,23 @@ class Embedding(Expanded, nn.Embedding):
             )
 
 
-def _are_positions(index: Tensor) -> bool:
-    """Whether an index looks like `arange`, or like a matrix of relative positions, and not like samples."""
+def _are_positions(index: Tensor, *, usually: bool) -> bool:
+    """Whether an index looks like `arange`, or like a matrix of relative positions, and not like samples.
+
+    Args:
+        index: The index.
+        usually: The answer with which a step goes on that is traced.
+    """
     if index.dim() == 1:
-        return bool((index.diff() == 1).all())
-    if index.dim() != 2 or index.shape[0] != index.shape[1] or index.shape[0] < 4:
+        found = (index.diff() == 1).all()
+    elif index.dim() != 2 or index.shape[0] != index.shape[1] or index.shape[0] < 4:
         return False  # smaller matrices have equal diagonals by chance
-    return bool((index[1:, 1:] == index[:-1, :-1]).all()) and not bool((index == index[0, 0]).all())
+    else:
+        found = (index[1:, 1:] == index[:-1, :-1]).all() & (index != index[0, 0]).any()
+    if is_traced():
+        assume(found == usually)
+        return usually
+    return bool(found)
 
 
 @dataclass(frozen=True)
@@ -470,6 +481,8 @@ def _as_strided_bags(
         if per_sample_weights is not None:
             per_sample_weights = per_sample_weights.values().reshape(-1)
         return input.values().reshape(-1), input.offsets(), per_sample_weights, True  # type: ignore[attr-defined]
+    if offsets is not None:
+        refuse_values("bags of different lengths are looked up by offsets")
     if input.dim() not in (1, 2) or (input.dim() == 1) != (offsets is not None):
         given = "no offsets" if offsets is None else f"offsets of shape {tuple(offsets.shape)}"
         raise ValueError(

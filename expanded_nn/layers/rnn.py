@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
+from expanded_nn._traced import refuse_values
 from expanded_nn.layers._equations import RECURRENCES, Weights
 from expanded_nn.layers._recurrence import recurrent
 from expanded_nn.layers._steps import Steps
@@ -29,6 +30,7 @@ class _Layers(Expanded, nn.RNNBase):
 
     def samples_in(self, input: Tensor | PackedSequence, hx: Any = None) -> int | None:
         if isinstance(input, PackedSequence):
+            refuse_values("sequences have different lengths")
             return int(input.batch_sizes[0])
         self._refuse_unbatched(input)
         return input.shape[0 if self.batch_first else 1]
