@@ -264,10 +264,15 @@ def test_hooks_that_come_later_are_seen() -> None:
     for _ in range(3):
         model.zero_grad()
         loss, _ = step(x, y)
-    model[0].register_forward_hook(lambda module, args, output: 0 * output)
-    for _ in range(3):
-        model.zero_grad()
-        assert not torch.equal(step(x, y)[0], loss)
+    losses = [loss]
+    for factor in (0, 2):  # one takes the place of the other
+        handle = model[0].register_forward_hook(lambda module, args, output, factor=factor: factor * output)
+        for _ in range(3):
+            model.zero_grad()
+            loss, _ = step(x, y)
+            assert all(not torch.equal(loss, before) for before in losses)
+        losses.append(loss)
+        handle.remove()
 
 
 def test_new_values_are_seen() -> None:
@@ -598,3 +603,69 @@ def test_without_gradients_a_step_runs_as_it_is() -> None:
     with torch.no_grad():
         torch.testing.assert_close(step(samples(4)[0][0]), model(samples(4)[0][0]))
     assert not graphs(step)
+
+
+def test_gradients_that_arguments_have_already() -> None:
+    """An argument whose `.grad` is there is added to, one whose is not gets its own."""
+    model = enn.convert(perceptron()).per_sample()
+    step = enn.compile(lambda x, y: F.cross_entropy(model(x), y).backward(), backend="eager")
+    (x, y), *_ = samples(4)
+
+    def left(run: Callable[..., Any], grad: Tensor | None) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        leaf.grad = None if grad is None else grad.clone()
+        model.zero_grad()
+        run(leaf, y)
+        assert leaf.grad is not None
+        return leaf.grad
+
+    for grad in (None, None, None, torch.ones_like(x), torch.ones_like(x), torch.ones_like(x), None):
+        torch.testing.assert_close(left(step, grad), left(step.step, grad))
+
+
+class Remembers(nn.Module):
+    """A tensor that is an attribute, and another one after each forward; a tuple among its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.last, self.factors = nn.Linear(8, 3), torch.zeros(3), (1.0, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(x) * self.factors[1] + self.last
+        self.last = out.detach().mean(0)
+        return out
+
+
+def test_attributes_of_modules() -> None:
+    compiled = law(Remembers, classified, samples(4, 4, 4, 5, 6))
+    model = next(module for module in compiled.modules if isinstance(module, Remembers))
+    (x, y), *_ = samples(4)
+    before = compiled(x, y)[0]
+    model.factors, model.last = (1.0, 30.0), torch.zeros(3)
+    model.zero_grad()
+    assert not torch.isclose(compiled(x, y)[0], before)
+
+
+class Clips:
+    """A step that is an object."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.limit = model, 1.0
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        F.cross_entropy(self.model(x), y).backward()
+        enn.clip_grad_sample_norms_(self.model, self.limit)
+        return torch.cat([parameter.grad.flatten() for parameter in self.model.parameters()])
+
+
+def test_a_step_that_is_an_object() -> None:
+    step, (x, y) = Clips(enn.convert(perceptron()).per_sample()), samples(4)[0]
+    compiled = enn.compile(step, backend="eager")
+    for limit in (1.0, 0.1):
+        step.limit = limit
+        for _ in range(3):
+            step.model.zero_grad()
+            left = compiled(x, y)
+            step.model.zero_grad()
+            torch.testing.assert_close(left, step(x, y))
+    assert len(graphs(compiled)) == 2

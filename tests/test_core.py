@@ -338,6 +338,20 @@ def test_damped_inverse() -> None:
     assert [bool(kronecker.damped_inverse(k * torch.eye(2), 1, 0.1)[1]) for k in (1.0, -1.0, math.nan)] == [1, 0, 0]
 
 
+def test_eigenbasis() -> None:
+    inputs = [(torch.randn(6, 4), torch.randn(6, 3)) for _ in range(2)]
+
+    def second_moments(a: Tensor, g: Tensor) -> Tensor:
+        """What the basis makes diagonal; its signs are free."""
+        factors = kronecker.KroneckerFactors(a.t() @ a, g.t() @ g, 6)
+        basis = kronecker.eigenbasis(factors)
+        return torch.block_diag(basis.A.t() @ factors.A @ basis.A, basis.G.t() @ factors.G @ basis.G)
+
+    made = second_moments(*inputs[1])
+    torch.testing.assert_close(made, made.diagonal().diag())
+    assert_traced(second_moments, inputs)
+
+
 WITH_POSITIONS = {"outer, one position": 1, "outer, many positions": 9, "one-hot": 5, "sparse one-hot": 5}
 LIKE_THEM = [name for name in PAIRS if not name.startswith("patches")]
 
@@ -470,7 +484,14 @@ def test_products_of_a_factor_in_common_are_made_once() -> None:
 
 
 BY_NAME = {
-    *("kronecker.has_factors", "kronecker.factors", "kronecker.damped_inverse", "kronecker.between", "terms.sides"),
+    *(
+        "kronecker.has_factors",
+        "kronecker.factors",
+        "kronecker.damped_inverse",
+        "kronecker.between",
+        "kronecker.eigenbasis",
+        "terms.sides",
+    ),
     *("positions.numbers_of_positions", "positions.gram_by_position", "sketch.transform_length"),
 }
 

@@ -602,6 +602,14 @@ def one_model_in_two_threads() -> None:
     raise raised[0]
 
 
+@refused(r"weight: its \.grad was changed.*is zero, which may be a sum that cancels.*cleared together")
+def clipping_where_some_gradients_were_cleared() -> None:
+    rows_held(model := on(nn.Linear(4, 4), nn.Linear(4, 2)))
+    enn.clip_grad_sample_norms_(model, 1.0)
+    torch.optim.SGD(model[0].parameters()).zero_grad(set_to_none=False)
+    enn.clip_grad_sample_norms_(model, 1.0)
+
+
 # --- compiled steps ---------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from zoo import ORACLE, STARTS, TWICE, Plan, plans
 
 pytestmark = [
     pytest.mark.filterwarnings(EVEN_SAME),
+    pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning"),  # rows are right where a module goes alone
     pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning"),
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning"),
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from types import CellType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from expanded_nn.recording.recorder import Recorder
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 
 
+_OF_EACH_MODULE = {*vars(nn.Module()), "_recorder", "_settings"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -26,7 +27,8 @@ def of_arguments(value: Any, given: dict[int, Tensor]) -> Hashable:
         number = list(given).index(id(value)) if id(value) in given else len(given)
         given[id(value)] = value
         layout = None if value.is_contiguous() else value.stride()
-        return number, type(value), value.dtype, value.device, value.dim(), value.requires_grad, layout
+        told = (value.dtype, value.device, value.dim(), value.requires_grad, layout)
+        return number, type(value), told, value.requires_grad and value.grad is not None
     kind = type(value)
     if kind in _PLAIN:
         return kind, value
@@ -55,25 +57,43 @@ class Same:
 class OfStep:
     """What a step finds by its names: variables of the functions around it, globals, and attributes of its object.
 
-    A number is told by its value, anything else by its identity; what is within it is not looked at.
+    Numbers and strings are told by their values, anything else by its identity; what is within it is not looked at.
     """
 
     def __init__(self, step: Any) -> None:
-        while isinstance(step, partial):
-            step = step.func
-        self.owner = getattr(step, "__self__", None)
-        function = getattr(step, "__func__", step)
-        code = getattr(function, "__code__", None)
-        self.cells = getattr(function, "__closure__", None) or ()
-        self.globals: dict[str, Any] = getattr(function, "__globals__", {})
-        self.names = [name for name in code.co_names if name in self.globals] if code is not None else []
+        self.owners: list[dict[str, Any]] = []
+        self.cells: list[CellType] = []
+        self.globals: list[tuple[dict[str, Any], str]] = []
+        while step is not None:
+            self._look(step)
+            inner = step.func if isinstance(step, partial) else getattr(step, "__func__", None)
+            step = inner or getattr(step, "__wrapped__", None)
+
+    def _look(self, step: Any) -> None:
+        for owner in (step, getattr(step, "__self__", None)):
+            if not isinstance(owner, FunctionType | partial) and hasattr(owner, "__dict__"):
+                self.owners.append(vars(owner))
+        if isinstance(step, FunctionType):
+            self.cells += step.__closure__ or ()
+            self.globals += [(step.__globals__, name) for name in _names(step.__code__)]
 
     def __call__(self) -> Hashable:
         """A key for what they are now."""
         values = [_content(cell) for cell in self.cells]
-        values += [self.globals.get(name) for name in self.names]
-        values += [] if self.owner is None else list(getattr(self.owner, "__dict__", {}).values())
-        return tuple([value if type(value) in _PLAIN else id(value) for value in values])
+        values += [found.get(name) for found, name in self.globals]
+        for owner in self.owners:
+            values += owner.values()
+        return tuple(map(_told, values))
+
+
+def _names(code: CodeType) -> list[str]:
+    """The names in a function, and in those within it."""
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each)]
+    return list(dict.fromkeys([*code.co_names, *inner]))
+
+
+def _told(value: Any) -> Hashable:
+    return (type(value), value) if type(value) in _PLAIN else Same(value)
 
 
 def _content(cell: CellType) -> Any:
@@ -91,25 +111,34 @@ def of_surroundings() -> Hashable:
 
 
 def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Hashable:
-    """A key for modules as they are now: their parts, their numbers and flags, and what gradients and rows are held.
+    """A key for modules as they are now: their parts, attributes and hooks, and what gradients and rows are held.
 
-    The modules, parameters and buffers are told by their addresses: who keeps the key keeps the modules.
+    Modules and parameters are told by their addresses, which are no others' as long as the modules are kept; buffers
+    and tensors among the attributes by their shapes and dtypes; what else is no number by its identity.
     """
     key: list[Any] = [recorder.settings for recorder in recorders]
     for module in modules:
         attributes = vars(module)
-        key += [value for value in attributes.values() if type(value) in _PLAIN]
-        key.append(id(attributes.get("_recorder")))
-        key += [len(attributes[hooks]) for hooks in _HOOKS]
+        key += (module.training, id(attributes.get("_recorder")))
         key += map(id, attributes["_modules"].values())
-        key += [each if each is None else (each.shape, each.dtype) for each in attributes["_buffers"].values()]
+        key += map(_of_tensor, attributes["_buffers"].values())
+        key += [
+            _of_tensor(value) if isinstance(value, Tensor) else _told(value)
+            for name, value in attributes.items()
+            if name not in _OF_EACH_MODULE
+        ]
+        key += [Same(hook) for name in _HOOKS for hook in attributes[name].values()]
         for parameter in attributes["_parameters"].values():
             key.append(id(parameter))
             if parameter is not None:
                 key += (parameter.requires_grad, parameter.shape, parameter.dtype, parameter.device)
-                key.append(len(parameter._backward_hooks or ()))
+                key += map(Same, (parameter._backward_hooks or {}).values())
                 if parameter.grad is not None:
                     key.append("clipped" if any(each.is_clipped(parameter) for each in recorders) else "grad")
                 if getattr(parameter, "grad_sample", None) is not None:
                     key.append("held")
     return tuple(key)
+
+
+def _of_tensor(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)

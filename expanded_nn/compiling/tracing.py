@@ -80,7 +80,7 @@ class Traced:
     Attributes:
         graph: The operations; its inputs are the tensors among the arguments, the gradients there were, the constants.
         constants: The tensors that the step has found by itself, as parameters and buffers, found as those in
-            `with_grad`; a buffer may be another tensor at each call.
+            `with_grad`; a buffer, or an attribute of a module, may be another tensor at each call.
         examples: The inputs, without values.
         outcome: What to do with the results.
         with_grad: The parameters and arguments that had a gradient, found among the arguments' tensors.
@@ -214,13 +214,14 @@ def trace(
     _refuse_others(constants, leaves)
     examples = [*fakes, *grads, *(without_values(each.detach()) for each in constants)]
     places = {
-        id(buffer): (module._buffers, name)
+        id(value): (values, name)
         for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        for values in (vars(module), module._buffers)
+        for name, value in values.items()
+        if isinstance(value, Tensor)
     }
     found: list[Find] = [
-        partial(_buffer, *places[id(each)]) if id(each) in places else partial(_itself, each) for each in constants
+        partial(_held_by, *places[id(each)]) if id(each) in places else partial(_itself, each) for each in constants
     ]
     return Traced(graph, found, examples, outcome, with_grad, looks.draws, shape_env)
 
@@ -290,8 +291,8 @@ def _place(error: Exception) -> str:
     return f"line {where.lineno} of {where.filename}: {where.line}"
 
 
-def _buffer(buffers: dict[str, Tensor | None], name: str, given: Sequence[Tensor]) -> Tensor:
-    return cast(Tensor, buffers[name])
+def _held_by(values: dict[str, Any], name: str, given: Sequence[Tensor]) -> Tensor:
+    return cast(Tensor, values[name])
 
 
 def _itself(leaf: Tensor, given: Sequence[Tensor]) -> Tensor:

@@ -269,8 +269,12 @@ class Recorder:
         if not behind and all(now.stage is Stage.DONE for now in alive):
             # that of a checkpoint around this one, or of another part of the same forward
             behind = [now for now in self.backward.resumed[-1:] if batch in (now.batch, 1)]
-            if not behind and batch is not None:  # it is around the whole model, whose first forward had no pass
+            if not behind and batch is not None:
+                # The checkpoint is around the whole model, whose first forward had no gradients, and so no pass. The
+                # node keeps the new one in mind, for a second backward on the same graph.
                 behind = [self.passes.new(batch)]
+                if isinstance(node, torch.autograd.function.BackwardCFunction):
+                    node.metadata[NOTED_PASS] = behind[0]
         fitting = self.passes.recomputed(batch, behind)
         if len(fitting) == 1:
             self.backward.resumed.append(fitting[0])

@@ -943,3 +943,16 @@ def test_wide_linear_is_normed_and_summed_without_dense_rows() -> None:
         model.weight.grad_sample.flatten(1).norm(dim=1)
         model.weight.grad_sample.sum(0)
     assert size * size <= biggest < 4 * size * size
+
+
+def test_a_reentrant_checkpoint_around_the_whole_model_may_be_retained() -> None:
+    """The rows of a second backward on one graph add up to those of the first, as without the checkpoint."""
+    model, x = enn.convert(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))).per_sample(), torch.randn(5, 4)
+    rows = []
+    for reentrant in (True, False):
+        model.zero_grad()
+        loss = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        rows.append(enn.per_sample_grads(model).flatten())
+    torch.testing.assert_close(*rows)
