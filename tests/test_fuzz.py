@@ -422,9 +422,10 @@ def test_checkpoint_in_the_general_rule_without_samples() -> None:
 
 def test_reentrant_checkpoint_in_the_general_rule() -> None:
     module = Scaled(Applied(nn.Linear(2, 2), lambda layer, x: checkpoint(layer, x, use_reentrant=True)), 2)
-    model = enn.convert(module).per_sample()
-    with pytest.raises(enn.PerSampleError, match=r"Scaled: .*setup_context.* use_reentrant=False"):
-        model(torch.randn(3, 2, requires_grad=True))
+    for escalate in (False, True):
+        model = enn.convert(module).per_sample(escalate=escalate)
+        with pytest.raises(enn.PerSampleError, match=r"Scaled: .*setup_context.* use_reentrant=False"):
+            model(torch.randn(3, 2, requires_grad=True))
 
 
 @pytest.mark.parametrize("mixes", [False, True])
@@ -520,14 +521,14 @@ def test_reentrant_checkpoint_whose_first_layer_has_a_shared_row() -> None:
 def test_features_in_a_time_first_model() -> None:
     """In `(B, features)` a layer without a layout would take the features for the samples."""
     module = Applied(nn.Sequential(nn.RNN(2, 3), nn.PReLU()), lambda layers, x: layers[1](layers[0](x)[1][-1]))
-    model = enn.convert(module).per_sample(batch_first=False)
+    model = enn.convert(module).per_sample(batch_first=False, escalate=False)
     with pytest.raises(enn.PerSampleError, match="PReLU"):
         model(torch.randn(4, 3, 2))
 
 
 def test_features_in_a_time_first_general_rule() -> None:
     module = Applied(nn.Sequential(Scale(3), nn.RNN(2, 3)), lambda layers, x: layers[0](layers[1](x)[1][-1]))
-    model = enn.convert(module).per_sample(batch_first=False)
+    model = enn.convert(module).per_sample(batch_first=False, escalate=False)
     with pytest.raises(enn.PerSampleError, match=r"layer\.0 \(Scale\): .*unsqueeze"):
         model(torch.randn(4, 3, 2))
 

@@ -197,6 +197,14 @@ class General(Expanded):
             results, others = [], []
             for i in range(self.batch_size):
                 results.append(one_sample([each[i] for each in weights], [each[i] for each in mapped]))
+                ends = (result.grad_fn for result in results[-1])
+                if any(type(node).__name__ == "CheckpointFunctionBackward" for end in ends for node in graph_of(end)):
+                    raise complaint(  # not seen: what `vmap` could not follow is said instead
+                        self.name,
+                        "its samples go through it one after the other, and in it is a reentrant checkpoint",
+                        "a checkpoint that keeps to autograd's graph",
+                        "Give the checkpoint use_reentrant=False.",
+                    )
                 leaves = flatten(returned)[0]
                 if any(isinstance(each, Tensor) for leaf in leaves for each in inside(leaf) if each is not leaf):
                     raise self._keeping("an object that it returns")
