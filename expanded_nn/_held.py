@@ -40,7 +40,8 @@ def recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]
             type(model).__name__,
             f"the parameters {some(others)} are in no layer in per-sample mode, so they have no per-sample gradients",
             "every trainable parameter in a converted layer, with per-sample mode on",
-            "Switch it on before the forward: convert(model, inplace=True).per_sample(True).",
+            "Switch it on before the forward: model.per_sample(True) if the model is converted, "
+            "convert(model, inplace=True).per_sample(True) if not.",
         )
     recorders = list(dict.fromkeys(each for each in recording.values() if each is not None))
     for recorder in recorders:
