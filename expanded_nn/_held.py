@@ -241,4 +241,4 @@ def added(parts: Iterable[Tensor]) -> Tensor:
 
 def some(items: list[Any]) -> str:
     """The first items of a list that may be long."""
-    return f"{items[:10]}{'...' if len(items) > 10 else ''}"
+    return f"{items[:3]}{'...' if len(items) > 3 else ''}"
