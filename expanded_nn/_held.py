@@ -73,6 +73,16 @@ def held_rows(parameters: Mapping[str, Tensor], *, adds: bool) -> dict[str, Tens
     return {name: rows for name, rows in held.items() if rows is not None}
 
 
+def refuse_what_is_no_mapping(who: str, rows: object) -> None:
+    if not isinstance(rows, Mapping):
+        raise complaint(
+            who,
+            f"it is given a {type(rows).__name__}",
+            "a mapping from parameter name to per-sample gradients",
+            "Give it per_sample_grads(model).",
+        )
+
+
 def batch_size_of(held: Mapping[str, Tensor]) -> int:
     """How many rows all parameters hold; 0 without parameters."""
     sizes = {name: rows.shape[0] for name, rows in held.items()}
@@ -241,4 +251,4 @@ def added(parts: Iterable[Tensor]) -> Tensor:
 
 def some(items: list[Any]) -> str:
     """The first items of a list that may be long."""
-    return f"{items[:3]}{'...' if len(items) > 3 else ''}"
+    return f"{items[:5]}{'...' if len(items) > 5 else ''}"

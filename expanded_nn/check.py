@@ -27,9 +27,9 @@ _APART = (
 )
 _MEAN = "Average over a sample's own parts before the samples are averaged; leave penalties to the optimizer."
 _REPORT = (
-    "Look where a parameter of expanded_nn.expanded, (B, *shape), broadcasts with another shape: one without dimensions "
-    "is (B,), and makes (B, B) of (B, 1), so give it shape (1,). If neither that nor a layer of your own (@expands) is "
-    "to blame, please report it, with the model."
+    "Look where a parameter of expanded_nn.expanded, (B, *shape), broadcasts with another shape: one without "
+    "dimensions is (B,), and makes (B, B) of (B, 1), so give it shape (1,). If neither that nor a layer of your own "
+    "(@expands) is to blame, please report it, with the model."
 )
 
 

@@ -174,7 +174,7 @@ def a_folded_batch() -> None:
 
 
 @refused(r"^0 \(Linear\): input has shape \(6, 4\), 6 rows in dimension 0 \(folded batch of 3 x 2\).*: one_pass said 3")
-def a_pass_of_other_samples() -> None:
+def a_pass_that_says_other_samples() -> None:
     model = on(nn.Linear(4, 2))
     with enn.one_pass(model, batch_size=3):
         model[0](torch.randn(6, 4))
@@ -309,6 +309,23 @@ def a_weight_expanded_after_the_backward() -> None:
     model = on(nn.Linear(4, 4))
     rows_held(model)
     enn.expanded(model[0].weight)
+
+
+@refused(r"^PerSampleGrads: it is given a Linear; wanted a mapping .* Give it per_sample_grads\(model\)")
+def gradients_of_a_model() -> None:
+    enn.PerSampleGrads(nn.Linear(4, 4))
+
+
+@refused(r"^Projection: it is given a Tensor; wanted a mapping .* Give it per_sample_grads\(model\)")
+def a_projection_of_a_tensor() -> None:
+    enn.Projection(8)(torch.randn(3, 4))
+
+
+@refused(r"^PerSampleGrads: it is indexed by a slice; wanted a parameter's name\. Take rows\(index\)")
+def a_slice_of_gradients() -> None:
+    model = on(nn.Linear(4, 4))
+    rows_held(model)
+    enn.per_sample_grads(model)[:2]
 
 
 @refused(r"^one_pass: batch_size is -1; wanted a number from 0", ValueError)
