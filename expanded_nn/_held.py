@@ -40,7 +40,8 @@ def recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]
             type(model).__name__,
             f"the parameters {some(others)} are in no layer in per-sample mode, so they have no per-sample gradients",
             "every trainable parameter in a converted layer, with per-sample mode on",
-            "Switch it on before the forward: convert(model, inplace=True).per_sample(True).",
+            "Switch it on before the forward: model.per_sample(True) if the model is converted, "
+            "convert(model, inplace=True).per_sample(True) if not.",
         )
     recorders = list(dict.fromkeys(each for each in recording.values() if each is not None))
     for recorder in recorders:
@@ -70,6 +71,16 @@ def held_rows(parameters: Mapping[str, Tensor], *, adds: bool) -> dict[str, Tens
         if parameter.requires_grad or (parameter.grad is not None and not adds)
     }
     return {name: rows for name, rows in held.items() if rows is not None}
+
+
+def refuse_what_is_no_mapping(who: str, rows: object) -> None:
+    if not isinstance(rows, Mapping):
+        raise complaint(
+            who,
+            f"it is given a {type(rows).__name__}",
+            "a mapping from parameter name to per-sample gradients",
+            "Give it per_sample_grads(model).",
+        )
 
 
 def batch_size_of(held: Mapping[str, Tensor]) -> int:
@@ -240,4 +251,4 @@ def added(parts: Iterable[Tensor]) -> Tensor:
 
 def some(items: list[Any]) -> str:
     """The first items of a list that may be long."""
-    return f"{items[:10]}{'...' if len(items) > 10 else ''}"
+    return f"{items[:5]}{'...' if len(items) > 5 else ''}"

@@ -386,13 +386,15 @@ class Expanded(PerSampleModule):
                     "after a position embedding, or put it before; do not mix or pick samples.",
                 )
             return x.expand(*x.shape[:dim], batch, *x.shape[dim + 1 :])
+        forward = None if self._recorder is None else self._recorder.forward
+        said = "one_pass" if forward is not None and forward.is_explicit else "the first tensor of the call"
         fold = f"folded batch of {batch} x {rows // batch}" if batch and rows % batch == 0 else "other rows"
         raise self._refusal(
             f"{argument} has shape {tuple(x.shape)}, {rows} rows in dimension {dim} ({fold})",
             f"{batch} rows, one a sample, or 1 that all share",
             f"{self._guess(x, dim)}Keep the batch in a dimension of its own (unflatten it); or send the module that "
             "folds it through the general rule, alone(ItsClass) before convert; or say where the samples stand, "
-            f"per_sample(batch_size=..., batch_first=...): the first tensor of the call said {batch}.",
+            f"per_sample(batch_size=..., batch_first=...): {said} said {batch}.",
         )
 
     def _note_input(self, *, shared: bool) -> None:

@@ -26,7 +26,11 @@ _APART = (
     "batch_first=True where the samples come first."
 )
 _MEAN = "Average over a sample's own parts before the samples are averaged; leave penalties to the optimizer."
-_REPORT = "If no layer of your own (@expands) is to blame, please report it, with the model."
+_REPORT = (
+    "Look where a parameter of expanded_nn.expanded, (B, *shape), broadcasts with another shape: one without "
+    "dimensions is (B,), and makes (B, B) of (B, 1), so give it shape (1,). If neither that nor a layer of your own "
+    "(@expands) is to blame, please report it, with the model."
+)
 
 
 def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, **kwargs: Any) -> Report:
@@ -274,7 +278,9 @@ class _Check:
         same_number = len(outputs) == len(self.outputs)
         error = max(map(difference, self.outputs, outputs)) if same_number else torch.inf
         if error > self.findings.tolerance:
-            found = f"its output in per-sample mode differs from the plain one (by {error:.1e})"
+            shapes, plain = ([tuple(each.shape) for each in results] for results in (outputs, self.outputs))
+            by = f"by {error:.1e}" if shapes == plain else f"shapes {shapes} instead of {plain}"
+            found = f"its output in per-sample mode differs from the plain one ({by})"
             remedy = "Draw random numbers outside of it." if self.is_random else _REPORT
             self.complain("random" if self.is_random else "rows", self.who, found, "the same output", remedy)
             return False

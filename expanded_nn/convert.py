@@ -105,8 +105,8 @@ def per_sample(model: Model, mode: bool = True, **settings: Any) -> Model:
     Args:
         model: Any module.
         mode: Whether to switch on.
-        settings: As for the method: `loss_reduction`, `batch_first`, `batch_size`, `materialize`,
-            `accumulate_grad`, `keep_factors`.
+        settings: `loss_reduction`, `batch_first`, `batch_size`, `materialize`, `accumulate_grad`, `keep_factors`,
+            `escalate`, as `help(model.per_sample)` of a converted model explains them.
 
     Returns:
         The module itself.

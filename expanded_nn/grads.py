@@ -18,6 +18,7 @@ from expanded_nn._held import (
     lengths,
     recorded,
     refuse_gradients_without_rows,
+    refuse_what_is_no_mapping,
     side_by_side,
     snapshot,
     some,
@@ -56,12 +57,17 @@ class PerSampleGrads(Mapping[str, Tensor]):
     """
 
     def __init__(self, rows: Mapping[str, Tensor]) -> None:
+        refuse_what_is_no_mapping("PerSampleGrads", rows)
         self._batch = batch_size_of(rows)
         self._rows = {name: snapshot(each) for name, each in rows.items()}
         self._blocks = {name: each.blocks for name, each in self._rows.items()}  # what norms may make dense
         self._queries: dict[str, FactoredTensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
+        if isinstance(name, slice | Tensor):  # type: ignore[unreachable]
+            raise complaint(
+                "PerSampleGrads", f"it is indexed by a {type(name).__name__}", "a parameter's name", "Take rows(index)."
+            )
         return self._rows[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn._errors import complaint
+from expanded_nn._held import refuse_what_is_no_mapping
 from expanded_nn._modes import in_own_dtype, no_torch_function
 from expanded_nn._rows import widened
 from expanded_nn.core.sketch import Side, Sketch, Totals, TwoSided
@@ -105,6 +106,7 @@ class Projection:
             PerSampleError: If the parameters hold different numbers of rows, or one has another shape than in an
                 earlier call.
         """
+        refuse_what_is_no_mapping("Projection", grads)
         with torch.no_grad(), no_torch_function():
             rows = {name: widened(as_real(as_factored(tensor))) for name, tensor in grads.items()}
             self._refuse_other_shapes(rows)

@@ -701,6 +701,25 @@ def test_methods_and_a_parameter_of_the_models_own(reduce: Callable[[Tensor], Te
     assert "also used outside of its module" in str(report)
 
 
+def test_an_expanded_parameter_that_broadcasts() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(4, 1), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    x = torch.randn(5, 4)
+    report = str(enn.check(Scaled(), x, loss=lambda m, x: (m(x) * enn.expanded(m.scale)).squeeze(1)))
+    assert "differs from the plain one (shapes [(5, 5)] instead of [(5,)])" in report
+    assert "give it shape (1,)" in report
+    report = str(enn.check(Scaled(), x, loss=lambda m, x: (m(x) * enn.expanded(m.scale)).square().mean()))
+    assert "the rows of scale differ" in report
+    assert "give it shape (1,)" in report
+    assert enn.check(Scaled(), x, loss=lambda m, x: (m(x) * enn.expanded(m.scale).view(-1, 1)).square().sum(1)).ok
+
+
 def test_a_method_without_one_pass() -> None:
     class Shifted(Vae):
         def elbo(self, x: Tensor) -> Tensor:

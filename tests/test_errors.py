@@ -173,6 +173,13 @@ def a_folded_batch() -> None:
     feed(nn.Linear(4, 2), lambda layer, x: layer(x.flatten(0, 1)))
 
 
+@refused(r"^0 \(Linear\): input has shape \(6, 4\), 6 rows in dimension 0 \(folded batch of 3 x 2\).*: one_pass said 3")
+def a_pass_that_says_other_samples() -> None:
+    model = on(nn.Linear(4, 2))
+    with enn.one_pass(model, batch_size=3):
+        model[0](torch.randn(6, 4))
+
+
 @refused(
     r"layer \(Linear\): input has shape \(2, 4\), 2 rows .*choose by torch\.where.*first tensor of the call said 3"
 )
@@ -302,6 +309,23 @@ def a_weight_expanded_after_the_backward() -> None:
     model = on(nn.Linear(4, 4))
     rows_held(model)
     enn.expanded(model[0].weight)
+
+
+@refused(r"^PerSampleGrads: it is given a Linear; wanted a mapping .* Give it per_sample_grads\(model\)")
+def gradients_of_a_model() -> None:
+    enn.PerSampleGrads(nn.Linear(4, 4))
+
+
+@refused(r"^Projection: it is given a Tensor; wanted a mapping .* Give it per_sample_grads\(model\)")
+def a_projection_of_a_tensor() -> None:
+    enn.Projection(8)(torch.randn(3, 4))
+
+
+@refused(r"^PerSampleGrads: it is indexed by a slice; wanted a parameter's name\. Take rows\(index\)")
+def a_slice_of_gradients() -> None:
+    model = on(nn.Linear(4, 4))
+    rows_held(model)
+    enn.per_sample_grads(model)[:2]
 
 
 @refused(r"^one_pass: batch_size is -1; wanted a number from 0", ValueError)
@@ -476,7 +500,10 @@ def an_error_of_the_users_own() -> None:
     own(forward)
 
 
-@refused(r"0\.layer \(Own\): for one sample its forward returns a tensor of shape \(\); wanted size 1 in dimension 0")
+@refused(
+    r"0\.layer \(Own\): for one sample its forward returns a tensor of shape \(\); wanted size 1 in dimension 0.*"
+    r"parameter\.expand_as.*expanded_nn\.expanded\(parameter\) in the loss"
+)
 def a_reduction_over_the_batch() -> None:
     own(lambda self, x: (x * self.scale).sum())
 

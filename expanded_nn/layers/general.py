@@ -291,8 +291,9 @@ class General(Expanded):
             raise self._refusal(
                 f"for one sample its forward returns a tensor of shape {tuple(output.shape)}",
                 f"size 1 in dimension {usual}, where the samples stand",
-                "Return tensors with a batch dimension, and reduce over the samples outside of the module. Without "
-                "forward hooks on its children, another dimension may be the sample's as well.",
+                "Return tensors with a batch dimension, and reduce over the samples outside of the module. For a "
+                "parameter that is returned, write parameter.expand_as(a tensor that has one), or leave it out and use "
+                "expanded_nn.expanded(parameter) in the loss.",
             )
         return sorted(ones, key=lambda dim: dim != (0 if may_be_features else usual))
 
