@@ -40,7 +40,7 @@ class Escalation:
     Attributes:
         runs: Whether such a forward runs.
         on_trial: The module that goes sample by sample for the first time.
-        known: The kinds of forwards that have gone through once: what these draw or change is not kept in mind.
+        known: The kinds of forwards that have gone through once: no copy is kept of what these draw or change.
     """
 
     def __init__(self) -> None:

@@ -123,7 +123,7 @@ class PerSampleModule(nn.Module):
         return self
 
     def _learn(self, learned: Learned | None) -> None:
-        """Takes the general rule as a whole from now on, or what it was before the model found so by itself."""
+        """Switches to the general rule for what was learned, or with `None` back to the class of before."""
         kind = None if self._learned is None else self._learned.kind
         for attribute in ("_learned", "_compared"):
             self.__dict__.pop(attribute, None)
@@ -205,10 +205,10 @@ class Expanded(PerSampleModule):
     Attributes:
         ranks: Parameter name -> its number of dimensions in `torch.nn`, without a batch dimension.
         watches: Whether `convert` turns a layer of this class into its twin even if it has no parameters.
-        positionwise: Whether each position goes through it alone, so that any input is a batch of positions.
+        positionwise: Whether the layer treats every position independently.
         fixed_layout: Whether samples stand first by definition, as in `(N, C, H, W)`, whatever the model says.
-        returns_fresh: Whether torch's layer returns a tensor that nothing else keeps, be it a view: in the middle of a
-            pass it is none, so that what is taken from it shows its samples.
+        returns_fresh: Whether nothing else refers to the memory of what torch's layer returns. During a pass it is then
+            returned as no view, so that slices of it are recognized.
     """
 
     ranks: ClassVar[dict[str, int]] = {}

@@ -130,7 +130,7 @@ class CompiledStep:
         modules: The modules that have taken part.
         recorders: Those of their rows.
         families: The graphs, by the kind of the call.
-        shown: The shapes of the calls that have shown which modules take part, by the kind of their arguments.
+        shown: The shapes of the first calls, which ran eagerly, by the kind of their arguments.
     """
 
     def __init__(self, step: Callable[..., Any], backend: Backend) -> None:

@@ -63,7 +63,8 @@ class Graph:
         constants: The tensors that the step has found by itself.
         draws: Whether it draws random numbers.
         changed: The places of the inputs that it changes.
-        copied: The places of the gradients that something else is in the memory of, known after the first run.
+        copied: The places of the gradients that share their memory with another tensor, and are cloned; known after the
+            first run.
         function: The compiled graph.
     """
 

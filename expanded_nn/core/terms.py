@@ -65,7 +65,7 @@ class Term(ABC):
     """Rows `(B, *row_shape)` of one kind.
 
     Args:
-        factors: The one or two tensors the rows are made of, each `(B, ...)`; the first is no index.
+        factors: The one or two tensors the rows are made of, each `(B, ...)`; the first holds floating-point numbers.
         row_shape: The shape of one row.
         dtype: The rows' dtype, to which factors are cast when used.
         coefficient: A number that multiplies all rows.

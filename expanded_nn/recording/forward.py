@@ -60,7 +60,7 @@ class Heard:
 
     Attributes:
         broadcast: Embeddings whose index has had no batch dimension.
-        inputs_shared: Of the inputs that layers have read so far, whether each is one that all samples share.
+        inputs_shared: For each input that a layer has read so far, whether it has one row, which all samples share.
         shared: What layers have returned for inputs that all samples share.
     """
 
@@ -130,7 +130,7 @@ class Forward:
         return any(torch.equal((each - each[0]).to(index), index - index[0]) for each in alike if each.numel())
 
     def correct(self, batch: int) -> None:
-        """The number of samples as a layer knows it better than the first argument, if nothing relied on that."""
+        """Sets B before a pass is chosen, unless the user said it: a layer knows it better than the first argument."""
         if self._now is None and self.recorder.settings.batch_size is None and not self.is_explicit:
             self.batch = batch
 
@@ -160,7 +160,7 @@ class Forward:
             self.heard.shared.append(SharedResult(layer, result.grad_fn, dim, result.dim()))
 
     def _refuse_taken_apart(self, result: Any) -> None:
-        """Looks at the graph, once for each way that this forward goes."""
+        """Looks at the graph, once for each mode and each list of layers whose results are shared."""
         kind = (self.module.training, *((id(shared.layer), shared.dim, shared.rank) for shared in self.heard.shared))
         seen: set[Any] = vars(self.module).setdefault("_shared_seen", set())
         if kind in seen:

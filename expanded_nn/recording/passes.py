@@ -53,9 +53,8 @@ class Passes:
         current: The pass that the next forward of as many samples joins, if any.
         alive: All passes that something keeps alive, and references to some that nothing does any more.
         opened: How many there have been.
-        around: For each thread, the arguments of a forward without gradients that it is in, which has no pass itself.
-        kept: Those that a reentrant checkpoint's backward will ask for, and that no graph is known to keep alive: what
-            ran in such a checkpoint has left no expansion in the graph.
+        around: For each thread, the module, the batch and the inputs of the outermost forward under `no_grad`.
+        kept: Passes that are kept alive here, as their reentrant checkpoint has left no node to note them on.
     """
 
     def __init__(self) -> None:

@@ -267,7 +267,7 @@ class Recorder:
         is_sure = len(alive) == 1 and alive[0].stage is not Stage.DONE
         behind = [noted] if noted is not None else [] if is_sure else passes_behind(node, self)
         if not behind and all(now.stage is Stage.DONE for now in alive):
-            # that of a checkpoint around this one, or of another part of the same forward
+            # the pass of the last recomputation in this backward: a checkpoint around this one, or beside it
             behind = [now for now in self.backward.resumed[-1:] if batch in (now.batch, 1)]
             if not behind and batch is not None:
                 # The checkpoint is around the whole model, whose first forward had no gradients, and so no pass. The

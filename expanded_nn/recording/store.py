@@ -33,8 +33,8 @@ class Store:
 
     Attributes:
         held: The rows.
-        before: For each parameter, what the running backward has delivered and not yet added to `.grad`: of each pass
-            the rows from before, `None` where there were none.
+        before: What `undo` goes back to: for each parameter and pass that the running backward has delivered to, the
+            rows from before, `None` where there were none.
         tasks: The backwards that have delivered, by the engine's number: one, and those that run inside of it.
         aside: Rows that wait while those of a `torch.autograd.grad` stand alone, and what `grad_sample` showed.
         materialize: Whether `grad_sample` is to be dense.

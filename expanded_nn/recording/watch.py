@@ -418,7 +418,7 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_he
                 "a .grad that was cleared, scaled or left alone before the next backward adds to it",
             )
     zeros.sort(key=_size)
-    if not some_held and any(not _rows_cancel(leaf) for leaf in zeros):  # one will do: what is done, is done to all
+    if not some_held and any(not _rows_cancel(leaf) for leaf in zeros):  # one that was cleared tells of all
         return found + zeros
     return found + [leaf for leaf in zeros if not _rows_cancel(leaf)]
 
