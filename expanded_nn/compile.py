@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, TypeVar
@@ -154,7 +153,10 @@ class CompiledStep:
         shapes = tuple(tensor.shape for tensor in given)
         if not self.modules:
             return self._show(key, shapes, args, kwargs)
-        family = self._family((*key, of_models(self.modules, self.recorders)), self.shown.pop(key, []))
+        kind = *key, of_models(self.modules, self.recorders)
+        family = self.families.get(kind)
+        if family is None:
+            family = self.families[kind] = Family(by_shapes=dict.fromkeys(self.shown.pop(key, ())))
         if not family.by_shapes:  # the first of its kind
             family.by_shapes[shapes] = None
             return self._show(None, shapes, args, kwargs)
@@ -174,15 +176,11 @@ class CompiledStep:
         self._fault(family, "its gradients are zero, or not finite, or out of the range of squares, again and again")
         return self.step(*args, **kwargs)
 
-    def _family(self, kind: Hashable, shown: list[Shapes]) -> Family:
-        family = self.families.get(kind)
-        if family is None:
-            family = self.families[kind] = Family(by_shapes=dict.fromkeys(shown))
-        return family
-
     def _show(self, key: Hashable, shapes: Shapes, args: Any, kwargs: Any) -> Any:
         """Runs the step eagerly, and sees which models take part."""
-        with _modules_called() as modules, recorders_met() as recorders:
+        modules: dict[nn.Module, None] = {}
+        looking = register_module_forward_pre_hook(lambda module, _: modules.setdefault(module))
+        with looking, recorders_met() as recorders:
             result = self.step(*args, **kwargs)
         for recorder in recorders:
             modules.update(dict.fromkeys(recorder.modules()))
@@ -222,13 +220,3 @@ class CompiledStep:
         family.is_eager = True
         name = getattr(self.step, "__qualname__", type(self.step).__name__)
         warnings.warn(f"enn.compile: {name} runs eagerly, as {reason}.", PerSampleWarning, stacklevel=4)
-
-
-@contextmanager
-def _modules_called() -> Iterator[dict[nn.Module, None]]:
-    called: dict[nn.Module, None] = {}
-    hook = register_module_forward_pre_hook(lambda module, _: called.setdefault(module))
-    try:
-        yield called
-    finally:
-        hook.remove()

@@ -30,10 +30,10 @@ def _eager(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Callable[..., A
 def _of_torch(
     backend: str | Backend, options: dict[str, Any], graph: fx.GraphModule, examples: list[Tensor]
 ) -> Callable[..., Any]:
+    chosen: Any = backend
     if backend == "inductor":
-        compile_fx = import_module("torch._inductor.compile_fx").compile_fx
-        made: Callable[..., Any] = compile_fx(graph, examples, config_patches=OPTIONS | options)
-        return made
-    known = import_module("torch._dynamo").lookup_backend(backend) if isinstance(backend, str) else backend
-    made = known(graph, examples)
-    return made
+        chosen = partial(import_module("torch._inductor.compile_fx").compile_fx, config_patches=OPTIONS | options)
+    elif isinstance(backend, str):
+        chosen = import_module("torch._dynamo").lookup_backend(backend)
+    function: Callable[..., Any] = chosen(graph, examples)
+    return function

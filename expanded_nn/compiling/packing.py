@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._cell import Cell, Guarded
 from expanded_nn._traced import OnlyEager
@@ -41,9 +40,6 @@ def packed(value: Any, parts: list[Any]) -> Remake:
         return lambda given: PerSampleGrads(rows(given))
     if isinstance(value, Mapping):
         return _packed_mapping(value, parts)
-    if isinstance(value, PackedSequence):
-        items = [packed(each, parts) for each in value]
-        return lambda given: PackedSequence(*(item(given) for item in items))
     if isinstance(value, list | tuple):
         kind: Any = type(value)
         items = [packed(each, parts) for each in value]
@@ -57,8 +53,6 @@ def packed(value: Any, parts: list[Any]) -> Remake:
 
 def _packed_mapping(value: Mapping[Any, Any], parts: list[Any]) -> Remake:
     items = {key: packed(each, parts) for key, each in value.items()}
-    if type(value) is dict:
-        return lambda given: {key: item(given) for key, item in items.items()}
 
     def remake(given: Parts) -> Any:
         made: Any = copy.copy(value)

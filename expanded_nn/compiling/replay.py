@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from expanded_nn._steady import RandomStates
 from expanded_nn.compiling.tracing import Outcome, Traced
 from expanded_nn.recording.apart import take
 
@@ -94,14 +95,14 @@ class Graph:
             *(find(given) for find in self.constants),
         ]
         before = [(each, each.detach().clone()) for each in map(inputs.__getitem__, self.changed)]
-        state = _random_states() if self.draws else None
+        states = RandomStates(()) if self.draws else None
         with torch.no_grad():
             results = self.function(*inputs)
             if self.outcome.assumed is not None and not bool(results[self.outcome.assumed]):
                 for tensor, values in before:
                     tensor.copy_(values)
-                if state is not None:
-                    _set_random_states(*state)
+                if states is not None:
+                    states.restore()
                 return False, None
         outcome = self.outcome
         grads = [None if remake is None else remake(results) for _, remake in outcome.grads]
@@ -121,16 +122,6 @@ class Graph:
         for values, name in outcome.removed:
             values.pop(name, None)
         return True, outcome.result(results)
-
-
-def _random_states() -> tuple[Tensor, list[Tensor]]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-
-def _set_random_states(cpu: Tensor, cuda: list[Tensor]) -> None:
-    torch.set_rng_state(cpu)
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)
 
 
 def _with_shared_memory(grads: Sequence[Tensor | None], others: Sequence[Any]) -> set[int]:

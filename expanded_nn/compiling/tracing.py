@@ -177,10 +177,9 @@ def trace(
                 stack.enter_context(apart(recorder, lambda parameter: id(parameter) in clipped))
             conditions = stack.enter_context(assumptions())
             stack.enter_context(looks)
-            stack.enter_context(_no_others(modules))
-            result = step(*args, **kwargs)
-            _refuse_open(result, recorders)
-            outcome.result = packed(result, results)
+            stack.enter_context(register_module_forward_pre_hook(partial(_refuse_unknown, set(modules))))
+            outcome.result = packed(step(*args, **kwargs), results)
+            _refuse_open(results, recorders)
             for find, old in zip(finds, before, strict=True):
                 new = find(own).grad
                 if new is not old:
@@ -194,9 +193,9 @@ def trace(
         return results
 
     tracer = make_fx(body, _allow_non_fake_inputs=True)  # "real", as the inputs are without values already
-    hook = register_optimizer_step_pre_hook(_refuse_optimizer)
+    refusing = register_optimizer_step_pre_hook(_refuse_optimizer)
     try:
-        with _grads_kept(leaves), _attributes_kept(modules, kept), mode, enable_python_dispatcher():
+        with refusing, _grads_kept(leaves), _attributes_kept(modules, kept), mode, enable_python_dispatcher():
             graph = tracer(*fakes, *grads)
     except Exception as error:
         if not _reads_values(error):
@@ -208,8 +207,6 @@ def trace(
             "Choose by torch.where in place of an if, return the tensor and look at it after the step, or call the "
             "step without enn.compile.",
         ) from error
-    finally:
-        hook.remove()
     constants = _lifted(graph)
     _refuse_others(constants, leaves)
     examples = [*fakes, *grads, *(without_values(each.detach()) for each in constants)]
@@ -244,20 +241,10 @@ def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder
         )
 
 
-@contextmanager
-def _no_others(modules: Sequence[nn.Module]) -> Iterator[None]:
+def _refuse_unknown(known: Collection[nn.Module], module: nn.Module, _: Any) -> None:
     """Raises before a module is called that nothing is known of."""
-    known = set(modules)
-
-    def look(module: nn.Module, _: Any) -> None:
-        if module not in known:
-            raise FirstEager(f"it calls a {type(module).__name__} for the first time")
-
-    hook = register_module_forward_pre_hook(look)
-    try:
-        yield
-    finally:
-        hook.remove()
+    if module not in known:
+        raise FirstEager(f"it calls a {type(module).__name__} for the first time")
 
 
 def _refuse_others(constants: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
@@ -322,10 +309,8 @@ def _attributes_kept(
                 values.update(before)
 
 
-def _refuse_open(result: Any, recorders: Sequence[Recorder]) -> None:
-    """Raises for a result whose backward is to follow outside of the graph."""
-    parts: list[Any] = []
-    packed(result, parts)
+def _refuse_open(parts: Sequence[Any], recorders: Sequence[Recorder]) -> None:
+    """Raises for a result, by its parts, whose backward is to follow outside of the graph."""
     if not any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return
     if any(each.passes.current is not None and each.passes.current.stage is Stage.OPEN for each in recorders):

@@ -94,13 +94,14 @@ def _run_back(
 ) -> list[Tensor]:
     saved, given = Saved(x, h, y, c0, ()), Weights(*weights)  # type: ignore[arg-type]
     found = RECURRENCES[kind].backward(Steps.of(x, cell=cell), saved, given, g.clone(), g_c)
-    return [
-        found.ih,
-        found.h0,
-        *([found.hh] if kind == "GRU" else []),
-        *([] if found.c0 is None else [found.c0]),
-        *([] if found.hr is None else [each.clone() for each in found.hr]),
-    ]
+    hr = None if found.hr is None else (found.hr[0].clone(), found.hr[1].clone())
+    return _listed(kind, found._replace(hr=hr))
+
+
+def _listed(kind: str, found: Gradients) -> list[Tensor]:
+    """What there is of the gradients; `hh` is `ih` but for a GRU."""
+    hh = found.hh if kind == "GRU" else None
+    return [each for each in (found.ih, found.h0, hh, found.c0, *(found.hr or ())) if each is not None]
 
 
 def _shapes_back(
@@ -117,10 +118,13 @@ def _shapes_back(
     hh, hr = weights[1], weights[4]
     assert hh is not None
     z, hidden = y.new_empty(y.shape[0], hh.shape[0]), hh.shape[0] // 4
-    return [
-        z,
-        y.new_empty(x.shape[1], y.shape[1]),
-        *([y.new_empty(z.shape)] if kind == "GRU" else []),
-        *([] if c0 is None else [c0.new_empty(c0.shape)]),
-        *([] if hr is None else [y.new_empty(y.shape), y.new_empty(y.shape[0], hidden)]),
-    ]
+    return _listed(
+        kind,
+        Gradients(
+            z,
+            y.new_empty(z.shape),
+            y.new_empty(x.shape[1], y.shape[1]),
+            None if c0 is None else c0.new_empty(c0.shape),
+            None if hr is None else (y.new_empty(y.shape), y.new_empty(y.shape[0], hidden)),
+        ),
+    )
