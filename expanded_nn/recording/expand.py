@@ -49,8 +49,8 @@ class Expand(torch.autograd.Function):
         if rows is None:  # the loss does not depend on the parameter
             return None, None, None, None
         refuse_batched(rows)
-        if receiver is None:
-            return rows.sum(0), None, None, None
+        if receiver is None or receiver.leaves.get(ctx.parameter) is not ctx.leaf:
+            return rows.sum(0), None, None, None  # per_sample(...) was called since the forward: the plain gradient
         if not ctx.parameter.requires_grad:  # it was frozen after the forward, and torch adds nothing to its .grad
             receiver.deliver(ctx.now, ctx.leaf, None)
             return None, None, None, None

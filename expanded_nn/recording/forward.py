@@ -101,7 +101,7 @@ class Forward:
     def __enter__(self) -> Forward:
         if self.recorder.passes.opened == 0:  # FSDP's shards are out of sight once their layers run
             self.recorder.look_for_shards(self.module)
-        if self.batch is None:
+        if self.batch is None or (self.is_explicit and torch.is_grad_enabled()):
             self.now  # noqa: B018  # at once, as no layer could say it better
         self.recorder.forward = self
         return self

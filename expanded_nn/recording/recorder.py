@@ -379,9 +379,6 @@ class Recorder:
             rows: `(B, *shape)`, or none for a parameter that was frozen after the forward.
             stand_alone: Whether `torch.autograd.grad` asked for the gradient, which does not go to `.grad` then.
         """
-        parameter = leaf.parameter()
-        if parameter is None or self.leaves.get(parameter) is not leaf:  # per_sample(…) was called since the forward
-            return
         if self.backward.enter(delivers=True):
             self._before_delivery(stand_alone)
         if not stand_alone and now.stage is Stage.OPEN:

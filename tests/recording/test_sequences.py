@@ -15,6 +15,7 @@ from sequences import (
     Backward,
     Clear,
     Clip,
+    Copy,
     Forward,
     Freeze,
     Grads,
@@ -262,6 +263,17 @@ FOUND: dict[str, Story] = {
     "expanded_of_a_new_weight": Story([Forward(), Backward(), Load(), Alone()]),
     "forward_without_the_mode": Story([PerSample(False), Forward(), PerSample(), Backward()]),
     "graph_from_before_the_switch": Story([Forward(), PerSample(), Backward(), Clip()]),
+    # whether the old graph added to .grad went by whether the garbage collector had run
+    "graph_from_before_the_switch_of_a_recorder_that_still_lives": Story(
+        [
+            *(Forward(then="fails"), Forward(), PerSample(said=(("accumulate_grad", True),)), Piece()),
+            Backward(of=(0, 1, 2)),
+        ],
+        settings={"accumulate_grad": False, "materialize": True},
+    ),
+    "thawed_in_a_copy_and_used_by_expanded_alone": Story(
+        [Freeze(), Copy(), Freeze(on=False), Together(use="weight")], settings={"accumulate_grad": False}
+    ),
     "reentrant_checkpoint_and_another_pass": Story([Forward(use="reentrant"), Forward(4), Backward((0, 1))]),
 }
 
