@@ -401,12 +401,12 @@ class Recorder:
             self.store.set_aside(self.leaves)
             return
         if self.settings.accumulate_grad:
-            self._forget_stale(held)
+            left = self._left(held) if held else set()  # nobody asks for their rows: in doubt or not, they hold up none
+            self._forget_stale(leaf for leaf in held if leaf not in left)
         else:
             for leaf in held:
                 self._forget(leaf)
-        if self.store.held:
-            self.store.drop_passes_of(self._left_or_frozen())
+        self._drop_passes_without_parameters()
         for leaf in self.leaves:
             leaf.note_grad()
             leaf.note_foreign_part()
@@ -414,16 +414,21 @@ class Recorder:
                 leaf.lacks_rows()  # looks while `.grad` may still be zero
         self.store.begin()
 
-    def _left_or_frozen(self) -> list[Leaf]:
-        """The parameters that hold rows, but are frozen, have left the model, or are no more."""
+    def _left(self, leaves: Iterable[Leaf]) -> set[Leaf]:
+        """Those of parameters that have left the model, but live on."""
         inside = {id(parameter) for module in self.modules() for parameter in module._parameters.values()}
-        gone = []
-        for leaf in self.leaves.with_rows():
-            shown = leaf.as_shown()
-            left = leaf.member and id(shown) not in inside and id(leaf.parameter()) not in inside
-            if shown is None or left or not shown.requires_grad:
-                gone.append(leaf)
-        return gone
+        parameters = {leaf: (leaf.as_shown(), leaf.parameter()) for leaf in leaves if leaf.member}
+        return {
+            leaf
+            for leaf, (shown, parameter) in parameters.items()
+            if shown is not None and id(shown) not in inside and id(parameter) not in inside
+        }
+
+    def _drop_passes_without_parameters(self) -> None:
+        """Drops the passes that only frozen parameters hold rows of, or those that have left the model."""
+        if self.store.held:
+            held = self.leaves.with_rows()
+            self.store.drop_passes_of(self._left(held).union(leaf for leaf in held if not leaf.is_trainable()))
 
     def backward_is_over(self, delivered: bool, failed: bool) -> None:
         """All rows of a backward are here, or it has failed on the way."""
@@ -437,7 +442,7 @@ class Recorder:
         if failed and delivered and self.store.aside is None:
             self.store.undo()
         if len(self.store.held) > 1 and self.store.aside is None:
-            self.store.drop_passes_of(self._left_or_frozen())
+            self._drop_passes_without_parameters()
         self.store.complete(self.leaves)
         if self.leaves.sharded:
             for leaf in self.leaves:
@@ -465,7 +470,7 @@ class Recorder:
                 others = set(held).difference(cleared)
                 self._forget_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in others))
                 if cleared:
-                    self.store.drop_passes_of(self._left_or_frozen())
+                    self._drop_passes_without_parameters()
 
     def note_clipped(self, parameter: Tensor) -> None:
         """Clipping has set `.grad`."""

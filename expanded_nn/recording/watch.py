@@ -378,7 +378,8 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_he
     | another tensor, no multiple of the sum of the rows | stale: it was set anew. A shard's is held, as its sum |
     |                                                    | is known on all ranks together only                   |
     | changed in place, no multiple of the sum           | refused: they may be a part of it or not. Held, if it |
-    |                                                    | was scaled or clipped before                          |
+    |                                                    | was scaled or clipped before, or lacks rows, so that  |
+    |                                                    | they are refused where they are asked for             |
     | any other                                          | held: the same tensor, or a scaled copy of it         |
 
     Args:
@@ -407,7 +408,7 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_he
             some_held = True
         elif _is_multiple(parameter.grad, leaf):
             some_held = leaf.is_scaled = True
-        elif not leaf.grad_is_another() and (leaf.has_more or leaf.has_own_measure()):
+        elif not leaf.grad_is_another() and (leaf.has_more or leaf.has_own_measure() or leaf.lacks_rows()):
             some_held = True
         elif leaf.grad_is_another() and not leaf.has_own_measure():
             found.append(leaf)

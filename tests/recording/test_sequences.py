@@ -274,6 +274,20 @@ FOUND: dict[str, Story] = {
     "thawed_in_a_copy_and_used_by_expanded_alone": Story(
         [Freeze(), Copy(), Freeze(on=False), Together(use="weight")], settings={"accumulate_grad": False}
     ),
+    # a parameter that had left the model, and got more gradient from an old graph, was refused as in doubt
+    "gradient_of_a_parameter_that_has_left_is_no_concern": Story(
+        [
+            *(Forward(use="checkpoint"), Backward(), Outside(), PerSample(), Forward(), Clear(), Backward()),
+            *(Load(), Backward(), Forward(), Backward()),
+        ],
+    ),
+    # rows that a failed backward has left are refused where they are asked for, not in the next backward
+    "gradient_that_was_scaled_after_a_backward_that_failed": Story(
+        [
+            *(Forward(), Forward(), Backward(), Update(), Forward(use="reentrant"), Piece(samples=4)),
+            *(Backward(of=(0, 1, 2)), Scale(), Forward(), Backward()),
+        ],
+    ),
     "reentrant_checkpoint_and_another_pass": Story([Forward(use="reentrant"), Forward(4), Backward((0, 1))]),
 }
 
