@@ -46,24 +46,25 @@ class Expand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, rows: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         receiver: Receiver | None = ctx.receiver()
+        leaf: Leaf = ctx.leaf
         if rows is None:  # the loss does not depend on the parameter
             return None, None, None, None
         refuse_batched(rows)
-        if receiver is None or receiver.leaves.get(ctx.parameter) is not ctx.leaf:
+        if receiver is None or receiver.leaves.get(ctx.parameter) is not leaf:
             return rows.sum(0), None, None, None  # per_sample(...) was called since the forward: the plain gradient
         if not ctx.parameter.requires_grad:  # it was frozen after the forward, and torch adds nothing to its .grad
-            receiver.deliver(ctx.now, ctx.leaf, None)
+            receiver.deliver(ctx.now, leaf, None)
             return None, None, None, None
         settings, asked_for = receiver.settings, not accumulates_next(ctx)
         scale = max(1, ctx.now.batch) if settings.loss_reduction == "mean" else 1
         # without the first, each attribute of a factored tensor takes a way through Python
         with no_torch_function(), in_own_dtype(rows):
             add_up = settings.accumulate_grad or asked_for
-            kept, total = _kept_and_total(rows, scale, add_up, settings, ctx.leaf.memory)
+            kept, total = _kept_and_total(rows, scale, add_up, settings, leaf.memory)
             if not asked_for or torch.is_grad_enabled():
-                receiver.deliver(ctx.now, ctx.leaf, kept, stand_alone=asked_for)
+                receiver.deliver(ctx.now, leaf, kept, stand_alone=asked_for)
         if total is not None:
-            ctx.leaf.send(total)
+            leaf.send(total)
         return total, None, None, None
 
 

@@ -483,7 +483,7 @@ def _is_multiple(grad: Tensor, leaf: Leaf) -> bool:
         return False
     length = total.norm()
     if not bool(length > rounding):
-        return False
+        return bool(grad.norm() <= rounding)  # both are rounding noise, of rows that cancel
     factor = torch.sum(grad * total.conj()) / length.square()
     tolerance = rounding / length + torch.finfo(grad.dtype).eps ** 0.5
     return bool((grad - factor * total).norm() <= tolerance * grad.norm())

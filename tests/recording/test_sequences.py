@@ -281,6 +281,10 @@ FOUND: dict[str, Story] = {
             *(Load(), Backward(), Forward(), Backward()),
         ],
     ),
+    # the parts of a .grad that come one by one under a reentrant checkpoint cancel but for rounding
+    "rounding_noise_that_was_scaled_is_held": Story(
+        [Forward(use="reentrant"), Backward(retain=True), Backward(factor=-1.0), Scale(), Together()],
+    ),
     # rows that a failed backward has left are refused where they are asked for, not in the next backward
     "gradient_that_was_scaled_after_a_backward_that_failed": Story(
         [
