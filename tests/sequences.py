@@ -606,12 +606,20 @@ class Scale(Step):
     factor: float = 0.5
 
     def take(self, run: Run) -> None:
+        if any(self.is_noise(run.contract.grads[key], run.shown.get(key)) for key in run.trainable):
+            raise Skip  # nobody can tell what has happened to it
         for key in run.trainable:
             gradient = run.parameters[key].grad
             if gradient is not None:
                 gradient.mul_(self.factor)
                 run.contract.grads[key] = run.contract.grads[key] * self.factor
                 run.contract.raw.discard(key)
+
+    def is_noise(self, gradient: Tensor | None, rows: Tensor | None) -> bool:
+        """Whether a gradient and its rows are rounding noise, both of them."""
+        if gradient is None or rows is None:
+            return False
+        return vanishes(gradient) and bool(gradient.any()) and vanishes(rows)
 
 
 @dataclass(frozen=True, repr=False)
@@ -794,7 +802,8 @@ class Clip(Step):
         fitting = [self.added(run, totals) for expected, totals in readings if not differs(norms, expected)]
         if not fitting:
             raise Wrong("norms", differs(norms, readings[0][0]))
-        fits = [all(not differs(run.parameters[key].grad, grad) for key, grad in grads.items()) for grads in fitting]
+        after = [{**contract.grads, **grads} for grads in fitting]
+        fits = [all(not differs(each.grad, grads[key]) for key, each in run.parameters.items()) for grads in after]
         clipped = fitting[fits.index(True) if any(fits) else 0]
         contract.grads.update(clipped)
         # whether a gradient that vanishes was cleared since, nobody can tell

@@ -24,6 +24,8 @@ from expanded_nn.recording.sharded import is_shard
 from expanded_nn.recording.store import Store
 from expanded_nn.recording.watch import Leaf, Leaves, Place, Watch, stale, used_outside
 
+_LIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()  # recorders, for parameters that no hook leads from
+
 
 class Recorder:
     """Keeps the passes of one model, expands its parameters and holds their rows.
@@ -52,6 +54,7 @@ class Recorder:
         self.leaves = Leaves()
         self.expanded: dict[Tensor, tuple[Pass, int, int, Tensor]] = {}
         self.escalation = Escalation()
+        _LIVE.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         copied: Recorder = memo.setdefault(id(self), Recorder(self.settings))
@@ -534,9 +537,10 @@ class Recorder:
 
 
 def recorder_of(weight: Tensor) -> Recorder | None:
-    """The recorder that watches a parameter, or those that a weight was computed from; `None` if nothing does."""
+    """The recorder that knows a parameter, or those that a weight was computed from; `None` if nothing does."""
     leaves = [weight] if weight.is_leaf else leaves_of(weight)
     hooks = [hook for leaf in leaves for hook in (leaf._backward_hooks or {}).values()]
-    owners = [hook.owner() for hook in hooks if isinstance(hook, Watch)]
-    found = [each for each in owners if isinstance(each, Recorder)]
-    return next((each for each in found if each.forward is not None), next(iter(found), None))
+    found = [owner for hook in hooks if isinstance(hook, Watch) and isinstance(owner := hook.owner(), Recorder)]
+    if not found and weight.requires_grad:  # it was thawed after the last pass began, and is not watched yet
+        found = [recorder for recorder in _LIVE if any(recorder.leaves.get(leaf) for leaf in leaves)]
+    return next((recorder for recorder in found if recorder.forward is not None), next(iter(found), None))

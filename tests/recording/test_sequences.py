@@ -283,7 +283,10 @@ FOUND: dict[str, Story] = {
     ),
     # the parts of a .grad that come one by one under a reentrant checkpoint cancel but for rounding
     "rounding_noise_that_was_scaled_is_held": Story(
-        [Forward(use="reentrant"), Backward(retain=True), Backward(factor=-1.0), Scale(), Together()],
+        [
+            *(Forward(use="reentrant"), Backward(), Forward(use="reentrant"), Backward(factor=-1.0)),
+            *(Scale(), Forward(), Backward()),
+        ],
     ),
     # rows that a failed backward has left are refused where they are asked for, not in the next backward
     "gradient_that_was_scaled_after_a_backward_that_failed": Story(
@@ -291,6 +294,13 @@ FOUND: dict[str, Story] = {
             *(Forward(), Forward(), Backward(), Update(), Forward(use="reentrant"), Piece(samples=4)),
             *(Backward(of=(0, 1, 2)), Scale(), Forward(), Backward()),
         ],
+    ),
+    # the model of the contract took rows of no samples for dropped
+    "clipping_no_samples_beside_a_frozen_part": Story(
+        [Forward(samples=0), Backward(), Clear(), Freeze(), Clip()], settings={"accumulate_grad": False}
+    ),
+    "expanded_of_a_weight_that_was_put_in_frozen_and_thawed": Story(
+        [Freeze(), Replace(), Forward(), Backward(), Freeze(on=False), Alone()]
     ),
     "reentrant_checkpoint_and_another_pass": Story([Forward(use="reentrant"), Forward(4), Backward((0, 1))]),
 }
