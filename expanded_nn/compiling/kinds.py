@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from expanded_nn._modes import is_autocast
 from expanded_nn.recording.recorder import Recorder
+from expanded_nn.recording.watch import Watch
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 
@@ -117,22 +118,24 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
     and tensors among the attributes by their shapes and dtypes; what else is no number by its identity.
     """
     key: list[Any] = [recorder.settings for recorder in recorders]
-    for module in modules:
+    for module in modules:  # at each step, so it is written for speed
         attributes = vars(module)
-        key += (module.training, id(attributes.get("_recorder")))
+        key += (attributes["training"], id(attributes.get("_recorder")))
         key += map(id, attributes["_modules"].values())
         key += map(_of_tensor, attributes["_buffers"].values())
-        key += [
-            _of_tensor(value) if isinstance(value, Tensor) else _told(value)
-            for name, value in attributes.items()
-            if name not in _OF_EACH_MODULE
-        ]
-        key += [Same(hook) for name in _HOOKS for hook in attributes[name].values()]
+        for name in attributes.keys() - _OF_EACH_MODULE:
+            value = attributes[name]
+            key.append((name, _of_tensor(value) if isinstance(value, Tensor) else _told(value)))
+        for name in _HOOKS:
+            if attributes[name]:
+                key += map(Same, attributes[name].values())
         for parameter in attributes["_parameters"].values():
             key.append(id(parameter))
             if parameter is not None:
                 key += (parameter.requires_grad, parameter.shape, parameter.dtype, parameter.device)
-                key += map(Same, (parameter._backward_hooks or {}).values())
+                hooks = parameter._backward_hooks
+                if hooks:
+                    key += [Same(hook) for hook in hooks.values() if type(hook) is not Watch]
                 if parameter.grad is not None:
                     key.append("clipped" if any(each.is_clipped(parameter) for each in recorders) else "grad")
                 if getattr(parameter, "grad_sample", None) is not None:

@@ -125,15 +125,22 @@ class Graph:
 
 
 def _with_shared_memory(grads: Sequence[Tensor | None], others: Sequence[Any]) -> set[int]:
-    """The places of the gradients that something else is in the memory of, as a compiler may have it."""
-    owners: dict[int, set[int]] = {}
-    for tensor in others:
-        if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-            owners.setdefault(tensor.untyped_storage().data_ptr(), set()).add(id(tensor))
-    strided = [(place, grad) for place, grad in enumerate(grads) if grad is not None and grad.layout is torch.strided]
-    pointers = Counter(grad.untyped_storage().data_ptr() for _, grad in strided)
-    shared = {pointer for pointer, count in pointers.items() if count > 1 or len(owners.get(pointer, ())) > 1}
-    return {place for place, grad in strided if grad.untyped_storage().data_ptr() in shared}
+    """The places of the gradients whose numbers are those of another tensor as well, as a compiler may have it."""
+    spans: dict[int, tuple[int, int]] = {}  # of each tensor, the addresses from its first number to its last
+    for tensor in (*grads, *others):
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.numel():
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            spans[id(tensor)] = tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
+    shared, farthest, last = set(), 0, 0  # the tensor that reaches farthest so far, and where it ends
+    for key, (start, end) in sorted(spans.items(), key=lambda item: item[1]):
+        if start < last:
+            shared |= {key, farthest}
+        if end > last:
+            farthest, last = key, end
+    uses = Counter(map(id, grads))
+    return {
+        place for place, grad in enumerate(grads) if grad is not None and (id(grad) in shared or uses[id(grad)] > 1)
+    }
 
 
 def _changed(graph: fx.GraphModule) -> list[int]:

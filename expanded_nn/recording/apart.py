@@ -82,4 +82,7 @@ def take(recorder: Recorder, held: Sequence[Mapping[Leaf, Tensor]]) -> None:
     recorder.expanded.clear()
     for leaf in recorder.leaves:
         leaf.shown = Shown()
-        recorder.store.show(leaf)
+        if held:
+            recorder.store.show(leaf)
+        else:
+            leaf.show(None)

@@ -500,8 +500,9 @@ class Recorder:
         """Drops the rows of one parameter."""
         leaf = self.leaves.get(parameter)
         if leaf is not None:
-            self._forget(leaf)
             leaf.clipped = None
+            if leaf.shown.rows is not None or not self.store.is_empty:
+                self._forget(leaf)
         parameter.grad_sample = None  # type: ignore[attr-defined]
         if self.leaves.sharded and is_shard(parameter):
             for gathered in self.leaves:

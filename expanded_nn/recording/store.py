@@ -187,6 +187,11 @@ class Store:
         for leaf in lost:
             self._show(leaf)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no rows, those set aside included."""
+        return not self.held and self.aside is None
+
     def drop(self, leaf: Leaf) -> None:
         """Forgets the rows of a parameter; what it shows is left to the caller, who has a reason to change it."""
         for of_pass in self.held.values():
