@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from expanded_nn._errors import PerSampleError, PerSampleWarning
-from expanded_nn._modes import as_it_is, checkpoint_hooks
+from expanded_nn._modes import as_it_is, checkpoint_hooks, is_of_checkpoint
 from expanded_nn._steady import Start
 
 
@@ -121,7 +121,7 @@ class _Attempts:
         """Sends another module through the general rule; the error to raise where there is none left."""
         by, trial = getattr(error, "refused_by", None), self.escalation.on_trial
         is_foreign = by is None and (trial is None or isinstance(error, PerSampleError))
-        if is_foreign or isinstance(error, torch.OutOfMemoryError):
+        if is_foreign or isinstance(error, torch.OutOfMemoryError) or is_of_checkpoint(error):
             return error
         clear_frames(error.__traceback__)  # which hold what the forward has computed
         by_vmap = getattr(error, "by_vmap", False)

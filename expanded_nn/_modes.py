@@ -35,6 +35,11 @@ def checkpoint_hooks() -> Any:
     return hooks if hooks is not None and hooks[0].__module__ == checkpoint.__name__ else None
 
 
+def is_of_checkpoint(error: BaseException) -> bool:
+    """Whether a checkpoint itself raised an error: to end a forward within the backward once it has what it needs."""
+    return type(error).__module__ == checkpoint.__name__
+
+
 def as_it_is(tensor: Tensor) -> Tensor:
     """Packs and unpacks a saved tensor by doing nothing."""
     return tensor

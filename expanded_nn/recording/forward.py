@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from expanded_nn._batch import has_derivatives, inside, tensors
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._modes import is_of_checkpoint
 from expanded_nn.recording.backward import graph_of
 from expanded_nn.recording.expand import Expand
 from expanded_nn.recording.passes import Pass, Passes
@@ -191,6 +192,7 @@ class Forward:
             not self.heard.broadcast
             or error is None
             or isinstance(error, PerSampleError)
+            or is_of_checkpoint(error)
             or not hasattr(error, "add_note")
         ):
             return
