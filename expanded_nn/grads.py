@@ -24,6 +24,7 @@ from expanded_nn._held import (
     some,
     squared_norms,
 )
+from expanded_nn._modes import no_torch_function
 from expanded_nn._rows import average, widened
 from expanded_nn.core import cost
 from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors, damped_inverse, eigenbasis
@@ -172,19 +173,20 @@ class PerSampleGrads(Mapping[str, Tensor]):
         """
         other = self if other is None else other
         self._refuse_other_names(other, "gram")
-        for name, rows in self._rows.items():
-            if rows.shape[1:] != other[name].shape[1:]:
-                raise complaint(
-                    "PerSampleGrads.gram",
-                    f"{name!r} has the shapes {tuple(rows.shape[1:])} and {tuple(other[name].shape[1:])}",
-                    "the same parameters",
-                    "Take both from one model, or from copies of it.",
-                )
-        if per_position:
-            return self._gram_by_position(other)
-        mine = self._real()
-        theirs = mine if other is self else other._as_queries(mine)
-        return added(widened(rows).gram(widened(theirs[name])) for name, rows in mine.items())
+        with no_torch_function():
+            for name, rows in self._rows.items():
+                if rows.shape[1:] != other[name].shape[1:]:
+                    raise complaint(
+                        "PerSampleGrads.gram",
+                        f"{name!r} has the shapes {tuple(rows.shape[1:])} and {tuple(other[name].shape[1:])}",
+                        "the same parameters",
+                        "Take both from one model, or from copies of it.",
+                    )
+            if per_position:
+                return self._gram_by_position(other)
+            mine = self._real()
+            theirs = mine if other is self else other._as_queries(mine)
+            return added(widened(rows).gram(widened(theirs[name])) for name, rows in mine.items())
 
     def _as_queries(self, rows: Mapping[str, FactoredTensor]) -> dict[str, FactoredTensor]:
         """The rows as real numbers; dense, and kept so, where their inner products with such rows need that."""

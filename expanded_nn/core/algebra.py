@@ -100,11 +100,13 @@ def gram(
     """`<row, other_row>` for each pair."""
 
     def block(size: int, terms: Sequence[Term], width: int, theirs: Sequence[Term]) -> Tensor:
-        return sum((term.gram(other) for term in terms for other in theirs), start=kind.zeros(size, width))
+        total: Tensor | None = None
+        for term in terms:
+            for other in theirs:
+                total = _plus(total, term.gram(other))
+        return kind.zeros(size, width) if total is None else total
 
-    return torch.cat(
-        [torch.cat([block(size, terms, width, theirs) for width, theirs in others], 1) for size, terms in blocks]
-    )
+    return _cat([_cat([block(size, terms, *their) for their in others], 1) for size, terms in blocks])
 
 
 def merged(terms: Sequence[Term]) -> tuple[Term, ...]:
@@ -145,5 +147,5 @@ def _plus(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total + part
 
 
-def _cat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _cat(parts: list[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -115,7 +115,8 @@ class Term(ABC):
         """`<row[b], other_row[b']>`, `(B, B')`."""
         theirs = [_matrix(chunk.dense()).t() for chunk in other.chunks()]
         mine = (_matrix(chunk.dense()) for chunk in self.chunks())
-        return torch.cat([torch.cat([rows @ columns for columns in theirs], 1) for rows in mine])
+        parts = [[rows @ columns for columns in theirs] for rows in mine]
+        return parts[0][0] if len(parts) == len(theirs) == 1 else torch.cat([torch.cat(row, 1) for row in parts])
 
     def gram_takes_rows(self, other: Term) -> bool:
         """Whether `gram` with the other makes this one's rows dense."""
