@@ -13,7 +13,7 @@ from expanded_nn._steady import RandomStates
 from expanded_nn.compiling.tracing import Outcome, Traced
 from expanded_nn.recording.apart import take
 
-Place = tuple[int, int]  # the number of a tensor among the arguments, and that of one of its dimensions
+ArgumentDim = tuple[int, int]  # the number of a tensor among the arguments, and of one of its dimensions
 
 
 class Sizes:
@@ -27,10 +27,10 @@ class Sizes:
         shape_env: What else is known of the sizes; compiling adds to it.
     """
 
-    def __init__(self, traced: Traced, shapes: Sequence[torch.Size], varying: Collection[Place]) -> None:
+    def __init__(self, traced: Traced, shapes: Sequence[torch.Size], varying: Collection[ArgumentDim]) -> None:
         self.shapes, self.shape_env = shapes, traced.shape_env
-        self.symbols: dict[Any, Place] = {}
-        self.alike: list[tuple[Place, Place]] = []
+        self.symbols: dict[Any, ArgumentDim] = {}
+        self.alike: list[tuple[ArgumentDim, ArgumentDim]] = []
         for place in sorted(varying):
             size: Any = traced.examples[place[0]].shape[place[1]]
             if isinstance(size, torch.SymInt):
@@ -73,7 +73,7 @@ class Graph:
         self,
         traced: Traced,
         shapes: Sequence[torch.Size],
-        varying: Collection[Place],
+        varying: Collection[ArgumentDim],
         backend: Callable[..., Any],
     ) -> None:
         self.sizes = Sizes(traced, shapes, varying)

@@ -30,7 +30,7 @@ from expanded_nn._modes import running_backward
 from expanded_nn._traced import FirstEager, OnlyEager, assumptions
 from expanded_nn.compiling.packing import Remake, packed
 from expanded_nn.recording.apart import apart, looks_past
-from expanded_nn.recording.passes import Stage
+from expanded_nn.recording.passes import PassStage
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.watch import Leaf
 
@@ -313,7 +313,7 @@ def _refuse_open(parts: Sequence[Any], recorders: Sequence[Recorder]) -> None:
     """Raises for a result, by its parts, whose backward is to follow outside of the graph."""
     if not any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return
-    if any(each.passes.current is not None and each.passes.current.stage is Stage.OPEN for each in recorders):
+    if any(each.passes.current is not None and each.passes.current.stage is PassStage.OPEN for each in recorders):
         raise complaint(
             "enn.compile",
             "the step returns a result with a history, and has called no backward",

@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from expanded_nn._batch import batch_dim, has_derivatives, inside
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._lift import Place, quiet_fallbacks, swapped
+from expanded_nn._lift import Slot, quiet_fallbacks, swapped
 from expanded_nn._modes import as_it_is, checkpoint_hooks
 from expanded_nn._module import Expanded, PerSampleModule
 from expanded_nn._registry import EXPANDED
@@ -147,7 +147,14 @@ class General(Expanded):
         return found.with_samples_in(compared.dims).result()
 
     def _mapped(
-        self, places: Sequence[Place], expanded: Any, dims: Any, structure: TreeSpec, leaves: list[Any], *, told: bool
+        self,
+        places: Sequence[Slot],
+        expanded: Any,
+        dims: Any,
+        structure: TreeSpec,
+        leaves: list[Any],
+        *,
+        told: bool,
     ) -> Mapped:
         """Sends each sample through the forward alone."""
         returned: list[Any] = []
@@ -246,7 +253,7 @@ class General(Expanded):
                     "Give the matrix to the module as a buffer, or the batch another size.",
                 )
 
-    def _children_inside(self, originals: Mapping[Place, Tensor]) -> AbstractContextManager[None]:
+    def _children_inside(self, originals: Mapping[Slot, Tensor]) -> AbstractContextManager[None]:
         """Expanded layers called meanwhile find the parameters that `vmap` has taken from them."""
         return nullcontext() if self._recorder is None else self._recorder.inside_general(originals)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from expanded_nn.factored import is_unseen, unseen
 from expanded_nn.recording.backward import Backward
-from expanded_nn.recording.passes import Passes, Stage
+from expanded_nn.recording.passes import Passes, PassStage
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.store import Store
 from expanded_nn.recording.watch import Leaf, Shown
@@ -76,7 +76,7 @@ def take(recorder: Recorder, held: Sequence[Mapping[Leaf, Tensor]]) -> None:
     recorder.store.clear()
     for of_pass in held:
         now = recorder.passes.new(next(iter(of_pass.values())).shape[0])
-        now.stage = Stage.DONE
+        now.stage = PassStage.DONE
         recorder.store.held[now] = dict(of_pass)
     recorder.passes.current = None
     recorder.expanded.clear()

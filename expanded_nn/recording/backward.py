@@ -57,7 +57,7 @@ def graph_of(*ends: Any) -> Iterator[Any]:
             nodes.extend(parent for parent, _ in node.next_functions)
 
 
-class Stage(Enum):
+class BackwardStage(Enum):
     """What the running backward has done with one model so far: nothing, forwards at most, or rows as well."""
 
     IDLE = auto()
@@ -100,7 +100,7 @@ class Backward:
     """
 
     def __init__(self, over: Callable[[bool, bool], None]) -> None:
-        self.stage = Stage.IDLE
+        self.stage = BackwardStage.IDLE
         self.over = weakref.WeakMethod(over)
         self.mark: Callable[[], _Mark | None] = lambda: None
         self.resumed: list[Any] = []  # the passes that checkpoints have gone on with, the last one last
@@ -111,22 +111,22 @@ class Backward:
         Args:
             delivers: Whether it is rows, and not a forward.
         """
-        if self.stage is not Stage.IDLE and self.mark() is None:
+        if self.stage is not BackwardStage.IDLE and self.mark() is None:
             self._end(failed=True)
-        if self.stage is Stage.IDLE:
+        if self.stage is BackwardStage.IDLE:
             self._begin()
-        begins = delivers and self.stage is not Stage.DELIVERING
+        begins = delivers and self.stage is not BackwardStage.DELIVERING
         if begins:
-            self.stage = Stage.DELIVERING
+            self.stage = BackwardStage.DELIVERING
         return begins
 
     def settle(self) -> None:
         """The backward, if there is one, runs no more: one that has not ended has failed."""
-        if self.stage is not Stage.IDLE:
+        if self.stage is not BackwardStage.IDLE:
             self._end(failed=True)
 
     def _begin(self) -> None:
-        self.stage = Stage.RECOMPUTING
+        self.stage = BackwardStage.RECOMPUTING
         me, mark = weakref.ref(self), _Mark()
 
         def end() -> None:
@@ -141,7 +141,7 @@ class Backward:
         self.mark = weakref.ref(mark, lambda _: _failed(me))
 
     def _end(self, *, failed: bool) -> None:
-        delivered, over = self.stage is Stage.DELIVERING, self.over()
-        self.stage, self.mark, self.resumed = Stage.IDLE, lambda: None, []
+        delivered, over = self.stage is BackwardStage.DELIVERING, self.over()
+        self.stage, self.mark, self.resumed = BackwardStage.IDLE, lambda: None, []
         if over is not None:
             over(delivered, failed)

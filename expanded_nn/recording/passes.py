@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from enum import Enum, auto
 
 
-class Stage(Enum):
+class PassStage(Enum):
     """How far a pass has come: no backward has met it, one is delivering its rows, or one has ended."""
 
     OPEN = auto()
@@ -40,7 +40,7 @@ class Pass:
 
     def __init__(self, batch: int, number: int) -> None:
         self.batch, self.number = batch, number
-        self.stage = Stage.OPEN
+        self.stage = PassStage.OPEN
 
     def __repr__(self) -> str:
         return f"Pass(batch={self.batch}, number={self.number}, stage={self.stage.name})"
@@ -66,7 +66,7 @@ class Passes:
 
     def joined_or_new(self, batch: int) -> Pass:
         """The pass of a forward of so many samples."""
-        if self.current is None or self.current.stage is not Stage.OPEN or self.current.batch != batch:
+        if self.current is None or self.current.stage is not PassStage.OPEN or self.current.batch != batch:
             self.current = self.new(batch)
         return self.current
 
@@ -91,7 +91,7 @@ class Passes:
         """
         candidates = list(behind) or [found for ref in self.alive if (found := ref()) is not None]
         # passes that are done are meant by a second backward on a retained graph only
-        candidates = [each for each in candidates if each.stage is not Stage.DONE] or candidates
+        candidates = [each for each in candidates if each.stage is not PassStage.DONE] or candidates
         if len(candidates) > 1:
             candidates = [each for each in candidates if batch in (each.batch, 1)]
         return candidates
@@ -100,8 +100,8 @@ class Passes:
         """The passes that it has reached are done."""
         for ref in self.alive:
             reached = ref()
-            if reached is not None and reached.stage is Stage.REACHED:
-                reached.stage = Stage.DONE
-        self.kept = [each for each in self.kept if each.stage is not Stage.DONE]
-        if self.current is not None and self.current.stage is Stage.DONE:
+            if reached is not None and reached.stage is PassStage.REACHED:
+                reached.stage = PassStage.DONE
+        self.kept = [each for each in self.kept if each.stage is not PassStage.DONE]
+        if self.current is not None and self.current.stage is PassStage.DONE:
             self.current = None

@@ -19,10 +19,10 @@ from expanded_nn._traced import note_recorder
 from expanded_nn.recording.backward import Backward, graph_of, in_transform, running_backward, running_node
 from expanded_nn.recording.expand import Again, Computed, Expand, ExpandComputed, leaves_of, passes_behind
 from expanded_nn.recording.forward import NOTED_PASS, Forward as Forward, Settings as Settings
-from expanded_nn.recording.passes import Pass, Passes, Stage
+from expanded_nn.recording.passes import Pass, Passes, PassStage
 from expanded_nn.recording.sharded import is_shard
 from expanded_nn.recording.store import Store
-from expanded_nn.recording.watch import Leaf, Leaves, Place, Watch, stale, used_outside
+from expanded_nn.recording.watch import Leaf, Leaves, Location, Watch, stale, used_outside
 
 _LIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()  # recorders, for parameters that no hook leads from
 
@@ -118,7 +118,7 @@ class Recorder:
                         parameter.grad_sample = None  # type: ignore[attr-defined]
 
     def leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
-        """What is known of a parameter that requires gradients, and of its place; it is watched from now on."""
+        """What is known of a parameter that requires gradients, and of its location; it is watched from now on."""
         leaf = self._known(parameter, module, name)
         if leaf.handle is None:
             Watch.put(self, leaf, parameter)
@@ -135,16 +135,16 @@ class Recorder:
             leaf = self.leaves.add(parameter)
             leaf.scales_rows = self.settings.loss_reduction == "mean"
             if module is not None:
-                leaf.place = Place(weakref.ref(module), name)
+                leaf.location = Location(weakref.ref(module), name)
             elif self.leaves.sharded:
-                leaf.place = self._place_of(parameter)
+                leaf.location = self._location_of(parameter)
         return leaf
 
-    def _place_of(self, parameter: Tensor) -> Place | None:
+    def _location_of(self, parameter: Tensor) -> Location | None:
         holder = self.holder_of(parameter)
         if holder is None:
             return None
-        return Place(weakref.ref(holder), next(name for name, own in holder._parameters.items() if own is parameter))
+        return Location(weakref.ref(holder), next(name for name, own in holder._parameters.items() if own is parameter))
 
     def name_of(self, member: nn.Module | Tensor) -> str:
         """The qualified name of a module or a parameter, with its class, as far as the model is known."""
@@ -233,7 +233,7 @@ class Recorder:
             )
         before = self.passes.current
         if batch is None:
-            if before is not None and before.stage is Stage.OPEN:
+            if before is not None and before.stage is PassStage.OPEN:
                 return before
             raise complaint(
                 self.name_of(module),
@@ -267,9 +267,9 @@ class Recorder:
         node = running_node()
         noted = getattr(node, "metadata", {}).get(NOTED_PASS)
         alive = [now for ref in self.passes.alive if (now := ref()) is not None]
-        is_sure = len(alive) == 1 and alive[0].stage is not Stage.DONE
+        is_sure = len(alive) == 1 and alive[0].stage is not PassStage.DONE
         behind = [noted] if noted is not None else [] if is_sure else passes_behind(node, self)
-        if not behind and all(now.stage is Stage.DONE for now in alive):
+        if not behind and all(now.stage is PassStage.DONE for now in alive):
             # the pass of the last recomputation in this backward: a checkpoint around this one, or beside it
             behind = [now for now in self.backward.resumed[-1:] if batch in (now.batch, 1)]
             if not behind and batch is not None:
@@ -318,7 +318,7 @@ class Recorder:
         if home is not None and running_backward() >= 0:
             with Forward(self, home, None, ()):  # in the pass that a checkpoint's forward was in
                 return self.expand(weight)
-        if self.current is None or self.current.stage is not Stage.OPEN:
+        if self.current is None or self.current.stage is not PassStage.OPEN:
             raise complaint(
                 "expanded(weight)",
                 "there was no forward since the last backward",
@@ -384,8 +384,8 @@ class Recorder:
         """
         if self.backward.enter(delivers=True):
             self._before_delivery(stand_alone)
-        if not stand_alone and now.stage is Stage.OPEN:
-            now.stage = Stage.REACHED
+        if not stand_alone and now.stage is PassStage.OPEN:
+            now.stage = PassStage.REACHED
         if rows is not None:
             self.store.add(now, leaf, rows)
 
@@ -436,8 +436,8 @@ class Recorder:
     def backward_is_over(self, delivered: bool, failed: bool) -> None:
         """All rows of a backward are here, or it has failed on the way."""
         self.passes.backward_is_over()
-        if any(entry[0].stage is not Stage.OPEN for entry in self.expanded.values()):
-            self.expanded = {key: entry for key, entry in self.expanded.items() if entry[0].stage is Stage.OPEN}
+        if any(entry[0].stage is not PassStage.OPEN for entry in self.expanded.values()):
+            self.expanded = {key: entry for key, entry in self.expanded.items() if entry[0].stage is PassStage.OPEN}
         for leaf in self.leaves if failed else ():
             leaf.sent.clear()
             if leaf.was_reset():
@@ -505,7 +505,7 @@ class Recorder:
         parameter.grad_sample = None  # type: ignore[attr-defined]
         if self.leaves.sharded and is_shard(parameter):
             for gathered in self.leaves:
-                if gathered.place is not None and gathered.place.shard is parameter:
+                if gathered.location is not None and gathered.location.shard is parameter:
                     self._forget(gathered)
 
     def _forget_stale(self, leaves: Iterable[Leaf], *, beside_held: bool = False) -> None:

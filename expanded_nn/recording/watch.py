@@ -76,7 +76,7 @@ class Shown:
 
 
 @dataclass
-class Place:
+class Location:
     """Where a parameter stands in the model.
 
     Attributes:
@@ -89,13 +89,13 @@ class Place:
     name: str
     shard: Tensor | None = None
 
-    def look(self) -> bool:
+    def find_shard(self) -> bool:
         """Whether the module shows a shard now."""
         module = self.module()
-        found = None if module is None else module._parameters.get(self.name)
-        if not is_shard(found):
+        parameter = None if module is None else module._parameters.get(self.name)
+        if not is_shard(parameter):
             return False
-        self.shard = found
+        self.shard = parameter
         return True
 
 
@@ -115,7 +115,7 @@ class Leaf:
         clipped: The `.grad` that clipping has set, and its version then.
         lacking: The `.grad` that has a part whose rows were dropped, as the parameter was frozen meanwhile.
         memory: Where its dense rows are written, if memory is used again.
-        place: Where it stands, as far as that is known.
+        location: Where it stands in the model, as far as that is known.
         handle: The hook that watches it.
     """
 
@@ -130,7 +130,7 @@ class Leaf:
     clipped: tuple[weakref.ref[Tensor], int] | None = None
     lacking: weakref.ref[Tensor] | None = None
     memory: Recycled | None = field(default_factory=Recycled)
-    place: Place | None = None
+    location: Location | None = None
     handle: Any = None
 
     def show(self, rows: Tensor | None, passes: Iterable[Pass] = (), *, has_room: bool = False) -> None:
@@ -141,8 +141,8 @@ class Leaf:
         self.shown = Shown(rows, tuple(passes), 0 if rows is None else rows._version, has_room)
         if parameter is not None:
             parameter.grad_sample = rows  # type: ignore[attr-defined]
-        if self.place is not None and self.place.shard is not None:
-            self.place.shard.grad_sample = rows  # type: ignore[attr-defined]
+        if self.location is not None and self.location.shard is not None:
+            self.location.shard.grad_sample = rows  # type: ignore[attr-defined]
 
     def show_again(self, shown: Shown) -> None:
         """Sets `grad_sample` to what it was."""
@@ -151,14 +151,14 @@ class Leaf:
 
     def as_shown(self) -> Tensor | None:
         """The parameter as the model shows it between the passes: itself, or FSDP's shard of it."""
-        if self.place is not None and self.place.shard is not None:
-            return self.place.shard
+        if self.location is not None and self.location.shard is not None:
+            return self.location.shard
         return self.parameter()
 
     def show_shard(self) -> None:
         """Hands the rows of a parameter that FSDP had gathered to the shard that is in its place."""
-        if self.place is not None and self.shown.rows is not None and self.place.look():
-            self.place.shard.grad_sample = self.shown.rows  # type: ignore[union-attr]
+        if self.location is not None and self.shown.rows is not None and self.location.find_shard():
+            self.location.shard.grad_sample = self.shown.rows  # type: ignore[union-attr]
 
     def note_grad(self) -> None:
         """Keeps in mind what `.grad` is now."""

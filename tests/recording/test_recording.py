@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from expanded_nn import FactoredTensor, PerSampleError
 from expanded_nn.core.terms import Outer
-from expanded_nn.recording import backward, passes
-from expanded_nn.recording.backward import Backward
-from expanded_nn.recording.passes import Pass, Passes
+from expanded_nn.recording.backward import Backward, BackwardStage
+from expanded_nn.recording.passes import Pass, Passes, PassStage
 from expanded_nn.recording.store import Store
 from expanded_nn.recording.watch import Leaf, Sent, stale
 
-OPEN, REACHED, DONE = passes.Stage.OPEN, passes.Stage.REACHED, passes.Stage.DONE
-IDLE, RECOMPUTING, DELIVERING = backward.Stage.IDLE, backward.Stage.RECOMPUTING, backward.Stage.DELIVERING
+OPEN, REACHED, DONE = PassStage.OPEN, PassStage.REACHED, PassStage.DONE
+IDLE, RECOMPUTING, DELIVERING = BackwardStage.IDLE, BackwardStage.RECOMPUTING, BackwardStage.DELIVERING
 
 
 # Passes: which forwards' rows belong together.
@@ -64,7 +63,7 @@ class Script:
         (["delivers", "over", "delivers", "over"], DONE, False),
     ],
 )
-def test_the_stages_of_a_pass(events: list[str], stage: passes.Stage, is_joined: bool) -> None:
+def test_the_stages_of_a_pass(events: list[str], stage: PassStage, is_joined: bool) -> None:
     script = Script()
     for event in events:
         getattr(script, event)()
@@ -132,7 +131,7 @@ def test_kept_passes_are_let_go_once_they_are_done() -> None:
     ],
 )
 def test_the_pass_of_a_recomputation(
-    stages: list[passes.Stage], batches: list[int], behind: list[int], batch: int | None, fitting: list[int]
+    stages: list[PassStage], batches: list[int], behind: list[int], batch: int | None, fitting: list[int]
 ) -> None:
     known = Passes()
     all_passes = [known.new(size) for size in batches]
@@ -208,7 +207,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     ],
 )
 def test_the_stages_of_a_backward(
-    engine: Engine, events: list[str], stage: backward.Stage, begins: list[bool], heard: list[tuple[bool, bool]]
+    engine: Engine, events: list[str], stage: BackwardStage, begins: list[bool], heard: list[tuple[bool, bool]]
 ) -> None:
     model = Model()
     began = []
