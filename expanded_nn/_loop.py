@@ -102,8 +102,8 @@ class Loop:
             finally:
                 _fill(parameters, before)
             for name in own[0]:
-                now = sum(squares(one[name][0], two[name][0])[0] for one, two in zip(own, other, strict=True))
-                most[name] = max(now, most.get(name, 0.0))
+                change = sum(squares(one[name][0], two[name][0])[0] for one, two in zip(own, other, strict=True))
+                most[name] = max(change, most.get(name, 0.0))
         return most
 
 

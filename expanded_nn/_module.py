@@ -286,7 +286,7 @@ class Expanded(PerSampleModule):
         parameter = getattr(self, name)
         if parameter is None or self._is_batched(name, parameter):
             return parameter
-        if self._recorder is None or not torch.is_grad_enabled() or self._recorder.current is None:
+        if self._recorder is None or not torch.is_grad_enabled() or self._recorder.current_pass is None:
             return parameter.expand(self.batch_size, *parameter.shape)
         return self._recorder.expand(parameter, None if parameter.is_leaf else self._again(name))
 
@@ -321,9 +321,9 @@ class Expanded(PerSampleModule):
         own = self._own_batch()
         if own is not None:
             return own
-        if self._recorder is None or self._recorder.current is None:
+        if self._recorder is None or self._recorder.current_pass is None:
             raise AttributeError(f"{type(self).__name__}.batch_size is there during a forward in per-sample mode")
-        return self._recorder.current.batch
+        return self._recorder.current_pass.batch
 
     @property
     def name(self) -> str:

@@ -33,9 +33,9 @@ class RandomStates:
         held = [value for module in holders if isinstance(module, nn.Module) for value in vars(module).values()]
         leaves = tree_leaves([holders, held])
         self.generators = list({id(leaf): leaf for leaf in leaves if _is_generator(leaf)}.values())
-        self.before = self._now()
+        self.before = self._states()
 
-    def _now(self) -> list[Any]:
+    def _states(self) -> list[Any]:
         states: list[Any] = [torch.get_rng_state(), random.getstate()]
         numpy = sys.modules.get("numpy")
         states.append(None if numpy is None else numpy.random.get_state())
@@ -44,7 +44,7 @@ class RandomStates:
 
     def restore(self) -> bool:
         """Puts them back; whether anything was drawn since."""
-        if all(_same(before, now) for before, now in zip(self.before, self._now(), strict=True)):
+        if all(_same(before, state) for before, state in zip(self.before, self._states(), strict=True)):
             return False
         torch.set_rng_state(self.before[0])
         random.setstate(self.before[1])

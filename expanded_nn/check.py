@@ -265,9 +265,9 @@ class _Check:
     def counts_samples(self) -> bool:
         """Whether the model found B samples, which the offsets of bags correct."""
         recorder: Any = self.expanded.module._recorder
-        now = recorder.current if isinstance(recorder, Recorder) else None
-        if now is not None and now.batch != self.call.batch:
-            found = f"the model counts {now.batch} samples, its first tensor has {self.call.batch} rows"
+        current_pass = recorder.current_pass if isinstance(recorder, Recorder) else None
+        if current_pass is not None and current_pass.batch != self.call.batch:
+            found = f"the model counts {current_pass.batch} samples, its first tensor has {self.call.batch} rows"
             remedy = "Check it with bags as a 2-D input in place of offsets."
             self.complain("run", self.who, found, "one row a sample", remedy)
             return False

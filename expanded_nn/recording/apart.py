@@ -75,9 +75,9 @@ def take(recorder: Recorder, held: Sequence[Mapping[Leaf, Tensor]]) -> None:
     """Rows that a graph has made, pass by pass, in place of those held."""
     recorder.store.clear()
     for of_pass in held:
-        now = recorder.passes.new(next(iter(of_pass.values())).shape[0])
-        now.stage = PassStage.DONE
-        recorder.store.held[now] = dict(of_pass)
+        pass_ = recorder.passes.new(next(iter(of_pass.values())).shape[0])
+        pass_.stage = PassStage.DONE
+        recorder.store.held[pass_] = dict(of_pass)
     recorder.passes.current = None
     recorder.expanded.clear()
     for leaf in recorder.leaves:

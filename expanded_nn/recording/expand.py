@@ -31,17 +31,17 @@ class Receiver(Protocol):
     @property
     def settings(self) -> Any: ...
 
-    def deliver(self, now: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None: ...
+    def deliver(self, pass_: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None: ...
 
 
 class Expand(torch.autograd.Function):
     """`parameter -> (B, *shape)`; the backward keeps the rows and returns their sum, the plain gradient."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, now: Pass, leaf: Leaf, receiver: weakref.ref[Receiver]) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, pass_: Pass, leaf: Leaf, receiver: weakref.ref[Receiver]) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.parameter, ctx.now, ctx.leaf, ctx.receiver = parameter, now, leaf, receiver
-        return parameter.expand(now.batch, *parameter.shape)
+        ctx.parameter, ctx.pass_, ctx.leaf, ctx.receiver = parameter, pass_, leaf, receiver
+        return parameter.expand(pass_.batch, *parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, rows: Tensor | None) -> tuple[Tensor | None, None, None, None]:
@@ -53,16 +53,16 @@ class Expand(torch.autograd.Function):
         if receiver is None or receiver.leaves.get(ctx.parameter) is not leaf:
             return rows.sum(0), None, None, None  # per_sample(...) was called since the forward: the plain gradient
         if not ctx.parameter.requires_grad:  # it was frozen after the forward, and torch adds nothing to its .grad
-            receiver.deliver(ctx.now, leaf, None)
+            receiver.deliver(ctx.pass_, leaf, None)
             return None, None, None, None
         settings, asked_for = receiver.settings, not accumulates_next(ctx)
-        scale = max(1, ctx.now.batch) if settings.loss_reduction == "mean" else 1
+        scale = max(1, ctx.pass_.batch) if settings.loss_reduction == "mean" else 1
         # without the first, each attribute of a factored tensor takes a way through Python
         with no_torch_function(), in_own_dtype(rows):
             add_up = settings.accumulate_grad or asked_for
             kept, total = _kept_and_total(rows, scale, add_up, settings, leaf.memory)
             if not asked_for or torch.is_grad_enabled():
-                receiver.deliver(ctx.now, leaf, kept, stand_alone=asked_for)
+                receiver.deliver(ctx.pass_, leaf, kept, stand_alone=asked_for)
         if total is not None:
             leaf.send(total)
         return total, None, None, None
@@ -147,7 +147,7 @@ def comes_from_rows(x: Tensor) -> bool:
 def passes_behind(node: Any, receiver: Receiver) -> list[Pass]:
     """The passes of a model that the graph of a node comes from."""
     nodes: list[Any] = [each for each in graph_of(node) if isinstance(each, Expand._backward_cls)]
-    return list(dict.fromkeys(each.now for each in nodes if each.receiver() is receiver))
+    return list(dict.fromkeys(each.pass_ for each in nodes if each.receiver() is receiver))
 
 
 def keeps_factors(*expanded: Tensor | None) -> bool:

@@ -96,27 +96,27 @@ class Forward:
         self.thread = get_ident()
         self.heard = Heard()
         self.is_awaited = False
-        self._now: Pass | None = None
+        self._pass: Pass | None = None
 
     def __enter__(self) -> Forward:
         if self.recorder.passes.opened == 0:  # FSDP's shards are out of sight once their layers run
             self.recorder.look_for_shards(self.module)
         if self.batch is None or (self.is_explicit and torch.is_grad_enabled()):
-            self.now  # noqa: B018  # at once, as no layer could say it better
+            self.current_pass  # noqa: B018  # at once, as no layer could say it better
         self.recorder.forward = self
         return self
 
     @property
-    def now(self) -> Pass:
+    def current_pass(self) -> Pass:
         """The pass that it belongs to."""
-        if self._now is None:
-            self._now = self.recorder.begin(self)
-        return self._now
+        if self._pass is None:
+            self._pass = self.recorder.begin(self)
+        return self._pass
 
     @property
     def samples(self) -> list[Tensor]:
         """The tensors among the arguments that have B rows, in the first or the second dimension."""
-        batch = self.now.batch
+        batch = self.current_pass.batch
         return [each for each in tensors(self.inputs) if isinstance(each, Tensor) and batch in each.shape[:2]]
 
     def is_argument(self, x: Tensor) -> bool:
@@ -131,7 +131,7 @@ class Forward:
 
     def correct(self, batch: int) -> None:
         """Sets B before a pass is chosen, unless the user said it: a layer knows it better than the first argument."""
-        if self._now is None and self.recorder.settings.batch_size is None and not self.is_explicit:
+        if self._pass is None and self.recorder.settings.batch_size is None and not self.is_explicit:
             self.batch = batch
 
     def returned(self, result: Any) -> None:
@@ -142,17 +142,17 @@ class Forward:
         """
         if self.heard.shared:
             self._refuse_taken_apart(result)
-        if not self.is_awaited or (self._now is None and self.batch is None):
+        if not self.is_awaited or (self._pass is None and self.batch is None):
             return
-        now, is_found = self.now, False
+        pass_, is_found = self.current_pass, False
         ends = [each.grad_fn for each in inside(result) if isinstance(each, Tensor) and each.grad_fn is not None]
         for node in {node for end in ends for node in graph_of(end)}:
             is_own = isinstance(node, Expand._backward_cls)
             if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_own:
-                node.metadata.setdefault(NOTED_PASS, now)
+                node.metadata.setdefault(NOTED_PASS, pass_)
                 is_found = True
-        if not is_found and now not in self.recorder.passes.kept:
-            self.recorder.passes.kept.append(now)
+        if not is_found and pass_ not in self.recorder.passes.kept:
+            self.recorder.passes.kept.append(pass_)
 
     def note_shared(self, layer: nn.Module, result: Any, dim: int) -> None:
         """A layer has returned a result for an input that all samples share."""
@@ -166,13 +166,13 @@ class Forward:
         if kind in seen:
             return
         ends = [each for each in tensors(result) if isinstance(each, Tensor) and each.requires_grad]
-        taken = taken_apart(self.heard.shared, ends, self.now.batch)
+        taken = taken_apart(self.heard.shared, ends, self.current_pass.batch)
         if taken is not None:
             layer, operation = taken
             error = complaint(
                 self.recorder.name_of(layer),
-                f"its input is shared by all {self.now.batch} samples, so its result has a copy for each of them, and "
-                f"the model takes a part of these ({operation} over the samples)",
+                f"its input is shared by all {self.current_pass.batch} samples, so its result has a copy for each of "
+                f"them, and the model takes a part of these ({operation} over the samples)",
                 "the whole result",
                 "Leave out the index [0], or the mean over a dimension of one, that follows; or run the module around "
                 "it sample by sample: alone(ItsClass) before convert.",
@@ -185,8 +185,8 @@ class Forward:
         self.recorder.forward = None
         if self.is_explicit:
             self.recorder.passes.current = None
-            if self.is_awaited and self._now is not None:
-                self.recorder.passes.kept.append(self._now)
+            if self.is_awaited and self._pass is not None:
+                self.recorder.passes.kept.append(self._pass)
         if (
             not self.heard.broadcast
             or error is None

@@ -200,18 +200,18 @@ class Recorder:
         return self.forward is not None
 
     @property
-    def current(self) -> Pass | None:
+    def current_pass(self) -> Pass | None:
         """The pass of the forward that runs, or of the last one."""
-        return self.passes.current if self.forward is None else self.forward.now
+        return self.passes.current if self.forward is None else self.forward.current_pass
 
     def one_pass(self, module: nn.Module, batch: int) -> AbstractContextManager[object]:
         """All that is called meanwhile is one pass of so many samples; inside of a forward it is a part of that."""
         if not self.inside(module):
             return Forward(self, module, batch, (), is_explicit=True)
-        if self.forward is not None and self.forward.now.batch != batch:
+        if self.forward is not None and self.forward.current_pass.batch != batch:
             raise complaint(
                 "one_pass",
-                f"batch_size is {batch}, inside of a forward of {self.forward.now.batch} samples",
+                f"batch_size is {batch}, inside of a forward of {self.forward.current_pass.batch} samples",
                 "the same number of samples",
                 "Enter one_pass outside of the other forward, or leave it out.",
             )
@@ -241,11 +241,11 @@ class Recorder:
                 "a tensor with a dimension for the samples",
                 "Say the number of samples: per_sample(batch_size=...), or one_pass(model, batch_size).",
             )
-        now = self.passes.new(batch) if forward.is_explicit else self.passes.joined_or_new(batch)
-        if now is not before:
+        pass_ = self.passes.new(batch) if forward.is_explicit else self.passes.joined_or_new(batch)
+        if pass_ is not before:
             self.watch_all()
             self.expanded.clear()
-        return now
+        return pass_
 
     def _recomputed_pass(self, module: nn.Module, batch: int | None) -> Pass:
         """A checkpoint computes a forward again inside the backward: it belongs to the pass it was first in.
@@ -266,12 +266,12 @@ class Recorder:
         self.backward.enter(delivers=False)
         node = running_node()
         noted = getattr(node, "metadata", {}).get(NOTED_PASS)
-        alive = [now for ref in self.passes.alive if (now := ref()) is not None]
+        alive = [pass_ for ref in self.passes.alive if (pass_ := ref()) is not None]
         is_sure = len(alive) == 1 and alive[0].stage is not PassStage.DONE
         behind = [noted] if noted is not None else [] if is_sure else passes_behind(node, self)
-        if not behind and all(now.stage is PassStage.DONE for now in alive):
+        if not behind and all(pass_.stage is PassStage.DONE for pass_ in alive):
             # the pass of the last recomputation in this backward: a checkpoint around this one, or beside it
-            behind = [now for now in self.backward.resumed[-1:] if batch in (now.batch, 1)]
+            behind = [pass_ for pass_ in self.backward.resumed[-1:] if batch in (pass_.batch, 1)]
             if not behind and batch is not None:
                 # The checkpoint is around the whole model, whose first forward had no gradients, and so no pass. The
                 # node keeps the new one in mind, for a second backward on the same graph.
@@ -297,17 +297,17 @@ class Recorder:
             parameter: A parameter, or a weight that is computed from parameters.
             again: Computes that weight anew, as `Computed` has it.
         """
-        now = self.current
-        assert now is not None
+        pass_ = self.current_pass
+        assert pass_ is not None
         if not parameter.requires_grad:
-            return parameter.expand(now.batch, *parameter.shape)
+            return parameter.expand(pass_.batch, *parameter.shape)
         if not parameter.is_leaf:
             computed = Computed(parameter, self, again)
-            return ExpandComputed.apply(computed, now.batch, *map(self.expand, computed.leaves))  # type: ignore[no-untyped-call,no-any-return]
+            return ExpandComputed.apply(computed, pass_.batch, *map(self.expand, computed.leaves))  # type: ignore[no-untyped-call,no-any-return]
         owner, version, pointer, expanded = self.expanded.get(parameter, (None, -1, -1, parameter))
-        if owner is not now or version != parameter._version or pointer != parameter.data_ptr():
-            expanded = Expand.apply(parameter, now, self.leaf(parameter), weakref.ref(self))  # type: ignore[no-untyped-call]
-            self.expanded[parameter] = (now, parameter._version, parameter.data_ptr(), expanded)
+        if owner is not pass_ or version != parameter._version or pointer != parameter.data_ptr():
+            expanded = Expand.apply(parameter, pass_, self.leaf(parameter), weakref.ref(self))  # type: ignore[no-untyped-call]
+            self.expanded[parameter] = (pass_, parameter._version, parameter.data_ptr(), expanded)
         return expanded
 
     def expand_outside(self, weight: Tensor) -> Tensor:
@@ -318,7 +318,7 @@ class Recorder:
         if home is not None and running_backward() >= 0:
             with Forward(self, home, None, ()):  # in the pass that a checkpoint's forward was in
                 return self.expand(weight)
-        if self.current is None or self.current.stage is not PassStage.OPEN:
+        if self.current_pass is None or self.current_pass.stage is not PassStage.OPEN:
             raise complaint(
                 "expanded(weight)",
                 "there was no forward since the last backward",
@@ -373,21 +373,21 @@ class Recorder:
 
     # Backward: rows.
 
-    def deliver(self, now: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None:
+    def deliver(self, pass_: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None:
         """Takes the rows of one parameter; a backward may bring a parameter's rows in several parts.
 
         Args:
-            now: The pass they are of.
+            pass_: The pass they are of.
             leaf: The parameter.
             rows: `(B, *shape)`, or none for a parameter that was frozen after the forward.
             stand_alone: Whether `torch.autograd.grad` asked for the gradient, which does not go to `.grad` then.
         """
         if self.backward.enter(delivers=True):
             self._before_delivery(stand_alone)
-        if not stand_alone and now.stage is PassStage.OPEN:
-            now.stage = PassStage.REACHED
+        if not stand_alone and pass_.stage is PassStage.OPEN:
+            pass_.stage = PassStage.REACHED
         if rows is not None:
-            self.store.add(now, leaf, rows)
+            self.store.add(pass_, leaf, rows)
 
     def _before_delivery(self, stand_alone: bool) -> None:
         """Rows go when the gradient they add up to was cleared, or when the user took them away.

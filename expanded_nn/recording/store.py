@@ -47,26 +47,26 @@ class Store:
         self.aside: tuple[Held, dict[Leaf, Shown]] | None = None
         self.materialize = materialize
 
-    def add(self, now: Pass, leaf: Leaf, rows: Tensor) -> None:
+    def add(self, pass_: Pass, leaf: Leaf, rows: Tensor) -> None:
         """Takes rows `(B, *shape)` of one parameter; a backward may bring those of one pass in several parts."""
         if len(leaf.shown.passes) > 1:
             self._take_over_edits(leaf)
-        if now not in self.held:
-            in_order = all(other.number < now.number for other in self.held)
-            self.held[now] = {}
+        if pass_ not in self.held:
+            in_order = all(other.number < pass_.number for other in self.held)
+            self.held[pass_] = {}
             if not in_order:
                 self.held = dict(sorted(self.held.items(), key=lambda item: item[0].number))
-        of_pass = self.held[now]
+        of_pass = self.held[pass_]
         self.tasks.add(running_backward())
         before = self.before.get(leaf)
         if before is None or not leaf.grad_is_as_noted():  # what came before has arrived
             if before is not None:
                 leaf.note_grad()
-            self.before[leaf] = {now: of_pass.get(leaf)}
+            self.before[leaf] = {pass_: of_pass.get(leaf)}
         else:
-            before.setdefault(now, of_pass.get(leaf))
+            before.setdefault(pass_, of_pass.get(leaf))
         of_pass[leaf] = of_pass[leaf] + rows if leaf in of_pass else rows
-        self._show(leaf, now)
+        self._show(leaf, pass_)
 
     def show(self, leaf: Leaf, first_new: Pass | None = None) -> None:
         """Sets `grad_sample` to what is held of all passes together, with what the user has changed in it.
@@ -93,7 +93,7 @@ class Store:
             self._show_dense(leaf, parameter, parts, first_new)
         else:
             passes = zip(self.held, parts, strict=True)
-            all_parts = [_zero_rows(now.batch, parameter) if part is None else part for now, part in passes]
+            all_parts = [_zero_rows(pass_.batch, parameter) if part is None else part for pass_, part in passes]
             leaf.show(joined(all_parts), self.held)
 
     def _show_dense(self, leaf: Leaf, parameter: Tensor, parts: list[Tensor | None], first_new: Pass | None) -> None:
@@ -103,7 +103,7 @@ class Store:
         behind are followed by rows in other memory, as `undo` shows all of them anew.
         """
         passes, shown = tuple(self.held), leaf.shown
-        batches = [now.batch for now in passes]
+        batches = [pass_.batch for pass_ in passes]
         if is_traced() or any(part is not None and part.requires_grad for part in parts):
             pairs = zip(batches, parts, strict=True)
             zeros_for_none = [parameter.new_zeros(n, *parameter.shape) if part is None else part for n, part in pairs]
@@ -140,11 +140,11 @@ class Store:
 
     def _hold_slices(self, leaf: Leaf, *, edited: bool = False) -> None:
         """Holds what is shown in place of its parts; of zero rows that may have been edited, what is no longer zero."""
-        rows, sizes = leaf.shown.rows, [now.batch for now in leaf.shown.passes]
+        rows, sizes = leaf.shown.rows, [pass_.batch for pass_ in leaf.shown.passes]
         assert rows is not None
         parts = parted(rows, sizes) if isinstance(rows, FactoredTensor) else rows.split(sizes)
-        for now, part in zip(leaf.shown.passes, parts, strict=True):
-            of_pass = self.held.get(now, {})
+        for pass_, part in zip(leaf.shown.passes, parts, strict=True):
+            of_pass = self.held.get(pass_, {})
             if leaf in of_pass or (edited and bool(part.any())):
                 of_pass[leaf] = part
 
@@ -177,11 +177,11 @@ class Store:
         lost = {leaf: before for leaf, before in self.before.items() if leaf.grad_is_as_noted()}
         for leaf, before in lost.items():
             self._take_over_edits(leaf)
-            for now, rows in before.items():
+            for pass_, rows in before.items():
                 if rows is None:
-                    self.held.get(now, {}).pop(leaf, None)
-                elif now in self.held:
-                    self.held[now][leaf] = rows
+                    self.held.get(pass_, {}).pop(leaf, None)
+                elif pass_ in self.held:
+                    self.held[pass_][leaf] = rows
         self.before.clear()
         self._without_empty_passes()
         for leaf in lost:
@@ -199,13 +199,13 @@ class Store:
 
     def _without_empty_passes(self) -> None:
         if not all(self.held.values()):
-            self.held = {now: of_pass for now, of_pass in self.held.items() if of_pass}
+            self.held = {pass_: of_pass for pass_, of_pass in self.held.items() if of_pass}
 
     def drop_passes_of(self, others: Iterable[Leaf]) -> None:
         """Drops the passes that only such parameters hold rows of, frozen ones or those that have left the model."""
         others = set(others)
-        gone = [now for now, of_pass in self.held.items() if others.issuperset(of_pass)]
-        changed = {leaf for now in gone for leaf in self.held.pop(now)}
+        gone = [pass_ for pass_, of_pass in self.held.items() if others.issuperset(of_pass)]
+        changed = {leaf for pass_ in gone for leaf in self.held.pop(pass_)}
         for leaf in changed:
             leaf.note_lacking()
             self.show(leaf)

@@ -452,7 +452,9 @@ def _sum_of_rows(leaf: Leaf) -> tuple[Tensor, Tensor]:
     """What the rows held add up to in `.grad`, and how large rounding errors in it may be, all in all."""
     rows = leaf.shown.rows
     assert rows is not None
-    batches = [max(1, now.batch) if leaf.scales_rows else 1 for now in leaf.shown.passes for _ in range(now.batch)]
+    batches = [
+        max(1, pass_.batch) if leaf.scales_rows else 1 for pass_ in leaf.shown.passes for _ in range(pass_.batch)
+    ]
     weights = torch.tensor(batches, dtype=torch.float64, device=rows.device).reciprocal()
     with torch.no_grad():
         total = as_factored(rows.detach()).weighted_sum(weights.to(as_factored(rows).dtype))

@@ -135,8 +135,8 @@ def test_the_pass_of_a_recomputation(
 ) -> None:
     known = Passes()
     all_passes = [known.new(size) for size in batches]
-    for now, stage in zip(all_passes, stages, strict=True):
-        now.stage = stage
+    for pass_, stage in zip(all_passes, stages, strict=True):
+        pass_.stage = stage
     candidates = known.recomputed(batch, [all_passes[number] for number in behind])
     assert [each.number for each in candidates] == fitting
 
@@ -473,22 +473,22 @@ class Rows:
     def opened(self, batch: int) -> Pass:
         return self.passes.new(batch)
 
-    def add(self, now: Pass, number: int) -> None:
-        rows = self.make(now.batch)
+    def add(self, pass_: Pass, number: int) -> None:
+        rows = self.make(pass_.batch)
         twin = rows.clone() if not isinstance(rows, FactoredTensor) else rows.clone().dense()
-        self.batches[now.number] = now.batch
-        of_pass = self.wanted.setdefault(now.number, {})
+        self.batches[pass_.number] = pass_.batch
+        of_pass = self.wanted.setdefault(pass_.number, {})
         of_pass[number] = of_pass[number] + twin if number in of_pass else twin
-        self.store.add(now, self.leaves[number], rows)
+        self.store.add(pass_, self.leaves[number], rows)
 
     def backward(self, batch: int, *numbers: int) -> Pass:
         """One forward and its backward, which reaches some of the parameters."""
-        now = self.opened(batch)
+        pass_ = self.opened(batch)
         self.store.begin()
         for number in numbers:
-            self.add(now, number)
+            self.add(pass_, number)
         self.store.complete(self.leaves)
-        return now
+        return pass_
 
     def shown(self, number: int) -> Tensor | None:
         rows: Tensor | None = self.parameters[number].grad_sample
@@ -511,8 +511,8 @@ class Rows:
             parts = [self.wanted[key].get(number, zeros[key]) for key in sorted(self.wanted)]
             assert torch.allclose(self.numbers(number), torch.cat(parts))
 
-    def forget(self, now: Pass) -> None:
-        del self.wanted[now.number]
+    def forget(self, pass_: Pass) -> None:
+        del self.wanted[pass_.number]
 
 
 KINDS = pytest.mark.parametrize("make", [dense, factored])
@@ -522,11 +522,11 @@ KINDS = pytest.mark.parametrize("make", [dense, factored])
 @pytest.mark.parametrize("materialize", [False, True])
 def test_rows_of_one_pass_add_and_of_several_are_appended(make: Callable[[int], Tensor], materialize: bool) -> None:
     rows = Rows(make, materialize=materialize)
-    now = rows.backward(2, 0, 0, 1)
+    pass_ = rows.backward(2, 0, 0, 1)
     rows.check()
     rows.backward(3, 0, 1)
     rows.check()
-    rows.add(now, 0)  # a second backward on the first graph
+    rows.add(pass_, 0)  # a second backward on the first graph
     rows.check()
     for batch in 1, 4, 0, 2:
         rows.backward(batch, 1, 0)
@@ -546,7 +546,7 @@ def test_rows_stand_in_the_order_of_the_forwards(make: Callable[[int], Tensor], 
             rows.add(all_passes[place], number)
     rows.store.complete(rows.leaves)
     rows.check()
-    assert [now.number for now in rows.store.held] == [0, 1, 2]
+    assert [pass_.number for pass_ in rows.store.held] == [0, 1, 2]
 
 
 @KINDS
@@ -569,22 +569,22 @@ def test_a_parameter_has_zero_rows_in_passes_that_did_not_use_it(
 @pytest.mark.parametrize("failing", ["a new pass", "the same graph", "two passes", "a parameter's first"])
 def test_a_backward_that_failed_is_undone(make: Callable[[int], Tensor], materialize: bool, failing: str) -> None:
     rows = Rows(make, materialize=materialize)
-    now = rows.backward(2, 0)
+    pass_ = rows.backward(2, 0)
     before = {key: dict(of_pass) for key, of_pass in rows.wanted.items()}
     rows.store.begin()
     if failing == "the same graph":
-        rows.add(now, 0)
-        rows.add(now, 0)
+        rows.add(pass_, 0)
+        rows.add(pass_, 0)
     else:
         new = rows.opened(3)
         rows.add(new, 1 if failing == "a parameter's first" else 0)
         if failing == "two passes":
-            rows.add(now, 0)
+            rows.add(pass_, 0)
     rows.store.undo()
     rows.wanted = before
     rows.store.complete(rows.leaves)
     rows.check()
-    assert list(rows.store.held) == [now]
+    assert list(rows.store.held) == [pass_]
     rows.backward(1, 0, 1)
     rows.check()
 
@@ -595,11 +595,11 @@ def test_rows_whose_gradient_has_arrived_stay_after_a_failure(make: Callable[[in
     rows = Rows(make)
     for leaf in rows.leaves:
         leaf.note_grad()
-    now = rows.opened(2)
+    pass_ = rows.opened(2)
     rows.store.begin()
-    rows.add(now, 0)
+    rows.add(pass_, 0)
     rows.parameters[0].grad = torch.ones(SHAPE)
-    rows.add(now, 1)
+    rows.add(pass_, 1)
     rows.store.undo()
     del rows.wanted[0][1]
     rows.check()
@@ -746,7 +746,7 @@ def test_memory_grows_without_moving_what_is_there() -> None:
         assert shown is not None
         places.append(shown.data_ptr())
     assert len(set(places)) <= 6
-    moves = [place for place, (before, now) in enumerate(pairwise(places)) if before != now]
+    moves = [place for place, (before, after) in enumerate(pairwise(places)) if before != after]
     assert all(later - earlier >= earlier for earlier, later in pairwise(moves[1:]))  # as long until the next one
 
 
