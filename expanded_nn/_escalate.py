@@ -93,7 +93,7 @@ class Escalation:
         try:
             result = module._in_pass(args, kwargs)
             if forward is not None:
-                forward.returned(result)
+                forward.finish(result)
             return result
         finally:
             self.runs = False

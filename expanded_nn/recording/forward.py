@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._batch import has_derivatives, inside, tensors
+from expanded_nn._batch import contents, has_derivatives, tensors
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.recording.backward import graph_of
 from expanded_nn.recording.expand import Expand
@@ -55,7 +55,7 @@ class Keeper(Protocol):
 
 
 @dataclass
-class Heard:
+class InputNotes:
     """What layers have told of their inputs.
 
     Attributes:
@@ -82,7 +82,7 @@ class Forward:
         inputs: Its arguments.
         is_explicit: Whether `one_pass` has opened it.
         thread: The thread it runs in.
-        heard: What layers have told of their inputs.
+        notes: What layers have told of their inputs.
         is_awaited: Whether a layer has run without gradients in it, as in a reentrant checkpoint.
     """
 
@@ -94,7 +94,7 @@ class Forward:
         self.batch = batch if stated is None or is_explicit else stated
         self.is_explicit = is_explicit
         self.thread = get_ident()
-        self.heard = Heard()
+        self.notes = InputNotes()
         self.is_awaited = False
         self._pass: Pass | None = None
 
@@ -129,23 +129,23 @@ class Forward:
         alike = [each for each in self.samples if each.shape == index.shape and not has_derivatives(each)]
         return any(torch.equal((each - each[0]).to(index), index - index[0]) for each in alike if each.numel())
 
-    def correct(self, batch: int) -> None:
+    def set_batch(self, batch: int) -> None:
         """Sets B before a pass is chosen, unless the user said it: a layer knows it better than the first argument."""
         if self._pass is None and self.recorder.settings.batch_size is None and not self.is_explicit:
             self.batch = batch
 
-    def returned(self, result: Any) -> None:
+    def finish(self, result: Any) -> None:
         """What the forward returns: where a backward will run layers again, the graph keeps their pass in mind.
 
         Raises:
             PerSampleError: If a result that all samples share was taken apart as if it were one.
         """
-        if self.heard.shared:
+        if self.notes.shared:
             self._refuse_taken_apart(result)
         if not self.is_awaited or (self._pass is None and self.batch is None):
             return
         pass_, is_found = self.current_pass, False
-        ends = [each.grad_fn for each in inside(result) if isinstance(each, Tensor) and each.grad_fn is not None]
+        ends = [each.grad_fn for each in contents(result) if isinstance(each, Tensor) and each.grad_fn is not None]
         for node in {node for end in ends for node in graph_of(end)}:
             is_own = isinstance(node, Expand._backward_cls)
             if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_own:
@@ -157,16 +157,16 @@ class Forward:
     def note_shared(self, layer: nn.Module, result: Any, dim: int) -> None:
         """A layer has returned a result for an input that all samples share."""
         if isinstance(result, Tensor) and result.grad_fn is not None and result.dim() > dim:
-            self.heard.shared.append(SharedResult(layer, result.grad_fn, dim, result.dim()))
+            self.notes.shared.append(SharedResult(layer, result.grad_fn, dim, result.dim()))
 
     def _refuse_taken_apart(self, result: Any) -> None:
         """Looks at the graph, once for each mode and each list of layers whose results are shared."""
-        kind = (self.module.training, *((id(shared.layer), shared.dim, shared.rank) for shared in self.heard.shared))
+        kind = (self.module.training, *((id(shared.layer), shared.dim, shared.rank) for shared in self.notes.shared))
         seen: set[Any] = vars(self.module).setdefault("_shared_seen", set())
         if kind in seen:
             return
         ends = [each for each in tensors(result) if isinstance(each, Tensor) and each.requires_grad]
-        taken = taken_apart(self.heard.shared, ends, self.current_pass.batch)
+        taken = taken_apart(self.notes.shared, ends, self.current_pass.batch)
         if taken is not None:
             layer, operation = taken
             error = complaint(
@@ -188,14 +188,14 @@ class Forward:
             if self.is_awaited and self._pass is not None:
                 self.recorder.passes.kept.append(self._pass)
         if (
-            not self.heard.broadcast
+            not self.notes.broadcast
             or error is None
             or isinstance(error, PerSampleError)
             or not hasattr(error, "add_note")
         ):
             return
-        name = self.recorder.name_of(self.heard.broadcast[0])
-        error.refused_by = self.heard.broadcast[0]  # type: ignore[attr-defined]
+        name = self.recorder.name_of(self.notes.broadcast[0])
+        error.refused_by = self.notes.broadcast[0]  # type: ignore[attr-defined]
         error.add_note(
             f"expanded_nn: before this, {name} has looked up an index without a "
             "batch dimension, and returned a result per sample, (B, *index.shape, dim). If that is the reason, let "

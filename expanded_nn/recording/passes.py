@@ -53,7 +53,7 @@ class Passes:
         current: The pass that the next forward of as many samples joins, if any.
         alive: All passes that something keeps alive, and references to some that nothing does any more.
         opened: How many there have been.
-        around: For each thread, the module, the batch and the inputs of the outermost forward under `no_grad`.
+        no_grad_forward: For each thread, the module, the batch and the inputs of the outermost forward under `no_grad`.
         kept: Passes that are kept alive here, as their reentrant checkpoint has left no node to note them on.
     """
 
@@ -62,7 +62,7 @@ class Passes:
         self.alive: list[weakref.ref[Pass]] = []
         self.opened = 0
         self.kept: list[Pass] = []
-        self.around = threading.local()
+        self.no_grad_forward = threading.local()
 
     def joined_or_new(self, batch: int) -> Pass:
         """The pass of a forward of so many samples."""

@@ -74,8 +74,8 @@ class Recorder:
 
     def adopt(self, module: nn.Module) -> None:
         """A module, with all within it, is one that this recorder is for."""
-        inside = set(module.modules())
-        self.homes = [home for home in self.homes if (known := home()) is not None and known not in inside]
+        members = set(module.modules())
+        self.homes = [home for home in self.homes if (root := home()) is not None and root not in members]
         self.homes.append(weakref.ref(module))
         self.watch_all()
         for member in self.modules():
@@ -163,41 +163,38 @@ class Recorder:
 
     # Forward: passes and expansions.
 
-    def scope(self, module: nn.Module, batch: int | None, inputs: Any) -> Forward:
-        """The forward of `module`, where none runs yet: it begins a pass, or goes on with the last."""
-        around = getattr(self.passes.around, "call", None)  # gradients were switched on inside of it
-        return Forward(self, *(around or (module, batch, inputs)))
+    def open_forward(self, module: nn.Module, batch: int | None, inputs: Any) -> Forward:
+        """The forward of `module`, where none runs yet: it begins a pass, or joins the last."""
+        outermost = getattr(self.passes.no_grad_forward, "call", None)  # gradients were switched on inside of it
+        return Forward(self, *(outermost or (module, batch, inputs)))
 
     @contextmanager
     def without_gradients(self, module: nn.Module, batch: int | None, inputs: Any) -> Iterator[None]:
         """An outermost forward without gradients, of this thread: layers within it may switch them on."""
-        self.passes.around.call = (module, batch, inputs)
+        self.passes.no_grad_forward.call = (module, batch, inputs)
         try:
             yield
         finally:
-            self.passes.around.call = None
+            self.passes.no_grad_forward.call = None
 
-    def is_around(self) -> bool:
-        """Whether this is inside of another forward, with or without gradients."""
-        return self.forward is not None or getattr(self.passes.around, "call", None) is not None
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward runs that a backward may follow."""
+        return self.forward is not None
 
-    def inside(self, module: nn.Module) -> bool:
-        """Whether this is in the middle of a forward: of this thread, as another's would share its pass."""
-        if self.forward is None:
-            return False
-        if self.forward.thread != get_ident():
+    def in_any_forward(self) -> bool:
+        """Whether a forward runs, with or without gradients."""
+        return self.in_forward or getattr(self.passes.no_grad_forward, "call", None) is not None
+
+    def refuse_other_thread(self, module: nn.Module) -> None:
+        """Raises if another thread is in the middle of a forward, whose pass this one would share."""
+        if self.forward is not None and self.forward.thread != get_ident():
             raise complaint(
                 self.name_of(module),
                 "another thread is in the middle of a forward of this model",
                 "one thread at a time",
                 "Give each thread a model of its own: copy.deepcopy(model).",
             )
-        return True
-
-    @property
-    def records(self) -> bool:
-        """Whether this is in the middle of a forward that a backward may follow."""
-        return self.forward is not None
 
     @property
     def current_pass(self) -> Pass | None:
@@ -205,10 +202,11 @@ class Recorder:
         return self.passes.current if self.forward is None else self.forward.current_pass
 
     def one_pass(self, module: nn.Module, batch: int) -> AbstractContextManager[object]:
-        """All that is called meanwhile is one pass of so many samples; inside of a forward it is a part of that."""
-        if not self.inside(module):
+        """Makes all calls meanwhile one pass of `batch` samples; inside of a forward they are a part of that."""
+        self.refuse_other_thread(module)
+        if self.forward is None:
             return Forward(self, module, batch, (), is_explicit=True)
-        if self.forward is not None and self.forward.current_pass.batch != batch:
+        if self.forward.current_pass.batch != batch:
             raise complaint(
                 "one_pass",
                 f"batch_size is {batch}, inside of a forward of {self.forward.current_pass.batch} samples",
@@ -250,7 +248,7 @@ class Recorder:
     def _recomputed_pass(self, module: nn.Module, batch: int | None) -> Pass:
         """A checkpoint computes a forward again inside the backward: it belongs to the pass it was first in.
 
-        What tells, in this order: the note that `Forward.returned` has left at the running node (reentrant
+        What tells, in this order: the note that `Forward.finish` has left at the running node (reentrant
         checkpoints, behind which there is no graph); the expansions in the graph behind that node; and where neither
         says anything, `Passes.recomputed`: which passes are not done, and the number of samples.
         """
@@ -340,7 +338,7 @@ class Recorder:
             self.forward.is_awaited = True
 
     @contextmanager
-    def inside_general(self, originals: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
+    def in_general_rule(self, originals: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
         """Layers called meanwhile run their plain forward, or on the whole batch with these parameters, if they can."""
         before, self.originals = self.originals, originals
         try:
@@ -419,12 +417,12 @@ class Recorder:
 
     def _left(self, leaves: Iterable[Leaf]) -> set[Leaf]:
         """Those of parameters that have left the model, but live on."""
-        inside = {id(parameter) for module in self.modules() for parameter in module._parameters.values()}
+        in_model = {id(parameter) for module in self.modules() for parameter in module._parameters.values()}
         parameters = {leaf: (leaf.as_shown(), leaf.parameter()) for leaf in leaves if leaf.member}
         return {
             leaf
             for leaf, (shown, parameter) in parameters.items()
-            if shown is not None and id(shown) not in inside and id(parameter) not in inside
+            if shown is not None and id(shown) not in in_model and id(parameter) not in in_model
         }
 
     def _drop_passes_without_parameters(self) -> None:
