@@ -59,14 +59,16 @@ class Escalation:
         if start is not None and checkpoint_hooks() is not None:
             # a checkpoint around it would count what a forward that is given up saves: all of that comes before
             with saved_tensors_hooks(as_it_is, as_it_is):
-                self._settled(attempts, args, kwargs, start)
+                self._first_success(attempts, args, kwargs, start)
             start.restored()
-        result = self._settled(attempts, args, kwargs, start)
+        result = self._first_success(attempts, args, kwargs, start)
         self.known.add(kind)
         attempts.warn(rolled_back=start is not None)
         return result
 
-    def _settled(self, attempts: _Attempts, args: tuple[Any, ...], kwargs: dict[str, Any], start: Start | None) -> Any:
+    def _first_success(
+        self, attempts: _Attempts, args: tuple[Any, ...], kwargs: dict[str, Any], start: Start | None
+    ) -> Any:
         """The result of the first attempt that goes through."""
         is_early = start is None
         while True:

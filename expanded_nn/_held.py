@@ -46,7 +46,7 @@ def recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]
     recorders = list(dict.fromkeys(each for each in recording.values() if each is not None))
     for recorder in recorders:
         note_recorder(recorder)
-        recorder.settle()
+        recorder.drop_outdated_rows()
     kinds = {(each.settings.loss_reduction, each.settings.accumulate_grad) for each in recorders}
     if len(kinds) > 1:
         raise complaint(

@@ -323,7 +323,7 @@ def _refuse_open(parts: Sequence[Any], recorders: Sequence[Recorder]) -> None:
 
 
 def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any]) -> None:
-    recorder.settle()
+    recorder.drop_outdated_rows()
     if recorder.rows_stand_alone:
         raise OnlyEager("it ends with the rows of torch.autograd.grad(..., create_graph=True)")
     left = [leaf for leaf in recorder.leaves if looks_past(leaf)]

@@ -221,7 +221,7 @@ class Recorder:
         note_recorder(self)
         if running_backward() >= 0:
             return self._recomputed_pass(module, batch)
-        self.backward.settle()
+        self.backward.end_unfinished()
         if in_transform():
             raise complaint(
                 self.name_of(module),
@@ -393,13 +393,13 @@ class Recorder:
         At the first rows of a backward, before autograd has added anything to any `.grad`: later it could not be told
         what the user had cleared.
         """
-        self.store.take_back(self.leaves)
+        self.store.resume(self.leaves)
         held = self.leaves.with_rows()
         if stand_alone:
             for leaf in held:
                 if leaf.was_reset():
                     self._forget(leaf)
-            self.store.set_aside(self.leaves)
+            self.store.suspend(self.leaves)
             return
         if self.settings.accumulate_grad:
             left = self._left(held) if held else set()  # nobody asks for their rows: in doubt or not, they hold up none
@@ -440,15 +440,15 @@ class Recorder:
             leaf.sent.clear()
             if leaf.was_reset():
                 self._forget(leaf)
-        if failed and delivered and self.store.aside is None:
+        if failed and delivered and self.store.suspended is None:
             self.store.undo()
-        if len(self.store.held) > 1 and self.store.aside is None:
+        if len(self.store.held) > 1 and self.store.suspended is None:
             self._drop_passes_without_parameters()
         self.store.complete(self.leaves)
         if self.leaves.sharded:
             for leaf in self.leaves:
                 leaf.show_shard()
-        if delivered and self.store.aside is None:
+        if delivered and self.store.suspended is None:
             self.note_grads()
 
     def note_grads(self) -> None:
@@ -459,12 +459,12 @@ class Recorder:
     @property
     def rows_stand_alone(self) -> bool:
         """Whether the rows shown are those of a `torch.autograd.grad`, and no part of `.grad`."""
-        return self.store.aside is not None
+        return self.store.suspended is not None
 
-    def settle(self) -> None:
+    def drop_outdated_rows(self) -> None:
         """Outside of any backward: takes back what one that failed has left, and rows whose `.grad` was cleared."""
         if running_backward() < 0:
-            self.backward.settle()
+            self.backward.end_unfinished()
             if self.settings.accumulate_grad and not self.rows_stand_alone:
                 held = self.leaves.with_rows()
                 cleared = [leaf for leaf in held if leaf.was_cleared()]
@@ -479,7 +479,7 @@ class Recorder:
         if leaf is not None and parameter.grad is not None:
             leaf.clipped, leaf.lacking = (weakref.ref(parameter.grad), parameter.grad._version), None
             leaf.has_more = leaf.has_more and not self.settings.accumulate_grad
-            self.store.aside = None  # rows that stood alone are what `.grad` is made of now
+            self.store.suspended = None  # rows that stood alone are what `.grad` is made of now
 
     def is_clipped(self, parameter: Tensor) -> bool:
         """Whether `.grad` is what clipping has set, and no backward has added to it."""

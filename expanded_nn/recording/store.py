@@ -33,18 +33,18 @@ class Store:
 
     Attributes:
         held: The rows.
-        before: What `undo` goes back to: for each parameter and pass that the running backward has delivered to, the
-            rows from before, `None` where there were none.
-        tasks: The backwards that have delivered, by the engine's number: one, and those that run inside of it.
-        aside: Rows that wait while those of a `torch.autograd.grad` stand alone, and what `grad_sample` showed.
+        rows_before: What `undo` restores: for each parameter and pass that the running backward has delivered to, the
+            rows from before it, `None` where there were none.
+        tasks: The numbers of the backwards that have delivered: the running one, and those inside of it.
+        suspended: The rows held, and what was published of them, while those of a `torch.autograd.grad` stand alone.
         materialize: Whether `grad_sample` is to be dense.
     """
 
     def __init__(self, materialize: bool) -> None:
         self.held: Held = {}
-        self.before: dict[Leaf, dict[Pass, Tensor | None]] = {}
+        self.rows_before: dict[Leaf, dict[Pass, Tensor | None]] = {}
         self.tasks: set[int] = set()
-        self.aside: tuple[Held, dict[Leaf, Shown]] | None = None
+        self.suspended: tuple[Held, dict[Leaf, Shown]] | None = None
         self.materialize = materialize
 
     def add(self, pass_: Pass, leaf: Leaf, rows: Tensor) -> None:
@@ -58,11 +58,11 @@ class Store:
                 self.held = dict(sorted(self.held.items(), key=lambda item: item[0].number))
         of_pass = self.held[pass_]
         self.tasks.add(running_backward())
-        before = self.before.get(leaf)
+        before = self.rows_before.get(leaf)
         if before is None or not leaf.grad_is_as_noted():  # what came before has arrived
             if before is not None:
                 leaf.note_grad()
-            self.before[leaf] = {pass_: of_pass.get(leaf)}
+            self.rows_before[leaf] = {pass_: of_pass.get(leaf)}
         else:
             before.setdefault(pass_, of_pass.get(leaf))
         of_pass[leaf] = of_pass[leaf] + rows if leaf in of_pass else rows
@@ -150,7 +150,7 @@ class Store:
 
     def complete(self, leaves: Iterable[Leaf]) -> None:
         """All rows of a backward are here: parameters that it left out have zero rows."""
-        self.before.clear()
+        self.rows_before.clear()
         passes = tuple(self.held)
         for leaf in leaves:
             shown = leaf.shown
@@ -160,7 +160,7 @@ class Store:
 
     def begin(self) -> None:
         """A backward begins to deliver: from here on what it changes is kept in mind."""
-        self.before.clear()
+        self.rows_before.clear()
         self.tasks.clear()
 
     def undo(self) -> None:
@@ -172,9 +172,9 @@ class Store:
         Where others ran inside of it, as reentrant checkpoints do, nothing tells which of the rows have come: they are
         refused until `.grad` is cleared.
         """
-        for leaf in self.before if len(self.tasks) > 1 else ():
+        for leaf in self.rows_before if len(self.tasks) > 1 else ():
             leaf.note_lacking()
-        lost = {leaf: before for leaf, before in self.before.items() if leaf.grad_is_as_noted()}
+        lost = {leaf: before for leaf, before in self.rows_before.items() if leaf.grad_is_as_noted()}
         for leaf, before in lost.items():
             self._take_over_edits(leaf)
             for pass_, rows in before.items():
@@ -182,7 +182,7 @@ class Store:
                     self.held.get(pass_, {}).pop(leaf, None)
                 elif pass_ in self.held:
                     self.held[pass_][leaf] = rows
-        self.before.clear()
+        self.rows_before.clear()
         self._without_empty_passes()
         for leaf in lost:
             self._show(leaf)
@@ -191,7 +191,7 @@ class Store:
         """Forgets the rows of a parameter; what it shows is left to the caller, who has a reason to change it."""
         for of_pass in self.held.values():
             of_pass.pop(leaf, None)
-        held, shown = self.aside if self.aside is not None else ({}, {})
+        held, shown = self.suspended if self.suspended is not None else ({}, {})
         for of_pass in held.values():
             of_pass.pop(leaf, None)
         shown.pop(leaf, None)
@@ -210,18 +210,18 @@ class Store:
             leaf.note_lacking()
             self.show(leaf)
 
-    def set_aside(self, leaves: Iterable[Leaf]) -> None:
+    def suspend(self, leaves: Iterable[Leaf]) -> None:
         """Rows whose sum does not go to `.grad` are going to stand alone: these come back with the next backward."""
         leaves = list(leaves)
-        self.aside, self.held = (self.held, {leaf: leaf.shown for leaf in leaves}), {}
+        self.suspended, self.held = (self.held, {leaf: leaf.shown for leaf in leaves}), {}
         for leaf in leaves:
             leaf.show(None)
 
-    def take_back(self, leaves: Iterable[Leaf]) -> None:
+    def resume(self, leaves: Iterable[Leaf]) -> None:
         """The rows that were set aside, but for those that the user took away since."""
-        if self.aside is None:
+        if self.suspended is None:
             return
-        (self.held, before), self.aside = self.aside, None
+        (self.held, before), self.suspended = self.suspended, None
         for leaf in list(leaves):
             if leaf.was_reset():
                 self.drop(leaf)
@@ -231,8 +231,8 @@ class Store:
 
     def clear(self) -> None:
         """Lets go of all rows."""
-        self.held, self.aside = {}, None
-        self.before.clear()
+        self.held, self.suspended = {}, None
+        self.rows_before.clear()
 
 
 def _dense(rows: Tensor | None) -> Tensor:

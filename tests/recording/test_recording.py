@@ -166,9 +166,9 @@ class Model:
 
     def __init__(self) -> None:
         self.heard: list[tuple[bool, bool]] = []
-        self.backward = Backward(self.over)
+        self.backward = Backward(self.on_end)
 
-    def over(self, delivered: bool, failed: bool) -> None:
+    def on_end(self, delivered: bool, failed: bool) -> None:
         self.heard.append((delivered, failed))
 
 
@@ -182,9 +182,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 @pytest.mark.parametrize(
     ("events", "stage", "begins", "heard"),
     [
-        # what happens, the stage after it, which deliveries were the first, what `over` was told
+        # what happens, the stage after it, which deliveries were the first, what `on_end` was told
         ([], IDLE, [], []),
-        (["settle"], IDLE, [], []),
+        (["end_unfinished"], IDLE, [], []),
         (["forward"], RECOMPUTING, [False], []),
         (["forward", "forward"], RECOMPUTING, [False, False], []),
         (["rows"], DELIVERING, [True], []),
@@ -194,16 +194,16 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         (["rows", "forward", "rows"], DELIVERING, [True, False, False], []),
         (["forward", "end"], IDLE, [False], [(False, False)]),
         (["rows", "end"], IDLE, [True], [(True, False)]),
-        (["rows", "end", "settle"], IDLE, [True], [(True, False)]),
+        (["rows", "end", "end_unfinished"], IDLE, [True], [(True, False)]),
         (["rows", "end", "rows", "end"], IDLE, [True, True], [(True, False), (True, False)]),
         (["forward", "fail"], IDLE, [False], [(False, True)]),
         (["rows", "fail"], IDLE, [True], [(True, True)]),
-        (["rows", "fail", "settle"], IDLE, [True], [(True, True)]),
+        (["rows", "fail", "end_unfinished"], IDLE, [True], [(True, True)]),
         (["rows", "fail", "rows"], DELIVERING, [True, True], [(True, True)]),
         (["rows", "fail", "rows", "end"], IDLE, [True, True], [(True, True), (True, False)]),
-        (["rows", "settle"], IDLE, [True], [(True, True)]),  # the engine keeps the callback, but nothing runs
-        (["rows", "settle", "end"], IDLE, [True], [(True, True)]),  # it is called late, and too late
-        (["rows", "settle", "rows", "end"], IDLE, [True, True], [(True, True), (True, False)]),
+        (["rows", "end_unfinished"], IDLE, [True], [(True, True)]),  # the engine keeps the callback, but nothing runs
+        (["rows", "end_unfinished", "end"], IDLE, [True], [(True, True)]),  # it is called late, and too late
+        (["rows", "end_unfinished", "rows", "end"], IDLE, [True, True], [(True, True), (True, False)]),
     ],
 )
 def test_the_stages_of_a_backward(
@@ -214,8 +214,8 @@ def test_the_stages_of_a_backward(
     for event in events:
         if event in ("forward", "rows"):
             began.append(model.backward.enter(delivers=event == "rows"))
-        elif event == "settle":
-            model.backward.settle()
+        elif event == "end_unfinished":
+            model.backward.end_unfinished()
         else:
             getattr(engine, event)()
     assert (model.backward.stage, began, model.heard) == (stage, begins, heard)
@@ -613,11 +613,11 @@ def test_rows_that_stand_alone_give_way_to_those_from_before(make: Callable[[int
     rows.backward(3, 0, 1)
     before = [rows.numbers(0), rows.numbers(1)]
     wanted, rows.wanted = rows.wanted, {}
-    rows.store.set_aside(rows.leaves)
+    rows.store.suspend(rows.leaves)
     rows.check()
     rows.backward(5, 1)
     rows.check()
-    rows.store.take_back(rows.leaves)
+    rows.store.resume(rows.leaves)
     rows.wanted = wanted
     rows.check()
     assert all(torch.equal(rows.numbers(number), before[number]) for number in range(2))
@@ -629,10 +629,10 @@ def test_rows_that_stand_alone_give_way_to_those_from_before(make: Callable[[int
 def test_rows_that_the_user_took_away_meanwhile_do_not_come_back(make: Callable[[int], Tensor]) -> None:
     rows = Rows(make)
     rows.backward(2, 0, 1)
-    rows.store.set_aside(rows.leaves)
+    rows.store.suspend(rows.leaves)
     rows.store.add(rows.opened(4), rows.leaves[0], make(4))
     rows.parameters[0].grad_sample = None
-    rows.store.take_back(rows.leaves)
+    rows.store.resume(rows.leaves)
     del rows.wanted[0][0]
     rows.check()
 
@@ -641,7 +641,7 @@ def test_to_take_back_where_nothing_was_set_aside_changes_nothing() -> None:
     rows = Rows(dense)
     rows.backward(2, 0, 1)
     rows.parameters[0].grad_sample = "the user's"
-    rows.store.take_back(rows.leaves)
+    rows.store.resume(rows.leaves)
     assert rows.parameters[0].grad_sample == "the user's"
 
 
@@ -662,11 +662,11 @@ def test_dropping_a_parameters_rows_leaves_the_others(make: Callable[[int], Tens
 def test_dropping_reaches_what_was_set_aside(make: Callable[[int], Tensor]) -> None:
     rows = Rows(make)
     rows.backward(2, 0, 1)
-    rows.store.set_aside(rows.leaves)
+    rows.store.suspend(rows.leaves)
     rows.store.drop(rows.leaves[0])
-    assert rows.store.aside is not None
-    assert [list(of_pass) for of_pass in rows.store.aside[0].values()] == [[rows.leaves[1]]]
-    rows.store.take_back(rows.leaves)
+    assert rows.store.suspended is not None
+    assert [list(of_pass) for of_pass in rows.store.suspended[0].values()] == [[rows.leaves[1]]]
+    rows.store.resume(rows.leaves)
     del rows.wanted[0][0]
     rows.check()
 
@@ -797,10 +797,10 @@ def test_rows_with_a_graph_are_appended_with_their_graph() -> None:
 def test_clear_lets_go_of_all_rows(make: Callable[[int], Tensor]) -> None:
     rows = Rows(make)
     rows.backward(2, 0, 1)
-    rows.store.set_aside(rows.leaves)
+    rows.store.suspend(rows.leaves)
     rows.backward(2, 0)
     rows.store.clear()
-    assert (rows.store.held, rows.store.before, rows.store.aside) == ({}, {}, None)
+    assert (rows.store.held, rows.store.rows_before, rows.store.suspended) == ({}, {}, None)
 
 
 def test_rows_of_a_parameter_that_is_no_more_are_held_without_being_shown() -> None:
