@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from expanded_nn._errors import PerSampleError, PerSampleWarning
 from expanded_nn._modes import as_it_is, checkpoint_hooks
 from expanded_nn._steady import Start
+from expanded_nn.recording.watch import refuse_outside_use
 
 
 class Learned(NamedTuple):
@@ -75,7 +76,7 @@ class Escalation:
             try:
                 result = self._called(attempts.called, args, kwargs)
                 if not is_early:
-                    attempts.called._recorder.refuse_outside_use(result)
+                    refuse_outside_use(attempts.called._recorder, result)
                 return result
             except Exception as error:
                 final = attempts.next(error)

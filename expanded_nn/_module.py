@@ -20,7 +20,7 @@ from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._escalate import Learned
 from expanded_nn._lift import lifted
 from expanded_nn._shared import owned
-from expanded_nn.recording.expand import Again, comes_from_rows
+from expanded_nn.recording.expand import Recompute, comes_from_rows
 from expanded_nn.recording.recorder import Forward, Recorder, Settings
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -290,7 +290,7 @@ class Expanded(PerSampleModule):
             return parameter.expand(self.batch_size, *parameter.shape)
         return self._recorder.expand(parameter, None if parameter.is_leaf else self._again(name))
 
-    def _again(self, name: str) -> Again | None:
+    def _again(self, name: str) -> Recompute | None:
         """What computes a parametrized weight anew."""
         if not parametrize.is_parametrized(self, name):
             return None

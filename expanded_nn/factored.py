@@ -151,7 +151,7 @@ def as_factored(rows: Tensor) -> FactoredTensor:
     return rows if isinstance(rows, FactoredTensor) else FactoredTensor.of(Dense.of(rows))
 
 
-class _Unseen(Cell):
+class _Hidden(Cell):
     """Rows that are held while a step is traced: it may drop them, and not look at them."""
 
     def merge(self) -> tuple[Block, ...]:
@@ -161,15 +161,15 @@ class _Unseen(Cell):
         raise OnlyEager("it uses per-sample gradients that were held before")
 
 
-def unseen(rows: Tensor) -> FactoredTensor:
+def hidden(rows: Tensor) -> FactoredTensor:
     """Rows of the same shape that cannot be looked at."""
     kind = Kind(tuple(rows.shape[1:]), rows.dtype, rows.device)
-    return FactoredTensor(_Unseen((), kind), rows.shape)
+    return FactoredTensor(_Hidden((), kind), rows.shape)
 
 
-def is_unseen(rows: Tensor) -> bool:
+def is_hidden(rows: Tensor) -> bool:
     """Whether rows are such."""
-    return isinstance(rows, FactoredTensor) and isinstance(rows._cell, _Unseen)
+    return isinstance(rows, FactoredTensor) and isinstance(rows._cell, _Hidden)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from expanded_nn._steady import RandomStates
 from expanded_nn.compiling.tracing import Outcome, Traced
-from expanded_nn.recording.apart import take
+from expanded_nn.recording.isolation import set_rows
 
 ArgumentDim = tuple[int, int]  # the number of a tensor among the arguments, and of one of its dimensions
 
@@ -112,8 +112,8 @@ class Graph:
             grad = grads[place]
             leaf(given).grad = grad.clone() if grad is not None and place in self.copied else grad
         for rows in outcome.rows:
-            held = [{leaf: remake(results) for leaf, remake in of_pass.items()} for of_pass in rows.passes]
-            take(rows.recorder, held)
+            held = [{leaf: remake(results) for leaf, remake in pass_rows.items()} for pass_rows in rows.passes]
+            set_rows(rows.recorder, held)
             for parameter in rows.clipped:
                 rows.recorder.note_clipped(parameter)
             rows.recorder.note_grads()

@@ -29,10 +29,10 @@ from expanded_nn._errors import complaint
 from expanded_nn._modes import running_backward
 from expanded_nn._traced import FirstEager, OnlyEager, assumptions
 from expanded_nn.compiling.packing import Remake, packed
-from expanded_nn.recording.apart import apart, looks_past
+from expanded_nn.recording.isolation import has_hidden_rows, isolated
+from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.passes import PassStage
 from expanded_nn.recording.recorder import Recorder
-from expanded_nn.recording.watch import Leaf
 
 Find = Callable[[Sequence[Tensor]], Tensor]  # a parameter, or the argument that it is, among the arguments' tensors
 
@@ -174,7 +174,7 @@ def trace(
         results: list[Any] = []
         with ExitStack() as stack:
             for recorder in recorders:
-                stack.enter_context(apart(recorder, lambda parameter: id(parameter) in clipped))
+                stack.enter_context(isolated(recorder, lambda parameter: id(parameter) in clipped))
             conditions = stack.enter_context(assumptions())
             stack.enter_context(looks)
             stack.enter_context(register_module_forward_pre_hook(partial(_refuse_unknown, set(modules))))
@@ -326,7 +326,7 @@ def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any]) -> None
     recorder.drop_outdated_rows()
     if recorder.rows_stand_alone:
         raise OnlyEager("it ends with the rows of torch.autograd.grad(..., create_graph=True)")
-    left = [leaf for leaf in recorder.leaves if looks_past(leaf)]
+    left = [leaf for leaf in recorder.leaves if has_hidden_rows(leaf)]
     if left and len(left) < len(recorder.leaves.with_rows()):
         raise OnlyEager("it leaves some of the per-sample gradients that were held before")
     if left:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from expanded_nn import FactoredTensor, PerSampleError
 from expanded_nn.core.terms import Outer
 from expanded_nn.recording.backward import Backward, BackwardStage
+from expanded_nn.recording.leaf import ExpectedGradient, Leaf
 from expanded_nn.recording.passes import Pass, Passes, PassStage
+from expanded_nn.recording.stale import stale
 from expanded_nn.recording.store import Store
-from expanded_nn.recording.watch import Leaf, Sent, stale
 
 OPEN, REACHED, DONE = PassStage.OPEN, PassStage.REACHED, PassStage.DONE
 IDLE, RECOMPUTING, DELIVERING = BackwardStage.IDLE, BackwardStage.RECOMPUTING, BackwardStage.DELIVERING
@@ -271,46 +272,49 @@ def test_a_model_that_is_gone_hears_nothing(engine: Engine, event: str) -> None:
 
 def test_what_one_expansion_sent_is_the_very_tensor() -> None:
     gradient = torch.ones(2)
-    sent = Sent(gradient)
-    assert sent.is_all(gradient)
-    assert not sent.is_all(gradient.clone())
+    sent = ExpectedGradient(gradient)
+    assert sent.matches(gradient)
+    assert not sent.matches(gradient.clone())
     gradient += 1  # autograd adds in place what comes from elsewhere
-    assert not sent.is_all(gradient)
+    assert not sent.matches(gradient)
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_what_several_passes_sent_is_compared_with_their_sum(count: int) -> None:
     gradients = list(torch.randn(count, 4))
     gradients[0][0] = torch.nan  # of a sample that is NaN
-    sent = Sent(gradients[0])
+    sent = ExpectedGradient(gradients[0])
     arrived = gradients[0].clone()
     for gradient in gradients[1:]:
         sent.add(gradient)
         arrived += gradient
-    assert sent.is_all(arrived)
-    assert not sent.is_all(arrived + 1)
+    assert sent.matches(arrived)
+    assert not sent.matches(arrived + 1)
 
 
 def test_what_was_added_to_the_first_before_the_second_came_is_seen() -> None:
     first, second = torch.ones(2), torch.ones(2)
-    sent = Sent(first)
+    sent = ExpectedGradient(first)
     first += 1
     sent.add(second)
-    assert not sent.is_all(first + second)
+    assert not sent.matches(first + second)
 
 
 def test_what_took_the_place_of_the_first_is_seen() -> None:
-    sent, second = Sent(torch.ones(2)), torch.ones(2)  # the engine holds another sum, and the first is no more
+    sent, second = (
+        ExpectedGradient(torch.ones(2)),
+        torch.ones(2),
+    )  # the engine holds another sum, and the first is no more
     sent.add(second)
-    assert not sent.is_all(torch.full((2,), 3.0))
+    assert not sent.matches(torch.full((2,), 3.0))
 
 
 def test_sparse_gradients_are_compared_by_their_numbers() -> None:
     first, second = torch.eye(3).to_sparse(), torch.ones(3, 3).to_sparse()
-    sent = Sent(first)
+    sent = ExpectedGradient(first)
     sent.add(second)
-    assert sent.is_all(first + second)
-    assert sent.is_all((first + second).to_dense())
+    assert sent.matches(first + second)
+    assert sent.matches((first + second).to_dense())
 
 
 # Which rows are stale.
@@ -327,7 +331,7 @@ class Held:
     def __init__(self, rows: Tensor) -> None:
         self.parameter = nn.Parameter(torch.zeros(rows.shape[1:]))
         self.leaf = leaf_of(self.parameter)
-        self.leaf.show(rows, [Pass(len(rows), 0)])
+        self.leaf.publish(rows, [Pass(len(rows), 0)])
         self.parameter.grad = rows.sum(0)
         self.leaf.note_grad()
 
@@ -418,13 +422,13 @@ def test_a_leaf_sets_grad_sample_and_sees_that_the_user_did() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     leaf, rows = leaf_of(parameter), torch.ones(3, 2)
     assert not leaf.was_reset()
-    leaf.show(rows)
+    leaf.publish(rows)
     assert parameter.grad_sample is rows
-    before = leaf.shown
-    leaf.show(None)
-    leaf.show_again(before)
+    before = leaf.published
+    leaf.publish(None)
+    leaf.publish_again(before)
     assert parameter.grad_sample is rows
-    assert leaf.shown is before
+    assert leaf.published is before
     parameter.grad_sample = rows.clone()
     assert leaf.was_reset()
 
@@ -433,18 +437,18 @@ def test_the_mark_of_opacus_goes_over_to_the_next_rows() -> None:
     leaf = leaf_of(parameter := nn.Parameter(torch.zeros(2)))
     rows = torch.ones(3, 2)
     rows._processed = True
-    leaf.show(rows)
-    leaf.show(torch.ones(6, 2))
+    leaf.publish(rows)
+    leaf.publish(torch.ones(6, 2))
     assert parameter.grad_sample._processed
 
 
 def test_a_leaf_adds_up_what_is_sent_in_one_backward() -> None:
     leaf = leaf_of(nn.Parameter(torch.zeros(2)))
     first, second = torch.randn(2), torch.randn(2)
-    leaf.send(first)
-    leaf.send(second)
-    (sent,) = leaf.sent.values()
-    assert sent.is_all(first + second)
+    leaf.expect(first)
+    leaf.expect(second)
+    (sent,) = leaf.expected.values()
+    assert sent.matches(first + second)
 
 
 # The rows held.
@@ -477,8 +481,8 @@ class Rows:
         rows = self.make(pass_.batch)
         twin = rows.clone() if not isinstance(rows, FactoredTensor) else rows.clone().dense()
         self.batches[pass_.number] = pass_.batch
-        of_pass = self.wanted.setdefault(pass_.number, {})
-        of_pass[number] = of_pass[number] + twin if number in of_pass else twin
+        pass_rows = self.wanted.setdefault(pass_.number, {})
+        pass_rows[number] = pass_rows[number] + twin if number in pass_rows else twin
         self.store.add(pass_, self.leaves[number], rows)
 
     def backward(self, batch: int, *numbers: int) -> Pass:
@@ -490,22 +494,22 @@ class Rows:
         self.store.complete(self.leaves)
         return pass_
 
-    def shown(self, number: int) -> Tensor | None:
+    def published(self, number: int) -> Tensor | None:
         rows: Tensor | None = self.parameters[number].grad_sample
         return rows
 
     def numbers(self, number: int) -> Tensor:
         """What is shown, as plain numbers of its own, without making the rows dense."""
-        rows = self.shown(number)
+        rows = self.published(number)
         assert rows is not None
         return rows.clone().dense() if isinstance(rows, FactoredTensor) else rows.clone()
 
     def check(self) -> None:
         """Every parameter shows what it should: one row a sample of each pass, zero rows where it was not used."""
         for number, leaf in enumerate(self.leaves):
-            assert self.shown(number) is leaf.shown.rows
-            if not any(number in of_pass for of_pass in self.wanted.values()):
-                assert self.shown(number) is None
+            assert self.published(number) is leaf.published.rows
+            if not any(number in pass_rows for pass_rows in self.wanted.values()):
+                assert self.published(number) is None
                 continue
             zeros = {key: torch.zeros(batch, *SHAPE) for key, batch in self.batches.items()}
             parts = [self.wanted[key].get(number, zeros[key]) for key in sorted(self.wanted)]
@@ -531,7 +535,7 @@ def test_rows_of_one_pass_add_and_of_several_are_appended(make: Callable[[int], 
     for batch in 1, 4, 0, 2:
         rows.backward(batch, 1, 0)
         rows.check()
-    assert (type(rows.shown(0)) is Tensor) == (materialize or make is dense)
+    assert (type(rows.published(0)) is Tensor) == (materialize or make is dense)
 
 
 @KINDS
@@ -570,7 +574,7 @@ def test_a_parameter_has_zero_rows_in_passes_that_did_not_use_it(
 def test_a_backward_that_failed_is_undone(make: Callable[[int], Tensor], materialize: bool, failing: str) -> None:
     rows = Rows(make, materialize=materialize)
     pass_ = rows.backward(2, 0)
-    before = {key: dict(of_pass) for key, of_pass in rows.wanted.items()}
+    before = {key: dict(pass_rows) for key, pass_rows in rows.wanted.items()}
     rows.store.begin()
     if failing == "the same graph":
         rows.add(pass_, 0)
@@ -651,7 +655,7 @@ def test_dropping_a_parameters_rows_leaves_the_others(make: Callable[[int], Tens
     only_first = rows.backward(2, 0)
     rows.backward(3, 0, 1)
     rows.store.drop(rows.leaves[0])
-    rows.leaves[0].show(None)
+    rows.leaves[0].publish(None)
     rows.forget(only_first)  # a pass that nothing has rows in is none
     del rows.wanted[1][0]
     rows.store.complete(rows.leaves)
@@ -665,7 +669,7 @@ def test_dropping_reaches_what_was_set_aside(make: Callable[[int], Tensor]) -> N
     rows.store.suspend(rows.leaves)
     rows.store.drop(rows.leaves[0])
     assert rows.store.suspended is not None
-    assert [list(of_pass) for of_pass in rows.store.suspended[0].values()] == [[rows.leaves[1]]]
+    assert [list(pass_rows) for pass_rows in rows.store.suspended[0].values()] == [[rows.leaves[1]]]
     rows.store.resume(rows.leaves)
     del rows.wanted[0][0]
     rows.check()
@@ -693,11 +697,11 @@ def test_what_is_changed_in_place_is_kept(make: Callable[[int], Tensor], materia
     rows = Rows(make, leaves=1, materialize=materialize)
     for _ in range(count):
         rows.backward(2, 0)
-    shown = rows.shown(0)
-    assert shown is not None
-    shown.mul_(0.5)
-    for of_pass in rows.wanted.values():
-        of_pass[0] = of_pass[0] / 2
+    published = rows.published(0)
+    assert published is not None
+    published.mul_(0.5)
+    for pass_rows in rows.wanted.values():
+        pass_rows[0] = pass_rows[0] / 2
     for _ in range(3):
         rows.backward(2, 0)
         rows.check()
@@ -708,9 +712,9 @@ def test_what_is_changed_in_place_by_making_it_dense_is_kept(make: Callable[[int
     rows = Rows(make, leaves=1)
     rows.backward(2, 0)
     rows.backward(3, 0)
-    shown = rows.shown(0)
-    assert shown is not None
-    shown[1] = 7.0
+    published = rows.published(0)
+    assert published is not None
+    published[1] = 7.0
     rows.wanted[0][0][1] = 7.0
     rows.backward(1, 0)
     rows.check()
@@ -726,11 +730,11 @@ def test_what_is_changed_in_place_is_kept_for_each_parameter(
     rows.backward(2, 0, 1)
     rows.backward(3, 0, 1)
     for number in 0, 1:
-        shown = rows.shown(number)
-        assert shown is not None
-        shown.mul_(0.5)
-        for of_pass in rows.wanted.values():
-            of_pass[number] = of_pass[number] / 2
+        published = rows.published(number)
+        assert published is not None
+        published.mul_(0.5)
+        for pass_rows in rows.wanted.values():
+            pass_rows[number] = pass_rows[number] / 2
     rows.backward(1, *reached)
     rows.check()
 
@@ -742,9 +746,9 @@ def test_memory_grows_without_moving_what_is_there() -> None:
     for _ in range(20):
         rows.backward(2, 0)
         rows.check()
-        shown = rows.shown(0)
-        assert shown is not None
-        places.append(shown.data_ptr())
+        published = rows.published(0)
+        assert published is not None
+        places.append(published.data_ptr())
     assert len(set(places)) <= 6
     moves = [place for place, (before, after) in enumerate(pairwise(places)) if before != after]
     assert all(later - earlier >= earlier for earlier, later in pairwise(moves[1:]))  # as long until the next one
@@ -755,12 +759,12 @@ def test_rows_that_somebody_keeps_stay_as_they_are_when_more_come() -> None:
     kept = []
     for _ in range(6):
         rows.backward(2, 0)
-        shown = rows.shown(0)
-        assert shown is not None
-        kept.append((shown, shown.clone(), shown._version))
-    for shown, numbers, version in kept:
-        assert torch.equal(shown, numbers)
-        assert shown._version == version  # autograd takes the rows for unchanged
+        published = rows.published(0)
+        assert published is not None
+        kept.append((published, published.clone(), published._version))
+    for published, numbers, version in kept:
+        assert torch.equal(published, numbers)
+        assert published._version == version  # autograd takes the rows for unchanged
 
 
 def test_rows_that_failed_are_not_written_into_those_that_somebody_keeps() -> None:
@@ -771,7 +775,7 @@ def test_rows_that_failed_are_not_written_into_those_that_somebody_keeps() -> No
     rows.store.begin()
     failed = rows.opened(1)
     rows.add(failed, 0)
-    kept = rows.shown(0)
+    kept = rows.published(0)
     assert kept is not None
     numbers = kept.clone()
     rows.store.undo()
@@ -787,10 +791,10 @@ def test_rows_with_a_graph_are_appended_with_their_graph() -> None:
     rows = Rows(lambda batch: dense(batch).requires_grad_(), leaves=1)
     rows.backward(2, 0)
     rows.backward(3, 0)
-    shown = rows.shown(0)
-    assert shown is not None
-    assert shown.requires_grad
-    assert len(shown) == 5
+    published = rows.published(0)
+    assert published is not None
+    assert published.requires_grad
+    assert len(published) == 5
 
 
 @KINDS
