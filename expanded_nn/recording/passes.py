@@ -29,7 +29,7 @@ class Pass:
     | REACHED | that backward ends or fails                        | DONE                              |
     | DONE    | a second backward on the same graph                | DONE: its rows are added          |
 
-    A pass lives as long as something may need it: the graph of its forwards refers to it by the nodes of the expansions,
+    A pass lives as long as it may be needed: the graph of its forwards refers to it by the nodes of the expansions,
     `Passes.current` until the next pass begins, `Store.held` while it holds rows of it.
 
     Attributes:
