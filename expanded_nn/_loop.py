@@ -90,7 +90,7 @@ class Loop:
         It is what changes where inputs and parameters change by no more than rounding does.
         """
         parameters = list(self.plain.module.parameters())
-        before = [p.detach().clone() for p in parameters]
+        values = [p.detach().clone() for p in parameters]
         own = list(self.gradients(self.call, self.layout.losses(self.plain(self.call))))
         most: dict[str, float] = {}
         for seed in range(3):
@@ -98,11 +98,12 @@ class Loop:
             call = self.call.nudged(generator)
             _fill(parameters, [nudged(p, generator) for p in parameters])
             try:
-                other = list(self.gradients(call, self.layout.losses(self.plain(call))))
+                nudged_grads = list(self.gradients(call, self.layout.losses(self.plain(call))))
             finally:
-                _fill(parameters, before)
+                _fill(parameters, values)
             for name in own[0]:
-                change = sum(squares(one[name][0], two[name][0])[0] for one, two in zip(own, other, strict=True))
+                pairs = zip(own, nudged_grads, strict=True)
+                change = sum(squares(before[name][0], after[name][0])[0] for before, after in pairs)
                 most[name] = max(change, most.get(name, 0.0))
         return most
 

@@ -56,7 +56,7 @@ def one_pass(model: nn.Module, batch_size: int) -> Iterator[None]:
     """
     if batch_size < 0:
         raise ValueError(f"one_pass: batch_size is {batch_size}; wanted a number from 0.")
-    recorders = {each._recorder for each in model.modules() if isinstance(each, PerSampleModule)} - {None}
+    recorders = {module._recorder for module in model.modules() if isinstance(module, PerSampleModule)} - {None}
     with ExitStack() as stack:
         for recorder in recorders:
             stack.enter_context(cast(Recorder, recorder).one_pass(model, batch_size))
@@ -115,10 +115,10 @@ def with_plain_weights(operation: Operation, torchs: Callable[..., Tensor], rank
 
     @wraps(operation)
     def call(*args: Any, **kwargs: Any) -> Tensor:
-        given = parameters.bind(*args, **kwargs)
-        x, weight = next(iter(given.arguments.values())), given.arguments["weight"]
+        bound = parameters.bind(*args, **kwargs)
+        x, weight = next(iter(bound.arguments.values())), bound.arguments["weight"]
         if weight.dim() == rank:
-            return torchs(*given.args, **given.kwargs)
+            return torchs(*bound.args, **bound.kwargs)
         if weight.dim() != rank + 1 or x.shape[:1] != weight.shape[:1]:
             raise complaint(
                 f"functional.{operation.__name__}",
@@ -127,8 +127,8 @@ def with_plain_weights(operation: Operation, torchs: Callable[..., Tensor], rank
                 "Keep the samples in the first dimension of both; unflatten a folded batch.",
             )
         if torch.compiler.is_compiling() and weight.requires_grad:
-            return _outside_of_graph(operation, *given.args, **given.kwargs)
-        return operation(*given.args, **given.kwargs)
+            return _outside_of_graph(operation, *bound.args, **bound.kwargs)
+        return operation(*bound.args, **bound.kwargs)
 
     return cast(Operation, call)
 

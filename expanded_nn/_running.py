@@ -82,12 +82,12 @@ class Runner:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.modules = list(module.modules())
-        self.buffers = copy.deepcopy([each._buffers for each in self.modules])
+        self.buffers = copy.deepcopy([module._buffers for module in self.modules])
 
     def __call__(self, call: Call, seed: int = 0) -> list[Tensor]:
         """The floating tensors in the output."""
-        for each, buffers in zip(self.modules, copy.deepcopy(self.buffers), strict=True):
-            each._buffers.update(buffers)
+        for module, buffers in zip(self.modules, copy.deepcopy(self.buffers), strict=True):
+            module._buffers.update(buffers)
         args, kwargs = _mapped(call.arguments, _fresh)
         _seed(seed)
         return _floats(self.module(*args, **kwargs))
@@ -125,7 +125,7 @@ class Call:
         Raises:
             PerSampleError: If there are fewer than 2 samples.
         """
-        own = [each.batch_first for each in model.modules() if isinstance(each, nn.RNNBase | nn.MultiheadAttention)]
+        own = [layer.batch_first for layer in model.modules() if isinstance(layer, nn.RNNBase | nn.MultiheadAttention)]
         batch_first = bool(own[0]) if own and isinstance(model, _OWN_LAYOUT) else settings.batch_first
         batch = settings.batch_size or batch_of(arguments, batch_first=batch_first) or 0
         if batch < 2:
@@ -148,12 +148,12 @@ class Call:
     def nudged(self, generator: torch.Generator) -> Call:
         """The call with other last bits in its numbers."""
 
-        def other(value: Any) -> Any:
+        def with_other_bits(value: Any) -> Any:
             if isinstance(value, PackedSequence):
-                return PackedSequence(other(value.data), *value[1:])
+                return PackedSequence(with_other_bits(value.data), *value[1:])
             return nudged(value, generator).requires_grad_(value.requires_grad and value.is_leaf)
 
-        return Call(_mapped(self.arguments, other), self.batch, self.batch_first)
+        return Call(_mapped(self.arguments, with_other_bits), self.batch, self.batch_first)
 
     def _dim(self, tensor: Tensor) -> int | None:
         if tensor.dim() == 0:
@@ -165,7 +165,7 @@ class Call:
 
     def is_ambiguous(self) -> bool:
         """Whether another dimension of a tensor has the size B, too."""
-        shapes = [list(each.shape) for each in tensors(self.arguments) if isinstance(each, Tensor)]
+        shapes = [list(tensor.shape) for tensor in tensors(self.arguments) if isinstance(tensor, Tensor)]
         return any(shape.count(self.batch) > 1 for shape in shapes)
 
 
@@ -187,8 +187,8 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
             return memo[id(value)]
         if isinstance(value, Mapping):
             changed: Any = copy.copy(value)
-            for key, each in value.items():
-                changed[key] = walk(each)
+            for key, item in value.items():
+                changed[key] = walk(item)
             return changed
         if isinstance(value, list | tuple):
             parts = map(walk, value)
@@ -210,9 +210,9 @@ def _fresh(tensor: Any) -> Any:
 
 
 def _floats(output: Any) -> list[Tensor]:
-    found = [
-        pad_packed_sequence(each, batch_first=True)[0] if isinstance(each, PackedSequence) else each
-        for each in tensors(output)
+    outputs = [
+        pad_packed_sequence(tensor, batch_first=True)[0] if isinstance(tensor, PackedSequence) else tensor
+        for tensor in tensors(output)
     ]
-    found = [torch.view_as_real(each) if each.is_complex() else each for each in found]
-    return [each for each in found if each.is_floating_point()]
+    outputs = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in outputs]
+    return [tensor for tensor in outputs if tensor.is_floating_point()]

@@ -38,13 +38,13 @@ def expand_modules(model: nn.Module) -> None:
 
 def _members(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that stand for themselves, by name: lists of parameters belong to the module that holds them."""
-    inside: set[nn.Module] = set()
+    parts_of_others: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if module not in inside:
+        if module not in parts_of_others:
             yield name, module
         for child in module.children():
             if isinstance(child, _BELONGS_TO_PARENT):
-                inside.update(child.modules())
+                parts_of_others.update(child.modules())
 
 
 def _convertible(model: nn.Module) -> Iterator[nn.Module]:
@@ -110,8 +110,8 @@ def _overrides(module_class: type[nn.Module], base: type[nn.Module]) -> bool:
     own = module_class.__mro__[: module_class.__mro__.index(base)]
     return any(
         callable(getattr(base, name, None)) and (name == "__call__" or not (name in _HARMLESS or name.startswith("__")))
-        for each in own
-        for name in vars(each)
+        for kind in own
+        for name in vars(kind)
     )
 
 

@@ -87,8 +87,8 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
             chance.turn_off(plain)
             expanded = convert(plain)
         except ConversionError as error:
-            texts = [each.strip() for each in str(error).splitlines()[1:]] or [str(error)]
-            return Report(tuple(Problem("conversion", each.partition(":")[0], each) for each in texts))
+            texts = [text.strip() for text in str(error).splitlines()[1:]] or [str(error)]
+            return Report(tuple(Problem("conversion", text.partition(":")[0], text) for text in texts))
         except Exception as error:
             return Report((_uncopied(model, error),))
         expanded.per_sample(**vars(settings))  # type: ignore[operator]
@@ -111,8 +111,8 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
 
 
 def _settings_of(model: nn.Module) -> Settings:
-    recorders = [each._recorder for each in model.modules() if isinstance(each, PerSampleModule)]
-    return next((each.settings for each in recorders if each is not None), Settings())
+    recorders = [module._recorder for module in model.modules() if isinstance(module, PerSampleModule)]
+    return next((recorder.settings for recorder in recorders if recorder is not None), Settings())
 
 
 def _uncopied(model: nn.Module, error: Exception) -> Problem:
@@ -208,7 +208,8 @@ class _Check:
         for parameter in self.plain.module.parameters():
             parameter.grad = None
         self.layout.total(self.plain(self.call), self.reduction).backward()
-        whole, rows = ({n: p.grad for n, p in each.module.named_parameters()} for each in (self.plain, self.expanded))
+        modules = self.plain.module, self.expanded.module
+        whole, rows = ({name: p.grad for name, p in module.named_parameters()} for module in modules)
         looped = {name: torch.stack([grads[name][0] for grads in own]).sum(0) / count for name in names}
         compared = [(whole[name], rows[name], looped[name]) for name in names]
         return all(
@@ -217,13 +218,13 @@ class _Check:
         )
 
     def set_tolerance(self) -> None:
-        inside = [each for event in self.whole.events for each in event.values]
-        floating = [each for each in (*self.plain.module.parameters(), *inside) if has_derivatives(each)]
-        dtypes = {_precision(each): each.dtype for each in floating} or {0.0: torch.float64}
+        values = [value for event in self.whole.events for value in event.values]
+        floating = [tensor for tensor in (*self.plain.module.parameters(), *values) if has_derivatives(tensor)]
+        dtypes = {_precision(tensor): tensor.dtype for tensor in floating} or {0.0: torch.float64}
         self.findings.dtype, self.findings.tolerance = dtypes[max(dtypes)], max(dtypes) ** 0.5
 
-    def same(self, one: Tensor, other: Tensor) -> bool:
-        return difference(one, other) <= self.findings.tolerance
+    def same(self, value: Tensor, other_value: Tensor) -> bool:
+        return difference(value, other_value) <= self.findings.tolerance
 
     # In per-sample mode
 
@@ -238,7 +239,7 @@ class _Check:
             except Exception as error:
                 if not guard.complaints:
                     self.complain_of(guard.failed or self.who, error)
-        self.findings.problems += [Problem.of("layer", each) for each in guard.complaints]
+        self.findings.problems += [Problem.of("layer", error) for error in guard.complaints]
         return None if guard.complaints else outputs
 
     def expanded_outputs(self) -> list[Tensor] | None:
@@ -278,7 +279,7 @@ class _Check:
         same_number = len(outputs) == len(self.outputs)
         error = max(map(difference, self.outputs, outputs)) if same_number else torch.inf
         if error > self.findings.tolerance:
-            shapes, plain = ([tuple(each.shape) for each in results] for results in (outputs, self.outputs))
+            shapes, plain = ([tuple(output.shape) for output in results] for results in (outputs, self.outputs))
             by = f"by {error:.1e}" if shapes == plain else f"shapes {shapes} instead of {plain}"
             found = f"its output in per-sample mode differs from the plain one ({by})"
             remedy = "Draw random numbers outside of it." if self.is_random else _REPORT
@@ -288,7 +289,8 @@ class _Check:
         try:
             loss.backward(retain_graph=True)
         except PerSampleError as error:
-            self.findings.problems += [Problem.of("outside", each) for each in (error, *self.other_complaints(loss))]
+            errors = [error, *self.other_complaints(loss)]
+            self.findings.problems += [Problem.of("outside", complained) for complained in errors]
         except Exception as error:
             self.complain_of(self.who, error)
         else:
@@ -336,7 +338,7 @@ class _Check:
             self.lone = Trace(self.plain.module)
             try:
                 with self.lone:
-                    alone.append([each.detach() for each in self.plain(self.call.sample(i))])
+                    alone.append([output.detach() for output in self.plain(self.call.sample(i))])
             except Exception as error:
                 where = self.lone.stack[-1]
                 if all(problem.where != where for problem in self.findings.problems):
@@ -351,7 +353,7 @@ class _Check:
         self.layout = Layout(self.outputs, alone)
         unclear = self.layout.unclear
         if unclear is not None:
-            shapes = [[tuple(each.shape) for each in outputs] for outputs in (self.outputs, alone[0])]
+            shapes = [[tuple(output.shape) for output in outputs] for outputs in (self.outputs, alone[0])]
             found = f"its outputs have the shapes {shapes[0]} for the batch and {shapes[1]} for a sample alone"
             wanted = f"one dimension {self.call.batch} times as large in output {unclear}"
             self.complain("mixing", self.who, found, wanted, "Keep the samples apart, in one dimension.")
@@ -456,7 +458,7 @@ class _StepCheck(_Check):
 
     def has_samples(self, alone: list[list[Tensor]]) -> bool:
         """Whether the function returns losses."""
-        shapes = [[tuple(each.shape) for each in outputs] for outputs in (self.outputs, *alone)]
+        shapes = [[tuple(output.shape) for output in outputs] for outputs in (self.outputs, *alone)]
         if shapes[0] not in ([()], [(self.call.batch,)]) or any(shape not in ([()], [(1,)]) for shape in shapes[1:]):
             found = f"it returns floating tensors of the shapes {shapes[0]} for the batch and {shapes[1]} for a sample"
             wanted = f"the losses, ({self.call.batch},), or their sum or mean, ()"

@@ -107,12 +107,12 @@ class Family:
         """The graph for arguments of such shapes."""
         graph = self.by_shapes.get(shapes)
         if graph is None:
-            graph = next((known for known in self.graphs if known.sizes.fit(shapes)), None)
+            graph = next((graph for graph in self.graphs if graph.sizes.fit(shapes)), None)
             for before in self.by_shapes:
                 self.varying |= {
                     (number, dim)
-                    for number, (shape, other) in enumerate(zip(shapes, before, strict=True))
-                    for dim, (size, former) in enumerate(zip(shape, other, strict=True))
+                    for number, (shape, former_shape) in enumerate(zip(shapes, before, strict=True))
+                    for dim, (size, former) in enumerate(zip(shape, former_shape, strict=True))
                     if size != former
                 }
             self.by_shapes[shapes] = graph
@@ -147,10 +147,10 @@ class CompiledStep:
         """Runs the step."""
         if not torch.is_grad_enabled() or running_backward() >= 0 or torch.compiler.is_compiling():
             return self.step(*args, **kwargs)
-        tensors: dict[int, Tensor] = {}
-        key = of_arguments((args, kwargs), tensors), self.of_step(), of_surroundings()
-        given = list(tensors.values())
-        shapes = tuple(tensor.shape for tensor in given)
+        by_id: dict[int, Tensor] = {}
+        key = of_arguments((args, kwargs), by_id), self.of_step(), of_surroundings()
+        tensors = list(by_id.values())
+        shapes = tuple(tensor.shape for tensor in tensors)
         if not self.modules:
             return self._show(key, shapes, args, kwargs)
         kind = *key, of_models(self.modules, self.recorders)
@@ -163,13 +163,13 @@ class CompiledStep:
         graph = family.find(shapes)
         if graph is None and not family.is_eager:
             try:
-                graph = self._traced(family, shapes, given, args, kwargs)
+                graph = self._traced(family, shapes, tensors, args, kwargs)
             except FirstEager as reason:
                 self._fault(family, str(reason))
                 return self._show(None, shapes, args, kwargs)
         if graph is None or family.is_eager:
             return self.step(*args, **kwargs)
-        held, result = graph.run(given)
+        held, result = graph.run(tensors)
         if held:
             family.faults = 0
             return result
@@ -184,24 +184,26 @@ class CompiledStep:
             result = self.step(*args, **kwargs)
         for recorder in recorders:
             modules.update(dict.fromkeys(recorder.modules()))
-        inside = dict.fromkeys(part for module in modules for part in module.modules())
-        theirs = [module._recorder for module in inside if isinstance(module, PerSampleModule)]
-        known = [recorder for recorder in theirs if recorder is not None]
-        self.modules = list(dict.fromkeys([*self.modules, *inside]))
+        members = dict.fromkeys(part for module in modules for part in module.modules())
+        member_recorders = [module._recorder for module in members if isinstance(module, PerSampleModule)]
+        known = [recorder for recorder in member_recorders if recorder is not None]
+        self.modules = list(dict.fromkeys([*self.modules, *members]))
         self.recorders = list(dict.fromkeys([*self.recorders, *recorders, *known]))
         if key is not None:
             self.shown.setdefault(key, []).append(shapes)
         return result
 
-    def _traced(self, family: Family, shapes: Shapes, given: Sequence[Tensor], args: Any, kwargs: Any) -> Graph | None:
+    def _traced(
+        self, family: Family, shapes: Shapes, tensors: Sequence[Tensor], args: Any, kwargs: Any
+    ) -> Graph | None:
         """A new graph, if there can be one."""
         try:
-            if sum(len(known.graphs) for known in self.families.values()) >= MOST_GRAPHS:
+            if sum(len(family.graphs) for family in self.families.values()) >= MOST_GRAPHS:
                 raise OnlyEager(
                     f"there are {MOST_GRAPHS} graphs already (give what changes from call to call as a tensor)"
                 )
             with _ONE_AT_A_TIME:
-                traced = trace(self.step, (args, kwargs), given, family.varying, self.modules, self.recorders)
+                traced = trace(self.step, (args, kwargs), tensors, family.varying, self.modules, self.recorders)
                 graph = Graph(traced, shapes, family.varying, self.backend)
         except OnlyEager as reason:
             self._give_up(family, str(reason))

@@ -138,7 +138,7 @@ def _refuse_closures(model: nn.Module) -> None:
 
     Python copies functions as they are: one that an attribute or a hook holds refers to the original model then.
     """
-    own = {id(each) for each in model.modules() if any(True for _ in each.parameters())}
+    own = {id(module) for module in model.modules() if any(True for _ in module.parameters())}
     own |= {id(parameter) for parameter in model.parameters()}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -156,14 +156,14 @@ def _refers_to(value: Any, own: set[int], depth: int = 3) -> bool:
         return isinstance(value(), nn.Module) and id(value()) in own  # an RNN makes those to its weights anew
     if isinstance(value, dict | list | tuple | set):
         values = value.values() if isinstance(value, dict) else value
-        return depth > 0 and any(_refers_to(each, own, depth - 1) for each in values)
+        return depth > 0 and any(_refers_to(item, own, depth - 1) for item in values)
     if isinstance(value, partial):
         return _refers_to(value.func, own, depth)
     if not isinstance(value, FunctionType):
         return False
     held = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
     held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    return any(id(each) in own or (depth > 0 and _refers_to(each, own, depth - 1)) for each in held)
+    return any(id(item) in own or (depth > 0 and _refers_to(item, own, depth - 1)) for item in held)
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:

@@ -21,23 +21,23 @@ _OF_EACH_MODULE = {*vars(nn.Module()), "_recorder", "_settings"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def of_arguments(value: Any, given: dict[int, Tensor]) -> Hashable:
+def of_arguments(value: Any, tensors: dict[int, Tensor]) -> Hashable:
     """A key for all of a call's arguments, but for the sizes and the numbers of the tensors, which go to `given`."""
     if isinstance(value, Tensor):
-        number = list(given).index(id(value)) if id(value) in given else len(given)
-        given[id(value)] = value
+        number = list(tensors).index(id(value)) if id(value) in tensors else len(tensors)
+        tensors[id(value)] = value
         layout = None if value.is_contiguous() else value.stride()
-        told = (value.dtype, value.device, value.dim(), value.requires_grad, layout)
-        return number, type(value), told, value.requires_grad and value.grad is not None
+        traits = (value.dtype, value.device, value.dim(), value.requires_grad, layout)
+        return number, type(value), traits, value.requires_grad and value.grad is not None
     kind = type(value)
     if kind in _PLAIN:
         return kind, value
     if isinstance(value, Mapping):
-        return kind, tuple((key, of_arguments(each, given)) for key, each in value.items())
+        return kind, tuple((key, of_arguments(item, tensors)) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return kind, tuple(of_arguments(each, given) for each in value)
+        return kind, tuple(of_arguments(item, tensors) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return kind, tuple(of_arguments(getattr(value, field.name), given) for field in fields(value))
+        return kind, tuple(of_arguments(getattr(value, field.name), tensors) for field in fields(value))
     return kind, Same(value)
 
 
@@ -80,7 +80,7 @@ class OfStep:
     def __call__(self) -> Hashable:
         """A key for what they are now."""
         values = [_content(cell) for cell in self.cells]
-        values += [found.get(name) for found, name in self.globals]
+        values += [names_to_values.get(name) for names_to_values, name in self.globals]
         for owner in self.owners:
             values += owner.values()
         return tuple(map(_told, values))
@@ -88,7 +88,7 @@ class OfStep:
 
 def _names(code: CodeType) -> list[str]:
     """The names in a function, and in those within it."""
-    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each)]
+    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
     return list(dict.fromkeys([*code.co_names, *inner]))
 
 
@@ -134,7 +134,7 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
                 key += (parameter.requires_grad, parameter.shape, parameter.dtype, parameter.device)
                 key += map(Same, (parameter._backward_hooks or {}).values())
                 if parameter.grad is not None:
-                    key.append("clipped" if any(each.is_clipped(parameter) for each in recorders) else "grad")
+                    key.append("clipped" if any(recorder.is_clipped(parameter) for recorder in recorders) else "grad")
                 if getattr(parameter, "grad_sample", None) is not None:
                     key.append("held")
     return tuple(key)

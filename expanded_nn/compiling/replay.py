@@ -42,8 +42,8 @@ class Sizes:
         """Whether the graph is right for arguments of such shapes."""
         free = {*self.symbols.values(), *(place for pair in self.alike for place in pair)}
         for number, (shape, traced) in enumerate(zip(shapes, self.shapes, strict=True)):
-            others = (dim for dim in range(len(traced)) if (number, dim) not in free)
-            if any(shape[dim] != traced[dim] for dim in others):
+            fixed_dims = (dim for dim in range(len(traced)) if (number, dim) not in free)
+            if any(shape[dim] != traced[dim] for dim in fixed_dims):
                 return False
         if any(shapes[i][j] != shapes[k][m] for (i, j), (k, m) in self.alike):
             return False
@@ -84,17 +84,17 @@ class Graph:
         with torch.no_grad():
             self.function = backend(traced.graph, traced.examples)
 
-    def run(self, given: Sequence[Tensor]) -> tuple[bool, Any]:
+    def run(self, tensors: Sequence[Tensor]) -> tuple[bool, Any]:
         """Runs the step; whether what the graph takes for granted held, and if so, what the step returns.
 
         Where it did not, nothing has changed.
         """
         inputs: list[Any] = [
-            *given,
-            *(leaf(given).grad for leaf in self.with_grad),
-            *(find(given) for find in self.constants),
+            *tensors,
+            *(leaf(tensors).grad for leaf in self.with_grad),
+            *(find(tensors) for find in self.constants),
         ]
-        before = [(each, each.detach().clone()) for each in map(inputs.__getitem__, self.changed)]
+        before = [(tensor, tensor.detach().clone()) for tensor in map(inputs.__getitem__, self.changed)]
         states = RandomStates(()) if self.draws else None
         with torch.no_grad():
             results = self.function(*inputs)
@@ -108,9 +108,9 @@ class Graph:
         grads = [None if remake is None else remake(results) for _, remake in outcome.grads]
         if self.copied is None:
             self.copied = _with_shared_memory(grads, [*inputs, *results])
-        for place, (leaf, _) in enumerate(outcome.grads):
-            grad = grads[place]
-            leaf(given).grad = grad.clone() if grad is not None and place in self.copied else grad
+        for index, (leaf, _) in enumerate(outcome.grads):
+            grad = grads[index]
+            leaf(tensors).grad = grad.clone() if grad is not None and index in self.copied else grad
         for rows in outcome.rows:
             held = [{leaf: remake(results) for leaf, remake in pass_rows.items()} for pass_rows in rows.passes]
             set_rows(rows.recorder, held)
@@ -145,14 +145,15 @@ def _changed(graph: fx.GraphModule) -> list[int]:
         schema = getattr(node.target, "_schema", None)
         if schema is None:
             continue
-        values = dict(zip((each.name for each in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+        names = [argument.name for argument in schema.arguments]
+        values = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         for argument in schema.arguments:
             value = values.get(argument.name)
             if argument.alias_info is None:
                 continue
-            for each in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(each, fx.Node) and each in source:
+            for item in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(item, fx.Node) and item in source:
                     if argument.alias_info.is_write:
-                        changed.add(source[each])
-                    source.setdefault(node, source[each])
+                        changed.add(source[item])
+                    source.setdefault(node, source[item])
     return [place for place, node in enumerate(inputs) if node in changed]

@@ -38,7 +38,7 @@ Find = Callable[[Sequence[Tensor]], Tensor]  # a parameter, or the argument that
 
 
 @dataclass
-class Rows:
+class RecorderRows:
     """What a step leaves in one recorder.
 
     Attributes:
@@ -65,9 +65,9 @@ class Outcome:
         assumed: Where it says whether what the graph takes for granted held.
     """
 
-    result: Remake = lambda given: None
+    result: Remake = lambda values: None
     grads: list[tuple[Find, Remake | None]] = field(default_factory=list)
-    rows: list[Rows] = field(default_factory=list)
+    rows: list[RecorderRows] = field(default_factory=list)
     attributes: list[tuple[dict[str, Any], str, Remake]] = field(default_factory=list)
     removed: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     assumed: int | None = None
@@ -126,8 +126,8 @@ def _refuse_optimizer(optimizer: Any, *_: Any) -> None:
 
 def trace(
     step: Callable[..., Any],
-    arguments: Any,  # (args, kwargs), with the tensors in `given`
-    given: Sequence[Tensor],
+    arguments: Any,  # (args, kwargs), with the tensors in `tensors`
+    tensors: Sequence[Tensor],
     varying: Collection[tuple[int, int]],  # numbers of a tensor and of a dimension of it
     modules: Sequence[nn.Module],
     recorders: Sequence[Recorder],
@@ -152,16 +152,16 @@ def trace(
 
     parts: list[Any] = []
     remake = packed(arguments, parts)
-    numbers = [next(number for number, tensor in enumerate(given) if tensor is part) for part in parts]
-    fakes = [without_values(tensor, number) for number, tensor in enumerate(given)]
-    leaves = list({id(each): each for module in modules for each in module.parameters(recurse=False)}.values())
-    if {id(leaf) for leaf in leaves} & {id(tensor) for tensor in given}:
+    numbers = [next(number for number, tensor in enumerate(tensors) if tensor is part) for part in parts]
+    fakes = [without_values(tensor, number) for number, tensor in enumerate(tensors)]
+    leaves = list({id(p): p for module in modules for p in module.parameters(recurse=False)}.values())
+    if {id(leaf) for leaf in leaves} & {id(tensor) for tensor in tensors}:
         raise OnlyEager("a parameter of a model is among its arguments")
     finds: list[Find] = [partial(_itself, leaf) for leaf in leaves]
-    finds += [itemgetter(number) for number, tensor in enumerate(given) if tensor.requires_grad]
-    clipped = {id(leaf) for leaf in leaves if any(each.is_clipped(leaf) for each in recorders)}
-    with_grad = [find for find in finds if find(given).grad is not None]
-    grads = [without_values(cast(Tensor, find(given).grad).detach()) for find in with_grad]
+    finds += [itemgetter(number) for number, tensor in enumerate(tensors) if tensor.requires_grad]
+    clipped = {id(leaf) for leaf in leaves if any(recorder.is_clipped(leaf) for recorder in recorders)}
+    with_grad = [find for find in finds if find(tensors).grad is not None]
+    grads = [without_values(cast(Tensor, find(tensors).grad).detach()) for find in with_grad]
     kept = [(dict(vars(module)), dict(module._buffers)) for module in modules]
     outcome, looks = Outcome(), _Looks()
 
@@ -209,7 +209,7 @@ def trace(
         ) from error
     constants = _lifted(graph)
     _refuse_others(constants, leaves)
-    examples = [*fakes, *grads, *(without_values(each.detach()) for each in constants)]
+    examples = [*fakes, *grads, *(without_values(constant.detach()) for constant in constants)]
     places = {
         id(value): (values, name)
         for module in modules
@@ -217,10 +217,11 @@ def trace(
         for name, value in values.items()
         if isinstance(value, Tensor)
     }
-    found: list[Find] = [
-        partial(_held_by, *places[id(each)]) if id(each) in places else partial(_itself, each) for each in constants
+    find_constants: list[Find] = [
+        partial(_held_by, *places[id(constant)]) if id(constant) in places else partial(_itself, constant)
+        for constant in constants
     ]
-    return Traced(graph, found, examples, outcome, with_grad, looks.draws, shape_env)
+    return Traced(graph, find_constants, examples, outcome, with_grad, looks.draws, shape_env)
 
 
 def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> None:
@@ -278,11 +279,11 @@ def _place(error: Exception) -> str:
     return f"line {where.lineno} of {where.filename}: {where.line}"
 
 
-def _held_by(values: dict[str, Any], name: str, given: Sequence[Tensor]) -> Tensor:
+def _held_by(values: dict[str, Any], name: str, tensors: Sequence[Tensor]) -> Tensor:
     return cast(Tensor, values[name])
 
 
-def _itself(leaf: Tensor, given: Sequence[Tensor]) -> Tensor:
+def _itself(leaf: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     return leaf
 
 
@@ -313,7 +314,8 @@ def _refuse_open(parts: Sequence[Any], recorders: Sequence[Recorder]) -> None:
     """Raises for a result, by its parts, whose backward is to follow outside of the graph."""
     if not any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return
-    if any(each.passes.current is not None and each.passes.current.stage is PassStage.OPEN for each in recorders):
+    passes = [recorder.passes.current for recorder in recorders]
+    if any(pass_ is not None and pass_.stage is PassStage.OPEN for pass_ in passes):
         raise complaint(
             "enn.compile",
             "the step returns a result with a history, and has called no backward",
@@ -326,14 +328,15 @@ def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any]) -> None
     recorder.drop_outdated_rows()
     if recorder.rows_stand_alone:
         raise OnlyEager("it ends with the rows of torch.autograd.grad(..., create_graph=True)")
-    left = [leaf for leaf in recorder.leaves if has_hidden_rows(leaf)]
-    if left and len(left) < len(recorder.leaves.with_rows()):
+    hidden = [leaf for leaf in recorder.leaves if has_hidden_rows(leaf)]
+    if hidden and len(hidden) < len(recorder.leaves.with_rows()):
         raise OnlyEager("it leaves some of the per-sample gradients that were held before")
-    if left:
+    if hidden:
         return
     passes = [{leaf: packed(rows, results) for leaf, rows in held.items()} for held in recorder.store.held.values()]
-    clipped = [parameter for leaf in recorder.leaves if (parameter := leaf.parameter()) is not None]
-    outcome.rows.append(Rows(recorder, passes, [each for each in clipped if recorder.is_clipped(each)]))
+    parameters = [parameter for leaf in recorder.leaves if (parameter := leaf.parameter()) is not None]
+    clipped = [parameter for parameter in parameters if recorder.is_clipped(parameter)]
+    outcome.rows.append(RecorderRows(recorder, passes, clipped))
 
 
 def _note_attributes(
