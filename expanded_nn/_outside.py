@@ -1,4 +1,4 @@
-"""What is done outside of the model's forward: several calls that are one pass, and weights used by other code."""
+"""For code outside of the model's forward: several calls as one pass, and weights that are used by other code."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ def expanded(weight: Tensor) -> Tensor:
     return weight if recorder is None else recorder.expand_outside(weight)
 
 
-def with_plain_weights(operation: Operation, torchs: Callable[..., Tensor], rank: int) -> Operation:
-    """The operation, and torch's own for a weight without a batch dimension.
+def with_plain_weights(operation: Operation, plain: Callable[..., Tensor], rank: int) -> Operation:
+    """The operation, which also takes a weight without a batch dimension, as torch's own does.
 
     Args:
         operation: The operation on weights with a batch dimension.
-        torchs: The function of the same arguments in `torch.nn.functional`.
+        plain: The function of the same arguments in `torch.nn.functional`.
         rank: The number of dimensions of a weight without a batch dimension.
     """
     parameters = signature(operation)
@@ -118,7 +118,7 @@ def with_plain_weights(operation: Operation, torchs: Callable[..., Tensor], rank
         bound = parameters.bind(*args, **kwargs)
         x, weight = next(iter(bound.arguments.values())), bound.arguments["weight"]
         if weight.dim() == rank:
-            return torchs(*bound.args, **bound.kwargs)
+            return plain(*bound.args, **bound.kwargs)
         if weight.dim() != rank + 1 or x.shape[:1] != weight.shape[:1]:
             raise complaint(
                 f"functional.{operation.__name__}",
@@ -135,5 +135,5 @@ def with_plain_weights(operation: Operation, torchs: Callable[..., Tensor], rank
 
 @_disable_dynamo
 def _outside_of_graph(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """What makes rows is no part of a graph of `torch.compile`."""
+    """Calls a function that makes rows outside of a graph of `torch.compile`."""
     return function(*args, **kwargs)

@@ -134,9 +134,9 @@ def _copied(model: Model) -> Model:
 
 
 def _refuse_closures(model: nn.Module) -> None:
-    """Raises if a copy would go on computing with the weights of the original.
+    """Raises if a copy would compute with the weights of the original.
 
-    Python copies functions as they are: one that an attribute or a hook holds refers to the original model then.
+    `copy.deepcopy` does not copy functions: one that an attribute or a hook holds still refers to the original.
     """
     own = {id(module) for module in model.modules() if any(True for _ in module.parameters())}
     own |= {id(parameter) for parameter in model.parameters()}
@@ -153,7 +153,9 @@ def _refuse_closures(model: nn.Module) -> None:
 def _refers_to(value: Any, own: set[int], depth: int = 3) -> bool:
     """Whether functions and weak references in a value refer to objects with these ids."""
     if isinstance(value, weakref.ref):
-        return isinstance(value(), nn.Module) and id(value()) in own  # an RNN makes those to its weights anew
+        return (
+            isinstance(value(), nn.Module) and id(value()) in own
+        )  # a copied RNN makes its references to weights anew
     if isinstance(value, dict | list | tuple | set):
         values = value.values() if isinstance(value, dict) else value
         return depth > 0 and any(_refers_to(item, own, depth - 1) for item in values)

@@ -1,4 +1,4 @@
-"""What a graph depends on: the arguments but for the sizes of tensors, the models, and what torch is told around."""
+"""Keys for what a graph depends on: the arguments but for the sizes of tensors, the models, torch's global state."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from expanded_nn._modes import is_autocast
 from expanded_nn.recording.recorder import Recorder
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
-
-
-_OF_EACH_MODULE = {*vars(nn.Module()), "_recorder", "_settings"}
+_OF_EVERY_MODULE = {*vars(nn.Module()), "_recorder", "_settings"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def of_arguments(value: Any, tensors: dict[int, Tensor]) -> Hashable:
-    """A key for all of a call's arguments, but for the sizes and the numbers of the tensors, which go to `given`."""
+    """A key for a call's arguments but for the sizes and values of tensors; adds the tensors to `tensors`, by id."""
     if isinstance(value, Tensor):
         number = list(tensors).index(id(value)) if id(value) in tensors else len(tensors)
         tensors[id(value)] = value
@@ -42,7 +40,7 @@ def of_arguments(value: Any, tensors: dict[int, Tensor]) -> Hashable:
 
 
 class Same:
-    """Any other object, which is equal to itself alone; it is held, so that its address is not another's."""
+    """Any other object, equal to itself alone; it is held, so that its id stays its own."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -55,9 +53,14 @@ class Same:
 
 
 class OfStep:
-    """What a step finds by its names: variables of the functions around it, globals, and attributes of its object.
+    """The values that a step refers to by names: variables of enclosing functions, globals, attributes of its object.
 
-    Numbers and strings are told by their values, anything else by its identity; what is within it is not looked at.
+    Numbers and strings count by their values, anything else by its identity, whatever is within it.
+
+    Attributes:
+        owners: The attributes of the step's objects.
+        cells: The variables of enclosing functions.
+        globals: The global namespaces, each with a name in it.
     """
 
     def __init__(self, step: Any) -> None:
@@ -78,21 +81,21 @@ class OfStep:
             self.globals += [(step.__globals__, name) for name in _names(step.__code__)]
 
     def __call__(self) -> Hashable:
-        """A key for what they are now."""
+        """A key for their values at this moment."""
         values = [_content(cell) for cell in self.cells]
-        values += [names_to_values.get(name) for names_to_values, name in self.globals]
+        values += [namespace.get(name) for namespace, name in self.globals]
         for owner in self.owners:
             values += owner.values()
-        return tuple(map(_told, values))
+        return tuple(map(_by_value_or_identity, values))
 
 
 def _names(code: CodeType) -> list[str]:
-    """The names in a function, and in those within it."""
+    """The names in a function, and in the functions within it."""
     inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
     return list(dict.fromkeys([*code.co_names, *inner]))
 
 
-def _told(value: Any) -> Hashable:
+def _by_value_or_identity(value: Any) -> Hashable:
     return (type(value), value) if type(value) in _PLAIN else Same(value)
 
 
@@ -111,10 +114,10 @@ def of_surroundings() -> Hashable:
 
 
 def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Hashable:
-    """A key for modules as they are now: their parts, attributes and hooks, and what gradients and rows are held.
+    """A key for the state of modules: their children, attributes and hooks, and which gradients and rows they hold.
 
-    Modules and parameters are told by their addresses, which are no others' as long as the modules are kept; buffers
-    and tensors among the attributes by their shapes and dtypes; what else is no number by its identity.
+    Modules and parameters count by their ids, which are their own as long as the modules are kept; buffers and tensors
+    among the attributes by their shapes and dtypes; other attributes as in `OfStep`.
     """
     key: list[Any] = [recorder.settings for recorder in recorders]
     for module in modules:
@@ -123,9 +126,9 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
         key += map(id, attributes["_modules"].values())
         key += map(_of_tensor, attributes["_buffers"].values())
         key += [
-            _of_tensor(value) if isinstance(value, Tensor) else _told(value)
+            _of_tensor(value) if isinstance(value, Tensor) else _by_value_or_identity(value)
             for name, value in attributes.items()
-            if name not in _OF_EACH_MODULE
+            if name not in _OF_EVERY_MODULE
         ]
         key += [Same(hook) for name in _HOOKS for hook in attributes[name].values()]
         for parameter in attributes["_parameters"].values():

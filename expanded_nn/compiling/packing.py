@@ -1,4 +1,4 @@
-"""Values as the tensors in them, and a function that makes the value anew from other tensors."""
+"""Taking a value apart into the tensors in it, and making it again from other tensors."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from expanded_nn.core.terms import Term
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.grads import PerSampleGrads
 
-Parts = Sequence[Any]  # tensors, and in a graph for changing sizes integers that stand for sizes
+Parts = Sequence[Any]  # tensors, and symbolic sizes in a graph for changing sizes
 Remake = Callable[[Parts], Any]
 
 
 def packed(value: Any, parts: list[Any]) -> Remake:
-    """Appends the tensors within a value to `parts`; the function that is returned makes the value from such parts.
+    """Appends the tensors within a value to `parts`; returns a function that makes the value of new parts.
 
     Tensors are looked for in tuples, lists, dicts, dataclasses and `PerSampleGrads`; factored rows are taken apart into
     their factors.
 
     Raises:
-        OnlyEager: If sizes that change are where they cannot be filled in.
+        OnlyEager: If the shape of a parameter's rows has a symbolic size.
     """
     if isinstance(value, FactoredTensor):
         return _packed_rows(value, parts)
     if isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
-        place = len(parts)
+        index = len(parts)
         parts.append(value)
-        return lambda new_parts: new_parts[place]
+        return lambda new_parts: new_parts[index]
     if isinstance(value, PerSampleGrads):
         rows = packed(dict(value), parts)
         return lambda new_parts: PerSampleGrads(rows(new_parts))

@@ -1,8 +1,8 @@
 """Every threshold of the algebra, by name: its unit, what it trades, and where it was measured.
 
-A threshold is a processor's, not a law. Where no other place is named, "measured" means one thread of an AMD EPYC
-(Zen 4, AVX-512) with torch's own products, float32, medians of turns in one process. Times are those of the way that
-the predicate speaks for, relative to the other.
+A threshold holds for a processor. Where no other is named, "measured" means one thread of an AMD EPYC (Zen 4, AVX-512)
+with torch's own products, float32, medians of alternating runs in one process. Times are those of what is done where
+the predicate is true, relative to what is done otherwise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def is_symbol(size: object) -> bool:
-    """Whether a size stands for any size, in a graph that is traced: no loop goes over it, and it counts no groups."""
+    """Whether a size is a symbol of a traced graph, for any size: it cannot be the length of a loop."""
     return isinstance(size, torch.SymInt)
 
 

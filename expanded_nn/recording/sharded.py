@@ -27,8 +27,8 @@ def is_shard(parameter: Any) -> bool:
 def is_zero(grad: Tensor) -> bool:
     """Whether a gradient is zero, on all ranks where it is sharded."""
     refuse_values("a parameter has a gradient and no per-sample gradients")
-    some = grad.any()
-    return not bool(some.full_tensor() if is_shard(some) else some)  # type: ignore[attr-defined]
+    is_any = grad.any()
+    return not bool(is_any.full_tensor() if is_shard(is_any) else is_any)  # type: ignore[attr-defined]
 
 
 def scattered(

@@ -74,7 +74,7 @@ def _takes(node: Any, name: str, dim: int, rank: int, batch: int) -> bool:
     if not name.startswith(_TAKE):
         return False
     saved = node._saved_dim
-    if dim not in [_signed(each) % rank for each in ([saved] if isinstance(saved, int) else saved or [])]:
+    if dim not in [_signed(number) % rank for number in ([saved] if isinstance(saved, int) else saved or [])]:
         return False
     if name.startswith("SliceBackward"):
         return len(range(*slice(_signed(node._saved_start), _signed(node._saved_end)).indices(batch))) < batch
@@ -96,5 +96,5 @@ def _dim_after(node: Any, name: str, dim: int, rank: int) -> int | None:
         first, second = _signed(node._saved_dim0) % rank, _signed(node._saved_dim1) % rank
         return second if dim == first else first if dim == second else dim
     if name.startswith("PermuteBackward"):
-        return [_signed(each) % rank for each in node._saved_dims].index(dim)
+        return [_signed(number) % rank for number in node._saved_dims].index(dim)
     return None
