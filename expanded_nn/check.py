@@ -131,9 +131,9 @@ class _Check:
         reduction: How the losses are reduced.
         findings: What was found so far.
         whole: The trace of the batch through the plain copy.
-        outputs: What came out of that.
+        outputs: The outputs of the batch.
         lone: The trace of the last sample alone.
-        layout: Where the samples stand in the outputs.
+        layout: Where the samples are in the outputs.
         is_random: Whether the model draws random numbers.
     """
 
@@ -143,8 +143,8 @@ class _Check:
         self.findings = Findings(call.batch)
         self.is_random = False
 
-    def complain(self, *said: str) -> None:
-        self.findings.complain(*said)
+    def complain(self, *words: str) -> None:
+        self.findings.complain(*words)
 
     @property
     def who(self) -> str:
@@ -154,7 +154,7 @@ class _Check:
         """Runs all comparisons.
 
         Args:
-            model: The one that was copied, which must not be in what runs.
+            model: The model that was copied, whose parameters must not be used by the copies.
         """
         with Trace(self.plain.module, with_grads=True) as self.whole:
             self.outputs = self.plain(self.call)
@@ -178,7 +178,7 @@ class _Check:
             self.compare()
 
     def compare(self) -> None:
-        """Each comparison makes sense only after the one before."""
+        """Runs the comparisons one after the other: each makes sense only if those before it found nothing."""
         expanded_outputs = self.forward()
         if not (self.counts_samples() and self.is_deterministic()):
             return
@@ -229,7 +229,7 @@ class _Check:
     # In per-sample mode
 
     def forward(self) -> list[Tensor] | None:
-        """The outputs, `None` if no rows can be right."""
+        """The outputs in per-sample mode; `None` if no rows can be right."""
         outputs = self.expanded_outputs()
         if outputs is not None:
             return outputs
@@ -243,7 +243,7 @@ class _Check:
         return None if guard.complaints else outputs
 
     def expanded_outputs(self) -> list[Tensor] | None:
-        """The outputs, with the modules that have to go sample by sample; `None` after an error."""
+        """The outputs, with a note for each module that goes sample by sample; `None` after an error."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PerSampleWarning)
             try:
@@ -264,7 +264,7 @@ class _Check:
         self.complain("run", where, found, "the plain model's output", _REPORT)
 
     def counts_samples(self) -> bool:
-        """Whether the model found B samples, which the offsets of bags correct."""
+        """Whether the model counts as many samples as its first tensor has; offsets of bags say another number."""
         recorder: Any = self.expanded.module._recorder
         current_pass = recorder.current_pass if isinstance(recorder, Recorder) else None
         if current_pass is not None and current_pass.batch != self.call.batch:
@@ -298,7 +298,7 @@ class _Check:
         return False
 
     def other_complaints(self, loss: Tensor) -> Iterator[PerSampleError]:
-        """A backward stops at the first: one for each parameter."""
+        """The errors of the backward parameter by parameter, as a backward of all stops at the first."""
         for parameter in self.expanded.module.parameters():
             try:
                 if parameter.requires_grad:
@@ -311,14 +311,14 @@ class _Check:
     # A sample alone and in the batch
 
     def is_deterministic(self) -> bool:
-        """Whether the same random state gives the same values; another one may give others."""
+        """Whether the same random state gives the same values; notes whether another one gives other values."""
         for seed in (0, 1):
             with Trace(self.plain.module) as again:
                 self.plain(self.call, seed)
-            place = self.whole.first_difference(again, self.same)
-            if place is None:
+            index = self.whole.first_difference(again, self.same)
+            if index is None:
                 continue
-            where, between = self.whole.before(place)
+            where, between = self.whole.before(index)
             if seed == 0:
                 found = f"{between}two runs from the same random state differ"
                 remedy = "Draw from torch's generators, and keep no state from one call to the next."
@@ -332,7 +332,7 @@ class _Check:
         return True
 
     def run_alone(self) -> list[list[Tensor]] | None:
-        """What comes out for each sample alone, `None` if it fails; keeps the trace of the last."""
+        """The outputs of each sample alone, `None` if one fails; keeps the trace of the last one."""
         alone: list[list[Tensor]] = []
         for i in range(self.call.batch):
             self.lone = Trace(self.plain.module)
@@ -349,7 +349,7 @@ class _Check:
         return alone
 
     def has_samples(self, alone: list[list[Tensor]]) -> bool:
-        """Whether the outputs have the samples in a place of their own; keeps the places."""
+        """Whether the outputs have a dimension for the samples; keeps the layout."""
         self.layout = Layout(self.outputs, alone)
         unclear = self.layout.unclear
         if unclear is not None:
@@ -369,7 +369,7 @@ class _Check:
         return True
 
     def find_mixing(self) -> bool:
-        """By the values of a sample alone and in the batch, and by where the gradient of its own loss goes.
+        """Looks for samples that are mixed: by the outputs of one alone, and by where the gradient of its loss goes.
 
         Returns:
             Whether the rows can be compared nevertheless.
@@ -388,8 +388,8 @@ class _Check:
             self.complain_of_mixing(last, "the gradient of a sample's own loss reaches others")
         return True
 
-    def complain_of_mixing(self, place: int, evidence: str, remedy: str = _APART) -> None:
-        where, between = self.whole.before(place)
+    def complain_of_mixing(self, index: int, evidence: str, remedy: str = _APART) -> None:
+        where, between = self.whole.before(index)
         if any(problem.where == where and between in problem.text for problem in self.findings.problems):
             return
         self.complain(
@@ -422,7 +422,7 @@ class _Check:
         return not numbers
 
     def complain_of_rows(self) -> None:
-        """By layer, where the layer took for samples what are none."""
+        """Reports rows that differ; by layer, where a layer took other things for samples."""
         errors, tolerance = self.findings.errors, self.findings.tolerance
         layers: dict[tuple[str, str, int], list[str]] = {}
         for name in (name for name, error in errors.items() if error > tolerance):
@@ -453,7 +453,7 @@ class _StepCheck(_Check):
     """The check of a loss function."""
 
     def counts_samples(self) -> bool:
-        """The rows will show it."""
+        """Always true: the number of rows is compared later."""
         return True
 
     def has_samples(self, alone: list[list[Tensor]]) -> bool:
@@ -472,13 +472,13 @@ class _StepCheck(_Check):
         return True
 
     def find_mixing(self) -> bool:
-        """Of a scalar by its value alone, which has to be the mean or the sum."""
+        """Looks for mixed samples; a scalar has to be the mean or the sum of the samples' losses alone."""
         if self.outputs[0].dim():
             return super().find_mixing()
         reduced_by = self.layout.reduced_by
         if not reduced_by:
-            place = first_mixed(self.whole, self.lone, self.call.batch - 1, self.call.batch, self.findings.tolerance)
-            self.complain_of_mixing(place, self.layout.mismatch(self.outputs), f"{_APART} {_MEAN}")
+            index = first_mixed(self.whole, self.lone, self.call.batch - 1, self.call.batch, self.findings.tolerance)
+            self.complain_of_mixing(index, self.layout.mismatch(self.outputs), f"{_APART} {_MEAN}")
         elif self.reduction not in reduced_by:
             found = f"it is the {reduced_by[0]} of the samples' losses, and loss_reduction is {self.reduction!r}"
             remedy = f'Say per_sample(loss_reduction="{reduced_by[0]}"), or return the {self.reduction}.'

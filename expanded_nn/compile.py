@@ -90,11 +90,11 @@ class Family:
 
     Attributes:
         graphs: The graphs.
-        by_shapes: The graph for the shapes of the arguments that there have been.
+        by_shapes: The shapes of the arguments of earlier calls, with the graph for them, `None` if there is none.
         varying: The dimensions that had different sizes: the number of a tensor among the arguments, and that of the
             dimension.
-        is_eager: Whether there are to be no more graphs.
-        faults: How often in a row a graph's assumptions have not held.
+        is_eager: Whether such calls run eagerly for good.
+        faults: How often in a row there was no graph whose assumptions held.
     """
 
     graphs: list[Graph] = field(default_factory=list)
@@ -125,11 +125,12 @@ class CompiledStep:
     Attributes:
         step: The user's function.
         backend: Makes functions of its graphs.
-        of_step: A key for the values that it finds by its names.
+        of_step: Gives a key for the values that the step refers to by names.
         modules: The modules that have taken part.
-        recorders: Those of their rows.
+        recorders: The recorders of their rows.
         families: The graphs, by the kind of the call.
-        shown: The shapes of the first calls, which ran eagerly, by the kind of their arguments.
+        first_shapes: The shapes of the first calls, which ran eagerly before any module was known, by the kind of their
+            arguments.
     """
 
     def __init__(self, step: Callable[..., Any], backend: Backend) -> None:
@@ -138,7 +139,7 @@ class CompiledStep:
         self.modules: list[nn.Module] = []
         self.recorders: list[Recorder] = []
         self.families: dict[Hashable, Family] = {}
-        self.shown: dict[Hashable, list[Shapes]] = {}
+        self.first_shapes: dict[Hashable, list[Shapes]] = {}
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         return self if owner is None else functools.partial(self, owner)
@@ -152,21 +153,21 @@ class CompiledStep:
         tensors = list(by_id.values())
         shapes = tuple(tensor.shape for tensor in tensors)
         if not self.modules:
-            return self._show(key, shapes, args, kwargs)
+            return self._run_eagerly(key, shapes, args, kwargs)
         kind = *key, of_models(self.modules, self.recorders)
         family = self.families.get(kind)
         if family is None:
-            family = self.families[kind] = Family(by_shapes=dict.fromkeys(self.shown.pop(key, ())))
+            family = self.families[kind] = Family(by_shapes=dict.fromkeys(self.first_shapes.pop(key, ())))
         if not family.by_shapes:  # the first of its kind
             family.by_shapes[shapes] = None
-            return self._show(None, shapes, args, kwargs)
+            return self._run_eagerly(None, shapes, args, kwargs)
         graph = family.find(shapes)
         if graph is None and not family.is_eager:
             try:
                 graph = self._traced(family, shapes, tensors, args, kwargs)
             except FirstEager as reason:
                 self._fault(family, str(reason))
-                return self._show(None, shapes, args, kwargs)
+                return self._run_eagerly(None, shapes, args, kwargs)
         if graph is None or family.is_eager:
             return self.step(*args, **kwargs)
         held, result = graph.run(tensors)
@@ -176,21 +177,21 @@ class CompiledStep:
         self._fault(family, "its gradients are zero, or not finite, or out of the range of squares, again and again")
         return self.step(*args, **kwargs)
 
-    def _show(self, key: Hashable, shapes: Shapes, args: Any, kwargs: Any) -> Any:
-        """Runs the step eagerly, and sees which models take part."""
+    def _run_eagerly(self, key: Hashable, shapes: Shapes, args: Any, kwargs: Any) -> Any:
+        """Runs the step eagerly, and notes which models take part."""
         modules: dict[nn.Module, None] = {}
-        looking = register_module_forward_pre_hook(lambda module, _: modules.setdefault(module))
-        with looking, recorders_met() as recorders:
+        noting = register_module_forward_pre_hook(lambda module, _: modules.setdefault(module))
+        with noting, recorders_met() as recorders:
             result = self.step(*args, **kwargs)
         for recorder in recorders:
             modules.update(dict.fromkeys(recorder.modules()))
         members = dict.fromkeys(part for module in modules for part in module.modules())
-        member_recorders = [module._recorder for module in members if isinstance(module, PerSampleModule)]
-        known = [recorder for recorder in member_recorders if recorder is not None]
+        own_recorders = [module._recorder for module in members if isinstance(module, PerSampleModule)]
         self.modules = list(dict.fromkeys([*self.modules, *members]))
-        self.recorders = list(dict.fromkeys([*self.recorders, *recorders, *known]))
+        new_recorders = [*recorders, *(recorder for recorder in own_recorders if recorder is not None)]
+        self.recorders = list(dict.fromkeys([*self.recorders, *new_recorders]))
         if key is not None:
-            self.shown.setdefault(key, []).append(shapes)
+            self.first_shapes.setdefault(key, []).append(shapes)
         return result
 
     def _traced(

@@ -1,4 +1,4 @@
-"""A traced step as a function that is called again and again."""
+"""A traced step as a function that is called many times."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ class Sizes:
     """The shapes that a graph is for.
 
     Attributes:
-        shapes: Those of the tensors among the arguments, as the step was traced.
-        symbols: The sizes that stand for any size, each with the first place where it is found: the number of a tensor,
-            and that of its dimension.
-        alike: Pairs of places that have one size.
+        shapes: The shapes of the tensors among the arguments when the step was traced.
+        symbols: The symbols that stand for any size, each with the first dimension that has it.
+        alike: Pairs of dimensions that have the same symbol.
         shape_env: What else is known of the sizes; compiling adds to it.
     """
 
@@ -31,16 +30,16 @@ class Sizes:
         self.shapes, self.shape_env = shapes, traced.shape_env
         self.symbols: dict[Any, ArgumentDim] = {}
         self.alike: list[tuple[ArgumentDim, ArgumentDim]] = []
-        for place in sorted(varying):
-            size: Any = traced.examples[place[0]].shape[place[1]]
+        for dim in sorted(varying):
+            size: Any = traced.examples[dim[0]].shape[dim[1]]
             if isinstance(size, torch.SymInt):
-                first = self.symbols.setdefault(size.node._expr, place)
-                if first != place:
-                    self.alike.append((first, place))
+                first = self.symbols.setdefault(size.node._expr, dim)
+                if first != dim:
+                    self.alike.append((first, dim))
 
     def fit(self, shapes: Sequence[torch.Size]) -> bool:
         """Whether the graph is right for arguments of such shapes."""
-        free = {*self.symbols.values(), *(place for pair in self.alike for place in pair)}
+        free = {*self.symbols.values(), *(dim for pair in self.alike for dim in pair)}
         for number, (shape, traced) in enumerate(zip(shapes, self.shapes, strict=True)):
             fixed_dims = (dim for dim in range(len(traced)) if (number, dim) not in free)
             if any(shape[dim] != traced[dim] for dim in fixed_dims):
@@ -61,11 +60,11 @@ class Graph:
         sizes: The shapes.
         outcome: What to do with the results.
         with_grad: The parameters and arguments that had a gradient.
-        constants: The tensors that the step has found by itself.
+        constants: The tensors that are neither arguments nor gradients, such as parameters and buffers.
         draws: Whether it draws random numbers.
-        changed: The places of the inputs that it changes.
-        copied: The places of the gradients that share their memory with another tensor, and are cloned; known after the
-            first run.
+        changed: The indices of the inputs that it changes.
+        copied: The indices of the gradients that share their memory with another tensor, and so are cloned; `None`
+            before the first run.
         function: The compiled graph.
     """
 
@@ -85,9 +84,9 @@ class Graph:
             self.function = backend(traced.graph, traced.examples)
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[bool, Any]:
-        """Runs the step; whether what the graph takes for granted held, and if so, what the step returns.
+        """Runs the step; whether the graph's assumptions held, and if so, what the step returns.
 
-        Where it did not, nothing has changed.
+        If they did not hold, nothing has changed.
         """
         inputs: list[Any] = [
             *tensors,
@@ -125,21 +124,21 @@ class Graph:
 
 
 def _with_shared_memory(grads: Sequence[Tensor | None], others: Sequence[Any]) -> set[int]:
-    """The places of the gradients that something else is in the memory of, as a compiler may have it."""
+    """The indices of the gradients that share their memory with another tensor, as a compiler may decide."""
     owners: dict[int, set[int]] = {}
     for tensor in others:
         if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
             owners.setdefault(tensor.untyped_storage().data_ptr(), set()).add(id(tensor))
-    strided = [(place, grad) for place, grad in enumerate(grads) if grad is not None and grad.layout is torch.strided]
+    strided = [(i, grad) for i, grad in enumerate(grads) if grad is not None and grad.layout is torch.strided]
     pointers = Counter(grad.untyped_storage().data_ptr() for _, grad in strided)
     shared = {pointer for pointer, count in pointers.items() if count > 1 or len(owners.get(pointer, ())) > 1}
-    return {place for place, grad in strided if grad.untyped_storage().data_ptr() in shared}
+    return {i for i, grad in strided if grad.untyped_storage().data_ptr() in shared}
 
 
 def _changed(graph: fx.GraphModule) -> list[int]:
-    """The places of the inputs that the graph changes."""
+    """The indices of the inputs that the graph changes in place."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    source: dict[fx.Node, fx.Node] = {node: node for node in inputs}  # of what a view shows
+    source: dict[fx.Node, fx.Node] = {node: node for node in inputs}  # a view -> the input that it shows
     changed: set[fx.Node] = set()
     for node in graph.graph.nodes:
         schema = getattr(node.target, "_schema", None)
@@ -156,4 +155,4 @@ def _changed(graph: fx.GraphModule) -> list[int]:
                     if argument.alias_info.is_write:
                         changed.add(source[item])
                     source.setdefault(node, source[item])
-    return [place for place, node in enumerate(inputs) if node in changed]
+    return [i for i, node in enumerate(inputs) if node in changed]

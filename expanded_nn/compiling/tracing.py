@@ -1,7 +1,7 @@
 """Tracing a step: it runs once, on tensors without values, and leaves a graph and what to do with the graph's results.
 
-The model's own parameters take part, so that whoever holds them, as an optimizer does, sees what the step does to them.
-Whatever it does to them, to the rows held and to the attributes of modules is taken back afterwards.
+The parameters themselves take part, and not copies. What the step does to them, to the rows held and to the attributes
+of modules is taken back afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.passes import PassStage
 from expanded_nn.recording.recorder import Recorder
 
-Find = Callable[[Sequence[Tensor]], Tensor]  # a parameter, or the argument that it is, among the arguments' tensors
+Find = Callable[[Sequence[Tensor]], Tensor]  # gives a tensor, from the tensors among the arguments if it is one of them
 
 
 @dataclass
@@ -43,7 +43,7 @@ class RecorderRows:
 
     Attributes:
         recorder: The recorder.
-        passes: The rows of each pass, by parameter.
+        passes: For each pass the rows, by parameter.
         clipped: The parameters whose `.grad` clipping has set.
     """
 
@@ -54,15 +54,15 @@ class RecorderRows:
 
 @dataclass
 class Outcome:
-    """What to do with the results of a graph, by their places in it.
+    """What to do with the results of a graph.
 
     Attributes:
         result: What the step returns.
-        grads: The new `.grad` of parameters and arguments, where it is another than before.
+        grads: The new `.grad` of parameters and arguments, where it is another tensor than before.
         rows: The rows that recorders hold.
-        attributes: What became of the attributes and buffers of modules: where, the name, and the value.
-        removed: Those that are gone.
-        assumed: Where it says whether what the graph takes for granted held.
+        attributes: The new attributes and buffers of modules: the dictionary that has it, the name, and the value.
+        removed: The attributes that the step has removed.
+        assumed: The index of the result that says whether the assumptions of the graph held.
     """
 
     result: Remake = lambda values: None
@@ -78,12 +78,13 @@ class Traced:
     """A traced step.
 
     Attributes:
-        graph: The operations; its inputs are the tensors among the arguments, the gradients there were, the constants.
-        constants: The tensors that the step has found by itself, as parameters and buffers, found as those in
-            `with_grad`; a buffer, or an attribute of a module, may be another tensor at each call.
+        graph: The operations; the inputs are the tensors among the arguments, their gradients and those of parameters,
+            the constants.
+        constants: The tensors that are neither arguments nor gradients: parameters, and buffers and attributes of
+            modules, which may be other tensors at each call.
         examples: The inputs, without values.
         outcome: What to do with the results.
-        with_grad: The parameters and arguments that had a gradient, found among the arguments' tensors.
+        with_grad: The parameters and arguments that had a gradient.
         draws: Whether it draws random numbers.
         shape_env: What the sizes are known to be.
     """
@@ -97,8 +98,12 @@ class Traced:
     shape_env: Any
 
 
-class _Looks(TorchDispatchMode):
-    """Looks at each operation of a trace."""
+class _RandomNumbers(TorchDispatchMode):
+    """Notes whether a trace draws random numbers, and gives it up where a graph would draw others.
+
+    Attributes:
+        draws: Whether any were drawn.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -139,13 +144,13 @@ def trace(
         PerSampleError: If it reads values, or takes a step of an optimizer.
     """
     _refuse_processes(modules, recorders)
-    symbolic = import_module("torch.fx.experimental.symbolic_shapes")  # which takes a second
+    symbolic = import_module("torch.fx.experimental.symbolic_shapes")  # the import takes a second
     shape_env = symbolic.ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True, static_shapes=not varying)
 
     def without_values(tensor: Tensor, number: int = -1) -> Tensor:
         dims = symbolic.DimDynamic
-        free = tensor.is_contiguous()  # others have strides that are symbols, too
+        free = tensor.is_contiguous()  # the strides of other tensors would be symbols, too
         kinds = [dims.DUCK if free and (number, dim) in varying else dims.STATIC for dim in range(tensor.dim())]
         context = symbolic.StatelessSymbolicContext(dynamic_sizes=kinds) if varying else None
         return mode.from_tensor(tensor, symbolic_context=context)
@@ -163,7 +168,7 @@ def trace(
     with_grad = [find for find in finds if find(tensors).grad is not None]
     grads = [without_values(cast(Tensor, find(tensors).grad).detach()) for find in with_grad]
     kept = [(dict(vars(module)), dict(module._buffers)) for module in modules]
-    outcome, looks = Outcome(), _Looks()
+    outcome, random_numbers = Outcome(), _RandomNumbers()
 
     def body(*inputs: Tensor) -> list[Any]:
         own = inputs[: len(fakes)]
@@ -176,7 +181,7 @@ def trace(
             for recorder in recorders:
                 stack.enter_context(isolated(recorder, lambda parameter: id(parameter) in clipped))
             conditions = stack.enter_context(assumptions())
-            stack.enter_context(looks)
+            stack.enter_context(random_numbers)
             stack.enter_context(register_module_forward_pre_hook(partial(_refuse_unknown, set(modules))))
             outcome.result = packed(step(*args, **kwargs), results)
             _refuse_open(results, recorders)
@@ -192,17 +197,17 @@ def trace(
                 results.append(torch.stack(conditions).all())
         return results
 
-    tracer = make_fx(body, _allow_non_fake_inputs=True)  # "real", as the inputs are without values already
-    refusing = register_optimizer_step_pre_hook(_refuse_optimizer)
+    tracer = make_fx(body, _allow_non_fake_inputs=True)  # "real" mode, as the inputs are without values already
+    no_optimizer = register_optimizer_step_pre_hook(_refuse_optimizer)
     try:
-        with refusing, _grads_kept(leaves), _attributes_kept(modules, kept), mode, enable_python_dispatcher():
+        with no_optimizer, _grads_kept(leaves), _attributes_kept(modules, kept), mode, enable_python_dispatcher():
             graph = tracer(*fakes, *grads)
     except Exception as error:
         if not _reads_values(error):
             raise
         raise complaint(
             "enn.compile",
-            f"the step reads a value of a tensor in {_place(error)}",
+            f"the step reads a value of a tensor in {_line_of(error)}",
             "a step that does the same operations whatever the values are",
             "Choose by torch.where in place of an if, return the tensor and look at it after the step, or call the "
             "step without enn.compile.",
@@ -210,7 +215,7 @@ def trace(
     constants = _lifted(graph)
     _refuse_others(constants, leaves)
     examples = [*fakes, *grads, *(without_values(constant.detach()) for constant in constants)]
-    places = {
+    attributes = {
         id(value): (values, name)
         for module in modules
         for values in (vars(module), module._buffers)
@@ -218,14 +223,14 @@ def trace(
         if isinstance(value, Tensor)
     }
     find_constants: list[Find] = [
-        partial(_held_by, *places[id(constant)]) if id(constant) in places else partial(_itself, constant)
+        partial(_attribute, *attributes[id(constant)]) if id(constant) in attributes else partial(_itself, constant)
         for constant in constants
     ]
-    return Traced(graph, find_constants, examples, outcome, with_grad, looks.draws, shape_env)
+    return Traced(graph, find_constants, examples, outcome, with_grad, random_numbers.draws, shape_env)
 
 
 def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> None:
-    """Raises for models that several processes have in common."""
+    """Raises for models that are shared by several processes."""
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules):
         raise complaint(
             "enn.compile",
@@ -243,13 +248,13 @@ def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder
 
 
 def _refuse_unknown(known: Collection[nn.Module], module: nn.Module, _: Any) -> None:
-    """Raises before a module is called that nothing is known of."""
+    """Puts the trace off before it calls a module that no step has called before."""
     if module not in known:
         raise FirstEager(f"it calls a {type(module).__name__} for the first time")
 
 
 def _refuse_others(constants: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Raises if a tensor got a gradient that is no parameter of a module that the step calls, and no argument."""
+    """Raises if a tensor requires gradients that is neither an argument nor a parameter of a module that is called."""
     known = {id(leaf) for leaf in leaves}
     for constant in constants:
         if constant.requires_grad and constant.is_leaf and id(constant) not in known:
@@ -270,8 +275,8 @@ def _reads_values(error: Exception) -> bool:
     return bool(names & known) or "data is not allocated yet" in str(error) or "trying to get value" in str(error)
 
 
-def _place(error: Exception) -> str:
-    """The line of the user's that an error comes from."""
+def _line_of(error: Exception) -> str:
+    """The line of the user's code that an error comes from."""
     frames = traceback.extract_tb(error.__traceback__)
     libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<string>")
     own = [frame for frame in frames if not frame.filename.startswith(libraries)]
@@ -279,7 +284,7 @@ def _place(error: Exception) -> str:
     return f"line {where.lineno} of {where.filename}: {where.line}"
 
 
-def _held_by(values: dict[str, Any], name: str, tensors: Sequence[Tensor]) -> Tensor:
+def _attribute(values: dict[str, Any], name: str, tensors: Sequence[Tensor]) -> Tensor:
     return cast(Tensor, values[name])
 
 
@@ -311,7 +316,7 @@ def _attributes_kept(
 
 
 def _refuse_open(parts: Sequence[Any], recorders: Sequence[Recorder]) -> None:
-    """Raises for a result, by its parts, whose backward is to follow outside of the graph."""
+    """Raises if the step returns a tensor whose backward has not run: it would run outside of the graph."""
     if not any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return
     passes = [recorder.passes.current for recorder in recorders]
@@ -354,7 +359,7 @@ def _note_attributes(
 
 
 def _lifted(graph: fx.GraphModule) -> list[Tensor]:
-    """Makes inputs of the tensors that a graph has as attributes; they come last."""
+    """Turns the tensors that a graph has as attributes into its last inputs, and returns them."""
     constants: dict[int, tuple[Tensor, fx.Node]] = {}
     last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1:]
     for node in list(graph.graph.nodes):
