@@ -44,7 +44,7 @@ class Keeper(Protocol):
     passes: Passes
     forward: Forward | None
 
-    def begin(self, forward: Forward) -> Pass: ...
+    def choose_pass(self, forward: Forward) -> Pass: ...
 
     def look_for_shards(self, module: nn.Module) -> None: ...
 
@@ -110,7 +110,7 @@ class Forward:
     def current_pass(self) -> Pass:
         """The pass that the forward belongs to."""
         if self._pass is None:
-            self._pass = self.recorder.begin(self)
+            self._pass = self.recorder.choose_pass(self)
         return self._pass
 
     @property

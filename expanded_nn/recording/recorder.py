@@ -45,7 +45,7 @@ class Recorder:
         store: The rows.
         leaves: What is known of each parameter.
         expanded: The expansions of the current pass: parameter -> pass, version, address, `(B, *shape)`.
-        escalation: Which modules go through the general rule because a forward could not do without.
+        escalation: The forwards that start over, with a module sent through the general rule.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -225,8 +225,8 @@ class Recorder:
             )
         return nullcontext()
 
-    def begin(self, forward: Forward) -> Pass:
-        """Chooses the pass of a forward, a new one if need be."""
+    def choose_pass(self, forward: Forward) -> Pass:
+        """The pass that a forward belongs to, a new one if need be."""
         module, batch = forward.module, forward.batch
         note_recorder(self)
         if running_backward() >= 0:
