@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from expanded_nn._errors import PerSampleError, PerSampleWarning
 from expanded_nn._modes import as_it_is, checkpoint_hooks
-from expanded_nn._steady import Start
+from expanded_nn._steady import StateBefore
 from expanded_nn.recording.watch import refuse_outside_use
 
 
@@ -55,24 +55,24 @@ class Escalation:
             return self._called(module, args, kwargs)
         kinds = [(name, type(value)) for name, value in kwargs.items()]
         kind = (id(module), module.training, *map(type, args), *kinds)
-        start = None if kind in self.proven else Start(module, (args, kwargs))
+        state = None if kind in self.proven else StateBefore(module, (args, kwargs))
         attempts = _Attempts(self, module)
-        if start is not None and checkpoint_hooks() is not None:
+        if state is not None and checkpoint_hooks() is not None:
             # A checkpoint counts the tensors that a forward saves, those of failed attempts, too. So the attempts are
             # made without it, and the forward that succeeds is run once more.
             with saved_tensors_hooks(as_it_is, as_it_is):
-                self._first_success(attempts, args, kwargs, start)
-            start.restored()
-        result = self._first_success(attempts, args, kwargs, start)
+                self._first_success(attempts, args, kwargs, state)
+            state.restore()
+        result = self._first_success(attempts, args, kwargs, state)
         self.proven.add(kind)
-        attempts.warn(rolled_back=start is not None)
+        attempts.warn(rolled_back=state is not None)
         return result
 
     def _first_success(
-        self, attempts: _Attempts, args: tuple[Any, ...], kwargs: dict[str, Any], start: Start | None
+        self, attempts: _Attempts, args: tuple[Any, ...], kwargs: dict[str, Any], state: StateBefore | None
     ) -> Any:
         """The result of the first attempt that succeeds."""
-        is_early = start is None
+        is_early = state is None
         while True:
             try:
                 result = self._called(attempts.called, args, kwargs)
@@ -81,7 +81,7 @@ class Escalation:
                 return result
             except Exception as error:
                 final = attempts.next(error)
-                again = checkpoint_hooks() is None and _is_plain(args, kwargs) if start is None else start.restored()
+                again = checkpoint_hooks() is None and _is_plain(args, kwargs) if state is None else state.restore()
                 if final is None and again:
                     continue
                 attempts.undo()
@@ -131,13 +131,13 @@ class _Attempts:
         by_vmap = getattr(error, "by_vmap", False)
         if trial is None or by not in (None, trial, self.refused.refused_by):  # the one on trial has succeeded
             self.refused, self.larger = error, self._around(by)
-            if by_vmap and self._goes(by, loops=True):
+            if by_vmap and self._make_general(by, loops=True):
                 return None
-        elif by_vmap and self._goes(trial, loops=True):
+        elif by_vmap and self._make_general(trial, loops=True):
             return None
         else:
             trial._learn(self.before[trial])
-        return None if any(map(self._goes, self.larger)) else self.refused
+        return None if any(map(self._make_general, self.larger)) else self.refused
 
     def _around(self, by: nn.Module | None) -> Iterator[Any]:
         """The modules around the module `by`, nearest first, up to the one that was called."""
@@ -146,7 +146,7 @@ class _Attempts:
             path = path.rpartition(".")[0]
             yield self.called.get_submodule(path)
 
-    def _goes(self, module: Any, *, loops: bool = False) -> bool:
+    def _make_general(self, module: Any, *, loops: bool = False) -> bool:
         """Makes a module go sample by sample; whether it can."""
         learned = getattr(module, "_learned", None)
         kind = module._kind() if hasattr(module, "_learned") else None

@@ -209,7 +209,7 @@ def lengths(squares: Iterable[Tensor], parts: Sequence[Part]) -> Tensor:
 
 
 def _are_zero(parts: Sequence[Part], index: Tensor) -> Tensor:
-    """Whether the rows of these samples are zero, as their factors show; so are those of samples without a loss."""
+    """Whether the rows of these samples are zero because a factor is, as where a sample's loss is zero."""
     zero = torch.ones_like(index, dtype=torch.bool)
     for part in parts:
         rows = part.rows[index]

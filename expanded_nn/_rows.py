@@ -36,7 +36,7 @@ def _in_own_dtype(method: Method) -> Method:
 
 
 class Rows(Tensor):
-    """Rows held as their factors; `factored.py` makes a tensor of them in all other respects."""
+    """Rows held as their factors, with their algebra; `factored.py` adds what makes them a tensor."""
 
     _cell: Cell
     _source: tuple[Cell, int] | None  # the rows this one was sliced from, and their version then
@@ -151,7 +151,7 @@ class Rows(Tensor):
 
     @_in_own_dtype
     def gram_by_position(self, other: Rows, positions: int) -> Tensor:
-        """`<row[b, t], other_row[c]>` for each position t of rows that have so many, `(B, T, B')`."""
+        """`<row[b, t], other_row[c]>` for each position t, of which the rows have `positions`; `(B, T, B')`."""
         return gram_by_position(self._unchanged(), other._unchanged(), self._cell.kind, positions)
 
     def has_kronecker_factors(self) -> bool:
@@ -159,12 +159,12 @@ class Rows(Tensor):
         return kronecker.has_factors(self._unchanged(), self._kind)
 
     def kronecker_factors(self, total: KroneckerFactors | None = None) -> KroneckerFactors:
-        """The Kronecker factors of rows that have such, added to `total` in place."""
+        """The Kronecker factors of the rows, added to `total` in place."""
         with in_own_dtype(self):
             return kronecker.factors(self._unchanged(), self._kind, total)
 
     def between(self: R, left: Tensor, right: Tensor) -> R:
-        """The rows `left @ row @ right`, of square matrices; factored where these are."""
+        """The rows `left @ row @ right`, with square matrices; factored where these rows are."""
         with in_own_dtype(self):
             blocks = [
                 (size, tuple(Guarded.of(kronecker.between(term, left, right)) for term in terms if size))

@@ -88,7 +88,7 @@ def _same(before: Any, after: Any) -> bool:
     return repr(before) == repr(after)  # of numpy's state this shows the position, which a draw moves
 
 
-class Start:
+class StateBefore:
     """What a forward may change, as it is before: random states, attributes and buffers, its arguments.
 
     Args:
@@ -131,7 +131,7 @@ class Start:
         elif deep and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type | FunctionType):
             self._keep(vars(value), deep=True)
 
-    def restored(self) -> bool:
+    def restore(self) -> bool:
         """Puts all of it back; whether that was possible."""
         self.random.restore()
         for container, before in self.containers:

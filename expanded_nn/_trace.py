@@ -24,14 +24,14 @@ class Event:
         path: Its qualified name.
         who: The name with the class.
         side: `"input"` or `"output"`.
-        inside: The name of the module that runs from here to the next event.
+        running: The name of the module that runs from here to the next event.
         values: The tensors that go in or come out.
     """
 
     path: str
     who: str
     side: str
-    inside: str
+    running: str
     values: list[Tensor]
 
     def __str__(self) -> str:
@@ -112,23 +112,23 @@ class Trace:
         index = min(index, len(self.events) - 1)
         first, last = self.events[max(0, index - 1)], self.events[index]
         is_whole = (first.who, first.side, last.side) == (last.who, "input", "output")
-        return first.inside, "" if is_whole else f"between {first} and {last} "
+        return first.running, "" if is_whole else f"between {first} and {last} "
 
 
-class Guard:
+class ErrorCollector:
     """Collects the errors of expanded layers while the context is open: a layer that raises one runs as a plain one.
 
     Attributes:
-        complaints: The errors, in order.
+        errors: The errors, in order.
         failed: The module that raised an exception of another kind.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.complaints: list[PerSampleError] = []
+        self.errors: list[PerSampleError] = []
         self.failed: str | None = None
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> ErrorCollector:
         self.guarded = [
             (path, module) for path, module in self.model.named_modules() if isinstance(module, PerSampleModule)
         ]
@@ -147,7 +147,7 @@ class Guard:
         try:
             return forward(*args, **kwargs)
         except PerSampleError as error:
-            self.complaints.append(error)
+            self.errors.append(error)
         except Exception:
             self.failed = self.failed or who
             raise

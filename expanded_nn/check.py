@@ -17,7 +17,7 @@ from expanded_nn._report import Findings, Problem, Report as Report
 from expanded_nn._running import Call, Runner, Step, grads_kept, leaves_behind, undisturbed
 from expanded_nn._samples import GivenLosses, Layout, difference, first_mixed, last_mixed, layer_without_samples
 from expanded_nn._steady import WithoutChance, WithoutDropout
-from expanded_nn._trace import Guard, Trace, name_of
+from expanded_nn._trace import ErrorCollector, Trace, name_of
 from expanded_nn.convert import convert, revert
 from expanded_nn.recording.recorder import Recorder, Settings, recorder_of
 
@@ -233,14 +233,14 @@ class _Check:
         outputs = self.expanded_outputs()
         if outputs is not None:
             return outputs
-        with Guard(self.expanded.module) as guard:
+        with ErrorCollector(self.expanded.module) as collector:
             try:
                 outputs = self.expanded(self.call)
             except Exception as error:
-                if not guard.complaints:
-                    self.complain_of(guard.failed or self.who, error)
-        self.findings.problems += [Problem.of("layer", error) for error in guard.complaints]
-        return None if guard.complaints else outputs
+                if not collector.errors:
+                    self.complain_of(collector.failed or self.who, error)
+        self.findings.problems += [Problem.of("layer", error) for error in collector.errors]
+        return None if collector.errors else outputs
 
     def expanded_outputs(self) -> list[Tensor] | None:
         """The outputs, with a note for each module that goes sample by sample; `None` after an error."""

@@ -18,7 +18,7 @@ from expanded_nn._modes import running_backward
 from expanded_nn._module import PerSampleModule
 from expanded_nn._traced import FirstEager, OnlyEager, recorders_met
 from expanded_nn.compiling.backends import Backend, backend_of
-from expanded_nn.compiling.kinds import OfStep, of_arguments, of_models, of_surroundings
+from expanded_nn.compiling.kinds import StepValues, of_arguments, of_models, of_surroundings
 from expanded_nn.compiling.replay import Graph
 from expanded_nn.compiling.tracing import trace
 from expanded_nn.recording.recorder import Recorder
@@ -125,7 +125,7 @@ class CompiledStep:
     Attributes:
         step: The user's function.
         backend: Makes functions of its graphs.
-        of_step: Gives a key for the values that the step refers to by names.
+        step_values: Gives a key for the values that the step refers to by names.
         modules: The modules that have taken part.
         recorders: The recorders of their rows.
         families: The graphs, by the kind of the call.
@@ -135,7 +135,7 @@ class CompiledStep:
 
     def __init__(self, step: Callable[..., Any], backend: Backend) -> None:
         functools.update_wrapper(self, step)
-        self.step, self.backend, self.of_step = step, backend, OfStep(step)
+        self.step, self.backend, self.step_values = step, backend, StepValues(step)
         self.modules: list[nn.Module] = []
         self.recorders: list[Recorder] = []
         self.families: dict[Hashable, Family] = {}
@@ -149,7 +149,7 @@ class CompiledStep:
         if not torch.is_grad_enabled() or running_backward() >= 0 or torch.compiler.is_compiling():
             return self.step(*args, **kwargs)
         by_id: dict[int, Tensor] = {}
-        key = of_arguments((args, kwargs), by_id), self.of_step(), of_surroundings()
+        key = of_arguments((args, kwargs), by_id), self.step_values(), of_surroundings()
         tensors = list(by_id.values())
         shapes = tuple(tensor.shape for tensor in tensors)
         if not self.modules:
@@ -214,7 +214,7 @@ class CompiledStep:
         return graph
 
     def _fault(self, family: Family, reason: str) -> None:
-        """A graph could not be made, or was not right."""
+        """Counts a call for which no graph could be made, or whose graph was not right."""
         family.faults += 1
         if family.faults >= MOST_FAULTS:
             self._give_up(family, reason)

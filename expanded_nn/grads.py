@@ -264,12 +264,12 @@ class PerSampleGrads(Mapping[str, Tensor]):
         return before | {name: rows.kronecker_factors(before.get(name)) for name, rows in weights.items()}
 
     def _may_have_factors(self, name: str) -> bool:
-        """Whether it is a matrix, and none of an embedding."""
+        """Whether the parameter is a matrix, but not an embedding's."""
         terms = self._held(name).terms()
         return self._rows[name].dim() > 2 and not (terms and all(isinstance(term, OneHot) for term in terms))
 
     def ekfac(self, factors: Mapping[str, KroneckerFactors | EigenFactors]) -> dict[str, EigenFactors]:
-        """The second moment of the rows' entries in the eigenbasis of Kronecker factors, added up in a second pass.
+        """The second moment of the rows' entries in the eigenbasis of Kronecker factors, added up over the data.
 
         Of all second moments that are diagonal in that basis it is the nearest to the true one, K-FAC's included
         (George et al., 2018, "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis"). Take the
@@ -412,7 +412,7 @@ torch.serialization.add_safe_globals([PerSampleGrads, KroneckerFactors, EigenFac
 
 
 def per_sample_grads(model: nn.Module) -> PerSampleGrads:
-    """The rows that `model` holds now, as the matrix G and its algebra.
+    """The rows that `model` holds, as the matrix G and its algebra.
 
     Args:
         model: A model in per-sample mode, after a backward.

@@ -36,23 +36,23 @@ def of_arguments(value: Any, tensors: dict[int, Tensor]) -> Hashable:
         return kind, tuple(of_arguments(item, tensors) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
         return kind, tuple(of_arguments(getattr(value, field.name), tensors) for field in fields(value))
-    return kind, Same(value)
+    return kind, Identity(value)
 
 
-class Same:
+class Identity:
     """Any other object, equal to itself alone; it is held, so that its id stays its own."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
+        return isinstance(other, Identity) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
 
 
-class OfStep:
+class StepValues:
     """The values that a step refers to by names: variables of enclosing functions, globals, attributes of its object.
 
     Numbers and strings count by their values, anything else by its identity, whatever is within it.
@@ -96,7 +96,7 @@ def _names(code: CodeType) -> list[str]:
 
 
 def _by_value_or_identity(value: Any) -> Hashable:
-    return (type(value), value) if type(value) in _PLAIN else Same(value)
+    return (type(value), value) if type(value) in _PLAIN else Identity(value)
 
 
 def _content(cell: CellType) -> Any:
@@ -117,7 +117,7 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
     """A key for the state of modules: their children, attributes and hooks, and which gradients and rows they hold.
 
     Modules and parameters count by their ids, which are their own as long as the modules are kept; buffers and tensors
-    among the attributes by their shapes and dtypes; other attributes as in `OfStep`.
+    among the attributes by their shapes and dtypes; other attributes as in `StepValues`.
     """
     key: list[Any] = [recorder.settings for recorder in recorders]
     for module in modules:
@@ -130,12 +130,12 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
             for name, value in attributes.items()
             if name not in _OF_EVERY_MODULE
         ]
-        key += [Same(hook) for name in _HOOKS for hook in attributes[name].values()]
+        key += [Identity(hook) for name in _HOOKS for hook in attributes[name].values()]
         for parameter in attributes["_parameters"].values():
             key.append(id(parameter))
             if parameter is not None:
                 key += (parameter.requires_grad, parameter.shape, parameter.dtype, parameter.device)
-                key += map(Same, (parameter._backward_hooks or {}).values())
+                key += map(Identity, (parameter._backward_hooks or {}).values())
                 if parameter.grad is not None:
                     key.append("clipped" if any(recorder.is_clipped(parameter) for recorder in recorders) else "grad")
                 if getattr(parameter, "grad_sample", None) is not None:

@@ -182,9 +182,9 @@ def trace(
                 stack.enter_context(isolated(recorder, lambda parameter: id(parameter) in clipped))
             conditions = stack.enter_context(assumptions())
             stack.enter_context(random_numbers)
-            stack.enter_context(register_module_forward_pre_hook(partial(_refuse_unknown, set(modules))))
+            stack.enter_context(register_module_forward_pre_hook(partial(_refuse_new_module, set(modules))))
             outcome.result = packed(step(*args, **kwargs), results)
-            _refuse_open(results, recorders)
+            _refuse_missing_backward(results, recorders)
             for find, old in zip(finds, before, strict=True):
                 new = find(own).grad
                 if new is not old:
@@ -213,7 +213,7 @@ def trace(
             "step without enn.compile.",
         ) from error
     constants = _lifted(graph)
-    _refuse_others(constants, leaves)
+    _refuse_other_leaves(constants, leaves)
     examples = [*fakes, *grads, *(without_values(constant.detach()) for constant in constants)]
     attributes = {
         id(value): (values, name)
@@ -247,17 +247,17 @@ def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder
         )
 
 
-def _refuse_unknown(known: Collection[nn.Module], module: nn.Module, _: Any) -> None:
+def _refuse_new_module(called: Collection[nn.Module], module: nn.Module, _: Any) -> None:
     """Puts the trace off before it calls a module that no step has called before."""
-    if module not in known:
+    if module not in called:
         raise FirstEager(f"it calls a {type(module).__name__} for the first time")
 
 
-def _refuse_others(constants: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+def _refuse_other_leaves(constants: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
     """Raises if a tensor requires gradients that is neither an argument nor a parameter of a module that is called."""
-    known = {id(leaf) for leaf in leaves}
+    leaf_ids = {id(leaf) for leaf in leaves}
     for constant in constants:
-        if constant.requires_grad and constant.is_leaf and id(constant) not in known:
+        if constant.requires_grad and constant.is_leaf and id(constant) not in leaf_ids:
             if isinstance(constant.grad, FakeTensor):
                 constant.grad = None
             raise complaint(
@@ -271,8 +271,10 @@ def _refuse_others(constants: Sequence[Tensor], leaves: Sequence[Tensor]) -> Non
 
 def _reads_values(error: Exception) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
-    known = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}
-    return bool(names & known) or "data is not allocated yet" in str(error) or "trying to get value" in str(error)
+    value_errors = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}
+    return (
+        bool(names & value_errors) or "data is not allocated yet" in str(error) or "trying to get value" in str(error)
+    )
 
 
 def _line_of(error: Exception) -> str:
@@ -315,7 +317,7 @@ def _attributes_kept(
                 values.update(before)
 
 
-def _refuse_open(parts: Sequence[Any], recorders: Sequence[Recorder]) -> None:
+def _refuse_missing_backward(parts: Sequence[Any], recorders: Sequence[Recorder]) -> None:
     """Raises if the step returns a tensor whose backward has not run: it would run outside of the graph."""
     if not any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return

@@ -71,7 +71,7 @@ def rows_by_columns(
 
 
 def rows_by_groups(g: Tensor, x: Tensor, row_shape: tuple[int, ...], geometry: Geometry, coefficient: float) -> Tensor:
-    """The rows as the weight's gradient of a convolution in which the groups of a few samples are groups.
+    """The rows as the gradient of the weight of a convolution that has the groups of a few samples as its groups.
 
     The rows are copied from it, and multiplied by the coefficient meanwhile.
     """

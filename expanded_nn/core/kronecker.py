@@ -68,7 +68,7 @@ def _has_sides(term: Term, wanted: tuple[int, int]) -> bool:
 
 
 def factors(blocks: Sequence[Block], kind: Kind, total: KroneckerFactors | None = None) -> KroneckerFactors:
-    """The factors of rows that have such, added to `total` in place."""
+    """The Kronecker factors of rows, added to `total` in place."""
     dtype = torch.promote_types(kind.dtype, torch.float32)
     if total is None:
         G, A = (torch.zeros(size, size, dtype=dtype, device=kind.device) for size in sides(kind.row_shape))

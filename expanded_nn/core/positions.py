@@ -27,7 +27,7 @@ def gram_by_position(
     kind: Kind,
     positions: int,
 ) -> Tensor:  # (B, T, B')
-    """`<row[b, t], other_row[c]>` for each position t of rows that all have so many."""
+    """`<row[b, t], other_row[c]>` for each position t, of which all rows have `positions`."""
 
     def block(size: int, terms: Sequence[Term], width: int, other_terms: Sequence[Term]) -> Tensor:
         pairs = [(term, other) for term in terms for other in other_terms] if size and width else []
