@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -39,7 +39,7 @@ def leaves_behind(outputs: Iterable[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def grads_kept(leaves: list[Tensor]) -> Iterator[None]:
+def grads_kept(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Clears the gradients of tensors, and restores them afterwards."""
     grads = [leaf.grad for leaf in leaves]
     try:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from expanded_nn._errors import complaint
 from expanded_nn._modes import running_backward
+from expanded_nn._running import grads_kept
 from expanded_nn._traced import FirstEager, OnlyEager, assumptions
 from expanded_nn.compiling.packing import Remake, packed
 from expanded_nn.recording.isolation import has_hidden_rows, isolated
@@ -200,7 +201,7 @@ def trace(
     tracer = make_fx(body, _allow_non_fake_inputs=True)  # "real" mode, as the inputs are without values already
     no_optimizer = register_optimizer_step_pre_hook(_refuse_optimizer)
     try:
-        with no_optimizer, _grads_kept(leaves), _attributes_kept(modules, kept), mode, enable_python_dispatcher():
+        with no_optimizer, grads_kept(leaves), _attributes_kept(modules, kept), mode, enable_python_dispatcher():
             graph = tracer(*fakes, *grads)
     except Exception as error:
         if not _reads_values(error):
@@ -292,16 +293,6 @@ def _attribute(values: dict[str, Any], name: str, tensors: Sequence[Tensor]) -> 
 
 def _itself(leaf: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     return leaf
-
-
-@contextmanager
-def _grads_kept(leaves: Sequence[Tensor]) -> Iterator[None]:
-    grads = [leaf.grad for leaf in leaves]
-    try:
-        yield
-    finally:
-        for leaf, grad in zip(leaves, grads, strict=True):
-            leaf.grad = grad
 
 
 @contextmanager

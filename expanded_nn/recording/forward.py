@@ -82,7 +82,7 @@ class Forward:
         is_explicit: Whether `one_pass` has opened it.
         thread: The thread it runs in.
         notes: What layers have noted about their inputs.
-        is_awaited: Whether a layer has run without gradients in it, as in a reentrant checkpoint: then the backward
+        will_run_again: Whether a layer has run without gradients in it, as in a reentrant checkpoint: then the backward
             will run layers again.
     """
 
@@ -95,7 +95,7 @@ class Forward:
         self.is_explicit = is_explicit
         self.thread = get_ident()
         self.notes = InputNotes()
-        self.is_awaited = False
+        self.will_run_again = False
         self._pass: Pass | None = None
 
     def __enter__(self) -> Forward:
@@ -142,7 +142,7 @@ class Forward:
         """
         if self.notes.shared_results:
             self._refuse_taken_apart(result)
-        if not self.is_awaited or (self._pass is None and self.batch is None):
+        if not self.will_run_again or (self._pass is None and self.batch is None):
             return
         kept = self.recorder.passes.kept
         if not note_pass(contents(result), self.current_pass) and self.current_pass not in kept:
@@ -180,7 +180,7 @@ class Forward:
         self.recorder.forward = None
         if self.is_explicit:
             self.recorder.passes.current = None
-            if self.is_awaited and self._pass is not None:
+            if self.will_run_again and self._pass is not None:
                 self.recorder.passes.kept.append(self._pass)
         if (
             not self.notes.broadcast

@@ -302,7 +302,7 @@ class Recorder:
             if pass_ is not None:
                 self.backward.resumed.append(pass_)
         elif self.forward is not None:
-            self.forward.is_awaited = True
+            self.forward.will_run_again = True
 
     @contextmanager
     def in_general_rule(self, originals: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[None]:

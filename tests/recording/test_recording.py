@@ -73,43 +73,43 @@ def test_the_stages_of_a_pass(events: list[str], stage: PassStage, is_joined: bo
 
 
 def test_passes_are_numbered_in_the_order_of_their_forwards() -> None:
-    known = Passes()
-    opened = [known.joined_or_new(3), known.joined_or_new(3), known.new(3), known.joined_or_new(4)]
+    passes = Passes()
+    opened = [passes.joined_or_new(3), passes.joined_or_new(3), passes.new(3), passes.joined_or_new(4)]
     assert [each.number for each in opened] == [0, 0, 1, 2]
     assert repr(opened[2]) == "Pass(batch=3, number=1, stage=OPEN)"
 
 
 def test_a_new_pass_is_joined_by_none() -> None:
-    known = Passes()
-    before = known.joined_or_new(3)
-    known.new(3)
-    assert known.joined_or_new(3) is before
+    passes = Passes()
+    before = passes.joined_or_new(3)
+    passes.new(3)
+    assert passes.joined_or_new(3) is before
 
 
 def test_a_pass_that_is_done_is_current_no_more() -> None:
-    known = Passes()
-    known.joined_or_new(3).stage = REACHED
-    known.backward_is_over()
-    assert known.current is None
+    passes = Passes()
+    passes.joined_or_new(3).stage = REACHED
+    passes.backward_is_over()
+    assert passes.current is None
 
 
 def test_passes_live_as_long_as_a_graph_keeps_them() -> None:
-    known = Passes()
-    kept, dropped = known.new(3), known.new(3)
+    passes = Passes()
+    kept, dropped = passes.new(3), passes.new(3)
     seen = weakref.ref(dropped)
     del dropped
     assert seen() is None
-    known.new(3)
-    assert known.alive[0]() is kept
-    assert len(known.alive) == 2
+    passes.new(3)
+    assert passes.alive[0]() is kept
+    assert len(passes.alive) == 2
 
 
 def test_kept_passes_are_let_go_once_they_are_done() -> None:
-    known = Passes()
-    known.kept = [known.new(3), known.new(4)]
-    known.kept[0].stage = REACHED
-    known.backward_is_over()
-    assert [each.batch for each in known.kept] == [4]
+    passes = Passes()
+    passes.kept = [passes.new(3), passes.new(4)]
+    passes.kept[0].stage = REACHED
+    passes.backward_is_over()
+    assert [each.batch for each in passes.kept] == [4]
 
 
 @pytest.mark.parametrize(
@@ -134,11 +134,11 @@ def test_kept_passes_are_let_go_once_they_are_done() -> None:
 def test_the_pass_of_a_recomputation(
     stages: list[PassStage], batches: list[int], behind: list[int], batch: int | None, fitting: list[int]
 ) -> None:
-    known = Passes()
-    all_passes = [known.new(size) for size in batches]
+    passes = Passes()
+    all_passes = [passes.new(size) for size in batches]
     for pass_, stage in zip(all_passes, stages, strict=True):
         pass_.stage = stage
-    candidates = known.recomputed(batch, [all_passes[number] for number in behind])
+    candidates = passes.recomputed(batch, [all_passes[number] for number in behind])
     assert [each.number for each in candidates] == fitting
 
 
@@ -163,14 +163,14 @@ class Engine:
 
 
 class Model:
-    """Whom a backward tells that it is over."""
+    """What a backward tells that it has ended."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[bool, bool]] = []
+        self.ends: list[tuple[bool, bool]] = []
         self.backward = Backward(self.on_end)
 
     def on_end(self, delivered: bool, failed: bool) -> None:
-        self.heard.append((delivered, failed))
+        self.ends.append((delivered, failed))
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("events", "stage", "begins", "heard"),
+    ("events", "stage", "begins", "ends"),
     [
         # what happens, the stage after it, which deliveries were the first, what `on_end` was told
         ([], IDLE, [], []),
@@ -208,7 +208,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     ],
 )
 def test_the_stages_of_a_backward(
-    engine: Engine, events: list[str], stage: BackwardStage, begins: list[bool], heard: list[tuple[bool, bool]]
+    engine: Engine, events: list[str], stage: BackwardStage, begins: list[bool], ends: list[tuple[bool, bool]]
 ) -> None:
     model = Model()
     began = []
@@ -219,7 +219,7 @@ def test_the_stages_of_a_backward(
             model.backward.end_unfinished()
         else:
             getattr(engine, event)()
-    assert (model.backward.stage, began, model.heard) == (stage, begins, heard)
+    assert (model.backward.stage, began, model.ends) == (stage, begins, ends)
 
 
 def test_a_backward_inside_of_another_is_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,16 +235,16 @@ def test_a_backward_inside_of_another_is_a_part_of_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", outer)
     assert not model.backward.enter(delivers=True)
     outer.end()
-    assert model.heard == [(True, False)]
+    assert model.ends == [(True, False)]
 
 
 def test_a_backward_ends_behind_the_callbacks_of_others(engine: Engine) -> None:
     model, order = Model(), []
     model.backward.enter(delivers=True)
-    engine.queue_callback(lambda: order.append(len(model.heard)))  # as DistributedDataParallel's, queued later
+    engine.queue_callback(lambda: order.append(len(model.ends)))  # as DistributedDataParallel's, queued later
     engine.end()
     assert order == [0]
-    assert model.heard == [(True, False)]
+    assert model.ends == [(True, False)]
 
 
 def test_two_models_in_one_backward(engine: Engine) -> None:
@@ -252,19 +252,19 @@ def test_two_models_in_one_backward(engine: Engine) -> None:
     for model in models:
         model.backward.enter(delivers=True)
     engine.end()
-    assert [model.heard for model in models] == [[(True, False)], [(True, False)]]
+    assert [model.ends for model in models] == [[(True, False)], [(True, False)]]
 
 
 @pytest.mark.parametrize("event", ["end", "fail"])
-def test_a_model_that_is_gone_hears_nothing(engine: Engine, event: str) -> None:
+def test_a_model_that_is_gone_is_told_nothing(engine: Engine, event: str) -> None:
     model = Model()
     model.backward.enter(delivers=True)
-    heard, gone = model.heard, weakref.ref(model)
+    ends, gone = model.ends, weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None
     getattr(engine, event)()
-    assert heard == []
+    assert ends == []
 
 
 # What expansions have sent, and what arrives.
@@ -272,49 +272,49 @@ def test_a_model_that_is_gone_hears_nothing(engine: Engine, event: str) -> None:
 
 def test_what_one_expansion_sent_is_the_very_tensor() -> None:
     gradient = torch.ones(2)
-    sent = ExpectedGradient(gradient)
-    assert sent.matches(gradient)
-    assert not sent.matches(gradient.clone())
+    expected = ExpectedGradient(gradient)
+    assert expected.matches(gradient)
+    assert not expected.matches(gradient.clone())
     gradient += 1  # autograd adds in place what comes from elsewhere
-    assert not sent.matches(gradient)
+    assert not expected.matches(gradient)
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_what_several_passes_sent_is_compared_with_their_sum(count: int) -> None:
     gradients = list(torch.randn(count, 4))
     gradients[0][0] = torch.nan  # of a sample that is NaN
-    sent = ExpectedGradient(gradients[0])
+    expected = ExpectedGradient(gradients[0])
     arrived = gradients[0].clone()
     for gradient in gradients[1:]:
-        sent.add(gradient)
+        expected.add(gradient)
         arrived += gradient
-    assert sent.matches(arrived)
-    assert not sent.matches(arrived + 1)
+    assert expected.matches(arrived)
+    assert not expected.matches(arrived + 1)
 
 
 def test_what_was_added_to_the_first_before_the_second_came_is_seen() -> None:
     first, second = torch.ones(2), torch.ones(2)
-    sent = ExpectedGradient(first)
+    expected = ExpectedGradient(first)
     first += 1
-    sent.add(second)
-    assert not sent.matches(first + second)
+    expected.add(second)
+    assert not expected.matches(first + second)
 
 
 def test_what_took_the_place_of_the_first_is_seen() -> None:
-    sent, second = (
+    expected, second = (
         ExpectedGradient(torch.ones(2)),
         torch.ones(2),
     )  # the engine holds another sum, and the first is no more
-    sent.add(second)
-    assert not sent.matches(torch.full((2,), 3.0))
+    expected.add(second)
+    assert not expected.matches(torch.full((2,), 3.0))
 
 
 def test_sparse_gradients_are_compared_by_their_numbers() -> None:
     first, second = torch.eye(3).to_sparse(), torch.ones(3, 3).to_sparse()
-    sent = ExpectedGradient(first)
-    sent.add(second)
-    assert sent.matches(first + second)
-    assert sent.matches((first + second).to_dense())
+    expected = ExpectedGradient(first)
+    expected.add(second)
+    assert expected.matches(first + second)
+    assert expected.matches((first + second).to_dense())
 
 
 # Which rows are stale.
@@ -447,8 +447,8 @@ def test_a_leaf_adds_up_what_is_sent_in_one_backward() -> None:
     first, second = torch.randn(2), torch.randn(2)
     leaf.expect(first)
     leaf.expect(second)
-    (sent,) = leaf.expected.values()
-    assert sent.matches(first + second)
+    (expected,) = leaf.expected.values()
+    assert expected.matches(first + second)
 
 
 # The rows held.
