@@ -7,7 +7,7 @@ from torch import nn
 
 ExpandedClass = TypeVar("ExpandedClass", bound=type[nn.Module])
 
-# a class, or its name "package.module.Class" -> its twin, or the first base of its twin, the class being the second
+# a class, or its name "package.module.Class" -> its twin; or, by name, the first of the two bases of its twin
 EXPANDED: dict[type[nn.Module] | str, type[nn.Module]] = {}
 
 

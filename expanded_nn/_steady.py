@@ -263,7 +263,7 @@ _FIXED: dict[str, Callable[[Tensor, Any], Tensor]] = {
     **dict.fromkeys(("exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli", "bernoulli_"), _filled(1.0)),
     **dict.fromkeys(("multinomial", "random_", "randint_like"), _filled(0)),
     "randint": lambda drawn, args: drawn.fill_(0 if isinstance(args[1], tuple | list) else args[0]),
-    "randperm": lambda drawn, args: drawn.copy_(torch.arange(len(drawn)).roll(1)),  # the samples' own would hide mixing
+    "randperm": lambda drawn, args: drawn.copy_(torch.arange(len(drawn)).roll(1)),  # the identity would hide mixing
 }
 _DROPOUTS = {
     F.dropout,

@@ -153,9 +153,8 @@ def _refuse_closures(model: nn.Module) -> None:
 def _refers_to(value: Any, own: set[int], depth: int = 3) -> bool:
     """Whether functions and weak references in a value refer to objects with these ids."""
     if isinstance(value, weakref.ref):
-        return (
-            isinstance(value(), nn.Module) and id(value()) in own
-        )  # a copied RNN makes its references to weights anew
+        # references to weights do not count: a copied RNN makes its own anew
+        return isinstance(value(), nn.Module) and id(value()) in own
     if isinstance(value, dict | list | tuple | set):
         values = value.values() if isinstance(value, dict) else value
         return depth > 0 and any(_refers_to(item, own, depth - 1) for item in values)

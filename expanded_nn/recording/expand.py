@@ -19,7 +19,7 @@ from expanded_nn.recording.backward import accumulates_next, graph_of
 from expanded_nn.recording.leaf import Leaf, Leaves
 from expanded_nn.recording.passes import Pass
 
-# computes a weight from other values: of the leaves that it was computed from, and those values
+# computes a weight anew, from the leaves that it was computed from and other values for them
 Recompute = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
@@ -58,7 +58,7 @@ class Expand(torch.autograd.Function):
         # torch.autograd.grad asks for the gradient, and adds nothing to .grad
         settings, asked_for = receiver.settings, not accumulates_next(ctx)
         scale = max(1, ctx.pass_.batch) if settings.loss_reduction == "mean" else 1
-        # otherwise each attribute of a factored tensor is looked up through Python
+        # without no_torch_function each attribute of a factored tensor costs a call in Python
         with no_torch_function(), in_own_dtype(rows):
             add_up = settings.accumulate_grad or asked_for
             kept, total = _kept_and_total(rows, scale, add_up, settings, leaf.memory)

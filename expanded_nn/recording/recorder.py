@@ -355,7 +355,7 @@ class Recorder:
             self.store.suspend(self.leaves)
             return
         if self.settings.accumulate_grad:
-            departed = self._departed(held) if held else set()  # nobody asks for their rows: a doubt about them is none
+            departed = self._departed(held) if held else set()  # nobody asks for their rows: no doubt is raised
             self._forget_stale(leaf for leaf in held if leaf not in departed)
         else:
             for leaf in held:
