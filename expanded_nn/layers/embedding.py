@@ -251,7 +251,7 @@ class Embedding(Expanded, nn.Embedding):
         if batch > 1:
             self._refuse_other_batch(index, dim)
         if self._recorder is not None and self._recorder.forward is not None:
-            self._recorder.forward.heard.broadcast.append(self)
+            self._recorder.forward.notes.broadcast.append(self)
         return index.expand(batch, *index.shape), 0 if batch_first else 1
 
     def _may_be_positions(self, index: Tensor) -> bool:
@@ -523,7 +523,7 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         forward = None if self._recorder is None or offsets is None else self._recorder.forward
         if forward is not None and offsets is not None:  # before the layer runs, be it without gradients
-            forward.correct(_bag_count(input, offsets, self.include_last_offset))
+            forward.set_batch(_bag_count(input, offsets, self.include_last_offset))
         return cast(Tensor, super().forward(input, offsets, per_sample_weights))
 
     def samples_in(
