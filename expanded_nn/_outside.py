@@ -55,7 +55,7 @@ def one_pass(model: nn.Module, batch_size: int) -> Iterator[None]:
         torch.Size([4, 2])
     """
     if batch_size < 0:
-        raise ValueError(f"one_pass: batch_size is {batch_size}; wanted a number from 0.")
+        raise ValueError(f"one_pass: batch_size is {batch_size}; wanted 0 or more.")
     recorders = {each._recorder for each in model.modules() if isinstance(each, PerSampleModule)} - {None}
     with ExitStack() as stack:
         for recorder in recorders:
@@ -123,7 +123,7 @@ def with_plain_weights(operation: Operation, torchs: Callable[..., Tensor], rank
             raise complaint(
                 f"functional.{operation.__name__}",
                 f"the input has shape {tuple(x.shape)}, the weight {tuple(weight.shape)}",
-                f"a weight of {rank} dimensions, or of {rank + 1}, the first of them the samples, as in the input",
+                f"a weight with {rank} dimensions, or with {rank + 1}, the first that of the samples, as in the input",
                 "Keep the samples in the first dimension of both; unflatten a folded batch.",
             )
         if torch.compiler.is_compiling() and weight.requires_grad:

@@ -88,7 +88,7 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
         raise complaint(
             "clip_grad_sample_norms_",
             "no parameter has per-sample gradients",
-            "those of a backward in per-sample mode, (0, *shape) if there were no samples",
+            "those of a backward in per-sample mode; an empty batch has them as well, of shape (0, *shape)",
             "Clip after backward and before zero_grad, and with accumulate_grad=False once after each backward.",
         )
     count = batch_size_of(held)

@@ -173,7 +173,7 @@ class CompiledStep:
         if held:
             family.faults = 0
             return result
-        self._fault(family, "its gradients are zero, or not finite, or out of the range of squares, again and again")
+        self._fault(family, "call after call its gradients are zero, not finite, or have squares out of range")
         return self.step(*args, **kwargs)
 
     def _show(self, key: Hashable, shapes: Shapes, args: Any, kwargs: Any) -> Any:

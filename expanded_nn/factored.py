@@ -121,7 +121,7 @@ def rebuilt(version: int, *saved: Any) -> FactoredTensor:
     if version > SAVED_VERSION:
         raise complaint(
             "torch.load",
-            f"the file holds factored rows in version {version} of their form",
+            f"the file holds factored rows in version {version} of the format",
             f"{SAVED_VERSION} at most",
             "Update expanded_nn.",
         )

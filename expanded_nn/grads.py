@@ -66,7 +66,10 @@ class PerSampleGrads(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if isinstance(name, slice | Tensor):  # type: ignore[unreachable]
             raise complaint(
-                "PerSampleGrads", f"it is indexed by a {type(name).__name__}", "a parameter's name", "Take rows(index)."
+                "PerSampleGrads",
+                f"it is indexed by a {type(name).__name__}",
+                "a parameter's name",
+                "For some samples take rows(index).",
             )
         return self._rows[name]
 
@@ -209,7 +212,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 f"per_position=True, and the per-sample gradients of {some(lacking)} have no positions"
                 if lacking
                 else f"per_position=True, and the parameters have different numbers of positions, {known}",
-                "linear layers and embeddings with as many positions each, whose per-sample gradients are factored",
+                "linear layers and embeddings with equally many positions, whose per-sample gradients are factored",
                 "Leave out the others: PerSampleGrads({name: grads[name] for name in names}); for small layers switch "
                 "on per_sample(keep_factors=True).",
             )
@@ -331,7 +334,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
                     f"factors for {name!r} with count {second_moment.count}"
                     if name in self._rows
                     else f"{name!r} has no per-sample gradients",
-                    "factors of parameters that have per-sample gradients, and of one sample at the least",
+                    "factors of parameters that have per-sample gradients, and of at least one sample",
                     "Leave this one out.",
                 )
             _refuse_other_sizes(what, name, self._rows[name], second_moment)
@@ -402,7 +405,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 f"PerSampleGrads.{what}",
                 f"the names {sorted(set(other) ^ set(self))} are in one of the two only",
                 "one entry for each parameter that has per-sample gradients",
-                "Leave out, or add, what differs.",
+                "Give both the same names.",
             )
 
 
@@ -477,7 +480,7 @@ def _preconditioned(
 def _not_definite(name: str, damping: float) -> PerSampleError:
     return complaint(
         "PerSampleGrads.precondition",
-        f"the factors of {name!r} with damping {damping} are no positive definite matrices",
+        f"the factors of {name!r} with damping {damping} are not positive definite",
         "sums of a aᵀ and g gᵀ of finite numbers",
         "Take the factors of kronecker(), without inf or NaN, and a larger damping.",
     )

@@ -419,7 +419,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:  # (B, dim)
-    """Adds up, averages or maximises the entries of each bag, looked up in each sample's own table.
+    """Adds up, averages or maximizes the entries of each bag, looked up in each sample's own table.
 
     Args:
         input: Indices: `(B, N)`, or all bags one after the other, `(N,)`. The bag is the sample.
