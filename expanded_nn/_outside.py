@@ -69,9 +69,9 @@ def expanded(weight: Tensor) -> Tensor:
     In per-sample mode it is expanded over the samples of the forward that runs or, after it, of the last one:
     `(B, *weight.shape)`, the same tensor that the layers see. So the gradient of this use is added to the rows. In any
     other case, with per-sample mode off, in `no_grad`, or for a frozen parameter, it is `weight` itself. A parameter
-    without dimensions becomes `(B,)`, which broadcasts with `(B, 1)` to `(B, B)`, and wrong rows: give it shape `(1,)`.
-    The maps of `expanded_nn.functional` (`linear`,
-    `bilinear`, `embedding`, the convolutions) take both; so does code that counts dimensions from the end.
+    without dimensions becomes `(B,)`, which with `(B, 1)` broadcasts to `(B, B)`, and the rows are wrong: give it shape
+    `(1,)`, or write `expanded(weight).view(-1, 1)`. The maps of `expanded_nn.functional` (`linear`, `bilinear`,
+    `embedding`, the convolutions) take both; so does code that counts dimensions from the end.
 
     Args:
         weight: A parameter of a converted model, or what was computed from parameters alone.

@@ -51,8 +51,8 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
     lengths). Norms that are not finite, or out of the range of squares, are noticed, and the call runs eagerly.
 
     Args:
-        step: A function that calls `backward` itself; or nothing, for a decorator with arguments. What it returns has
-            no history. Optimizers take their step outside of it.
+        step: A function that calls `backward` itself, not the model; or nothing, for a decorator with arguments. What
+            it returns has no history. Optimizers take their step outside of it.
         backend: `"inductor"`, `"eager"` (the graph's operations one by one, without a compiler), or what
             `torch.compile` takes: a name or a function of a graph and example inputs.
         options: Those of inductor, as in `torch.compile(options={...})`.

@@ -106,7 +106,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
     def norms(self, per_parameter: bool) -> Tensor | dict[str, Tensor]: ...
 
     def norms(self, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
-        """The Euclidean norm of each row, accumulated in float32 at the least.
+        """The Euclidean norm of each row, accumulated in float32 or a wider dtype.
 
         Args:
             per_parameter: Whether to give the norms of each parameter's rows by name.
@@ -161,7 +161,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
         is made once and kept in `queries`, if it is not too large.
 
         Args:
-            other: The rows of the same parameters, of other samples.
+            other: The rows of the same parameters, of other samples: a `PerSampleGrads`, or a mapping by name.
             per_position: Whether to give each position's part of the inner product, such as each token's: of the rows
                 of linear layers `sum_t g[b, t] ⊗ a[b, t]` that of each t. All parameters must have as many positions;
                 leave the others out: `PerSampleGrads({name: grads[name] for name in names})`.
@@ -245,7 +245,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
         Returns:
             Name -> `(A, G, count)`: the sums over samples and positions of `a aᵀ`, `(in, in)`, and of `g gᵀ`, `(out,
-            out)`, and how many were added. In float32 at the least.
+            out)`, and how many were added. In float32 or a wider dtype.
 
         Raises:
             PerSampleError: If a matrix holds dense rows, whose factors are gone: switch on
@@ -343,7 +343,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
         """The inner product of each row with one vector, `G @ v`, `(B,)`.
 
         Args:
-            vectors: Parameter name -> `(*shape)`.
+            vectors: Parameter name -> `(*shape)`, one entry for each parameter.
 
         Raises:
             PerSampleError: If `vectors` has other names than the parameters.

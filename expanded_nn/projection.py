@@ -100,7 +100,7 @@ class Projection:
                 complex number counts as two real ones.
 
         Returns:
-            `(B, dim)`, in float32 at the least, without history.
+            `(B, dim)`, in float32 or a wider dtype, without history.
 
         Raises:
             PerSampleError: If the parameters hold different numbers of rows, or one has another shape than in an
