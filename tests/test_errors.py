@@ -365,7 +365,7 @@ def bag(input: Tensor, **arguments: Any) -> Tensor:
     return enn.functional.embedding_bag(input, torch.randn(3, 9, 4), **arguments)
 
 
-@refused(r"embedding_bag: the input has 2 samples; wanted 3, as the weight. Expand the one or the other")
+@refused(r"embedding_bag: the input has 2 samples; wanted 3, as the weight. Give both the same samples")
 def bags_of_other_samples() -> None:
     bag(torch.zeros(2, 2, dtype=torch.int64))
 
@@ -482,7 +482,9 @@ def an_object_of_one_sample() -> None:
     in_a_loop(lambda self, x: SimpleNamespace(cache=x * self.scale))
 
 
-@refused(r"^Own: its forward keeps tensors in an attribute, a buffer or an argument; wanted .* leaves nothing behind")
+@refused(
+    r"^Own: its forward keeps tensors in an attribute, a buffer or an argument; wanted .* keeps nothing for the next"
+)
 def something_left_behind_by_one_sample() -> None:
     in_a_loop(lambda self, x: self.seen.add_(1) + x * self.scale)
 

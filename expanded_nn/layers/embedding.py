@@ -140,7 +140,7 @@ def _dropped(index: Tensor, valid: Tensor | None, padding_idx: int | None) -> Te
 def _refuse_other_rows(op: str, rows: int, weight: Tensor) -> None:
     if rows != weight.shape[0]:
         raise complaint(
-            op, f"the input has {rows} samples", f"{weight.shape[0]}, as the weight", "Expand the one or the other."
+            op, f"the input has {rows} samples", f"{weight.shape[0]}, as the weight", "Give both the same samples."
         )
 
 
