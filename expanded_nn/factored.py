@@ -155,10 +155,10 @@ class _Unseen(Cell):
     """Rows that are held while a step is traced: it may drop them, and not look at them."""
 
     def merge(self) -> tuple[Block, ...]:
-        raise OnlyEager("it uses per-sample gradients that were held before")
+        raise OnlyEager("it uses per-sample gradients from before the call (clear them, model.zero_grad())")
 
     def unchanged(self) -> list[algebra.Block]:
-        raise OnlyEager("it uses per-sample gradients that were held before")
+        raise OnlyEager("it uses per-sample gradients from before the call (clear them, model.zero_grad())")
 
 
 def unseen(rows: Tensor) -> FactoredTensor:

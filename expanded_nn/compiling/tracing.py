@@ -328,7 +328,9 @@ def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any]) -> None
         raise OnlyEager("it ends with the rows of torch.autograd.grad(..., create_graph=True)")
     left = [leaf for leaf in recorder.leaves if looks_past(leaf)]
     if left and len(left) < len(recorder.leaves.with_rows()):
-        raise OnlyEager("it leaves some of the per-sample gradients that were held before")
+        raise OnlyEager(
+            "it leaves some of the per-sample gradients from before the call (clear them all, model.zero_grad())"
+        )
     if left:
         return
     passes = [{leaf: packed(rows, results) for leaf, rows in held.items()} for held in recorder.store.held.values()]
