@@ -7,9 +7,9 @@ class PerSampleError(RuntimeError):
     """Per-sample gradients cannot be right here; the text names the place and the remedy.
 
     Attributes:
-        refused_by: The module that cannot tell the samples apart in its input; `None` if there is none.
-        by_vmap: Whether the reason is that `vmap` cannot follow that module.
-        is_early: Whether the forward raised it before a backward would.
+        refused_by: The module that cannot tell the samples apart in its arguments, where a module around it may.
+        by_vmap: Whether `vmap` fails in that module.
+        is_early: Whether it is raised after the forward in place of a backward, which would raise it, too.
 
     Example:
         >>> import torch, expanded_nn as enn

@@ -48,7 +48,7 @@ class Loop:
                 used |= {name} if was_used else set()
         unused = [name for name in plain if name not in used]
         if unused:
-            findings.notes.append(f"never used: {listed(unused)}; no output depends on them, so they get no rows.")
+            findings.notes.append(f"never used: {listed(unused)}; no output depends on them, they get no rows.")
         # a gradient may vanish but for rounding
         tolerance = findings.tolerance
         total = max(sum(norms.values()), torch.finfo(torch.float64).tiny)

@@ -50,9 +50,9 @@ class EigenFactors(NamedTuple):
     `PerSampleGrads.ekfac` makes them.
 
     Attributes:
-        A: Eigenvectors of the sum of `a aᵀ` as columns, `(in, in)`.
-        G: Eigenvectors of the sum of `g gᵀ` as columns, `(out, out)`.
-        scale: The sum over the rows of the squares of `Gᵀ · row · A`, `(out, in)`. Sums in the same basis add up.
+        A: Eigenvectors of `a aᵀ` as columns, `(in, in)`.
+        G: Eigenvectors of `g gᵀ` as columns, `(out, out)`.
+        scale: The sum over the rows of the squares of `Gᵀ · row · A`, `(out, in)`. In the same basis they add up.
         count: How many rows were added.
 
     Example:
