@@ -394,7 +394,7 @@ class Expanded(PerSampleModule):
             f"{batch} rows, one a sample, or 1 that all share",
             f"{self._guess(x, dim)}Keep the batch in a dimension of its own (unflatten it); or send the module that "
             "folds it through the general rule, alone(ItsClass) before convert; or say where the samples stand, "
-            f"per_sample(batch_size=..., batch_first=...): {said} said {batch}.",
+            f"per_sample(batch_size=..., batch_first=...). B = {batch} comes from {said}.",
         )
 
     def _note_input(self, *, shared: bool) -> None:
@@ -419,8 +419,8 @@ class Expanded(PerSampleModule):
             raise self._refusal(
                 f"{argument} of shape {tuple(x.shape)} in a model with batch_first=False may have its samples first or "
                 "second",
-                "a shape that tells",
-                f"Say it by another dimension: {argument}.unsqueeze(0) where the samples stand first, and "
+                "a shape that says which",
+                f"Say it with another dimension: {argument}.unsqueeze(0) where the samples stand first, and "
                 f"{argument}.unsqueeze(-1) where they stand second.",
             )
 

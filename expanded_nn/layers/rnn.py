@@ -96,6 +96,7 @@ class _Layers(Expanded, nn.RNNBase):
         if not isinstance(input, PackedSequence):
             self._refuse_unbatched(input)
             return self.checked(input, 2, dim=0 if self.batch_first else 1)
+        refuse_values("sequences have different lengths")
         found = int(input.batch_sizes[0])
         if found != self.batch_size:
             raise self._refusal(
