@@ -674,3 +674,56 @@ def test_a_step_that_is_an_object() -> None:
             step.model.zero_grad()
             torch.testing.assert_close(left, step(x, y))
     assert len(graphs(compiled)) == 2
+
+
+LOG: list[Any] = []
+
+
+def logged(loss: Tensor) -> None:
+    LOG.append(loss.item())
+
+
+def printed(loss: Tensor) -> None:
+    print(f"{loss.item():.3f}")
+
+
+def rounded(loss: Tensor) -> None:
+    LOG.append(float(loss.detach()))
+
+
+def counted(loss: Tensor) -> None:
+    LOG.append((loss > 0).int().item())
+
+
+@pytest.mark.parametrize("use", [logged, printed, rounded, counted], ids=lambda use: use.__name__)
+def test_values_that_leave_the_step_are_refused(use: Callable[[Tensor], None]) -> None:
+    """The graph would keep a symbol, or not be asked again."""
+    model = enn.convert(perceptron()).per_sample()
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> None:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        use(loss)
+
+    LOG.clear()
+    first, second, third = samples(4, 4, 5)
+    step(*first)
+    model.zero_grad()
+    for batch in (second, third):
+        with pytest.raises(
+            enn.PerSampleError, match=rf"reads a value of a tensor in line {use.__code__.co_firstlineno + 1} "
+        ):
+            step(*batch)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    F.cross_entropy(model(third[0]), third[1]).backward()
+    assert model[0].weight.grad_sample.shape == (5, 16, 8)
+
+
+def test_a_value_may_be_used_in_the_step() -> None:
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+        loss = F.cross_entropy(model(x), y)
+        (loss * loss.item()).backward()
+        return enn.clip_grad_sample_norms_(model, 1.0)
+
+    law(perceptron, step, samples(4, 4, 4, 5))

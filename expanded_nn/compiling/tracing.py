@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from expanded_nn._errors import complaint
+from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._modes import running_backward
 from expanded_nn._running import grads_kept
 from expanded_nn._traced import FirstEager, OnlyEager, assumptions
@@ -35,6 +35,7 @@ from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.passes import PassStage
 from expanded_nn.recording.recorder import Recorder
 
+_READ = torch.ops.aten._local_scalar_dense.default
 Find = Callable[[Sequence[Tensor]], Tensor]  # gives a tensor, from the tensors among the arguments if it is one of them
 
 
@@ -99,19 +100,26 @@ class Traced:
     shape_env: Any
 
 
-class _RandomNumbers(TorchDispatchMode):
-    """Notes whether a trace draws random numbers, and gives it up where a graph would draw others.
+class _Operations(TorchDispatchMode):
+    """Looks at the operations of a trace, and gives it up where a graph would draw other random numbers.
 
     Attributes:
-        draws: Whether any were drawn.
+        draws: Whether random numbers are drawn.
+        values: The symbols of values that the step has read, `tensor.item()`, with the line of each.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws = False
+        self.values: dict[Any, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _READ:
+            value = func(*args, **kwargs)
+            if hasattr(value, "node"):
+                self.values[value.node.expr] = _line_in(traceback.extract_stack())
+            return value
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws = True
             if running_backward() >= 0:
@@ -169,7 +177,7 @@ def trace(
     with_grad = [find for find in finds if find(tensors).grad is not None]
     grads = [without_values(cast(Tensor, find(tensors).grad).detach()) for find in with_grad]
     kept = [(dict(vars(module)), dict(module._buffers)) for module in modules]
-    outcome, random_numbers = Outcome(), _RandomNumbers()
+    outcome, operations = Outcome(), _Operations()
 
     def body(*inputs: Tensor) -> list[Any]:
         own = inputs[: len(fakes)]
@@ -182,7 +190,7 @@ def trace(
             for recorder in recorders:
                 stack.enter_context(isolated(recorder, lambda parameter: id(parameter) in clipped))
             conditions = stack.enter_context(assumptions())
-            stack.enter_context(random_numbers)
+            stack.enter_context(operations)
             stack.enter_context(register_module_forward_pre_hook(partial(_refuse_new_module, set(modules))))
             outcome.result = packed(step(*args, **kwargs), results)
             _refuse_missing_backward(results, recorders)
@@ -206,13 +214,11 @@ def trace(
     except Exception as error:
         if not _reads_values(error):
             raise
-        raise complaint(
-            "enn.compile",
-            f"the step reads a value of a tensor in {_line_of(error)}",
-            "a step that does the same operations whatever the values are",
-            "Use torch.where in place of an if, return the tensor and look at it after the step, or call the step "
-            "without enn.compile.",
-        ) from error
+        raise _reading(_line_in(traceback.extract_tb(error.__traceback__))) from error
+    used = {node.meta["val"].node.expr for node in graph.graph.nodes if node.target is _READ and node.users}
+    unused = [line for value, line in operations.values.items() if value not in used]
+    if unused:  # it was printed, or kept outside of the step, where it would be the same symbol for ever
+        raise _reading(unused[0])
     constants = _lifted(graph)
     _refuse_other_leaves(constants, leaves)
     examples = [*fakes, *grads, *(without_values(constant.detach()) for constant in constants)]
@@ -227,7 +233,7 @@ def trace(
         partial(_attribute, *attributes[id(constant)]) if id(constant) in attributes else partial(_itself, constant)
         for constant in constants
     ]
-    return Traced(graph, find_constants, examples, outcome, with_grad, random_numbers.draws, shape_env)
+    return Traced(graph, find_constants, examples, outcome, with_grad, operations.draws, shape_env)
 
 
 def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> None:
@@ -273,14 +279,22 @@ def _refuse_other_leaves(constants: Sequence[Tensor], leaves: Sequence[Tensor]) 
 def _reads_values(error: Exception) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
     value_errors = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}
-    return (
-        bool(names & value_errors) or "data is not allocated yet" in str(error) or "trying to get value" in str(error)
+    texts = ("data is not allocated yet", "trying to get value", "passed to Sym")
+    return bool(names & value_errors) or any(text in str(error) for text in texts)
+
+
+def _reading(line: str) -> PerSampleError:
+    return complaint(
+        "enn.compile",
+        f"the step reads a value of a tensor in {line}",
+        "a step that does the same operations whatever the values are",
+        "Use torch.where in place of an if, return the tensor and look at it after the step, or call the step "
+        "without enn.compile.",
     )
 
 
-def _line_of(error: Exception) -> str:
-    """The line of the user's code that an error comes from."""
-    frames = traceback.extract_tb(error.__traceback__)
+def _line_in(frames: traceback.StackSummary) -> str:
+    """The innermost line of the user's code."""
     libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<string>")
     own = [frame for frame in frames if not frame.filename.startswith(libraries)]
     where = (own or frames)[-1]
