@@ -196,28 +196,34 @@ def lengths(squares: Iterable[Tensor], parts: Sequence[Part]) -> Tensor:
     low, high = (numbers.tiny / numbers.eps) ** 0.5, numbers.max**0.5
     smallest, largest = norms.aminmax()
     if is_traced():
-        assume((low < smallest) & (largest < high))
+        in_range = (low < smallest) & (largest < high)
+        assume(in_range, lambda: (((low < norms) & (norms < high)) | _are_zero(part.rows for part in parts)).all())
         return norms
     if low < float(smallest) and float(largest) < high:  # false for NaN
         return norms
     doubtful = (~((norms > low) & (norms < high))).nonzero().flatten()
-    doubtful = doubtful[~_are_zero(parts, doubtful)]
+    doubtful = doubtful[~_are_zero(part.rows[doubtful] for part in parts)]
     if len(doubtful):
         alone = [_scaled_lengths(widened(part.rows)[doubtful]) for part in parts]
         norms[doubtful] = _scaled_length(torch.stack(alone, 1)).to(norms.dtype)
     return norms
 
 
-def _are_zero(parts: Sequence[Part], index: Tensor) -> Tensor:
-    """Whether the rows of these samples are zero because a factor is, as where a sample's loss is zero."""
-    zero = torch.ones_like(index, dtype=torch.bool)
-    for part in parts:
-        rows = part.rows[index]
-        for term in as_factored(rows).terms():
-            factors = [factor for factor in term.factors if factor.is_floating_point() and factor.numel()]
-            vanishing = [factor.reshape(len(factor), -1).eq(0).all(1) for factor in factors]
-            zero &= torch.stack(vanishing).any(0) if vanishing else zero
-    return zero
+def _are_zero(parts: Iterable[Tensor]) -> Tensor:  # (B,)
+    """Whether the rows of a sample are zero because a factor is, as where a sample's loss is zero."""
+    return torch.stack([_vanishing(rows) for rows in parts]).all(0)
+
+
+def _vanishing(rows: Tensor) -> Tensor:  # (B,)
+    zero = []
+    for size, terms in as_factored(rows).blocks:
+        of_block = torch.ones(size, dtype=torch.bool, device=rows.device)
+        for each in terms:
+            factors = [factor for factor in each.term.factors if factor.is_floating_point() and factor.numel()]
+            vanishing = [factor.reshape(factor.shape[0], -1).eq(0).all(1) for factor in factors]
+            of_block = of_block & torch.stack(vanishing).any(0) if vanishing else of_block
+        zero.append(of_block)
+    return torch.cat(zero)
 
 
 def _scaled_lengths(rows: Tensor) -> Tensor:

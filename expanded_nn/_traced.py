@@ -7,7 +7,7 @@ not, the step is run eagerly instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,11 +28,13 @@ class _State:
 
     Attributes:
         assumed: The conditions that the trace has assumed, `None` outside of a trace.
+        is_thorough: Whether the trace assumes less than usual, at a cost.
         met: The recorders that have taken part in the step, `None` if they are not looked for.
     """
 
     def __init__(self) -> None:
         self.assumed: list[Tensor] | None = None
+        self.is_thorough = False
         self.met: dict[Any, None] | None = None
 
 
@@ -40,10 +42,10 @@ _STATE = _State()
 
 
 @contextmanager
-def assumptions() -> Iterator[list[Tensor]]:
-    """Collects the conditions that are assumed meanwhile."""
+def assumptions(*, thorough: bool = False) -> Iterator[list[Tensor]]:
+    """Collects the conditions that are assumed meanwhile; the `thorough` ones where there are such."""
     conditions: list[Tensor] = []
-    _STATE.assumed = conditions
+    _STATE.assumed, _STATE.is_thorough = conditions, thorough
     try:
         yield conditions
     finally:
@@ -57,10 +59,15 @@ def is_traced() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-def assume(condition: Tensor) -> None:
-    """Assumes a condition: the graph that is traced is right where it holds."""
+def assume(condition: Tensor, thorough: Callable[[], Tensor] | None = None) -> None:
+    """Assumes a condition: the graph that is traced is right where it holds.
+
+    Args:
+        condition: What usually holds.
+        thorough: Computes a weaker condition that is enough, at a cost: for steps whose usual graph has been wrong.
+    """
     assert _STATE.assumed is not None
-    _STATE.assumed.append(condition)
+    _STATE.assumed.append(thorough() if thorough is not None and _STATE.is_thorough else condition)
 
 
 def refuse_values(reason: str) -> None:

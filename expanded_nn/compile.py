@@ -101,6 +101,7 @@ class Family:
     by_shapes: dict[Shapes, Graph | None] = field(default_factory=dict)
     varying: set[tuple[int, int]] = field(default_factory=set)
     is_eager: bool = False
+    is_thorough: bool = False
     faults: int = 0
 
     def find(self, shapes: Shapes) -> Graph | None:
@@ -174,8 +175,14 @@ class CompiledStep:
         if held:
             family.faults = 0
             return result
-        self._fault(family, "call after call its gradients are zero, not finite, or have squares out of range")
-        return self.step(*args, **kwargs)
+        result = self.step(*args, **kwargs)  # raises if gradients are not finite, which is no fault of the graph
+        if family.is_thorough:
+            self._fault(family, "call after call the squares of its gradients are out of range")
+        else:
+            family.is_thorough = True
+            family.graphs.clear()
+            family.by_shapes = dict.fromkeys(family.by_shapes)
+        return result
 
     def _run_eagerly(self, key: Hashable, shapes: Shapes, args: Any, kwargs: Any) -> Any:
         """Runs the step eagerly, and notes which models take part."""
@@ -204,7 +211,15 @@ class CompiledStep:
                     f"there are {MOST_GRAPHS} graphs already (give what changes from call to call as a tensor)"
                 )
             with _ONE_AT_A_TIME:
-                traced = trace(self.step, (args, kwargs), tensors, family.varying, self.modules, self.recorders)
+                traced = trace(
+                    self.step,
+                    (args, kwargs),
+                    tensors,
+                    family.varying,
+                    self.modules,
+                    self.recorders,
+                    thorough=family.is_thorough,
+                )
                 graph = Graph(traced, shapes, family.varying, self.backend)
         except OnlyEager as reason:
             self._give_up(family, str(reason))

@@ -145,6 +145,8 @@ def trace(
     varying: Collection[tuple[int, int]],  # numbers of a tensor and of a dimension of it
     modules: Sequence[nn.Module],
     recorders: Sequence[Recorder],
+    *,
+    thorough: bool = False,
 ) -> Traced:
     """Runs a step on tensors without values.
 
@@ -189,7 +191,7 @@ def trace(
         with ExitStack() as stack:
             for recorder in recorders:
                 stack.enter_context(isolated(recorder, lambda parameter: id(parameter) in clipped))
-            conditions = stack.enter_context(assumptions())
+            conditions = stack.enter_context(assumptions(thorough=thorough))
             stack.enter_context(operations)
             stack.enter_context(register_module_forward_pre_hook(partial(_refuse_new_module, set(modules))))
             outcome.result = packed(step(*args, **kwargs), results)
