@@ -269,7 +269,7 @@ class _Check:
         if now is not None and now.batch != self.call.batch:
             found = f"the model counts {now.batch} samples, its first tensor has {self.call.batch} rows"
             remedy = "Check it with bags as a 2-D input in place of offsets."
-            self.complain("run", self.who, found, "one row a sample", remedy)
+            self.complain("run", self.who, found, "one row per sample", remedy)
             return False
         return True
 
@@ -358,7 +358,7 @@ class _Check:
             return False
         left_out = [str(tuple(x.shape)) for x, place in zip(self.outputs, self.layout.places, strict=True) if not place]
         if len(left_out) == len(self.outputs):
-            found = f"none of its floating outputs ({', '.join(left_out)}) has one row a sample"
+            found = f"none of its floating outputs ({', '.join(left_out)}) has one row per sample"
             remedy = "Return tensors, in tuples, lists, dicts or dataclasses, from before they are reduced to a loss."
             self.complain("run", self.who, found, "one at least", remedy)
             return False
@@ -433,11 +433,11 @@ class _Check:
                     f"its input has shape {shape} for the batch and for a sample alone, so its rows are no samples; "
                 )
                 remedy = "Give it a batch dimension: index.unsqueeze(0) for positions that all samples share."
-                self.complain("rows", where, found + differ, f"{self.call.batch} rows, one a sample, or 1", remedy)
+                self.complain("rows", where, found + differ, f"{self.call.batch} rows, one per sample, or 1", remedy)
             elif self.findings.problems:
                 self.complain("rows", worst, differ, f"at most {tolerance:.1e}", "See to the problem above first.")
             elif where:
-                found = f"its input of shape {shape} is shared, so that its output has one row a sample; "
+                found = f"its input of shape {shape} is shared, so that its output has one row per sample; "
                 remedy = "Let the output broadcast over the samples: leave out what takes its first row, or the mean."
                 self.complain("rows", where, found + differ, f"at most {tolerance:.1e}", remedy)
             else:

@@ -525,7 +525,7 @@ def test_a_model_that_cannot_be_copied() -> None:
 def test_an_output_without_samples(output: Callable[[Tensor], Any]) -> None:
     report = enn.check(Model(lambda m, x: output(m.a(x)), a=nn.Linear(4, 4)), features())
     assert of_kind(report, "run") == ["Model"]
-    assert "has one row a sample" in str(report)
+    assert "has one row per sample" in str(report)
 
 
 def test_a_loss_beside_the_output_is_left_out() -> None:
@@ -962,7 +962,7 @@ def test_a_mean_over_all_tokens() -> None:
     ("factor", "kind", "words"),
     [
         (1, "layer", "its input is shared by all"),
-        (2, "rows", "its input of shape (1, 5) is shared, so that its output has one row a sample"),
+        (2, "rows", "its input of shape (1, 5) is shared, so that its output has one row per sample"),
     ],
     ids=["direct", "behind_an_operation"],
 )

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from expanded_nn._batch import tensors
+from expanded_nn._batch import own_batch_first, tensors
 from expanded_nn._errors import complaint
+from expanded_nn._layout import refuse_other_than_sequences
 from expanded_nn._module import Expanded, PerSampleModule, Root
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared
@@ -136,20 +137,6 @@ def _fused_attention(
     return _TwiceDifferentiable.apply(output, query, key, value, mask, is_causal)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _refuse_unbatched(module: PerSampleModule, argument: str, x: Tensor, batch_first: bool) -> None:
-    """Raises where `x` is no batch of sequences."""
-    if x.is_nested or x.dim() != 3:
-        call = f"{argument}.unsqueeze({0 if batch_first else 1})"
-        error = complaint(
-            type(module).__name__ if module._recorder is None else module._recorder.name_of(module),
-            f"{argument} is a nested tensor" if x.is_nested else f"{argument} has shape {tuple(x.shape)}",
-            f"a batch of sequences, {'(B, T, features)' if batch_first else '(T, B, features)'}",
-            f"{'Pad it (key_padding_mask)' if x.is_nested else f'Call it with {call}'}, or switch per_sample(False).",
-        )
-        error.refused_by = module
-        raise error
-
-
 class _Converted(PerSampleModule):
     """A module of `torch.nn` that is made of others: they become expanded with it."""
 
@@ -187,8 +174,8 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
     }
 
     def samples_in(self, query: Tensor, *args: Any, **kwargs: Any) -> int | None:
-        _refuse_unbatched(self, "query", query, self.batch_first)
-        return query.shape[self._batch_dim]
+        refuse_other_than_sequences(self, "query", query, self._samples_dim)
+        return super().samples_in(query)
 
     def expanded_forward(
         self,
@@ -223,7 +210,7 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
             heads = weights @ v
         else:
             heads = _fused_attention(q, k, v, mask, dropout, is_causal)
-        output = self._out_projection(heads.transpose(1, 2).flatten(2)).transpose(0, self._batch_dim)
+        output = self._out_projection(heads.transpose(1, 2).flatten(2)).transpose(0, self._samples_dim)
         if not need_weights:
             return output, None
         return output, weights.mean(1) if average_attn_weights else weights
@@ -307,13 +294,13 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         return linear(heads, out.expanded("weight"), out.expanded("bias"))
 
     @property
-    def _batch_dim(self) -> int:
+    def _samples_dim(self) -> int:
         return 0 if self.batch_first else 1
 
     def _samples_first(self, argument: str, x: Tensor) -> Tensor:
         """`x` as `(B, T, features)`."""
-        _refuse_unbatched(self, argument, x, self.batch_first)
-        return self.checked(x, 2, dim=self._batch_dim, argument=argument).transpose(0, self._batch_dim)
+        refuse_other_than_sequences(self, argument, x, self._samples_dim)
+        return self.checked(x, 2, dim=self._samples_dim, argument=argument).transpose(0, self._samples_dim)
 
     def _refuse_other_shape(self, argument: str, x: Tensor, wanted: tuple[int, ...]) -> None:
         if x.shape != wanted:
@@ -345,18 +332,17 @@ class _Container(_Converted, Root):
                 return self.forward(*args, **kwargs)
             finally:
                 torch.backends.mha.set_fastpath_enabled(True)
-        recorder = self._recorder
-        attention = next((each for each in self.modules() if isinstance(each, nn.MultiheadAttention)), None)
-        if recorder is None or recorder.originals is not None or attention is None:
-            self._refuse_unknown_layout(attention)
+        recorder, batch_first = self._recorder, own_batch_first(self)
+        if recorder is None or recorder.originals is not None or batch_first is None:
+            self._refuse_unknown_layout(batch_first)
             return super().forward(*args, **kwargs)
         if self._rows_are_due():
             first = next((each for each in tensors((args, kwargs)) if isinstance(each, Tensor)), None)
             if first is not None:
-                _refuse_unbatched(self, "input", first, attention.batch_first)
-        if recorder.settings.batch_first == attention.batch_first:
+                refuse_other_than_sequences(self, "input", first, 0 if batch_first else 1)
+        if recorder.settings.batch_first == batch_first:
             return super().forward(*args, **kwargs)
-        with recorder.layout(batch_first=attention.batch_first):
+        with recorder.layout(batch_first=batch_first):
             return super().forward(*args, **kwargs)
 
     def _rows_are_due(self) -> bool:
@@ -373,9 +359,9 @@ class _Container(_Converted, Root):
     def _has_batched_weights(self) -> bool:
         return any(each._own_batch() is not None for each in self.modules() if isinstance(each, Expanded))
 
-    def _refuse_unknown_layout(self, attention: nn.MultiheadAttention | None) -> None:
+    def _refuse_unknown_layout(self, batch_first: bool | None) -> None:
         """Off, layers take the first dimension of their input for the samples."""
-        if self._recorder is None and attention and not attention.batch_first and self._has_batched_weights():
+        if self._recorder is None and batch_first is False and self._has_batched_weights():
             raise complaint(
                 type(self).__name__,
                 "its weights have a batch dimension, its inputs are (T, B, features)",

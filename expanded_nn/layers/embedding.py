@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expanded_nn._batch import batch_dim
 from expanded_nn._errors import complaint
+from expanded_nn._layout import index_by_sample, note_shared_result, refuse_other_count
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import is_constant, is_shared, owned, shared
-from expanded_nn._traced import assume, is_traced, refuse_values
+from expanded_nn._traced import refuse_values
 from expanded_nn.core.terms import OneHot, SparseOneHot
 from expanded_nn.factored import FactoredTensor
 
@@ -218,98 +218,13 @@ class Embedding(Expanded, nn.Embedding):
     _takes_labels = False  # whether it was given one index per sample before
 
     def expanded_forward(self, input: Tensor) -> Tensor:
-        index, dim = self._samples_first(input)
+        index, dim = index_by_sample(self, input)
         max_norm = _renormalise_once(self, input)
         options = (self.padding_idx, max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
         out = embedding(index, self.expanded("weight"), *options)
+        if input.dim() == 0:
+            note_shared_result(self, out)
         return out.transpose(0, dim).contiguous() if dim else out
-
-    def _samples_first(self, index: Tensor) -> tuple[Tensor, int]:
-        """The index as `(B, *)`, and the dimension in which the samples stand in the result."""
-        batch = self.batch_size
-        batch_first = self.model_batch_first
-        if index.dim() == 0:
-            return index.expand(batch), 0
-        dim = batch_dim(index.dim(), batch_first=batch_first)
-        rows = index.shape[dim]
-        if batch > 1 and (index.shape == (1,) or (rows == batch and self._may_be_positions(index))):
-            raise self._refusal(
-                f"input has shape {tuple(index.shape)} and may be positions that all {batch} samples share, or one "
-                "row a sample",
-                "an index that can be read in one way only",
-                f"Call it with index.unsqueeze({0 if batch_first else 1}) for positions, or with index.unsqueeze(1) "
-                "and squeeze(1) after it for samples.",
-            )
-        if rows == batch:
-            self._note_input(shared=False)
-            return index.transpose(0, dim), dim
-        if self.is_slice(index) and not (index.dim() == 1 and _are_positions(index, usually=True)):
-            raise self.slice_error(index)
-        self._note_input(shared=batch > 1)
-        if rows == 1 and index.dim() > 1:
-            return index.transpose(0, dim).expand(batch, *[-1] * (index.dim() - 1)), dim
-        if batch > 1:
-            self._refuse_other_batch(index, dim)
-        if self._recorder is not None and self._recorder.forward is not None:
-            self._recorder.forward.heard.broadcast.append(self)
-        return index.expand(batch, *index.shape), 0 if batch_first else 1
-
-    def _may_be_positions(self, index: Tensor) -> bool:
-        """Whether B indices may be positions that all samples share, and not one index per sample.
-
-        An argument of the model is no table of positions, unless it counts from 0; and a layer that was given one index
-        per sample before goes on with them, whatever their values are by chance.
-        """
-        forward = None if self._recorder is None else self._recorder.forward
-        is_argument = forward is not None and forward.is_argument(index)
-        if not _are_positions(index, usually=False):
-            if index.dim() != 1 or (is_traced() and self._takes_labels):
-                return False
-            is_buffer = not is_argument and self._is_buffer(index)
-            self.__dict__["_takes_labels"] = self._takes_labels or not is_buffer
-            return is_buffer
-        if index.dim() != 1 or forward is None or not (is_argument or forward.is_shifted_argument(index)):
-            return True
-        return not self._takes_labels and bool(index[0] == 0)
-
-    def _is_buffer(self, index: Tensor) -> bool:
-        """Whether an index is a part of what the model holds."""
-        modules = () if self._recorder is None else self._recorder.modules()
-        memory = index.untyped_storage().data_ptr()
-        buffers = (buffer for module in modules for buffer in module._buffers.values() if buffer is not None)
-        return any(buffer.untyped_storage().data_ptr() == memory for buffer in buffers)
-
-    def _refuse_other_batch(self, index: Tensor, dim: int) -> None:
-        """A folded batch, or an even part of it, is no index that all samples share; positions are."""
-        batch = self.batch_size
-        sizes = [size for size in index.shape[: dim + 1] if size > 1 and (size % batch == 0 or batch % size == 0)]
-        if sizes and not _are_positions(index, usually=True):
-            kind = f"folded batch of {batch} x {sizes[0] // batch}" if sizes[0] > batch else f"part of {batch}"
-            raise self._refusal(
-                f"input has shape {tuple(index.shape)}, {sizes[0]} rows ({kind})",
-                f"{batch} rows, one a sample, or an index without a batch dimension that all share",
-                f"Keep the batch in a dimension of its own (unflatten it); call it with index.unsqueeze({dim}) if all "
-                "samples share the index.",
-            )
-
-
-def _are_positions(index: Tensor, *, usually: bool) -> bool:
-    """Whether an index looks like `arange`, or like a matrix of relative positions, and not like samples.
-
-    Args:
-        index: The index.
-        usually: The answer with which a step goes on that is traced.
-    """
-    if index.dim() == 1:
-        found = (index.diff() == 1).all()
-    elif index.dim() != 2 or index.shape[0] != index.shape[1] or index.shape[0] < 4:
-        return False  # smaller matrices have equal diagonals by chance
-    else:
-        found = (index[1:, 1:] == index[:-1, :-1]).all() & (index != index[0, 0]).any()
-    if is_traced():
-        assume(found == usually)
-        return usually
-    return bool(found)
 
 
 @dataclass(frozen=True)
@@ -542,17 +457,10 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
             if per_sample_weights is not None:
                 per_sample_weights = self.checked(per_sample_weights, 1, argument="per_sample_weights")
         else:
-            count = _bag_count(input, offsets, include_last_offset)
-            self._refuse_other_bags(count)
+            bags = _bag_count(input, offsets, include_last_offset)
+            remedy = "Say the number of bags: per_sample(batch_size=...), or give the input as (B, N)."
+            refuse_other_count(self, bags, f"offsets say {bags} bags", remedy)
         max_norm = _renormalise_once(self, input)
         options = (max_norm, self.norm_type, self.scale_grad_by_freq, self.mode, self.sparse)
-        bags = (per_sample_weights, include_last_offset, self.padding_idx)
-        return embedding_bag(input, self.expanded("weight"), offsets, *options, *bags)
-
-    def _refuse_other_bags(self, bags: int) -> None:
-        if bags != self.batch_size:
-            raise self._refusal(
-                f"offsets say {bags} bags",
-                f"{self.batch_size}, one a sample",
-                "Say the number of bags: per_sample(batch_size=...), or give the input as (B, N).",
-            )
+        entries = (per_sample_weights, include_last_offset, self.padding_idx)
+        return embedding_bag(input, self.expanded("weight"), offsets, *options, *entries)
