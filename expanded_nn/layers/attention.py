@@ -49,18 +49,6 @@ class _Part(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _in_projection(
-    x: Tensor,  # (B, T, E)
-    weight: Tensor,  # (B, 3 * E, E)
-    bias: Tensor | None,  # (B, 3 * E)
-    part: slice,
-) -> Tensor:  # (B, T, size of the part)
-    """The part of a packed projection that `x` needs."""
-    if is_shared(weight, bias) and not is_constant(weight, bias):
-        return _Part.apply(x, weight, bias, part)  # type: ignore[no-untyped-call,no-any-return]
-    return linear(x, weight[:, part], None if bias is None else bias[:, part])
-
-
 class _TwiceDifferentiable(torch.autograd.Function):
     """Passes the output of fused attention on; its gradient goes back to the kernel, or around it.
 
@@ -250,7 +238,10 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         weight, bias = self.expanded("in_proj_weight"), self.expanded("in_proj_bias")
         if stop - start == 3:
             return linear(x, weight, bias)
-        return _in_projection(x, weight, bias, slice(start * self.embed_dim, stop * self.embed_dim))
+        part = slice(start * self.embed_dim, stop * self.embed_dim)
+        if is_shared(weight, bias) and not is_constant(weight, bias):
+            return _Part.apply(x, weight, bias, part)  # type: ignore[no-untyped-call,no-any-return]
+        return linear(x, weight[:, part], None if bias is None else bias[:, part])
 
     def _mask(
         self,

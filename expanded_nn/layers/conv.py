@@ -189,19 +189,10 @@ def _conv(
     groups: int,
 ) -> Tensor:
     _check_samples(f"conv{dims}d", x, weight, dims)
-    x, how = _placed(x, weight.shape[3:], stride, padding, dilation, groups)
-    return _apply(x, weight, bias, how, None)
-
-
-def _placed(
-    x: Tensor, kernel: Sequence[int], stride: Sizes, padding: Sizes | str, dilation: Sizes, groups: int
-) -> tuple[Tensor, Geometry]:
-    """The input, padded where the geometry cannot say it, and where the kernel goes."""
-    dims = len(kernel)
     stride, dilation = _each(stride, dims), _each(dilation, dims)
     if isinstance(padding, str):
-        x, padding = _padded_by_name(x, padding, kernel, stride, dilation)
-    return x, Geometry(stride, _each(padding, dims), dilation, groups)
+        x, padding = _padded_by_name(x, padding, weight.shape[3:], stride, dilation)
+    return _apply(x, weight, bias, Geometry(stride, _each(padding, dims), dilation, groups), None)
 
 
 def bias_rows(
@@ -361,15 +352,11 @@ class _ConvNd(Expanded, nn.modules.conv._ConvNd):
         return self.by_sample(self._convolve, len(self.kernel_size) + 1, input=input)
 
     def _convolve(self, x: Tensor) -> Tensor:
-        x, padding = self._padded(x)
+        padding: Sizes | str = self.padding
+        if self.padding_mode != "zeros":
+            x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
         weight, bias = self.expanded("weight"), self.expanded("bias")
         return _conv(len(self.kernel_size), x, weight, bias, self.stride, padding, self.dilation, self.groups)
-
-    def _padded(self, x: Tensor) -> tuple[Tensor, Sizes | str]:
-        """The input, padded by other than zeros, and the padding that is left to do."""
-        if self.padding_mode == "zeros":
-            return x, self.padding
-        return F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
 
 
 @expands(nn.Conv1d)
