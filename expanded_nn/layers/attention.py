@@ -110,21 +110,6 @@ def _logits(
     return product if mask is None else product + mask.to(product.dtype)
 
 
-def _fused_attention(
-    query: Tensor,  # (B, heads, T, features)
-    key: Tensor,  # (B, heads, S, features)
-    value: Tensor,  # (B, heads, S, features)
-    mask: Tensor | None,  # (B or 1, heads or 1, T or 1, S)
-    dropout: float,
-    is_causal: bool,
-) -> Tensor:  # (B, heads, T, features)
-    """`F.scaled_dot_product_attention`, differentiable twice where it draws nothing at random."""
-    output = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal)
-    if dropout or not output.requires_grad:
-        return output
-    return _TwiceDifferentiable.apply(output, query, key, value, mask, is_causal)  # type: ignore[no-untyped-call,no-any-return]
-
-
 class _Converted(PerSampleModule):
     """A module of `torch.nn` that is made of others: they become expanded with it."""
 
@@ -197,7 +182,9 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
             weights = F.dropout(_logits(q, k, mask).softmax(-1), dropout)
             heads = weights @ v
         else:
-            heads = _fused_attention(q, k, v, mask, dropout, is_causal)
+            heads = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+            if not dropout and heads.requires_grad:  # what is drawn at random could not be drawn again
+                heads = _TwiceDifferentiable.apply(heads, q, k, v, mask, is_causal)  # type: ignore[no-untyped-call]
         output = self._out_projection(heads.transpose(1, 2).flatten(2)).transpose(0, self._samples_dim)
         if not need_weights:
             return output, None

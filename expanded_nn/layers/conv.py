@@ -91,12 +91,13 @@ class _Convolution(torch.autograd.Function):
             if torch.is_grad_enabled():
                 grad_x = _input_gradient(g, x, cast_shared(weight, g.dtype), how, transposed=transposed).to(dtype)
             else:
-                grad_x = _torch_input_gradient(g, x, shared(weight), how, ctx.output_padding).to(dtype)
+                tensors, arguments = (g, x, shared(weight).to(g.dtype), None), how.arguments(ctx.output_padding)
+                grad_x = aten.convolution_backward(*tensors, *arguments, (True, False, False))[0].to(dtype)
         if ctx.needs_input_grad[1]:
             moving, still = (x, g) if transposed else (g, x)
             grad_weight = patch_rows(moving, still, tuple(weight.shape[1:]), weight.dtype, how)
         if ctx.needs_input_grad[2]:
-            grad_bias = bias_rows(g, ctx.bias_dtype)
+            grad_bias = g.sum(tuple(range(2, g.dim())), dtype=ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None
 
 
@@ -113,14 +114,6 @@ def _torch_convolution(
     if output_padding is None:
         return CONV[dims](x, weight, bias, how.stride, how.padding, how.dilation, groups)
     return CONV_TRANSPOSE[dims](x, weight, bias, how.stride, how.padding, output_padding, groups, how.dilation)
-
-
-def _torch_input_gradient(
-    g: Tensor, x: Tensor, weight: Tensor, how: Geometry, output_padding: tuple[int, ...] | None
-) -> Tensor:
-    """The gradient of the input by torch's own fused kernel."""
-    tensors, wanted = (g, x, weight.to(g.dtype), None), (True, False, False)
-    return aten.convolution_backward(*tensors, *how.arguments(output_padding), wanted)[0]  # type: ignore[no-any-return]
 
 
 def _input_gradient(
@@ -193,14 +186,6 @@ def _conv(
     if isinstance(padding, str):
         x, padding = _padded_by_name(x, padding, weight.shape[3:], stride, dilation)
     return _apply(x, weight, bias, Geometry(stride, _each(padding, dims), dilation, groups), None)
-
-
-def bias_rows(
-    g: Tensor,  # (B, out, *positions)
-    dtype: torch.dtype,
-) -> Tensor:  # (B, out)
-    """The rows of a convolution's bias."""
-    return g.sum(tuple(range(2, g.dim())), dtype=dtype)
 
 
 def _padded_by_name(

@@ -50,16 +50,6 @@ def one_hot_rows(
     return FactoredTensor.of(kind.of(values, index, entries, dtype))
 
 
-def _frequency(
-    index: Tensor,  # (B, T) int64
-    entries: int,
-    valid: Tensor | None,  # (B, T) bool
-) -> Tensor:  # (B, T) int64
-    """How often a sample looks up the entry that it looks up here."""
-    ones = torch.ones_like(index) if valid is None else valid.to(index.dtype)
-    return index.new_zeros(index.shape[0], entries).scatter_add_(1, index, ones).gather(1, index).clamp(min=1)
-
-
 def _wrapped(padding_idx: int | None, entries: int) -> int | None:
     """The padding index counted from the start."""
     if padding_idx is not None and not -entries <= padding_idx < entries:
@@ -117,8 +107,10 @@ def _table_rows(
     dropped: Tensor | None,  # (B, T) bool
 ) -> Tensor:  # (B, entries, dim)
     """The rows of a table whose entries get these values."""
-    if ctx.scale_grad_by_freq:
-        values = values / _frequency(index, ctx.entries, valid)[..., None].to(values.dtype)
+    if ctx.scale_grad_by_freq:  # how often the sample looks up the same entry
+        ones = torch.ones_like(index) if valid is None else valid.to(index.dtype)
+        counts = index.new_zeros(index.shape[0], ctx.entries).scatter_add_(1, index, ones).gather(1, index)
+        values = values / counts.clamp(min=1)[..., None].to(values.dtype)
     if dropped is not None:
         values = values.masked_fill(dropped[..., None], 0.0)
     return one_hot_rows(values, index, ctx.entries, ctx.dtype, sparse=ctx.sparse)
@@ -441,9 +433,7 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
             forward.correct(_bag_count(input, offsets, self.include_last_offset))
         return cast(Tensor, super().forward(input, offsets, per_sample_weights))
 
-    def samples_in(
-        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> int | None:
+    def samples_in(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Any = None) -> int | None:
         return _bag_count(input, offsets, self.include_last_offset and offsets is not None)
 
     def expanded_forward(
