@@ -31,26 +31,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from expanded_nn._errors import PerSampleError
+from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._traced import assume, is_traced
 from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.recorder import Forward, Recorder
 
 
-class Refusing(Protocol):
-    """A module that says what it cannot read."""
-
-    def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError: ...
-
-
-class Reader(Refusing, Protocol):
-    """A layer, as far as the reading of its inputs needs it."""
+class Member(Protocol):
+    """A module in per-sample mode, if it has a recorder."""
 
     _recorder: Recorder | None
+
+
+class Reader(Member, Protocol):
+    """A layer, as far as the reading of its inputs needs it."""
 
     @property
     def batch_size(self) -> int: ...
@@ -59,6 +57,8 @@ class Reader(Refusing, Protocol):
     def _samples_dim(self) -> int: ...
 
     def _note_input(self, *, shared: bool) -> None: ...
+
+    def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError: ...
 
 
 class IndexReader(Reader, Protocol):
@@ -71,16 +71,28 @@ class IndexReader(Reader, Protocol):
     _takes_labels: bool
 
 
-def forward_of(layer: Reader) -> Forward | None:
+def forward_of(layer: Member) -> Forward | None:
     """The forward that a layer's own is a part of."""
     return None if layer._recorder is None else layer._recorder.forward
+
+
+def name_of(module: Member) -> str:
+    """The module's qualified name in the model and its class, for errors."""
+    return type(module).__name__ if module._recorder is None else module._recorder.name_of(cast(nn.Module, module))
+
+
+def refusal(module: Member, found: str, wanted: str, remedy: str) -> PerSampleError:
+    """What to say of an argument whose samples a module cannot tell apart; the module around it may."""
+    error = complaint(name_of(module), found, wanted, remedy)
+    error.refused_by = module
+    return error
 
 
 def note_shared_result(layer: Reader, result: Tensor) -> None:
     """A result for what all samples share has its samples first, though they stand second in larger inputs."""
     forward = forward_of(layer)
     if forward is not None and layer.batch_size > 1:
-        forward.note_shared(layer, result, 0)  # type: ignore[arg-type]
+        forward.note_shared(cast(nn.Module, layer), result, 0)
 
 
 def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str) -> Tensor:
@@ -133,11 +145,12 @@ def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleE
     )
 
 
-def refuse_other_than_sequences(module: Refusing, argument: str, x: Tensor, dim: int) -> None:
+def refuse_other_than_sequences(module: Member, argument: str, x: Tensor, dim: int) -> None:
     """Raises where `x` is no batch of sequences, with the samples in dimension `dim`."""
     if x.is_nested or x.dim() != 3:
         remedy = "Pad it (key_padding_mask)" if x.is_nested else f"Call it with {argument}.unsqueeze({dim})"
-        raise module._refusal(
+        raise refusal(
+            module,
             f"{argument} is a nested tensor" if x.is_nested else f"{argument} has shape {tuple(x.shape)}",
             f"a batch of sequences, {'(T, B, features)' if dim else '(B, T, features)'}",
             f"{remedy}, or switch per_sample(False).",
@@ -227,7 +240,7 @@ def index_by_sample(layer: IndexReader, index: Tensor) -> tuple[Tensor, int]:
     layer._note_input(shared=batch > 1)
     forward = forward_of(layer)
     if forward is not None:
-        forward.heard.broadcast.append(layer)  # type: ignore[arg-type]
+        forward.heard.broadcast.append(cast(nn.Module, layer))
     return index.expand(batch, *index.shape), layer._samples_dim if index.dim() else 0
 
 

@@ -141,12 +141,6 @@ class PerSampleModule(nn.Module):
         kind = next(base for base in type(self).__bases__ if issubclass(base, PerSampleModule))
         return kind if issubclass(kind, Root | self._alone_class) or issubclass(self._alone_class, kind) else None
 
-    def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError:
-        """What to say of an argument whose samples this module cannot tell apart; the module around it may."""
-        error = complaint(_name_of(self), found, wanted, remedy)
-        error.refused_by = self
-        return error
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
         if self._recorder is not None and param is not None:
@@ -336,7 +330,7 @@ class Expanded(PerSampleModule):
     @property
     def name(self) -> str:
         """The layer's qualified name in the model and its class, for errors."""
-        return _name_of(self)
+        return _layout.name_of(self)
 
     @property
     def _samples_dim(self) -> int:
@@ -375,6 +369,10 @@ class Expanded(PerSampleModule):
         """
         return _layout.checked(self, x, feature_dims, dim, argument)
 
+    def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError:
+        """What to say of an argument whose samples this layer cannot tell apart."""
+        return _layout.refusal(self, found, wanted, remedy)
+
     def refuse_square(self, x: Tensor) -> None:
         """Raises for `(B, B)` in a time-first model."""
         _layout.refuse_square(self, x)
@@ -406,10 +404,6 @@ class Expanded(PerSampleModule):
 def _uncompiled(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The forward in per-sample mode, which `torch.compile` leaves as it is: `enn.compile` takes the whole step."""
     return module.forward(*args, **kwargs)
-
-
-def _name_of(module: PerSampleModule) -> str:
-    return type(module).__name__ if module._recorder is None else module._recorder.name_of(module)
 
 
 def all_parameters(module: nn.Module) -> Iterable[Tensor | None]:
