@@ -22,7 +22,7 @@ An index may lack the dimension of the samples (`index_by_sample`):
 |---|---|
 | B long | one row per sample; refused if its values, or where it is kept, say that it may be positions |
 | 1 long, with a second dimension | one row that all samples share |
-| a slice of a batch, or B times or one part in so many of it | refused, unless its values are those of positions |
+| a slice of a batch, `n * B` long (folded), or `B / n` long | refused, unless it has the values of positions |
 | any other, a single number as well | no dimension of the samples: all share it |
 """
 

@@ -74,11 +74,9 @@ class _TwiceDifferentiable(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return g, None, None, None, None, None
-        inputs: tuple[Tensor | None, ...] = ctx.saved_tensors
-        query, key, value, mask = (None if each is None else each.to(g.dtype) for each in inputs)
-        assert query is not None
-        assert key is not None
-        assert value is not None
+        inputs = ctx.saved_tensors
+        query, key, value = (each.to(g.dtype) for each in inputs[:3])
+        mask = None if inputs[3] is None else inputs[3].to(g.dtype)
         logits = _logits(query, key, mask)
         if ctx.is_causal:
             logits = logits.masked_fill(logits.new_ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)

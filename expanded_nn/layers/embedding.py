@@ -174,12 +174,12 @@ def embedding(
 
 def _renormalise(weight: Tensor, index: Tensor, valid: Tensor | None, max_norm: float, norm_type: float) -> None:
     """Scales the entries looked up down to `max_norm`, in place: of the one weight, or of each sample's own."""
-    tables = [shared(weight)] if is_shared(weight) else weight.detach().unbind()
-    looked_up = [index] if is_shared(weight) else index.unbind()
-    asked = [valid] if valid is None or is_shared(weight) else valid.unbind()
-    for position, (table, entries) in enumerate(zip(tables, looked_up, strict=True)):
-        chosen = entries if asked[0] is None else entries[asked[position]]
-        torch.embedding_renorm_(table, chosen.reshape(-1), max_norm, norm_type)
+    chosen = [index] if is_shared(weight) else index.unbind()
+    if valid is not None:
+        masks = [valid] if is_shared(weight) else valid.unbind()
+        chosen = [entries[mask] for entries, mask in zip(chosen, masks, strict=True)]
+    for table, entries in zip([shared(weight)] if is_shared(weight) else weight.detach(), chosen, strict=True):
+        torch.embedding_renorm_(table, entries.reshape(-1), max_norm, norm_type)
 
 
 def _renormalise_once(module: Embedding | EmbeddingBag, index: Tensor) -> float | None:
@@ -247,10 +247,6 @@ class _Bags:
         entry = (starts[:, None] + place).masked_fill(~valid, 0)
         return cls(input.long()[entry].masked_fill(~valid, 0), valid, entry)
 
-    def padded(self, flat: Tensor) -> Tensor:
-        """A number an entry, as `(B, T)`."""
-        return flat if self.entry is None else flat[self.entry]
-
     def unpadded(self, padded: Tensor, shape: torch.Size) -> Tensor:
         """A number an entry, in the input's own shape."""
         if self.entry is None or self.valid is None:
@@ -263,7 +259,7 @@ class _Bags:
     ) -> Tensor | None:
         """What each entry counts for in its bag's result, `(B, T, 1)` or `(B, 1, 1)`; `None` where that is 1."""
         if per_sample_weights is not None:
-            return self.padded(per_sample_weights)[..., None].to(dtype)
+            return (per_sample_weights if self.entry is None else per_sample_weights[self.entry])[..., None].to(dtype)
         if mode != "mean":
             return None
         kept = torch.ones_like(self.index, dtype=torch.bool) if dropped is None else ~dropped
