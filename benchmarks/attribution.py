@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -61,9 +62,17 @@ def project(task: Task, queries: Task, dim: int) -> Run:
     return lambda: projection(grads())
 
 
-def influence(task: Task, queries: Task) -> Run:
-    grads, asked = ours(task), ours(queries)()
-    return lambda: grads().gram(asked)
+def influence(task: Task, queries: Task, compiled: bool = False) -> Run:
+    model, asked = enn.convert(task.model).per_sample(accumulate_grad=False), ours(queries)()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        replace(task, x=x, y=y).loss(model).backward()
+        return enn.per_sample_grads(model).gram(asked)
+
+    run = enn.compile(step) if compiled else step
+    for _ in range(3 if compiled else 0):  # the graph is made at the second call
+        run(task.x, task.y)
+    return lambda: run(task.x, task.y)
 
 
 def kronecker(task: Task, queries: Task) -> Run:
@@ -143,6 +152,7 @@ METHODS: dict[str, Callable[[Task, Task], Run]] = {
     "Kronecker factors: expanded_nn": kronecker,
     "Kronecker factors: dattri-llm": hooked_kronecker,
     f"influence {BATCH} x {QUERIES}: expanded_nn": influence,
+    f"influence {BATCH} x {QUERIES}: expanded_nn, compiled": partial(influence, compiled=True),
     f"influence {BATCH} x {QUERIES}: dattri-llm": hooked_influence,
 }
 

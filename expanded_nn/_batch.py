@@ -24,12 +24,12 @@ def tensors(value: Any) -> Iterator[Tensor | PackedSequence]:
         yield from tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
-def inside(value: Any, depth: int = 4) -> Iterator[Any]:
+def contents(value: Any, depth: int = 4) -> Iterator[Any]:
     """What is inside containers and plain objects, to some depth."""
     for leaf in tree_leaves(value):
         yield leaf
         if depth and hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor | nn.Module | type):
-            yield from inside(list(vars(leaf).values()), depth - 1)
+            yield from contents(list(vars(leaf).values()), depth - 1)
 
 
 def batch_of(value: Any, *, batch_first: bool = True) -> int | None:

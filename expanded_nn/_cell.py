@@ -1,4 +1,4 @@
-"""What a factored gradient holds: blocks of guarded terms, or the dense rows once they were made."""
+"""What a factored gradient holds: blocks of guarded terms, or the dense rows once these are made."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from expanded_nn.core.terms import Dense, Term
 class Guarded(NamedTuple):
     """A term, and the tensors that it was made of, each with its version then.
 
-    A term that is derived from another keeps the guards of that one: below autograd a view and what it shows have no
-    version counter in common.
+    A term that is derived from another keeps the guards of that one, as its factors may be views: below autograd a view
+    and its base have no version counter in common.
     """
 
     term: Term
@@ -26,7 +26,7 @@ class Guarded(NamedTuple):
 
     @classmethod
     def of(cls, term: Term) -> Guarded:
-        """The term as of now."""
+        """Guards a term against changes from here on."""
         return cls(term, tuple((factor, factor._version) for factor in term.factors))
 
     def check(self) -> None:
@@ -46,16 +46,25 @@ class Guarded(NamedTuple):
         return Guarded.of(self.term.clone())
 
     def derived(self, change: Callable[[Term], Term]) -> Guarded:
-        """A term that stands on this one's memory."""
+        """A term whose factors may share the memory of this one's."""
         self.check()
         return Guarded(change(self.term), self.guards)
 
 
-Block = tuple[int, tuple[Guarded, ...]]  # so many rows, and the terms that add up to them
+Block = tuple[int, tuple[Guarded, ...]]  # how many rows, and the terms that add up to them
 
 
 class Cell:
-    """What a factored tensor and its aliases (detached, reshaped) share: blocks of rows, or the dense rows."""
+    """The rows that a factored tensor shares with its aliases (detached, reshaped).
+
+    Invariant: the rows are held once, in `blocks` or in `dense`; where `dense` is set, `blocks` is empty.
+
+    Attributes:
+        blocks: The rows as guarded terms.
+        dense: The dense rows, `(B, *row_shape)`.
+        kind: The shape, dtype and device of a row.
+        version: Counts the in-place changes of the rows.
+    """
 
     def __init__(self, blocks: Sequence[Block], kind: Kind) -> None:
         self.blocks: tuple[Block, ...] = tuple(blocks)
@@ -72,7 +81,7 @@ class Cell:
         return self.blocks
 
     def unchanged(self) -> list[algebra.Block]:
-        """The blocks for the algebra. Raises if a factor was changed in place."""
+        """The blocks for the algebra; raises if a factor was changed in place."""
         if self.dense is not None:
             return [(self.dense.shape[0], (Dense.of(self.dense),))]
         blocks = self.merge()
@@ -82,7 +91,7 @@ class Cell:
         return [(size, tuple(guarded.term for guarded in terms)) for size, terms in blocks]
 
     def densify(self, memory: Recycled | None = None) -> Tensor:
-        """The rows `(B, *row_shape)`, kept in place of the factors; written to `memory`, if that serves."""
+        """Makes the rows `(B, *row_shape)` and holds them in place of the factors; in `memory`, if that serves."""
         if self.dense is None:
             blocks, out = self.unchanged(), None
             if memory is not None and len(blocks) == 1 and blocks[0][1] and blocks[0][1][0].fills_memory:
@@ -92,12 +101,12 @@ class Cell:
         return self.dense
 
     def replace(self, blocks: Sequence[Block]) -> None:
-        """Other rows in this place: an in-place change."""
+        """Replaces the rows: an in-place change."""
         self.blocks, self.dense, self.version = tuple(blocks), None, self.version + 1
 
 
 def _merged(terms: tuple[Guarded, ...]) -> tuple[Guarded, ...]:
-    """The terms with those of one kind added up, which then stand on memory of their own."""
+    """The terms with those of one kind added up, in memory of their own."""
     before = {id(guarded.term): guarded for guarded in terms}
     after = algebra.merged([guarded.term for guarded in terms])
     kept = {id(term) for term in after}

@@ -1,4 +1,4 @@
-"""One voice for errors: who, what was found, what was wanted, and what to do."""
+"""The errors of the library, all in one form: where, what was found, what was wanted, and what to do."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ class PerSampleError(RuntimeError):
     """Per-sample gradients cannot be right here; the text names the place and the remedy.
 
     Attributes:
-        refused_by: The module that cannot tell the samples apart in what it is given, where one around it may.
-        by_vmap: Whether it is `vmap` that cannot follow that module.
-        is_early: Whether a backward would raise it, if it comes to one.
+        refused_by: The module that cannot tell the samples apart in its arguments, where a module around it may.
+        by_vmap: Whether `vmap` fails in that module.
+        is_early: Whether it is raised after the forward in place of a backward, which would raise it, too.
     """
 
     refused_by: Any = None
@@ -26,7 +26,7 @@ class ConversionError(PerSampleError):
 
 
 def complaint(who: str, found: str, wanted: str, remedy: str) -> PerSampleError:
-    """Builds an error in the library's one voice.
+    """Builds an error in the library's form.
 
     Args:
         who: The qualified name of the module or parameter.

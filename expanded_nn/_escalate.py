@@ -1,4 +1,4 @@
-"""Forwards that start over: what a layer refuses, the smallest module around it that can runs sample by sample."""
+"""Forwards that start over: where a layer cannot tell the samples apart, a module around it runs sample by sample."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from expanded_nn._errors import PerSampleError, PerSampleWarning
-from expanded_nn._modes import as_it_is, checkpoint_hooks
-from expanded_nn._steady import Start
+from expanded_nn._modes import as_it_is, checkpoint_hooks, is_of_checkpoint
+from expanded_nn._steady import StateBefore
+from expanded_nn.recording.watch import refuse_outside_use
 
 
 class Learned(NamedTuple):
-    """Why a module goes sample by sample, where the model found so by itself.
+    """Why a module goes sample by sample, where a forward found that it has to.
 
     Attributes:
-        why: What a layer in it refused.
-        kind: What its class was made of before.
-        loops: Whether the samples go through it one after the other, as `vmap` cannot follow it.
+        why: The error of a layer in it.
+        kind: The kind of expanded module that it was before.
+        loops: Whether the samples go through it one after the other, as `vmap` fails in it.
     """
 
     why: str
@@ -31,22 +32,22 @@ class Learned(NamedTuple):
 
 
 class Escalation:
-    """The forwards of one model that start over.
+    """The forwards of one model, which start over where a layer refuses an argument.
 
-    A forward in which a layer refuses an argument is run again, with the smallest module around that layer sent
-    through the general rule, which compares with the plain forward. If that refuses, or anything else goes wrong, the
-    next larger one has its turn, up to the module that was called; after it comes the error of the layer.
+    Such a forward is run again, with the smallest module around that layer sent through the general rule, which
+    compares with the plain forward. If that fails as well, the next larger module is tried, up to the one that was
+    called. If all fail, the error of the layer is raised.
 
     Attributes:
-        runs: Whether such a forward runs.
+        runs: Whether a forward runs that may start over.
         on_trial: The module that goes sample by sample for the first time.
-        known: The kinds of forwards that have gone through once: no copy is kept of what these draw or change.
+        proven: The kinds of forwards that have succeeded once: of what these draw or change no copy is kept.
     """
 
     def __init__(self) -> None:
         self.runs = False
         self.on_trial: Any = None
-        self.known: set[Any] = set()
+        self.proven: set[Any] = set()
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the module that was called."""
@@ -54,30 +55,33 @@ class Escalation:
             return self._called(module, args, kwargs)
         kinds = [(name, type(value)) for name, value in kwargs.items()]
         kind = (id(module), module.training, *map(type, args), *kinds)
-        start = None if kind in self.known else Start(module, (args, kwargs))
+        state = None if kind in self.proven else StateBefore(module, (args, kwargs))
         attempts = _Attempts(self, module)
-        if start is not None and checkpoint_hooks() is not None:
-            # a checkpoint around it would count what a forward that is given up saves: all of that comes before
+        if state is not None and checkpoint_hooks() is not None:
+            # A checkpoint counts the tensors that a forward saves, those of failed attempts, too. So the attempts are
+            # made without it, and the forward that succeeds is run once more.
             with saved_tensors_hooks(as_it_is, as_it_is):
-                self._settled(attempts, args, kwargs, start)
-            start.restored()
-        result = self._settled(attempts, args, kwargs, start)
-        self.known.add(kind)
-        attempts.warn(rolled_back=start is not None)
+                self._first_success(attempts, args, kwargs, state)
+            state.restore()
+        result = self._first_success(attempts, args, kwargs, state)
+        self.proven.add(kind)
+        attempts.warn(rolled_back=state is not None)
         return result
 
-    def _settled(self, attempts: _Attempts, args: tuple[Any, ...], kwargs: dict[str, Any], start: Start | None) -> Any:
-        """The result of the first attempt that goes through."""
-        is_early = start is None
+    def _first_success(
+        self, attempts: _Attempts, args: tuple[Any, ...], kwargs: dict[str, Any], state: StateBefore | None
+    ) -> Any:
+        """The result of the first attempt that succeeds."""
+        is_early = state is None
         while True:
             try:
                 result = self._called(attempts.called, args, kwargs)
                 if not is_early:
-                    attempts.called._recorder.refuse_outside_use(result)
+                    refuse_outside_use(attempts.called._recorder, result)
                 return result
             except Exception as error:
                 final = attempts.next(error)
-                again = checkpoint_hooks() is None and _is_plain(args, kwargs) if start is None else start.restored()
+                again = checkpoint_hooks() is None and _is_plain(args, kwargs) if state is None else state.restore()
                 if final is None and again:
                     continue
                 attempts.undo()
@@ -93,7 +97,7 @@ class Escalation:
         try:
             result = module._in_pass(args, kwargs)
             if forward is not None:
-                forward.returned(result)
+                forward.finish(result)
             return result
         finally:
             self.runs = False
@@ -103,11 +107,11 @@ class _Attempts:
     """What has been tried in one forward.
 
     Attributes:
-        escalation: The model's.
+        escalation: The escalation of the model.
         called: The module that was called.
         refused: The error that the module on trial is to avoid.
-        larger: The modules around the one on trial, nearest first.
-        before: The modules sent through the general rule, and what they had learned before.
+        larger: The modules around the one on trial that are left to try, nearest first.
+        before: The modules sent through the general rule, with what they had learned before.
     """
 
     def __init__(self, escalation: Escalation, called: Any) -> None:
@@ -118,32 +122,32 @@ class _Attempts:
         self.before: dict[Any, Learned | None] = {}
 
     def next(self, error: Any) -> Any:
-        """Sends another module through the general rule; the error to raise where there is none left."""
+        """Sends another module through the general rule; returns the error to raise if none is left."""
         by, trial = getattr(error, "refused_by", None), self.escalation.on_trial
         is_foreign = by is None and (trial is None or isinstance(error, PerSampleError))
-        if is_foreign or isinstance(error, torch.OutOfMemoryError):
+        if is_foreign or isinstance(error, torch.OutOfMemoryError) or is_of_checkpoint(error):
             return error
-        clear_frames(error.__traceback__)  # which hold what the forward has computed
+        clear_frames(error.__traceback__)  # they hold what the forward has computed
         by_vmap = getattr(error, "by_vmap", False)
-        if trial is None or by not in (None, trial, self.refused.refused_by):  # it has gone through
+        if trial is None or by not in (None, trial, self.refused.refused_by):  # the one on trial has succeeded
             self.refused, self.larger = error, self._around(by)
-            if by_vmap and self._goes(by, loops=True):
+            if by_vmap and self._make_general(by, loops=True):
                 return None
-        elif by_vmap and self._goes(trial, loops=True):
+        elif by_vmap and self._make_general(trial, loops=True):
             return None
         else:
             trial._learn(self.before[trial])
-        return None if any(map(self._goes, self.larger)) else self.refused
+        return None if any(map(self._make_general, self.larger)) else self.refused
 
     def _around(self, by: nn.Module | None) -> Iterator[Any]:
-        """The modules around another one, up to the one that was called, nearest first."""
+        """The modules around the module `by`, nearest first, up to the one that was called."""
         path = next((path for path, module in self.called.named_modules() if module is by), "-")
         while path:
             path = path.rpartition(".")[0]
             yield self.called.get_submodule(path)
 
-    def _goes(self, module: Any, *, loops: bool = False) -> bool:
-        """Whether a module can go sample by sample, and so does from now on."""
+    def _make_general(self, module: Any, *, loops: bool = False) -> bool:
+        """Makes a module go sample by sample; whether it can."""
         learned = getattr(module, "_learned", None)
         kind = module._kind() if hasattr(module, "_learned") else None
         if kind is None or (loops and learned is not None and learned.loops):
@@ -154,7 +158,7 @@ class _Attempts:
         return True
 
     def undo(self) -> None:
-        """The modules are what they were before this forward."""
+        """Makes the modules what they were before this forward."""
         self.escalation.on_trial = None
         for module, learned in self.before.items():
             module._learn(learned)
@@ -182,5 +186,5 @@ class _Attempts:
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether no argument is one that a forward can leave something behind in."""
+    """Whether all arguments are tensors, numbers or strings, in which a forward leaves nothing behind."""
     return all(value is None or isinstance(value, Tensor | int | float | str) for value in (*args, *kwargs.values()))

@@ -1,4 +1,4 @@
-"""The rows that a model holds: which parameters hold how many, and small ones side by side."""
+"""The rows that a model holds, by parameter; the small ones joined, so that their algebra takes fewer calls."""
 
 from __future__ import annotations
 
@@ -21,37 +21,34 @@ from expanded_nn.recording.sharded import is_zero
 
 
 def recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]:
-    """The parameters by name, and the recorders of their rows: several if parts were switched on one by one.
+    """The parameters by name, and the recorders of their rows: several if parts of the model were switched on alone.
 
     Raises:
         PerSampleError: If a trainable parameter has no recorder, or the recorders' settings differ.
     """
     parameters = dict(model.named_parameters())
-    recording = {each: each._recorder for each in model.modules() if isinstance(each, PerSampleModule)}
-    known = {
-        id(parameter)
-        for module, recorder in recording.items()
-        if recorder is not None and isinstance(module, Expanded)
-        for parameter in all_parameters(module)
-    }
-    others = [name for name, each in parameters.items() if each.requires_grad and id(each) not in known]
-    if others:
+    modules = [module for module in model.modules() if isinstance(module, PerSampleModule)]
+    expanded = [module for module in modules if isinstance(module, Expanded) and module._recorder is not None]
+    expandable = {id(parameter) for module in expanded for parameter in all_parameters(module)}
+    lacking = [name for name, p in parameters.items() if p.requires_grad and id(p) not in expandable]
+    if lacking:
         raise complaint(
             type(model).__name__,
-            f"the parameters {some(others)} are in no layer in per-sample mode, so they have no per-sample gradients",
+            f"the parameters {first_few(lacking)} are in no layer in per-sample mode, so they have no per-sample "
+            "gradients",
             "every trainable parameter in a converted layer, with per-sample mode on",
             "Switch it on before the forward: model.per_sample(True) if the model is converted, "
             "convert(model, inplace=True).per_sample(True) if not.",
         )
-    recorders = list(dict.fromkeys(each for each in recording.values() if each is not None))
+    recorders = list(dict.fromkeys(module._recorder for module in modules if module._recorder is not None))
     for recorder in recorders:
         note_recorder(recorder)
-        recorder.settle()
-    kinds = {(each.settings.loss_reduction, each.settings.accumulate_grad) for each in recorders}
-    if len(kinds) > 1:
+        recorder.drop_outdated_rows()
+    settings = {(recorder.settings.loss_reduction, recorder.settings.accumulate_grad) for recorder in recorders}
+    if len(settings) > 1:
         raise complaint(
             type(model).__name__,
-            f"its parts were switched on with different (loss_reduction, accumulate_grad): {sorted(kinds)}",
+            f"its parts were switched on with different (loss_reduction, accumulate_grad): {sorted(settings)}",
             "the same settings for all of them",
             "Switch on the whole model at once: per_sample(model, ...).",
         )
@@ -59,11 +56,11 @@ def recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]
 
 
 def held_rows(parameters: Mapping[str, Tensor], *, adds: bool) -> dict[str, Tensor]:
-    """Parameter name -> the rows it holds, of those that hold any; frozen ones only if they are a part of its `.grad`.
+    """Parameter name -> its rows, if it holds any. Those of a frozen parameter count if they are a part of its `.grad`.
 
     Args:
         parameters: The parameters, by name.
-        adds: Whether no backward adds to `.grad`, only clipping does.
+        adds: Whether clipping adds to `.grad`, and backwards do not.
     """
     held = {
         name: getattr(parameter, "grad_sample", None)
@@ -84,7 +81,7 @@ def refuse_what_is_no_mapping(who: str, rows: object) -> None:
 
 
 def batch_size_of(held: Mapping[str, Tensor]) -> int:
-    """How many rows all parameters hold; 0 without parameters."""
+    """B, the number of rows that every parameter holds; 0 without parameters."""
     sizes = {name: rows.shape[0] for name, rows in held.items()}
     batch = next(iter(sizes.values()), 0)
     if any(size != batch for size in sizes.values()):
@@ -100,13 +97,13 @@ def batch_size_of(held: Mapping[str, Tensor]) -> int:
 def refuse_gradients_without_rows(
     who: str, parameters: Mapping[str, nn.Parameter], recorders: Sequence[Recorder], *, adds: bool = False
 ) -> None:
-    """Raises if an optimizer would take a gradient that no row is a part of.
+    """Raises if an optimizer would take a gradient that is not the sum of rows.
 
     Args:
-        who: Who asks.
+        who: The function that asks, for the error.
         parameters: The parameters, by name.
-        recorders: Those of their rows.
-        adds: Whether clipping is about to add to what is in `.grad`, so that rows do not account for that.
+        recorders: The recorders of their rows.
+        adds: Whether clipping is about to add to `.grad`: what is there already is not made of the rows held then.
     """
 
     def is_unaccounted(parameter: nn.Parameter) -> bool:
@@ -116,16 +113,16 @@ def refuse_gradients_without_rows(
             return True
         if not adds and getattr(parameter, "grad_sample", None) is not None:
             return False
-        # with accumulate_grad=False clipping has left its sums there; zeros are a gradient that was cleared
+        # with accumulate_grad=False earlier clippings have added there; zeros are a gradient that was cleared
         is_clipped = any(recorder.is_clipped(parameter) for recorder in recorders)
         return not is_clipped and not is_zero(_values(parameter.grad))
 
-    found = [name for name, parameter in parameters.items() if is_unaccounted(parameter)]
-    if found:
+    unaccounted = [name for name, parameter in parameters.items() if is_unaccounted(parameter)]
+    if unaccounted:
         raise complaint(
             who,
-            f"the parameters {some(found)} have a gradient in .grad that is not, or not wholly, the sum of per-sample "
-            "gradients, so that nothing bounds what a sample adds to it",
+            f"the parameters {first_few(unaccounted)} have a gradient in .grad that is not, or not wholly, the sum of "
+            "per-sample gradients, so that nothing bounds what a sample adds to it",
             "per-sample gradients of all that is in .grad",
             "If that gradient is left from an earlier step, clear it: optimizer.zero_grad(). If it is of this step, "
             "use the parameter by its layer, or by expanded_nn.expanded(weight).",
@@ -138,22 +135,27 @@ def _values(grad: Tensor | None) -> Tensor:
 
 
 class Part(NamedTuple):
-    """The rows of one parameter, or of several small ones side by side, as one; of real numbers."""
+    """The rows of one parameter, or of several small ones side by side; as real numbers.
 
-    shapes: dict[str, torch.Size]  # those of the parameters
+    Attributes:
+        shapes: Parameter name -> its shape.
+        rows: The rows; of several parameters as a matrix `(B, numbers in a row)`.
+    """
+
+    shapes: dict[str, torch.Size]
     rows: FactoredTensor
 
     def split(self, value: Tensor) -> dict[str, Tensor]:
-        """What has the shape of one row of the part, by parameter."""
+        """Takes a tensor of the shape of one row apart, by parameter."""
         if len(self.shapes) == 1:
             return {name: value.view(shape) for name, shape in self.shapes.items()}
         sizes = [shape.numel() for shape in self.shapes.values()]
         values = cast(list[Tensor], torch.split_with_sizes_copy(value, sizes))
-        return {name: each.view(shape) for (name, shape), each in zip(self.shapes.items(), values, strict=True)}
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), values, strict=True)}
 
 
 def side_by_side(held: Mapping[str, Tensor], join: bool = True) -> list[Part]:
-    """The rows of each parameter; small ones that are dense may be side by side."""
+    """The rows of each parameter, small dense ones side by side if `join`."""
     parts, small = [], dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Size, Tensor]]]()
     for name, rows in held.items():
         real = as_real(as_factored(rows)) if rows.is_complex() else rows
@@ -169,7 +171,7 @@ def side_by_side(held: Mapping[str, Tensor], join: bool = True) -> list[Part]:
 
 
 def _small_matrix(rows: Tensor) -> Tensor | None:
-    """Few numbers that are held as dense rows, `(B, numbers in a row)`."""
+    """The rows as `(B, numbers in a row)`, if they are few numbers and dense; else `None`."""
     if not cost.is_worth_joining(rows.numel()):
         return None
     if isinstance(rows, FactoredTensor):
@@ -186,17 +188,17 @@ def squared_norms(parts: Iterable[Part]) -> list[Tensor]:
 
 
 def lengths(squares: Iterable[Tensor], parts: Sequence[Part]) -> Tensor:
-    """The norm of each row over all parts, from the squares; those that are too large or small to be squared anew."""
+    """The norm of each row over all parts, from the squares; where those are out of range, from the rows scaled."""
     norms = added(squares).sqrt()
     if norms.numel() == 0 or norms.is_meta:
         return norms
     numbers = torch.finfo(norms.dtype)
     low, high = (numbers.tiny / numbers.eps) ** 0.5, numbers.max**0.5
-    least, most = norms.aminmax()
+    smallest, largest = norms.aminmax()
     if is_traced():
-        assume((low < least) & (most < high))
+        assume((low < smallest) & (largest < high))
         return norms
-    if low < float(least) and float(most) < high:  # no NaN either
+    if low < float(smallest) and float(largest) < high:  # false for NaN
         return norms
     doubtful = (~((norms > low) & (norms < high))).nonzero().flatten()
     doubtful = doubtful[~_are_zero(parts, doubtful)]
@@ -207,14 +209,14 @@ def lengths(squares: Iterable[Tensor], parts: Sequence[Part]) -> Tensor:
 
 
 def _are_zero(parts: Sequence[Part], index: Tensor) -> Tensor:
-    """Whether all that such rows are made of is zero, as that of samples whose loss is zero."""
+    """Whether the rows of these samples are zero because a factor is, as where a sample's loss is zero."""
     zero = torch.ones_like(index, dtype=torch.bool)
     for part in parts:
         rows = part.rows[index]
         for term in as_factored(rows).terms():
-            numbers = [each for each in term.factors if each.is_floating_point()]
-            ones = [each.reshape(len(each), -1).ne(0).any(1).logical_not() for each in numbers if each.numel()]
-            zero &= torch.stack(ones).any(0) if ones else zero
+            factors = [factor for factor in term.factors if factor.is_floating_point() and factor.numel()]
+            vanishing = [factor.reshape(len(factor), -1).eq(0).all(1) for factor in factors]
+            zero &= torch.stack(vanishing).any(0) if vanishing else zero
     return zero
 
 
@@ -237,8 +239,8 @@ def snapshot(rows: Tensor) -> FactoredTensor:
     return rows._like(rows.blocks, rows.shape)
 
 
-def as_before(value: Tensor, like: Tensor) -> Tensor:
-    """A value for a parameter's real numbers, as complex ones where the parameter has such."""
+def complex_like(value: Tensor, like: Tensor) -> Tensor:
+    """A value made of the rows' real numbers, with complex numbers again where `like` has such."""
     return torch.view_as_complex(value) if like.is_complex() else value
 
 
@@ -249,6 +251,6 @@ def added(parts: Iterable[Tensor]) -> Tensor:
     return torch.zeros(0) if total is None else total
 
 
-def some(items: list[Any]) -> str:
+def first_few(items: list[Any]) -> str:
     """The first items of a list that may be long."""
     return f"{items[:5]}{'...' if len(items) > 5 else ''}"

@@ -240,7 +240,7 @@ def index_by_sample(layer: IndexReader, index: Tensor) -> tuple[Tensor, int]:
     layer._note_input(shared=batch > 1)
     forward = forward_of(layer)
     if forward is not None:
-        forward.heard.broadcast.append(cast(nn.Module, layer))
+        forward.notes.broadcast.append(cast(nn.Module, layer))
     return index.expand(batch, *index.shape), layer._samples_dim if index.dim() else 0
 
 

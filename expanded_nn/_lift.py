@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-Place = tuple[nn.Module, str]
+Slot = tuple[nn.Module, str]
 
 
 class Call:
     """A layer's call inside `vmap`: the arguments' structure, and then the result's."""
 
     def __init__(
-        self, module: nn.Module, originals: Mapping[Place, Tensor], structure: TreeSpec, dims: Sequence[int]
+        self, module: nn.Module, originals: Mapping[Slot, Tensor], structure: TreeSpec, dims: Sequence[int]
     ) -> None:
         self.module, self.originals, self.structure, self.dims = module, originals, structure, dims
         self.result: tuple[list[Any], TreeSpec] = ([], structure)
@@ -80,7 +80,7 @@ def _apply(call: Call, *leaves: Any) -> tuple[Tensor, ...]:
     return _Lift.apply(call, *leaves)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def lifted(module: nn.Module, originals: Mapping[Place, Tensor], args: Any, kwargs: Any) -> Any:
+def lifted(module: nn.Module, originals: Mapping[Slot, Tensor], args: Any, kwargs: Any) -> Any:
     """The layer's result, computed on the whole batch, or `NotImplemented` where that cannot be."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -109,7 +109,7 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def swapped(places: Sequence[Place], weights: Sequence[Tensor]) -> Iterator[None]:
+def swapped(places: Sequence[Slot], weights: Sequence[Tensor]) -> Iterator[None]:
     """Other tensors in the parameters' places."""
     before = [module._parameters[name] for module, name in places]
     try:

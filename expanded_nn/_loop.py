@@ -11,8 +11,8 @@ from expanded_nn._report import Findings
 from expanded_nn._running import Call, Runner, nudged
 from expanded_nn._samples import Layout, squares
 
-_ROUNDINGS = 10  # an error is one of rounding up to so many times what the last bits of the inputs change
-_LEAST = 100  # a gradient that is smaller than so many roundings of the loss may be one itself
+_ROUNDINGS = 10  # an error up to so many times the effect of the inputs' last bits counts as rounding
+_LEAST = 100  # a gradient below so many roundings of the loss may be rounding itself
 
 
 class Loop:
@@ -21,7 +21,7 @@ class Loop:
     Attributes:
         plain: Runs the plain model.
         call: The batch.
-        layout: What a sample's own loss is.
+        layout: Gives each sample's own loss.
         is_random: Whether the model draws random numbers, so that the losses are those of one batch.
     """
 
@@ -49,7 +49,7 @@ class Loop:
         unused = [name for name in plain if name not in used]
         if unused:
             findings.notes.append(f"never used: {listed(unused)}; no output depends on them, they get no rows.")
-        # a gradient may vanish but for rounding
+        # errors are relative to a gradient's norm, which may be nothing but rounding
         tolerance = findings.tolerance
         total = max(sum(norms.values()), torch.finfo(torch.float64).tiny)
         least = (10 * tolerance) ** 2 * total
@@ -85,12 +85,12 @@ class Loop:
             }
 
     def noise(self) -> dict[str, float]:
-        """Parameter name -> how much the loop's gradients owe to rounding, squared.
+        """Parameter name -> the squared rounding error of the loop's gradients.
 
-        It is what changes where inputs and parameters change by no more than rounding does.
+        It is how much they change when inputs and parameters change in their last bits.
         """
         parameters = list(self.plain.module.parameters())
-        before = [p.detach().clone() for p in parameters]
+        values = [p.detach().clone() for p in parameters]
         own = list(self.gradients(self.call, self.layout.losses(self.plain(self.call))))
         most: dict[str, float] = {}
         for seed in range(3):
@@ -98,12 +98,13 @@ class Loop:
             call = self.call.nudged(generator)
             _fill(parameters, [nudged(p, generator) for p in parameters])
             try:
-                other = list(self.gradients(call, self.layout.losses(self.plain(call))))
+                nudged_grads = list(self.gradients(call, self.layout.losses(self.plain(call))))
             finally:
-                _fill(parameters, before)
+                _fill(parameters, values)
             for name in own[0]:
-                now = sum(squares(one[name][0], two[name][0])[0] for one, two in zip(own, other, strict=True))
-                most[name] = max(now, most.get(name, 0.0))
+                pairs = zip(own, nudged_grads, strict=True)
+                change = sum(squares(before[name][0], after[name][0])[0] for before, after in pairs)
+                most[name] = max(change, most.get(name, 0.0))
         return most
 
 

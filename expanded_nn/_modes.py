@@ -1,4 +1,4 @@
-"""What torch is doing around this code, which it says under private names only: a `vmap`, autocast, a backward."""
+"""What torch does around this code (a `vmap`, autocast, a backward), which only its private functions tell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils import checkpoint
 
 from expanded_nn._errors import PerSampleError
 
-no_torch_function = torch._C.DisableTorchFunctionSubclass  # without it a factored tensor's attributes cost Python calls
+no_torch_function = torch._C.DisableTorchFunctionSubclass  # an attribute of a factored tensor costs a call without it
 
 
 def running_backward() -> int:
@@ -25,23 +25,28 @@ def is_autocast() -> bool:
 
 
 def in_own_dtype(rows: Tensor) -> AbstractContextManager[object]:
-    """Without autocast: what is made of the rows has their dtype, whatever surrounds the backward."""
+    """Switches autocast off, so that what is computed from the rows has their dtype."""
     return torch.autocast(rows.device.type, enabled=False) if is_autocast() else nullcontext()
 
 
 def checkpoint_hooks() -> Any:
-    """What packs and unpacks the tensors that autograd saves now, if that is a checkpoint's."""
+    """The functions by which a checkpoint packs and unpacks what autograd saves; `None` outside of one."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks if hooks is not None and hooks[0].__module__ == checkpoint.__name__ else None
 
 
+def is_of_checkpoint(error: BaseException) -> bool:
+    """Whether a checkpoint itself raised an error: to end a forward within the backward once it has what it needs."""
+    return type(error).__module__ == checkpoint.__name__
+
+
 def as_it_is(tensor: Tensor) -> Tensor:
-    """Packs and unpacks a saved tensor by doing nothing."""
+    """Packs or unpacks a saved tensor unchanged."""
     return tensor
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether a tensor is one that a `vmap`, or a backward with `is_grads_batched=True`, maps over."""
+    """Whether a `vmap`, or a backward with `is_grads_batched=True`, maps over a tensor."""
     return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 

@@ -21,7 +21,7 @@ from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._escalate import Learned
 from expanded_nn._lift import lifted
 from expanded_nn._shared import owned
-from expanded_nn.recording.expand import Again
+from expanded_nn.recording.expand import Recompute
 from expanded_nn.recording.recorder import Forward, Recorder, Settings
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -178,23 +178,23 @@ class Root(PerSampleModule):
         if recorder is None:
             return super().forward(*args, **kwargs)
         if not torch.is_grad_enabled():
-            if torch.compiler.is_compiling() or recorder.is_around():
+            if torch.compiler.is_compiling() or recorder.in_any_forward():
                 return super().forward(*args, **kwargs)
             with recorder.without_gradients(self, self.samples_in(*args, **kwargs), (args, kwargs)):
                 return super().forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _uncompiled(self, args, kwargs)
-        recorder.inside(self)
+        recorder.refuse_other_thread(self)
         return self._in_pass(args, kwargs) if recorder.escalation.runs else recorder.escalation.run(self, args, kwargs)
 
     def _in_pass(self, args: Any, kwargs: Any) -> Any:
         """The forward as a part of the one that runs, or in a pass."""
         recorder = self._recorder
-        if recorder is None or recorder.records:
+        if recorder is None or recorder.in_forward:
             return super().forward(*args, **kwargs)
-        with recorder.scope(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
+        with recorder.open_forward(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
             result = super().forward(*args, **kwargs)
-            forward.returned(result)
+            forward.finish(result)
         return result
 
 
@@ -240,10 +240,10 @@ class Expanded(PerSampleModule):
             if self._own_batch() is not None:
                 return self.expanded_forward(*args, **kwargs)
             output = super().forward(*args, **kwargs)
-            return owned(output) if self.returns_fresh and recorder is not None and recorder.records else output
+            return owned(output) if self.returns_fresh and recorder is not None and recorder.in_forward else output
         if torch.compiler.is_compiling():
             return _uncompiled(self, args, kwargs)
-        recorder.inside(self)
+        recorder.refuse_other_thread(self)
         return self._in_pass(args, kwargs) if recorder.escalation.runs else recorder.escalation.run(self, args, kwargs)
 
     def _in_pass(self, args: Any, kwargs: Any) -> Any:
@@ -252,18 +252,18 @@ class Expanded(PerSampleModule):
         assert recorder is not None
         if recorder.forward is not None:
             return self._noting_what_is_shared(recorder.forward, args, kwargs)
-        with recorder.scope(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
+        with recorder.open_forward(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
             result = self.expanded_forward(*args, **kwargs)
-            forward.returned(result)
+            forward.finish(result)
         return result
 
     def _noting_what_is_shared(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """The forward inside of another, which hears of results that all samples share."""
-        heard = forward.heard
-        before, results = len(heard.inputs_shared), len(heard.shared)
+        notes = forward.notes
+        before, results = len(notes.inputs_shared), len(notes.shared_results)
         result = self.expanded_forward(*args, **kwargs)
-        inputs_shared = heard.inputs_shared[before:]
-        if inputs_shared and all(inputs_shared) and len(heard.shared) == results:
+        inputs_shared = notes.inputs_shared[before:]
+        if inputs_shared and all(inputs_shared) and len(notes.shared_results) == results:
             forward.note_shared(self, result, self._samples_dim)
         return result
 
@@ -288,11 +288,11 @@ class Expanded(PerSampleModule):
         parameter = getattr(self, name)
         if parameter is None or self._is_batched(name, parameter):
             return parameter
-        if self._recorder is None or not torch.is_grad_enabled() or self._recorder.current is None:
+        if self._recorder is None or not torch.is_grad_enabled() or self._recorder.current_pass is None:
             return parameter.expand(self.batch_size, *parameter.shape)
         return self._recorder.expand(parameter, None if parameter.is_leaf else self._again(name))
 
-    def _again(self, name: str) -> Again | None:
+    def _again(self, name: str) -> Recompute | None:
         """What computes a parametrized weight anew."""
         if not parametrize.is_parametrized(self, name):
             return None
@@ -323,9 +323,9 @@ class Expanded(PerSampleModule):
         own = self._own_batch()
         if own is not None:
             return own
-        if self._recorder is None or self._recorder.current is None:
+        if self._recorder is None or self._recorder.current_pass is None:
             raise AttributeError(f"{type(self).__name__}.batch_size is there during a forward in per-sample mode")
-        return self._recorder.current.batch
+        return self._recorder.current_pass.batch
 
     @property
     def name(self) -> str:
@@ -381,7 +381,7 @@ class Expanded(PerSampleModule):
         """The forward hears whether an input has one row that all samples share."""
         forward = _layout.forward_of(self)
         if forward is not None:
-            forward.heard.inputs_shared.append(shared)
+            forward.notes.inputs_shared.append(shared)
 
     def _is_batched(self, name: str, parameter: Tensor) -> bool:
         return name in self.ranks and parameter.dim() == self.ranks[name] + 1

@@ -1,6 +1,6 @@
-"""What is done with a factored gradient without making its rows dense, operator by operator.
+"""The operators that work on the factors of a gradient, without making its rows dense.
 
-Each function takes what the operator takes, and returns `NotImplemented` where the rows have to be dense.
+A function here takes the arguments of its operator, and returns `NotImplemented` where the rows have to be dense.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _broadcasts_by_row(rows: Rows, factor: Any) -> Tensor | float | None:
     """The number, or the `(B,)` numbers, that multiply the rows, or `None` if `factor` is of another shape."""
     if not isinstance(factor, Tensor):
         return float(factor) if isinstance(factor, int | float) else None
-    # a number of the rows' dtype in their place: asking them would make them dense
+    # result_type of the rows themselves would make them dense
     if isinstance(factor, Rows) or torch.result_type(_one(rows.dtype), factor) != rows.dtype:
         return None
     if factor.numel() == 1 and factor.dim() <= rows.dim():
@@ -65,15 +65,16 @@ def _plus(rows: Any, other: Any, *, alpha: float = 1) -> Any:
         return NotImplemented
     if rows.shape != other.shape or rows.dtype != other.dtype or (rows.is_dense and other.is_dense):
         return NotImplemented
-    ours, theirs = rows.blocks, other.blocks if alpha == 1 else scaled_blocks(other, alpha)
-    if [size for size, _ in ours] != [size for size, _ in theirs]:
+    blocks, other_blocks = rows.blocks, other.blocks if alpha == 1 else scaled_blocks(other, alpha)
+    if [size for size, _ in blocks] != [size for size, _ in other_blocks]:
         return NotImplemented
-    blocks = [(size, (*terms, *more)) for (size, terms), (_, more) in zip(ours, theirs, strict=True)]
+    pairs = zip(blocks, other_blocks, strict=True)
+    blocks = tuple((size, (*terms, *other_terms)) for (size, terms), (_, other_terms) in pairs)
     return rows._like(blocks, rows.shape)
 
 
 def _in_place(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """The operation in the place of its first argument."""
+    """An operation as its in-place variant, which changes its first argument."""
 
     def call(rows: Any, *args: Any, **kwargs: Any) -> Any:
         result = NotImplemented if not isinstance(rows, Rows) or rows.is_dense else operation(rows, *args, **kwargs)
@@ -90,7 +91,7 @@ def _in_place(operation: Callable[..., Any]) -> Callable[..., Any]:
 def _dims(rows: Rows, dim: Any) -> set[int]:
     if dim is None or dim == []:
         return set(range(rows.dim()))
-    return {place % rows.dim() for place in ([dim] if isinstance(dim, int) else dim)}
+    return {number % rows.dim() for number in ([dim] if isinstance(dim, int) else dim)}
 
 
 def _over_samples(reduce: Callable[[Rows], Tensor]) -> Callable[..., Any]:
@@ -137,8 +138,8 @@ def _cloned(rows: Rows, *, memory_format: Any = None) -> Any:
     return rows._like(blocks, rows.shape)
 
 
-def _converted(rows: Rows, *, dtype: Any = None, **others: Any) -> Any:
-    asks_for_more = any(value is not None for key, value in others.items() if key != "non_blocking")
+def _converted(rows: Rows, *, dtype: Any = None, **options: Any) -> Any:
+    asks_for_more = any(value is not None for key, value in options.items() if key != "non_blocking")
     if rows.is_dense or dtype is None or asks_for_more:
         return NotImplemented
     return rows._like(rows._remade(lambda term: term.to(dtype)), rows.shape, dtype)
@@ -155,7 +156,7 @@ def _catenated(tensors: Sequence[Any], dim: int = 0) -> Any:
 
 
 def _chosen(rows: Rows, choose: Callable[[Tensor], Tensor], *, alias: bool) -> Any:
-    """The rows that `choose` takes of any tensor `(B, ...)`: of each factor."""
+    """Some of the rows, from some of each factor: `choose` takes them from any tensor `(B, ...)`."""
     if rows.is_dense or len(rows.blocks) != 1:
         return NotImplemented
     ((_, terms),) = rows.blocks
@@ -186,7 +187,7 @@ def _index_selected(rows: Rows, dim: int, index: Tensor) -> Any:
 
 
 def _transposed(rows: Rows, first: int = -2, second: int = -1) -> Any:
-    """Each row transposed, where autograd asks: there nobody sees that it is no alias."""
+    """Each row transposed, within a backward only: there nobody sees that the result is no alias."""
     if {first % rows.dim(), second % rows.dim()} != {1, 2} or rows.dim() != 3 or running_backward() < 0:
         return NotImplemented
     if rows.is_dense or rows._cell.kind.row_shape != tuple(rows.shape[1:]):

@@ -1,4 +1,4 @@
-"""What is done outside of the model's forward: several calls that are one pass, and weights used by other code."""
+"""For code outside of the model's forward: several calls as one pass, and weights that are used by other code."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def one_pass(model: nn.Module, batch_size: int) -> Iterator[None]:
     """
     if batch_size < 0:
         raise ValueError(f"one_pass: batch_size is {batch_size}; wanted a number from 0.")
-    recorders = {each._recorder for each in model.modules() if isinstance(each, PerSampleModule)} - {None}
+    recorders = {module._recorder for module in model.modules() if isinstance(module, PerSampleModule)} - {None}
     with ExitStack() as stack:
         for recorder in recorders:
             stack.enter_context(cast(Recorder, recorder).one_pass(model, batch_size))
@@ -103,22 +103,22 @@ def expanded(weight: Tensor) -> Tensor:
     return weight if recorder is None else recorder.expand_outside(weight)
 
 
-def with_plain_weights(operation: Operation, torchs: Callable[..., Tensor], rank: int) -> Operation:
-    """The operation, and torch's own for a weight without a batch dimension.
+def with_plain_weights(operation: Operation, plain: Callable[..., Tensor], rank: int) -> Operation:
+    """The operation, which also takes a weight without a batch dimension, as torch's own does.
 
     Args:
         operation: The operation on weights with a batch dimension.
-        torchs: The function of the same arguments in `torch.nn.functional`.
+        plain: The function of the same arguments in `torch.nn.functional`.
         rank: The number of dimensions of a weight without a batch dimension.
     """
     parameters = signature(operation)
 
     @wraps(operation)
     def call(*args: Any, **kwargs: Any) -> Tensor:
-        given = parameters.bind(*args, **kwargs)
-        x, weight = next(iter(given.arguments.values())), given.arguments["weight"]
+        bound = parameters.bind(*args, **kwargs)
+        x, weight = next(iter(bound.arguments.values())), bound.arguments["weight"]
         if weight.dim() == rank:
-            return torchs(*given.args, **given.kwargs)
+            return plain(*bound.args, **bound.kwargs)
         if weight.dim() != rank + 1 or x.shape[:1] != weight.shape[:1]:
             raise complaint(
                 f"functional.{operation.__name__}",
@@ -127,13 +127,13 @@ def with_plain_weights(operation: Operation, torchs: Callable[..., Tensor], rank
                 "Keep the samples in the first dimension of both; unflatten a folded batch.",
             )
         if torch.compiler.is_compiling() and weight.requires_grad:
-            return _outside_of_graph(operation, *given.args, **given.kwargs)
-        return operation(*given.args, **given.kwargs)
+            return _outside_of_graph(operation, *bound.args, **bound.kwargs)
+        return operation(*bound.args, **bound.kwargs)
 
     return cast(Operation, call)
 
 
 @_disable_dynamo
 def _outside_of_graph(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """What makes rows is no part of a graph of `torch.compile`."""
+    """Calls a function that makes rows outside of a graph of `torch.compile`."""
     return function(*args, **kwargs)

@@ -7,7 +7,7 @@ from torch import nn
 
 ExpandedClass = TypeVar("ExpandedClass", bound=type[nn.Module])
 
-# a class, or its name "package.module.Class" -> its twin, or what its twin derives from beside it
+# a class, or its name "package.module.Class" -> its twin; or, by name, the first of the two bases of its twin
 EXPANDED: dict[type[nn.Module] | str, type[nn.Module]] = {}
 
 
@@ -62,7 +62,7 @@ def registered_base(module_class: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def registered_twin(base: type[nn.Module]) -> type[nn.Module]:
-    """What is registered for a class, by itself or by its name: its twin, or what its twin derives from beside it."""
+    """What is registered for a class, by itself or by its name: its twin, or the first base of its twin."""
     twin = _registered(base)
     assert twin is not None
     return twin

@@ -1,4 +1,4 @@
-"""What `check` hands back."""
+"""The report that `check` returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Problem:
             samples), `"mixing"` of samples, `"random"`, `"outside"` use of a parameter, a `"loss"` reduced in another
             way than the settings say, or `"rows"` that differ.
         where: The qualified name of the module, with its class, or of the parameter.
-        text: What was found where, what was wanted, and what to do.
+        text: Where it is, what was found, what was wanted, and what to do.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Problem:
 
     @classmethod
     def of(cls, kind: str, error: PerSampleError) -> Problem:
-        """What an error of the library says."""
+        """The problem that an error of the library tells of."""
         return cls(kind, str(error).partition(": ")[0], str(error))
 
 
@@ -91,7 +91,7 @@ class Report:
 
 @dataclass
 class Findings:
-    """What a check has found so far; the attributes are those of `Report`."""
+    """What a check has found so far; the attributes are those of `Report`, which it becomes at the end."""
 
     samples: int
     problems: list[Problem] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Findings:
     tolerance: float = 0.0
 
     def complain(self, kind: str, where: str, found: str, wanted: str, remedy: str) -> None:
-        """Adds a problem, said as all errors are."""
+        """Adds a problem, in the form of the library's errors."""
         self.problems.append(Problem(kind, where, str(complaint(where, found, wanted, remedy))))
 
     def report(self, *, is_ambiguous: bool) -> Report:

@@ -1,4 +1,4 @@
-"""Rows `(B, *shape)` by what they are made of: what a factored gradient holds, and its algebra."""
+"""Rows `(B, *shape)` as their factors, and the algebra of those."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _in_own_dtype(method: Method) -> Method:
 
 
 class Rows(Tensor):
-    """Rows held as their factors; `factored.py` makes a tensor of them in all other respects."""
+    """Rows held as their factors, with their algebra; `factored.py` adds what makes them a tensor."""
 
     _cell: Cell
     _source: tuple[Cell, int] | None  # the rows this one was sliced from, and their version then
@@ -64,11 +64,11 @@ class Rows(Tensor):
         return self._cell.merge()
 
     def terms(self) -> tuple[Term, ...]:
-        """All terms of all blocks, to look at: whether they were changed in place is not asked."""
+        """All terms of all blocks, for a look at their kinds and sizes: changes in place are not checked."""
         return tuple(guarded.term for _, terms in self.blocks for guarded in terms)
 
     def _unchanged(self) -> list[algebra.Block]:
-        """The terms of all blocks, to compute with."""
+        """The terms of all blocks, to compute with; raises if a factor was changed in place."""
         self._check_source()
         return self._cell.unchanged()
 
@@ -78,7 +78,7 @@ class Rows(Tensor):
         return self._cell.dense is not None
 
     def held_matrix(self) -> Tensor | None:
-        """The rows as `(B, numbers in a row)`, where they are held so: not to be changed."""
+        """The rows as `(B, numbers in a row)`, if they are held as such a matrix; not to be changed."""
         blocks = self.blocks
         if len(blocks) != 1 or len(blocks[0][1]) != 1:
             return None
@@ -97,7 +97,7 @@ class Rows(Tensor):
         return any(cost.sums_faster_dense(term.positions) for term in self.terms())
 
     def dense_for_norms(self) -> None:
-        """Makes small rows dense if their norms do so anyway: what comes after has them then."""
+        """Makes small rows dense, for later use as well, if their norms are computed from dense rows anyway."""
         terms = self.terms()
         if cost.keeps_rows_of_norms(self.numel(), self.held_numel()) and len(terms) == 1 and terms[0].norms_take_rows:
             self._rows()
@@ -115,7 +115,7 @@ class Rows(Tensor):
 
     @_in_own_dtype
     def squared_norms(self, products: Products | None = None) -> Tensor:
-        """`||row||^2` for each row, `(B,)`; `products` are those of the rows of other parameters before these."""
+        """`||row||^2` for each row, `(B,)`; `products` are kept from the rows of parameters before these."""
         return algebra.squared_norms(self._unchanged(), self._cell.kind, products)
 
     @_in_own_dtype
@@ -127,7 +127,7 @@ class Rows(Tensor):
         return algebra.weighted_sum(self._unchanged(), self._cell.kind, weights).reshape(self.shape[1:])
 
     def sparse_sum(self) -> Tensor | None:
-        """The plain sum as a sparse COO tensor, where torch's gradient is sparse; `None` elsewhere."""
+        """The plain sum as a sparse COO tensor if torch's gradient is sparse; else `None`."""
         terms = [term for _, block in self._unchanged() for term in block]
         sparse = [_sparse(term) for term in terms if isinstance(term, SparseOneHot)]
         return reduce(torch.add, sparse) if sparse and len(sparse) == len(terms) else None
@@ -151,7 +151,7 @@ class Rows(Tensor):
 
     @_in_own_dtype
     def gram_by_position(self, other: Rows, positions: int) -> Tensor:
-        """`<row[b, t], other_row[c]>` for each position t of rows that have so many, `(B, T, B')`."""
+        """`<row[b, t], other_row[c]>` for each position t, of which the rows have `positions`; `(B, T, B')`."""
         return gram_by_position(self._unchanged(), other._unchanged(), self._cell.kind, positions)
 
     def has_kronecker_factors(self) -> bool:
@@ -159,12 +159,12 @@ class Rows(Tensor):
         return kronecker.has_factors(self._unchanged(), self._kind)
 
     def kronecker_factors(self, total: KroneckerFactors | None = None) -> KroneckerFactors:
-        """The Kronecker factors of rows that have such, added to `total` in place."""
+        """The Kronecker factors of the rows, added to `total` in place."""
         with in_own_dtype(self):
             return kronecker.factors(self._unchanged(), self._kind, total)
 
     def between(self: R, left: Tensor, right: Tensor) -> R:
-        """The rows `left @ row @ right`, of square matrices; factored where these are."""
+        """The rows `left @ row @ right`, with square matrices; factored where these rows are."""
         with in_own_dtype(self):
             blocks = [
                 (size, tuple(Guarded.of(kronecker.between(term, left, right)) for term in terms if size))
@@ -179,7 +179,7 @@ class Rows(Tensor):
 
     @property
     def _kind(self) -> Kind:
-        """That of the rows in the shape they are seen in."""
+        """The kind of the rows in the shape of this tensor."""
         return self._cell.kind._replace(row_shape=tuple(self.shape[1:]))
 
     def _check_source(self) -> None:
@@ -200,7 +200,7 @@ class Rows(Tensor):
 
 
 class _ToDense(torch.autograd.Function):
-    """The dense rows of a factored tensor that itself has a derivative."""
+    """The dense rows of a factored tensor that requires gradients."""
 
     @staticmethod
     def forward(rows: Rows) -> Tensor:
@@ -247,7 +247,7 @@ def scaled_blocks(rows: Rows, by_row: Tensor | float) -> list[Block]:
 
 
 def refuse_in_place() -> None:
-    """Raises, as chosen rows are no view of the others in autograd's sense."""
+    """Raises for a change of chosen rows, which to autograd are no view of the others."""
     raise complaint(
         "grad_sample",
         "an in-place change of rows that were chosen from a factored gradient",

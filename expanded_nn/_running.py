@@ -1,10 +1,10 @@
-"""Running a copy of a model again and again under the same conditions, on the whole batch or on one sample."""
+"""Runs of a copy of a model under the same conditions, on the whole batch or on one sample."""
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -21,8 +21,8 @@ from expanded_nn.recording.recorder import Settings
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Leaves the random state as it was; gradients are on meanwhile."""
-    # torch.manual_seed would reach a CUDA that is not there yet, and so change its state later
+    """Switches gradients on, and leaves the random state as it was."""
+    # where CUDA is not initialized, torch.manual_seed would be queued and change its state later
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     state = random.getstate()
     try:
@@ -33,14 +33,14 @@ def undisturbed() -> Iterator[None]:
 
 
 def leaves_behind(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """The leaf tensors that outputs were computed from and that require gradients."""
+    """The leaf tensors with gradients that outputs were computed from."""
     nodes = [node for output in outputs for node in graph_of(output.grad_fn)]
     return list({id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}.values())
 
 
 @contextmanager
-def grads_kept(leaves: list[Tensor]) -> Iterator[None]:
-    """Leaves the gradients of tensors as they were."""
+def grads_kept(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Clears the gradients of tensors, and restores them afterwards."""
     grads = [leaf.grad for leaf in leaves]
     try:
         for leaf in leaves:
@@ -59,7 +59,7 @@ def _seed(seed: int) -> None:
 
 
 class Step(nn.Module):
-    """A loss of a model, as a module around it, whose parameters and modules keep the names they have in the model."""
+    """A loss of a model, as a module around it; parameters and modules keep the names that they have in the model."""
 
     shown_as = "the loss"
 
@@ -77,17 +77,23 @@ class Step(nn.Module):
 
 
 class Runner:
-    """Runs a module, each time from the same buffers and the same random state, on arguments of its own."""
+    """Runs a module, each time from the same buffers and the same random state, on copies of the arguments.
+
+    Attributes:
+        module: The module.
+        modules: It and those within it.
+        buffers: The buffers of each at the beginning.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.modules = list(module.modules())
-        self.buffers = copy.deepcopy([each._buffers for each in self.modules])
+        self.buffers = copy.deepcopy([module._buffers for module in self.modules])
 
     def __call__(self, call: Call, seed: int = 0) -> list[Tensor]:
-        """The floating tensors in the output."""
-        for each, buffers in zip(self.modules, copy.deepcopy(self.buffers), strict=True):
-            each._buffers.update(buffers)
+        """Runs the module; the floating tensors in its output."""
+        for module, buffers in zip(self.modules, copy.deepcopy(self.buffers), strict=True):
+            module._buffers.update(buffers)
         args, kwargs = _mapped(call.arguments, _fresh)
         _seed(seed)
         return _floats(self.module(*args, **kwargs))
@@ -95,7 +101,7 @@ class Runner:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a forward: of the batch, or of one sample.
+    """The arguments of a forward, for the batch or for one sample.
 
     Attributes:
         arguments: By position, and by keyword.
@@ -109,7 +115,7 @@ class Call:
 
     @classmethod
     def of(cls, model: nn.Module, settings: Settings, arguments: tuple[Any, Any]) -> Call:
-        """The call of `model`, a plain one, with what `per_sample` was told.
+        """The call of a plain model, with the settings of `per_sample`.
 
         Raises:
             PerSampleError: If there are fewer than 2 samples.
@@ -135,14 +141,14 @@ class Call:
         return Call(_mapped(self.arguments, alone), 1, self.batch_first)
 
     def nudged(self, generator: torch.Generator) -> Call:
-        """The call with other last bits in its numbers."""
+        """The call with its numbers changed in their last bits."""
 
-        def other(value: Any) -> Any:
+        def with_other_bits(value: Any) -> Any:
             if isinstance(value, PackedSequence):
-                return PackedSequence(other(value.data), *value[1:])
+                return PackedSequence(with_other_bits(value.data), *value[1:])
             return nudged(value, generator).requires_grad_(value.requires_grad and value.is_leaf)
 
-        return Call(_mapped(self.arguments, other), self.batch, self.batch_first)
+        return Call(_mapped(self.arguments, with_other_bits), self.batch, self.batch_first)
 
     def _dim(self, tensor: Tensor) -> int | None:
         if tensor.dim() == 0:
@@ -153,13 +159,13 @@ class Call:
         return 1 if tensor.dim() == 3 and tensor.shape[1] == self.batch else None  # a state (layers, B, features)
 
     def is_ambiguous(self) -> bool:
-        """Whether another dimension of a tensor has the size B, too."""
-        shapes = [list(each.shape) for each in tensors(self.arguments) if isinstance(each, Tensor)]
+        """Whether a tensor has several dimensions of size B."""
+        shapes = [list(tensor.shape) for tensor in tensors(self.arguments) if isinstance(tensor, Tensor)]
         return any(shape.count(self.batch) > 1 for shape in shapes)
 
 
 def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Each number a little larger, smaller or the same, as rounding makes it."""
+    """Each number a little larger, smaller or the same, as after rounding."""
     if not has_derivatives(tensor) or tensor.layout is not torch.strided:
         return tensor.detach()
     signs = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor)
@@ -167,7 +173,7 @@ def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """`value` with each tensor in it replaced, the same by the same; whatever else is in it is copied."""
+    """`value` with `function` applied to each tensor in it, once if it is there twice; anything else is copied."""
     memo: dict[int, Any] = {}
 
     def walk(value: Any) -> Any:
@@ -176,8 +182,8 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
             return memo[id(value)]
         if isinstance(value, Mapping):
             changed: Any = copy.copy(value)
-            for key, each in value.items():
-                changed[key] = walk(each)
+            for key, item in value.items():
+                changed[key] = walk(item)
             return changed
         if isinstance(value, list | tuple):
             parts = map(walk, value)
@@ -199,9 +205,9 @@ def _fresh(tensor: Any) -> Any:
 
 
 def _floats(output: Any) -> list[Tensor]:
-    found = [
-        pad_packed_sequence(each, batch_first=True)[0] if isinstance(each, PackedSequence) else each
-        for each in tensors(output)
+    outputs = [
+        pad_packed_sequence(tensor, batch_first=True)[0] if isinstance(tensor, PackedSequence) else tensor
+        for tensor in tensors(output)
     ]
-    found = [torch.view_as_real(each) if each.is_complex() else each for each in found]
-    return [each for each in found if each.is_floating_point()]
+    outputs = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in outputs]
+    return [tensor for tensor in outputs if tensor.is_floating_point()]

@@ -12,19 +12,19 @@ from expanded_nn._batch import batch_dim
 from expanded_nn._running import Call
 from expanded_nn._trace import Trace
 
-Place = tuple[int, bool]
+SampleAxis = tuple[int, bool]
 
 
 def views(
     whole: Tensor,
     shape: Sequence[int],
     batch: int,
-) -> dict[Place, Tensor]:  # each (B, ...)
+) -> dict[SampleAxis, Tensor]:  # each (B, ...)
     """The ways to see `whole` as one tensor of at least such a shape a sample.
 
     A way is the dimension in which the samples stand, and whether they stand second in it, as in `(T * B, ...)`.
     """
-    found: dict[Place, Tensor] = {}
+    found: dict[SampleAxis, Tensor] = {}
     if whole.dim() == len(shape) + 1 and whole.numel() == batch * prod(shape):  # squeeze() took the batch of one away
         shape = next((s for s in ((1, *shape), (*shape[:1], 1, *shape[1:])) if _grown(whole, s, batch)), ())
     for dim in _grown(whole, shape, batch):
@@ -83,7 +83,7 @@ class Layout:
     def __init__(self, outputs: list[Tensor], alone: list[list[Tensor]]) -> None:
         self.batch, self.alone = len(alone), alone
         self.shapes = [[each.shape for each in own] for own in alone]
-        self.places: list[Place | None] = []
+        self.places: list[SampleAxis | None] = []
         self.unclear: int | None = None
         for n, output in enumerate(outputs):
             own = [each[n] for each in alone if n < len(each)]
@@ -172,7 +172,7 @@ class GivenLosses(Layout):
         )
 
 
-def _errors(ways: list[dict[Place, Tensor]], own: list[Tensor], place: Place) -> list[float]:
+def _errors(ways: list[dict[SampleAxis, Tensor]], own: list[Tensor], place: SampleAxis) -> list[float]:
     return [difference(of_sample(way[place], i, x.shape), x) for i, (way, x) in enumerate(zip(ways, own, strict=True))]
 
 

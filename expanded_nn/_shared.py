@@ -1,4 +1,4 @@
-"""Whether a weight with a batch dimension is one weight, seen B times."""
+"""Weights with a batch dimension that are the same for all samples."""
 
 from typing import Any, cast
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def is_shared(*weights: Tensor | None) -> bool:
-    """Whether the weights `(B, *shape)` are for an op that computes with one for all samples.
+    """Whether an op can compute with one weight for all samples, given weights `(B, *shape)`.
 
-    They are the same for all: expanded (stride 0), or B is 0 or 1. And they are real, if B is not 0, as factors of
-    complex rows would have to be conjugated in all that is made of them.
+    They have to be the same for all samples: expanded (stride 0), or B is 0 or 1. And they have to be real unless B is
+    0, as the algebra of the factors does not conjugate.
     """
     return _are_the_same(*weights) and not any(
         weight is not None and weight.is_complex() and weight.shape[0] for weight in weights
@@ -18,7 +18,7 @@ def is_shared(*weights: Tensor | None) -> bool:
 
 
 def is_constant(*weights: Tensor | None) -> bool:
-    """Whether all the weights are the same for all samples and ask for no gradient: torch's own op does then."""
+    """Whether the weights are the same for all samples and require no gradients: torch's own op does then."""
     return _are_the_same(*weights) and not any(weight is not None and weight.requires_grad for weight in weights)
 
 
@@ -27,10 +27,7 @@ def _are_the_same(*weights: Tensor | None) -> bool:
 
 
 def shared(weight: Tensor) -> Tensor:
-    """The one weight `(*shape)` behind an expanded `(B, *shape)`, without its history.
-
-    An empty batch has no weight to show: it gets zeros, which nothing is multiplied by.
-    """
+    """The weight `(*shape)` behind an expanded `(B, *shape)`, without its history; zeros if B is 0."""
     return weight.detach()[0] if weight.shape[0] else weight.new_zeros(weight.shape[1:])
 
 
@@ -40,7 +37,7 @@ def shared_or_none(weight: Tensor | None) -> Tensor | None:
 
 
 def owned(output: Tensor) -> Tensor:
-    """`output`, no view in autograd's eyes: the next layer may change in place what a Function returns."""
+    """`output`, to autograd no view, so that the next layer may change it in place after a Function."""
     if not output._is_view():
         return output
     return cast(Tensor, torch.ops.aten._unsafe_view(output, output.shape))

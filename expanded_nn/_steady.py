@@ -1,4 +1,4 @@
-"""Running a forward again under the same conditions: without chance, and without leaving traces."""
+"""Running a forward again under the same conditions: the same random numbers, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -26,16 +26,20 @@ class RandomStates:
     """The states of all generators that a forward may draw from: torch's, Python's, numpy's, and its own.
 
     Args:
-        holders: Modules and arguments, whose own `torch.Generator`s count as well.
+        holders: Modules and arguments, among which generators are looked for.
+
+    Attributes:
+        generators: Those found.
+        before: The states at the beginning.
     """
 
     def __init__(self, holders: Any) -> None:
         held = [value for module in holders if isinstance(module, nn.Module) for value in vars(module).values()]
         leaves = tree_leaves([holders, held])
         self.generators = list({id(leaf): leaf for leaf in leaves if _is_generator(leaf)}.values())
-        self.before = self._now()
+        self.before = self._states()
 
-    def _now(self) -> list[Any]:
+    def _states(self) -> list[Any]:
         states: list[Any] = [torch.get_rng_state(), random.getstate()]
         numpy = sys.modules.get("numpy")
         states.append(None if numpy is None else numpy.random.get_state())
@@ -43,8 +47,8 @@ class RandomStates:
         return states + [_state_of(generator) for generator in self.generators]
 
     def restore(self) -> bool:
-        """Puts them back; whether anything was drawn since."""
-        if all(_same(before, now) for before, now in zip(self.before, self._now(), strict=True)):
+        """Sets the states to those from the beginning; whether anything was drawn since."""
+        if all(_same(before, state) for before, state in zip(self.before, self._states(), strict=True)):
             return False
         torch.set_rng_state(self.before[0])
         random.setstate(self.before[1])
@@ -78,18 +82,24 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
 
 
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor):
-        return torch.equal(left, right)
-    return repr(left) == repr(right)  # of numpy's state the position, which a draw moves
+def _same(before: Any, after: Any) -> bool:
+    if isinstance(before, Tensor):
+        return torch.equal(before, after)
+    return repr(before) == repr(after)  # of numpy's state this shows the position, which a draw moves
 
 
-class Start:
-    """What a forward may change, as it is before it: random states, attributes and buffers, its arguments.
+class StateBefore:
+    """What a forward may change, as it is before: random states, attributes and buffers, its arguments.
 
     Args:
         module: The module that is called.
         arguments: What it is called with.
+
+    Attributes:
+        random: The random states.
+        containers: Lists, sets and mappings, with copies of them.
+        tensors: Tensors with their versions and copies, which are `None` for those that require gradients.
+        seen: The ids of all that was looked at.
     """
 
     def __init__(self, module: nn.Module, arguments: Any) -> None:
@@ -97,12 +107,12 @@ class Start:
         self.containers: list[tuple[Any, Any]] = []
         self.tensors: list[tuple[Tensor, int, Tensor | None]] = []
         self.seen: set[int] = set()
-        for each in module.modules():
-            self._keep({key: value for key, value in vars(each).items() if key not in OURS}, vars(each))
-        self._keep(arguments, inside=True)
+        for member in module.modules():
+            self._keep({key: value for key, value in vars(member).items() if key not in OURS}, vars(member))
+        self._keep(arguments, deep=True)
 
-    def _keep(self, value: Any, container: Any = None, *, inside: bool = False) -> None:
-        """Keeps in mind what is in a value, and with `inside` in the attributes of the objects in it."""
+    def _keep(self, value: Any, container: Any = None, *, deep: bool = False) -> None:
+        """Notes the contents of a value, and with `deep` the attributes of the objects in it."""
         kept = value if container is None else container
         if id(kept) in self.seen:
             return
@@ -113,16 +123,16 @@ class Start:
         elif isinstance(value, MutableMapping):
             self.containers.append((kept, dict(value)))
             for item in value.values():
-                self._keep(item, inside=inside)
+                self._keep(item, deep=deep)
         elif isinstance(value, list | set | deque | tuple):
             self.containers += [] if isinstance(value, tuple) else [(value, list(value))]
             for item in value:
-                self._keep(item, inside=inside)
-        elif inside and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type | FunctionType):
-            self._keep(vars(value), inside=True)
+                self._keep(item, deep=deep)
+        elif deep and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type | FunctionType):
+            self._keep(vars(value), deep=True)
 
-    def restored(self) -> bool:
-        """Puts all of it back; whether that can be."""
+    def restore(self) -> bool:
+        """Puts all of it back; whether that was possible."""
         self.random.restore()
         for container, before in self.containers:
             if isinstance(container, MutableMapping):
@@ -142,27 +152,27 @@ class Start:
 
 @contextmanager
 def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
-    """What a forward leaves behind in the attributes and buffers of a module, and of those within, goes.
+    """Takes back what a forward leaves in the attributes and buffers of a module, and of those within.
 
     Args:
         module: The module.
         hooks: Whether the forward hooks of the modules within it are called.
     """
-    before = [(each, dict(vars(each))) for each in module.modules()]
+    before = [(member, dict(vars(member))) for member in module.modules()]
     try:
-        for each, attributes in before:
-            vars(each).update({key: _copied(value) for key, value in attributes.items() if key not in OURS})
-            if not hooks and each is not module:
-                vars(each).update({key: OrderedDict() for key in _HOOKS})
+        for member, attributes in before:
+            vars(member).update({key: _copied(value) for key, value in attributes.items() if key not in OURS})
+            if not hooks and member is not module:
+                vars(member).update({key: OrderedDict() for key in _HOOKS})
         yield
     finally:
-        for each, attributes in before:
-            vars(each).clear()
-            vars(each).update(attributes)
+        for member, attributes in before:
+            vars(member).clear()
+            vars(member).update(attributes)
 
 
 def copies(arguments: Any) -> Any:
-    """The arguments again, for a forward that may change them."""
+    """Copies of the arguments, for a forward that may change them."""
     return tree_map(_copied_argument, arguments)
 
 
@@ -171,14 +181,14 @@ def _copied_argument(leaf: Any) -> Any:
         return leaf.detach().clone()
     if not hasattr(leaf, "__dict__") or isinstance(leaf, nn.Module | type | FunctionType | MutableMapping):
         return _copied(leaf)
-    try:  # an object of the user's, as a cache, with all that is in it
+    try:  # an object of the user's, such as a cache
         return copy.deepcopy(leaf)
-    except Exception:  # of something in it that cannot be copied
+    except Exception:  # it holds something that cannot be copied
         return leaf
 
 
 def _copied(value: Any) -> Any:
-    """Containers and the tensors in them anew, all else as it is."""
+    """Copies containers and the tensors in them; anything else is taken as it is."""
     if isinstance(value, Tensor):
         return value if isinstance(value, nn.Parameter) or value.requires_grad else value.clone()
     if isinstance(value, MutableMapping):
@@ -194,7 +204,7 @@ def _copied(value: Any) -> Any:
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Turns dropout off, as its masks for a sample alone and in a batch differ.
+    """Turns dropout off, as its masks differ for a sample alone and in a batch.
 
     Attributes:
         met: Whether there was any.
@@ -203,7 +213,7 @@ class WithoutDropout(TorchFunctionMode):
     met = False
 
     def turn_off(self, model: nn.Module) -> None:
-        """Turns off what modules hold; a function mode reaches only what is called as a function."""
+        """Turns off the dropout of modules; a function mode reaches functions only."""
         for module in model.modules():
             name = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
             if isinstance(module, nn.modules.dropout._DropoutNd | nn.RNNBase | nn.MultiheadAttention):
@@ -211,26 +221,26 @@ class WithoutDropout(TorchFunctionMode):
                 setattr(module, name, 0.0)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
+        arguments = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
-            given.update(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
-            self.met |= bool(given.get("dropout_p"))
-            return func(**{**given, "dropout_p": 0.0})
+            arguments.update(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+            self.met |= bool(arguments.get("dropout_p"))
+            return func(**{**arguments, "dropout_p": 0.0})
         if func in _DROPOUTS:
-            bound = inspect.signature(func).bind(*args, **given)
+            bound = inspect.signature(func).bind(*args, **arguments)
             bound.apply_defaults()
-            given = bound.arguments
-            self.met |= bool(given["training"] and given.get("p", given.get("dropout_p")))
-            given["training"] = False
+            arguments = bound.arguments
+            self.met |= bool(arguments["training"] and arguments.get("p", arguments.get("dropout_p")))
+            arguments["training"] = False
             return func(*bound.args, **bound.kwargs)
-        return func(*args, **given)
+        return func(*args, **arguments)
 
 
 class WithoutChance(WithoutDropout):
-    """Puts one fixed number in the place of what is drawn, so that a batch and its samples alone get the same.
+    """Replaces drawn numbers by a fixed one, so that a batch and its samples alone get the same.
 
     Attributes:
-        has_drawn: Whether anything was.
+        has_drawn: Whether anything was drawn.
     """
 
     has_drawn = False
@@ -253,7 +263,7 @@ _FIXED: dict[str, Callable[[Tensor, Any], Tensor]] = {
     **dict.fromkeys(("exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli", "bernoulli_"), _filled(1.0)),
     **dict.fromkeys(("multinomial", "random_", "randint_like"), _filled(0)),
     "randint": lambda drawn, args: drawn.fill_(0 if isinstance(args[1], tuple | list) else args[0]),
-    "randperm": lambda drawn, args: drawn.copy_(torch.arange(len(drawn)).roll(1)),  # the samples' own would hide mixing
+    "randperm": lambda drawn, args: drawn.copy_(torch.arange(len(drawn)).roll(1)),  # the identity would hide mixing
 }
 _DROPOUTS = {
     F.dropout,

@@ -1,7 +1,7 @@
 """Memory for dense rows, used again from step to step.
 
-Fresh pages cost several times what writing to used ones does, and dense rows are large. A storage is used again once
-nothing but its keeper refers to it: rows that somebody still holds never change.
+Dense rows are large, and to write to fresh pages takes several times as long as to used ones. A storage is used again
+once nothing else refers to it: rows that somebody still holds never change.
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ from expanded_nn.core import cost
 
 
 class Recycled:
-    """The memory that the dense rows of one parameter were written to."""
+    """The memory that the dense rows of one parameter were written to.
+
+    Attributes:
+        kept: The pieces of memory, as tensors of bytes.
+    """
 
     def __init__(self) -> None:
-        self.kept: list[Tensor] = []  # of bytes
+        self.kept: list[Tensor] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """An uninitialised tensor, or `None` on a device whose allocator recycles memory itself."""
+        """An uninitialized tensor; `None` on a device whose allocator recycles memory itself."""
         size = prod(shape) * dtype.itemsize
         if device.type != "cpu" or size == 0:
             return None
-        free = [each for each in self.kept if _references(each) == _ALONE]
-        fitting = next((each for each in free if cost.memory_serves(each.numel(), size)), None)
-        self.kept = [each for each in self.kept if each is fitting or not any(each is other for other in free)]
+        unused = [memory for memory in self.kept if _references(memory) == _ALONE]
+        fitting = next((memory for memory in unused if cost.memory_serves(memory.numel(), size)), None)
+        freed = {id(memory) for memory in unused if memory is not fitting}
+        self.kept = [memory for memory in self.kept if id(memory) not in freed]
         if fitting is None:
             fitting = torch.empty(size, dtype=torch.uint8)
             self.kept.append(fitting)
@@ -37,7 +42,7 @@ class Recycled:
 
 
 def _references(tensor: Tensor) -> tuple[int, int]:
-    """How many refer to the tensor's storage: as a Python object, and in all."""
+    """How many references there are to the tensor's storage: to its Python object, and in all."""
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
 

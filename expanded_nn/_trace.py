@@ -1,4 +1,4 @@
-"""What goes on inside a model while it runs: the values between its modules, the complaints of its layers."""
+"""What happens inside a model while it runs: the values between its modules, the errors of its layers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Event:
         path: Its qualified name.
         who: The name with the class.
         side: `"input"` or `"output"`.
-        inside: Who is running from here to the next event.
+        running: The name of the module that runs from here to the next event.
         values: The tensors that go in or come out.
     """
 
     path: str
     who: str
     side: str
-    inside: str
+    running: str
     values: list[Tensor]
 
     def __str__(self) -> str:
@@ -43,7 +43,8 @@ class Trace:
 
     Attributes:
         events: What happened.
-        grads: Of the last backward, by the event's place and the tensor's place in it.
+        grads: The gradients in the last backward, by the index of the event and that of the tensor in it.
+        stack: The names of the modules that run, the innermost last.
     """
 
     def __init__(self, model: nn.Module, *, with_grads: bool = False) -> None:
@@ -75,8 +76,8 @@ class Trace:
 
     def _note(self, path: str, who: str, side: str, value: Any) -> None:
         values: list[Tensor] = []
-        for each in tensors(value):
-            tensor = each.data if isinstance(each, PackedSequence) else each
+        for item in tensors(value):
+            tensor = item.data if isinstance(item, PackedSequence) else item
             if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 continue
             if self.with_grads and tensor.requires_grad:
@@ -90,44 +91,44 @@ class Trace:
         if node is None:
             tensor.register_hook(partial(self.grads.__setitem__, key))
             return
-        place = tensor.output_nr
+        number = tensor.output_nr
 
         def note(grads: tuple[Tensor | None, ...]) -> None:
-            grad = grads[place]
+            grad = grads[number]
             if grad is not None:
                 self.grads[key] = grad
 
-        node.register_prehook(note)  # not the tensor's: on a view that was changed in place torch crashes at it
+        node.register_prehook(note)  # torch crashes at a hook of a view that was changed in place
 
     def first_difference(self, other: Trace, same: Callable[[Tensor, Tensor], bool]) -> int | None:
-        """The place of the first event that is not the same in `other`."""
-        for place, (mine, its) in enumerate(zip(self.events, other.events, strict=False)):
-            if str(mine) != str(its) or not all(map(same, mine.values, its.values)):
-                return place
+        """The index of the first event that is not the same in `other`."""
+        for index, (event, other_event) in enumerate(zip(self.events, other.events, strict=False)):
+            if str(event) != str(other_event) or not all(map(same, event.values, other_event.values)):
+                return index
         return None if len(self.events) == len(other.events) else min(len(self.events), len(other.events))
 
-    def before(self, place: int) -> tuple[str, str]:
-        """Who runs just before an event; and between what, if that is a part of a module only."""
-        place = min(place, len(self.events) - 1)
-        first, last = self.events[max(0, place - 1)], self.events[place]
+    def before(self, index: int) -> tuple[str, str]:
+        """The module that runs just before an event; and between what, if that is only a part of the module."""
+        index = min(index, len(self.events) - 1)
+        first, last = self.events[max(0, index - 1)], self.events[index]
         is_whole = (first.who, first.side, last.side) == (last.who, "input", "output")
-        return first.inside, "" if is_whole else f"between {first} and {last} "
+        return first.running, "" if is_whole else f"between {first} and {last} "
 
 
-class Guard:
-    """Takes the complaints of all expanded layers while the context is open: who complains, runs as a plain one.
+class ErrorCollector:
+    """Collects the errors of expanded layers while the context is open: a layer that raises one runs as a plain one.
 
     Attributes:
-        complaints: In order.
-        failed: Where an exception of another kind came from.
+        errors: The errors, in order.
+        failed: The module that raised an exception of another kind.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.complaints: list[PerSampleError] = []
+        self.errors: list[PerSampleError] = []
         self.failed: str | None = None
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> ErrorCollector:
         self.guarded = [
             (path, module) for path, module in self.model.named_modules() if isinstance(module, PerSampleModule)
         ]
@@ -146,19 +147,19 @@ class Guard:
         try:
             return forward(*args, **kwargs)
         except PerSampleError as error:
-            self.complaints.append(error)
+            self.errors.append(error)
         except Exception:
             self.failed = self.failed or who
             raise
-        inside = [each for each in module.modules() if isinstance(each, PerSampleModule)]
-        recorders = [each._recorder for each in inside]
+        members = [member for member in module.modules() if isinstance(member, PerSampleModule)]
+        recorders = [member._recorder for member in members]
         try:
-            for each in inside:
-                each._recorder = None
+            for member in members:
+                member._recorder = None
             return forward(*args, **kwargs)
         finally:
-            for each, recorder in zip(inside, recorders, strict=True):
-                each._recorder = recorder
+            for member, recorder in zip(members, recorders, strict=True):
+                member._recorder = recorder
 
 
 def name_of(path: str, module: nn.Module) -> str:

@@ -1,7 +1,7 @@
-"""While a step is traced into a graph (`compile.py`): what the graph takes for granted.
+"""What a graph assumes while a step is traced into it (`compile.py`).
 
-The eager code asks now and then for a value: whether all norms are finite, whether two gradients are equal. A graph has
-no values yet. It takes the usual answer for granted and returns, with its results, whether that was right; where it was
+The eager code looks at values in a few places: whether all norms are finite, whether two gradients are equal. A trace
+has no values. It assumes the usual answer, and the graph returns with its results whether that was right; where it was
 not, the step is run eagerly instead.
 """
 
@@ -16,19 +16,19 @@ from torch import Tensor
 
 
 class OnlyEager(Exception):
-    """A step of this kind is not traced, as what it does depends on values: it runs eagerly."""
+    """Steps of this kind always run eagerly, as what they do depends on values."""
 
 
 class FirstEager(Exception):
-    """A step runs eagerly once more, to show what has to be known before it is traced."""
+    """The step has to run eagerly once more before it can be traced."""
 
 
 class _State:
-    """Of the trace that runs, and of the step whose models are looked for; one of each at most in a process.
+    """The state of the trace that runs, and of the step whose models are looked for; one of each at most in a process.
 
     Attributes:
-        assumed: What the trace has taken for granted.
-        met: The recorders that the step has met.
+        assumed: The conditions that the trace has assumed, `None` outside of a trace.
+        met: The recorders that have taken part in the step, `None` if they are not looked for.
     """
 
     def __init__(self) -> None:
@@ -41,30 +41,30 @@ _STATE = _State()
 
 @contextmanager
 def assumptions() -> Iterator[list[Tensor]]:
-    """Collects what is assumed meanwhile: numbers that are true if it was right."""
-    made: list[Tensor] = []
-    _STATE.assumed = made
+    """Collects the conditions that are assumed meanwhile."""
+    conditions: list[Tensor] = []
+    _STATE.assumed = conditions
     try:
-        yield made
+        yield conditions
     finally:
         _STATE.assumed = None
 
 
 def is_traced() -> bool:
-    """Whether this code is traced; other threads go on with real values meanwhile."""
+    """Whether this code is traced; other threads meanwhile compute with real values."""
     if _STATE.assumed is None:
         return False
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def assume(condition: Tensor) -> None:
-    """The graph that is traced is right where the condition holds."""
+    """Assumes a condition: the graph that is traced is right where it holds."""
     assert _STATE.assumed is not None
     _STATE.assumed.append(condition)
 
 
 def refuse_values(reason: str) -> None:
-    """Says, while a step is traced, that what comes now depends on values, and has no usual outcome.
+    """Gives a trace up: what comes next depends on values, and has no usual outcome.
 
     Raises:
         OnlyEager: With the reason, in a trace.
@@ -74,7 +74,7 @@ def refuse_values(reason: str) -> None:
 
 
 def wait_for_values(reason: str) -> None:
-    """Says, while a step is traced, that something is made once that takes values.
+    """Puts a trace off: what comes next is done only once, and takes values.
 
     Raises:
         FirstEager: With the reason, in a trace.
@@ -95,6 +95,6 @@ def recorders_met() -> Iterator[dict[Any, None]]:
 
 
 def note_recorder(recorder: Any) -> None:
-    """A recorder takes part in what runs."""
+    """Notes that a recorder takes part in the step."""
     if _STATE.met is not None:
         _STATE.met[recorder] = None

@@ -1,4 +1,4 @@
-"""Which module becomes what: the expanded twin of every module that needs one, and the modules that have none."""
+"""The expanded twin of every module that needs one, and the modules that cannot be converted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def expand_modules(model: nn.Module) -> None:
     """
     raise_for(model)
     for module in list(_containers(model)):
-        with suppress(TypeError):  # a class that no other can derive from; its layers begin passes of their own
+        with suppress(TypeError):  # a class that cannot be derived from: its layers begin passes of their own
             module.__class__ = twin_class(Root, type(module))
     for module in list(_convertible(model)):
         module.__class__ = _expanded_class(module)
@@ -37,14 +37,14 @@ def expand_modules(model: nn.Module) -> None:
 
 
 def _members(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that stand for themselves, by name: lists of parameters belong to the module that holds them."""
-    inside: set[nn.Module] = set()
+    """The modules of the model by name, but lists of parameters, which belong to the module that holds them."""
+    skipped: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if module not in inside:
+        if module not in skipped:
             yield name, module
         for child in module.children():
             if isinstance(child, _BELONGS_TO_PARENT):
-                inside.update(child.modules())
+                skipped.update(child.modules())
 
 
 def _convertible(model: nn.Module) -> Iterator[nn.Module]:
@@ -54,7 +54,7 @@ def _convertible(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _containers(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that may be called alone, with all that is in them: that is a pass, too."""
+    """The modules without parameters of their own whose forward may begin a pass."""
     convertible = set(_convertible(model))
     for _, module in _members(model):
         is_called = type(module).forward is not nn.Module.forward
@@ -64,7 +64,7 @@ def _containers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _holds_parameters(module: nn.Module) -> bool:
-    """Whether a module has parameters itself, or in a list of them, or will have them."""
+    """Whether a module has parameters of its own, in a list too, or parametrized ones."""
     if any(parameter is not None for parameter in module._parameters.values()) or parametrize.is_parametrized(module):
         return True
     lists = [child for child in module.children() if isinstance(child, PARAMETER_LISTS)]
@@ -72,7 +72,7 @@ def _holds_parameters(module: nn.Module) -> bool:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether a module has a twin to become even without parameters of its own."""
+    """Whether a module has a twin that it becomes even without parameters of its own."""
     base = registered_base(type(module))
     if base is None or isinstance(module, registered_twin(base)):
         return False
@@ -89,7 +89,7 @@ def _expanded_class(module: nn.Module) -> type[nn.Module]:
     elif issubclass(kind, Expanded):
         fits = not _overrides(module_class, base)
     else:
-        fits = not _holds_parameters(module)  # a container: its children see to the rows, whatever its forward does
+        fits = not _holds_parameters(module)  # a container, whose children make the rows
     if not fits:
         twin = twin_class(General, module_class)
     elif issubclass(kind, module_class):  # type: ignore[arg-type]
@@ -100,18 +100,18 @@ def _expanded_class(module: nn.Module) -> type[nn.Module]:
 
 
 def rebased(module_class: type[nn.Module], bases: tuple[type, ...]) -> type[nn.Module]:
-    """The same class on other bases."""
+    """The same class with other bases."""
     namespace = {key: value for key, value in vars(module_class).items() if key not in ("__dict__", "__weakref__")}
     return new_class(module_class.__name__, bases, {}, lambda made: made.update(namespace))
 
 
 def _overrides(module_class: type[nn.Module], base: type[nn.Module]) -> bool:
-    """Whether a user's subclass changes what `base` does, and not only how it is made or shown."""
+    """Whether a user's subclass changes what `base` computes, and not only how it is made or printed."""
     own = module_class.__mro__[: module_class.__mro__.index(base)]
     return any(
         callable(getattr(base, name, None)) and (name == "__call__" or not (name in _HARMLESS or name.startswith("__")))
-        for each in own
-        for name in vars(each)
+        for kind in own
+        for name in vars(kind)
     )
 
 

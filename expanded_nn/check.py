@@ -17,7 +17,7 @@ from expanded_nn._report import Findings, Problem, Report as Report
 from expanded_nn._running import Call, Runner, Step, grads_kept, leaves_behind, undisturbed
 from expanded_nn._samples import GivenLosses, Layout, difference, first_mixed, last_mixed, layer_without_samples
 from expanded_nn._steady import WithoutChance, WithoutDropout
-from expanded_nn._trace import Guard, Trace, name_of
+from expanded_nn._trace import ErrorCollector, Trace, name_of
 from expanded_nn.convert import convert, revert
 from expanded_nn.recording.recorder import Recorder, Settings, recorder_of
 
@@ -87,8 +87,8 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
             chance.turn_off(plain)
             expanded = convert(plain)
         except ConversionError as error:
-            texts = [each.strip() for each in str(error).splitlines()[1:]] or [str(error)]
-            return Report(tuple(Problem("conversion", each.partition(":")[0], each) for each in texts))
+            texts = [text.strip() for text in str(error).splitlines()[1:]] or [str(error)]
+            return Report(tuple(Problem("conversion", text.partition(":")[0], text) for text in texts))
         except Exception as error:
             return Report((_uncopied(model, error),))
         expanded.per_sample(**vars(settings))  # type: ignore[operator]
@@ -111,8 +111,8 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
 
 
 def _settings_of(model: nn.Module) -> Settings:
-    recorders = [each._recorder for each in model.modules() if isinstance(each, PerSampleModule)]
-    return next((each.settings for each in recorders if each is not None), Settings())
+    recorders = [module._recorder for module in model.modules() if isinstance(module, PerSampleModule)]
+    return next((recorder.settings for recorder in recorders if recorder is not None), Settings())
 
 
 def _uncopied(model: nn.Module, error: Exception) -> Problem:
@@ -131,9 +131,9 @@ class _Check:
         reduction: How the losses are reduced.
         findings: What was found so far.
         whole: The trace of the batch through the plain copy.
-        outputs: What came out of that.
+        outputs: The outputs of the batch.
         lone: The trace of the last sample alone.
-        layout: Where the samples stand in the outputs.
+        layout: Where the samples are in the outputs.
         is_random: Whether the model draws random numbers.
     """
 
@@ -143,8 +143,8 @@ class _Check:
         self.findings = Findings(call.batch)
         self.is_random = False
 
-    def complain(self, *said: str) -> None:
-        self.findings.complain(*said)
+    def complain(self, *words: str) -> None:
+        self.findings.complain(*words)
 
     @property
     def who(self) -> str:
@@ -154,7 +154,7 @@ class _Check:
         """Runs all comparisons.
 
         Args:
-            model: The one that was copied, which must not be in what runs.
+            model: The model that was copied, whose parameters must not be used by the copies.
         """
         with Trace(self.plain.module, with_grads=True) as self.whole:
             self.outputs = self.plain(self.call)
@@ -178,7 +178,7 @@ class _Check:
             self.compare()
 
     def compare(self) -> None:
-        """Each comparison makes sense only after the one before."""
+        """Runs the comparisons one after the other: each makes sense only if those before it found nothing."""
         expanded_outputs = self.forward()
         if not (self.counts_samples() and self.is_deterministic()):
             return
@@ -208,7 +208,8 @@ class _Check:
         for parameter in self.plain.module.parameters():
             parameter.grad = None
         self.layout.total(self.plain(self.call), self.reduction).backward()
-        whole, rows = ({n: p.grad for n, p in each.module.named_parameters()} for each in (self.plain, self.expanded))
+        modules = self.plain.module, self.expanded.module
+        whole, rows = ({name: p.grad for name, p in module.named_parameters()} for module in modules)
         looped = {name: torch.stack([grads[name][0] for grads in own]).sum(0) / count for name in names}
         compared = [(whole[name], rows[name], looped[name]) for name in names]
         return all(
@@ -217,32 +218,32 @@ class _Check:
         )
 
     def set_tolerance(self) -> None:
-        inside = [each for event in self.whole.events for each in event.values]
-        floating = [each for each in (*self.plain.module.parameters(), *inside) if has_derivatives(each)]
-        dtypes = {_precision(each): each.dtype for each in floating} or {0.0: torch.float64}
+        values = [value for event in self.whole.events for value in event.values]
+        floating = [tensor for tensor in (*self.plain.module.parameters(), *values) if has_derivatives(tensor)]
+        dtypes = {_precision(tensor): tensor.dtype for tensor in floating} or {0.0: torch.float64}
         self.findings.dtype, self.findings.tolerance = dtypes[max(dtypes)], max(dtypes) ** 0.5
 
-    def same(self, one: Tensor, other: Tensor) -> bool:
-        return difference(one, other) <= self.findings.tolerance
+    def same(self, value: Tensor, other_value: Tensor) -> bool:
+        return difference(value, other_value) <= self.findings.tolerance
 
     # In per-sample mode
 
     def forward(self) -> list[Tensor] | None:
-        """The outputs, `None` if no rows can be right."""
+        """The outputs in per-sample mode; `None` if no rows can be right."""
         outputs = self.expanded_outputs()
         if outputs is not None:
             return outputs
-        with Guard(self.expanded.module) as guard:
+        with ErrorCollector(self.expanded.module) as collector:
             try:
                 outputs = self.expanded(self.call)
             except Exception as error:
-                if not guard.complaints:
-                    self.complain_of(guard.failed or self.who, error)
-        self.findings.problems += [Problem.of("layer", each) for each in guard.complaints]
-        return None if guard.complaints else outputs
+                if not collector.errors:
+                    self.complain_of(collector.failed or self.who, error)
+        self.findings.problems += [Problem.of("layer", error) for error in collector.errors]
+        return None if collector.errors else outputs
 
     def expanded_outputs(self) -> list[Tensor] | None:
-        """The outputs, with the modules that have to go sample by sample; `None` after an error."""
+        """The outputs, with a note for each module that goes sample by sample; `None` after an error."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PerSampleWarning)
             try:
@@ -263,11 +264,11 @@ class _Check:
         self.complain("run", where, found, "the plain model's output", _REPORT)
 
     def counts_samples(self) -> bool:
-        """Whether the model found B samples, which the offsets of bags correct."""
+        """Whether the model counts as many samples as its first tensor has; offsets of bags say another number."""
         recorder: Any = self.expanded.module._recorder
-        now = recorder.current if isinstance(recorder, Recorder) else None
-        if now is not None and now.batch != self.call.batch:
-            found = f"the model counts {now.batch} samples, its first tensor has {self.call.batch} rows"
+        current_pass = recorder.current_pass if isinstance(recorder, Recorder) else None
+        if current_pass is not None and current_pass.batch != self.call.batch:
+            found = f"the model counts {current_pass.batch} samples, its first tensor has {self.call.batch} rows"
             remedy = "Check it with bags as a 2-D input in place of offsets."
             self.complain("run", self.who, found, "one row per sample", remedy)
             return False
@@ -278,7 +279,7 @@ class _Check:
         same_number = len(outputs) == len(self.outputs)
         error = max(map(difference, self.outputs, outputs)) if same_number else torch.inf
         if error > self.findings.tolerance:
-            shapes, plain = ([tuple(each.shape) for each in results] for results in (outputs, self.outputs))
+            shapes, plain = ([tuple(output.shape) for output in results] for results in (outputs, self.outputs))
             by = f"by {error:.1e}" if shapes == plain else f"shapes {shapes} instead of {plain}"
             found = f"its output in per-sample mode differs from the plain one ({by})"
             remedy = "Draw random numbers outside of it." if self.is_random else _REPORT
@@ -288,7 +289,8 @@ class _Check:
         try:
             loss.backward(retain_graph=True)
         except PerSampleError as error:
-            self.findings.problems += [Problem.of("outside", each) for each in (error, *self.other_complaints(loss))]
+            errors = [error, *self.other_complaints(loss)]
+            self.findings.problems += [Problem.of("outside", complained) for complained in errors]
         except Exception as error:
             self.complain_of(self.who, error)
         else:
@@ -296,7 +298,7 @@ class _Check:
         return False
 
     def other_complaints(self, loss: Tensor) -> Iterator[PerSampleError]:
-        """A backward stops at the first: one for each parameter."""
+        """The errors of the backward parameter by parameter, as a backward of all stops at the first."""
         for parameter in self.expanded.module.parameters():
             try:
                 if parameter.requires_grad:
@@ -309,14 +311,14 @@ class _Check:
     # A sample alone and in the batch
 
     def is_deterministic(self) -> bool:
-        """Whether the same random state gives the same values; another one may give others."""
+        """Whether the same random state gives the same values; notes whether another one gives other values."""
         for seed in (0, 1):
             with Trace(self.plain.module) as again:
                 self.plain(self.call, seed)
-            place = self.whole.first_difference(again, self.same)
-            if place is None:
+            index = self.whole.first_difference(again, self.same)
+            if index is None:
                 continue
-            where, between = self.whole.before(place)
+            where, between = self.whole.before(index)
             if seed == 0:
                 found = f"{between}two runs from the same random state differ"
                 remedy = "Draw from torch's generators, and keep no state from one call to the next."
@@ -330,13 +332,13 @@ class _Check:
         return True
 
     def run_alone(self) -> list[list[Tensor]] | None:
-        """What comes out for each sample alone, `None` if it fails; keeps the trace of the last."""
+        """The outputs of each sample alone, `None` if one fails; keeps the trace of the last one."""
         alone: list[list[Tensor]] = []
         for i in range(self.call.batch):
             self.lone = Trace(self.plain.module)
             try:
                 with self.lone:
-                    alone.append([each.detach() for each in self.plain(self.call.sample(i))])
+                    alone.append([output.detach() for output in self.plain(self.call.sample(i))])
             except Exception as error:
                 where = self.lone.stack[-1]
                 if all(problem.where != where for problem in self.findings.problems):
@@ -347,11 +349,11 @@ class _Check:
         return alone
 
     def has_samples(self, alone: list[list[Tensor]]) -> bool:
-        """Whether the outputs have the samples in a place of their own; keeps the places."""
+        """Whether the outputs have a dimension for the samples; keeps the layout."""
         self.layout = Layout(self.outputs, alone)
         unclear = self.layout.unclear
         if unclear is not None:
-            shapes = [[tuple(each.shape) for each in outputs] for outputs in (self.outputs, alone[0])]
+            shapes = [[tuple(output.shape) for output in outputs] for outputs in (self.outputs, alone[0])]
             found = f"its outputs have the shapes {shapes[0]} for the batch and {shapes[1]} for a sample alone"
             wanted = f"one dimension {self.call.batch} times as large in output {unclear}"
             self.complain("mixing", self.who, found, wanted, "Keep the samples apart, in one dimension.")
@@ -367,7 +369,7 @@ class _Check:
         return True
 
     def find_mixing(self) -> bool:
-        """By the values of a sample alone and in the batch, and by where the gradient of its own loss goes.
+        """Looks for samples that are mixed: by the outputs of one alone, and by where the gradient of its loss goes.
 
         Returns:
             Whether the rows can be compared nevertheless.
@@ -386,8 +388,8 @@ class _Check:
             self.complain_of_mixing(last, "the gradient of a sample's own loss reaches others")
         return True
 
-    def complain_of_mixing(self, place: int, evidence: str, remedy: str = _APART) -> None:
-        where, between = self.whole.before(place)
+    def complain_of_mixing(self, index: int, evidence: str, remedy: str = _APART) -> None:
+        where, between = self.whole.before(index)
         if any(problem.where == where and between in problem.text for problem in self.findings.problems):
             return
         self.complain(
@@ -420,7 +422,7 @@ class _Check:
         return not numbers
 
     def complain_of_rows(self) -> None:
-        """By layer, where the layer took for samples what are none."""
+        """Reports rows that differ; by layer, where a layer took other things for samples."""
         errors, tolerance = self.findings.errors, self.findings.tolerance
         layers: dict[tuple[str, str, int], list[str]] = {}
         for name in (name for name, error in errors.items() if error > tolerance):
@@ -451,12 +453,12 @@ class _StepCheck(_Check):
     """The check of a loss function."""
 
     def counts_samples(self) -> bool:
-        """The rows will show it."""
+        """Always true: the number of rows is compared later."""
         return True
 
     def has_samples(self, alone: list[list[Tensor]]) -> bool:
         """Whether the function returns losses."""
-        shapes = [[tuple(each.shape) for each in outputs] for outputs in (self.outputs, *alone)]
+        shapes = [[tuple(output.shape) for output in outputs] for outputs in (self.outputs, *alone)]
         if shapes[0] not in ([()], [(self.call.batch,)]) or any(shape not in ([()], [(1,)]) for shape in shapes[1:]):
             found = f"it returns floating tensors of the shapes {shapes[0]} for the batch and {shapes[1]} for a sample"
             wanted = f"the losses, ({self.call.batch},), or their sum or mean, ()"
@@ -470,13 +472,13 @@ class _StepCheck(_Check):
         return True
 
     def find_mixing(self) -> bool:
-        """Of a scalar by its value alone, which has to be the mean or the sum."""
+        """Looks for mixed samples; a scalar has to be the mean or the sum of the samples' losses alone."""
         if self.outputs[0].dim():
             return super().find_mixing()
         reduced_by = self.layout.reduced_by
         if not reduced_by:
-            place = first_mixed(self.whole, self.lone, self.call.batch - 1, self.call.batch, self.findings.tolerance)
-            self.complain_of_mixing(place, self.layout.mismatch(self.outputs), f"{_APART} {_MEAN}")
+            index = first_mixed(self.whole, self.lone, self.call.batch - 1, self.call.batch, self.findings.tolerance)
+            self.complain_of_mixing(index, self.layout.mismatch(self.outputs), f"{_APART} {_MEAN}")
         elif self.reduction not in reduced_by:
             found = f"it is the {reduced_by[0]} of the samples' losses, and loss_reduction is {self.reduction!r}"
             remedy = f'Say per_sample(loss_reduction="{reduced_by[0]}"), or return the {self.reduction}.'

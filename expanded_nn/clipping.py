@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from expanded_nn._errors import complaint
 from expanded_nn._held import (
     Part,
-    as_before,
     batch_size_of,
+    complex_like,
+    first_few,
     held_rows,
     lengths,
     recorded,
     refuse_gradients_without_rows,
     side_by_side,
     snapshot,
-    some,
     squared_norms,
 )
 from expanded_nn._modes import no_torch_function
@@ -77,14 +77,14 @@ def clip_grad_sample_norms_(
 
 def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction: str) -> Tensor | dict[str, Tensor]:
     parameters, recorders = recorded(model)
-    adds = any(not each.settings.accumulate_grad for each in recorders)
+    adds = any(not recorder.settings.accumulate_grad for recorder in recorders)
     held = held_rows(parameters, adds=adds)
     refuse_gradients_without_rows("clip_grad_sample_norms_", parameters, recorders, adds=adds)
     for name, parameter in parameters.items():
         if not parameter.requires_grad and name not in held and getattr(parameter, "grad_sample", None) is not None:
-            for recorder in recorders:  # it is not clipped with the others, and not to come back when it is thawed
+            for recorder in recorders:  # it is not clipped with the others, and must not come back when it is thawed
                 recorder.forget(parameter)
-    if not held and any(each.requires_grad for each in parameters.values()):
+    if not held and any(parameter.requires_grad for parameter in parameters.values()):
         raise complaint(
             "clip_grad_sample_norms_",
             "no parameter has per-sample gradients",
@@ -94,15 +94,15 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     count = batch_size_of(held)
     shards = [parameters[name] for name in held if is_shard(parameters[name])]
     together = not isinstance(max_norm, Mapping)
-    # sums of shards add up over the ranks, one after the other in the same order, whatever the numbers of samples there
+    # sums of shards add up over the ranks: each rank makes the same sums in the same order, whatever its samples
     parts = [Part(shapes, snapshot(rows)) for shapes, rows in side_by_side(held, join=together and not shards)]
     limits = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
     groups = dict.fromkeys(held, "") if together else _grouped(held, limits)
     held.clear()
     norms = _norms(parts, groups, limits)
-    for key, each in norms.items():
-        _refuse_nonfinite(key or "all parameters", each)
-    factors = {key: _factors(each, limits[key]) for key, each in norms.items()}
+    for key, group_norms in norms.items():
+        _refuse_nonfinite(key or "all parameters", group_norms)
+    factors = {key: _factors(group_norms, limits[key]) for key, group_norms in norms.items()}
     if shards and reduction == "mean":
         count = added_over_ranks(count, shards[0])
     while parts:  # taken out one by one, so that the rows make room for the sums
@@ -122,32 +122,32 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
 
 
 def _norms(parts: list[Part], groups: Mapping[str, str], limits: Iterable[str]) -> dict[str, Tensor]:
-    """The norm of each row over the parameters of each group; a function, as its lists would keep the rows alive."""
-    members = [groups[next(iter(shapes))] for shapes, _ in parts]
+    """Group -> the norms of the rows over its parameters; a function, as its lists would keep the rows alive."""
+    group_of_part = [groups[next(iter(shapes))] for shapes, _ in parts]
     squares = squared_norms(parts)
     norms = {}
     for key in limits:
-        chosen = [place for place, group in enumerate(members) if group == key]
-        norms[key] = lengths([squares[place] for place in chosen], [parts[place] for place in chosen])
+        chosen = [i for i, group in enumerate(group_of_part) if group == key]
+        norms[key] = lengths([squares[i] for i in chosen], [parts[i] for i in chosen])
     return norms
 
 
 def _grouped(names: Iterable[str], limits: Mapping[str, MaxNorm]) -> dict[str, str]:
-    """Parameter name -> the nearest of the names that have a limit: its own, or that of a module around it."""
+    """Parameter name -> the nearest name with a limit: its own, or that of a module around it."""
     groups = {}
     for name in names:
-        path = name.split(".")
-        around = (".".join(path[:depth]) for depth in range(len(path), -1, -1))
-        key = next((each for each in around if each in limits), None)
+        parts = name.split(".")
+        prefixes = (".".join(parts[:depth]) for depth in range(len(parts), -1, -1))
+        key = next((prefix for prefix in prefixes if prefix in limits), None)
         if key is not None:
             groups[name] = key
     lacking, idle = [name for name in names if name not in groups], sorted(set(limits) - set(groups.values()) - {""})
     if lacking or idle:
         raise complaint(
             "clip_grad_sample_norms_",
-            f"max_norm has no entry for the parameters {some(lacking)}"
+            f"max_norm has no entry for the parameters {first_few(lacking)}"
             if lacking
-            else f"the entries of max_norm for {some(idle)} belong to no parameter that has per-sample gradients",
+            else f"the entries of max_norm for {first_few(idle)} belong to no parameter that has per-sample gradients",
             "one entry for each parameter that has per-sample gradients, or for a module around it",
             'Add an entry: their names, their module\'s, or "" for all others.' if lacking else "Leave these out.",
         )
@@ -155,7 +155,7 @@ def _grouped(names: Iterable[str], limits: Mapping[str, MaxNorm]) -> dict[str, s
 
 
 def _set_grad(parameter: Tensor, total: Tensor, *, add: bool) -> None:
-    total = as_before(total, parameter).to(parameter.dtype)
+    total = complex_like(total, parameter).to(parameter.dtype)
     if is_shard(parameter):
         total = scattered(total, parameter)
     parameter.grad = parameter.grad + total if add and parameter.grad is not None else total
@@ -186,7 +186,7 @@ def _refuse_nonfinite(what: str, norms: Tensor) -> None:
     if bad:
         raise complaint(
             "clip_grad_sample_norms_",
-            f"the per-sample gradients of {what} are inf or NaN in the rows {some(bad)} of grad_sample",
+            f"the per-sample gradients of {what} are inf or NaN in the rows {first_few(bad)} of grad_sample",
             "finite ones",
             "Leave these samples out, or scale their loss down.",
         )

@@ -18,7 +18,7 @@ from expanded_nn._modes import running_backward
 from expanded_nn._module import PerSampleModule
 from expanded_nn._traced import FirstEager, OnlyEager, recorders_met
 from expanded_nn.compiling.backends import Backend, backend_of
-from expanded_nn.compiling.kinds import OfStep, of_arguments, of_models, of_surroundings
+from expanded_nn.compiling.kinds import StepValues, of_arguments, of_models, of_surroundings
 from expanded_nn.compiling.replay import Graph
 from expanded_nn.compiling.tracing import trace
 from expanded_nn.recording.recorder import Recorder
@@ -90,11 +90,11 @@ class Family:
 
     Attributes:
         graphs: The graphs.
-        by_shapes: The graph for the shapes of the arguments that there have been.
+        by_shapes: The shapes of the arguments of earlier calls, with the graph for them, `None` if there is none.
         varying: The dimensions that had different sizes: the number of a tensor among the arguments, and that of the
             dimension.
-        is_eager: Whether there are to be no more graphs.
-        faults: How often in a row a graph's assumptions have not held.
+        is_eager: Whether such calls run eagerly for good.
+        faults: How often in a row there was no graph whose assumptions held.
     """
 
     graphs: list[Graph] = field(default_factory=list)
@@ -107,12 +107,12 @@ class Family:
         """The graph for arguments of such shapes."""
         graph = self.by_shapes.get(shapes)
         if graph is None:
-            graph = next((known for known in self.graphs if known.sizes.fit(shapes)), None)
+            graph = next((graph for graph in self.graphs if graph.sizes.fit(shapes)), None)
             for before in self.by_shapes:
                 self.varying |= {
                     (number, dim)
-                    for number, (shape, other) in enumerate(zip(shapes, before, strict=True))
-                    for dim, (size, former) in enumerate(zip(shape, other, strict=True))
+                    for number, (shape, former_shape) in enumerate(zip(shapes, before, strict=True))
+                    for dim, (size, former) in enumerate(zip(shape, former_shape, strict=True))
                     if size != former
                 }
             self.by_shapes[shapes] = graph
@@ -125,20 +125,21 @@ class CompiledStep:
     Attributes:
         step: The user's function.
         backend: Makes functions of its graphs.
-        of_step: A key for the values that it finds by its names.
+        step_values: Gives a key for the values that the step refers to by names.
         modules: The modules that have taken part.
-        recorders: Those of their rows.
+        recorders: The recorders of their rows.
         families: The graphs, by the kind of the call.
-        shown: The shapes of the first calls, which ran eagerly, by the kind of their arguments.
+        first_shapes: The shapes of the first calls, which ran eagerly before any module was known, by the kind of their
+            arguments.
     """
 
     def __init__(self, step: Callable[..., Any], backend: Backend) -> None:
         functools.update_wrapper(self, step)
-        self.step, self.backend, self.of_step = step, backend, OfStep(step)
+        self.step, self.backend, self.step_values = step, backend, StepValues(step)
         self.modules: list[nn.Module] = []
         self.recorders: list[Recorder] = []
         self.families: dict[Hashable, Family] = {}
-        self.shown: dict[Hashable, list[Shapes]] = {}
+        self.first_shapes: dict[Hashable, list[Shapes]] = {}
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         return self if owner is None else functools.partial(self, owner)
@@ -147,61 +148,63 @@ class CompiledStep:
         """Runs the step."""
         if not torch.is_grad_enabled() or running_backward() >= 0 or torch.compiler.is_compiling():
             return self.step(*args, **kwargs)
-        tensors: dict[int, Tensor] = {}
-        key = of_arguments((args, kwargs), tensors), self.of_step(), of_surroundings()
-        given = list(tensors.values())
-        shapes = tuple(tensor.shape for tensor in given)
+        by_id: dict[int, Tensor] = {}
+        key = of_arguments((args, kwargs), by_id), self.step_values(), of_surroundings()
+        tensors = list(by_id.values())
+        shapes = tuple(tensor.shape for tensor in tensors)
         if not self.modules:
-            return self._show(key, shapes, args, kwargs)
+            return self._run_eagerly(key, shapes, args, kwargs)
         kind = *key, of_models(self.modules, self.recorders)
         family = self.families.get(kind)
         if family is None:
-            family = self.families[kind] = Family(by_shapes=dict.fromkeys(self.shown.pop(key, ())))
+            family = self.families[kind] = Family(by_shapes=dict.fromkeys(self.first_shapes.pop(key, ())))
         if not family.by_shapes:  # the first of its kind
             family.by_shapes[shapes] = None
-            return self._show(None, shapes, args, kwargs)
+            return self._run_eagerly(None, shapes, args, kwargs)
         graph = family.find(shapes)
         if graph is None and not family.is_eager:
             try:
-                graph = self._traced(family, shapes, given, args, kwargs)
+                graph = self._traced(family, shapes, tensors, args, kwargs)
             except FirstEager as reason:
                 self._fault(family, str(reason))
-                return self._show(None, shapes, args, kwargs)
+                return self._run_eagerly(None, shapes, args, kwargs)
         if graph is None or family.is_eager:
             return self.step(*args, **kwargs)
-        held, result = graph.run(given)
+        held, result = graph.run(tensors)
         if held:
             family.faults = 0
             return result
         self._fault(family, "its gradients are zero, or not finite, or out of the range of squares, again and again")
         return self.step(*args, **kwargs)
 
-    def _show(self, key: Hashable, shapes: Shapes, args: Any, kwargs: Any) -> Any:
-        """Runs the step eagerly, and sees which models take part."""
+    def _run_eagerly(self, key: Hashable, shapes: Shapes, args: Any, kwargs: Any) -> Any:
+        """Runs the step eagerly, and notes which models take part."""
         modules: dict[nn.Module, None] = {}
-        looking = register_module_forward_pre_hook(lambda module, _: modules.setdefault(module))
-        with looking, recorders_met() as recorders:
+        noting = register_module_forward_pre_hook(lambda module, _: modules.setdefault(module))
+        with noting, recorders_met() as recorders:
             result = self.step(*args, **kwargs)
         for recorder in recorders:
             modules.update(dict.fromkeys(recorder.modules()))
-        inside = dict.fromkeys(part for module in modules for part in module.modules())
-        theirs = [module._recorder for module in inside if isinstance(module, PerSampleModule)]
-        known = [recorder for recorder in theirs if recorder is not None]
-        self.modules = list(dict.fromkeys([*self.modules, *inside]))
-        self.recorders = list(dict.fromkeys([*self.recorders, *recorders, *known]))
+        members = dict.fromkeys(part for module in modules for part in module.modules())
+        own_recorders = [module._recorder for module in members if isinstance(module, PerSampleModule)]
+        self.modules = list(dict.fromkeys([*self.modules, *members]))
+        new_recorders = [*recorders, *(recorder for recorder in own_recorders if recorder is not None)]
+        self.recorders = list(dict.fromkeys([*self.recorders, *new_recorders]))
         if key is not None:
-            self.shown.setdefault(key, []).append(shapes)
+            self.first_shapes.setdefault(key, []).append(shapes)
         return result
 
-    def _traced(self, family: Family, shapes: Shapes, given: Sequence[Tensor], args: Any, kwargs: Any) -> Graph | None:
+    def _traced(
+        self, family: Family, shapes: Shapes, tensors: Sequence[Tensor], args: Any, kwargs: Any
+    ) -> Graph | None:
         """A new graph, if there can be one."""
         try:
-            if sum(len(known.graphs) for known in self.families.values()) >= MOST_GRAPHS:
+            if sum(len(family.graphs) for family in self.families.values()) >= MOST_GRAPHS:
                 raise OnlyEager(
                     f"there are {MOST_GRAPHS} graphs already (give what changes from call to call as a tensor)"
                 )
             with _ONE_AT_A_TIME:
-                traced = trace(self.step, (args, kwargs), given, family.varying, self.modules, self.recorders)
+                traced = trace(self.step, (args, kwargs), tensors, family.varying, self.modules, self.recorders)
                 graph = Graph(traced, shapes, family.varying, self.backend)
         except OnlyEager as reason:
             self._give_up(family, str(reason))
@@ -211,7 +214,7 @@ class CompiledStep:
         return graph
 
     def _fault(self, family: Family, reason: str) -> None:
-        """A graph could not be made, or was not right."""
+        """Counts a call for which no graph could be made, or whose graph was not right."""
         family.faults += 1
         if family.faults >= MOST_FAULTS:
             self._give_up(family, reason)

@@ -134,11 +134,11 @@ def _copied(model: Model) -> Model:
 
 
 def _refuse_closures(model: nn.Module) -> None:
-    """Raises if a copy would go on computing with the weights of the original.
+    """Raises if a copy would compute with the weights of the original.
 
-    Python copies functions as they are: one that an attribute or a hook holds refers to the original model then.
+    `copy.deepcopy` does not copy functions: one that an attribute or a hook holds still refers to the original.
     """
-    own = {id(each) for each in model.modules() if any(True for _ in each.parameters())}
+    own = {id(module) for module in model.modules() if any(True for _ in module.parameters())}
     own |= {id(parameter) for parameter in model.parameters()}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -153,17 +153,18 @@ def _refuse_closures(model: nn.Module) -> None:
 def _refers_to(value: Any, own: set[int], depth: int = 3) -> bool:
     """Whether functions and weak references in a value refer to objects with these ids."""
     if isinstance(value, weakref.ref):
-        return isinstance(value(), nn.Module) and id(value()) in own  # an RNN makes those to its weights anew
+        # references to weights do not count: a copied RNN makes its own anew
+        return isinstance(value(), nn.Module) and id(value()) in own
     if isinstance(value, dict | list | tuple | set):
         values = value.values() if isinstance(value, dict) else value
-        return depth > 0 and any(_refers_to(each, own, depth - 1) for each in values)
+        return depth > 0 and any(_refers_to(item, own, depth - 1) for item in values)
     if isinstance(value, partial):
         return _refers_to(value.func, own, depth)
     if not isinstance(value, FunctionType):
         return False
     held = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
     held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    return any(id(each) in own or (depth > 0 and _refers_to(each, own, depth - 1)) for each in held)
+    return any(id(item) in own or (depth > 0 and _refers_to(item, own, depth - 1)) for item in held)
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:

@@ -1,7 +1,7 @@
-"""The factored gradient: a tensor `(B, *shape)` that holds only what its rows are made of.
+"""The factored gradient: a tensor `(B, *shape)` that holds only the factors of its rows.
 
-To autograd and to the user it *is* a tensor. What stands in the table of `_operations.py` is done on the factors; any
-other operation makes the rows dense, once, and they stay dense from then on.
+To autograd and to the user it is a tensor. The operators in the table of `_operations.py` work on the factors; any
+other makes the rows dense, once, and they stay dense from then on.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class FactoredTensor(Rows):
 
 
 def rebuilt(version: int, *saved: Any) -> FactoredTensor:
-    """The rows that `__reduce_ex__` took apart. Files name this function."""
+    """The rows that `__reduce_ex__` has saved; saved files refer to this function by its name."""
     if version > SAVED_VERSION:
         raise complaint(
             "torch.load",
@@ -134,7 +134,7 @@ torch.serialization.add_safe_globals([rebuilt])
 
 
 def _to_save(term: Term) -> tuple[Any, ...]:
-    """A term as plain data. A file would hold the whole storage of a factor that shows a part of it."""
+    """A term as plain data; a factor that is a part of a larger storage is cloned, as a file would hold all of it."""
     factors = [f if f.untyped_storage().nbytes() <= f.numel() * f.itemsize else f.clone() for f in term.factors]
     geometry = astuple(term.geometry) if isinstance(term, Patches) else ()
     return type(term).__name__, factors, tuple(term.row_shape), term.dtype, term.coefficient, geometry
@@ -151,8 +151,8 @@ def as_factored(rows: Tensor) -> FactoredTensor:
     return rows if isinstance(rows, FactoredTensor) else FactoredTensor.of(Dense.of(rows))
 
 
-class _Unseen(Cell):
-    """Rows that are held while a step is traced: it may drop them, and not look at them."""
+class _Hidden(Cell):
+    """Rows that were held before a step is traced: the step may drop them, but not look at them."""
 
     def merge(self) -> tuple[Block, ...]:
         raise OnlyEager("it uses per-sample gradients that were held before")
@@ -161,19 +161,19 @@ class _Unseen(Cell):
         raise OnlyEager("it uses per-sample gradients that were held before")
 
 
-def unseen(rows: Tensor) -> FactoredTensor:
-    """Rows of the same shape that cannot be looked at."""
+def hidden(rows: Tensor) -> FactoredTensor:
+    """A stand-in for rows, of the same shape, that cannot be looked at."""
     kind = Kind(tuple(rows.shape[1:]), rows.dtype, rows.device)
-    return FactoredTensor(_Unseen((), kind), rows.shape)
+    return FactoredTensor(_Hidden((), kind), rows.shape)
 
 
-def is_unseen(rows: Tensor) -> bool:
-    """Whether rows are such."""
-    return isinstance(rows, FactoredTensor) and isinstance(rows._cell, _Unseen)
+def is_hidden(rows: Tensor) -> bool:
+    """Whether rows are such a stand-in."""
+    return isinstance(rows, FactoredTensor) and isinstance(rows._cell, _Hidden)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of several passes, one after the other, without copying what they are made of."""
+    """The rows of several passes, one after the other, without copying their factors."""
     if any(part.requires_grad for part in parts):
         return torch.cat(list(parts))
     factored = [as_factored(part) for part in parts]
@@ -182,7 +182,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def parted(rows: FactoredTensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The parts of rows that were joined, as they are now."""
+    """The parts of joined rows, with in-place changes since."""
     blocks = rows.blocks
     if rows.is_dense or [size for size, _ in blocks] != list(sizes):
         return list(rows.dense().split(list(sizes)))
@@ -195,14 +195,14 @@ def as_real(rows: FactoredTensor) -> FactoredTensor:
 
 
 def materialized(rows: Tensor, memory: Recycled | None = None) -> Tensor:
-    """Dense rows, written to `memory` where they are made here and have no derivative."""
+    """Dense rows; written to `memory` if they are made here and require no gradients."""
     if not isinstance(rows, FactoredTensor):
         return rows
     return rows.dense() if rows.requires_grad else rows._rows(memory)
 
 
 def times(rows: Tensor, factor: float) -> Tensor:
-    """`rows * factor` in memory of its own, without the cost of dispatch where there is no history."""
+    """`rows * factor`, without the cost of dispatch for factored rows that require no gradients."""
     if isinstance(rows, FactoredTensor) and not rows.is_dense and not rows.requires_grad:
         return rows._like(scaled_blocks(rows, factor), rows.shape)
     return rows * factor
@@ -213,7 +213,7 @@ def _any_requires_grad(args: Sequence[Any]) -> bool:
 
 
 def _dense_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any operation, on the dense rows. Its in-place changes and views are those of the dense rows."""
+    """Any operation, on the dense rows; in-place changes and views are those of the dense rows."""
     wrappers: dict[int, FactoredTensor] = {}
 
     def unwrap(rows: FactoredTensor) -> Tensor:

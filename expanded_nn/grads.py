@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._held import (
     added,
-    as_before,
     batch_size_of,
+    complex_like,
+    first_few,
     held_rows,
     lengths,
     recorded,
@@ -21,9 +22,9 @@ from expanded_nn._held import (
     refuse_what_is_no_mapping,
     side_by_side,
     snapshot,
-    some,
     squared_norms,
 )
+from expanded_nn._modes import no_torch_function
 from expanded_nn._rows import average, widened
 from expanded_nn.core import cost
 from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors, damped_inverse, eigenbasis
@@ -59,8 +60,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
     def __init__(self, rows: Mapping[str, Tensor]) -> None:
         refuse_what_is_no_mapping("PerSampleGrads", rows)
         self._batch = batch_size_of(rows)
-        self._rows = {name: snapshot(each) for name, each in rows.items()}
-        self._blocks = {name: each.blocks for name, each in self._rows.items()}  # what norms may make dense
+        self._rows = {name: snapshot(held) for name, held in rows.items()}
+        self._blocks = {name: held.blocks for name, held in self._rows.items()}  # as norms may make rows dense
         self._queries: dict[str, FactoredTensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -148,8 +149,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
         Args:
             correction: What is taken off B in the denominator, as in `torch.var`.
         """
-        parts = {name: _variance(rows, correction) for name, rows in self._real().items()}
-        return {name: each.sum(-1) if self._rows[name].is_complex() else each for name, each in parts.items()}
+        variances = {name: _variance(rows, correction) for name, rows in self._real().items()}
+        return {name: var.sum(-1) if self._rows[name].is_complex() else var for name, var in variances.items()}
 
     def gram(self, other: PerSampleGrads | None = None, per_position: bool = False) -> Tensor:
         """The inner products of all rows with all rows of `other`, or with each other: `G @ other.T`, `(B, B')`.
@@ -172,52 +173,53 @@ class PerSampleGrads(Mapping[str, Tensor]):
         """
         other = self if other is None else other
         self._refuse_other_names(other, "gram")
-        for name, rows in self._rows.items():
-            if rows.shape[1:] != other[name].shape[1:]:
-                raise complaint(
-                    "PerSampleGrads.gram",
-                    f"{name!r} has the shapes {tuple(rows.shape[1:])} and {tuple(other[name].shape[1:])}",
-                    "the same parameters",
-                    "Take both from one model, or from copies of it.",
-                )
-        if per_position:
-            return self._gram_by_position(other)
-        mine = self._real()
-        theirs = mine if other is self else other._as_queries(mine)
-        return added(widened(rows).gram(widened(theirs[name])) for name, rows in mine.items())
+        with no_torch_function():
+            for name, rows in self._rows.items():
+                if rows.shape[1:] != other[name].shape[1:]:
+                    raise complaint(
+                        "PerSampleGrads.gram",
+                        f"{name!r} has the shapes {tuple(rows.shape[1:])} and {tuple(other[name].shape[1:])}",
+                        "the same parameters",
+                        "Take both from one model, or from copies of it.",
+                    )
+            if per_position:
+                return self._gram_by_position(other)
+            own_rows = self._real()
+            other_rows = own_rows if other is self else other._as_queries(own_rows)
+            return added(widened(rows).gram(widened(other_rows[name])) for name, rows in own_rows.items())
 
     def _as_queries(self, rows: Mapping[str, FactoredTensor]) -> dict[str, FactoredTensor]:
-        """The rows as real numbers; dense, and kept so, where their inner products with such rows need that."""
+        """The rows as real numbers; dense, and kept so, where their inner products with `rows` take dense ones."""
         numel = sum(kept.numel() for kept in self._queries.values())
-        for name, mine in self._real().items():
-            if name in self._queries or not cost.keeps_queries(numel + mine.numel()):
+        for name, own_rows in self._real().items():
+            if name in self._queries or not cost.keeps_queries(numel + own_rows.numel()):
                 continue
-            if any(term.gram_takes_rows(other) for term in mine.terms() for other in rows[name].terms()):
-                self._queries[name] = as_factored(torch.cat(list(mine.chunks())))
-                numel += mine.numel()
+            if any(term.gram_takes_rows(other) for term in own_rows.terms() for other in rows[name].terms()):
+                self._queries[name] = as_factored(torch.cat(list(own_rows.chunks())))
+                numel += own_rows.numel()
         return self._real() | self._queries
 
     def _gram_by_position(self, other: PerSampleGrads) -> Tensor:
-        mine = {name: widened(self._held(name)) for name in self._rows}
-        counts = {name: None if rows.is_complex() else rows.positions() for name, rows in mine.items()}
+        own_rows = {name: widened(self._held(name)) for name in self._rows}
+        counts = {name: None if rows.is_complex() else rows.positions() for name, rows in own_rows.items()}
         lacking = [name for name, positions in counts.items() if positions is None]
-        known = {name: sorted(positions) for name, positions in counts.items() if positions is not None}
-        sizes = {size for positions in known.values() for size in positions}
+        numbers = {name: sorted(positions) for name, positions in counts.items() if positions is not None}
+        sizes = {size for positions in numbers.values() for size in positions}
         if lacking or len(sizes) != 1:
             raise complaint(
                 "PerSampleGrads.gram",
-                f"per_position=True, and the per-sample gradients of {some(lacking)} have no positions"
+                f"per_position=True, and the per-sample gradients of {first_few(lacking)} have no positions"
                 if lacking
-                else f"per_position=True, and the parameters have different numbers of positions, {known}",
+                else f"per_position=True, and the parameters have different numbers of positions, {numbers}",
                 "linear layers and embeddings with as many positions each, whose per-sample gradients are factored",
                 "Leave out the others: PerSampleGrads({name: grads[name] for name in names}); for small layers switch "
                 "on per_sample(keep_factors=True).",
             )
         (size,) = sizes
-        return added(rows.gram_by_position(widened(other._held(name)), size) for name, rows in mine.items())
+        return added(rows.gram_by_position(widened(other._held(name)), size) for name, rows in own_rows.items())
 
     def _held(self, name: str) -> FactoredTensor:
-        """The rows of a parameter as they were taken, if they only became dense since."""
+        """The rows of a parameter as they were in the beginning: factored, even if they were made dense since."""
         rows = self._rows[name]
         return rows if rows._cell.version else rows._like(self._blocks[name], rows.shape)
 
@@ -253,7 +255,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
         if lacking:
             raise complaint(
                 "PerSampleGrads.kronecker",
-                f"the per-sample gradients of {some(lacking)} are dense, complex, or of several kinds",
+                f"the per-sample gradients of {first_few(lacking)} are dense, complex, or of several kinds",
                 "the factors of linear layers and convolutions",
                 "Switch on per_sample(keep_factors=True), and take the factors before the rows are used; leave out "
                 "what is neither: PerSampleGrads({name: grads[name] for name in names}).",
@@ -264,12 +266,12 @@ class PerSampleGrads(Mapping[str, Tensor]):
         return before | {name: rows.kronecker_factors(before.get(name)) for name, rows in weights.items()}
 
     def _may_have_factors(self, name: str) -> bool:
-        """Whether it is a matrix, and none of an embedding."""
+        """Whether the parameter is a matrix, but not an embedding's."""
         terms = self._held(name).terms()
         return self._rows[name].dim() > 2 and not (terms and all(isinstance(term, OneHot) for term in terms))
 
     def ekfac(self, factors: Mapping[str, KroneckerFactors | EigenFactors]) -> dict[str, EigenFactors]:
-        """The second moment of the rows' entries in the eigenbasis of Kronecker factors, added up in a second pass.
+        """The second moment of the rows' entries in the eigenbasis of Kronecker factors, added up over the data.
 
         Of all second moments that are diagonal in that basis it is the nearest to the true one, K-FAC's included
         (George et al., 2018, "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis"). Take the
@@ -284,10 +286,10 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 up.
         """
         self._refuse_strange_factors("ekfac", factors)
-        return {name: self._in_eigenbasis(name, known) for name, known in factors.items()}
+        return {name: self._in_eigenbasis(name, second_moment) for name, second_moment in factors.items()}
 
-    def _in_eigenbasis(self, name: str, known: KroneckerFactors | EigenFactors) -> EigenFactors:
-        A, G, scale, count = eigenbasis(known) if isinstance(known, KroneckerFactors) else known
+    def _in_eigenbasis(self, name: str, factors: KroneckerFactors | EigenFactors) -> EigenFactors:
+        A, G, scale, count = eigenbasis(factors) if isinstance(factors, KroneckerFactors) else factors
         rows = widened(self._held(name))
         for part in rows.between(G.t().to(rows), A.to(rows)).chunks():
             scale += part.square().sum(0).view_as(scale)
@@ -372,10 +374,10 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 name: torch.randn(rows.shape[1:], generator=generator, dtype=rows.dtype, device=generator.device)
                 for name, rows in self._rows.items()
             }
-            for each in directions.values():
-                if each.is_complex():  # of variance 1 in each part
-                    each *= math.sqrt(2)
-            columns.append(self.matvec({name: each.to(self._rows[name].device) for name, each in directions.items()}))
+            for direction in directions.values():
+                if direction.is_complex():  # of variance 1 in each part
+                    direction *= math.sqrt(2)
+            columns.append(self.matvec({name: x.to(self._rows[name].device) for name, x in directions.items()}))
         return torch.stack(columns, 1) / math.sqrt(dim)
 
     def flatten(self) -> Tensor:
@@ -393,8 +395,10 @@ class PerSampleGrads(Mapping[str, Tensor]):
         return {name: as_real(rows) for name, rows in self._rows.items()}
 
     def _by_parameter(self, value: Callable[[FactoredTensor], Tensor]) -> dict[str, Tensor]:
-        found = {name: each for part in side_by_side(self._rows) for name, each in part.split(value(part.rows)).items()}
-        return {name: as_before(found[name], rows) for name, rows in self._rows.items()}
+        values: dict[str, Tensor] = {}
+        for part in side_by_side(self._rows):
+            values |= part.split(value(part.rows))
+        return {name: complex_like(values[name], rows) for name, rows in self._rows.items()}
 
     def _refuse_other_names(self, other: Mapping[str, object], what: str) -> None:
         if set(other) != set(self):
@@ -410,7 +414,7 @@ torch.serialization.add_safe_globals([PerSampleGrads, KroneckerFactors, EigenFac
 
 
 def per_sample_grads(model: nn.Module) -> PerSampleGrads:
-    """The rows that `model` holds now, as the matrix G and its algebra.
+    """The rows that `model` holds, as the matrix G and its algebra.
 
     Args:
         model: A model in per-sample mode, after a backward.
@@ -430,7 +434,7 @@ def per_sample_grads(model: nn.Module) -> PerSampleGrads:
         torch.Size([5])
     """
     parameters, recorders = recorded(model)
-    held = held_rows(parameters, adds=any(not each.settings.accumulate_grad for each in recorders))
+    held = held_rows(parameters, adds=any(not recorder.settings.accumulate_grad for recorder in recorders))
     if not any(recorder.rows_stand_alone for recorder in recorders):
         refuse_gradients_without_rows("per_sample_grads", parameters, recorders)
     return PerSampleGrads(held)
@@ -463,8 +467,8 @@ def _preconditioned(
         divisor = scale / factors.count + damping
         if not divisor.gt(0).all():
             raise _not_definite(name, damping)
-        inside = rows.between(G.t(), A).dense().view(rows.shape[0], *divisor.shape)
-        return as_factored((G @ (inside / divisor) @ A.t()).view(rows.shape))
+        in_eigenbasis = rows.between(G.t(), A).dense().view(rows.shape[0], *divisor.shape)
+        return as_factored((G @ (in_eigenbasis / divisor) @ A.t()).view(rows.shape))
     inverses = []
     for total in (factors.G, factors.A):
         inverse, is_definite = damped_inverse(total, factors.count, damping)

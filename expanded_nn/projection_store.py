@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._held import some
+from expanded_nn._held import first_few
 from expanded_nn.projection import Projection
 
 try:
@@ -178,7 +178,7 @@ class ProjectionStore:
         if not is_found.all():
             lacking = wanted[~is_found].tolist()
             raise _complaint(
-                self.folder, f"{len(lacking)} samples are not done: {some(lacking)}", "all", "Run it to its end."
+                self.folder, f"{len(lacking)} samples are not done: {first_few(lacking)}", "all", "Run it to its end."
             )
         return numbers
 
@@ -246,11 +246,13 @@ class _Part:
         new = ids.tolist()
         if len(new) != len(numbers) or len(set(new)) < len(new):
             raise _complaint(
-                self.folder, f"{len(numbers)} rows for the ids {some(new)}", "an id a row", "Give each its own."
+                self.folder, f"{len(numbers)} rows for the ids {first_few(new)}", "an id a row", "Give each its own."
             )
         again = [i for i in new if i in self._done]
         if again:
-            raise _complaint(self.folder, f"{some(again)} are done already", "others", "Take the ids from batches().")
+            raise _complaint(
+                self.folder, f"{first_few(again)} are done already", "others", "Take the ids from batches()."
+            )
         count = len(self._done)
         try:
             self._files[1].truncate(count * ids.itemsize)  # of a batch that failed: its numbers are written over

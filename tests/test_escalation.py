@@ -578,3 +578,17 @@ def test_the_larger_part_takes_the_place_of_those_in_it() -> None:
     with pytest.warns(enn.PerSampleWarning):
         assert_right(expanded, model, Call((torch.randn(B, T, D),)))
     assert learned(expanded) == {"outer"}
+
+
+@pytest.mark.parametrize("shape", [(3, 2, D), (5, 4, D)])
+def test_a_checkpoint_ends_a_recomputation_early(shape: tuple[int, ...]) -> None:
+    """It does so by an exception, which is no failure of the embedding that was broadcast before."""
+    part = Does(
+        lambda m, x: m.linear(x + m.table(torch.arange(x.shape[1]))), table=nn.Embedding(4, D), linear=nn.Linear(D, D)
+    )
+    module = Around(Does(lambda m, x: checkpoint(m.part, x, use_reentrant=False), part=part))
+    call = Call((torch.randn(shape).requires_grad_(),))
+    model = on(module)
+    with silent():
+        assert_right(model, module, call)
+    assert learned(model) == set()

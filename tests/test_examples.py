@@ -3,12 +3,15 @@
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.func import functional_call
 
 import expanded_nn as enn
@@ -81,6 +84,144 @@ def test_an_example_is_short(path: Path) -> None:
 def test_pictures_are_small() -> None:
     pictures = list((EXAMPLES.parent / "docs" / "images").glob("*.png"))
     assert {path.stem: path.stat().st_size for path in pictures if path.stat().st_size >= 150_000} == {}
+
+
+# --- what the examples do at each step, as a graph -----------------------------------------------------------------
+
+Parts = tuple[torch.nn.Module, Callable[..., Any], Callable[[], tuple[Tensor, ...]]]  # model, step, a batch
+
+
+def private() -> Parts:
+    example = loaded("dp_sgd")
+    model = enn.convert(example.small_cnn()).per_sample(accumulate_grad=False)
+
+    def step(images: Tensor, labels: Tensor, bound: Tensor) -> Tensor:
+        F.cross_entropy(model(images), labels).backward()
+        return enn.clip_grad_sample_norms_(model, lambda norms: 1 / torch.maximum(norms, bound))
+
+    return model, step, lambda: (*digits(), torch.rand(()))
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    return torch.randn(9, 1, 8, 8), torch.randint(10, (9,))
+
+
+def noise() -> Parts:
+    example = loaded("noise_scale")
+    model = enn.convert(example.small_cnn()).per_sample()
+
+    def step(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        loss, grads = example.rows(model, images, labels)
+        return loss, example.moments(grads)
+
+    return model, step, digits
+
+
+def wrong_labels() -> Parts:
+    model = enn.convert(loaded("quickstart").small_cnn()).per_sample()
+
+    def step(images: Tensor, labels: Tensor) -> list[Tensor]:
+        F.cross_entropy(model(images), labels).backward()
+        return [parameter.grad_sample.flatten(1).norm(dim=1) for parameter in model.parameters()]
+
+    return model, step, digits
+
+
+def influences() -> Parts:
+    example = loaded("mislabelled")
+    model = enn.convert(torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.ReLU(), torch.nn.Linear(8, 10)))
+    _, clean = example.losses_and_grads(model.per_sample(), torch.randn(3, 64), torch.arange(3))
+
+    def step(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        losses, grads = example.losses_and_grads(model, images.flatten(1), labels)
+        return losses, grads.gram(clean)
+
+    return model, step, digits
+
+
+def balanced() -> Parts:
+    example = loaded("pinn")
+    torch.manual_seed(3)
+    model, _ = example.train(1.0, False, 1)
+    model.per_sample(True).zero_grad()
+
+    def step(inside: Tensor, edge: Tensor) -> Tensor:
+        (example.residual(model, inside).mean() + (model(edge) ** 2).mean()).backward()
+        return enn.per_sample_grads(model).norms()
+
+    return model, step, lambda: (torch.rand(11, 2), example.boundary()[:7])
+
+
+def margins() -> Parts:
+    example = loaded("trak")
+    model = example.fit(torch.randn(5, 64), torch.arange(5)).per_sample(True, accumulate_grad=False)
+    projection = enn.Projection(8)
+
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        example.margins(model, images.flatten(1), labels).mean().backward()
+        return projection(enn.per_sample_grads(model))
+
+    return model, step, digits
+
+
+def language() -> Parts:
+    example = loaded("influence")
+    model = enn.convert(example.GPT()).per_sample(True, accumulate_grad=False, keep_factors=True)
+    return model, lambda texts: example.matrices(model, texts).gram(), lambda: (torch.randint(256, (3, 17)),)
+
+
+def passages() -> Parts:
+    pytest.importorskip("transformers")
+    example = loaded("llm_rows")
+    model = example.train(torch.randint(256, (4, 20)), 1).per_sample(True, accumulate_grad=False)
+
+    def step(texts: Tensor) -> dict[str, Tensor]:
+        example.losses(model, texts).mean().backward()
+        return enn.per_sample_grads(model).norms(per_parameter=True)
+
+    return model, step, lambda: (torch.randint(256, (3, 17)),)
+
+
+def kernel() -> Parts:
+    example = loaded("ntk_fisher")
+    model = enn.convert(torch.nn.Sequential(torch.nn.Linear(64, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1)))
+
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        _, grads = example.gradients(model, images.flatten(1), labels)
+        return grads.gram()
+
+    return model, step, digits
+
+
+def meta_learning() -> Parts:
+    example = loaded("maml")
+    model = enn.convert(torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = example.error(example.after_a_step(model, x, y), y)
+        loss.backward()
+        return loss.detach()
+
+    return model, step, lambda: example.waves(5)
+
+
+@pytest.mark.parametrize(
+    "make", [private, noise, wrong_labels, influences, balanced, margins, language, passages, kernel, meta_learning]
+)
+def test_steps_as_a_graph(make: Callable[[], Parts]) -> None:
+    """What `enn.compile` makes of them returns and leaves what they do."""
+    torch.manual_seed(1)
+    model, step, batch = make()
+    compiled = enn.compile(step, backend="eager")
+    for _ in range(3):
+        arguments = batch()
+        model.zero_grad()
+        expected = step(*arguments), [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        found = compiled(*arguments), [parameter.grad for parameter in model.parameters()]
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    assert sum(len(family.graphs) for family in compiled.families.values()) == 1
+    assert not any(family.is_eager for family in compiled.families.values())
 
 
 # --- what two examples compute, against plain torch -------------------------------------------------------------

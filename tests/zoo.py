@@ -864,6 +864,8 @@ def plans(draw: Callable[..., Any], kind: str) -> Plan:
         d.reasons.add("vmap")
     if d.owns and bags:
         d.reasons.add("bags by offsets")
+    if d.owns and "track_running_stats=True" in d.source():
+        d.reasons.add("running_mean or running_var")  # of a norm without parameters, which no layer stands for
     if "checkpoint" in d.source():
         d.reasons.add("as a checkpoint makes it")  # of several passes, if a layer's own input does not tell which
     script = d.pick(*SCRIPTS[: -1 if bags else None])  # check wants bags without offsets

@@ -1,4 +1,4 @@
-"""What makes a function of a graph: inductor, nothing at all, or what else `torch.compile` knows."""
+"""Backends, which make a function of a graph: inductor, none (`"eager"`), or another that `torch.compile` knows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIONS = {"fallback_random": True, "layout_optimization": False}
 
 
 def backend_of(backend: str | Backend, options: dict[str, Any]) -> Backend:
-    """The backend of a name; those of torch are imported when there is a graph, which takes seconds."""
+    """The backend of a name; those of torch take seconds to import, so that waits for the first graph."""
     if backend == "eager":
         return _eager
     return partial(_of_torch, backend, options)

@@ -1,4 +1,4 @@
-"""What a graph depends on: the arguments but for the sizes of tensors, the models, and what torch is told around."""
+"""Keys for what a graph depends on: the arguments but for the sizes of tensors, the models, torch's global state."""
 
 from __future__ import annotations
 
@@ -13,51 +13,55 @@ from torch import Tensor, nn
 
 from expanded_nn._modes import is_autocast
 from expanded_nn.recording.recorder import Recorder
+from expanded_nn.recording.watch import Watch
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
-
-
-_OF_EACH_MODULE = {*vars(nn.Module()), "_recorder", "_settings"}
+_OF_EVERY_MODULE = {*vars(nn.Module()), "_recorder", "_settings"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def of_arguments(value: Any, given: dict[int, Tensor]) -> Hashable:
-    """A key for all of a call's arguments, but for the sizes and the numbers of the tensors, which go to `given`."""
+def of_arguments(value: Any, tensors: dict[int, Tensor]) -> Hashable:
+    """A key for a call's arguments but for the sizes and values of tensors; adds the tensors to `tensors`, by id."""
     if isinstance(value, Tensor):
-        number = list(given).index(id(value)) if id(value) in given else len(given)
-        given[id(value)] = value
+        number = list(tensors).index(id(value)) if id(value) in tensors else len(tensors)
+        tensors[id(value)] = value
         layout = None if value.is_contiguous() else value.stride()
-        told = (value.dtype, value.device, value.dim(), value.requires_grad, layout)
-        return number, type(value), told, value.requires_grad and value.grad is not None
+        traits = (value.dtype, value.device, value.dim(), value.requires_grad, layout)
+        return number, type(value), traits, value.requires_grad and value.grad is not None
     kind = type(value)
     if kind in _PLAIN:
         return kind, value
     if isinstance(value, Mapping):
-        return kind, tuple((key, of_arguments(each, given)) for key, each in value.items())
+        return kind, tuple((key, of_arguments(item, tensors)) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return kind, tuple(of_arguments(each, given) for each in value)
+        return kind, tuple(of_arguments(item, tensors) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return kind, tuple(of_arguments(getattr(value, field.name), given) for field in fields(value))
-    return kind, Same(value)
+        return kind, tuple(of_arguments(getattr(value, field.name), tensors) for field in fields(value))
+    return kind, Identity(value)
 
 
-class Same:
-    """Any other object, which is equal to itself alone; it is held, so that its address is not another's."""
+class Identity:
+    """Any other object, equal to itself alone; it is held, so that its id stays its own."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
+        return isinstance(other, Identity) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
 
 
-class OfStep:
-    """What a step finds by its names: variables of the functions around it, globals, and attributes of its object.
+class StepValues:
+    """The values that a step refers to by names: variables of enclosing functions, globals, attributes of its object.
 
-    Numbers and strings are told by their values, anything else by its identity; what is within it is not looked at.
+    Numbers and strings count by their values, anything else by its identity, whatever is within it.
+
+    Attributes:
+        owners: The attributes of the step's objects.
+        cells: The variables of enclosing functions.
+        globals: The global namespaces, each with a name in it.
     """
 
     def __init__(self, step: Any) -> None:
@@ -78,22 +82,22 @@ class OfStep:
             self.globals += [(step.__globals__, name) for name in _names(step.__code__)]
 
     def __call__(self) -> Hashable:
-        """A key for what they are now."""
+        """A key for their values at this moment."""
         values = [_content(cell) for cell in self.cells]
-        values += [found.get(name) for found, name in self.globals]
+        values += [namespace.get(name) for namespace, name in self.globals]
         for owner in self.owners:
             values += owner.values()
-        return tuple(map(_told, values))
+        return tuple(map(_by_value_or_identity, values))
 
 
 def _names(code: CodeType) -> list[str]:
-    """The names in a function, and in those within it."""
-    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each)]
+    """The names in a function, and in the functions within it."""
+    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
     return list(dict.fromkeys([*code.co_names, *inner]))
 
 
-def _told(value: Any) -> Hashable:
-    return (type(value), value) if type(value) in _PLAIN else Same(value)
+def _by_value_or_identity(value: Any) -> Hashable:
+    return (type(value), value) if type(value) in _PLAIN else Identity(value)
 
 
 def _content(cell: CellType) -> Any:
@@ -111,30 +115,32 @@ def of_surroundings() -> Hashable:
 
 
 def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Hashable:
-    """A key for modules as they are now: their parts, attributes and hooks, and what gradients and rows are held.
+    """A key for the state of modules: their children, attributes and hooks, and which gradients and rows they hold.
 
-    Modules and parameters are told by their addresses, which are no others' as long as the modules are kept; buffers
-    and tensors among the attributes by their shapes and dtypes; what else is no number by its identity.
+    Modules and parameters count by their ids, which are their own as long as the modules are kept; buffers and tensors
+    among the attributes by their shapes and dtypes; other attributes as in `StepValues`.
     """
     key: list[Any] = [recorder.settings for recorder in recorders]
-    for module in modules:
+    for module in modules:  # at each step, so it is written for speed
         attributes = vars(module)
-        key += (module.training, id(attributes.get("_recorder")))
+        key += (attributes["training"], id(attributes.get("_recorder")))
         key += map(id, attributes["_modules"].values())
         key += map(_of_tensor, attributes["_buffers"].values())
-        key += [
-            _of_tensor(value) if isinstance(value, Tensor) else _told(value)
-            for name, value in attributes.items()
-            if name not in _OF_EACH_MODULE
-        ]
-        key += [Same(hook) for name in _HOOKS for hook in attributes[name].values()]
+        for name in attributes.keys() - _OF_EVERY_MODULE:
+            value = attributes[name]
+            key.append((name, _of_tensor(value) if isinstance(value, Tensor) else _by_value_or_identity(value)))
+        for name in _HOOKS:
+            if attributes[name]:
+                key += map(Identity, attributes[name].values())
         for parameter in attributes["_parameters"].values():
             key.append(id(parameter))
             if parameter is not None:
                 key += (parameter.requires_grad, parameter.shape, parameter.dtype, parameter.device)
-                key += map(Same, (parameter._backward_hooks or {}).values())
+                hooks = parameter._backward_hooks
+                if hooks:
+                    key += [Identity(hook) for hook in hooks.values() if type(hook) is not Watch]
                 if parameter.grad is not None:
-                    key.append("clipped" if any(each.is_clipped(parameter) for each in recorders) else "grad")
+                    key.append("clipped" if any(recorder.is_clipped(parameter) for recorder in recorders) else "grad")
                 if getattr(parameter, "grad_sample", None) is not None:
                     key.append("held")
     return tuple(key)

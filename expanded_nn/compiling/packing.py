@@ -1,4 +1,4 @@
-"""Values as the tensors in them, and a function that makes the value anew from other tensors."""
+"""Taking a value apart into the tensors in it, and making it again from other tensors."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from expanded_nn.core.terms import Term
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.grads import PerSampleGrads
 
-Parts = Sequence[Any]  # tensors, and in a graph for changing sizes integers that stand for sizes
+Parts = Sequence[Any]  # tensors, and symbolic sizes in a graph for changing sizes
 Remake = Callable[[Parts], Any]
 
 
 def packed(value: Any, parts: list[Any]) -> Remake:
-    """Appends the tensors within a value to `parts`; the function that is returned makes the value from such parts.
+    """Appends the tensors within a value to `parts`; returns a function that makes the value of new parts.
 
     Tensors are looked for in tuples, lists, dicts, dataclasses and `PerSampleGrads`; factored rows are taken apart into
     their factors.
 
     Raises:
-        OnlyEager: If sizes that change are where they cannot be filled in.
+        OnlyEager: If the shape of a parameter's rows has a symbolic size.
     """
     if isinstance(value, FactoredTensor):
         return _packed_rows(value, parts)
     if isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
-        place = len(parts)
+        index = len(parts)
         parts.append(value)
-        return lambda given: given[place]
+        return lambda new_parts: new_parts[index]
     if isinstance(value, PerSampleGrads):
         rows = packed(dict(value), parts)
-        return lambda given: PerSampleGrads(rows(given))
+        return lambda new_parts: PerSampleGrads(rows(new_parts))
     if isinstance(value, Mapping):
         return _packed_mapping(value, parts)
     if isinstance(value, list | tuple):
         kind: Any = type(value)
-        items = [packed(each, parts) for each in value]
+        items = [packed(item, parts) for item in value]
         if hasattr(value, "_fields"):
-            return lambda given: kind(*(item(given) for item in items))
-        return lambda given: kind(item(given) for item in items)
+            return lambda new_parts: kind(*(item(new_parts) for item in items))
+        return lambda new_parts: kind(item(new_parts) for item in items)
     if is_dataclass(value) and not isinstance(value, type):
         return _packed_attributes(value, [field.name for field in fields(value)], parts)
-    return lambda given: value
+    return lambda new_parts: value
 
 
 def _packed_mapping(value: Mapping[Any, Any], parts: list[Any]) -> Remake:
-    items = {key: packed(each, parts) for key, each in value.items()}
+    items = {key: packed(item, parts) for key, item in value.items()}
 
-    def remake(given: Parts) -> Any:
+    def remake(new_parts: Parts) -> Any:
         made: Any = copy.copy(value)
         for key, item in items.items():
-            made[key] = item(given)
+            made[key] = item(new_parts)
         return made
 
     return remake
@@ -66,22 +66,24 @@ def _packed_mapping(value: Mapping[Any, Any], parts: list[Any]) -> Remake:
 def _packed_attributes(value: Any, names: Sequence[str], parts: list[Any]) -> Remake:
     items = {name: packed(getattr(value, name), parts) for name in names}
 
-    def remake(given: Parts) -> Any:
+    def remake(new_parts: Parts) -> Any:
         made = copy.copy(value)
         for name, item in items.items():
-            object.__setattr__(made, name, item(given))
+            object.__setattr__(made, name, item(new_parts))
         return made
 
     return remake
 
 
 def _packed_rows(rows: FactoredTensor, parts: list[Any]) -> Remake:
-    blocks = [(packed(size, parts), [_packed_term(each.term, parts) for each in terms]) for size, terms in rows.blocks]
+    blocks = [
+        (packed(size, parts), [_packed_term(guarded.term, parts) for guarded in terms]) for size, terms in rows.blocks
+    ]
     kind, row_shape = rows._cell.kind, tuple(rows.shape[1:])
     _refuse_symbols(kind.row_shape, row_shape)
 
-    def remake(given: Parts) -> FactoredTensor:
-        made = [(size(given), tuple(Guarded.of(term(given)) for term in terms)) for size, terms in blocks]
+    def remake(new_parts: Parts) -> FactoredTensor:
+        made = [(size(new_parts), tuple(Guarded.of(term(new_parts)) for term in terms)) for size, terms in blocks]
         return FactoredTensor(Cell(made, kind), (sum(size for size, _ in made), *row_shape))
 
     return remake
@@ -92,7 +94,7 @@ def _packed_term(term: Term, parts: list[Any]) -> Callable[[Parts], Term]:
     parts.extend(term.factors)
     _refuse_symbols(*(value for value in vars(term).values() if isinstance(value, tuple) and value is not term.factors))
     coefficient = packed(term.coefficient, parts)
-    return lambda given: term.remake(given[start:stop], coefficient(given), term.dtype)
+    return lambda new_parts: term.remake(new_parts[start:stop], coefficient(new_parts), term.dtype)
 
 
 def _refuse_symbols(*values: Any) -> None:

@@ -1,4 +1,4 @@
-"""A traced step as a function that is called again and again."""
+"""A traced step as a function that is called many times."""
 
 from __future__ import annotations
 
@@ -11,39 +11,38 @@ from torch import Tensor, fx
 
 from expanded_nn._steady import RandomStates
 from expanded_nn.compiling.tracing import Outcome, Traced
-from expanded_nn.recording.apart import take
+from expanded_nn.recording.isolation import set_rows
 
-Place = tuple[int, int]  # the number of a tensor among the arguments, and that of one of its dimensions
+ArgumentDim = tuple[int, int]  # the number of a tensor among the arguments, and of one of its dimensions
 
 
 class Sizes:
     """The shapes that a graph is for.
 
     Attributes:
-        shapes: Those of the tensors among the arguments, as the step was traced.
-        symbols: The sizes that stand for any size, each with the first place where it is found: the number of a tensor,
-            and that of its dimension.
-        alike: Pairs of places that have one size.
+        shapes: The shapes of the tensors among the arguments when the step was traced.
+        symbols: The symbols that stand for any size, each with the first dimension that has it.
+        alike: Pairs of dimensions that have the same symbol.
         shape_env: What else is known of the sizes; compiling adds to it.
     """
 
-    def __init__(self, traced: Traced, shapes: Sequence[torch.Size], varying: Collection[Place]) -> None:
+    def __init__(self, traced: Traced, shapes: Sequence[torch.Size], varying: Collection[ArgumentDim]) -> None:
         self.shapes, self.shape_env = shapes, traced.shape_env
-        self.symbols: dict[Any, Place] = {}
-        self.alike: list[tuple[Place, Place]] = []
-        for place in sorted(varying):
-            size: Any = traced.examples[place[0]].shape[place[1]]
+        self.symbols: dict[Any, ArgumentDim] = {}
+        self.alike: list[tuple[ArgumentDim, ArgumentDim]] = []
+        for dim in sorted(varying):
+            size: Any = traced.examples[dim[0]].shape[dim[1]]
             if isinstance(size, torch.SymInt):
-                first = self.symbols.setdefault(size.node._expr, place)
-                if first != place:
-                    self.alike.append((first, place))
+                first = self.symbols.setdefault(size.node._expr, dim)
+                if first != dim:
+                    self.alike.append((first, dim))
 
     def fit(self, shapes: Sequence[torch.Size]) -> bool:
         """Whether the graph is right for arguments of such shapes."""
-        free = {*self.symbols.values(), *(place for pair in self.alike for place in pair)}
+        free = {*self.symbols.values(), *(dim for pair in self.alike for dim in pair)}
         for number, (shape, traced) in enumerate(zip(shapes, self.shapes, strict=True)):
-            others = (dim for dim in range(len(traced)) if (number, dim) not in free)
-            if any(shape[dim] != traced[dim] for dim in others):
+            fixed_dims = (dim for dim in range(len(traced)) if (number, dim) not in free)
+            if any(shape[dim] != traced[dim] for dim in fixed_dims):
                 return False
         if any(shapes[i][j] != shapes[k][m] for (i, j), (k, m) in self.alike):
             return False
@@ -61,11 +60,11 @@ class Graph:
         sizes: The shapes.
         outcome: What to do with the results.
         with_grad: The parameters and arguments that had a gradient.
-        constants: The tensors that the step has found by itself.
+        constants: The tensors that are neither arguments nor gradients, such as parameters and buffers.
         draws: Whether it draws random numbers.
-        changed: The places of the inputs that it changes.
-        copied: The places of the gradients that share their memory with another tensor, and are cloned; known after the
-            first run.
+        changed: The indices of the inputs that it changes.
+        copied: The indices of the gradients that share their memory with another tensor, and so are cloned; `None`
+            before the first run.
         function: The compiled graph.
     """
 
@@ -73,7 +72,7 @@ class Graph:
         self,
         traced: Traced,
         shapes: Sequence[torch.Size],
-        varying: Collection[Place],
+        varying: Collection[ArgumentDim],
         backend: Callable[..., Any],
     ) -> None:
         self.sizes = Sizes(traced, shapes, varying)
@@ -84,17 +83,17 @@ class Graph:
         with torch.no_grad():
             self.function = backend(traced.graph, traced.examples)
 
-    def run(self, given: Sequence[Tensor]) -> tuple[bool, Any]:
-        """Runs the step; whether what the graph takes for granted held, and if so, what the step returns.
+    def run(self, tensors: Sequence[Tensor]) -> tuple[bool, Any]:
+        """Runs the step; whether the graph's assumptions held, and if so, what the step returns.
 
-        Where it did not, nothing has changed.
+        If they did not hold, nothing has changed.
         """
         inputs: list[Any] = [
-            *given,
-            *(leaf(given).grad for leaf in self.with_grad),
-            *(find(given) for find in self.constants),
+            *tensors,
+            *(leaf(tensors).grad for leaf in self.with_grad),
+            *(find(tensors) for find in self.constants),
         ]
-        before = [(each, each.detach().clone()) for each in map(inputs.__getitem__, self.changed)]
+        before = [(tensor, tensor.detach().clone()) for tensor in map(inputs.__getitem__, self.changed)]
         states = RandomStates(()) if self.draws else None
         with torch.no_grad():
             results = self.function(*inputs)
@@ -108,12 +107,12 @@ class Graph:
         grads = [None if remake is None else remake(results) for _, remake in outcome.grads]
         if self.copied is None:
             self.copied = _with_shared_memory(grads, [*inputs, *results])
-        for place, (leaf, _) in enumerate(outcome.grads):
-            grad = grads[place]
-            leaf(given).grad = grad.clone() if grad is not None and place in self.copied else grad
+        for index, (leaf, _) in enumerate(outcome.grads):
+            grad = grads[index]
+            leaf(tensors).grad = grad.clone() if grad is not None and index in self.copied else grad
         for rows in outcome.rows:
-            held = [{leaf: remake(results) for leaf, remake in of_pass.items()} for of_pass in rows.passes]
-            take(rows.recorder, held)
+            held = [{leaf: remake(results) for leaf, remake in pass_rows.items()} for pass_rows in rows.passes]
+            set_rows(rows.recorder, held)
             for parameter in rows.clipped:
                 rows.recorder.note_clipped(parameter)
             rows.recorder.note_grads()
@@ -125,34 +124,40 @@ class Graph:
 
 
 def _with_shared_memory(grads: Sequence[Tensor | None], others: Sequence[Any]) -> set[int]:
-    """The places of the gradients that something else is in the memory of, as a compiler may have it."""
-    owners: dict[int, set[int]] = {}
-    for tensor in others:
-        if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-            owners.setdefault(tensor.untyped_storage().data_ptr(), set()).add(id(tensor))
-    strided = [(place, grad) for place, grad in enumerate(grads) if grad is not None and grad.layout is torch.strided]
-    pointers = Counter(grad.untyped_storage().data_ptr() for _, grad in strided)
-    shared = {pointer for pointer, count in pointers.items() if count > 1 or len(owners.get(pointer, ())) > 1}
-    return {place for place, grad in strided if grad.untyped_storage().data_ptr() in shared}
+    """The indices of the gradients whose numbers are those of another tensor as well, as a compiler may decide."""
+    spans: dict[int, tuple[int, int]] = {}  # of each tensor, the addresses from its first number to its last
+    for tensor in (*grads, *others):
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.numel():
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            spans[id(tensor)] = tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
+    shared, farthest, last = set(), 0, 0  # the tensor that reaches farthest so far, and where it ends
+    for key, (start, end) in sorted(spans.items(), key=lambda item: item[1]):
+        if start < last:
+            shared |= {key, farthest}
+        if end > last:
+            farthest, last = key, end
+    uses = Counter(map(id, grads))
+    return {i for i, grad in enumerate(grads) if grad is not None and (id(grad) in shared or uses[id(grad)] > 1)}
 
 
 def _changed(graph: fx.GraphModule) -> list[int]:
-    """The places of the inputs that the graph changes."""
+    """The indices of the inputs that the graph changes in place."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    source: dict[fx.Node, fx.Node] = {node: node for node in inputs}  # of what a view shows
+    source: dict[fx.Node, fx.Node] = {node: node for node in inputs}  # a view -> the input that it shows
     changed: set[fx.Node] = set()
     for node in graph.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is None:
             continue
-        values = dict(zip((each.name for each in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+        names = [argument.name for argument in schema.arguments]
+        values = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         for argument in schema.arguments:
             value = values.get(argument.name)
             if argument.alias_info is None:
                 continue
-            for each in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(each, fx.Node) and each in source:
+            for item in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(item, fx.Node) and item in source:
                     if argument.alias_info.is_write:
-                        changed.add(source[each])
-                    source.setdefault(node, source[each])
-    return [place for place, node in enumerate(inputs) if node in changed]
+                        changed.add(source[item])
+                    source.setdefault(node, source[item])
+    return [i for i, node in enumerate(inputs) if node in changed]

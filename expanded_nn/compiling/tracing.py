@@ -1,7 +1,7 @@
 """Tracing a step: it runs once, on tensors without values, and leaves a graph and what to do with the graph's results.
 
-The model's own parameters take part, so that whoever holds them, as an optimizer does, sees what the step does to them.
-Whatever it does to them, to the rows held and to the attributes of modules is taken back afterwards.
+The parameters themselves take part, and not copies. What the step does to them, to the rows held and to the attributes
+of modules is taken back afterwards.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from expanded_nn._errors import complaint
 from expanded_nn._modes import running_backward
+from expanded_nn._running import grads_kept
 from expanded_nn._traced import FirstEager, OnlyEager, assumptions
 from expanded_nn.compiling.packing import Remake, packed
-from expanded_nn.recording.apart import apart, looks_past
-from expanded_nn.recording.passes import Stage
+from expanded_nn.recording.isolation import has_hidden_rows, isolated
+from expanded_nn.recording.leaf import Leaf
+from expanded_nn.recording.passes import PassStage
 from expanded_nn.recording.recorder import Recorder
-from expanded_nn.recording.watch import Leaf
 
-Find = Callable[[Sequence[Tensor]], Tensor]  # a parameter, or the argument that it is, among the arguments' tensors
+Find = Callable[[Sequence[Tensor]], Tensor]  # gives a tensor, from the tensors among the arguments if it is one of them
 
 
 @dataclass
-class Rows:
+class RecorderRows:
     """What a step leaves in one recorder.
 
     Attributes:
         recorder: The recorder.
-        passes: The rows of each pass, by parameter.
+        passes: For each pass the rows, by parameter.
         clipped: The parameters whose `.grad` clipping has set.
     """
 
@@ -54,20 +55,20 @@ class Rows:
 
 @dataclass
 class Outcome:
-    """What to do with the results of a graph, by their places in it.
+    """What to do with the results of a graph.
 
     Attributes:
         result: What the step returns.
-        grads: The new `.grad` of parameters and arguments, where it is another than before.
+        grads: The new `.grad` of parameters and arguments, where it is another tensor than before.
         rows: The rows that recorders hold.
-        attributes: What became of the attributes and buffers of modules: where, the name, and the value.
-        removed: Those that are gone.
-        assumed: Where it says whether what the graph takes for granted held.
+        attributes: The new attributes and buffers of modules: the dictionary that has it, the name, and the value.
+        removed: The attributes that the step has removed.
+        assumed: The index of the result that says whether the assumptions of the graph held.
     """
 
-    result: Remake = lambda given: None
+    result: Remake = lambda values: None
     grads: list[tuple[Find, Remake | None]] = field(default_factory=list)
-    rows: list[Rows] = field(default_factory=list)
+    rows: list[RecorderRows] = field(default_factory=list)
     attributes: list[tuple[dict[str, Any], str, Remake]] = field(default_factory=list)
     removed: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     assumed: int | None = None
@@ -78,12 +79,13 @@ class Traced:
     """A traced step.
 
     Attributes:
-        graph: The operations; its inputs are the tensors among the arguments, the gradients there were, the constants.
-        constants: The tensors that the step has found by itself, as parameters and buffers, found as those in
-            `with_grad`; a buffer, or an attribute of a module, may be another tensor at each call.
+        graph: The operations; the inputs are the tensors among the arguments, their gradients and those of parameters,
+            the constants.
+        constants: The tensors that are neither arguments nor gradients: parameters, and buffers and attributes of
+            modules, which may be other tensors at each call.
         examples: The inputs, without values.
         outcome: What to do with the results.
-        with_grad: The parameters and arguments that had a gradient, found among the arguments' tensors.
+        with_grad: The parameters and arguments that had a gradient.
         draws: Whether it draws random numbers.
         shape_env: What the sizes are known to be.
     """
@@ -97,8 +99,12 @@ class Traced:
     shape_env: Any
 
 
-class _Looks(TorchDispatchMode):
-    """Looks at each operation of a trace."""
+class _RandomNumbers(TorchDispatchMode):
+    """Notes whether a trace draws random numbers, and gives it up where a graph would draw others.
+
+    Attributes:
+        draws: Whether any were drawn.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -126,8 +132,8 @@ def _refuse_optimizer(optimizer: Any, *_: Any) -> None:
 
 def trace(
     step: Callable[..., Any],
-    arguments: Any,  # (args, kwargs), with the tensors in `given`
-    given: Sequence[Tensor],
+    arguments: Any,  # (args, kwargs), with the tensors in `tensors`
+    tensors: Sequence[Tensor],
     varying: Collection[tuple[int, int]],  # numbers of a tensor and of a dimension of it
     modules: Sequence[nn.Module],
     recorders: Sequence[Recorder],
@@ -139,31 +145,31 @@ def trace(
         PerSampleError: If it reads values, or takes a step of an optimizer.
     """
     _refuse_processes(modules, recorders)
-    symbolic = import_module("torch.fx.experimental.symbolic_shapes")  # which takes a second
+    symbolic = import_module("torch.fx.experimental.symbolic_shapes")  # the import takes a second
     shape_env = symbolic.ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True, static_shapes=not varying)
 
     def without_values(tensor: Tensor, number: int = -1) -> Tensor:
         dims = symbolic.DimDynamic
-        free = tensor.is_contiguous()  # others have strides that are symbols, too
+        free = tensor.is_contiguous()  # the strides of other tensors would be symbols, too
         kinds = [dims.DUCK if free and (number, dim) in varying else dims.STATIC for dim in range(tensor.dim())]
         context = symbolic.StatelessSymbolicContext(dynamic_sizes=kinds) if varying else None
         return mode.from_tensor(tensor, symbolic_context=context)
 
     parts: list[Any] = []
     remake = packed(arguments, parts)
-    numbers = [next(number for number, tensor in enumerate(given) if tensor is part) for part in parts]
-    fakes = [without_values(tensor, number) for number, tensor in enumerate(given)]
-    leaves = list({id(each): each for module in modules for each in module.parameters(recurse=False)}.values())
-    if {id(leaf) for leaf in leaves} & {id(tensor) for tensor in given}:
+    numbers = [next(number for number, tensor in enumerate(tensors) if tensor is part) for part in parts]
+    fakes = [without_values(tensor, number) for number, tensor in enumerate(tensors)]
+    leaves = list({id(p): p for module in modules for p in module.parameters(recurse=False)}.values())
+    if {id(leaf) for leaf in leaves} & {id(tensor) for tensor in tensors}:
         raise OnlyEager("a parameter of a model is among its arguments")
     finds: list[Find] = [partial(_itself, leaf) for leaf in leaves]
-    finds += [itemgetter(number) for number, tensor in enumerate(given) if tensor.requires_grad]
-    clipped = {id(leaf) for leaf in leaves if any(each.is_clipped(leaf) for each in recorders)}
-    with_grad = [find for find in finds if find(given).grad is not None]
-    grads = [without_values(cast(Tensor, find(given).grad).detach()) for find in with_grad]
+    finds += [itemgetter(number) for number, tensor in enumerate(tensors) if tensor.requires_grad]
+    clipped = {id(leaf) for leaf in leaves if any(recorder.is_clipped(leaf) for recorder in recorders)}
+    with_grad = [find for find in finds if find(tensors).grad is not None]
+    grads = [without_values(cast(Tensor, find(tensors).grad).detach()) for find in with_grad]
     kept = [(dict(vars(module)), dict(module._buffers)) for module in modules]
-    outcome, looks = Outcome(), _Looks()
+    outcome, random_numbers = Outcome(), _RandomNumbers()
 
     def body(*inputs: Tensor) -> list[Any]:
         own = inputs[: len(fakes)]
@@ -174,12 +180,12 @@ def trace(
         results: list[Any] = []
         with ExitStack() as stack:
             for recorder in recorders:
-                stack.enter_context(apart(recorder, lambda parameter: id(parameter) in clipped))
+                stack.enter_context(isolated(recorder, lambda parameter: id(parameter) in clipped))
             conditions = stack.enter_context(assumptions())
-            stack.enter_context(looks)
-            stack.enter_context(register_module_forward_pre_hook(partial(_refuse_unknown, set(modules))))
+            stack.enter_context(random_numbers)
+            stack.enter_context(register_module_forward_pre_hook(partial(_refuse_new_module, set(modules))))
             outcome.result = packed(step(*args, **kwargs), results)
-            _refuse_open(results, recorders)
+            _refuse_missing_backward(results, recorders)
             for find, old in zip(finds, before, strict=True):
                 new = find(own).grad
                 if new is not old:
@@ -192,39 +198,40 @@ def trace(
                 results.append(torch.stack(conditions).all())
         return results
 
-    tracer = make_fx(body, _allow_non_fake_inputs=True)  # "real", as the inputs are without values already
-    refusing = register_optimizer_step_pre_hook(_refuse_optimizer)
+    tracer = make_fx(body, _allow_non_fake_inputs=True)  # "real" mode, as the inputs are without values already
+    no_optimizer = register_optimizer_step_pre_hook(_refuse_optimizer)
     try:
-        with refusing, _grads_kept(leaves), _attributes_kept(modules, kept), mode, enable_python_dispatcher():
+        with no_optimizer, grads_kept(leaves), _attributes_kept(modules, kept), mode, enable_python_dispatcher():
             graph = tracer(*fakes, *grads)
     except Exception as error:
         if not _reads_values(error):
             raise
         raise complaint(
             "enn.compile",
-            f"the step reads a value of a tensor in {_place(error)}",
+            f"the step reads a value of a tensor in {_line_of(error)}",
             "a step that does the same operations whatever the values are",
             "Choose by torch.where in place of an if, return the tensor and look at it after the step, or call the "
             "step without enn.compile.",
         ) from error
     constants = _lifted(graph)
-    _refuse_others(constants, leaves)
-    examples = [*fakes, *grads, *(without_values(each.detach()) for each in constants)]
-    places = {
+    _refuse_other_leaves(constants, leaves)
+    examples = [*fakes, *grads, *(without_values(constant.detach()) for constant in constants)]
+    attributes = {
         id(value): (values, name)
         for module in modules
         for values in (vars(module), module._buffers)
         for name, value in values.items()
         if isinstance(value, Tensor)
     }
-    found: list[Find] = [
-        partial(_held_by, *places[id(each)]) if id(each) in places else partial(_itself, each) for each in constants
+    find_constants: list[Find] = [
+        partial(_attribute, *attributes[id(constant)]) if id(constant) in attributes else partial(_itself, constant)
+        for constant in constants
     ]
-    return Traced(graph, found, examples, outcome, with_grad, looks.draws, shape_env)
+    return Traced(graph, find_constants, examples, outcome, with_grad, random_numbers.draws, shape_env)
 
 
 def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> None:
-    """Raises for models that several processes have in common."""
+    """Raises for models that are shared by several processes."""
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules):
         raise complaint(
             "enn.compile",
@@ -241,17 +248,17 @@ def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder
         )
 
 
-def _refuse_unknown(known: Collection[nn.Module], module: nn.Module, _: Any) -> None:
-    """Raises before a module is called that nothing is known of."""
-    if module not in known:
+def _refuse_new_module(called: Collection[nn.Module], module: nn.Module, _: Any) -> None:
+    """Puts the trace off before it calls a module that no step has called before."""
+    if module not in called:
         raise FirstEager(f"it calls a {type(module).__name__} for the first time")
 
 
-def _refuse_others(constants: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Raises if a tensor got a gradient that is no parameter of a module that the step calls, and no argument."""
-    known = {id(leaf) for leaf in leaves}
+def _refuse_other_leaves(constants: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    """Raises if a tensor requires gradients that is neither an argument nor a parameter of a module that is called."""
+    leaf_ids = {id(leaf) for leaf in leaves}
     for constant in constants:
-        if constant.requires_grad and constant.is_leaf and id(constant) not in known:
+        if constant.requires_grad and constant.is_leaf and id(constant) not in leaf_ids:
             if isinstance(constant.grad, FakeTensor):
                 constant.grad = None
             raise complaint(
@@ -265,12 +272,14 @@ def _refuse_others(constants: Sequence[Tensor], leaves: Sequence[Tensor]) -> Non
 
 def _reads_values(error: Exception) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
-    known = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}
-    return bool(names & known) or "data is not allocated yet" in str(error) or "trying to get value" in str(error)
+    value_errors = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}
+    return (
+        bool(names & value_errors) or "data is not allocated yet" in str(error) or "trying to get value" in str(error)
+    )
 
 
-def _place(error: Exception) -> str:
-    """The line of the user's that an error comes from."""
+def _line_of(error: Exception) -> str:
+    """The line of the user's code that an error comes from."""
     frames = traceback.extract_tb(error.__traceback__)
     libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<string>")
     own = [frame for frame in frames if not frame.filename.startswith(libraries)]
@@ -278,22 +287,12 @@ def _place(error: Exception) -> str:
     return f"line {where.lineno} of {where.filename}: {where.line}"
 
 
-def _held_by(values: dict[str, Any], name: str, given: Sequence[Tensor]) -> Tensor:
+def _attribute(values: dict[str, Any], name: str, tensors: Sequence[Tensor]) -> Tensor:
     return cast(Tensor, values[name])
 
 
-def _itself(leaf: Tensor, given: Sequence[Tensor]) -> Tensor:
+def _itself(leaf: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     return leaf
-
-
-@contextmanager
-def _grads_kept(leaves: Sequence[Tensor]) -> Iterator[None]:
-    grads = [leaf.grad for leaf in leaves]
-    try:
-        yield
-    finally:
-        for leaf, grad in zip(leaves, grads, strict=True):
-            leaf.grad = grad
 
 
 @contextmanager
@@ -309,11 +308,12 @@ def _attributes_kept(
                 values.update(before)
 
 
-def _refuse_open(parts: Sequence[Any], recorders: Sequence[Recorder]) -> None:
-    """Raises for a result, by its parts, whose backward is to follow outside of the graph."""
+def _refuse_missing_backward(parts: Sequence[Any], recorders: Sequence[Recorder]) -> None:
+    """Raises if the step returns a tensor whose backward has not run: it would run outside of the graph."""
     if not any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return
-    if any(each.passes.current is not None and each.passes.current.stage is Stage.OPEN for each in recorders):
+    passes = [recorder.passes.current for recorder in recorders]
+    if any(pass_ is not None and pass_.stage is PassStage.OPEN for pass_ in passes):
         raise complaint(
             "enn.compile",
             "the step returns a result with a history, and has called no backward",
@@ -323,17 +323,18 @@ def _refuse_open(parts: Sequence[Any], recorders: Sequence[Recorder]) -> None:
 
 
 def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any]) -> None:
-    recorder.settle()
+    recorder.drop_outdated_rows()
     if recorder.rows_stand_alone:
         raise OnlyEager("it ends with the rows of torch.autograd.grad(..., create_graph=True)")
-    left = [leaf for leaf in recorder.leaves if looks_past(leaf)]
-    if left and len(left) < len(recorder.leaves.with_rows()):
+    hidden = [leaf for leaf in recorder.leaves if has_hidden_rows(leaf)]
+    if hidden and len(hidden) < len(recorder.leaves.with_rows()):
         raise OnlyEager("it leaves some of the per-sample gradients that were held before")
-    if left:
+    if hidden:
         return
     passes = [{leaf: packed(rows, results) for leaf, rows in held.items()} for held in recorder.store.held.values()]
-    clipped = [parameter for leaf in recorder.leaves if (parameter := leaf.parameter()) is not None]
-    outcome.rows.append(Rows(recorder, passes, [each for each in clipped if recorder.is_clipped(each)]))
+    parameters = [parameter for leaf in recorder.leaves if (parameter := leaf.parameter()) is not None]
+    clipped = [parameter for parameter in parameters if recorder.is_clipped(parameter)]
+    outcome.rows.append(RecorderRows(recorder, passes, clipped))
 
 
 def _note_attributes(
@@ -351,7 +352,7 @@ def _note_attributes(
 
 
 def _lifted(graph: fx.GraphModule) -> list[Tensor]:
-    """Makes inputs of the tensors that a graph has as attributes; they come last."""
+    """Turns the tensors that a graph has as attributes into its last inputs, and returns them."""
     constants: dict[int, tuple[Tensor, fx.Node]] = {}
     last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1:]
     for node in list(graph.graph.nodes):

@@ -1,4 +1,4 @@
-"""The algebra of rows in blocks, one after the other: each block is so many rows, and the terms that add up to them."""
+"""The algebra of rows in blocks, one after the other: a block is how many rows, and the terms that add up to them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def dense(
     kind: Kind,
     out: Tensor | None = None,  # (B, *row_shape)
 ) -> Tensor:  # (B, *row_shape)
-    """The rows themselves, in memory of their own: that of `out`, if there is one block whose first term fills it."""
+    """The rows themselves, in memory of their own: that of `out`, for a single block whose first term fills it."""
     return _cat([_block_rows(size, terms, kind, out) for size, terms in blocks])
 
 
@@ -54,15 +54,15 @@ def chunks(blocks: Sequence[Block], kind: Kind) -> Iterator[Tensor]:
 
 
 def squared_norms(blocks: Sequence[Block], kind: Kind, products: Products | None = None) -> Tensor:  # (B,)
-    """`||row||^2` for each row; `products` are those of the rows before these."""
+    """`||row||^2` for each row; `products` are kept from the rows of parameters before these."""
     return _cat([_block_norms(size, terms, kind, products) for size, terms in blocks])
 
 
 def _block_norms(size: int, terms: Sequence[Term], kind: Kind, products: Products | None) -> Tensor:
     total: Tensor | None = None
-    for place, term in enumerate(terms):
+    for i, term in enumerate(terms):
         total = _plus(total, term.squared_norms(products))
-        for other in terms[:place]:
+        for other in terms[:i]:
             total = total + 2 * term.inner(other)
     return kind.zeros(size) if total is None else total
 
@@ -94,21 +94,23 @@ def matvec(
 
 def gram(
     blocks: Sequence[Block],
-    others: Sequence[Block],
+    other_blocks: Sequence[Block],
     kind: Kind,
 ) -> Tensor:  # (B, B')
     """`<row, other_row>` for each pair."""
 
-    def block(size: int, terms: Sequence[Term], width: int, theirs: Sequence[Term]) -> Tensor:
-        return sum((term.gram(other) for term in terms for other in theirs), start=kind.zeros(size, width))
+    def block(size: int, terms: Sequence[Term], width: int, other_terms: Sequence[Term]) -> Tensor:
+        total: Tensor | None = None
+        for term in terms:
+            for other in other_terms:
+                total = _plus(total, term.gram(other))
+        return kind.zeros(size, width) if total is None else total
 
-    return torch.cat(
-        [torch.cat([block(size, terms, width, theirs) for width, theirs in others], 1) for size, terms in blocks]
-    )
+    return _cat([_cat([block(size, terms, *other) for other in other_blocks], 1) for size, terms in blocks])
 
 
 def merged(terms: Sequence[Term]) -> tuple[Term, ...]:
-    """The terms with those of one kind added up, so that few cross terms remain; what stands alone is the same."""
+    """The terms with those of one kind added up, so that few cross terms remain; a single one of its kind is kept."""
     groups: list[list[Term]] = []
     for term in terms:
         group = next((group for group in groups if _is_alike(group[0], term)), None)
@@ -145,5 +147,5 @@ def _plus(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total + part
 
 
-def _cat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _cat(parts: list[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

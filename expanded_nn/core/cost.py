@@ -1,8 +1,8 @@
 """Every threshold of the algebra, by name: its unit, what it trades, and where it was measured.
 
-A threshold is a processor's, not a law. Where no other place is named, "measured" means one thread of an AMD EPYC
-(Zen 4, AVX-512) with torch's own products, float32, medians of turns in one process. Times are those of the way that
-the predicate speaks for, relative to the other.
+A threshold holds for a processor. Where no other is named, "measured" means one thread of an AMD EPYC (Zen 4, AVX-512)
+with torch's own products, float32, medians of alternating runs in one process. Times are those of what is done where
+the predicate is true, relative to what is done otherwise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def is_symbol(size: object) -> bool:
-    """Whether a size stands for any size, in a graph that is traced: no loop goes over it, and it counts no groups."""
+    """Whether a size is a symbol of a traced graph, for any size: it cannot be the length of a loop."""
     return isinstance(size, torch.SymInt)
 
 
@@ -21,7 +21,7 @@ CHUNK_NUMEL = 1 << 22
 
 
 def rows_at_once(numel: int) -> int:
-    """How many rows, each of so many numbers, are made dense at once, where they are needed only in passing.
+    """How many rows of `numel` numbers are made dense at once, where they are needed only in passing.
 
     It trades memory (16 MB in float32) against calls. Chosen, not measured.
     """
@@ -32,7 +32,7 @@ SMALL_ROWS_NUMEL = 1 << 15
 
 
 def rows_are_small(numel: int) -> bool:
-    """Whether rows of so many numbers in all are dense from the start.
+    """Whether rows with `numel` numbers in all are dense from the start.
 
     It trades arithmetic and memory against calls. Measured on steps of perceptrons: 0.55 to 0.85 with fewer numbers,
     0.8 to 1.6 from 2^15 to 2^17, 2 to 8 with more.
@@ -44,7 +44,7 @@ JOINED_NUMEL = 1 << 16
 
 
 def is_worth_joining(numel: int) -> bool:
-    """Whether dense rows of so many numbers in all are put side by side with those of other parameters.
+    """Whether dense rows with `numel` numbers in all are put side by side with those of other parameters.
 
     It trades a copy against calls. Measured on the clipping of six parameters: 0.5 to 0.7 up to here, 1 with twice as
     many numbers, 1.5 to 3 with more.
@@ -59,7 +59,7 @@ def keeps_rows_of_norms(
     numel: int,  # of the dense rows
     held: int,  # of their factors
 ) -> bool:
-    """Whether rows that the norms make anyway are kept for the weighted sum.
+    """Whether dense rows, made for the norms, are kept for the weighted sum.
 
     It trades memory against time: measured at 0.5. Up to how many numbers per number of the factors was chosen.
     """
@@ -70,7 +70,7 @@ MANY_POSITIONS = 16
 
 
 def sums_faster_dense(positions: int) -> bool:
-    """Whether adding up dense rows, once they are there, is faster than the product of factors with so many positions.
+    """Whether adding up dense rows, once they are there, is faster than the product of their factors.
 
     It trades reading memory against arithmetic. Measured: 1 at 4 positions where the rows are in the cache, at 8 where
     they are not; at twice as many where products are twice as fast.
@@ -82,7 +82,7 @@ SPARE_MEMORY = 2
 
 
 def memory_serves(size: int, wanted: int) -> bool:
-    """Whether a piece of memory is used again for something of the wanted size.
+    """Whether a piece of memory of `size` is used again where `wanted` is needed.
 
     It trades memory against fresh pages. Measured on an Intel Xeon: 476 MB are filled in 103 ms on fresh pages, in
     10 ms on used ones. How much larger the piece may be was chosen.
@@ -104,7 +104,7 @@ def inner_by_pairs(
 
 
 def gram_by_pairs(t: int, s: int, out: int, features: int) -> bool:
-    """The same for all pairs of rows, for which dense rows are made but once."""
+    """The same for all pairs of rows, for which each row is made dense only once."""
     return t * s * (out + features) < out * features
 
 
@@ -142,7 +142,7 @@ COLUMNS_NUMEL = 1 << 18
 
 
 def samples_by_columns(device: str, numel: int) -> int:
-    """How many samples' columns, each of so many numbers, are made at once.
+    """For how many samples columns of `numel` numbers are made at once.
 
     On a CPU it trades the cache (1 MB in float32) against calls. Measured: 2^16 to 2^20 numbers within a tenth of each
     other, 2^22 up to 3. On other devices it trades memory, as `rows_at_once`.
@@ -154,7 +154,7 @@ GROUPED_NUMEL = 1 << 20
 
 
 def samples_by_group(numel: int) -> int:
-    """How many samples, each with so many numbers of input, gradient and row, make one convolution, which copies them.
+    """How many samples go into one convolution; each has `numel` numbers of input, gradient and row, which are copied.
 
     It trades memory against calls. Measured: 2^18 numbers 0.9 to 1.2, 2^22 1, but 4 where rows are large.
     """
@@ -174,7 +174,7 @@ KEPT_QUERIES_NUMEL = 1 << 26
 
 
 def keeps_queries(numel: int) -> bool:
-    """Whether dense rows of so many numbers in all, made for inner products, are kept for the next such products.
+    """Whether dense rows with `numel` numbers in all, made for inner products, are kept for the next ones.
 
     It trades memory (256 MB in float32) against making them again for each batch. Chosen, not measured.
     """
@@ -197,7 +197,7 @@ SHUFFLED_NUMEL = 1 << 20
 
 
 def shuffled_at_once(numel: int) -> int:
-    """How many rows, or lines of a row, each of so many numbers, are made and sketched at once.
+    """How many rows, or lines of a row as a matrix, are made and sketched at once; each has `numel` numbers.
 
     It trades the cache (4 MB in float32) against calls. Chosen, not measured.
     """
@@ -213,7 +213,7 @@ def sketch_by_factors(
     features: int,
     length: int,  # of the Fourier transforms
 ) -> bool:
-    """Whether a row is sketched by Fourier transforms of its factors' sketches, and not by making it.
+    """Whether a row is sketched by Fourier transforms of its factors' sketches, and not made dense.
 
     The unit of the four costs is a multiplication in a product of matrices, measured at 0.03 ns. They are those of
     writing a number of a dense row and reading it again; of putting a number of a factor into its bucket, with its

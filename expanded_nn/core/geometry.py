@@ -16,7 +16,7 @@ from expanded_nn.core import cost
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a kernel moves over its input: one number a spatial dimension, and the groups of channels."""
+    """How a kernel moves over its input: a number for each spatial dimension, and the groups of channels."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -54,7 +54,7 @@ def rows_by_columns(
     geometry: Geometry,
     out: Tensor | None = None,  # (B, *row_shape)
 ) -> Tensor:
-    """The rows as products of `g` with the columns of a few samples at once."""
+    """The rows as products of `g` with the windows of the input as columns, for a few samples at once."""
     rows = g.new_empty(g.shape[0], *row_shape) if out is None else out
     seen = windows(x, g.shape[2:], row_shape[2:], geometry)
     g = by_group(g, geometry.groups)
@@ -71,9 +71,9 @@ def rows_by_columns(
 
 
 def rows_by_groups(g: Tensor, x: Tensor, row_shape: tuple[int, ...], geometry: Geometry, coefficient: float) -> Tensor:
-    """The rows as the weight's gradient of one convolution with a group for each group of each of a few samples.
+    """The rows as the gradient of the weight of a convolution that has the groups of a few samples as its groups.
 
-    They are copied from there, so that the coefficient costs nothing.
+    The rows are copied from it, and multiplied by the coefficient meanwhile.
     """
     rows = g.new_empty(g.shape[0], *row_shape)
     size = cost.samples_by_group(g[0].numel() + x[0].numel() + prod(row_shape))
@@ -87,7 +87,7 @@ def rows_by_groups(g: Tensor, x: Tensor, row_shape: tuple[int, ...], geometry: G
 
 
 def rows_by_moving(g: Tensor, x: Tensor, row_shape: tuple[int, ...], geometry: Geometry) -> Tensor:
-    """The rows of one channel a group as the output of a convolution whose kernels are `g`."""
+    """The rows, where a group has one input channel, as the output of a convolution with `g` as its kernels."""
     batch, kernel = g.shape[0], row_shape[2:]
     x, g = x.flatten(0, 1)[None].contiguous(), g.flatten(0, 1)[:, None].contiguous()
     moving = Geometry(geometry.dilation, geometry.padding, geometry.stride, batch * geometry.groups)
@@ -95,7 +95,7 @@ def rows_by_moving(g: Tensor, x: Tensor, row_shape: tuple[int, ...], geometry: G
 
 
 def convolution(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """Torch's own, with one weight for all samples."""
+    """Torch's convolution, with one weight for all samples."""
     return torch.convolution(x, weight, None, *geometry.arguments())
 
 

@@ -1,4 +1,4 @@
-"""Kronecker factors of the rows' second moments, and rows that are preconditioned by such."""
+"""Kronecker factors of the rows' second moments, and rows preconditioned by them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from expanded_nn.core.terms import Dense, Outer, Term, sides
 
 
 class KroneckerFactors(NamedTuple):
-    """The second moments of what a weight's rows are made of: of its inputs, `A`, and its outputs' gradients, `G`.
+    """The second moments of the factors of a weight's rows: `A` of the layer's inputs, `G` of its outputs' gradients.
 
     Factors of several batches, or ranks, add up: `factors + more`. They unpack: `A, G, count = factors`.
 
@@ -42,7 +42,7 @@ class EigenFactors(NamedTuple):
     Attributes:
         A: Eigenvectors of `a aᵀ` as columns, `(in, in)`.
         G: Eigenvectors of `g gᵀ` as columns, `(out, out)`.
-        scale: The sum over the rows of the squares of `Gᵀ · row · A`, `(out, in)`. Of the same basis they add up.
+        scale: The sum over the rows of the squares of `Gᵀ · row · A`, `(out, in)`. In the same basis they add up.
         count: How many rows were added.
     """
 
@@ -68,7 +68,7 @@ def _has_sides(term: Term, wanted: tuple[int, int]) -> bool:
 
 
 def factors(blocks: Sequence[Block], kind: Kind, total: KroneckerFactors | None = None) -> KroneckerFactors:
-    """The factors of rows that have such, added to `total` in place."""
+    """The Kronecker factors of rows, added to `total` in place."""
     dtype = torch.promote_types(kind.dtype, torch.float32)
     if total is None:
         G, A = (torch.zeros(size, size, dtype=dtype, device=kind.device) for size in sides(kind.row_shape))
@@ -97,7 +97,7 @@ def _in_order(
 
 
 def _add_patches(term: Patches, total: KroneckerFactors) -> None:
-    """Those of a convolution: each group is a linear map, of which `A` is the mean and `G` has a block."""
+    """Adds those of a convolution, whose groups are linear maps: to `A` their mean, to `G` a block for each."""
     groups = term.geometry.groups
     for part in term.chunks(prod(term.row_shape[1:]) * term.positions * groups):
         if not part.batch:
@@ -115,7 +115,7 @@ def _add_product(
     x: Tensor,  # (N, features)
     scale: float = 1.0,
 ) -> None:
-    """`total += scale * x.T @ x`, both symmetric; of a large one what is below the diagonal is copied."""
+    """`total += scale * x.T @ x`, both symmetric; of a large one only the upper part is computed, and copied."""
     features, panel = x.shape[1], cost.SYMMETRIC_PANEL
     if not cost.is_product_by_panels(features, len(x)):
         total.addmm_(x.t(), x, alpha=scale)

@@ -1,4 +1,4 @@
-"""The rows of a convolution's weight, held as the gradient of its output and its input."""
+"""The rows of a convolution's weight, held as its input and the gradient of its output."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ class Patches(Term):
         else:
             inner, numel = inner_by_windows, prod(self.row_shape[1:]) * max(self.positions, other.positions)
         chunks = list(self.chunks(numel))
-        others = chunks if other is self else other.chunks(numel)
-        return torch.cat([inner(mine, theirs) for mine, theirs in zip(chunks, others, strict=True)])
+        other_chunks = chunks if other is self else other.chunks(numel)
+        return torch.cat([inner(chunk, other_chunk) for chunk, other_chunk in zip(chunks, other_chunks, strict=True)])
 
     def gram(self, other: Term) -> Tensor:
         if isinstance(other, Patches) and self._gram_by_pairs(other):
-            theirs = as_linear(other)
-            return torch.cat([as_linear(chunk).gram(theirs) for chunk in self.chunks()])
+            other_map = as_linear(other)
+            return torch.cat([as_linear(chunk).gram(other_map) for chunk in self.chunks()])
         return super().gram(other)
 
     def gram_takes_rows(self, other: Term) -> bool:
@@ -133,7 +133,7 @@ class Patches(Term):
         return tuple(n + 2 * p for n, p in zip(self.factors[1].shape[2:], self.geometry.padding, strict=True))
 
     def _by_pairs(self, other: Patches) -> bool:
-        """Whether inner products are those of pairs of positions."""
+        """Whether inner products are computed from pairs of positions."""
         return self._is_alike(other) and cost.inner_by_pairs(self.positions, other.positions, *self._sizes)
 
     def _gram_by_pairs(self, other: Patches) -> bool:
@@ -145,19 +145,19 @@ class Patches(Term):
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """The sizes of the linear map from a window that each group is."""
+        """The sizes of a group as a linear map of a window, `(out / groups, in / groups * prod(kernel))`."""
         return self.row_shape[0] // self.geometry.groups, prod(self.row_shape[1:])
 
 
 def inner_by_windows(term: Patches, other: Patches) -> Tensor:
     """`<row[b], other_row[b]>`, `(B,)`, from products of windows."""
-    mine = as_linear(term)
-    theirs = mine if other is term else as_linear(other)
-    return mine.inner(theirs).reshape(term.batch, term.geometry.groups).sum(1)
+    linear = as_linear(term)
+    other_linear = linear if other is term else as_linear(other)
+    return linear.inner(other_linear).reshape(term.batch, term.geometry.groups).sum(1)
 
 
 def inner_by_entries(term: Patches, other: Patches) -> Tensor:
-    """`<row[b], other_row[b]>`, `(B,)`, without windows: their products are sums of those of the inputs' entries."""
+    """`<row[b], other_row[b]>`, `(B,)`, without windows: products of windows are sums of products of entries."""
     (g, x), (h, z) = term.unscaled(), other.unscaled()
     (x, of_x), (z, of_z) = term.geometry.padded(x), other.geometry.padded(z)
     groups, kernel = of_x.groups, term.row_shape[2:]

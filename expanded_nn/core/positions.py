@@ -1,4 +1,4 @@
-"""Inner products of rows, position by position of the first."""
+"""Inner products of rows, for each position of the first row by itself."""
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ def numbers_of_positions(blocks: Sequence[Block]) -> set[int] | None:
 
 def gram_by_position(
     blocks: Sequence[Block],
-    others: Sequence[Block],
+    other_blocks: Sequence[Block],
     kind: Kind,
     positions: int,
 ) -> Tensor:  # (B, T, B')
-    """`<row[b, t], other_row[c]>` for each position t of rows that all have so many."""
+    """`<row[b, t], other_row[c]>` for each position t, of which all rows have `positions`."""
 
-    def block(size: int, terms: Sequence[Term], width: int, theirs: Sequence[Term]) -> Tensor:
-        pairs = [(term, other) for term in terms for other in theirs] if size and width else []
-        return sum((_products(term, other) for term, other in pairs), start=kind.zeros(size, positions, width))
+    def block(size: int, terms: Sequence[Term], width: int, other_terms: Sequence[Term]) -> Tensor:
+        pairs = [(term, other) for term in terms for other in other_terms] if size and width else []
+        products = (torch.stack(list(_columns(term, other)), 2) for term, other in pairs)
+        return sum(products, start=kind.zeros(size, positions, width))
 
     return torch.cat(
-        [torch.cat([block(size, terms, width, theirs) for width, theirs in others], 2) for size, terms in blocks]
+        [
+            torch.cat([block(size, terms, width, other_terms) for width, other_terms in other_blocks], 2)
+            for size, terms in blocks
+        ]
     )
-
-
-def _products(term: Term, other: Term) -> Tensor:
-    """The same for two terms."""
-    return torch.stack(list(_columns(term, other)), 2)
 
 
 def _columns(term: Term, other: Term) -> Iterator[Tensor]:
@@ -63,8 +62,8 @@ def _takes_rows(term: Term, other: Term) -> bool:
     """Whether a dense row of `other` is needed, or costs less than its positions."""
     if not isinstance(other, Outer | OneHot) or other.row_shape != term.row_shape:
         return True
-    both = isinstance(term, Outer) and isinstance(other, Outer)
-    return both and not cost.gram_by_pairs(1, other.positions, *term.row_shape)
+    both_outer = isinstance(term, Outer) and isinstance(other, Outer)
+    return both_outer and not cost.gram_by_pairs(1, other.positions, *term.row_shape)
 
 
 def _pairs(term: Term, other: Term, first: Tensor, second: Tensor, h: Tensor, c: Tensor) -> Tensor:

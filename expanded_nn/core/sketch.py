@@ -1,6 +1,6 @@
 """Linear maps of rows to a few numbers: count sketches and two-sided projections, from the factors.
 
-The random numbers that make a map are drawn elsewhere: here it is what its tensors say.
+The random numbers of a map are drawn elsewhere; a map is given by its tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from expanded_nn.core.terms import Dense, OneHot, Outer, Term, sides
 
 
 class Totals:
-    """What the projections of one batch add up to: numbers, and numbers that are still in a Fourier transform."""
+    """The projections of one batch, as they add up: numbers, and the Fourier transform of others.
+
+    Attributes:
+        buckets: The numbers, `(B, dim)`.
+        length: The length of the Fourier transform.
+    """
 
     def __init__(self, dim: int, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device, self.dim = dtype, device, dim
@@ -29,7 +34,7 @@ class Totals:
         self._scratch: Tensor | None = None
 
     def scratch(self, *shape: int) -> Tensor:
-        """Memory for what is needed in passing: fresh pages cost more than to write to them."""
+        """Memory for passing results, used again: fresh pages cost more than writing to them."""
         numel = prod(shape)
         if self._scratch is None or self._scratch.numel() < numel:
             self._scratch = torch.empty(max(numel, cost.SHUFFLED_NUMEL), dtype=self.dtype, device=self.device)
@@ -37,14 +42,14 @@ class Totals:
 
     @property
     def spectrum(self) -> Tensor:
-        """`(B, length / 2 + 1)`."""
+        """The Fourier transform of what is to be added to the buckets, `(B, length / 2 + 1)`."""
         if self._spectrum is None:
             size = (self.buckets.shape[0], self.length // 2 + 1)
             self._spectrum = torch.zeros(size, dtype=self.dtype.to_complex(), device=self.device)
         return self._spectrum
 
     def result(self) -> Tensor:
-        """`(B, dim)`."""
+        """The projections, `(B, dim)`."""
         if self._spectrum is None or not len(self.buckets):
             return self.buckets
         return self.buckets + _folded(torch.fft.irfft(self._spectrum, n=self.length), self.dim)
@@ -54,8 +59,8 @@ class Side(NamedTuple):
     """How the indices of one side of a matrix are shuffled.
 
     Attributes:
-        order: Which index stands at which place.
-        place: The place of each index.
+        order: The index at each place of the shuffled order.
+        place: The place of each index; the inverse of `order`.
         signs: ±1 for each index.
     """
 
@@ -93,7 +98,7 @@ class Sketch:
         return len(self.sides[0].order), len(self.sides[1].order)
 
     def add(self, term: Term, totals: Totals, start: int) -> None:
-        """Adds the sketches of a term's rows, of which there are some, to those from `start` on."""
+        """Adds the sketches of a term's rows to those from sample `start` on."""
         if isinstance(term, Patches) and self._fits(term) and self._is_faster_by_factors(term, totals.length):
             for part in term.chunks(prod(term.row_shape[1:]) * term.positions):
                 self._add_by_factors(as_linear(part), totals, start)
@@ -115,7 +120,7 @@ class Sketch:
         return not grouped and cost.sketch_by_factors(term.positions, *self.sizes, length)
 
     def _add_by_factors(self, term: Outer, totals: Totals, start: int) -> None:
-        """By Fourier transforms of the sketches of the factors, position by position."""
+        """Adds the sketches, from Fourier transforms of the sketches of the factors, position by position."""
         for part in term.chunks(2 * term.positions * totals.length):
             g, a = part.weighted()
             spectrum = self._transform(g, 0, totals.length).mul_(self._transform(a, 1, totals.length)).sum(1)
@@ -130,28 +135,28 @@ class Sketch:
         return spectrum.view(*factor.shape[:-1], length // 2 + 1)
 
     def _buckets(self, side: int) -> Tensor:
-        """`h(out)` or `h'(in)`."""
+        """The bucket of each index of a side: `h(out)` or `h'(in)`."""
         place = self.sides[side].place
         return (place if side == self.along else place * self.width + self.shift) % self.dim
 
     def _add_by_rows(self, term: Outer, totals: Totals, start: int) -> None:
-        """By the shuffled rows, made from shuffled factors, a bounded number of them at once."""
+        """Adds the sketches, from shuffled rows, which are made from shuffled factors, a bounded number at once."""
         lines = min(self.sizes)
-        some = min(lines, cost.shuffled_at_once(self.width))
-        for part in term.chunks(max(some * self.width, term.positions * (lines + self.width))):
+        lines_at_once = min(lines, cost.shuffled_at_once(self.width))
+        for part in term.chunks(max(lines_at_once * self.width, term.positions * (lines + self.width))):
             factors = part.weighted()
             across = self._shuffled(factors[1 - self.along], 1 - self.along, lines)
             along = self._shuffled(factors[self.along], self.along, self.width)
-            count = cost.shuffled_at_once(some * self.width)
-            count = ceil(part.batch / ceil(part.batch / count))  # no small rest
+            count = cost.shuffled_at_once(lines_at_once * self.width)
+            count = ceil(part.batch / ceil(part.batch / count))  # so that the last group is no small one
             for first in range(0, part.batch, count):
                 samples = slice(first, min(first + count, part.batch))
-                for place in range(0, lines, some):
-                    left = across[samples, :, place : place + some].mT
-                    rows = totals.scratch(len(left), left.shape[1], self.width)
-                    folded = _folded(torch.bmm(left, along[samples], out=rows).flatten(1), self.dim)
+                for line in range(0, lines, lines_at_once):
+                    lines_across = across[samples, :, line : line + lines_at_once].mT
+                    rows = totals.scratch(len(lines_across), lines_across.shape[1], self.width)
+                    folded = _folded(torch.bmm(lines_across, along[samples], out=rows).flatten(1), self.dim)
                     numbers = totals.buckets[start + samples.start : start + samples.stop]
-                    _add_shifted(numbers, folded, (self.shift + place * self.width) % self.dim)
+                    _add_shifted(numbers, folded, (self.shift + line * self.width) % self.dim)
             start += part.batch
 
     def _shuffled(
@@ -160,21 +165,21 @@ class Sketch:
         side: int,
         width: int,
     ) -> Tensor:  # (B, T, width)
-        """A factor by places, with the signs, and zeros behind; sample after sample in memory."""
+        """A factor in the shuffled order, with the signs, and zeros behind; contiguous sample by sample."""
         batch, positions, features = factor.shape
         order = self.sides[side].order
-        if not factor.is_contiguous() and factor.transpose(0, 1).is_contiguous():  # recurrent: step after step
-            chosen = factor.transpose(0, 1).reshape(-1, features).index_select(1, order)
-            chosen = chosen.view(positions, batch, features).transpose(0, 1)
+        if not factor.is_contiguous() and factor.transpose(0, 1).is_contiguous():  # as in recurrent layers
+            ordered = factor.transpose(0, 1).reshape(-1, features).index_select(1, order)
+            ordered = ordered.view(positions, batch, features).transpose(0, 1)
         else:
-            chosen = factor.reshape(-1, features).index_select(1, order).view(factor.shape)
+            ordered = factor.reshape(-1, features).index_select(1, order).view(factor.shape)
         shuffled = factor.new_empty(batch, positions, width)
         shuffled[:, :, features:] = 0.0
-        torch.mul(chosen, self.sides[side].signs.to(factor.dtype)[order], out=shuffled[:, :, :features])
+        torch.mul(ordered, self.sides[side].signs.to(factor.dtype)[order], out=shuffled[:, :, :features])
         return shuffled
 
     def _add_by_entries(self, term: OneHot, totals: Totals, start: int) -> None:
-        """Each value of an embedding's rows by itself."""
+        """Adds the values of an embedding's rows to their buckets."""
         out_buckets, in_buckets = self._buckets(0), self._buckets(1)
         for part in term.chunks(term.factors[0][0].numel()):
             values, index = part.weighted()
@@ -185,29 +190,29 @@ class Sketch:
             start += part.batch
 
     def _add_numbers(self, term: Term, totals: Totals, start: int) -> None:
-        """Each number of the dense rows by itself."""
+        """Adds the numbers of the dense rows to their buckets."""
         out, in_ = self.sizes
         if not out * in_:
             return
         parts: Iterable[Term] = [term] if isinstance(term, Dense) else term.chunks()
         blocks = list(_blocks(out, in_, cost.rows_at_once(term.batch if isinstance(term, Dense) else 1)))
-        placed = self._buckets_of(*blocks[0]) if len(blocks) == 1 else None
+        kept = self._buckets_of(*blocks[0]) if len(blocks) == 1 else None
         for part in parts:
             rows = part.matrix() if isinstance(part, Dense) else part.dense()
             rows = rows.reshape(part.batch, out, in_)
-            for some, columns in blocks:
-                buckets, signs = placed or self._buckets_of(some, columns)
-                signed = rows[:, some, columns].flatten(1) * signs.to(rows.dtype)
+            for lines, columns in blocks:
+                buckets, signs = kept or self._buckets_of(lines, columns)
+                signed = rows[:, lines, columns].flatten(1) * signs.to(rows.dtype)
                 if isinstance(part, Dense) and part.coefficient != 1.0:
                     signed *= part.coefficient
                 totals.buckets[start : start + part.batch].scatter_add_(1, buckets.expand_as(signed), signed)
             start += part.batch
 
-    def _buckets_of(self, some: slice, columns: slice) -> tuple[Tensor, Tensor]:
+    def _buckets_of(self, lines: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """The buckets and the signs of a part of the matrix, flat."""
-        buckets = (self._buckets(0)[some, None] + self._buckets(1)[columns]) % self.dim
+        buckets = (self._buckets(0)[lines, None] + self._buckets(1)[columns]) % self.dim
         out, in_ = self.sides
-        return buckets.flatten(), (out.signs[some, None] * in_.signs[columns]).flatten()
+        return buckets.flatten(), (out.signs[lines, None] * in_.signs[columns]).flatten()
 
 
 @dataclass(frozen=True)
@@ -223,7 +228,7 @@ class TwoSided:
     right: Tensor
 
     def add(self, term: Term, totals: Totals, start: int) -> None:
-        """Adds the projections of a term's rows to those from `start` on."""
+        """Adds the projections of a term's rows to those from sample `start` on."""
         left, right = self.left.to(term.dtype), self.right.to(term.dtype)
         sizes = left.shape[1], right.shape[1]
         fits = sides(term.row_shape) == sizes
@@ -240,14 +245,14 @@ class TwoSided:
             start += part.batch
 
     def _numel(self, term: Term) -> int | None:
-        """How many numbers are made of one row on the way."""
+        """How many numbers are needed in passing for one row; `None` for those of the dense row."""
         if not isinstance(term, Outer | OneHot):
             return None
         return term.factors[0].shape[1] * (len(self.left) + len(self.right)) + len(self.left) * len(self.right)
 
 
 def transform_length(dim: int) -> int:
-    """How long the Fourier transforms are: `dim`, or enough for a convolution that is wrapped around afterwards."""
+    """The length of the Fourier transforms: `dim`, or if that has large prime factors, room for a whole convolution."""
     rest = dim
     for prime in (2, 3, 5, 7):
         while rest % prime == 0:
@@ -283,7 +288,7 @@ def _add_shifted(
 def _blocks(out: int, in_: int, numel: int) -> Iterator[tuple[slice, slice]]:
     """Parts of a matrix of bounded size."""
     columns = min(in_, numel)
-    some = max(1, numel // columns)
-    for first in range(0, out, some):
+    lines = max(1, numel // columns)
+    for first in range(0, out, lines):
         for start in range(0, in_, columns):
-            yield slice(first, first + some), slice(start, start + columns)
+            yield slice(first, first + lines), slice(start, start + columns)

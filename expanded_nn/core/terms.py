@@ -1,8 +1,8 @@
 """The kinds of factors that per-sample gradients are made of, and the algebra of one term.
 
-A term stands for rows `(B, *row_shape)` and holds only what they are made of. It is linear in its floating-point
-factors, which have no history; the number `coefficient` multiplies what is smallest, as late as can be. A term does not
-know whether a factor was changed in place after it was made: who keeps terms has to watch that.
+A term stands for rows `(B, *row_shape)` and holds only what they are made of. It is linear in each of its
+floating-point factors, which have no history. The number `coefficient` multiplies the smallest tensor there is, as late
+as possible. A term does not see that a factor is changed in place: `Guarded` in `_cell.py` does.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from expanded_nn.core import cost
 class Products:
     """The products of all positions of a factor with each other, kept for the next term that has the same factor.
 
-    Queries, keys and values have their input in common, the two weights of a recurrence the gradient of its gates. The
-    last two are kept, one for each factor of a term.
+    Queries, keys and values have their input in common, the two weights of a recurrence the gradient of its gates. Of
+    the last two factors the products are kept, as a term has two.
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Tensor, Tensor]] = []  # factors, (B, T, T); a factor is held, so that its memory stays
+        self._kept: list[tuple[Tensor, Tensor]] = []  # a factor, which keeps its memory, and its products (B, T, T)
 
     def of(self, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """The products, `(B, T, T)`, of a factor `(B, T, features)`, computed in `dtype`."""
@@ -39,14 +39,14 @@ class Products:
         return pair[1]
 
 
-def _is_same(factor: Tensor, known: Tensor) -> bool:
-    """Whether two tensors, both detached from one, show the same memory in the same way."""
+def _is_same(factor: Tensor, kept: Tensor) -> bool:
+    """Whether two detached tensors are the same part of the same memory."""
     return (
-        factor.untyped_storage() is known.untyped_storage()
-        and factor.storage_offset() == known.storage_offset()
-        and factor.shape == known.shape
-        and factor.stride() == known.stride()
-        and factor.dtype == known.dtype
+        factor.untyped_storage() is kept.untyped_storage()
+        and factor.storage_offset() == kept.storage_offset()
+        and factor.shape == kept.shape
+        and factor.stride() == kept.stride()
+        and factor.dtype == kept.dtype
     )
 
 
@@ -57,7 +57,7 @@ def _matrix(
 
 
 def sides(row_shape: Sequence[int]) -> tuple[int, int]:
-    """The sizes of a row as a matrix, `(out, in)`; a vector is a matrix of one line."""
+    """The sizes of a row as a matrix, `(out, in)`; a vector is a matrix with `out = 1`."""
     return (1, prod(row_shape)) if len(row_shape) < 2 else (row_shape[0], prod(row_shape[1:]))
 
 
@@ -102,8 +102,8 @@ class Term(ABC):
         """`<row[b], other_row[b]>`, `(B,)`."""
         return torch.cat(
             [
-                (_matrix(mine.dense()) * _matrix(theirs.dense())).sum(1)
-                for mine, theirs in zip(self.chunks(), other.chunks(), strict=True)
+                (_matrix(chunk.dense()) * _matrix(other_chunk.dense())).sum(1)
+                for chunk, other_chunk in zip(self.chunks(), other.chunks(), strict=True)
             ]
         )
 
@@ -113,12 +113,15 @@ class Term(ABC):
 
     def gram(self, other: Term) -> Tensor:
         """`<row[b], other_row[b']>`, `(B, B')`."""
-        theirs = [_matrix(chunk.dense()).t() for chunk in other.chunks()]
-        mine = (_matrix(chunk.dense()) for chunk in self.chunks())
-        return torch.cat([torch.cat([rows @ columns for columns in theirs], 1) for rows in mine])
+        other_matrices = [_matrix(chunk.dense()).t() for chunk in other.chunks()]
+        matrices = (_matrix(chunk.dense()) for chunk in self.chunks())
+        parts = [[rows @ columns for columns in other_matrices] for rows in matrices]
+        return (
+            parts[0][0] if len(parts) == len(other_matrices) == 1 else torch.cat([torch.cat(row, 1) for row in parts])
+        )
 
     def gram_takes_rows(self, other: Term) -> bool:
-        """Whether `gram` with the other makes this one's rows dense."""
+        """Whether `gram(other)` makes the rows of this term dense."""
         return True
 
     def numel(self) -> int:
@@ -137,7 +140,7 @@ class Term(ABC):
 
     @property
     def norms_take_rows(self) -> bool:
-        """Whether the norms are those of the dense rows, which are made for them."""
+        """Whether the norms are computed from dense rows."""
         return False
 
     @property
@@ -146,7 +149,7 @@ class Term(ABC):
         return self.factors[0].shape[0]
 
     def scaled(self, factor: float | Tensor) -> Term:
-        """All rows times a number, or each row times its own, `(B,)`."""
+        """All rows times a number, or each row times its own number, `(B,)`."""
         if not isinstance(factor, Tensor):
             term = object.__new__(type(self))  # as copy.copy does, in a fifth of the time
             term.__dict__.update(self.__dict__)
@@ -167,7 +170,7 @@ class Term(ABC):
         return self.remake(self.factors, self.coefficient, dtype)
 
     def chunks(self, numel: int | None = None) -> Iterator[Term]:
-        """The term in groups of rows that need bounded memory: `numel` numbers a row, or those of its dense form."""
+        """The term in groups of rows of bounded memory: a row takes `numel` numbers, or those of its dense form."""
         size = cost.rows_at_once(prod(self.row_shape) if numel is None else numel)
         if cost.is_symbol(self.batch) or size >= self.batch:
             yield self
@@ -180,7 +183,7 @@ class Term(ABC):
         return tuple(factor.to(self.dtype) if factor.is_floating_point() else factor for factor in self.factors)
 
     def weighted(self, weights: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The factors in the rows' dtype, of which one has the coefficient, and each row's own number, `(B,)`."""
+        """The factors in the rows' dtype; one is multiplied by the coefficient and by the rows' weights, `(B,)`."""
         if weights is None and self.coefficient == 1.0:
             return self.unscaled()
         numbers = self.coefficient if weights is None else weights.to(_wide(self.dtype)) * self.coefficient
@@ -188,19 +191,19 @@ class Term(ABC):
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that numbers are multiplied and added up in before they become rows of `dtype`."""
+    """The dtype to multiply and add in, before the results become rows of `dtype`: float32 at the least."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _weighted(factors: Sequence[Tensor], numbers: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The factors of rows times a number, or times each row's own, `(B,)`, which the smallest takes.
+    """The factors of rows times a number, or times each row's own, `(B,)`; the smallest factor is multiplied.
 
-    In float16 the first takes it: a gradient has room for B there, an input may be too large for it.
+    In float16 the first is, the gradient: it is small enough to be multiplied by B, an input may not be.
     """
     at = 0
     if dtype != torch.float16:
-        no_index = (i for i, factor in enumerate(factors) if factor.is_floating_point() or factor.is_complex())
-        at = min(no_index, key=lambda i: factors[i].numel())
+        candidates = (i for i, factor in enumerate(factors) if factor.is_floating_point() or factor.is_complex())
+        at = min(candidates, key=lambda i: factors[i].numel())
     factor = factors[at].to(dtype)
     if isinstance(numbers, Tensor):
         numbers = numbers.to(_wide(dtype)).reshape(-1, *[1] * (factor.dim() - 1))
@@ -231,7 +234,7 @@ class Dense(Term):
         wide = _wide(self.dtype)
         if weights is None and self.dtype != wide:
             total = self.matrix().sum(0, dtype=wide).mul_(self.coefficient).to(self.dtype)
-        else:  # from memory to the sum twice as fast as torch.sum
+        else:  # twice as fast as torch.sum, where rows are read from memory
             weights = self.factors[0].new_ones(self.batch) if weights is None else weights
             weights = weights.to(wide) if self.coefficient == 1.0 else weights.to(wide) * self.coefficient
             total = torch.mv(self.matrix().t(), weights.to(self.dtype))
@@ -277,7 +280,7 @@ class Outer(Term):
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         g, a = self.weighted(weights)
-        if g.transpose(0, 1).is_contiguous():  # the order of the positions in memory
+        if g.transpose(0, 1).is_contiguous():  # in the order of memory
             g, a = g.transpose(0, 1), a.transpose(0, 1)
         return torch.mm(g.flatten(0, 1).t(), a.flatten(0, 1))
 
@@ -373,9 +376,9 @@ class OneHot(Term):
         if isinstance(other, OneHot):
             if other is self:
                 return self.squared_norms()
-            (values, index), (others, other_index) = self.weighted(), other.weighted()
+            (values, index), (other_values, other_index) = self.weighted(), other.weighted()
             equal = index[:, :, None] == other_index[:, None, :]
-            return (torch.bmm(values, others.transpose(1, 2)) * equal).sum((1, 2))
+            return (torch.bmm(values, other_values.transpose(1, 2)) * equal).sum((1, 2))
         if isinstance(other, Outer):
             values, index = self.weighted()
             g, a = other.weighted()  # rows (entries, dim): g (B, S, entries), a (B, S, dim)
@@ -387,8 +390,8 @@ class OneHot(Term):
         if not isinstance(other, OneHot | Outer) or not self.batch:
             return super().gram(other)
         values, index = self.weighted()
-        theirs = other.weighted()
-        return torch.stack([_products(v, i, other, theirs) for v, i in zip(values, index, strict=True)])
+        other_factors = other.weighted()
+        return torch.stack([_products(v, i, other, other_factors) for v, i in zip(values, index, strict=True)])
 
     def gram_takes_rows(self, other: Term) -> bool:
         return not isinstance(other, OneHot | Outer)
@@ -398,12 +401,12 @@ class SparseOneHot(OneHot):
     """The rows of an embedding whose plain gradient is sparse."""
 
 
-def _products(values: Tensor, index: Tensor, other: Term, theirs: Sequence[Tensor]) -> Tensor:
+def _products(values: Tensor, index: Tensor, other: Term, other_factors: Sequence[Tensor]) -> Tensor:
     """`<row, other_row[b]>`, `(B,)`, for the one row made of `values (T, dim)` at `index (T,)`."""
     if isinstance(other, OneHot):
-        others, other_index = theirs
-        return (torch.matmul(others, values.t()) * (other_index[:, :, None] == index)).sum((1, 2))
-    g, a = theirs
+        other_values, other_index = other_factors
+        return (torch.matmul(other_values, values.t()) * (other_index[:, :, None] == index)).sum((1, 2))
+    g, a = other_factors
     return (torch.matmul(a, values.t()) * g[:, :, index]).sum((1, 2))
 
 

@@ -17,9 +17,9 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from expanded_nn._batch import batch_dim, has_derivatives, inside
+from expanded_nn._batch import batch_dim, contents, has_derivatives
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._lift import Place, quiet_fallbacks, swapped
+from expanded_nn._lift import Slot, quiet_fallbacks, swapped
 from expanded_nn._modes import as_it_is, checkpoint_hooks
 from expanded_nn._module import Expanded, PerSampleModule
 from expanded_nn._registry import EXPANDED
@@ -81,7 +81,7 @@ class General(Expanded):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         result, recorder = super().forward(*args, **kwargs), self._recorder
-        if recorder is None or not recorder.records or recorder.originals is not None or torch.is_grad_enabled():
+        if recorder is None or not recorder.in_forward or recorder.originals is not None or torch.is_grad_enabled():
             return result
         if not self._has_own_rows():
             return result
@@ -147,7 +147,7 @@ class General(Expanded):
         return found.with_samples_in(compared.dims).result()
 
     def _mapped(
-        self, places: Sequence[Place], expanded: Any, dims: Any, structure: TreeSpec, leaves: list[Any], *, told: bool
+        self, places: Sequence[Slot], expanded: Any, dims: Any, structure: TreeSpec, leaves: list[Any], *, told: bool
     ) -> Mapped:
         """Sends each sample through the forward alone."""
         returned: list[Any] = []
@@ -206,7 +206,7 @@ class General(Expanded):
                         "Give the checkpoint use_reentrant=False.",
                     )
                 leaves = flatten(returned)[0]
-                if any(isinstance(each, Tensor) for leaf in leaves for each in inside(leaf) if each is not leaf):
+                if any(isinstance(each, Tensor) for leaf in leaves for each in contents(leaf) if each is not leaf):
                     raise self._keeping("an object that it returns")
                 others.append([each for each in leaves if isinstance(each, bool | int | float | str)])
             if any(each != others[0] for each in others):
@@ -223,7 +223,7 @@ class General(Expanded):
 
         def kept() -> list[tuple[Any, int]]:
             values = [[value for name, value in vars(module).items() if name not in OURS] for module in self.modules()]
-            return [(value, getattr(value, "_version", 0)) for value in inside([values, leaves])]
+            return [(value, getattr(value, "_version", 0)) for value in contents([values, leaves])]
 
         before = kept()
         yield
@@ -246,9 +246,9 @@ class General(Expanded):
                     "Give the matrix to the module as a buffer, or the batch another size.",
                 )
 
-    def _children_inside(self, originals: Mapping[Place, Tensor]) -> AbstractContextManager[None]:
+    def _children_inside(self, originals: Mapping[Slot, Tensor]) -> AbstractContextManager[None]:
         """Expanded layers called meanwhile find the parameters that `vmap` has taken from them."""
-        return nullcontext() if self._recorder is None else self._recorder.inside_general(originals)
+        return nullcontext() if self._recorder is None else self._recorder.in_general_rule(originals)
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
         return self._plain_forward(*args, **kwargs)  # sample by sample already; its layers find their own way
@@ -319,9 +319,9 @@ class General(Expanded):
             kept = [(f"attribute {name!r}", value) for name, value in vars(module).items() if name not in _NOT_ITS_OWN]
             kept += [(f"the buffer {name!r}", value) for name, value in module._buffers.items()]
             for what, value in kept:
-                if isinstance(value, looked_into) and any(map(_is_of_one_sample, inside(value, 4 * thorough))):
+                if isinstance(value, looked_into) and any(map(_is_of_one_sample, contents(value, 4 * thorough))):
                     raise self._keeping(what)
-        if any(map(_is_of_one_sample, inside([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
+        if any(map(_is_of_one_sample, contents([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
             raise self._keeping("an argument")
 
     def _keeping(self, what: str) -> PerSampleError:

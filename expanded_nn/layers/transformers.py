@@ -62,14 +62,14 @@ class RelativeAttention(Root):
 
     def compute_bias(self, *args: Any, **kwargs: Any) -> Tensor:  # (B, heads, T, S)
         compute, recorder, table = super().compute_bias, self._recorder, self.relative_attention_bias  # type: ignore[misc]
-        if recorder is None or not recorder.records or recorder.originals is not None:
+        if recorder is None or not recorder.in_forward or recorder.originals is not None:
             return compute(*args, **kwargs)  # type: ignore[no-any-return]
         if not isinstance(table, Expanded):
             return compute(*args, **kwargs)  # type: ignore[no-any-return]
         batch, heads = table.batch_size, table.embedding_dim
         # B tables of so many heads are one of B times as many
         weight = rearrange(table.expanded("weight"), "b buckets heads -> buckets (b heads)")
-        with swapped([(table, "weight")], [weight]), recorder.inside_general({}):
+        with swapped([(table, "weight")], [weight]), recorder.in_general_rule({}):
             bias = compute(*args, **kwargs)
         return rearrange(bias, "1 (b heads) t s -> b heads t s", b=batch, heads=heads)  # type: ignore[no-any-return]
 

@@ -1,6 +1,6 @@
-"""A running backward: when it begins to deliver rows, when it is over, and whether it failed.
+"""The running backward: when it delivers its first rows, when it ends, and whether it failed.
 
-The only room that calls private parts of torch's engine, but for the number of the running backward (`_modes.py`).
+No other file calls private parts of torch's engine, but `_modes.py` for the number of the running backward.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from expanded_nn._modes import running_backward as running_backward
 
 
 def running_node() -> Any:
-    """The node of the graph whose backward this code runs in."""
+    """The autograd node whose backward calls this code."""
     return torch._C._current_autograd_node()
 
 
 def in_transform() -> bool:
-    """Whether a transform of `torch.func` is applied to this code."""
+    """Whether a transform of `torch.func` runs this code."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def accumulates(parameter: Tensor) -> bool:
-    """Whether the running backward adds to `.grad` of a leaf, and does not only hand its gradient to the caller."""
+    """Whether the running backward adds to the `.grad` of a leaf; `torch.autograd.grad` only returns the gradient."""
     return _is_executed(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
 def accumulates_next(node: Any) -> bool:
-    """The same for the leaf that is a node's only input."""
+    """`accumulates`, for the leaf that is the only input of a node."""
     return _is_executed(node.next_functions[0][0])
 
 
 def _is_executed(node: Any) -> bool:
     try:
         torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # its words: it does not speak of a leaf in torch.autograd.grad
+    except RuntimeError:  # the engine does not answer for a leaf that torch.autograd.grad asks for
         return False
     return True
 
 
 def graph_of(*ends: Any) -> Iterator[Any]:
-    """The nodes of the graph that end in some, nearest first."""
+    """The nodes of the graph behind the nodes `ends`, and those themselves, nearest first."""
     seen: set[Any] = set()
     nodes = deque(ends)
     while nodes:
@@ -57,8 +57,8 @@ def graph_of(*ends: Any) -> Iterator[Any]:
             nodes.extend(parent for parent, _ in node.next_functions)
 
 
-class Stage(Enum):
-    """What the running backward has done with one model so far: nothing, forwards at most, or rows as well."""
+class BackwardStage(Enum):
+    """What the running backward has done with one model: nothing, run forwards again, or delivered rows."""
 
     IDLE = auto()
     RECOMPUTING = auto()
@@ -66,82 +66,87 @@ class Stage(Enum):
 
 
 def _failed(ref: weakref.ref[Backward]) -> None:
-    """The engine has let go of a backward that has not ended."""
+    """The engine has dropped its callbacks without calling them."""
     backward = ref()
     if backward is not None:
-        backward.settle()
+        backward.end_unfinished()
 
 
 class _Mark:
-    """What the engine keeps alive while a backward runs, by the callbacks that were queued, and nothing else does."""
+    """An object that only the engine's queued callbacks keep alive: it lives as long as the backward runs."""
 
 
 class Backward:
     """The backward that a model is in.
 
-    | stage                  | what happens                                        | stage after                     |
-    |------------------------|-----------------------------------------------------|---------------------------------|
-    | IDLE                   | a forward inside a backward (a checkpoint)          | RECOMPUTING                     |
-    | IDLE, RECOMPUTING      | rows are delivered                                  | DELIVERING; `enter` says `True` |
-    | RECOMPUTING, DELIVERING| a forward inside the backward, again                | the same                        |
-    | DELIVERING             | rows are delivered, again                           | DELIVERING                      |
-    | RECOMPUTING, DELIVERING| another backward runs inside of this one            | the same: it is a part of it    |
-    | RECOMPUTING, DELIVERING| the engine calls the callback that was queued       | IDLE; `over(delivered, False)`  |
-    | RECOMPUTING, DELIVERING| the engine has let go of the callback, uncalled, or | IDLE; `over(delivered, True)`   |
-    |                        | code runs outside of any backward                   |                                 |
+    | stage                  | what happens                                 | stage after                              |
+    |------------------------|----------------------------------------------|------------------------------------------|
+    | IDLE                   | a forward inside a backward (a checkpoint)   | RECOMPUTING                              |
+    | IDLE, RECOMPUTING      | rows are delivered                           | DELIVERING; `enter` returns `True`       |
+    | RECOMPUTING, DELIVERING| another forward inside the backward          | the same                                 |
+    | DELIVERING             | more rows are delivered                      | DELIVERING                               |
+    | RECOMPUTING, DELIVERING| another backward runs inside of this one     | the same: it is a part of this one       |
+    | RECOMPUTING, DELIVERING| the engine calls the queued callback         | IDLE; `on_end(delivered, failed=False)`  |
+    | RECOMPUTING, DELIVERING| the engine drops the callback uncalled, or   | IDLE; `on_end(delivered, failed=True)`   |
+    |                        | code runs outside of any backward            |                                          |
 
-    Backwards nest: a reentrant checkpoint runs one of its own inside the outer one, and so may a hook of the user's.
-    The outermost that has met the model counts. The engine does not say whether it still runs, but it keeps its
-    callbacks until it ends or fails: a mark that only ours hold on to tells. So nothing else may refer to the mark, or
-    to the callback: a backward that failed would be taken for one that runs.
+    Backwards nest: a reentrant checkpoint runs one inside the outer one, and so may a user's hook. The outermost one
+    that has met the model counts.
 
-    Args:
-        over: The method to call when it is over, with whether it delivered rows, and whether it failed.
+    The engine does not say whether a backward still runs, but it keeps its callbacks until the backward ends or fails.
+    So a mark that only our callbacks hold shows it: unless the stage is IDLE, the mark is alive as long as the backward
+    runs. Nothing else may refer to the mark or to the callback, or a backward that failed would seem to run on.
+
+    Attributes:
+        stage: What the backward has done so far.
+        on_end: The method to call when it ends, with whether it delivered rows, and whether it failed.
+        mark: Gives the mark, `None` when no backward runs.
+        resumed: The passes that checkpoints have run forwards of again, the last one last.
     """
 
-    def __init__(self, over: Callable[[bool, bool], None]) -> None:
-        self.stage = Stage.IDLE
-        self.over = weakref.WeakMethod(over)
+    def __init__(self, on_end: Callable[[bool, bool], None]) -> None:
+        self.stage = BackwardStage.IDLE
+        self.on_end = weakref.WeakMethod(on_end)
         self.mark: Callable[[], _Mark | None] = lambda: None
-        self.resumed: list[Any] = []  # the passes that checkpoints have gone on with, the last one last
+        self.resumed: list[Any] = []
 
     def enter(self, *, delivers: bool) -> bool:
-        """Something happens inside a backward; whether it is the first to deliver rows.
+        """Notes what happens inside a backward; whether these are the first rows that it delivers.
 
         Args:
-            delivers: Whether it is rows, and not a forward.
+            delivers: Whether rows are delivered; otherwise a forward runs.
         """
-        if self.stage is not Stage.IDLE and self.mark() is None:
+        if self.stage is not BackwardStage.IDLE and self.mark() is None:
             self._end(failed=True)
-        if self.stage is Stage.IDLE:
+        if self.stage is BackwardStage.IDLE:
             self._begin()
-        begins = delivers and self.stage is not Stage.DELIVERING
-        if begins:
-            self.stage = Stage.DELIVERING
-        return begins
+        is_first_delivery = delivers and self.stage is not BackwardStage.DELIVERING
+        if is_first_delivery:
+            self.stage = BackwardStage.DELIVERING
+        return is_first_delivery
 
-    def settle(self) -> None:
-        """The backward, if there is one, runs no more: one that has not ended has failed."""
-        if self.stage is not Stage.IDLE:
+    def end_unfinished(self) -> None:
+        """Ends a backward that runs no more and has not ended: it has failed."""
+        if self.stage is not BackwardStage.IDLE:
             self._end(failed=True)
 
     def _begin(self) -> None:
-        self.stage = Stage.RECOMPUTING
-        me, mark = weakref.ref(self), _Mark()
+        self.stage = BackwardStage.RECOMPUTING
+        ref, mark = weakref.ref(self), _Mark()
 
         def end() -> None:
-            backward = me()
+            backward = ref()
             if backward is not None and backward.mark() is mark:
                 backward._end(failed=False)
 
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        # queued twice, so that it runs behind the callbacks of others, which may be queued later and change gradients,
-        # as DistributedDataParallel's does: `.grad` is looked at when all have
+        # Queued twice, to run after callbacks that are queued later and change gradients, as those of
+        # DistributedDataParallel do.
         queue(lambda: queue(end))
-        self.mark = weakref.ref(mark, lambda _: _failed(me))
+        self.mark = weakref.ref(mark, lambda _: _failed(ref))
 
     def _end(self, *, failed: bool) -> None:
-        delivered, over = self.stage is Stage.DELIVERING, self.over()
-        self.stage, self.mark, self.resumed = Stage.IDLE, lambda: None, []
-        if over is not None:
-            over(delivered, failed)
+        delivered, on_end = self.stage is BackwardStage.DELIVERING, self.on_end()
+        self.stage, self.mark, self.resumed = BackwardStage.IDLE, lambda: None, []
+        if on_end is not None:
+            on_end(delivered, failed)

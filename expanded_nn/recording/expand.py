@@ -16,32 +16,32 @@ from expanded_nn._storage import Recycled
 from expanded_nn.core.terms import Dense
 from expanded_nn.factored import FactoredTensor, materialized, times
 from expanded_nn.recording.backward import accumulates_next, graph_of
+from expanded_nn.recording.leaf import Leaf, Leaves
 from expanded_nn.recording.passes import Pass
-from expanded_nn.recording.watch import Leaf, Leaves
 
-# computes a weight anew: from the leaves that it was computed from, and other values for them
-Again = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+# computes a weight anew, from the leaves that it was computed from and other values for them
+Recompute = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
 class Receiver(Protocol):
-    """Who takes the rows: the recorder, as far as an expansion needs it."""
+    """The recorder that takes the rows, as far as an expansion needs it."""
 
     leaves: Leaves
 
     @property
     def settings(self) -> Any: ...
 
-    def deliver(self, now: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None: ...
+    def deliver(self, pass_: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None: ...
 
 
 class Expand(torch.autograd.Function):
-    """`parameter -> (B, *shape)`; the backward keeps the rows and returns their sum, the plain gradient."""
+    """`parameter -> (B, *shape)`; the backward delivers the rows and returns their sum, the plain gradient."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, now: Pass, leaf: Leaf, receiver: weakref.ref[Receiver]) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, pass_: Pass, leaf: Leaf, receiver: weakref.ref[Receiver]) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.parameter, ctx.now, ctx.leaf, ctx.receiver = parameter, now, leaf, receiver
-        return parameter.expand(now.batch, *parameter.shape)
+        ctx.parameter, ctx.pass_, ctx.leaf, ctx.receiver = parameter, pass_, leaf, receiver
+        return parameter.expand(pass_.batch, *parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, rows: Tensor | None) -> tuple[Tensor | None, None, None, None]:
@@ -51,25 +51,26 @@ class Expand(torch.autograd.Function):
             return None, None, None, None
         refuse_batched(rows)
         if receiver is None or receiver.leaves.get(ctx.parameter) is not leaf:
-            return rows.sum(0), None, None, None  # per_sample(...) was called since the forward: the plain gradient
-        if not ctx.parameter.requires_grad:  # it was frozen after the forward, and torch adds nothing to its .grad
-            receiver.deliver(ctx.now, leaf, None)
+            return rows.sum(0), None, None, None  # per_sample(...) was called since the forward
+        if not ctx.parameter.requires_grad:  # it was frozen since the forward, so torch adds nothing to its .grad
+            receiver.deliver(ctx.pass_, leaf, None)
             return None, None, None, None
+        # torch.autograd.grad asks for the gradient, and adds nothing to .grad
         settings, asked_for = receiver.settings, not accumulates_next(ctx)
-        scale = max(1, ctx.now.batch) if settings.loss_reduction == "mean" else 1
-        # without the first, each attribute of a factored tensor takes a way through Python
+        scale = max(1, ctx.pass_.batch) if settings.loss_reduction == "mean" else 1
+        # without no_torch_function each attribute of a factored tensor costs a call in Python
         with no_torch_function(), in_own_dtype(rows):
             add_up = settings.accumulate_grad or asked_for
             kept, total = _kept_and_total(rows, scale, add_up, settings, leaf.memory)
             if not asked_for or torch.is_grad_enabled():
-                receiver.deliver(ctx.now, leaf, kept, stand_alone=asked_for)
+                receiver.deliver(ctx.pass_, leaf, kept, stand_alone=asked_for)
         if total is not None:
-            leaf.send(total)
+            leaf.expect(total)
         return total, None, None, None
 
 
 class ExpandComputed(torch.autograd.Function):
-    """A weight computed from parameters, expanded; its vector-Jacobian product is mapped over the rows."""
+    """A weight computed from parameters, expanded; the backward takes each row to rows of the parameters."""
 
     @staticmethod
     def forward(ctx: Any, computed: Computed, batch: int, *expanded: Tensor) -> Tensor:
@@ -87,11 +88,11 @@ class ExpandComputed(torch.autograd.Function):
         dense = rows.dense() if isinstance(rows, FactoredTensor) else rows
         if torch.is_grad_enabled():
             return None, None, *computed.differentiable(ctx.saved_tensors, dense)
-        computed.receiver.leaves.asleep = True
+        computed.receiver.leaves.is_paused = True
         try:
             grads = torch.autograd.grad(computed.weight, leaves, dense, retain_graph=True, is_grads_batched=True)
         finally:
-            computed.receiver.leaves.asleep = False
+            computed.receiver.leaves.is_paused = False
         return None, None, *grads
 
 
@@ -101,25 +102,25 @@ class Computed:
     Attributes:
         weight: The weight, with its graph.
         leaves: The parameters that it was computed from.
-        receiver: Who takes the rows of those.
-        again: Computes the weight from other values for its leaves; `None` if nobody knows how.
+        receiver: The recorder that takes the rows of those.
+        recompute: Computes the weight from other values of its leaves; `None` if that is not known.
     """
 
-    def __init__(self, weight: Tensor, receiver: Receiver, again: Again | None = None) -> None:
-        self.weight, self.receiver, self.again = weight, receiver, again
+    def __init__(self, weight: Tensor, receiver: Receiver, recompute: Recompute | None = None) -> None:
+        self.weight, self.receiver, self.recompute = weight, receiver, recompute
         self.leaves = leaves_of(weight)
 
     def differentiable(self, expanded: Sequence[Tensor], rows: Tensor) -> Sequence[Tensor]:
         """The rows of the leaves, with a graph: each sample's weight is computed from parameters of its own."""
-        if self.again is None:
+        if self.recompute is None:
             raise PerSampleError(
                 "create_graph=True reached a weight that is computed from other parameters outside of a "
                 "parametrization: their per-sample gradients have no second derivative. Register the computation by "
                 "torch.nn.utils.parametrize, or ask for derivatives with respect to inputs only."
             )
-        again, leaves = self.again, self.leaves
+        recompute, leaves = self.recompute, self.leaves
         with quiet_fallbacks():
-            weights = torch.vmap(lambda *values: again(leaves, values))(*expanded)
+            weights = torch.vmap(lambda *values: recompute(leaves, values))(*expanded)
         if not torch.allclose(weights[0], self.weight, equal_nan=True):
             raise PerSampleError(
                 "create_graph=True reached a parametrization that gives another weight when it is computed again, so "
@@ -146,12 +147,12 @@ def comes_from_rows(x: Tensor) -> bool:
 
 def passes_behind(node: Any, receiver: Receiver) -> list[Pass]:
     """The passes of a model that the graph of a node comes from."""
-    nodes: list[Any] = [each for each in graph_of(node) if isinstance(each, Expand._backward_cls)]
-    return list(dict.fromkeys(each.now for each in nodes if each.receiver() is receiver))
+    nodes: list[Any] = [parent for parent in graph_of(node) if isinstance(parent, Expand._backward_cls)]
+    return list(dict.fromkeys(parent.pass_ for parent in nodes if parent.receiver() is receiver))
 
 
 def keeps_factors(*expanded: Tensor | None) -> bool:
-    """Whether `per_sample(keep_factors=True)` was said where one of these weights was expanded."""
+    """Whether one of these expanded weights belongs to a model with `per_sample(keep_factors=True)`."""
     for weight in expanded:
         node: Any = None if weight is None else weight.grad_fn
         if isinstance(node, Expand._backward_cls):
@@ -168,7 +169,15 @@ def _is_expansion(node: Any) -> bool:
 def _kept_and_total(
     rows: Tensor, scale: float, add_up: bool, settings: Any, memory: Recycled | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The scaled rows, in the smaller of their forms, and the plain gradient, the sum of the unscaled ones."""
+    """The scaled rows, factored or dense, whichever is smaller; and the plain gradient, the sum of the unscaled rows.
+
+    Args:
+        rows: `(B, *shape)`, as the backward gives them.
+        scale: What the rows are multiplied by.
+        add_up: Whether the plain gradient is needed.
+        settings: The settings of `per_sample`.
+        memory: Where dense rows are written.
+    """
     kept = times(rows, scale)
     if not isinstance(rows, FactoredTensor) or rows.requires_grad:
         return kept, rows.sum(0) if add_up else None

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from enum import Enum, auto
 
 
-class Stage(Enum):
-    """How far a pass has come: no backward has met it, one is delivering its rows, or one has ended."""
+class PassStage(Enum):
+    """How far a pass has come: no backward has reached it, one delivers its rows, or one has ended."""
 
     OPEN = auto()
     REACHED = auto()
@@ -29,8 +29,8 @@ class Pass:
     | REACHED | that backward ends or fails                        | DONE                              |
     | DONE    | a second backward on the same graph                | DONE: its rows are added          |
 
-    The graph of its forwards keeps a pass alive, by the nodes of the expansions. So does `Passes.current` until the
-    next pass begins, and `Store.held` while it holds rows of it.
+    A pass lives as long as it may be needed: the graph of its forwards refers to it by the nodes of the expansions,
+    `Passes.current` until the next pass begins, `Store.held` while it holds rows of it.
 
     Attributes:
         batch: B, the number of samples.
@@ -40,7 +40,7 @@ class Pass:
 
     def __init__(self, batch: int, number: int) -> None:
         self.batch, self.number = batch, number
-        self.stage = Stage.OPEN
+        self.stage = PassStage.OPEN
 
     def __repr__(self) -> str:
         return f"Pass(batch={self.batch}, number={self.number}, stage={self.stage.name})"
@@ -49,11 +49,14 @@ class Pass:
 class Passes:
     """The passes of one model.
 
+    Invariant: `current` is never DONE.
+
     Attributes:
-        current: The pass that the next forward of as many samples joins, if any.
-        alive: All passes that something keeps alive, and references to some that nothing does any more.
-        opened: How many there have been.
-        around: For each thread, the module, the batch and the inputs of the outermost forward under `no_grad`.
+        current: The last pass that a forward could join; the next forward of as many samples does if it is OPEN.
+        alive: The passes that something keeps alive, and dead references.
+        opened: How many passes there have been.
+        no_grad_forward: In its `call`, for each thread, the module, B and the inputs of the outermost forward that runs
+            without gradients.
         kept: Passes that are kept alive here, as their reentrant checkpoint has left no node to note them on.
     """
 
@@ -62,46 +65,46 @@ class Passes:
         self.alive: list[weakref.ref[Pass]] = []
         self.opened = 0
         self.kept: list[Pass] = []
-        self.around = threading.local()
+        self.no_grad_forward = threading.local()
 
     def joined_or_new(self, batch: int) -> Pass:
         """The pass of a forward of so many samples."""
-        if self.current is None or self.current.stage is not Stage.OPEN or self.current.batch != batch:
+        if self.current is None or self.current.stage is not PassStage.OPEN or self.current.batch != batch:
             self.current = self.new(batch)
         return self.current
 
     def new(self, batch: int) -> Pass:
-        """A pass that no forward is in yet, and that none joins by itself."""
-        opened = Pass(batch, self.opened)
+        """A pass without forwards, which is not `current`: no forward joins it by itself."""
+        pass_ = Pass(batch, self.opened)
         self.opened += 1
         self.alive = [ref for ref in self.alive if ref() is not None]
-        self.alive.append(weakref.ref(opened))
-        return opened
+        self.alive.append(weakref.ref(pass_))
+        return pass_
 
     def recomputed(self, batch: int | None, behind: Iterable[Pass]) -> list[Pass]:
         """The passes that a forward inside a backward, as a checkpoint makes it, may belong to: one, if all is well.
 
-        What the graph says comes first. Where it says nothing, passes that a backward has not done with come before
-        those that are done, and then the number of samples decides. A single candidate is returned whatever the
-        number of samples: the layer itself complains of that, in better words.
+        The graph decides first. Where it says nothing, passes that are not done come before those that are, then the
+        number of samples decides. A single candidate is returned whatever the number of samples: the layer then raises
+        an error that says more.
 
         Args:
             batch: How many samples its arguments hold; a single one may be shared by all samples.
-            behind: The passes that are known to be in the graph behind the running node, if any are.
+            behind: The passes in the graph behind the running node, if any are known.
         """
-        candidates = list(behind) or [found for ref in self.alive if (found := ref()) is not None]
-        # passes that are done are meant by a second backward on a retained graph only
-        candidates = [each for each in candidates if each.stage is not Stage.DONE] or candidates
+        candidates = list(behind) or [pass_ for ref in self.alive if (pass_ := ref()) is not None]
+        # only a second backward on a retained graph runs a forward of a pass that is done
+        candidates = [pass_ for pass_ in candidates if pass_.stage is not PassStage.DONE] or candidates
         if len(candidates) > 1:
-            candidates = [each for each in candidates if batch in (each.batch, 1)]
+            candidates = [pass_ for pass_ in candidates if batch in (pass_.batch, 1)]
         return candidates
 
     def backward_is_over(self) -> None:
-        """The passes that it has reached are done."""
+        """Ends a backward: the passes that it has reached are done."""
         for ref in self.alive:
-            reached = ref()
-            if reached is not None and reached.stage is Stage.REACHED:
-                reached.stage = Stage.DONE
-        self.kept = [each for each in self.kept if each.stage is not Stage.DONE]
-        if self.current is not None and self.current.stage is Stage.DONE:
+            pass_ = ref()
+            if pass_ is not None and pass_.stage is PassStage.REACHED:
+                pass_.stage = PassStage.DONE
+        self.kept = [pass_ for pass_ in self.kept if pass_.stage is not PassStage.DONE]
+        if self.current is not None and self.current.stage is PassStage.DONE:
             self.current = None

@@ -1,4 +1,4 @@
-"""The recorder of a model: it says which pass a forward belongs to, expands parameters, and keeps their rows."""
+"""The recorder of a model: it chooses the pass of a forward, expands parameters, and keeps their rows."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._batch import tensors
 from expanded_nn._errors import complaint
 from expanded_nn._escalate import Escalation
 from expanded_nn._traced import note_recorder
-from expanded_nn.recording.backward import Backward, graph_of, in_transform, running_backward, running_node
-from expanded_nn.recording.expand import Again, Computed, Expand, ExpandComputed, leaves_of, passes_behind
-from expanded_nn.recording.forward import NOTED_PASS, Forward as Forward, Settings as Settings
-from expanded_nn.recording.passes import Pass, Passes, Stage
+from expanded_nn.recording.backward import Backward, in_transform, running_backward
+from expanded_nn.recording.checkpoints import noted_pass, pass_of_recomputation
+from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recompute, leaves_of
+from expanded_nn.recording.forward import Forward as Forward, Settings as Settings
+from expanded_nn.recording.leaf import Leaf, Leaves, Location
+from expanded_nn.recording.passes import Pass, Passes, PassStage
 from expanded_nn.recording.sharded import is_shard
+from expanded_nn.recording.stale import stale
 from expanded_nn.recording.store import Store
-from expanded_nn.recording.watch import Leaf, Leaves, Place, Watch, stale, used_outside
+from expanded_nn.recording.watch import Watch
 
-_LIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()  # recorders, for parameters that no hook leads from
+_LIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()  # all recorders: no hook leads to one from an unwatched parameter
 
 
 class Recorder:
     """Keeps the passes of one model, expands its parameters and holds their rows.
 
+    Invariants: a parameter is expanded once a pass, unless it is changed in between. A parameter that is expanded is
+    watched. Rows are held as long as their gradient is a part of `.grad`.
+
     Attributes:
-        settings: What `per_sample` was told.
-        homes: The outermost modules that share this recorder: the model, or parts of it that were copied.
+        settings: The settings of `per_sample`.
+        roots: The outermost modules that share this recorder: the model, or parts of it that were copied.
         forward: The outermost forward that runs.
         originals: While a module goes through the general rule: the parameters that `vmap` has taken out of it.
         passes: Which forwards belong together.
@@ -40,12 +45,12 @@ class Recorder:
         store: The rows.
         leaves: What is known of each parameter.
         expanded: The expansions of the current pass: parameter -> pass, version, address, `(B, *shape)`.
-        escalation: Which modules forwards have sent through the general rule by themselves.
+        escalation: The forwards that start over, with a module sent through the general rule.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.homes: list[weakref.ref[nn.Module]] = []
+        self.roots: list[weakref.ref[nn.Module]] = []
         self.forward: Forward | None = None
         self.originals: Mapping[tuple[nn.Module, str], Tensor] | None = None
         self.passes = Passes()
@@ -58,7 +63,7 @@ class Recorder:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         copied: Recorder = memo.setdefault(id(self), Recorder(self.settings))
-        return copied  # the modules that are copied with it adopt themselves
+        return copied  # the modules that are copied with it register themselves by `adopt`
 
     def __getstate__(self) -> Settings:
         return self.settings
@@ -69,33 +74,33 @@ class Recorder:
     # The model: whose parameters are watched.
 
     def look_for_shards(self, module: nn.Module) -> None:
-        """Whether FSDP has sharded parameters of a module."""
+        """Notes whether FSDP has sharded parameters of a module."""
         self.leaves.sharded = self.leaves.sharded or any(map(is_shard, module.parameters()))
 
     def adopt(self, module: nn.Module) -> None:
-        """A module, with all within it, is one that this recorder is for."""
-        inside = set(module.modules())
-        self.homes = [home for home in self.homes if (known := home()) is not None and known not in inside]
-        self.homes.append(weakref.ref(module))
+        """Makes a module, with all within it, a part of the model."""
+        members = set(module.modules())
+        self.roots = [ref for ref in self.roots if (root := ref()) is not None and root not in members]
+        self.roots.append(weakref.ref(module))
         self.watch_all()
         for member in self.modules():
             for name, parameter in member._parameters.items():
                 if parameter is not None:
-                    self._known(parameter, member, name).member = True
+                    self._leaf(parameter, member, name).is_member = True
 
     def add_member(self, parameter: Tensor) -> None:
-        """A parameter has been put into a module of the model."""
-        self._known(parameter).member = True
+        """Notes that a parameter has been put into a module of the model."""
+        self._leaf(parameter).is_member = True
         if parameter.requires_grad:
-            self.leaf(parameter)
+            self._watched_leaf(parameter)
         if not hasattr(parameter, "grad_sample"):
             parameter.grad_sample = None  # type: ignore[attr-defined]
 
     def modules(self) -> Iterator[nn.Module]:
-        """All modules of the model, but those that belong to another recorder as well."""
-        waiting = [root for home in reversed(self.homes) if (root := home()) is not None]
+        """All modules of the model, but those that another recorder has taken over."""
+        waiting = [root for ref in reversed(self.roots) if (root := ref()) is not None]
         seen = set()
-        while waiting:  # in a third of the time of `modules()`
+        while waiting:  # takes a third of the time of torch's `modules()`
             module = waiting.pop()
             if module in seen:
                 continue
@@ -105,21 +110,21 @@ class Recorder:
                 yield module
 
     def watch_all(self) -> None:
-        """Watches every parameter that asks for gradients: it may be used outside of its module."""
+        """Watches every parameter that requires gradients, as it may be used outside of its module."""
         self._forget_lost()
         for module in self.modules():
             for name, parameter in module._parameters.items():
                 if parameter is None or self.leaves.is_watched(parameter):
                     continue
-                # no guest of functional_call
+                # a guest of functional_call is no nn.Parameter
                 if parameter.requires_grad and isinstance(parameter, nn.Parameter):
-                    self.leaf(parameter, module, name)
+                    self._watched_leaf(parameter, module, name)
                     if not hasattr(parameter, "grad_sample"):
                         parameter.grad_sample = None  # type: ignore[attr-defined]
 
-    def leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
-        """What is known of a parameter that requires gradients, and of its place; it is watched from now on."""
-        leaf = self._known(parameter, module, name)
+    def _watched_leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
+        """The leaf of a parameter that requires gradients; it is watched from now on."""
+        leaf = self._leaf(parameter, module, name)
         if leaf.handle is None:
             Watch.put(self, leaf, parameter)
         return leaf
@@ -128,27 +133,30 @@ class Recorder:
         for leaf in self.leaves.forget_lost():
             self.store.drop(leaf)
 
-    def _known(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
+    def _leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
+        """The leaf of a parameter, a new one if need be.
+
+        Args:
+            parameter: The parameter.
+            module: The module that holds it, if that is at hand.
+            name: Its name there.
+        """
         leaf = self.leaves.get(parameter)
         if leaf is None:
-            self._forget_lost()  # one of those may have had the same id
+            self._forget_lost()  # a parameter that is gone may have had the same id
             leaf = self.leaves.add(parameter)
             leaf.scales_rows = self.settings.loss_reduction == "mean"
+            if module is None and self.leaves.sharded:
+                module = self.holder_of(parameter)
+                names = () if module is None else module._parameters.items()
+                name = next((own_name for own_name, own in names if own is parameter), "")
             if module is not None:
-                leaf.place = Place(weakref.ref(module), name)
-            elif self.leaves.sharded:
-                leaf.place = self._place_of(parameter)
+                leaf.location = Location(weakref.ref(module), name)
         return leaf
 
-    def _place_of(self, parameter: Tensor) -> Place | None:
-        holder = self.holder_of(parameter)
-        if holder is None:
-            return None
-        return Place(weakref.ref(holder), next(name for name, own in holder._parameters.items() if own is parameter))
-
     def name_of(self, member: nn.Module | Tensor) -> str:
-        """The qualified name of a module or a parameter, with its class, as far as the model is known."""
-        roots = [root for home in self.homes if (root := home()) is not None]
+        """The qualified name of a parameter, or of a module with its class; for errors."""
+        roots = [root for ref in self.roots if (root := ref()) is not None]
         if isinstance(member, nn.Module):
             names = (name for root in roots for name, module in root.named_modules() if module is member)
             name = next(names, "")
@@ -158,72 +166,72 @@ class Recorder:
 
     def holder_of(self, parameter: Tensor) -> nn.Module | None:
         """The module of the model that holds the parameter itself."""
-        holders = (each for each in self.modules() if any(parameter is own for own in each._parameters.values()))
-        return next(holders, None)
+        for module in self.modules():
+            if any(parameter is own for own in module._parameters.values()):
+                return module
+        return None
 
     # Forward: passes and expansions.
 
-    def scope(self, module: nn.Module, batch: int | None, inputs: Any) -> Forward:
-        """The forward of `module`, where none runs yet: it begins a pass, or goes on with the last."""
-        around = getattr(self.passes.around, "call", None)  # gradients were switched on inside of it
-        return Forward(self, *(around or (module, batch, inputs)))
+    def open_forward(self, module: nn.Module, batch: int | None, inputs: Any) -> Forward:
+        """The forward of `module`, where none runs yet: it begins a pass, or joins the last."""
+        outermost = getattr(self.passes.no_grad_forward, "call", None)  # in which gradients were switched on
+        return Forward(self, *(outermost or (module, batch, inputs)))
 
     @contextmanager
     def without_gradients(self, module: nn.Module, batch: int | None, inputs: Any) -> Iterator[None]:
-        """An outermost forward without gradients, of this thread: layers within it may switch them on."""
-        self.passes.around.call = (module, batch, inputs)
+        """Runs an outermost forward without gradients; layers within it may switch them on."""
+        self.passes.no_grad_forward.call = (module, batch, inputs)
         try:
             yield
         finally:
-            self.passes.around.call = None
+            self.passes.no_grad_forward.call = None
 
-    def is_around(self) -> bool:
-        """Whether this is inside of another forward, with or without gradients."""
-        return self.forward is not None or getattr(self.passes.around, "call", None) is not None
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward runs that a backward may follow."""
+        return self.forward is not None
 
-    def inside(self, module: nn.Module) -> bool:
-        """Whether this is in the middle of a forward: of this thread, as another's would share its pass."""
-        if self.forward is None:
-            return False
-        if self.forward.thread != get_ident():
+    def in_any_forward(self) -> bool:
+        """Whether a forward runs, with or without gradients."""
+        return self.in_forward or getattr(self.passes.no_grad_forward, "call", None) is not None
+
+    def refuse_other_thread(self, module: nn.Module) -> None:
+        """Raises if another thread is in the middle of a forward, whose pass this one would share."""
+        if self.forward is not None and self.forward.thread != get_ident():
             raise complaint(
                 self.name_of(module),
                 "another thread is in the middle of a forward of this model",
                 "one thread at a time",
                 "Give each thread a model of its own: copy.deepcopy(model).",
             )
-        return True
 
     @property
-    def records(self) -> bool:
-        """Whether this is in the middle of a forward that a backward may follow."""
-        return self.forward is not None
-
-    @property
-    def current(self) -> Pass | None:
-        """The pass of the forward that runs, or of the last one."""
-        return self.passes.current if self.forward is None else self.forward.now
+    def current_pass(self) -> Pass | None:
+        """The pass of the forward that runs; otherwise the one that the next forward may join."""
+        return self.passes.current if self.forward is None else self.forward.current_pass
 
     def one_pass(self, module: nn.Module, batch: int) -> AbstractContextManager[object]:
-        """All that is called meanwhile is one pass of so many samples; inside of a forward it is a part of that."""
-        if not self.inside(module):
+        """Makes all calls meanwhile one pass of `batch` samples; inside of a forward they are a part of that."""
+        self.refuse_other_thread(module)
+        if self.forward is None:
             return Forward(self, module, batch, (), is_explicit=True)
-        if self.forward is not None and self.forward.now.batch != batch:
+        if self.forward.current_pass.batch != batch:
             raise complaint(
                 "one_pass",
-                f"batch_size is {batch}, inside of a forward of {self.forward.now.batch} samples",
+                f"batch_size is {batch}, inside of a forward of {self.forward.current_pass.batch} samples",
                 "the same number of samples",
                 "Enter one_pass outside of the other forward, or leave it out.",
             )
         return nullcontext()
 
-    def begin(self, forward: Forward) -> Pass:
+    def choose_pass(self, forward: Forward) -> Pass:
         """The pass that a forward belongs to, a new one if need be."""
         module, batch = forward.module, forward.batch
         note_recorder(self)
         if running_backward() >= 0:
-            return self._recomputed_pass(module, batch)
-        self.backward.settle()
+            return pass_of_recomputation(self, module, batch)
+        self.backward.end_unfinished()
         if in_transform():
             raise complaint(
                 self.name_of(module),
@@ -231,94 +239,51 @@ class Recorder:
                 "one of the two",
                 "Switch per_sample(False) for the transform; its functions see the plain torch.nn model then.",
             )
-        before = self.passes.current
+        last = self.passes.current
         if batch is None:
-            if before is not None and before.stage is Stage.OPEN:
-                return before
+            if last is not None and last.stage is PassStage.OPEN:
+                return last
             raise complaint(
                 self.name_of(module),
                 "no argument is a tensor",
                 "a tensor with a dimension for the samples",
                 "Say the number of samples: per_sample(batch_size=...), or one_pass(model, batch_size).",
             )
-        now = self.passes.new(batch) if forward.is_explicit else self.passes.joined_or_new(batch)
-        if now is not before:
+        pass_ = self.passes.new(batch) if forward.is_explicit else self.passes.joined_or_new(batch)
+        if pass_ is not last:
             self.watch_all()
             self.expanded.clear()
-        return now
+        return pass_
 
-    def _recomputed_pass(self, module: nn.Module, batch: int | None) -> Pass:
-        """A checkpoint computes a forward again inside the backward: it belongs to the pass it was first in.
-
-        What tells, in this order: the note that `Forward.returned` has left at the running node (reentrant
-        checkpoints, behind which there is no graph); the expansions in the graph behind that node; and where neither
-        says anything, `Passes.recomputed`: which passes are not done, and the number of samples.
-        """
-        if in_transform():
-            raise complaint(
-                self.name_of(module),
-                "a transform of torch.func runs the layer again inside the backward, as the hooks of another library "
-                "for per-sample gradients do (Opacus' GradSampleModule)",
-                "one library that makes per-sample gradients",
-                'Wrap the model without hooks, PrivacyEngine().make_private(..., grad_sample_mode="no_op"), or switch '
-                "per_sample(False).",
-            )
-        self.backward.enter(delivers=False)
-        node = running_node()
-        noted = getattr(node, "metadata", {}).get(NOTED_PASS)
-        alive = [now for ref in self.passes.alive if (now := ref()) is not None]
-        is_sure = len(alive) == 1 and alive[0].stage is not Stage.DONE
-        behind = [noted] if noted is not None else [] if is_sure else passes_behind(node, self)
-        if not behind and all(now.stage is Stage.DONE for now in alive):
-            # the pass of the last recomputation in this backward: a checkpoint around this one, or beside it
-            behind = [now for now in self.backward.resumed[-1:] if batch in (now.batch, 1)]
-            if not behind and batch is not None:
-                # The checkpoint is around the whole model, whose first forward had no gradients, and so no pass. The
-                # node keeps the new one in mind, for a second backward on the same graph.
-                behind = [self.passes.new(batch)]
-                if isinstance(node, torch.autograd.function.BackwardCFunction):
-                    node.metadata[NOTED_PASS] = behind[0]
-        fitting = self.passes.recomputed(batch, behind)
-        if len(fitting) == 1:
-            self.backward.resumed.append(fitting[0])
-            return fitting[0]
-        raise complaint(
-            self.name_of(module),
-            f"a checkpoint computes it again in the backward, with {batch} samples, and "
-            + (f"{len(fitting)} earlier forwards had so many" if fitting else "no earlier forward had so many"),
-            "one forward that it belongs to",
-            "Call backward for each forward before the next one, or give the checkpoint use_reentrant=False.",
-        )
-
-    def expand(self, parameter: Tensor, again: Again | None = None) -> Tensor:
+    def expand(self, parameter: Tensor, recompute: Recompute | None = None) -> Tensor:
         """The parameter as `(B, *shape)`, the same tensor for all its uses in a pass.
 
         Args:
             parameter: A parameter, or a weight that is computed from parameters.
-            again: Computes that weight anew, as `Computed` has it.
+            recompute: Computes that weight from other values, as `Computed` has it.
         """
-        now = self.current
-        assert now is not None
+        pass_ = self.current_pass
+        assert pass_ is not None
         if not parameter.requires_grad:
-            return parameter.expand(now.batch, *parameter.shape)
+            return parameter.expand(pass_.batch, *parameter.shape)
         if not parameter.is_leaf:
-            computed = Computed(parameter, self, again)
-            return ExpandComputed.apply(computed, now.batch, *map(self.expand, computed.leaves))  # type: ignore[no-untyped-call,no-any-return]
-        owner, version, pointer, expanded = self.expanded.get(parameter, (None, -1, -1, parameter))
-        if owner is not now or version != parameter._version or pointer != parameter.data_ptr():
-            expanded = Expand.apply(parameter, now, self.leaf(parameter), weakref.ref(self))  # type: ignore[no-untyped-call]
-            self.expanded[parameter] = (now, parameter._version, parameter.data_ptr(), expanded)
+            computed = Computed(parameter, self, recompute)
+            return ExpandComputed.apply(computed, pass_.batch, *map(self.expand, computed.leaves))  # type: ignore[no-untyped-call,no-any-return]
+        former_pass, version, pointer, expanded = self.expanded.get(parameter, (None, -1, -1, parameter))
+        if former_pass is not pass_ or version != parameter._version or pointer != parameter.data_ptr():
+            expanded = Expand.apply(parameter, pass_, self._watched_leaf(parameter), weakref.ref(self))  # type: ignore[no-untyped-call]
+            self.expanded[parameter] = (pass_, parameter._version, parameter.data_ptr(), expanded)
         return expanded
 
     def expand_outside(self, weight: Tensor) -> Tensor:
-        """`expand`, for a use of a weight outside of the layers: in the forward that runs, or the last."""
+        """`expand`, for a use of a weight outside of the layers: in the forward that runs, or after the last one."""
         if self.forward is not None:
             return self.expand(weight)
-        home = next((root for ref in self.homes if (root := ref()) is not None), None)
-        if home is not None and running_backward() >= 0:
-            with Forward(self, home, None, ()):  # in the pass that a checkpoint's forward was in
+        model = next((root for ref in self.roots if (root := ref()) is not None), None)
+        if model is not None and running_backward() >= 0:
+            with Forward(self, model, None, ()):  # in the pass that a checkpoint's forward was in
                 return self.expand(weight)
-        if self.current is None or self.current.stage is not Stage.OPEN:
+        if self.current_pass is None or self.current_pass.stage is not PassStage.OPEN:
             raise complaint(
                 "expanded(weight)",
                 "there was no forward since the last backward",
@@ -328,20 +293,20 @@ class Recorder:
         return self.expand(weight)
 
     def note_plain_forward(self) -> None:
-        """A layer runs without gradients, as a reentrant checkpoint has it: the backward will run it again."""
+        """Notes a layer's forward without gradients: in a reentrant checkpoint, the backward will run it again."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return
-        if running_backward() >= 0:  # a checkpoint inside another one, whose backwards are parts of this one
+        if running_backward() >= 0:  # a checkpoint inside another one, whose backward is a part of the running one
             self.backward.enter(delivers=False)
-            noted = getattr(running_node(), "metadata", {}).get(NOTED_PASS)
-            if noted is not None:
-                self.backward.resumed.append(noted)
+            pass_ = noted_pass()
+            if pass_ is not None:
+                self.backward.resumed.append(pass_)
         elif self.forward is not None:
-            self.forward.is_awaited = True
+            self.forward.will_run_again = True
 
     @contextmanager
-    def inside_general(self, originals: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
-        """Layers called meanwhile run their plain forward, or on the whole batch with these parameters, if they can."""
+    def in_general_rule(self, originals: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
+        """Makes layers run their plain forward or, if they can, on the whole batch with these parameters."""
         before, self.originals = self.originals, originals
         try:
             yield
@@ -350,62 +315,48 @@ class Recorder:
 
     @contextmanager
     def layout(self, *, batch_first: bool) -> Iterator[None]:
-        """Layers called meanwhile have their samples where a module around them says."""
+        """Sets `batch_first` for the layers that a module with a layout of its own calls."""
         before, self.settings = self.settings, replace(self.settings, batch_first=batch_first)
         try:
             yield
         finally:
             self.settings = before
 
-    def refuse_outside_use(self, result: Any) -> None:
-        """Raises early where a backward will: for a parameter that a result depends on by another way than its rows."""
-        ends = [each.grad_fn for each in tensors(result) if isinstance(each, Tensor)]
-        for node in graph_of(*ends):
-            if isinstance(node, Expand._backward_cls):
-                continue
-            for parent, _ in node.next_functions:
-                leaf: Any = getattr(parent, "variable", None)
-                holder = self.holder_of(leaf) if leaf is not None and self.leaves.is_watched(leaf) else None
-                if hasattr(holder, "_recorder"):  # no plain one, of which there is more to say
-                    error = used_outside(self.name_of(leaf))
-                    error.refused_by, error.is_early = holder, True
-                    raise error
-
     # Backward: rows.
 
-    def deliver(self, now: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None:
-        """Takes the rows of one parameter; a backward may bring a parameter's rows in several parts.
+    def deliver(self, pass_: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None:
+        """Takes the rows of one parameter; a backward may deliver them in several parts.
 
         Args:
-            now: The pass they are of.
+            pass_: The pass that they are of.
             leaf: The parameter.
-            rows: `(B, *shape)`, or none for a parameter that was frozen after the forward.
-            stand_alone: Whether `torch.autograd.grad` asked for the gradient, which does not go to `.grad` then.
+            rows: `(B, *shape)`, `None` for a parameter that was frozen after the forward.
+            stand_alone: Whether they are those of a `torch.autograd.grad`, and not a part of `.grad`.
         """
         if self.backward.enter(delivers=True):
             self._before_delivery(stand_alone)
-        if not stand_alone and now.stage is Stage.OPEN:
-            now.stage = Stage.REACHED
+        if not stand_alone and pass_.stage is PassStage.OPEN:
+            pass_.stage = PassStage.REACHED
         if rows is not None:
-            self.store.add(now, leaf, rows)
+            self.store.add(pass_, leaf, rows)
 
     def _before_delivery(self, stand_alone: bool) -> None:
-        """Rows go when the gradient they add up to was cleared, or when the user took them away.
+        """Drops the rows whose gradient was cleared, and those that the user took away.
 
-        At the first rows of a backward, before autograd has added anything to any `.grad`: later it could not be told
-        what the user had cleared.
+        It runs before the first rows of a backward are added: autograd has not added to any `.grad` yet, so what the
+        user has cleared can still be seen.
         """
-        self.store.take_back(self.leaves)
+        self.store.resume(self.leaves)
         held = self.leaves.with_rows()
         if stand_alone:
             for leaf in held:
                 if leaf.was_reset():
                     self._forget(leaf)
-            self.store.set_aside(self.leaves)
+            self.store.suspend(self.leaves)
             return
         if self.settings.accumulate_grad:
-            left = self._left(held) if held else set()  # nobody asks for their rows: in doubt or not, they hold up none
-            self._forget_stale(leaf for leaf in held if leaf not in left)
+            departed = self._departed(held) if held else set()  # nobody asks for their rows: no doubt is raised
+            self._forget_stale(leaf for leaf in held if leaf not in departed)
         else:
             for leaf in held:
                 self._forget(leaf)
@@ -413,86 +364,87 @@ class Recorder:
         for leaf in self.leaves:
             leaf.note_grad()
             leaf.note_foreign_part()
-            if leaf.lacking is not None:
-                leaf.lacks_rows()  # looks while `.grad` may still be zero
+            if leaf.incomplete_grad is not None:
+                leaf.lacks_rows()  # sees a `.grad` that was cleared, before this backward adds to it
         self.store.begin()
 
-    def _left(self, leaves: Iterable[Leaf]) -> set[Leaf]:
-        """Those of parameters that have left the model, but live on."""
-        inside = {id(parameter) for module in self.modules() for parameter in module._parameters.values()}
-        parameters = {leaf: (leaf.as_shown(), leaf.parameter()) for leaf in leaves if leaf.member}
+    def _departed(self, leaves: Iterable[Leaf]) -> set[Leaf]:
+        """The leaves of parameters that have left the model, but live on."""
+        in_model = {id(parameter) for module in self.modules() for parameter in module._parameters.values()}
+        parameters = {leaf: (leaf.visible_parameter(), leaf.parameter()) for leaf in leaves if leaf.is_member}
         return {
             leaf
-            for leaf, (shown, parameter) in parameters.items()
-            if shown is not None and id(shown) not in inside and id(parameter) not in inside
+            for leaf, (visible, parameter) in parameters.items()
+            if visible is not None and id(visible) not in in_model and id(parameter) not in in_model
         }
 
     def _drop_passes_without_parameters(self) -> None:
-        """Drops the passes that only frozen parameters hold rows of, or those that have left the model."""
+        """Drops the passes that only frozen or departed parameters hold rows of."""
         if self.store.held:
             held = self.leaves.with_rows()
-            self.store.drop_passes_of(self._left(held).union(leaf for leaf in held if not leaf.is_trainable()))
+            self.store.drop_passes_of(self._departed(held).union(leaf for leaf in held if not leaf.is_trainable()))
 
     def backward_is_over(self, delivered: bool, failed: bool) -> None:
-        """All rows of a backward are here, or it has failed on the way."""
+        """Ends a backward: all its rows are here, or it has failed on the way."""
         self.passes.backward_is_over()
-        if any(entry[0].stage is not Stage.OPEN for entry in self.expanded.values()):
-            self.expanded = {key: entry for key, entry in self.expanded.items() if entry[0].stage is Stage.OPEN}
+        if any(entry[0].stage is not PassStage.OPEN for entry in self.expanded.values()):
+            self.expanded = {key: entry for key, entry in self.expanded.items() if entry[0].stage is PassStage.OPEN}
         for leaf in self.leaves if failed else ():
-            leaf.sent.clear()
+            leaf.expected.clear()
             if leaf.was_reset():
                 self._forget(leaf)
-        if failed and delivered and self.store.aside is None:
-            self.store.undo()
-        if len(self.store.held) > 1 and self.store.aside is None:
-            self._drop_passes_without_parameters()
+        if not self.rows_stand_alone:
+            if failed and delivered:
+                self.store.undo()
+            if len(self.store.held) > 1:
+                self._drop_passes_without_parameters()
         self.store.complete(self.leaves)
         if self.leaves.sharded:
             for leaf in self.leaves:
-                leaf.show_shard()
-        if delivered and self.store.aside is None:
+                leaf.publish_on_shard()
+        if delivered and not self.rows_stand_alone:
             self.note_grads()
 
     def note_grads(self) -> None:
-        """Keeps in mind each `.grad` as it is now, so that clearing it is seen."""
+        """Notes each `.grad`, so that a change is seen."""
         for leaf in self.leaves:
             leaf.note_grad()
 
     @property
     def rows_stand_alone(self) -> bool:
-        """Whether the rows shown are those of a `torch.autograd.grad`, and no part of `.grad`."""
-        return self.store.aside is not None
+        """Whether `grad_sample` has the rows of a `torch.autograd.grad`, which are no part of `.grad`."""
+        return self.store.suspended is not None
 
-    def settle(self) -> None:
-        """Outside of any backward: takes back what one that failed has left, and rows whose `.grad` was cleared."""
+    def drop_outdated_rows(self) -> None:
+        """Drops the rows of a backward that failed, and those whose `.grad` was cleared; not within a backward."""
         if running_backward() < 0:
-            self.backward.settle()
+            self.backward.end_unfinished()
             if self.settings.accumulate_grad and not self.rows_stand_alone:
                 held = self.leaves.with_rows()
                 cleared = [leaf for leaf in held if leaf.was_cleared()]
-                others = set(held).difference(cleared)
-                self._forget_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in others))
+                not_cleared = set(held).difference(cleared)
+                self._forget_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in not_cleared))
                 if cleared:
                     self._drop_passes_without_parameters()
 
     def note_clipped(self, parameter: Tensor) -> None:
-        """Clipping has set `.grad`."""
+        """Notes that clipping has set `.grad`."""
         leaf = self.leaves.get(parameter)
         if leaf is not None and parameter.grad is not None:
-            leaf.clipped, leaf.lacking = (weakref.ref(parameter.grad), parameter.grad._version), None
-            leaf.has_more = leaf.has_more and not self.settings.accumulate_grad
-            self.store.aside = None  # rows that stood alone are what `.grad` is made of now
+            leaf.note_clipped(parameter.grad)
+            leaf.has_foreign_part = leaf.has_foreign_part and not self.settings.accumulate_grad
+            self.store.suspended = None  # the rows that stood alone are what `.grad` is made of now
 
     def is_clipped(self, parameter: Tensor) -> bool:
         """Whether `.grad` is what clipping has set, and no backward has added to it."""
         leaf = self.leaves.get(parameter)
-        if leaf is None or leaf.clipped is None or parameter.grad is None:
+        if leaf is None or leaf.clipped_grad is None or parameter.grad is None:
             return False
-        grad, version = leaf.clipped
+        grad, version = leaf.clipped_grad
         return grad() is parameter.grad and (version == parameter.grad._version or not self.settings.accumulate_grad)
 
     def lacks_rows(self, parameter: Tensor) -> bool:
-        """Whether `.grad` has a part whose rows were dropped; with `accumulate_grad=False` only clipping adds."""
+        """Whether `.grad` has a part whose rows were dropped; never with `accumulate_grad=False`."""
         leaf = self.leaves.get(parameter)
         return self.settings.accumulate_grad and leaf is not None and leaf.lacks_rows()
 
@@ -500,47 +452,48 @@ class Recorder:
         """Drops the rows of one parameter."""
         leaf = self.leaves.get(parameter)
         if leaf is not None:
-            self._forget(leaf)
-            leaf.clipped = None
+            leaf.clipped_grad = None
+            if leaf.published.rows is not None or not self.store.is_empty:
+                self._forget(leaf)
         parameter.grad_sample = None  # type: ignore[attr-defined]
         if self.leaves.sharded and is_shard(parameter):
             for gathered in self.leaves:
-                if gathered.place is not None and gathered.place.shard is parameter:
+                if gathered.location is not None and gathered.location.shard is parameter:
                     self._forget(gathered)
 
     def _forget_stale(self, leaves: Iterable[Leaf], *, beside_held: bool = False) -> None:
         for leaf in stale(leaves, self.name_of, beside_held=beside_held):
-            leaf.clipped, leaf.is_scaled, leaf.has_more = None, False, False
+            leaf.clipped_grad, leaf.is_scaled, leaf.has_foreign_part = None, False, False
             self._forget(leaf)
 
     def _forget(self, leaf: Leaf) -> None:
         self.store.drop(leaf)
-        leaf.show(None)
+        leaf.publish(None)
 
     def close(self, leaving: Iterable[nn.Module]) -> None:
-        """Takes the hooks off and lets go of the rows, whose graph may lead back here; goes on with what is left.
+        """Removes the hooks and drops the rows, whose graph may lead back here; goes on for the modules that stay.
 
         Args:
-            leaving: The modules that have no use of this recorder any more.
+            leaving: The modules that use this recorder no more.
         """
         for leaf in self.leaves:
             if leaf.handle is not None:
                 leaf.handle.remove()
-            leaf.shown.rows = None
-            leaf.sent.clear()
+            leaf.published.rows = None
+            leaf.expected.clear()
         self.leaves, self.passes = Leaves(), Passes()
         self.expanded.clear()
         self.store.clear()
         leaving = set(leaving)
-        self.homes = [home for home in self.homes if (root := home()) is not None and root not in leaving]
+        self.roots = [ref for ref in self.roots if (root := ref()) is not None and root not in leaving]
         self.watch_all()
 
 
 def recorder_of(weight: Tensor) -> Recorder | None:
-    """The recorder that knows a parameter, or those that a weight was computed from; `None` if nothing does."""
+    """The recorder of a parameter, or of those that a weight was computed from; one that runs a forward if several."""
     leaves = [weight] if weight.is_leaf else leaves_of(weight)
     hooks = [hook for leaf in leaves for hook in (leaf._backward_hooks or {}).values()]
-    found = [owner for hook in hooks if isinstance(hook, Watch) and isinstance(owner := hook.owner(), Recorder)]
-    if not found and weight.requires_grad:  # it was thawed after the last pass began, and is not watched yet
-        found = [recorder for recorder in _LIVE if any(recorder.leaves.get(leaf) for leaf in leaves)]
-    return next((recorder for recorder in found if recorder.forward is not None), next(iter(found), None))
+    recorders = [owner for hook in hooks if isinstance(hook, Watch) and isinstance(owner := hook.owner(), Recorder)]
+    if not recorders and weight.requires_grad:  # it was thawed after the last pass began, and is not watched yet
+        recorders = [recorder for recorder in _LIVE if any(recorder.leaves.get(leaf) for leaf in leaves)]
+    return next((recorder for recorder in recorders if recorder.in_forward), next(iter(recorders), None))

@@ -13,29 +13,29 @@ from expanded_nn._traced import refuse_values
 
 
 def _distributed() -> Any:
-    """`torch.distributed.tensor`, if anything has imported it: importing it takes long, and without it is no shard."""
+    """`torch.distributed.tensor`, if it is imported: that takes long, and without it there are no shards."""
     return sys.modules.get("torch.distributed.tensor")
 
 
 def is_shard(parameter: Any) -> bool:
     """Whether each rank holds a part of the parameter."""
     distributed = _distributed()
-    kind = getattr(distributed, "DTensor", None)  # another thread may be importing it at this moment
+    kind = getattr(distributed, "DTensor", None)  # not there yet while another thread imports the module
     return kind is not None and isinstance(parameter, kind)
 
 
 def is_zero(grad: Tensor) -> bool:
     """Whether a gradient is zero, on all ranks where it is sharded."""
     refuse_values("a parameter has a gradient and no per-sample gradients")
-    some = grad.any()
-    return not bool(some.full_tensor() if is_shard(some) else some)  # type: ignore[attr-defined]
+    nonzero = grad.any()
+    return not bool(nonzero.full_tensor() if is_shard(nonzero) else nonzero)  # type: ignore[attr-defined]
 
 
 def scattered(
     total: Tensor,  # shape
     parameter: Any,  # a DTensor
 ) -> Tensor:
-    """The sum over the ranks of what each has for the whole parameter, sharded as the parameter is.
+    """The sum over the ranks of a tensor of the whole parameter's shape, sharded as the parameter is.
 
     Raises:
         PerSampleError: If the rows are of another shape, as under tensor parallelism.

@@ -1,8 +1,8 @@
-"""Results that all samples share, given once per sample, of which the model then takes a part as if they were one.
+"""Results that all samples share, and of which the model takes a part.
 
-A table of positions that is looked up by an index `(1, T)` comes as `(B, T, dim)`. In the plain model it is
-`(1, T, dim)`, so that `table(index)[0]` is harmless there; here it would take the first sample's copy for all of them,
-and one row would get the gradient of all. The graph shows it.
+A table of positions that is looked up by an index `(1, T)` gives `(1, T, dim)` in the plain model, and `(B, T, dim)` in
+per-sample mode. So `table(index)[0]`, which is harmless in the plain model, would take the first sample's copy for all
+samples, and one row would get the gradient of all. The graph shows it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from expanded_nn.recording.backward import graph_of
 
 _SAME = ("CloneBackward", "ToCopyBackward", "AliasBackward", "UnsafeViewBackward")
-# operations that keep only some of what is in a dimension, or mix it
+# operations that take a part of a dimension, or reduce it
 _TAKE = (
     *("SelectBackward", "UnbindBackward", "IndexSelectBackward", "SplitBackward", "SplitWithSizesBackward"),
     *("MeanBackward1", "SumBackward1", "AmaxBackward", "AminBackward", "MaxBackward0", "MinBackward0", "ProdBackward1"),
@@ -24,13 +24,13 @@ _TAKE = (
 
 
 class SharedResult(NamedTuple):
-    """What a layer has returned for an input that all samples share.
+    """The result of a layer for an input that all samples share.
 
     Attributes:
         layer: The layer.
-        node: Its node in the graph.
-        dim: Where the samples stand.
-        rank: How many dimensions it has.
+        node: The result's node in the graph.
+        dim: The dimension of the samples.
+        rank: The number of dimensions.
     """
 
     layer: nn.Module
@@ -43,8 +43,8 @@ def taken_apart(results: Sequence[SharedResult], ends: Iterable[Tensor], batch: 
     """The first layer whose result is taken apart along the samples, and the operation that does so.
 
     Args:
-        results: What layers have returned for inputs that all samples share.
-        ends: What the forward returns.
+        results: The results of layers for inputs that all samples share.
+        ends: The tensors that the forward returns.
         batch: B.
     """
     consumers: dict[Any, list[Any]] = {}
@@ -74,7 +74,7 @@ def _takes(node: Any, name: str, dim: int, rank: int, batch: int) -> bool:
     if not name.startswith(_TAKE):
         return False
     saved = node._saved_dim
-    if dim not in [_signed(each) % rank for each in ([saved] if isinstance(saved, int) else saved or [])]:
+    if dim not in [_signed(number) % rank for number in ([saved] if isinstance(saved, int) else saved or [])]:
         return False
     if name.startswith("SliceBackward"):
         return len(range(*slice(_signed(node._saved_start), _signed(node._saved_end)).indices(batch))) < batch
@@ -87,7 +87,7 @@ def _signed(number: int) -> int:
 
 
 def _dim_after(node: Any, name: str, dim: int, rank: int) -> int | None:
-    """Where the samples stand behind an operation that only rearranges; `None` behind any other."""
+    """The dimension of the samples after an operation that only rearranges; `None` after any other."""
     if name.startswith(_SAME):
         return dim
     if name.startswith("UnsqueezeBackward"):
@@ -96,5 +96,5 @@ def _dim_after(node: Any, name: str, dim: int, rank: int) -> int | None:
         first, second = _signed(node._saved_dim0) % rank, _signed(node._saved_dim1) % rank
         return second if dim == first else first if dim == second else dim
     if name.startswith("PermuteBackward"):
-        return [_signed(each) % rank for each in node._saved_dims].index(dim)
+        return [_signed(number) % rank for number in node._saved_dims].index(dim)
     return None

@@ -1,4 +1,4 @@
-"""The rows that a model holds: of each pass, those of each parameter; and `grad_sample`, which shows them together."""
+"""The rows that a model holds, by pass and parameter; and `grad_sample`, which has those of all passes."""
 
 from __future__ import annotations
 
@@ -13,226 +13,234 @@ from expanded_nn._modes import running_backward
 from expanded_nn._traced import is_traced
 from expanded_nn.core.algebra import Kind
 from expanded_nn.factored import FactoredTensor, joined, materialized, parted
+from expanded_nn.recording.leaf import Leaf, Published
 from expanded_nn.recording.passes import Pass
-from expanded_nn.recording.watch import Leaf, Shown
 
-Held = dict[Pass, dict[Leaf, Tensor]]  # each parameter's rows `(B, *shape)`, pass by pass, in the order of the forwards
+Held = dict[Pass, dict[Leaf, Tensor]]  # pass -> parameter -> its rows `(B, *shape)`
 
 
 class Store:
-    """The rows held, and how to go back to those from before a backward that failed.
+    """The rows held, and those from before the running backward, in case it fails.
 
-    `held` is in the order of the passes, and no pass in it is empty. A parameter without rows in a pass that others
-    have rows in has zero rows there: in `grad_sample` only, never in `held`. While a backward runs, `grad_sample` may
-    lack passes that `held` has, as another parameter's rows have come first: `Shown.passes` says what it shows, and
-    `complete` makes up for it.
+    Invariants: `held` is in the order of the forwards, and no pass in it is empty. A parameter without rows in a pass
+    that others have rows in has zero rows there: in `grad_sample` only, never in `held`. Outside of a backward,
+    `grad_sample` has the rows of every pass in `held`. While a backward runs it may lack passes whose rows have come
+    for other parameters first: `Published.passes` says which it has, and `complete` adds the others.
 
-    Rows of several passes are shown in one of two ways. Factored, they are joined into a new tensor, of which `held`
-    knows nothing: what the user changes in it in place is taken over before it is made anew. Dense, `held` has slices
-    of the memory that is shown, so that it sees such changes by itself.
+    The rows of several passes are published in one of two ways. Factored rows are joined into a new tensor that `held`
+    has no part in: what the user changes in it in place is copied to `held` before it is made anew. Of dense rows
+    `held` has slices of the published memory, so that it sees such changes by itself.
 
     Attributes:
         held: The rows.
-        before: What `undo` goes back to: for each parameter and pass that the running backward has delivered to, the
-            rows from before, `None` where there were none.
-        tasks: The backwards that have delivered, by the engine's number: one, and those that run inside of it.
-        aside: Rows that wait while those of a `torch.autograd.grad` stand alone, and what `grad_sample` showed.
+        rows_before: What `undo` restores: for each parameter and pass that the running backward has delivered to, the
+            rows from before it, `None` where there were none.
+        tasks: The numbers of the backwards that have delivered: the running one, and those inside of it.
+        suspended: The rows held, and what was published of them, while those of a `torch.autograd.grad` stand alone.
         materialize: Whether `grad_sample` is to be dense.
     """
 
     def __init__(self, materialize: bool) -> None:
         self.held: Held = {}
-        self.before: dict[Leaf, dict[Pass, Tensor | None]] = {}
+        self.rows_before: dict[Leaf, dict[Pass, Tensor | None]] = {}
         self.tasks: set[int] = set()
-        self.aside: tuple[Held, dict[Leaf, Shown]] | None = None
+        self.suspended: tuple[Held, dict[Leaf, Published]] | None = None
         self.materialize = materialize
 
-    def add(self, now: Pass, leaf: Leaf, rows: Tensor) -> None:
-        """Takes rows `(B, *shape)` of one parameter; a backward may bring those of one pass in several parts."""
-        if len(leaf.shown.passes) > 1:
+    def add(self, pass_: Pass, leaf: Leaf, rows: Tensor) -> None:
+        """Adds rows `(B, *shape)` of one parameter; a backward may deliver those of one pass in several parts."""
+        if len(leaf.published.passes) > 1:
             self._take_over_edits(leaf)
-        if now not in self.held:
-            in_order = all(other.number < now.number for other in self.held)
-            self.held[now] = {}
+        if pass_ not in self.held:
+            in_order = all(held.number < pass_.number for held in self.held)
+            self.held[pass_] = {}
             if not in_order:
                 self.held = dict(sorted(self.held.items(), key=lambda item: item[0].number))
-        of_pass = self.held[now]
+        pass_rows = self.held[pass_]
         self.tasks.add(running_backward())
-        before = self.before.get(leaf)
-        if before is None or not leaf.grad_is_as_noted():  # what came before has arrived
+        before = self.rows_before.get(leaf)
+        if before is None or not leaf.grad_is_as_noted():  # the rows so far are a part of `.grad` by now
             if before is not None:
                 leaf.note_grad()
-            self.before[leaf] = {now: of_pass.get(leaf)}
+            self.rows_before[leaf] = {pass_: pass_rows.get(leaf)}
         else:
-            before.setdefault(now, of_pass.get(leaf))
-        of_pass[leaf] = of_pass[leaf] + rows if leaf in of_pass else rows
-        self._show(leaf, now)
+            before.setdefault(pass_, pass_rows.get(leaf))
+        pass_rows[leaf] = pass_rows[leaf] + rows if leaf in pass_rows else rows
+        self._publish(leaf, pass_)
 
-    def show(self, leaf: Leaf, first_new: Pass | None = None) -> None:
-        """Sets `grad_sample` to what is held of all passes together, with what the user has changed in it.
+    def publish(self, leaf: Leaf, first_new: Pass | None = None) -> None:
+        """Sets `grad_sample` to the rows of all passes, with what the user has changed in it.
 
         Args:
             leaf: The parameter.
-            first_new: The first pass whose rows are not yet in `grad_sample`, if those before it are.
+            first_new: The first pass whose rows are not in `grad_sample` yet, if those before it are.
         """
         self._take_over_edits(leaf)
-        self._show(leaf, first_new)
+        self._publish(leaf, first_new)
 
-    def _show(self, leaf: Leaf, first_new: Pass | None = None) -> None:
+    def _publish(self, leaf: Leaf, first_new: Pass | None = None) -> None:
         parameter = leaf.parameter()
         if parameter is None:
             return
-        if not any(leaf in of_pass for of_pass in self.held.values()):
-            leaf.show(None)
+        parts = [pass_rows.get(leaf) for pass_rows in self.held.values()]
+        if all(part is None for part in parts):
+            leaf.publish(None)
             return
-        parts = [of_pass.get(leaf) for of_pass in self.held.values()]
         if len(parts) == 1 and parts[0] is not None:
             rows = materialized(parts[0], leaf.memory) if self.materialize else parts[0]
-            leaf.show(rows, self.held)
+            leaf.publish(rows, self.held)
         elif self.materialize or not any(isinstance(part, FactoredTensor) for part in parts):
-            self._show_dense(leaf, parameter, parts, first_new)
+            self._publish_dense(leaf, parameter, parts, first_new)
         else:
             passes = zip(self.held, parts, strict=True)
-            all_parts = [_zero_rows(now.batch, parameter) if part is None else part for now, part in passes]
-            leaf.show(joined(all_parts), self.held)
+            all_parts = [_zero_rows(pass_.batch, parameter) if part is None else part for pass_, part in passes]
+            leaf.publish(joined(all_parts), self.held)
 
-    def _show_dense(self, leaf: Leaf, parameter: Tensor, parts: list[Tensor | None], first_new: Pass | None) -> None:
-        """The dense rows of several passes, behind those that are shown already, in memory with room for more.
+    def _publish_dense(self, leaf: Leaf, parameter: Tensor, parts: list[Tensor | None], first_new: Pass | None) -> None:
+        """Publishes dense rows of several passes: appends to those published already, in memory with room for more.
 
-        Writing behind what is shown is safe as long as nobody else has written there: rows that a failed backward left
-        behind are followed by rows in other memory, as `undo` shows all of them anew.
+        Writing behind the published rows is safe, as nobody else has written there. After a failed backward, `undo`
+        publishes all rows anew, in other memory.
         """
-        passes, shown = tuple(self.held), leaf.shown
-        batches = [now.batch for now in passes]
+        passes, published = tuple(self.held), leaf.published
+        batches = [pass_.batch for pass_ in passes]
         if is_traced() or any(part is not None and part.requires_grad for part in parts):
             pairs = zip(batches, parts, strict=True)
             zeros_for_none = [parameter.new_zeros(n, *parameter.shape) if part is None else part for n, part in pairs]
-            leaf.show(torch.cat(zeros_for_none), passes)
+            leaf.publish(torch.cat(zeros_for_none), passes)
             return
         behind = 0 if first_new is None else passes.index(first_new)
         start = sum(batches[:behind])
-        room = _room(shown, start, sum(batches), parameter) if shown.passes == passes[:behind] else None
+        room = _room(published, start, sum(batches), parameter) if published.passes == passes[:behind] else None
         if room is None:
             room = parameter.detach().new_empty(2 * sum(batches), *parameter.shape)
-            if behind and shown.passes == passes[:behind]:
-                _from(room, 0, start).copy_(_dense(shown.rows))  # with what the user has written to zero rows, too
+            if behind and published.passes == passes[:behind]:
+                _from(room, 0, start).copy_(_dense(published.rows))  # with what the user has written to zero rows
             else:
                 behind, start = 0, 0
         rows = _from(room, 0, sum(batches))
         for batch, part in list(zip(batches, parts, strict=True))[behind:]:
-            place = _from(room, start, batch)
+            slice_ = _from(room, start, batch)
             if part is None:
-                place.zero_()
+                slice_.zero_()
             else:
-                place.copy_(_dense(part))
+                slice_.copy_(_dense(part))
             start += batch
-        leaf.show(rows, passes, has_room=True)
+        leaf.publish(rows, passes, has_room=True)
         self._hold_slices(leaf)
 
     def _take_over_edits(self, leaf: Leaf) -> None:
-        """What the user has changed in place in rows of several passes."""
-        shown = leaf.shown
-        rows = shown.rows
-        if len(shown.passes) < 2 or not isinstance(rows, FactoredTensor) or leaf.was_reset():
+        """Copies to `held` what the user has changed in place in rows of several passes."""
+        published = leaf.published
+        rows = published.rows
+        if len(published.passes) < 2 or not isinstance(rows, FactoredTensor) or leaf.was_reset():
             return
-        if rows.is_dense or rows._version != shown.version:
+        if rows.is_dense or rows._version != published.version:
             self._hold_slices(leaf, edited=True)
 
     def _hold_slices(self, leaf: Leaf, *, edited: bool = False) -> None:
-        """Holds what is shown in place of its parts; of zero rows that may have been edited, what is no longer zero."""
-        rows, sizes = leaf.shown.rows, [now.batch for now in leaf.shown.passes]
+        """Holds slices of the published rows.
+
+        Args:
+            leaf: The parameter.
+            edited: Whether the user may have changed them: then zero rows that are no longer zero are held, too.
+        """
+        rows, sizes = leaf.published.rows, [pass_.batch for pass_ in leaf.published.passes]
         assert rows is not None
         parts = parted(rows, sizes) if isinstance(rows, FactoredTensor) else rows.split(sizes)
-        for now, part in zip(leaf.shown.passes, parts, strict=True):
-            of_pass = self.held.get(now, {})
-            if leaf in of_pass or (edited and bool(part.any())):
-                of_pass[leaf] = part
+        for pass_, part in zip(leaf.published.passes, parts, strict=True):
+            pass_rows = self.held.get(pass_, {})
+            if leaf in pass_rows or (edited and bool(part.any())):
+                pass_rows[leaf] = part
 
     def complete(self, leaves: Iterable[Leaf]) -> None:
-        """All rows of a backward are here: parameters that it left out have zero rows."""
-        self.before.clear()
+        """Ends a backward: the parameters that it did not reach get zero rows."""
+        self.rows_before.clear()
         passes = tuple(self.held)
         for leaf in leaves:
-            shown = leaf.shown
-            if shown.rows is not None and shown.passes != passes:
-                behind = len(shown.passes)
-                self.show(leaf, passes[behind] if shown.passes == passes[:behind] else None)
+            published = leaf.published
+            if published.rows is not None and published.passes != passes:
+                behind = len(published.passes)
+                self.publish(leaf, passes[behind] if published.passes == passes[:behind] else None)
 
     def begin(self) -> None:
-        """A backward begins to deliver: from here on what it changes is kept in mind."""
-        self.before.clear()
+        """Begins a backward: from here on `undo` goes back to the rows held."""
+        self.rows_before.clear()
         self.tasks.clear()
 
     def undo(self) -> None:
-        """The backward has failed: rows go whose gradient has not come to `.grad`.
+        """Takes back the rows of a failed backward whose gradient was not added to `.grad`.
 
-        Autograd adds to `.grad` parameter by parameter, so a fault in the middle leaves some of them with the whole
-        gradient and others with nothing. That `.grad` is as it was noted tells which.
+        Autograd adds to `.grad` parameter by parameter: after a fault some have the whole gradient and others nothing.
+        A `.grad` that is as it was noted got nothing.
 
-        Where others ran inside of it, as reentrant checkpoints do, nothing tells which of the rows have come: they are
-        refused until `.grad` is cleared.
+        Where other backwards ran inside of this one, as in reentrant checkpoints, a `.grad` may have got the gradients
+        of some rows and not of others: clipping refuses it until it is cleared.
         """
-        for leaf in self.before if len(self.tasks) > 1 else ():
-            leaf.note_lacking()
-        lost = {leaf: before for leaf, before in self.before.items() if leaf.grad_is_as_noted()}
+        for leaf in self.rows_before if len(self.tasks) > 1 else ():
+            leaf.note_incomplete()
+        lost = {leaf: before for leaf, before in self.rows_before.items() if leaf.grad_is_as_noted()}
         for leaf, before in lost.items():
             self._take_over_edits(leaf)
-            for now, rows in before.items():
+            for pass_, rows in before.items():
                 if rows is None:
-                    self.held.get(now, {}).pop(leaf, None)
-                elif now in self.held:
-                    self.held[now][leaf] = rows
-        self.before.clear()
+                    self.held.get(pass_, {}).pop(leaf, None)
+                elif pass_ in self.held:
+                    self.held[pass_][leaf] = rows
+        self.rows_before.clear()
         self._without_empty_passes()
         for leaf in lost:
-            self._show(leaf)
+            self._publish(leaf)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no rows, suspended ones included."""
+        return not self.held and self.suspended is None
 
     def drop(self, leaf: Leaf) -> None:
-        """Forgets the rows of a parameter; what it shows is left to the caller, who has a reason to change it."""
-        for of_pass in self.held.values():
-            of_pass.pop(leaf, None)
-        held, shown = self.aside if self.aside is not None else ({}, {})
-        for of_pass in held.values():
-            of_pass.pop(leaf, None)
-        shown.pop(leaf, None)
+        """Forgets the rows of a parameter; its `grad_sample` is left to the caller."""
+        held, published = self.suspended if self.suspended is not None else ({}, {})
+        for pass_rows in (*self.held.values(), *held.values()):
+            pass_rows.pop(leaf, None)
+        published.pop(leaf, None)
         self._without_empty_passes()
 
     def _without_empty_passes(self) -> None:
         if not all(self.held.values()):
-            self.held = {now: of_pass for now, of_pass in self.held.items() if of_pass}
+            self.held = {pass_: pass_rows for pass_, pass_rows in self.held.items() if pass_rows}
 
-    def drop_passes_of(self, others: Iterable[Leaf]) -> None:
-        """Drops the passes that only such parameters hold rows of, frozen ones or those that have left the model."""
-        others = set(others)
-        gone = [now for now, of_pass in self.held.items() if others.issuperset(of_pass)]
-        changed = {leaf for now in gone for leaf in self.held.pop(now)}
+    def drop_passes_of(self, leaves: Iterable[Leaf]) -> None:
+        """Drops the passes that no other parameters hold rows of."""
+        leaves = set(leaves)
+        dropped = [pass_ for pass_, pass_rows in self.held.items() if leaves.issuperset(pass_rows)]
+        changed = {leaf for pass_ in dropped for leaf in self.held.pop(pass_)}
         for leaf in changed:
-            leaf.note_lacking()
-            self.show(leaf)
+            leaf.note_incomplete()
+            self.publish(leaf)
 
-    def set_aside(self, leaves: Iterable[Leaf]) -> None:
-        """Rows whose sum does not go to `.grad` are going to stand alone: these come back with the next backward."""
+    def suspend(self, leaves: Iterable[Leaf]) -> None:
+        """Makes way for rows that stand alone, as their sum does not go to `.grad`, until `resume`."""
         leaves = list(leaves)
-        self.aside, self.held = (self.held, {leaf: leaf.shown for leaf in leaves}), {}
+        self.suspended, self.held = (self.held, {leaf: leaf.published for leaf in leaves}), {}
         for leaf in leaves:
-            leaf.show(None)
+            leaf.publish(None)
 
-    def take_back(self, leaves: Iterable[Leaf]) -> None:
-        """The rows that were set aside, but for those that the user took away since."""
-        if self.aside is None:
+    def resume(self, leaves: Iterable[Leaf]) -> None:
+        """Goes back to the suspended rows, but for those that the user took away meanwhile."""
+        if self.suspended is None:
             return
-        (self.held, before), self.aside = self.aside, None
+        (self.held, published), self.suspended = self.suspended, None
         for leaf in list(leaves):
             if leaf.was_reset():
                 self.drop(leaf)
-                leaf.show(None)
+                leaf.publish(None)
             else:
-                leaf.show_again(before.get(leaf, Shown()))
+                leaf.publish_again(published.get(leaf, Published()))
 
     def clear(self) -> None:
         """Lets go of all rows."""
-        self.held, self.aside = {}, None
-        self.before.clear()
+        self.held, self.suspended = {}, None
+        self.rows_before.clear()
 
 
 def _dense(rows: Tensor | None) -> Tensor:
@@ -245,16 +253,16 @@ def _zero_rows(batch: int, parameter: Tensor) -> FactoredTensor:
     return FactoredTensor(cell, (batch, *parameter.shape))
 
 
-def _room(shown: Shown, start: int, end: int, parameter: Tensor) -> Tensor | None:
-    """The memory of the rows that are shown, if all others fit in behind them, up to row `end`."""
-    rows = shown.rows
-    if rows is None or not shown.has_room or len(rows) != start:
+def _room(published: Published, start: int, end: int, parameter: Tensor) -> Tensor | None:
+    """The published rows, if there are `start` of them and their memory has room up to row `end`."""
+    rows = published.rows
+    if rows is None or not published.has_room or len(rows) != start:
         return None
     return rows if rows.untyped_storage().nbytes() >= end * prod(parameter.shape) * rows.element_size() else None
 
 
 def _from(room: Tensor, start: int, count: int) -> Tensor:
-    """So many rows in some memory; no view of it in autograd's eyes, so that rows of older steps keep their version."""
+    """`count` rows in the memory of `room`; to autograd no view of it, so that rows of old steps keep their version."""
     size = prod(room.shape[1:])
     rows = torch.empty(0, dtype=room.dtype, device=room.device)
     return rows.set_(room.untyped_storage(), start * size, (count, *room.shape[1:]))  # type: ignore[call-overload,no-any-return]

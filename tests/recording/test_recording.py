@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from expanded_nn import FactoredTensor, PerSampleError
 from expanded_nn.core.terms import Outer
-from expanded_nn.recording import backward, passes
-from expanded_nn.recording.backward import Backward
-from expanded_nn.recording.passes import Pass, Passes
+from expanded_nn.recording.backward import Backward, BackwardStage
+from expanded_nn.recording.leaf import ExpectedGradient, Leaf
+from expanded_nn.recording.passes import Pass, Passes, PassStage
+from expanded_nn.recording.stale import stale
 from expanded_nn.recording.store import Store
-from expanded_nn.recording.watch import Leaf, Sent, stale
 
-OPEN, REACHED, DONE = passes.Stage.OPEN, passes.Stage.REACHED, passes.Stage.DONE
-IDLE, RECOMPUTING, DELIVERING = backward.Stage.IDLE, backward.Stage.RECOMPUTING, backward.Stage.DELIVERING
+OPEN, REACHED, DONE = PassStage.OPEN, PassStage.REACHED, PassStage.DONE
+IDLE, RECOMPUTING, DELIVERING = BackwardStage.IDLE, BackwardStage.RECOMPUTING, BackwardStage.DELIVERING
 
 
 # Passes: which forwards' rows belong together.
@@ -64,7 +64,7 @@ class Script:
         (["delivers", "over", "delivers", "over"], DONE, False),
     ],
 )
-def test_the_stages_of_a_pass(events: list[str], stage: passes.Stage, is_joined: bool) -> None:
+def test_the_stages_of_a_pass(events: list[str], stage: PassStage, is_joined: bool) -> None:
     script = Script()
     for event in events:
         getattr(script, event)()
@@ -73,43 +73,43 @@ def test_the_stages_of_a_pass(events: list[str], stage: passes.Stage, is_joined:
 
 
 def test_passes_are_numbered_in_the_order_of_their_forwards() -> None:
-    known = Passes()
-    opened = [known.joined_or_new(3), known.joined_or_new(3), known.new(3), known.joined_or_new(4)]
+    passes = Passes()
+    opened = [passes.joined_or_new(3), passes.joined_or_new(3), passes.new(3), passes.joined_or_new(4)]
     assert [each.number for each in opened] == [0, 0, 1, 2]
     assert repr(opened[2]) == "Pass(batch=3, number=1, stage=OPEN)"
 
 
 def test_a_new_pass_is_joined_by_none() -> None:
-    known = Passes()
-    before = known.joined_or_new(3)
-    known.new(3)
-    assert known.joined_or_new(3) is before
+    passes = Passes()
+    before = passes.joined_or_new(3)
+    passes.new(3)
+    assert passes.joined_or_new(3) is before
 
 
 def test_a_pass_that_is_done_is_current_no_more() -> None:
-    known = Passes()
-    known.joined_or_new(3).stage = REACHED
-    known.backward_is_over()
-    assert known.current is None
+    passes = Passes()
+    passes.joined_or_new(3).stage = REACHED
+    passes.backward_is_over()
+    assert passes.current is None
 
 
 def test_passes_live_as_long_as_a_graph_keeps_them() -> None:
-    known = Passes()
-    kept, dropped = known.new(3), known.new(3)
+    passes = Passes()
+    kept, dropped = passes.new(3), passes.new(3)
     seen = weakref.ref(dropped)
     del dropped
     assert seen() is None
-    known.new(3)
-    assert known.alive[0]() is kept
-    assert len(known.alive) == 2
+    passes.new(3)
+    assert passes.alive[0]() is kept
+    assert len(passes.alive) == 2
 
 
 def test_kept_passes_are_let_go_once_they_are_done() -> None:
-    known = Passes()
-    known.kept = [known.new(3), known.new(4)]
-    known.kept[0].stage = REACHED
-    known.backward_is_over()
-    assert [each.batch for each in known.kept] == [4]
+    passes = Passes()
+    passes.kept = [passes.new(3), passes.new(4)]
+    passes.kept[0].stage = REACHED
+    passes.backward_is_over()
+    assert [each.batch for each in passes.kept] == [4]
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,13 @@ def test_kept_passes_are_let_go_once_they_are_done() -> None:
     ],
 )
 def test_the_pass_of_a_recomputation(
-    stages: list[passes.Stage], batches: list[int], behind: list[int], batch: int | None, fitting: list[int]
+    stages: list[PassStage], batches: list[int], behind: list[int], batch: int | None, fitting: list[int]
 ) -> None:
-    known = Passes()
-    all_passes = [known.new(size) for size in batches]
-    for now, stage in zip(all_passes, stages, strict=True):
-        now.stage = stage
-    candidates = known.recomputed(batch, [all_passes[number] for number in behind])
+    passes = Passes()
+    all_passes = [passes.new(size) for size in batches]
+    for pass_, stage in zip(all_passes, stages, strict=True):
+        pass_.stage = stage
+    candidates = passes.recomputed(batch, [all_passes[number] for number in behind])
     assert [each.number for each in candidates] == fitting
 
 
@@ -163,14 +163,14 @@ class Engine:
 
 
 class Model:
-    """Whom a backward tells that it is over."""
+    """What a backward tells that it has ended."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[bool, bool]] = []
-        self.backward = Backward(self.over)
+        self.ends: list[tuple[bool, bool]] = []
+        self.backward = Backward(self.on_end)
 
-    def over(self, delivered: bool, failed: bool) -> None:
-        self.heard.append((delivered, failed))
+    def on_end(self, delivered: bool, failed: bool) -> None:
+        self.ends.append((delivered, failed))
 
 
 @pytest.fixture
@@ -181,11 +181,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("events", "stage", "begins", "heard"),
+    ("events", "stage", "begins", "ends"),
     [
-        # what happens, the stage after it, which deliveries were the first, what `over` was told
+        # what happens, the stage after it, which deliveries were the first, what `on_end` was told
         ([], IDLE, [], []),
-        (["settle"], IDLE, [], []),
+        (["end_unfinished"], IDLE, [], []),
         (["forward"], RECOMPUTING, [False], []),
         (["forward", "forward"], RECOMPUTING, [False, False], []),
         (["rows"], DELIVERING, [True], []),
@@ -195,31 +195,31 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         (["rows", "forward", "rows"], DELIVERING, [True, False, False], []),
         (["forward", "end"], IDLE, [False], [(False, False)]),
         (["rows", "end"], IDLE, [True], [(True, False)]),
-        (["rows", "end", "settle"], IDLE, [True], [(True, False)]),
+        (["rows", "end", "end_unfinished"], IDLE, [True], [(True, False)]),
         (["rows", "end", "rows", "end"], IDLE, [True, True], [(True, False), (True, False)]),
         (["forward", "fail"], IDLE, [False], [(False, True)]),
         (["rows", "fail"], IDLE, [True], [(True, True)]),
-        (["rows", "fail", "settle"], IDLE, [True], [(True, True)]),
+        (["rows", "fail", "end_unfinished"], IDLE, [True], [(True, True)]),
         (["rows", "fail", "rows"], DELIVERING, [True, True], [(True, True)]),
         (["rows", "fail", "rows", "end"], IDLE, [True, True], [(True, True), (True, False)]),
-        (["rows", "settle"], IDLE, [True], [(True, True)]),  # the engine keeps the callback, but nothing runs
-        (["rows", "settle", "end"], IDLE, [True], [(True, True)]),  # it is called late, and too late
-        (["rows", "settle", "rows", "end"], IDLE, [True, True], [(True, True), (True, False)]),
+        (["rows", "end_unfinished"], IDLE, [True], [(True, True)]),  # the engine keeps the callback, but nothing runs
+        (["rows", "end_unfinished", "end"], IDLE, [True], [(True, True)]),  # it is called late, and too late
+        (["rows", "end_unfinished", "rows", "end"], IDLE, [True, True], [(True, True), (True, False)]),
     ],
 )
 def test_the_stages_of_a_backward(
-    engine: Engine, events: list[str], stage: backward.Stage, begins: list[bool], heard: list[tuple[bool, bool]]
+    engine: Engine, events: list[str], stage: BackwardStage, begins: list[bool], ends: list[tuple[bool, bool]]
 ) -> None:
     model = Model()
     began = []
     for event in events:
         if event in ("forward", "rows"):
             began.append(model.backward.enter(delivers=event == "rows"))
-        elif event == "settle":
-            model.backward.settle()
+        elif event == "end_unfinished":
+            model.backward.end_unfinished()
         else:
             getattr(engine, event)()
-    assert (model.backward.stage, began, model.heard) == (stage, begins, heard)
+    assert (model.backward.stage, began, model.ends) == (stage, begins, ends)
 
 
 def test_a_backward_inside_of_another_is_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,16 +235,16 @@ def test_a_backward_inside_of_another_is_a_part_of_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", outer)
     assert not model.backward.enter(delivers=True)
     outer.end()
-    assert model.heard == [(True, False)]
+    assert model.ends == [(True, False)]
 
 
 def test_a_backward_ends_behind_the_callbacks_of_others(engine: Engine) -> None:
     model, order = Model(), []
     model.backward.enter(delivers=True)
-    engine.queue_callback(lambda: order.append(len(model.heard)))  # as DistributedDataParallel's, queued later
+    engine.queue_callback(lambda: order.append(len(model.ends)))  # as DistributedDataParallel's, queued later
     engine.end()
     assert order == [0]
-    assert model.heard == [(True, False)]
+    assert model.ends == [(True, False)]
 
 
 def test_two_models_in_one_backward(engine: Engine) -> None:
@@ -252,19 +252,19 @@ def test_two_models_in_one_backward(engine: Engine) -> None:
     for model in models:
         model.backward.enter(delivers=True)
     engine.end()
-    assert [model.heard for model in models] == [[(True, False)], [(True, False)]]
+    assert [model.ends for model in models] == [[(True, False)], [(True, False)]]
 
 
 @pytest.mark.parametrize("event", ["end", "fail"])
-def test_a_model_that_is_gone_hears_nothing(engine: Engine, event: str) -> None:
+def test_a_model_that_is_gone_is_told_nothing(engine: Engine, event: str) -> None:
     model = Model()
     model.backward.enter(delivers=True)
-    heard, gone = model.heard, weakref.ref(model)
+    ends, gone = model.ends, weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None
     getattr(engine, event)()
-    assert heard == []
+    assert ends == []
 
 
 # What expansions have sent, and what arrives.
@@ -272,46 +272,49 @@ def test_a_model_that_is_gone_hears_nothing(engine: Engine, event: str) -> None:
 
 def test_what_one_expansion_sent_is_the_very_tensor() -> None:
     gradient = torch.ones(2)
-    sent = Sent(gradient)
-    assert sent.is_all(gradient)
-    assert not sent.is_all(gradient.clone())
+    expected = ExpectedGradient(gradient)
+    assert expected.matches(gradient)
+    assert not expected.matches(gradient.clone())
     gradient += 1  # autograd adds in place what comes from elsewhere
-    assert not sent.is_all(gradient)
+    assert not expected.matches(gradient)
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_what_several_passes_sent_is_compared_with_their_sum(count: int) -> None:
     gradients = list(torch.randn(count, 4))
     gradients[0][0] = torch.nan  # of a sample that is NaN
-    sent = Sent(gradients[0])
+    expected = ExpectedGradient(gradients[0])
     arrived = gradients[0].clone()
     for gradient in gradients[1:]:
-        sent.add(gradient)
+        expected.add(gradient)
         arrived += gradient
-    assert sent.is_all(arrived)
-    assert not sent.is_all(arrived + 1)
+    assert expected.matches(arrived)
+    assert not expected.matches(arrived + 1)
 
 
 def test_what_was_added_to_the_first_before_the_second_came_is_seen() -> None:
     first, second = torch.ones(2), torch.ones(2)
-    sent = Sent(first)
+    expected = ExpectedGradient(first)
     first += 1
-    sent.add(second)
-    assert not sent.is_all(first + second)
+    expected.add(second)
+    assert not expected.matches(first + second)
 
 
 def test_what_took_the_place_of_the_first_is_seen() -> None:
-    sent, second = Sent(torch.ones(2)), torch.ones(2)  # the engine holds another sum, and the first is no more
-    sent.add(second)
-    assert not sent.is_all(torch.full((2,), 3.0))
+    expected, second = (
+        ExpectedGradient(torch.ones(2)),
+        torch.ones(2),
+    )  # the engine holds another sum, and the first is no more
+    expected.add(second)
+    assert not expected.matches(torch.full((2,), 3.0))
 
 
 def test_sparse_gradients_are_compared_by_their_numbers() -> None:
     first, second = torch.eye(3).to_sparse(), torch.ones(3, 3).to_sparse()
-    sent = Sent(first)
-    sent.add(second)
-    assert sent.is_all(first + second)
-    assert sent.is_all((first + second).to_dense())
+    expected = ExpectedGradient(first)
+    expected.add(second)
+    assert expected.matches(first + second)
+    assert expected.matches((first + second).to_dense())
 
 
 # Which rows are stale.
@@ -328,7 +331,7 @@ class Held:
     def __init__(self, rows: Tensor) -> None:
         self.parameter = nn.Parameter(torch.zeros(rows.shape[1:]))
         self.leaf = leaf_of(self.parameter)
-        self.leaf.show(rows, [Pass(len(rows), 0)])
+        self.leaf.publish(rows, [Pass(len(rows), 0)])
         self.parameter.grad = rows.sum(0)
         self.leaf.note_grad()
 
@@ -419,13 +422,13 @@ def test_a_leaf_sets_grad_sample_and_sees_that_the_user_did() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     leaf, rows = leaf_of(parameter), torch.ones(3, 2)
     assert not leaf.was_reset()
-    leaf.show(rows)
+    leaf.publish(rows)
     assert parameter.grad_sample is rows
-    before = leaf.shown
-    leaf.show(None)
-    leaf.show_again(before)
+    before = leaf.published
+    leaf.publish(None)
+    leaf.publish_again(before)
     assert parameter.grad_sample is rows
-    assert leaf.shown is before
+    assert leaf.published is before
     parameter.grad_sample = rows.clone()
     assert leaf.was_reset()
 
@@ -434,18 +437,18 @@ def test_the_mark_of_opacus_goes_over_to_the_next_rows() -> None:
     leaf = leaf_of(parameter := nn.Parameter(torch.zeros(2)))
     rows = torch.ones(3, 2)
     rows._processed = True
-    leaf.show(rows)
-    leaf.show(torch.ones(6, 2))
+    leaf.publish(rows)
+    leaf.publish(torch.ones(6, 2))
     assert parameter.grad_sample._processed
 
 
 def test_a_leaf_adds_up_what_is_sent_in_one_backward() -> None:
     leaf = leaf_of(nn.Parameter(torch.zeros(2)))
     first, second = torch.randn(2), torch.randn(2)
-    leaf.send(first)
-    leaf.send(second)
-    (sent,) = leaf.sent.values()
-    assert sent.is_all(first + second)
+    leaf.expect(first)
+    leaf.expect(second)
+    (expected,) = leaf.expected.values()
+    assert expected.matches(first + second)
 
 
 # The rows held.
@@ -474,46 +477,46 @@ class Rows:
     def opened(self, batch: int) -> Pass:
         return self.passes.new(batch)
 
-    def add(self, now: Pass, number: int) -> None:
-        rows = self.make(now.batch)
+    def add(self, pass_: Pass, number: int) -> None:
+        rows = self.make(pass_.batch)
         twin = rows.clone() if not isinstance(rows, FactoredTensor) else rows.clone().dense()
-        self.batches[now.number] = now.batch
-        of_pass = self.wanted.setdefault(now.number, {})
-        of_pass[number] = of_pass[number] + twin if number in of_pass else twin
-        self.store.add(now, self.leaves[number], rows)
+        self.batches[pass_.number] = pass_.batch
+        pass_rows = self.wanted.setdefault(pass_.number, {})
+        pass_rows[number] = pass_rows[number] + twin if number in pass_rows else twin
+        self.store.add(pass_, self.leaves[number], rows)
 
     def backward(self, batch: int, *numbers: int) -> Pass:
         """One forward and its backward, which reaches some of the parameters."""
-        now = self.opened(batch)
+        pass_ = self.opened(batch)
         self.store.begin()
         for number in numbers:
-            self.add(now, number)
+            self.add(pass_, number)
         self.store.complete(self.leaves)
-        return now
+        return pass_
 
-    def shown(self, number: int) -> Tensor | None:
+    def published(self, number: int) -> Tensor | None:
         rows: Tensor | None = self.parameters[number].grad_sample
         return rows
 
     def numbers(self, number: int) -> Tensor:
         """What is shown, as plain numbers of its own, without making the rows dense."""
-        rows = self.shown(number)
+        rows = self.published(number)
         assert rows is not None
         return rows.clone().dense() if isinstance(rows, FactoredTensor) else rows.clone()
 
     def check(self) -> None:
         """Every parameter shows what it should: one row per sample of each pass, zero rows where it was not used."""
         for number, leaf in enumerate(self.leaves):
-            assert self.shown(number) is leaf.shown.rows
-            if not any(number in of_pass for of_pass in self.wanted.values()):
-                assert self.shown(number) is None
+            assert self.published(number) is leaf.published.rows
+            if not any(number in pass_rows for pass_rows in self.wanted.values()):
+                assert self.published(number) is None
                 continue
             zeros = {key: torch.zeros(batch, *SHAPE) for key, batch in self.batches.items()}
             parts = [self.wanted[key].get(number, zeros[key]) for key in sorted(self.wanted)]
             assert torch.allclose(self.numbers(number), torch.cat(parts))
 
-    def forget(self, now: Pass) -> None:
-        del self.wanted[now.number]
+    def forget(self, pass_: Pass) -> None:
+        del self.wanted[pass_.number]
 
 
 KINDS = pytest.mark.parametrize("make", [dense, factored])
@@ -523,16 +526,16 @@ KINDS = pytest.mark.parametrize("make", [dense, factored])
 @pytest.mark.parametrize("materialize", [False, True])
 def test_rows_of_one_pass_add_and_of_several_are_appended(make: Callable[[int], Tensor], materialize: bool) -> None:
     rows = Rows(make, materialize=materialize)
-    now = rows.backward(2, 0, 0, 1)
+    pass_ = rows.backward(2, 0, 0, 1)
     rows.check()
     rows.backward(3, 0, 1)
     rows.check()
-    rows.add(now, 0)  # a second backward on the first graph
+    rows.add(pass_, 0)  # a second backward on the first graph
     rows.check()
     for batch in 1, 4, 0, 2:
         rows.backward(batch, 1, 0)
         rows.check()
-    assert (type(rows.shown(0)) is Tensor) == (materialize or make is dense)
+    assert (type(rows.published(0)) is Tensor) == (materialize or make is dense)
 
 
 @KINDS
@@ -547,7 +550,7 @@ def test_rows_stand_in_the_order_of_the_forwards(make: Callable[[int], Tensor], 
             rows.add(all_passes[place], number)
     rows.store.complete(rows.leaves)
     rows.check()
-    assert [now.number for now in rows.store.held] == [0, 1, 2]
+    assert [pass_.number for pass_ in rows.store.held] == [0, 1, 2]
 
 
 @KINDS
@@ -570,22 +573,22 @@ def test_a_parameter_has_zero_rows_in_passes_that_did_not_use_it(
 @pytest.mark.parametrize("failing", ["a new pass", "the same graph", "two passes", "a parameter's first"])
 def test_a_backward_that_failed_is_undone(make: Callable[[int], Tensor], materialize: bool, failing: str) -> None:
     rows = Rows(make, materialize=materialize)
-    now = rows.backward(2, 0)
-    before = {key: dict(of_pass) for key, of_pass in rows.wanted.items()}
+    pass_ = rows.backward(2, 0)
+    before = {key: dict(pass_rows) for key, pass_rows in rows.wanted.items()}
     rows.store.begin()
     if failing == "the same graph":
-        rows.add(now, 0)
-        rows.add(now, 0)
+        rows.add(pass_, 0)
+        rows.add(pass_, 0)
     else:
         new = rows.opened(3)
         rows.add(new, 1 if failing == "a parameter's first" else 0)
         if failing == "two passes":
-            rows.add(now, 0)
+            rows.add(pass_, 0)
     rows.store.undo()
     rows.wanted = before
     rows.store.complete(rows.leaves)
     rows.check()
-    assert list(rows.store.held) == [now]
+    assert list(rows.store.held) == [pass_]
     rows.backward(1, 0, 1)
     rows.check()
 
@@ -596,11 +599,11 @@ def test_rows_whose_gradient_has_arrived_stay_after_a_failure(make: Callable[[in
     rows = Rows(make)
     for leaf in rows.leaves:
         leaf.note_grad()
-    now = rows.opened(2)
+    pass_ = rows.opened(2)
     rows.store.begin()
-    rows.add(now, 0)
+    rows.add(pass_, 0)
     rows.parameters[0].grad = torch.ones(SHAPE)
-    rows.add(now, 1)
+    rows.add(pass_, 1)
     rows.store.undo()
     del rows.wanted[0][1]
     rows.check()
@@ -614,11 +617,11 @@ def test_rows_that_stand_alone_give_way_to_those_from_before(make: Callable[[int
     rows.backward(3, 0, 1)
     before = [rows.numbers(0), rows.numbers(1)]
     wanted, rows.wanted = rows.wanted, {}
-    rows.store.set_aside(rows.leaves)
+    rows.store.suspend(rows.leaves)
     rows.check()
     rows.backward(5, 1)
     rows.check()
-    rows.store.take_back(rows.leaves)
+    rows.store.resume(rows.leaves)
     rows.wanted = wanted
     rows.check()
     assert all(torch.equal(rows.numbers(number), before[number]) for number in range(2))
@@ -630,10 +633,10 @@ def test_rows_that_stand_alone_give_way_to_those_from_before(make: Callable[[int
 def test_rows_that_the_user_took_away_meanwhile_do_not_come_back(make: Callable[[int], Tensor]) -> None:
     rows = Rows(make)
     rows.backward(2, 0, 1)
-    rows.store.set_aside(rows.leaves)
+    rows.store.suspend(rows.leaves)
     rows.store.add(rows.opened(4), rows.leaves[0], make(4))
     rows.parameters[0].grad_sample = None
-    rows.store.take_back(rows.leaves)
+    rows.store.resume(rows.leaves)
     del rows.wanted[0][0]
     rows.check()
 
@@ -642,7 +645,7 @@ def test_to_take_back_where_nothing_was_set_aside_changes_nothing() -> None:
     rows = Rows(dense)
     rows.backward(2, 0, 1)
     rows.parameters[0].grad_sample = "the user's"
-    rows.store.take_back(rows.leaves)
+    rows.store.resume(rows.leaves)
     assert rows.parameters[0].grad_sample == "the user's"
 
 
@@ -652,7 +655,7 @@ def test_dropping_a_parameters_rows_leaves_the_others(make: Callable[[int], Tens
     only_first = rows.backward(2, 0)
     rows.backward(3, 0, 1)
     rows.store.drop(rows.leaves[0])
-    rows.leaves[0].show(None)
+    rows.leaves[0].publish(None)
     rows.forget(only_first)  # a pass that nothing has rows in is none
     del rows.wanted[1][0]
     rows.store.complete(rows.leaves)
@@ -663,11 +666,11 @@ def test_dropping_a_parameters_rows_leaves_the_others(make: Callable[[int], Tens
 def test_dropping_reaches_what_was_set_aside(make: Callable[[int], Tensor]) -> None:
     rows = Rows(make)
     rows.backward(2, 0, 1)
-    rows.store.set_aside(rows.leaves)
+    rows.store.suspend(rows.leaves)
     rows.store.drop(rows.leaves[0])
-    assert rows.store.aside is not None
-    assert [list(of_pass) for of_pass in rows.store.aside[0].values()] == [[rows.leaves[1]]]
-    rows.store.take_back(rows.leaves)
+    assert rows.store.suspended is not None
+    assert [list(pass_rows) for pass_rows in rows.store.suspended[0].values()] == [[rows.leaves[1]]]
+    rows.store.resume(rows.leaves)
     del rows.wanted[0][0]
     rows.check()
 
@@ -694,11 +697,11 @@ def test_what_is_changed_in_place_is_kept(make: Callable[[int], Tensor], materia
     rows = Rows(make, leaves=1, materialize=materialize)
     for _ in range(count):
         rows.backward(2, 0)
-    shown = rows.shown(0)
-    assert shown is not None
-    shown.mul_(0.5)
-    for of_pass in rows.wanted.values():
-        of_pass[0] = of_pass[0] / 2
+    published = rows.published(0)
+    assert published is not None
+    published.mul_(0.5)
+    for pass_rows in rows.wanted.values():
+        pass_rows[0] = pass_rows[0] / 2
     for _ in range(3):
         rows.backward(2, 0)
         rows.check()
@@ -709,9 +712,9 @@ def test_what_is_changed_in_place_by_making_it_dense_is_kept(make: Callable[[int
     rows = Rows(make, leaves=1)
     rows.backward(2, 0)
     rows.backward(3, 0)
-    shown = rows.shown(0)
-    assert shown is not None
-    shown[1] = 7.0
+    published = rows.published(0)
+    assert published is not None
+    published[1] = 7.0
     rows.wanted[0][0][1] = 7.0
     rows.backward(1, 0)
     rows.check()
@@ -727,11 +730,11 @@ def test_what_is_changed_in_place_is_kept_for_each_parameter(
     rows.backward(2, 0, 1)
     rows.backward(3, 0, 1)
     for number in 0, 1:
-        shown = rows.shown(number)
-        assert shown is not None
-        shown.mul_(0.5)
-        for of_pass in rows.wanted.values():
-            of_pass[number] = of_pass[number] / 2
+        published = rows.published(number)
+        assert published is not None
+        published.mul_(0.5)
+        for pass_rows in rows.wanted.values():
+            pass_rows[number] = pass_rows[number] / 2
     rows.backward(1, *reached)
     rows.check()
 
@@ -743,11 +746,11 @@ def test_memory_grows_without_moving_what_is_there() -> None:
     for _ in range(20):
         rows.backward(2, 0)
         rows.check()
-        shown = rows.shown(0)
-        assert shown is not None
-        places.append(shown.data_ptr())
+        published = rows.published(0)
+        assert published is not None
+        places.append(published.data_ptr())
     assert len(set(places)) <= 6
-    moves = [place for place, (before, now) in enumerate(pairwise(places)) if before != now]
+    moves = [place for place, (before, after) in enumerate(pairwise(places)) if before != after]
     assert all(later - earlier >= earlier for earlier, later in pairwise(moves[1:]))  # as long until the next one
 
 
@@ -756,12 +759,12 @@ def test_rows_that_somebody_keeps_stay_as_they_are_when_more_come() -> None:
     kept = []
     for _ in range(6):
         rows.backward(2, 0)
-        shown = rows.shown(0)
-        assert shown is not None
-        kept.append((shown, shown.clone(), shown._version))
-    for shown, numbers, version in kept:
-        assert torch.equal(shown, numbers)
-        assert shown._version == version  # autograd takes the rows for unchanged
+        published = rows.published(0)
+        assert published is not None
+        kept.append((published, published.clone(), published._version))
+    for published, numbers, version in kept:
+        assert torch.equal(published, numbers)
+        assert published._version == version  # autograd takes the rows for unchanged
 
 
 def test_rows_that_failed_are_not_written_into_those_that_somebody_keeps() -> None:
@@ -772,7 +775,7 @@ def test_rows_that_failed_are_not_written_into_those_that_somebody_keeps() -> No
     rows.store.begin()
     failed = rows.opened(1)
     rows.add(failed, 0)
-    kept = rows.shown(0)
+    kept = rows.published(0)
     assert kept is not None
     numbers = kept.clone()
     rows.store.undo()
@@ -788,20 +791,20 @@ def test_rows_with_a_graph_are_appended_with_their_graph() -> None:
     rows = Rows(lambda batch: dense(batch).requires_grad_(), leaves=1)
     rows.backward(2, 0)
     rows.backward(3, 0)
-    shown = rows.shown(0)
-    assert shown is not None
-    assert shown.requires_grad
-    assert len(shown) == 5
+    published = rows.published(0)
+    assert published is not None
+    assert published.requires_grad
+    assert len(published) == 5
 
 
 @KINDS
 def test_clear_lets_go_of_all_rows(make: Callable[[int], Tensor]) -> None:
     rows = Rows(make)
     rows.backward(2, 0, 1)
-    rows.store.set_aside(rows.leaves)
+    rows.store.suspend(rows.leaves)
     rows.backward(2, 0)
     rows.store.clear()
-    assert (rows.store.held, rows.store.before, rows.store.aside) == ({}, {}, None)
+    assert (rows.store.held, rows.store.rows_before, rows.store.suspended) == ({}, {}, None)
 
 
 def test_rows_of_a_parameter_that_is_no_more_are_held_without_being_shown() -> None:

@@ -1,0 +1,98 @@
+"""Which pass a forward belongs to that a checkpoint runs again inside the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from expanded_nn._errors import complaint
+from expanded_nn.recording.backward import Backward, graph_of, in_transform, running_node
+from expanded_nn.recording.expand import Expand, Receiver, passes_behind
+from expanded_nn.recording.passes import Pass, Passes, PassStage
+
+_NOTE = "expanded_nn"  # the key in the metadata of a node of the graph
+
+
+class Recomputing(Receiver, Protocol):
+    """The recorder whose forward runs again, as far as it is needed to find its pass."""
+
+    passes: Passes
+    backward: Backward
+
+    def name_of(self, member: nn.Module | Tensor) -> str: ...
+
+
+def pass_of_recomputation(recorder: Recomputing, module: nn.Module, batch: int | None) -> Pass:
+    """The pass of a forward inside a backward: the one that the checkpoint was in at first.
+
+    What tells, in this order: the note on the running node; the expansions in the graph behind that node; and where
+    neither says anything, `Passes.recomputed`: which passes are not done, and the number of samples.
+
+    Args:
+        recorder: The recorder.
+        module: The module whose forward runs.
+        batch: How many samples its arguments hold, if they say so.
+
+    Raises:
+        PerSampleError: If no pass fits, or several do; if hooks of another library run the layer again.
+    """
+    if in_transform():
+        raise complaint(
+            recorder.name_of(module),
+            "a transform of torch.func runs the layer again inside the backward, as the hooks of another library "
+            "for per-sample gradients do (Opacus' GradSampleModule)",
+            "one library that makes per-sample gradients",
+            'Wrap the model without hooks, PrivacyEngine().make_private(..., grad_sample_mode="no_op"), or switch '
+            "per_sample(False).",
+        )
+    recorder.backward.enter(delivers=False)
+    node, noted = running_node(), noted_pass()
+    alive = [pass_ for ref in recorder.passes.alive if (pass_ := ref()) is not None]
+    is_sure = len(alive) == 1 and alive[0].stage is not PassStage.DONE
+    behind = [noted] if noted is not None else [] if is_sure else passes_behind(node, recorder)
+    if not behind and all(pass_.stage is PassStage.DONE for pass_ in alive):
+        # the pass of the last recomputation in this backward: of a checkpoint around this one, or beside it
+        behind = [pass_ for pass_ in recorder.backward.resumed[-1:] if batch in (pass_.batch, 1)]
+        if not behind and batch is not None:
+            # The checkpoint is around the whole model: its first forward had no gradients, and so no pass. The new
+            # pass is noted on the node, for a second backward on the same graph.
+            behind = [recorder.passes.new(batch)]
+            if _is_custom(node):
+                node.metadata[_NOTE] = behind[0]
+    fitting = recorder.passes.recomputed(batch, behind)
+    if len(fitting) == 1:
+        recorder.backward.resumed.append(fitting[0])
+        return fitting[0]
+    raise complaint(
+        recorder.name_of(module),
+        f"a checkpoint computes it again in the backward, with {batch} samples, and "
+        + (f"{len(fitting)} earlier forwards had so many" if fitting else "no earlier forward had so many"),
+        "one forward that it belongs to",
+        "Call backward for each forward before the next one, or give the checkpoint use_reentrant=False.",
+    )
+
+
+def noted_pass() -> Pass | None:
+    """The pass noted on the node whose backward runs."""
+    pass_: Pass | None = getattr(running_node(), "metadata", {}).get(_NOTE)
+    return pass_
+
+
+def note_pass(outputs: Iterable[Any], pass_: Pass) -> bool:
+    """Notes a forward's pass on the nodes that may be its reentrant checkpoints; whether there are any.
+
+    Behind the node of a reentrant checkpoint there is no graph, so nothing else leads to the pass.
+    """
+    ends = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn is not None]
+    nodes = [node for node in graph_of(*ends) if _is_custom(node) and not isinstance(node, Expand._backward_cls)]
+    for node in nodes:
+        node.metadata.setdefault(_NOTE, pass_)
+    return bool(nodes)
+
+
+def _is_custom(node: Any) -> bool:
+    """Whether a node is that of a `torch.autograd.Function`, as a checkpoint's is."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)

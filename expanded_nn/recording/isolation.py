@@ -1,0 +1,89 @@
+"""A recorder while a step is traced (`isolated`), and after a traced step has run as a graph (`set_rows`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch import Tensor
+
+from expanded_nn.factored import hidden, is_hidden
+from expanded_nn.recording.backward import Backward
+from expanded_nn.recording.leaf import Leaf, Published
+from expanded_nn.recording.passes import Passes, PassStage
+from expanded_nn.recording.recorder import Recorder
+from expanded_nn.recording.store import Store
+
+
+@contextmanager
+def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Gives the recorder a state of its own, and its old one back afterwards.
+
+    The rows that were held are there meanwhile, but hidden: they can be dropped or appended to, not looked at.
+
+    Args:
+        recorder: The recorder.
+        is_clipped: Whether the `.grad` of a parameter counts as set by clipping.
+    """
+    names = "settings", "passes", "backward", "store", "expanded"
+    before = {name: getattr(recorder, name) for name in names}
+    leaves = {leaf: (dict(vars(leaf)), getattr(leaf.parameter(), "grad_sample", None)) for leaf in recorder.leaves}
+    by_id = dict(recorder.leaves.by_id)
+    recorder.settings = replace(recorder.settings, materialize=False)
+    recorder.passes, recorder.backward = Passes(), Backward(recorder.backward_is_over)
+    recorder.store, recorder.expanded = Store(materialize=False), {}
+    for leaf in leaves:
+        _begin_anew(leaf, is_clipped)
+    held = {leaf: leaf.published.rows for leaf in leaves if leaf.published.rows is not None}
+    if held:
+        recorder.store.held[recorder.passes.new(0)] = held
+    try:
+        yield
+    finally:
+        for leaf in recorder.leaves:
+            if leaf not in leaves and leaf.handle is not None:
+                leaf.handle.remove()
+        recorder.leaves.by_id = by_id
+        for leaf, (fields, rows) in leaves.items():
+            vars(leaf).update(fields)
+            parameter = leaf.parameter()
+            if parameter is not None:
+                parameter.grad_sample = rows  # type: ignore[attr-defined]
+        vars(recorder).update(before)
+
+
+def _begin_anew(leaf: Leaf, is_clipped: Callable[[Tensor], bool]) -> None:
+    """Forgets the past of a parameter: its `.grad` counts as new, and its rows are hidden."""
+    parameter = leaf.parameter()
+    rows = None if leaf.published.rows is None else hidden(leaf.published.rows)
+    leaf.published, leaf.expected, leaf.memory = Published(rows), {}, None
+    leaf.is_scaled = leaf.has_foreign_part = False
+    leaf.incomplete_grad = leaf.clipped_grad = None
+    if parameter is not None:
+        parameter.grad_sample = rows  # type: ignore[attr-defined]
+        if parameter.grad is not None and is_clipped(parameter):
+            leaf.note_clipped(parameter.grad)
+    leaf.note_grad()
+
+
+def has_hidden_rows(leaf: Leaf) -> bool:
+    """Whether a parameter still has the rows that `isolated` has hidden."""
+    return leaf.published.rows is not None and is_hidden(leaf.published.rows)
+
+
+def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> None:
+    """Replaces the rows held by those that a graph has made, pass by pass."""
+    recorder.store.clear()
+    for pass_rows in passes:
+        pass_ = recorder.passes.new(next(iter(pass_rows.values())).shape[0])
+        pass_.stage = PassStage.DONE
+        recorder.store.held[pass_] = dict(pass_rows)
+    recorder.passes.current = None
+    recorder.expanded.clear()
+    for leaf in recorder.leaves:
+        leaf.published = Published()
+        if passes:
+            recorder.store.publish(leaf)
+        else:
+            leaf.publish(None)

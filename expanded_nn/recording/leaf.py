@@ -1,0 +1,316 @@
+"""What a recorder knows of one parameter: its rows, its `.grad` as last noted, the gradient that is due to arrive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expanded_nn._storage import Recycled
+from expanded_nn._traced import assume, is_traced
+from expanded_nn.recording.backward import running_backward
+from expanded_nn.recording.passes import Pass
+from expanded_nn.recording.sharded import is_shard, is_zero
+
+
+class ExpectedGradient:
+    """The gradient that has to arrive at a parameter in one backward: what its expansions have returned.
+
+    A single expansion's gradient has to arrive as the very same tensor, which costs nothing to see. Autograd adds up
+    those of several passes in the order in which they were returned: the same sum is made here, and compared.
+
+    Invariant: `first` is the only gradient so far and `total` is `None`, or `first` is `None` and `total` is the sum.
+
+    Attributes:
+        first: The gradient of the only expansion so far, and its version then.
+        total: The sum over several passes that end in this backward.
+        was_changed: Whether something else was added to the first gradient before the second one came.
+    """
+
+    def __init__(self, gradient: Tensor) -> None:
+        self.first: tuple[weakref.ref[Tensor], int] | None = (weakref.ref(gradient), gradient._version)
+        self.total: Tensor | None = None
+        self.was_changed = False
+
+    def add(self, gradient: Tensor) -> None:
+        """Adds the gradient of another expansion."""
+        # The engine holds the first gradient until now. If it is gone, its sum with something else has replaced it, and
+        # what arrives will not equal the total made here.
+        before = self.total
+        if self.first is not None:
+            before, version = self.first[0](), self.first[1]
+            self.was_changed = before is not None and before._version != version
+        self.total = gradient if before is None else (before + gradient).detach()
+        self.first = None
+
+    def matches(self, arrived: Tensor) -> bool:
+        """Whether the gradient that arrives at the parameter is this one, with nothing added."""
+        if self.first is not None:
+            # autograd adds a second gradient in place, so the same tensor may hold more: its version tells
+            return self.first[0]() is arrived and self.first[1] == arrived._version
+        return self.total is not None and not self.was_changed and _are_equal(self.total, arrived.detach())
+
+
+def _are_equal(total: Tensor, arrived: Tensor) -> bool:
+    """Whether two gradients have the same numbers; NaN equals NaN, as a sample may have such a gradient."""
+    if total.is_sparse or arrived.is_sparse:
+        total, arrived = total.to_dense(), arrived.to_dense()
+    if is_traced():
+        assume((total == arrived).all())
+        return True
+    return torch.equal(total, arrived) or bool(torch.allclose(total, arrived, rtol=0.0, atol=0.0, equal_nan=True))
+
+
+@dataclass(slots=True)
+class Published:
+    """The `grad_sample` that was set last.
+
+    Attributes:
+        rows: The tensor, `(B, *shape)` of all passes together; `None` where there are no rows.
+        passes: The passes that the rows are of, in this order.
+        version: The tensor's version when it was set.
+        has_room: Whether the store has made its memory, from its start, so that rows may follow behind it.
+    """
+
+    rows: Tensor | None = None
+    passes: tuple[Pass, ...] = ()
+    version: int = 0
+    has_room: bool = False
+
+
+@dataclass
+class Location:
+    """Where a parameter is in the model.
+
+    Attributes:
+        module: The module that holds it.
+        name: Its name there.
+        shard: What the module holds under that name once FSDP has freed the parameter that it had gathered.
+    """
+
+    module: weakref.ref[nn.Module]
+    name: str
+    shard: Tensor | None = None
+
+    def find_shard(self) -> bool:
+        """Looks whether the module holds a shard at this moment, and notes it."""
+        module = self.module()
+        parameter = None if module is None else module._parameters.get(self.name)
+        if not is_shard(parameter):
+            return False
+        self.shard = parameter
+        return True
+
+
+@dataclass(eq=False)
+class Leaf:
+    """What a recorder knows of one parameter.
+
+    A pair of a tensor's reference and its version is noted where a later change of the tensor has to be seen.
+
+    Attributes:
+        parameter: The parameter. A guest of `functional_call` may not live long.
+        is_member: Whether it has been seen in the model, and so is no guest.
+        published: Its `grad_sample`.
+        expected: The gradient that has to arrive at it, by the number of the backward.
+        scales_rows: Whether its rows are scaled by B, as those of a mean over the samples.
+        noted_grad: `.grad` when it was noted last, and its version then.
+        is_scaled: Whether `.grad` was scaled since it was cleared, so that it differs from the sum of the rows.
+        has_foreign_part: Whether `.grad` has a part that no rows are of, so that it differs from their sum.
+        clipped_grad: The `.grad` that clipping has set, and its version then.
+        incomplete_grad: The `.grad` with a part whose rows were dropped, as the parameter was frozen meanwhile.
+        memory: Where its dense rows are written, if memory is used again.
+        location: Where it is in the model, as far as that is known.
+        handle: The handle of the hook that watches it.
+    """
+
+    parameter: weakref.ref[Tensor]
+    is_member: bool = False
+    scales_rows: bool = False
+    published: Published = field(default_factory=Published)
+    expected: dict[int, ExpectedGradient] = field(default_factory=dict)
+    noted_grad: tuple[weakref.ref[Tensor], int] | None = None
+    is_scaled: bool = False
+    has_foreign_part: bool = False
+    clipped_grad: tuple[weakref.ref[Tensor], int] | None = None
+    incomplete_grad: weakref.ref[Tensor] | None = None
+    memory: Recycled | None = field(default_factory=Recycled)
+    location: Location | None = None
+    handle: Any = None
+
+    def visible_parameter(self) -> Tensor | None:
+        """The parameter that the model holds between the passes: itself, or FSDP's shard of it."""
+        if self.location is not None and self.location.shard is not None:
+            return self.location.shard
+        return self.parameter()
+
+    @property
+    def grad(self) -> Tensor | None:
+        """`.grad` of the visible parameter, `None` if there is neither."""
+        parameter = self.visible_parameter()
+        return None if parameter is None else parameter.grad
+
+    def is_trainable(self) -> bool:
+        """Whether the parameter requires gradients."""
+        return bool(getattr(self.visible_parameter(), "requires_grad", False))
+
+    # `grad_sample`
+
+    def publish(self, rows: Tensor | None, passes: Iterable[Pass] = (), *, has_room: bool = False) -> None:
+        """Sets `grad_sample`."""
+        before, parameter = self.published.rows, self.parameter()
+        if rows is not None and before is not None and hasattr(before, "_processed"):
+            rows._processed = True  # type: ignore[attr-defined]  # Opacus' mark on rows that a step has used
+        self.published = Published(rows, tuple(passes), 0 if rows is None else rows._version, has_room)
+        if parameter is not None:
+            parameter.grad_sample = rows  # type: ignore[attr-defined]
+        if self.location is not None and self.location.shard is not None:
+            self.location.shard.grad_sample = rows  # type: ignore[attr-defined]
+
+    def publish_again(self, published: Published) -> None:
+        """Sets `grad_sample` to what it was."""
+        self.publish(published.rows)
+        self.published = published
+
+    def publish_on_shard(self) -> None:
+        """Sets `grad_sample` of the shard that has replaced a parameter that FSDP had gathered."""
+        if self.location is not None and self.published.rows is not None and self.location.find_shard():
+            self.location.shard.grad_sample = self.published.rows  # type: ignore[union-attr]
+
+    def was_reset(self) -> bool:
+        """Whether the user has set `grad_sample`."""
+        return getattr(self.visible_parameter(), "grad_sample", None) is not self.published.rows
+
+    # `.grad`
+
+    def expect(self, gradient: Tensor) -> None:
+        """Notes the gradient that an expansion returns to the parameter in the running backward."""
+        task = running_backward()
+        if task in self.expected:
+            self.expected[task].add(gradient)
+        else:
+            self.expected[task] = ExpectedGradient(gradient)
+
+    def note_grad(self) -> None:
+        """Notes what `.grad` is, so that a change is seen."""
+        grad = self.grad
+        if grad is not None:
+            self.noted_grad = (weakref.ref(grad), grad._version)
+        elif self.noted_grad is not None:
+            self.noted_grad = None
+
+    def grad_is_as_noted(self) -> bool:
+        """Whether `.grad` is the tensor that was noted, in the same version."""
+        grad = self.grad
+        if grad is None or self.noted_grad is None:
+            return grad is None and self.noted_grad is None
+        return self.noted_grad[0]() is grad and self.noted_grad[1] == grad._version
+
+    def grad_is_another(self) -> bool:
+        """Whether `.grad` is another tensor than the one that was noted."""
+        parameter = self.visible_parameter()
+        return self.noted_grad is not None and parameter is not None and self.noted_grad[0]() is not parameter.grad
+
+    def was_cleared(self) -> bool:
+        """Whether `.grad` is gone or zero, and has changed since it was noted."""
+        if self.grad_is_as_noted() or self.was_reset():
+            return False
+        grad = self.grad
+        return grad is None or vanishes(grad)
+
+    def note_foreign_part(self) -> None:
+        """Notes whether `.grad` has a part that no rows are of; to be called before the first rows come."""
+        if self.published.rows is None:
+            grad = self.grad
+            self.has_foreign_part = grad is not None and not vanishes(grad)
+
+    def note_incomplete(self) -> None:
+        """Notes that rows are about to be dropped whose gradient is a part of `.grad`."""
+        grad = self.grad
+        if grad is not None:
+            self.incomplete_grad = weakref.ref(grad)
+
+    def note_clipped(self, grad: Tensor) -> None:
+        """Notes that clipping has set `.grad`, all of it."""
+        self.clipped_grad = weakref.ref(grad), grad._version
+        self.incomplete_grad = None
+
+    def lacks_rows(self) -> bool:
+        """Whether `.grad` still has a part whose rows were dropped; that ends when `.grad` is cleared or replaced."""
+        grad = self.grad
+        if self.incomplete_grad is not None and (grad is None or self.incomplete_grad() is not grad or vanishes(grad)):
+            self.incomplete_grad = None
+        return self.incomplete_grad is not None
+
+    def was_scaled_or_clipped(self) -> bool:
+        """Whether `.grad` was scaled or clipped since it was cleared, so that it differs from the sum of the rows."""
+        grad = self.grad
+        return self.is_scaled or (self.clipped_grad is not None and grad is not None and self.clipped_grad[0]() is grad)
+
+
+class Leaves:
+    """The leaf of each parameter, by the parameter's identity.
+
+    Invariant: a leaf whose parameter is gone stays until `forget_lost`, as its rows have to be dropped, too. `get` does
+    not return it, even if another tensor has got the same id.
+
+    Attributes:
+        by_id: By the parameter's id.
+        lost: Ids of parameters that are gone.
+        sharded: Whether FSDP has sharded any of them.
+        is_paused: Whether the watch is paused, as the gradients that arrive are the library's own inner derivatives.
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, Leaf] = {}
+        self.lost: list[int] = []
+        self.sharded = False
+        self.is_paused = False
+
+    def __iter__(self) -> Iterator[Leaf]:
+        return iter(self.by_id.values())
+
+    def get(self, parameter: Tensor) -> Leaf | None:
+        """The leaf of a parameter."""
+        leaf = self.by_id.get(id(parameter))
+        return leaf if leaf is not None and leaf.parameter() is parameter else None
+
+    def is_watched(self, parameter: Tensor) -> bool:
+        """Whether there is a hook on a parameter."""
+        leaf = self.by_id.get(id(parameter))
+        return leaf is not None and leaf.handle is not None and leaf.parameter() is parameter
+
+    def add(self, parameter: Tensor) -> Leaf:
+        """The leaf of a parameter that has none."""
+        lost, key = self.lost, id(parameter)
+        leaf = self.by_id[key] = Leaf(weakref.ref(parameter, lambda _: lost.append(key)))
+        self.sharded = self.sharded or is_shard(parameter)
+        return leaf
+
+    def forget_lost(self) -> list[Leaf]:
+        """Forgets the parameters that are gone, and returns their leaves."""
+        forgotten = []
+        while self.lost:
+            leaf = self.by_id.get(key := self.lost.pop())
+            if leaf is not None and leaf.parameter() is None:
+                forgotten.append(self.by_id.pop(key))
+        return forgotten
+
+    def with_rows(self) -> list[Leaf]:
+        """The leaves that hold rows."""
+        return [leaf for leaf in self.by_id.values() if leaf.published.rows is not None]
+
+
+def vanishes(grad: Tensor) -> bool:
+    """Whether all numbers are zero; the first ones tell for nearly every gradient that is not."""
+    values = grad._values() if grad.is_sparse else grad
+    if is_traced():
+        assume(values.any())
+        return False
+    if not is_shard(values) and values.numel() > 64 and values.is_contiguous() and bool(values.view(-1)[:64].any()):
+        return False
+    return is_zero(values)

@@ -1,0 +1,134 @@
+"""Which rows are stale: the gradient that they add up to is no longer in `.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._traced import refuse_values
+from expanded_nn.factored import as_factored
+from expanded_nn.recording.leaf import Leaf, vanishes
+from expanded_nn.recording.sharded import is_shard
+
+
+def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_held: bool = False) -> list[Leaf]:
+    """The leaves whose `.grad` was cleared since it was noted, so that the rows held are no part of it.
+
+    The first line that fits counts:
+
+    | `.grad`                                            | rows                                                  |
+    |----------------------------------------------------|-------------------------------------------------------|
+    | `None`, or `grad_sample` was set by the user       | stale                                                 |
+    | zero, scaled or clipped before, and `beside_held`  | refused, as it may be a sum that cancels. Held, if    |
+    |                                                    | all rows are zero                                     |
+    | zero, and the rows do not add up to zero           | stale                                                 |
+    | zero, as is the sum of the rows (they cancel)      | stale if no `.grad` is held and another parameter's   |
+    |                                                    | zero is stale: they were cleared together. Held else  |
+    | another tensor, no multiple of the sum of the rows | stale: it was set anew. A shard's is held, as its sum |
+    |                                                    | is known on all ranks together only                   |
+    | changed in place, no multiple of the sum           | refused: they may be a part of it or not. Held, if it |
+    |                                                    | was scaled or clipped before, or lacks rows, so that  |
+    |                                                    | they are refused where they are asked for             |
+    | any other                                          | held: the same tensor, or a scaled copy of it         |
+
+    Args:
+        leaves: Those that have rows.
+        name_of: Gives the name of a parameter, for the error.
+        beside_held: Whether these are only a part of the leaves, and rows of others are known to be held.
+
+    Raises:
+        PerSampleError: If a `.grad` was changed in place so that nothing tells whether the rows are a part of it.
+    """
+    stale_leaves, zeros, some_held = [], [], beside_held
+    for leaf in leaves:
+        parameter = leaf.visible_parameter()
+        if parameter is None or parameter.grad is None or leaf.was_reset():
+            stale_leaves.append(leaf)
+        elif vanishes(parameter.grad):
+            if not beside_held or not leaf.was_scaled_or_clipped():
+                zeros.append(leaf)
+            elif leaf.published.rows is not None and bool(leaf.published.rows.norm()):
+                raise _in_doubt(
+                    name_of(parameter),
+                    "is zero, which may be a sum that cancels",
+                    "gradients that were all cleared together, or set to None, or left alone",
+                )
+        elif leaf.noted_grad is None or leaf.grad_is_as_noted() or is_shard(parameter):
+            some_held = True
+        elif _is_multiple(parameter.grad, leaf):
+            some_held = leaf.is_scaled = True
+        elif not leaf.grad_is_another() and (
+            leaf.has_foreign_part or leaf.was_scaled_or_clipped() or leaf.lacks_rows()
+        ):
+            some_held = True
+        elif leaf.grad_is_another() and not leaf.was_scaled_or_clipped():
+            stale_leaves.append(leaf)
+        else:
+            raise _in_doubt(
+                name_of(parameter),
+                "is no multiple of the per-sample gradients held",
+                "a .grad that was cleared, scaled or left alone before the next backward adds to it",
+            )
+    zeros.sort(key=_size)
+    if not some_held and any(not _rows_cancel(leaf) for leaf in zeros):  # one that was cleared tells of all
+        return stale_leaves + zeros
+    return stale_leaves + [leaf for leaf in zeros if not _rows_cancel(leaf)]
+
+
+def _in_doubt(where: str, state: str, wanted: str) -> PerSampleError:
+    return complaint(
+        where,
+        f"its .grad was changed since the last backward, and {state}, so that the rows may or may not be a part of it",
+        wanted,
+        "Clear it, optimizer.zero_grad(), or change it once all backwards of the step are done.",
+    )
+
+
+def _size(leaf: Leaf) -> int:
+    return 0 if leaf.published.rows is None else leaf.published.rows.numel()
+
+
+def _sum_of_rows(leaf: Leaf) -> tuple[Tensor, Tensor]:
+    """What the rows held add up to in `.grad`, and a bound on the norm of its rounding error."""
+    rows = leaf.published.rows
+    assert rows is not None
+    sizes = [pass_.batch for pass_ in leaf.published.passes]
+    scales = [size if leaf.scales_rows else 1 for size in sizes for _ in range(size)]
+    weights = torch.tensor(scales, dtype=torch.float64, device=rows.device).reciprocal()
+    with torch.no_grad():
+        total = as_factored(rows.detach()).weighted_sum(weights.to(as_factored(rows).dtype))
+        size = rows.norm() * (weights.max() if len(weights) else 1.0)
+    epsilon = torch.finfo(rows.dtype).eps
+    return total, size * epsilon * 8 * max(1, rows.shape[0])
+
+
+def _rows_cancel(leaf: Leaf) -> bool:
+    """Whether a zero `.grad` may be the sum of rows that cancel."""
+    refuse_values("a gradient is zero between two backwards")
+    if leaf.has_foreign_part:
+        return False  # with rows that cancel `.grad` is its foreign part, which is not zero: it was cleared
+    grad = leaf.grad
+    if leaf.clipped_grad is not None and grad is not None:
+        clipped, version = leaf.clipped_grad
+        if clipped() is grad and version != grad._version:
+            return False  # the sum of the rows says nothing about a `.grad` that was changed after clipping had set it
+    total, rounding = _sum_of_rows(leaf)
+    return bool(total.norm() <= rounding)
+
+
+def _is_multiple(grad: Tensor, leaf: Leaf) -> bool:
+    """Whether a gradient is the sum of the rows times a number, as one that was scaled is."""
+    refuse_values("a gradient is changed between two backwards")
+    total, rounding = _sum_of_rows(leaf)
+    grad = grad.detach().to_dense() if grad.is_sparse else grad.detach()
+    if grad.shape != total.shape:
+        return False
+    length = total.norm()
+    if not bool(length > rounding):
+        return bool(grad.norm() <= rounding)  # both are rounding noise, of rows that cancel
+    factor = torch.sum(grad * total.conj()) / length.square()
+    tolerance = rounding / length + torch.finfo(grad.dtype).eps ** 0.5
+    return bool((grad - factor * total).norm() <= tolerance * grad.norm())
