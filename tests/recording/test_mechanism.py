@@ -388,6 +388,7 @@ ONE_FOR_ALL: dict[str, tuple[type[nn.Module], tuple[int, ...], Tensor]] = {
     "row_of_two_dimensions": (nn.LayerNorm, ([1, 4],), torch.linspace(0, 1, 4, dtype=torch.float64)[None, None]),
     "state": (nn.GRUCell, (4, 4), torch.linspace(0, 1, 4, dtype=torch.float64)[None]),
     "number": (nn.Embedding, (9, 4), torch.tensor(2)),
+    "bag": (nn.EmbeddingBag, (9, 4), torch.tensor([[2, 5, 2]])),
 }
 
 
@@ -406,7 +407,7 @@ def test_the_first_row_of_what_all_samples_share_is_refused(
         model(torch.randn((3, 5, 4) if batch_first else (5, 3, 4)))
 
 
-@pytest.mark.parametrize("kind", ["row", "state", "number"])
+@pytest.mark.parametrize("kind", ["row", "state", "number", "bag"])
 def test_a_part_of_each_row_of_what_all_samples_share(kind: str) -> None:
     def first_feature(out: Tensor) -> Tensor:
         return out[..., 0].unsqueeze(-1)
