@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrize
 
 from expanded_nn import _layout
-from expanded_nn._batch import batch_of
+from expanded_nn._batch import batch_of, tensors
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._escalate import Learned
 from expanded_nn._lift import lifted
@@ -260,11 +260,15 @@ class Expanded(PerSampleModule):
     def _noting_what_is_shared(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """The forward inside of another, which hears of results that all samples share."""
         notes = forward.notes
-        before, results = len(notes.inputs_shared), len(notes.shared_results)
+        before, noted = len(notes.inputs_shared), len(notes.shared_results)
         result = self.expanded_forward(*args, **kwargs)
         inputs_shared = notes.inputs_shared[before:]
-        if inputs_shared and all(inputs_shared) and len(notes.shared_results) == results:
-            forward.note_shared(self, result, self._samples_dim)
+        if inputs_shared and all(inputs_shared) and len(notes.shared_results) == noted:
+            # of a user's own module only a single result is known to have its samples where its input has them
+            results = list(tensors(result)) if self.ranks else [result]
+            dims = [self._samples_dim, *self.sample_dims(len(results))[1:]]
+            for each, dim in zip(results, dims, strict=False):
+                forward.note_shared(self, each, dim)
         return result
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:

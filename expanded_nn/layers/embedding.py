@@ -422,6 +422,7 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
     """
 
     ranks: ClassVar[dict[str, int]] = {"weight": 2}
+    fixed_layout: ClassVar[bool] = True
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         forward = None if self._recorder is None or offsets is None else self._recorder.forward

@@ -141,7 +141,8 @@ class _Cell(Expanded, nn.RNNCellBase):
             states = [self._checked_state("hx", each) for each in (hx if lstm else [hx])]
         weights = Weights(*map(self.expanded, self.ranks))
         y, cells = recurrent(RECURRENCES[self.mode], Steps.of(x[None], cell=True), x[None], states, weights)
-        return (y[0], *cells) if lstm else y[0]
+        h = y.squeeze(0)
+        return (h, *cells) if lstm else h
 
     def _checked_state(self, argument: str, x: Tensor) -> Tensor:
         if x.dim() not in (1, 2):

@@ -388,6 +388,7 @@ ONE_FOR_ALL: dict[str, tuple[type[nn.Module], tuple[int, ...], Tensor]] = {
     "row_of_two_dimensions": (nn.LayerNorm, ([1, 4],), torch.linspace(0, 1, 4, dtype=torch.float64)[None, None]),
     "state": (nn.GRUCell, (4, 4), torch.linspace(0, 1, 4, dtype=torch.float64)[None]),
     "number": (nn.Embedding, (9, 4), torch.tensor(2)),
+    "bag": (nn.EmbeddingBag, (9, 4), torch.tensor([[2, 5, 2]])),
 }
 
 
@@ -406,7 +407,7 @@ def test_the_first_row_of_what_all_samples_share_is_refused(
         model(torch.randn((3, 5, 4) if batch_first else (5, 3, 4)))
 
 
-@pytest.mark.parametrize("kind", ["row", "state", "number"])
+@pytest.mark.parametrize("kind", ["row", "state", "number", "bag"])
 def test_a_part_of_each_row_of_what_all_samples_share(kind: str) -> None:
     def first_feature(out: Tensor) -> Tensor:
         return out[..., 0].unsqueeze(-1)
@@ -420,6 +421,56 @@ def test_a_part_of_each_row_of_what_all_samples_share(kind: str) -> None:
     objective(model, call, 0).backward()
     expected = loop(module, call, 3, take=lambda call, i: call.map(lambda x: x[:, i : i + 1]), objective=objective)
     assert_close_rows(rows_of(model), expected)
+
+
+def lstm() -> nn.Module:
+    return nn.LSTM(4, 4, 2, batch_first=True, bidirectional=True, proj_size=2)
+
+
+def attention() -> nn.Module:
+    return nn.MultiheadAttention(4, 2, batch_first=True)
+
+
+# a layer, and what it makes of (1, 5, 4), as (1, 5 or 1, 4)
+SEVERAL: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]]] = {
+    "lstm": (lstm, lambda layer, x: layer(x)[0]),
+    "gru_time_first": (lambda: nn.GRU(4, 4), lambda layer, x: layer(x.transpose(0, 1))[0].transpose(0, 1)),
+    "attention": (attention, lambda layer, x: layer(x, x, x)[0]),
+    "attention_fused": (attention, lambda layer, x: layer(x, x, x, need_weights=False)[0]),
+    "cell": (lambda: nn.LSTMCell(4, 4), lambda layer, x: layer(x[:, 0])[0][:, None]),
+    "cell_state": (lambda: nn.LSTMCell(4, 4), lambda layer, x: layer(x[:, 0])[1][:, None]),
+}
+
+
+class Several(nn.Module):
+    """A line, and what a layer with several results makes of a sequence that all samples share."""
+
+    def __init__(self, layer: nn.Module, use: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.line, self.layer, self.use = nn.Linear(4, 4), layer, use
+        self.register_buffer("shared", torch.linspace(-1, 1, 20, dtype=torch.float64).view(1, 5, 4).sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x) + self.use(self.layer, self.shared)
+
+
+@pytest.mark.parametrize(("layer", "use"), SEVERAL.values(), ids=SEVERAL)
+def test_several_results_of_what_all_samples_share(layer: Callable[[], nn.Module], use: Callable[..., Any]) -> None:
+    module, call = Several(layer(), use), Call((torch.randn(3, 5, 4),))
+    model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
+    plain(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, 3))
+
+
+WEIGHTS = {"attention_weights": (attention, lambda layer, x: layer(x, x[:, :4], x[:, :4])[1])}
+
+
+@pytest.mark.parametrize(("layer", "use"), (SEVERAL | WEIGHTS).values(), ids=SEVERAL | WEIGHTS)
+def test_the_first_row_of_several_results_is_refused(layer: Callable[[], nn.Module], use: Callable[..., Any]) -> None:
+    """It would be the first sample's copy."""
+    model = enn.convert(Several(layer(), lambda layer, x: use(layer, x)[0])).per_sample(escalate=False)
+    with pytest.raises(enn.PerSampleError, match=r"^layer .*shared by all 3 samples.*\(select over the samples\)"):
+        model(torch.randn(3, 5, 4))
 
 
 @pytest.mark.parametrize("first", [0, 1])
