@@ -387,7 +387,7 @@ gradients have been seen to go wrong, each run through all of them in float64 an
 in plain PyTorch.
 
 - **right**: all rows agree with the loop, to a relative error of 1e-9.
-- **wrong**: rows came out, and they are others than the loop's, or of another number.
+- **wrong**: rows came out, but their values, or their number, differ from the loop's.
 - **no rows**: a parameter got none. Asking for them gives `None` or an AttributeError.
 - **error**: the library refused, or failed in the attempt. No rows, no harm.
 
@@ -431,7 +431,7 @@ def page(found: list[tuple[Trap, dict[str, Outcome]]]) -> str:
         if any("check" in word for word in words):
             said.append("1 found by `check` alone")
         counts.append(f"| {title} | {', '.join(said)} |")
-    lines = [HEAD.format(counts="\n".join(["| Library | Of the cases |", "|---|---|", *counts])), "## The cases\n"]
+    lines = [HEAD.format(counts="\n".join(["| Library | Cases |", "|---|---|", *counts])), "## The cases\n"]
     lines += ["| Case | " + " | ".join(titles) + " |", "|---|" + "---|" * len(titles)]
     for trap, outcomes in found:
         cells = (outcomes[title].cell for title in titles)
@@ -451,7 +451,7 @@ def page(found: list[tuple[Trap, dict[str, Outcome]]]) -> str:
 def steps() -> str:
     """The part on what a training script does around the forward."""
     lines = [f"| {what} | {comes} | `{test.partition('::')[2]}` |" for what, comes, test in STEPS]
-    return "\n".join([STEPS_HEAD, "| A script does | Comes of it | Test |", "|---|---|---|", *lines])
+    return "\n".join([STEPS_HEAD, "| A script does | Result | Test |", "|---|---|---|", *lines])
 
 
 def as_text(found: Outcome) -> str:

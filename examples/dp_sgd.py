@@ -1,8 +1,8 @@
 """Learning from people without remembering any one of them: DP-SGD on handwritten digits.
 
 Each sample's gradient is clipped before it is added up, at a bound that follows the median norm (Andrew et al., 2021),
-and Opacus adds noise to the sum, so that no single digit can leave its mark. Its accountant says how much is given
-away, epsilon; the picture shows the accuracy that it buys. The rows are never in memory, only their factors.
+and Opacus adds noise to the sum, so that no single digit can leave its mark. Its accountant says how much privacy is
+spent, epsilon; the picture shows the accuracy that it buys. The rows are never in memory, only their factors.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How large should a batch be? The gradients' own noise says so, and says it anew at each stage of the training.
+"""How large should a batch be? The gradients' own noise says so, at each stage of the training.
 
 With a batch smaller than the noise scale tr(Σ) / |G|² a step is mostly the luck of the draw; with a larger one it is
 mostly signal, and more samples are wasted on it (McCandlish et al., 2018, "An empirical model of large-batch

@@ -1,4 +1,4 @@
-"""Two matrices from the rows: the tangent kernel foretells a training, and the Fisher matrix need not be built.
+"""Two matrices from the rows: the tangent kernel predicts a training, and the Fisher matrix need not be built.
 
 Inner products of the outputs' gradients are the empirical neural tangent kernel (Jacot et al., 2018). If it stayed as
 it is at the start, training would have a closed form; wide networks come nearest to it. Inner products of the losses'

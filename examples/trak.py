@@ -1,6 +1,6 @@
-"""Which training digits does a prediction hang on? TRAK, from a store of projected gradients, put to the test.
+"""Which training digits does a prediction depend on? TRAK, from a store of projected gradients, put to the test.
 
-TRAK (Park et al., 2023) regresses on gradients of the margin, projected to a few numbers. Does it foretell a new
+TRAK (Park et al., 2023) regresses on gradients of the margin, projected to a few numbers. Does it predict a new
 digit's margin after a training on half of the digits? The rank correlation is the linear datamodeling score.
 """
 

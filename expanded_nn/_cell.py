@@ -36,7 +36,7 @@ class Guarded(NamedTuple):
                 "grad_sample",
                 "a tensor that a factored gradient, or a snapshot by per_sample_grads, still needs (a layer's input, "
                 "the gradient of its output, or the rows themselves) was changed in place",
-                "it unchanged until the rows have been used",
+                "no change of it until the rows have been used",
                 "Change a clone of it, or switch on per_sample(materialize=True).",
             )
 

@@ -125,7 +125,7 @@ def refuse_gradients_without_rows(
             "per-sample gradients, so that nothing bounds what a sample adds to it",
             "per-sample gradients of all that is in .grad",
             "If that gradient is left from an earlier step, clear it: optimizer.zero_grad(). If it is of this step, "
-            "use the parameter by its layer, or by expanded_nn.expanded(weight).",
+            "use the parameter through its layer, or through expanded_nn.expanded(weight).",
         )
 
 

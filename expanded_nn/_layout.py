@@ -141,7 +141,7 @@ def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleE
         f"{batch} rows, one per sample, or 1 that all share",
         f"{guess}Keep the batch in a dimension of its own (unflatten it); or send the module that folds it through the "
         "general rule, alone(ItsClass) before convert; or say where the samples stand, "
-        f"per_sample(batch_size=..., batch_first=...): {said} said {batch}.",
+        f"per_sample(batch_size=..., batch_first=...). B = {batch} comes from {said}.",
     )
 
 
@@ -168,8 +168,8 @@ def refuse_square(layer: Reader, x: Tensor) -> None:
     if tuple(x.shape) == (layer.batch_size, layer.batch_size) and layer.batch_size > 1:
         raise layer._refusal(
             f"input of shape {tuple(x.shape)} in a model with batch_first=False may have its samples first or second",
-            "a shape that tells",
-            "Say it by another dimension: input.unsqueeze(0) where the samples stand first, and input.unsqueeze(-1) "
+            "a shape that says which",
+            "Say it with another dimension: input.unsqueeze(0) where the samples stand first, and input.unsqueeze(-1) "
             "where they stand second.",
         )
 

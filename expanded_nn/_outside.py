@@ -55,7 +55,7 @@ def one_pass(model: nn.Module, batch_size: int) -> Iterator[None]:
         torch.Size([4, 2])
     """
     if batch_size < 0:
-        raise ValueError(f"one_pass: batch_size is {batch_size}; wanted a number from 0.")
+        raise ValueError(f"one_pass: batch_size is {batch_size}; wanted 0 or more.")
     recorders = {module._recorder for module in model.modules() if isinstance(module, PerSampleModule)} - {None}
     with ExitStack() as stack:
         for recorder in recorders:
@@ -69,9 +69,9 @@ def expanded(weight: Tensor) -> Tensor:
     In per-sample mode it is expanded over the samples of the forward that runs or, after it, of the last one:
     `(B, *weight.shape)`, the same tensor that the layers see. So the gradient of this use is added to the rows. In any
     other case, with per-sample mode off, in `no_grad`, or for a frozen parameter, it is `weight` itself. A parameter
-    without dimensions becomes `(B,)`, which broadcasts with `(B, 1)` to `(B, B)`, and wrong rows: give it shape `(1,)`.
-    The maps of `expanded_nn.functional` (`linear`,
-    `bilinear`, `embedding`, the convolutions) take both; so does code that counts dimensions from the end.
+    without dimensions becomes `(B,)`, which with `(B, 1)` broadcasts to `(B, B)`, and the rows are wrong: give it shape
+    `(1,)`, or write `expanded(weight).view(-1, 1)`. The maps of `expanded_nn.functional` (`linear`, `bilinear`,
+    `embedding`, the convolutions) take both; so does code that counts dimensions from the end.
 
     Args:
         weight: A parameter of a converted model, or what was computed from parameters alone.
@@ -123,7 +123,7 @@ def with_plain_weights(operation: Operation, plain: Callable[..., Tensor], rank:
             raise complaint(
                 f"functional.{operation.__name__}",
                 f"the input has shape {tuple(x.shape)}, the weight {tuple(weight.shape)}",
-                f"a weight of {rank} dimensions, or of {rank + 1}, the first of them the samples, as in the input",
+                f"a weight with {rank} dimensions, or with {rank + 1}, the first that of the samples, as in the input",
                 "Keep the samples in the first dimension of both; unflatten a folded batch.",
             )
         if torch.compiler.is_compiling() and weight.requires_grad:

@@ -115,6 +115,6 @@ class Findings:
             self.notes.append("the rows were not compared with the sample-by-sample loop.")
         if problems and is_ambiguous:
             self.notes.append(
-                f"B = {self.samples} is the size of another dimension too: try another B if that misleads."
+                f"B = {self.samples} is also the size of another dimension: if that misleads the check, try another B."
             )
         return Report(problems, tuple(self.notes), self.errors, self.samples, self.dtype, self.tolerance)

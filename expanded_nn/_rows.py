@@ -186,7 +186,7 @@ class Rows(Tensor):
         if self._source is not None and self._source[0].version != self._source[1]:
             raise complaint(
                 "grad_sample",
-                "rows that were chosen from a factored gradient are used after that was changed in place",
+                "rows that were chosen from a factored gradient are used after the gradient was changed in place",
                 "no in-place change between the two",
                 "Choose the rows again, or clone them.",
             )

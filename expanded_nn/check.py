@@ -22,14 +22,14 @@ from expanded_nn.convert import convert, revert
 from expanded_nn.recording.recorder import Recorder, Settings, recorder_of
 
 _APART = (
-    "Normalise, pool, attend and route within a sample: GroupNorm for BatchNorm, or its eval mode; attention with "
+    "Normalize, pool, attend and route within a sample: GroupNorm for BatchNorm, or its eval mode; attention with "
     "batch_first=True where the samples come first."
 )
 _MEAN = "Average over a sample's own parts before the samples are averaged; leave penalties to the optimizer."
 _REPORT = (
-    "Look where a parameter of expanded_nn.expanded, (B, *shape), broadcasts with another shape: one without "
-    "dimensions is (B,), and makes (B, B) of (B, 1), so give it shape (1,). If neither that nor a layer of your own "
-    "(@expands) is to blame, please report it, with the model."
+    "Look for a result of expanded_nn.expanded, (B, *shape), that broadcasts with another shape: a parameter without "
+    "dimensions becomes (B,), and with (B, 1) that makes (B, B), so give it shape (1,). If neither that nor a layer of "
+    "your own (@expands) is to blame, please report it, with the model."
 )
 
 
@@ -105,7 +105,7 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
             )
         if isinstance(chance, WithoutChance) and chance.has_drawn:
             checking.findings.notes.append(
-                "random numbers were fixed ones in all runs, so that a sample alone can be compared."
+                "random numbers were the same in all runs, so that a sample alone can be compared."
             )
         return checking.findings.report(is_ambiguous=call.is_ambiguous())
 
@@ -365,7 +365,9 @@ class _Check:
             self.complain("run", self.who, found, "one at least", remedy)
             return False
         if left_out:
-            self.findings.notes.append(f"left out, as no samples are in them: outputs of shape {', '.join(left_out)}.")
+            self.findings.notes.append(
+                f"left out, as they have no samples' dimension: outputs of shape {', '.join(left_out)}."
+            )
         return True
 
     def find_mixing(self) -> bool:
@@ -409,14 +411,14 @@ class _Check:
         lacking = [name for name, p in named.items() if p.grad is not None and rows[name] is None]
         if lacking:
             found = f"{listed(lacking)} received a gradient and no rows"
-            remedy = "Use a parameter inside of its module, or by expanded_nn.expanded(weight)."
+            remedy = "Use a parameter inside of its module, or through expanded_nn.expanded(weight)."
             self.complain("outside", lacking[0], found, "rows that add up to the gradient", remedy)
         numbers = {len(held) for held in rows.values() if held is not None} - {self.call.batch}
         if numbers:
             found = f"the parameters have {max(numbers)} rows, those of several forwards"
             remedy = (
                 "Make all calls of a step one pass: with expanded_nn.one_pass(model, batch_size=...). Keep the batch "
-                "in a dimension of its own; check parts of a loss that are of other samples one by one."
+                "in a dimension of its own. Where terms of the loss have samples of their own, check them one by one."
             )
             self.complain("rows", self.who, found, f"{self.call.batch} rows, one for each sample", remedy)
         return not numbers
@@ -432,12 +434,12 @@ class _Check:
             differ = f"the rows of {listed(names)} differ from the sample-by-sample loop (by {errors[worst]:.1e})"
             if rows > 1:
                 found = (
-                    f"its input has shape {shape} for the batch and for a sample alone, so its rows are no samples; "
+                    f"its input has shape {shape} for the batch and for a sample alone, so its rows are not samples; "
                 )
                 remedy = "Give it a batch dimension: index.unsqueeze(0) for positions that all samples share."
                 self.complain("rows", where, found + differ, f"{self.call.batch} rows, one per sample, or 1", remedy)
             elif self.findings.problems:
-                self.complain("rows", worst, differ, f"at most {tolerance:.1e}", "See to the problem above first.")
+                self.complain("rows", worst, differ, f"at most {tolerance:.1e}", "Solve the problem above first.")
             elif where:
                 found = f"its input of shape {shape} is shared, so that its output has one row per sample; "
                 remedy = "Let the output broadcast over the samples: leave out what takes its first row, or the mean."
@@ -460,12 +462,12 @@ class _StepCheck(_Check):
         """Whether the function returns losses."""
         shapes = [[tuple(output.shape) for output in outputs] for outputs in (self.outputs, *alone)]
         if shapes[0] not in ([()], [(self.call.batch,)]) or any(shape not in ([()], [(1,)]) for shape in shapes[1:]):
-            found = f"it returns floating tensors of the shapes {shapes[0]} for the batch and {shapes[1]} for a sample"
+            found = f"its floating-point tensors have shapes {shapes[0]} for the batch and {shapes[1]} for one sample"
             wanted = f"the losses, ({self.call.batch},), or their sum or mean, ()"
-            self.complain("run", self.who, found, wanted, "Return one tensor.")
+            self.complain("run", self.who, found, wanted, "Return one such tensor.")
             return False
         if self.is_random and shapes[0] == [()]:
-            found = "it draws random numbers that are others for a sample alone"
+            found = "it draws other random numbers for a sample alone than for the batch"
             self.complain("random", self.who, found, "numbers that can be compared", "Return the losses, (B,).")
             return False
         self.layout: GivenLosses = GivenLosses(self.outputs, alone, self.findings.tolerance)
@@ -488,7 +490,7 @@ class _StepCheck(_Check):
     def remedy_for_rows(self) -> str:
         if self.outputs[0].dim():
             return _REPORT
-        return "Return the losses, (B,), from the function: where samples are mixed can be said then. " + _REPORT
+        return "Return the losses, (B,), from the function: then the report says where samples are mixed. " + _REPORT
 
 
 def _precision(tensor: Tensor) -> float:

@@ -37,15 +37,15 @@ def clip_grad_sample_norms_(
 
     The rows themselves stay as they are. With `per_sample(accumulate_grad=False)` the clipped sum is instead *added* to
     `.grad`, and the rows are freed, so that micro-batches accumulate at constant memory: take `reduction="sum"` there,
-    and divide by the size of the whole batch at the end. Norms are accumulated in float32 at the least (clipping as in
-    Abadi et al., 2016, "Deep learning with differential privacy").
+    and divide by the size of the whole batch at the end. Norms are accumulated in float32 or a wider dtype (clipping as
+    in Abadi et al., 2016, "Deep learning with differential privacy").
 
     Args:
-        model: A model in per-sample mode, after a backward.
+        model: A model in per-sample mode, after a backward; the model itself, not `model.parameters()`.
         max_norm: The norm to clip to, over all parameters together. Or a function of the norms `(B,)` that gives the
             number by which each row is multiplied, `(B,)`: `lambda norms: 1 / (norms + 0.01)` is automatic clipping
-            (Bu et al., 2022). Or several of either by name, of a parameter or of a module, whose parameters are
-            clipped together but for those that have a nearer name.
+            (Bu et al., 2022). Or a mapping to either from names of parameters or modules: the parameters of a
+            module are clipped together, except those with a nearer name; `""` is the model.
         reduction: `"sum"`, or `"mean"` to divide by the number of rows.
 
     Returns:
@@ -88,7 +88,7 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
         raise complaint(
             "clip_grad_sample_norms_",
             "no parameter has per-sample gradients",
-            "those of a backward in per-sample mode, (0, *shape) if there were no samples",
+            "those of a backward in per-sample mode; an empty batch has them as well, of shape (0, *shape)",
             "Clip after backward and before zero_grad, and with accumulate_grad=False once after each backward.",
         )
     count = batch_size_of(held)

@@ -51,8 +51,8 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
     lengths). Norms that are not finite, or out of the range of squares, are noticed, and the call runs eagerly.
 
     Args:
-        step: A function that calls `backward` itself; or nothing, for a decorator with arguments. What it returns has
-            no history. Optimizers take their step outside of it.
+        step: A function that calls `backward` itself, not the model; or nothing, for a decorator with arguments. What
+            it returns has no history. Optimizers take their step outside of it.
         backend: `"inductor"`, `"eager"` (the graph's operations one by one, without a compiler), or what
             `torch.compile` takes: a name or a function of a graph and example inputs.
         options: Those of inductor, as in `torch.compile(options={...})`.
@@ -174,7 +174,7 @@ class CompiledStep:
         if held:
             family.faults = 0
             return result
-        self._fault(family, "its gradients are zero, or not finite, or out of the range of squares, again and again")
+        self._fault(family, "call after call its gradients are zero, not finite, or have squares out of range")
         return self.step(*args, **kwargs)
 
     def _run_eagerly(self, key: Hashable, shapes: Shapes, args: Any, kwargs: Any) -> Any:

@@ -121,7 +121,7 @@ def rebuilt(version: int, *saved: Any) -> FactoredTensor:
     if version > SAVED_VERSION:
         raise complaint(
             "torch.load",
-            f"the file holds factored rows in version {version} of their form",
+            f"the file holds factored rows in version {version} of the format",
             f"{SAVED_VERSION} at most",
             "Update expanded_nn.",
         )
@@ -155,10 +155,10 @@ class _Hidden(Cell):
     """Rows that were held before a step is traced: the step may drop them, but not look at them."""
 
     def merge(self) -> tuple[Block, ...]:
-        raise OnlyEager("it uses per-sample gradients that were held before")
+        raise OnlyEager("it uses per-sample gradients from before the call (clear them, model.zero_grad())")
 
     def unchanged(self) -> list[algebra.Block]:
-        raise OnlyEager("it uses per-sample gradients that were held before")
+        raise OnlyEager("it uses per-sample gradients from before the call (clear them, model.zero_grad())")
 
 
 def hidden(rows: Tensor) -> FactoredTensor:

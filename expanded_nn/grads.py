@@ -67,7 +67,10 @@ class PerSampleGrads(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if isinstance(name, slice | Tensor):  # type: ignore[unreachable]
             raise complaint(
-                "PerSampleGrads", f"it is indexed by a {type(name).__name__}", "a parameter's name", "Take rows(index)."
+                "PerSampleGrads",
+                f"it is indexed by a {type(name).__name__}",
+                "a parameter's name",
+                "For some samples take rows(index).",
             )
         return self._rows[name]
 
@@ -104,7 +107,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
     def norms(self, per_parameter: bool) -> Tensor | dict[str, Tensor]: ...
 
     def norms(self, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
-        """The Euclidean norm of each row, accumulated in float32 at the least.
+        """The Euclidean norm of each row, accumulated in float32 or a wider dtype.
 
         Args:
             per_parameter: Whether to give the norms of each parameter's rows by name.
@@ -159,7 +162,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
         is made once and kept in `queries`, if it is not too large.
 
         Args:
-            other: The rows of the same parameters, of other samples.
+            other: The rows of the same parameters, of other samples: a `PerSampleGrads`, or a mapping by name.
             per_position: Whether to give each position's part of the inner product, such as each token's: of the rows
                 of linear layers `sum_t g[b, t] ⊗ a[b, t]` that of each t. All parameters must have as many positions;
                 leave the others out: `PerSampleGrads({name: grads[name] for name in names})`.
@@ -211,7 +214,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 f"per_position=True, and the per-sample gradients of {first_few(lacking)} have no positions"
                 if lacking
                 else f"per_position=True, and the parameters have different numbers of positions, {numbers}",
-                "linear layers and embeddings with as many positions each, whose per-sample gradients are factored",
+                "linear layers and embeddings with equally many positions, whose per-sample gradients are factored",
                 "Leave out the others: PerSampleGrads({name: grads[name] for name in names}); for small layers switch "
                 "on per_sample(keep_factors=True).",
             )
@@ -244,7 +247,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
         Returns:
             Name -> `(A, G, count)`: the sums over samples and positions of `a aᵀ`, `(in, in)`, and of `g gᵀ`, `(out,
-            out)`, and how many were added. In float32 at the least.
+            out)`, and how many were added. In float32 or a wider dtype.
 
         Raises:
             PerSampleError: If a matrix holds dense rows, whose factors are gone: switch on
@@ -333,7 +336,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
                     f"factors for {name!r} with count {second_moment.count}"
                     if name in self._rows
                     else f"{name!r} has no per-sample gradients",
-                    "factors of parameters that have per-sample gradients, and of one sample at the least",
+                    "factors of parameters that have per-sample gradients, and of at least one sample",
                     "Leave this one out.",
                 )
             _refuse_other_sizes(what, name, self._rows[name], second_moment)
@@ -342,7 +345,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
         """The inner product of each row with one vector, `G @ v`, `(B,)`.
 
         Args:
-            vectors: Parameter name -> `(*shape)`.
+            vectors: Parameter name -> `(*shape)`, one entry for each parameter.
 
         Raises:
             PerSampleError: If `vectors` has other names than the parameters.
@@ -406,7 +409,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 f"PerSampleGrads.{what}",
                 f"the names {sorted(set(other) ^ set(self))} are in one of the two only",
                 "one entry for each parameter that has per-sample gradients",
-                "Leave out, or add, what differs.",
+                "Give both the same names.",
             )
 
 
@@ -481,7 +484,7 @@ def _preconditioned(
 def _not_definite(name: str, damping: float) -> PerSampleError:
     return complaint(
         "PerSampleGrads.precondition",
-        f"the factors of {name!r} with damping {damping} are no positive definite matrices",
+        f"the factors of {name!r} with damping {damping} are not positive definite",
         "sums of a aᵀ and g gᵀ of finite numbers",
         "Take the factors of kronecker(), without inf or NaN, and a larger damping.",
     )

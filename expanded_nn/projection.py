@@ -78,7 +78,7 @@ class Projection:
 
     def __init__(self, dim: int, *, kind: str = "sketch", seed: int = 0) -> None:
         if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
-            raise ValueError(f"Projection: dim is {dim!r}; wanted a whole number from 1.")
+            raise ValueError(f"Projection: dim is {dim!r}; wanted a whole number, 1 or more.")
         if kind not in KINDS:
             raise ValueError(f"Projection: kind is {kind!r}; wanted one of {', '.join(map(repr, KINDS))}.")
         if not isinstance(seed, int) or isinstance(seed, bool):
@@ -100,7 +100,7 @@ class Projection:
                 complex number counts as two real ones.
 
         Returns:
-            `(B, dim)`, in float32 at the least, without history.
+            `(B, dim)`, in float32 or a wider dtype, without history.
 
         Raises:
             PerSampleError: If the parameters hold different numbers of rows, or one has another shape than in an
@@ -149,7 +149,9 @@ class Projection:
     def _refuse_other_shapes(self, rows: Mapping[str, Tensor]) -> None:
         sizes = {name: tensor.shape[0] for name, tensor in rows.items()}
         if len(set(sizes.values())) > 1:
-            raise complaint("Projection", f"the parameters hold {sizes} rows", "equally many", "Project one batch.")
+            raise complaint(
+                "Projection", f"the parameters hold {sizes} rows", "equally many", "Project batch by batch."
+            )
         for name, tensor in rows.items():
             shape = tuple(tensor.shape[1:])
             before = self._shapes.setdefault(name, shape)
@@ -158,7 +160,7 @@ class Projection:
                     "Projection",
                     f"{name!r} has rows of shape {shape}",
                     f"{before}, as in the first call",
-                    "Take a projection of its own for each model.",
+                    "Make one Projection for each model.",
                 )
 
 

@@ -70,7 +70,10 @@ class ProjectionStore:
         if projection is None:
             if settings is None:
                 raise _complaint(
-                    self.folder, "there are no projections", "those of a run", "Give a projection and a model."
+                    self.folder,
+                    "it holds no projections",
+                    "those of an earlier run",
+                    "To write it, give a projection and a model.",
                 )
             projection = Projection(settings["dim"], kind=settings["kind"], seed=settings["seed"])
         elif settings is not None:
@@ -133,8 +136,8 @@ class ProjectionStore:
         if self._part is None:
             raise _complaint(
                 self.folder,
-                "it was opened to be read",
-                "to be written",
+                "it was opened for reading",
+                "one opened for writing",
                 "Open it with the model: ProjectionStore(folder, projection, model).",
             )
         shapes = {name: list(rows.shape[1:]) for name, rows in grads.items()}
@@ -178,7 +181,10 @@ class ProjectionStore:
         if not is_found.all():
             lacking = wanted[~is_found].tolist()
             raise _complaint(
-                self.folder, f"{len(lacking)} samples are not done: {first_few(lacking)}", "all", "Run it to its end."
+                self.folder,
+                f"{len(lacking)} samples are not done: {first_few(lacking)}",
+                "all of them",
+                "Run the script to the end.",
             )
         return numbers
 
@@ -191,7 +197,10 @@ class ProjectionStore:
         for more in settings:
             if more["version"] > VERSION:
                 raise _complaint(
-                    self.folder, f"it was written in version {more['version']}", f"{VERSION}", "Update expanded_nn."
+                    self.folder,
+                    f"its format is version {more['version']}",
+                    f"{VERSION}",
+                    "Update expanded_nn.",
                 )
             self._refuse_others(more, settings[0])
         return settings[0] if settings else None
@@ -205,7 +214,7 @@ class ProjectionStore:
                 self.folder,
                 f"it holds projections with {found}",
                 f"{asked}",
-                "Take another folder, or what this one was begun with.",
+                "Take another folder, or the projection and the model that this one was begun with.",
             )
 
 
@@ -227,7 +236,7 @@ class _Part:
                 raise _complaint(
                     self.folder,
                     "another process, or another store in this one, writes here",
-                    "one at a time",
+                    "one writer at a time",
                     "Start the processes with torchrun, or give each its RANK and WORLD_SIZE.",
                 ) from None
             except OSError:  # a file system without locks
@@ -235,7 +244,7 @@ class _Part:
         done = _ids(folder).tolist()
         self._done = set(done)
         if len(self._done) < len(done):
-            raise _complaint(self.folder, "a sample is there twice", "each once", "The disk failed: delete this part.")
+            raise _complaint(self.folder, "a sample is there twice", "each once", "Delete this part, which is damaged.")
         if not (folder / SETTINGS).exists():
             whole = folder / f"{SETTINGS}.new"
             whole.write_text(json.dumps(settings, indent=1))
@@ -246,12 +255,15 @@ class _Part:
         new = ids.tolist()
         if len(new) != len(numbers) or len(set(new)) < len(new):
             raise _complaint(
-                self.folder, f"{len(numbers)} rows for the ids {first_few(new)}", "an id a row", "Give each its own."
+                self.folder,
+                f"it is given {len(numbers)} rows and the ids {first_few(new)}",
+                "as many ids as rows, and no id twice",
+                "Give the ids of the samples whose rows they are.",
             )
         again = [i for i in new if i in self._done]
         if again:
             raise _complaint(
-                self.folder, f"{first_few(again)} are done already", "others", "Take the ids from batches()."
+                self.folder, f"the ids {first_few(again)} are done already", "new ones", "Take the ids from batches()."
             )
         count = len(self._done)
         try:
@@ -282,7 +294,7 @@ def _rank() -> tuple[int, int]:
 def _as_ids(ids: Sequence[int] | Tensor) -> Tensor:
     numbers = torch.as_tensor(ids, device="cpu")
     if numbers.numel() and (numbers.dim() != 1 or numbers.dtype not in (torch.int64, torch.int32) or numbers.min() < 0):
-        raise ValueError(f"ProjectionStore: ids are {numbers}; wanted whole numbers from 0.")
+        raise ValueError(f"ProjectionStore: ids are {numbers}; wanted whole numbers, 0 or more, as in range(n).")
     return numbers.to(torch.int64)
 
 

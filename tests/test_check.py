@@ -282,7 +282,7 @@ def test_attention_across_the_batch() -> None:
     report = enn.check(model, torch.randn(3, 3, 4))
     assert of_kind(report, "mixing") == ["a (MultiheadAttention)"]
     assert "batch_first=True" in str(report)
-    assert "B = 3 is the size of another dimension too" in str(report)
+    assert "B = 3 is also the size of another dimension" in str(report)
     assert of_kind(enn.check(model, torch.randn(3, 6, 4)), "layer") == ["a (MultiheadAttention)"]
 
 
@@ -580,7 +580,7 @@ def test_the_report_reads_well() -> None:
     first, *lines = text.splitlines()
     assert first == "check: 2 reason(s) not to trust the per-sample gradients:"
     assert [line[:5] for line in lines] == ["  1. ", "  2. "]
-    assert lines[1].endswith("See to the problem above first.")
+    assert lines[1].endswith("Solve the problem above first.")
 
 
 @pytest.mark.parametrize(
@@ -695,7 +695,7 @@ def test_methods_and_a_parameter_of_the_models_own(reduce: Callable[[Tensor], Te
     report = enn.check(Vae(), features(), loss=step)
     assert report.ok, str(report)
     assert set(report.errors) == {"shift", "down.weight", "down.bias", "up.weight", "up.bias"}
-    assert report.notes == ("random numbers were fixed ones in all runs, so that a sample alone can be compared.",)
+    assert report.notes == ("random numbers were the same in all runs, so that a sample alone can be compared.",)
     report = enn.check(Vae(use=lambda shift: shift), features(), loss=step)
     assert of_kind(report, "outside") == ["shift"]
     assert "also used outside of its module" in str(report)

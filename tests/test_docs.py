@@ -31,6 +31,7 @@ BLOCK = re.compile(
 
 NEEDS = {
     "from opacus": "opacus",
+    "accountant.": "opacus",
     "from backpack": "backpack",
     "from captum": "captum",
     "trainer": "transformers",

@@ -498,7 +498,7 @@ class TestRefused:
     def test_batch_norm_in_training_elsewhere(self) -> None:
         model = on(nn.Sequential(Around(folded(linear=nn.Linear(D, D))), nn.BatchNorm1d(T)))
         with pytest.raises(
-            enn.PerSampleError, match=r"1 \(BatchNorm1d\): it normalises by the statistics of the batch"
+            enn.PerSampleError, match=r"1 \(BatchNorm1d\): it normalizes by the statistics of the batch"
         ):
             model(torch.randn(B, T, D))
         assert learned(model) == set()

@@ -653,7 +653,7 @@ def test_bad_factors_of_ekfac() -> None:
         enn.PerSampleError, match=r"ekfac: the factors of 'weight' are those of a matrix \(8, 6\); wanted"
     ):
         grads.ekfac({"weight": enn.KroneckerFactors(factors.G, factors.A, factors.count)})
-    with pytest.raises(enn.PerSampleError, match=r"'weight' with damping 0.1 are no positive definite matrices"):
+    with pytest.raises(enn.PerSampleError, match=r"'weight' with damping 0.1 are not positive definite"):
         grads.precondition({"weight": eigen._replace(scale=eigen.scale * float("nan"))}, 0.1)
 
 
@@ -687,7 +687,7 @@ def test_bad_factors_and_damping() -> None:
     with pytest.raises(enn.PerSampleError, match="factors for 'weight' with count 0; wanted factors of"):
         grads.precondition({"weight": enn.KroneckerFactors(A, G, 0)}, 1.0)
     for bad in (-A, A * float("nan")):
-        with pytest.raises(enn.PerSampleError, match="'weight' with damping 1e-09 are no positive definite matrices"):
+        with pytest.raises(enn.PerSampleError, match="'weight' with damping 1e-09 are not positive definite"):
             grads.precondition({"weight": enn.KroneckerFactors(bad, G, count)}, 1e-9)
 
 

@@ -348,7 +348,7 @@ def test_nothing_as_large_as_the_rows_is_kept() -> None:
 
 @pytest.mark.parametrize("dim", [0, -3, 2.0, True, "8"])
 def test_a_bad_dim(dim: object) -> None:
-    with pytest.raises(ValueError, match=r"Projection: dim is .*; wanted a whole number from 1"):
+    with pytest.raises(ValueError, match=r"Projection: dim is .*; wanted a whole number, 1 or more"):
         enn.Projection(dim)  # type: ignore[arg-type]
 
 

@@ -213,7 +213,7 @@ def test_two_writers_in_one_place(tmp_path: Path) -> None:
     first = fill(tmp_path, progress=False)
     next(first)
     with pytest.raises(
-        enn.PerSampleError, match=r"another process, .*, writes here; wanted one at a time. Start the pr"
+        enn.PerSampleError, match=r"another process, .*, writes here; wanted one writer at a time. Start the pr"
     ):
         filled(tmp_path)
     first.close()
@@ -285,7 +285,7 @@ def test_parts_of_two_models(tmp_path: Path) -> None:
 
 def test_nothing_to_read(tmp_path: Path) -> None:
     for model in (None, mlp()):
-        with pytest.raises(enn.PerSampleError, match=r"there are no projections; wanted those of a run"):
+        with pytest.raises(enn.PerSampleError, match=r"it holds no projections; wanted those of an earlier run"):
             enn.ProjectionStore(tmp_path, model=model)
     assert contents(tmp_path) == {}
     assert len(enn.ProjectionStore(tmp_path, enn.Projection(DIM))) == 0
@@ -297,20 +297,22 @@ def test_what_cannot_be_added(tmp_path: Path) -> None:
     grads = grads_of(model, x[:3])
     store.add([5, 6, 7], grads)
     before = contents(tmp_path)
-    with pytest.raises(enn.PerSampleError, match=r"\[6\] are done already; wanted others. Take the ids from batches"):
+    with pytest.raises(enn.PerSampleError, match=r"\[6\] are done already; wanted new ones. Take the ids from batches"):
         store.add([1, 6, 2], grads)
-    with pytest.raises(enn.PerSampleError, match=r"3 rows for the ids \[1, 2\]; wanted an id a row"):
+    with pytest.raises(enn.PerSampleError, match=r"3 rows and the ids \[1, 2\]; wanted as many ids as rows"):
         store.add([1, 2], grads)
-    with pytest.raises(enn.PerSampleError, match=r"3 rows for the ids \[1, 1, 2\]; wanted an id a row"):
+    with pytest.raises(enn.PerSampleError, match=r"3 rows and the ids \[1, 1, 2\]; wanted as many ids as rows"):
         store.add([1, 1, 2], grads)
     for ids in ([-1, 2, 3], [1.0, 2.0, 3.0], [True, False, True], [[1, 2, 3]]):
-        with pytest.raises(ValueError, match=r"ids are tensor\(.*\); wanted whole numbers from 0"):
+        with pytest.raises(ValueError, match=r"ids are tensor\(.*\); wanted whole numbers, 0 or more"):
             store.add(ids, grads)  # type: ignore[arg-type]
     with pytest.raises(enn.PerSampleError, match=r"\{'shape of other': None\}; wanted \{'shape of other': \[2\]\}"):
         store.add([1, 2, 3], {**grads, "other": torch.ones(3, 2)})
     with pytest.raises(enn.PerSampleError, match=r"\{'shape of 0.bias': \[9\]\}; wanted \{'shape of 0.bias': \[8\]\}"):
         store.add([1, 2, 3], {**grads, "0.bias": torch.ones(3, 8)})
-    with pytest.raises(enn.PerSampleError, match=r"it was opened to be read; wanted to be written. Open it with the m"):
+    with pytest.raises(
+        enn.PerSampleError, match=r"it was opened for reading; wanted one opened for writing. Open it w"
+    ):
         enn.ProjectionStore(tmp_path).add([1, 2, 3], grads)
     assert contents(tmp_path) == before
     store.add([1, 2, 3], {name: rows for name, rows in grads.items() if name != "0.bias"})

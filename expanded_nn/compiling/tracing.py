@@ -125,7 +125,7 @@ def _refuse_optimizer(optimizer: Any, *_: Any) -> None:
     raise complaint(
         "enn.compile",
         f"the step calls {type(optimizer).__name__}.step()",
-        "a step that ends with its gradients, as numbers such as the learning rate would stay as they are now",
+        "a step that ends with its gradients, as the graph would keep the learning rate of the first call",
         "Call the optimizer after the compiled step.",
     )
 
@@ -210,8 +210,8 @@ def trace(
             "enn.compile",
             f"the step reads a value of a tensor in {_line_of(error)}",
             "a step that does the same operations whatever the values are",
-            "Choose by torch.where in place of an if, return the tensor and look at it after the step, or call the "
-            "step without enn.compile.",
+            "Use torch.where in place of an if, return the tensor and look at it after the step, or call the step "
+            "without enn.compile.",
         ) from error
     constants = _lifted(graph)
     _refuse_other_leaves(constants, leaves)
@@ -237,7 +237,7 @@ def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder
             "enn.compile",
             "the step calls DistributedDataParallel, whose communication is not a part of the graph",
             "a step of the model in it, ddp.module",
-            "Add up what clipping leaves after the step: torch.distributed.all_reduce(parameter.grad).",
+            "Add up what clipping leaves in .grad, after the step: torch.distributed.all_reduce(parameter.grad).",
         )
     if any(recorder.leaves.sharded for recorder in recorders):
         raise complaint(
@@ -316,7 +316,7 @@ def _refuse_missing_backward(parts: Sequence[Any], recorders: Sequence[Recorder]
     if any(pass_ is not None and pass_.stage is PassStage.OPEN for pass_ in passes):
         raise complaint(
             "enn.compile",
-            "the step returns a result with a history, and has called no backward",
+            "the step returns a tensor that requires gradients, and has called no backward",
             "a step that calls backward itself",
             "Call loss.backward() within the step, or return result.detach().",
         )
@@ -328,7 +328,9 @@ def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any]) -> None
         raise OnlyEager("it ends with the rows of torch.autograd.grad(..., create_graph=True)")
     hidden = [leaf for leaf in recorder.leaves if has_hidden_rows(leaf)]
     if hidden and len(hidden) < len(recorder.leaves.with_rows()):
-        raise OnlyEager("it leaves some of the per-sample gradients that were held before")
+        raise OnlyEager(
+            "it leaves some of the per-sample gradients from before the call (clear them all, model.zero_grad())"
+        )
     if hidden:
         return
     passes = [{leaf: packed(rows, results) for leaf, rows in held.items()} for held in recorder.store.held.values()]

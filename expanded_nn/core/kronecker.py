@@ -18,12 +18,20 @@ from expanded_nn.core.terms import Dense, Outer, Term, sides
 class KroneckerFactors(NamedTuple):
     """The second moments of the factors of a weight's rows: `A` of the layer's inputs, `G` of its outputs' gradients.
 
-    Factors of several batches, or ranks, add up: `factors + more`. They unpack: `A, G, count = factors`.
+    `PerSampleGrads.kronecker` makes them. Factors of several batches, or processes, add up: `factors + more`.
 
     Attributes:
-        A: The sum of `a aᵀ`, `(in, in)`.
-        G: The sum of `g gᵀ`, `(out, out)`.
+        A: The sum of `a aᵀ` over samples and positions, with `a` the layer's input: `(in, in)`.
+        G: The sum of `g gᵀ`, with `g` the gradient of the layer's output: `(out, out)`.
         count: How many were added: samples times positions.
+
+    Example:
+        >>> import torch, expanded_nn as enn
+        >>> model = enn.convert(torch.nn.Linear(3, 2)).per_sample(keep_factors=True)
+        >>> model(torch.randn(5, 3)).square().sum(1).mean().backward()
+        >>> A, G, count = enn.per_sample_grads(model).kronecker()["weight"]
+        >>> A.shape, G.shape, count
+        (torch.Size([3, 3]), torch.Size([2, 2]), 5)
     """
 
     A: Tensor
@@ -39,11 +47,22 @@ class KroneckerFactors(NamedTuple):
 class EigenFactors(NamedTuple):
     """The eigenvectors of Kronecker factors, and the second moment of the rows' entries in that basis (EK-FAC).
 
+    `PerSampleGrads.ekfac` makes them.
+
     Attributes:
         A: Eigenvectors of `a aᵀ` as columns, `(in, in)`.
         G: Eigenvectors of `g gᵀ` as columns, `(out, out)`.
         scale: The sum over the rows of the squares of `Gᵀ · row · A`, `(out, in)`. In the same basis they add up.
         count: How many rows were added.
+
+    Example:
+        >>> import torch, expanded_nn as enn
+        >>> model = enn.convert(torch.nn.Linear(3, 2)).per_sample(keep_factors=True)
+        >>> model(torch.randn(5, 3)).square().sum(1).mean().backward()
+        >>> grads = enn.per_sample_grads(model)
+        >>> eigen = grads.ekfac(grads.kronecker())
+        >>> eigen["weight"].scale.shape, eigen["weight"].count
+        (torch.Size([2, 3]), 5)
     """
 
     A: Tensor

@@ -341,7 +341,7 @@ class _Container(_Converted, Root):
             raise complaint(
                 type(self).__name__,
                 "its weights have a batch dimension, its inputs are (T, B, features)",
-                "batch_first=True, as long as per-sample mode is off",
+                "batch_first=True while per-sample mode is off",
                 "Switch per_sample() on, or make it with batch_first=True.",
             )
 

@@ -132,7 +132,7 @@ def _dropped(index: Tensor, valid: Tensor | None, padding_idx: int | None) -> Te
 def _refuse_other_rows(op: str, rows: int, weight: Tensor) -> None:
     if rows != weight.shape[0]:
         raise complaint(
-            op, f"the input has {rows} samples", f"{weight.shape[0]}, as the weight", "Expand the one or the other."
+            op, f"the input has {rows} samples", f"{weight.shape[0]}, as the weight", "Give both the same samples."
         )
 
 
@@ -322,7 +322,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:  # (B, dim)
-    """Adds up, averages or maximises the entries of each bag, looked up in each sample's own table.
+    """Adds up, averages or maximizes the entries of each bag, looked up in each sample's own table.
 
     Args:
         input: Indices: `(B, N)`, or all bags one after the other, `(N,)`. The bag is the sample.

@@ -117,7 +117,9 @@ class General(Expanded):
         dims = [self._sample_dim(leaf, batch) for leaf in leaves]
         self._note_input(shared=batch > 1 and all(dim is None for dim in dims))
         if self._learned is not None and batch > 1 and all(dim is None for dim in dims):
-            raise self._refusal("no argument has one row per sample", f"{batch} rows", "Batch what it is called with.")
+            raise self._refusal(
+                "no argument has one row per sample", f"{batch} rows", "Call it with a batch of inputs."
+            )
         given = [each for each in leaves if isinstance(each, Tensor) and each.dim()]
         if given and has_derivatives(given[0]):
             self.checked(given[0], 0, dim=self._dim_of(given[0]), argument="the first tensor")
@@ -174,7 +176,7 @@ class General(Expanded):
                 raise
             remedy = "Write its per-sample forward with @expands, or keep the parameters in modules of torch.nn."
             if "setup_context" in str(error):
-                remedy = "Give a checkpoint use_reentrant=False, and a Function of your own what the error says."
+                remedy = "Give a checkpoint use_reentrant=False, and an autograd Function of your own a setup_context."
             raise self._vmap_refusal(
                 f"its forward does what vmap cannot follow ({error})",
                 "a forward that treats each sample alone and changes nothing in place that samples share",
@@ -201,8 +203,8 @@ class General(Expanded):
                 if any(type(node).__name__ == "CheckpointFunctionBackward" for end in ends for node in graph_of(end)):
                     raise complaint(  # not seen: what `vmap` could not follow is said instead
                         self.name,
-                        "its samples go through it one after the other, and in it is a reentrant checkpoint",
-                        "a checkpoint that keeps to autograd's graph",
+                        "its samples go through it one after the other, and it holds a reentrant checkpoint",
+                        "a checkpoint that is not reentrant",
                         "Give the checkpoint use_reentrant=False.",
                     )
                 leaves = flatten(returned)[0]
@@ -328,7 +330,7 @@ class General(Expanded):
         return complaint(
             self.name,
             f"its forward keeps tensors in {what}",
-            "a forward that leaves nothing behind",
+            "a forward that keeps nothing for the next call",
             "Do without the cache in per-sample mode (use_cache=False), or write the per-sample forward with @expands.",
         )
 

@@ -1,4 +1,4 @@
-"""Normalisation: `LayerNorm`, `RMSNorm`, `GroupNorm`, `InstanceNorm1d/2d/3d` and, in eval mode, `BatchNorm1d/2d/3d`.
+"""Normalization: `LayerNorm`, `RMSNorm`, `GroupNorm`, `InstanceNorm1d/2d/3d` and, in eval mode, `BatchNorm1d/2d/3d`.
 
 Two families. Norms over the last dimensions have parameters for each element and share them over all positions: an
 autograd Function, with torch's fused kernel forward. Norms over channels have parameters for each channel: a batch
@@ -130,11 +130,11 @@ def layer_norm(
     bias: Tensor | None = None,  # (B, *normalized_shape)
     eps: float = 1e-5,
 ) -> Tensor:  # (B, *, *normalized_shape)
-    """Normalises each position over its last dimensions, then applies each sample's own weight and bias.
+    """Normalizes each position over its last dimensions, then applies each sample's own weight and bias.
 
     Args:
         x: `(B, *, *normalized_shape)`.
-        normalized_shape: The sizes of the dimensions to normalise over.
+        normalized_shape: The sizes of the dimensions to normalize over.
         weight: `(B, *normalized_shape)`, or `None`; expanded over the batch (stride 0) it runs as one `F.layer_norm`.
         bias: `(B, *normalized_shape)`, or `None`.
         eps: Added to the variance.
@@ -186,7 +186,7 @@ def rms_norm(
 
     Args:
         x: `(B, *, *normalized_shape)`.
-        normalized_shape: The sizes of the dimensions to normalise over.
+        normalized_shape: The sizes of the dimensions to normalize over.
         weight: `(B, *normalized_shape)`, or `None`; expanded over the batch (stride 0) it runs as one `F.rms_norm`.
         eps: Added to the mean square; `None` means the machine epsilon of the dtype that it is computed in.
 
@@ -278,7 +278,7 @@ def group_norm(
     bias: Tensor | None = None,  # (B, C)
     eps: float = 1e-5,
 ) -> Tensor:  # (B, C, *)
-    """Normalises each sample over groups of its channels, then applies each sample's own weight and bias.
+    """Normalizes each sample over groups of its channels, then applies each sample's own weight and bias.
 
     Args:
         x: `(B, C, *)`.
@@ -315,7 +315,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:  # (B, C, *)
-    """Normalises each channel of each sample, then applies each sample's own weight and bias.
+    """Normalizes each channel of each sample, then applies each sample's own weight and bias.
 
     Args:
         x: `(B, C, *)`.
@@ -323,7 +323,7 @@ def instance_norm(
         running_var: `(C,)`, or `None`, likewise.
         weight: `(B, C)`, or `None`.
         bias: `(B, C)`, or `None`.
-        use_input_stats: Whether to normalise by each sample's own statistics, not the running ones.
+        use_input_stats: Whether to normalize by each sample's own statistics, not the running ones.
         momentum: The weight of the new value in the running statistics.
         eps: Added to the variance.
 
@@ -348,7 +348,7 @@ def instance_norm(
 def _mixing(who: str) -> PerSampleError:
     return complaint(
         who,
-        "it normalises by the statistics of the batch, which mix the samples, so that no gradient is one sample's own",
+        "it normalizes by the statistics of the batch, which mix the samples, so that no gradient is one sample's own",
         "statistics that do not depend on the other samples",
         "Use GroupNorm in its place (GroupNorm(1, C) or GroupNorm(32, C)), or running statistics: .eval() with "
         "track_running_stats=True.",
@@ -365,7 +365,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:  # (B, C, *)
-    """Normalises each channel by running statistics, then applies each sample's own weight and bias.
+    """Normalizes each channel by running statistics, then applies each sample's own weight and bias.
 
     Args:
         x: `(B, C, *)`.
@@ -470,7 +470,7 @@ class _BatchNorm(Expanded, nn.modules.batchnorm._BatchNorm):
 
     @property
     def mixes_samples(self) -> bool:
-        """Whether it normalises by the statistics of the batch."""
+        """Whether it normalizes by the statistics of the batch."""
         return self.training or (self.running_mean is None and self.running_var is None)
 
     def forward(self, input: Tensor) -> Tensor:

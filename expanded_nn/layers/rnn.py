@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from expanded_nn._layout import refuse_other_count, refuse_other_than_sequences
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
+from expanded_nn._traced import refuse_values
 from expanded_nn.layers._equations import RECURRENCES, Weights
 from expanded_nn.layers._recurrence import recurrent
 from expanded_nn.layers._steps import Steps
@@ -94,10 +95,9 @@ class _Layers(Expanded, nn.RNNBase):
     def _checked_input(self, input: Tensor | PackedSequence) -> Tensor:
         """The input's tensor, whose samples are those of the pass."""
         if isinstance(input, PackedSequence):
-            found, remedy = (
-                int(input.batch_sizes[0]),
-                "Pack one sequence per sample, or say per_sample(batch_size=...).",
-            )
+            refuse_values("sequences have different lengths")
+            found = int(input.batch_sizes[0])
+            remedy = "Pack one sequence per sample, or say per_sample(batch_size=...)."
             refuse_other_count(self, found, f"input is a PackedSequence of {found} sequences", remedy)
             return input.data
         if input.dim() not in (2, 3):

@@ -33,7 +33,7 @@ class Settings:
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f'per_sample: loss_reduction is {self.loss_reduction!r}; wanted "mean" or "sum".')
         if self.batch_size is not None and self.batch_size < 0:
-            raise ValueError(f"per_sample: batch_size is {self.batch_size}; wanted None or a number from 0.")
+            raise ValueError(f"per_sample: batch_size is {self.batch_size}; wanted None, or 0 or more.")
         if self.keep_factors and self.materialize:
             raise ValueError("per_sample: keep_factors and materialize are both True; wanted one of the two at most.")
 

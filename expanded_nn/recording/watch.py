@@ -108,9 +108,9 @@ def used_outside(name: str) -> PerSampleError:
         name,
         "the parameter is also used outside of its module's forward, so a part of its gradient is not per sample",
         "every use inside the forward of the module that holds it",
-        "Use it by expanded_nn.expanded(weight), as in expanded_nn.functional.linear(x, expanded(weight)), in a method "
-        "other than forward within one_pass(model, batch_size). Or give the second use a layer of its own that shares "
-        "the parameter (head.weight = embedding.weight). For a penalty on the weights alone take "
+        "Use it through expanded_nn.expanded(weight), as in expanded_nn.functional.linear(x, expanded(weight)), and in "
+        "a method other than forward within one_pass(model, batch_size). Or give the second use a layer of its own "
+        "that shares the parameter (head.weight = embedding.weight). For a penalty on the weights alone take "
         "the optimizer's weight_decay. If this backward needs no per-sample gradients, switch per_sample(False) before "
         "its forward.",
     )

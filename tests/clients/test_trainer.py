@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import expanded_nn as enn
 from by_hand import LIMIT, LR, assert_same_updates, assert_same_weights, by_hand
@@ -113,6 +114,39 @@ def test_accumulation(tmp_path: Path) -> None:
     model = converted(plain)
     trainer(model, tmp_path, gradient_accumulation_steps=2).train()
     assert_same_weights(model, by_hand(plain, steps(2), objective))
+
+
+DRAWN: list[list[int]] = [[0, 3], [], [1, 2, 4], [5], []]
+
+
+class PoissonTrainer(ClippingTrainer):
+    """Batches of any size, as Poisson sampling draws them; the model does not run on an empty one."""
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        collate = self.data_collator
+        return DataLoader(words(), batch_sampler=DRAWN, collate_fn=lambda texts: collate(texts) if texts else {})
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if inputs:
+            return super().training_step(model, inputs, num_items_in_batch)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return torch.zeros(())
+
+
+def test_batches_of_poisson_sampling(tmp_path: Path) -> None:
+    plain = llama()
+    model = converted(plain)
+    client = trainer(model, tmp_path, PoissonTrainer)
+    client.train()
+    assert client.state.global_step == len(DRAWN)  # each takes its step, for the noise's sake
+    data = words()
+    drawn = [
+        [Call((), {name: torch.stack([data[i][name] for i in batch]) for name in ("input_ids", "labels")})]
+        for batch in DRAWN
+        if batch
+    ]
+    assert_same_weights(model, by_hand(plain, drawn, objective))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
