@@ -94,10 +94,8 @@ class _Layers(Expanded, nn.RNNBase):
     def _checked_input(self, input: Tensor | PackedSequence) -> Tensor:
         """The input's tensor, whose samples are those of the pass."""
         if isinstance(input, PackedSequence):
-            found, remedy = (
-                int(input.batch_sizes[0]),
-                "Pack one sequence per sample, or say per_sample(batch_size=...).",
-            )
+            found = int(input.batch_sizes[0])
+            remedy = "Pack one sequence per sample, or say per_sample(batch_size=...)."
             refuse_other_count(self, found, f"input is a PackedSequence of {found} sequences", remedy)
             return input.data
         if input.dim() not in (2, 3):
