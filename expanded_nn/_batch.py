@@ -1,9 +1,7 @@
 """Who is a sample: the batch size of a call, found in its arguments."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
-from operator import mul
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,30 +53,24 @@ def batch_dim(dims: int, *, batch_first: bool) -> int:
     return 0 if batch_first or dims < 2 else 1
 
 
+_OF_ATTENTION = (
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+
+
+def own_batch_first(module: nn.Module) -> bool | None:
+    """The `batch_first` of a recurrent layer, of attention, or of a container of attention; `None` for any other."""
+    if isinstance(module, nn.RNNBase):
+        return module.batch_first
+    if not isinstance(module, (nn.MultiheadAttention, *_OF_ATTENTION)):
+        return None
+    return next((each.batch_first for each in module.modules() if isinstance(each, nn.MultiheadAttention)), None)
+
+
 def has_derivatives(tensor: Tensor) -> bool:
     """Whether it holds real or complex numbers, and no counts, indices or truth values."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def is_slice(x: Tensor, batch: int, samples: Sequence[Tensor]) -> bool:
-    """Whether one row is a part of a tensor that has all samples, as in a loop over them.
-
-    Args:
-        x: A layer's input, with one row.
-        batch: B.
-        samples: The tensors with B rows that the model was called with.
-    """
-    base = x._base
-    if base is None or base.dim() == 0 or 0 < base.numel() <= x.numel():
-        return False
-    wholes = [each for each in samples if each is base or (each._base is base and each.numel() > x.numel())]
-    if base.shape[0] == 1 or (not wholes and base.dim() < x.dim()):  # one that all samples share
-        return False
-    return any(_leaves_out(x, whole, batch) for whole in wholes or [base])
-
-
-def _leaves_out(x: Tensor, whole: Tensor, batch: int) -> bool:
-    """Whether a view takes one place of B in what it is a view of: in one of its dimensions, or in several together."""
-    kept = {(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1}
-    left_out = [size for size, stride in zip(whole.shape, whole.stride(), strict=True) if (size, stride) not in kept]
-    return batch in left_out or batch in accumulate(left_out, mul)

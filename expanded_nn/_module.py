@@ -15,12 +15,13 @@ from torch._compile import _disable_dynamo
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from expanded_nn._batch import batch_dim, batch_of, is_slice
+from expanded_nn import _layout
+from expanded_nn._batch import batch_of, tensors
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._escalate import Learned
 from expanded_nn._lift import lifted
 from expanded_nn._shared import owned
-from expanded_nn.recording.expand import Recompute, comes_from_rows
+from expanded_nn.recording.expand import Recompute
 from expanded_nn.recording.recorder import Forward, Recorder, Settings
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -223,7 +224,7 @@ class Expanded(PerSampleModule):
 
     def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
         """B, where this layer is called on its own."""
-        return batch_of((args, kwargs), batch_first=self.fixed_layout or self.model_batch_first)
+        return batch_of((args, kwargs), batch_first=not self._samples_dim)
 
     def sample_dims(self, tensors: int) -> list[int]:
         """Where the samples stand in each of the first tensors among the arguments, and likewise in the result."""
@@ -258,11 +259,16 @@ class Expanded(PerSampleModule):
 
     def _noting_what_is_shared(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """The forward inside of another, which hears of results that all samples share."""
-        before = len(forward.notes.inputs_shared)
+        notes = forward.notes
+        before, noted = len(notes.inputs_shared), len(notes.shared_results)
         result = self.expanded_forward(*args, **kwargs)
-        inputs_shared = forward.notes.inputs_shared[before:]
-        if inputs_shared and all(inputs_shared):
-            forward.note_shared(self, result, 0 if self.fixed_layout or self.model_batch_first else 1)
+        inputs_shared = notes.inputs_shared[before:]
+        if inputs_shared and all(inputs_shared) and len(notes.shared_results) == noted:
+            # of a user's own module only a single result is known to have its samples where its input has them
+            results = list(tensors(result)) if self.ranks else [result]
+            dims = [self._samples_dim, *self.sample_dims(len(results))[1:]]
+            for each, dim in zip(results, dims, strict=False):
+                forward.note_shared(self, each, dim)
         return result
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
@@ -328,13 +334,12 @@ class Expanded(PerSampleModule):
     @property
     def name(self) -> str:
         """The layer's qualified name in the model and its class, for errors."""
-        return type(self).__name__ if self._recorder is None else self._recorder.name_of(self)
+        return _layout.name_of(self)
 
-    def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError:
-        """What to say of an argument whose samples this layer cannot tell apart; the module around it may."""
-        error = complaint(self.name, found, wanted, remedy)
-        error.refused_by = self
-        return error
+    @property
+    def _samples_dim(self) -> int:
+        """Where the samples stand in an input that has two dimensions before its features."""
+        return 0 if self.fixed_layout or self.model_batch_first else 1
 
     def by_sample(self, function: Callable[..., Tensor], feature_dims: int, **inputs: Tensor) -> Tensor:
         """`function(*inputs)` with the samples moved to the front of each input, and back in the result.
@@ -349,13 +354,16 @@ class Expanded(PerSampleModule):
             PerSampleError: If the rows of an input are not the samples.
         """
         first = next(iter(inputs.values()))
-        dim = batch_dim(first.dim() - feature_dims, batch_first=self.fixed_layout or self.model_batch_first)
+        dim = self._samples_dim if first.dim() > feature_dims + 1 else 0
         if dim and first.dim() == 2:
             self.refuse_square(first)
         moved = [self.checked(x, feature_dims, dim=dim, argument=argument) for argument, x in inputs.items()]
-        if dim == 0:
-            return function(*moved)
-        return function(*(x.transpose(0, dim) for x in moved)).transpose(0, dim)
+        if dim:
+            return function(*(x.transpose(0, dim) for x in moved)).transpose(0, dim)
+        result = function(*moved)
+        if self._samples_dim and all(x.shape[0] == 1 for x in inputs.values()):
+            _layout.note_shared_result(self, result)
+        return result
 
     def checked(self, x: Tensor, feature_dims: int, *, dim: int = 0, argument: str = "input") -> Tensor:
         """`x` with B rows in dimension `dim`: one per sample, or one row that all share, broadcast.
@@ -363,81 +371,21 @@ class Expanded(PerSampleModule):
         Raises:
             PerSampleError: If the rows of `x` are not the samples.
         """
-        batch = self.batch_size
-        if x.dim() <= feature_dims:
-            raise self._refusal(
-                f"{argument} has shape {tuple(x.shape)}, no batch dimension",
-                f"the samples in a dimension before the last {feature_dims}",
-                f"Call it with {argument}.unsqueeze(0) for one sample, or for one that all samples share.",
-            )
-        rows = x.shape[dim]
-        if rows in (1, batch) and batch > 1:
-            self._note_input(shared=rows == 1)
-        if rows == batch:
-            return x
-        if rows == 1:
-            if self.is_slice(x):
-                raise self.slice_error(x, argument)
-            if x.requires_grad and comes_from_rows(x):
-                raise self._refusal(
-                    f"{argument} of shape {tuple(x.shape)} has one row, but was computed from {batch} rows",
-                    "one row a sample",
-                    "A layer's output has one row a sample even where its input is shared: leave out an unsqueeze(0) "
-                    "after a position embedding, or put it before; do not mix or pick samples.",
-                )
-            return x.expand(*x.shape[:dim], batch, *x.shape[dim + 1 :])
-        forward = None if self._recorder is None else self._recorder.forward
-        said = "one_pass" if forward is not None and forward.is_explicit else "the first tensor of the call"
-        fold = f"folded batch of {batch} x {rows // batch}" if batch and rows % batch == 0 else "other rows"
-        raise self._refusal(
-            f"{argument} has shape {tuple(x.shape)}, {rows} rows in dimension {dim} ({fold})",
-            f"{batch} rows, one a sample, or 1 that all share",
-            f"{self._guess(x, dim)}Keep the batch in a dimension of its own (unflatten it); or send the module that "
-            "folds it through the general rule, alone(ItsClass) before convert; or say where the samples stand, "
-            f"per_sample(batch_size=..., batch_first=...). B = {batch} comes from {said}.",
-        )
+        return _layout.checked(self, x, feature_dims, dim, argument)
+
+    def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError:
+        """What to say of an argument whose samples this layer cannot tell apart."""
+        return _layout.refusal(self, found, wanted, remedy)
+
+    def refuse_square(self, x: Tensor) -> None:
+        """Raises for `(B, B)` in a time-first model."""
+        _layout.refuse_square(self, x)
 
     def _note_input(self, *, shared: bool) -> None:
-        forward = None if self._recorder is None else self._recorder.forward
+        """The forward hears whether an input has one row that all samples share."""
+        forward = _layout.forward_of(self)
         if forward is not None:
             forward.notes.inputs_shared.append(shared)
-
-    def _guess(self, x: Tensor, dim: int) -> str:
-        """A remedy, where the shape suggests one."""
-        other = 1 - dim
-        if x.dim() > 1 and dim < 2 and x.shape[other] == self.batch_size:
-            return (
-                f"If the samples stand in dimension {other}, give the layer, or per_sample, batch_first={other == 0}. "
-            )
-        if x.shape[dim] < self.batch_size:
-            return "Where only some samples take this way, run it for all of them and choose by torch.where. "
-        return ""
-
-    def refuse_square(self, x: Tensor, argument: str = "input") -> None:
-        """Raises for `(B, B)` in a time-first model: samples by features, or positions by samples."""
-        if tuple(x.shape) == (self.batch_size, self.batch_size) and self.batch_size > 1:
-            raise self._refusal(
-                f"{argument} of shape {tuple(x.shape)} in a model with batch_first=False may have its samples first or "
-                "second",
-                "a shape that says which",
-                f"Say it with another dimension: {argument}.unsqueeze(0) where the samples stand first, and "
-                f"{argument}.unsqueeze(-1) where they stand second.",
-            )
-
-    def is_slice(self, x: Tensor) -> bool:
-        """Whether `x` is some rows of a tensor that has all samples, as in a loop over them."""
-        forward = None if self._recorder is None else self._recorder.forward
-        return self.batch_size > 1 and is_slice(x, self.batch_size, () if forward is None else forward.samples)
-
-    def slice_error(self, x: Tensor, argument: str = "input") -> PerSampleError:
-        """What to say of some rows of a batch, where all are wanted."""
-        base = () if x._base is None else tuple(x._base.shape)
-        return self._refusal(
-            f"{argument} of shape {tuple(x.shape)} is a slice of a tensor of shape {base}",
-            f"all {self.batch_size} samples at once",
-            "Call the layer on the whole batch; for a loop over the samples, switch per_sample(False). Expand a slice "
-            "that all samples share to B rows.",
-        )
 
     def _is_batched(self, name: str, parameter: Tensor) -> bool:
         return name in self.ranks and parameter.dim() == self.ranks[name] + 1

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence, unpack_sequence
 
-from expanded_nn._batch import batch_dim, batch_of, has_derivatives, tensors
+from expanded_nn._batch import batch_dim, batch_of, has_derivatives, own_batch_first, tensors
 from expanded_nn._errors import complaint
 from expanded_nn.recording.backward import graph_of
 from expanded_nn.recording.recorder import Settings
@@ -99,17 +99,6 @@ class Runner:
         return _floats(self.module(*args, **kwargs))
 
 
-_OWN_LAYOUT = (
-    nn.RNNBase,
-    nn.MultiheadAttention,
-    nn.Transformer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
-)
-
-
 @dataclass(frozen=True)
 class Call:
     """The arguments of a forward, for the batch or for one sample.
@@ -131,8 +120,8 @@ class Call:
         Raises:
             PerSampleError: If there are fewer than 2 samples.
         """
-        own = [layer.batch_first for layer in model.modules() if isinstance(layer, nn.RNNBase | nn.MultiheadAttention)]
-        batch_first = bool(own[0]) if own and isinstance(model, _OWN_LAYOUT) else settings.batch_first
+        own = own_batch_first(model)
+        batch_first = settings.batch_first if own is None else own
         batch = settings.batch_size or batch_of(arguments, batch_first=batch_first) or 0
         if batch < 2:
             raise complaint("check", f"the inputs hold {batch} sample(s)", "2 or more", "Give it a larger batch.")

@@ -213,7 +213,7 @@ def a_folded_index() -> None:
     feed(nn.Embedding(9, 4), lambda layer, x: layer(torch.randint(9, (6, 2))))
 
 
-@refused(r"layer \(EmbeddingBag\): offsets say 2 bags; wanted 3, one a sample.*batch_size=")
+@refused(r"layer \(EmbeddingBag\): offsets say 2 bags; wanted 3, one per sample.*batch_size=")
 def other_bags() -> None:
     feed(nn.EmbeddingBag(9, 4), lambda layer, x: layer(torch.arange(6), torch.tensor([0, 3])), batch_size=SAMPLES)
 
@@ -231,12 +231,12 @@ def samples_first_or_second() -> None:
 # --- recurrent layers, attention ------------------------------------------------------------------------------
 
 
-@refused(r"layer \(GRU\): input is a PackedSequence of 2 sequences; wanted 3 sequences, one a sample")
+@refused(r"layer \(GRU\): input is a PackedSequence of 2 sequences; wanted 3, one per sample")
 def other_sequences() -> None:
     feed(nn.GRU(4, 5), lambda layer, x: layer(pack_sequence([x[0], x[1]])))
 
 
-@refused(r"layer \(LSTM\): input has shape \(6, 4\), an unbatched sequence; .*input\.unsqueeze\(0\)")
+@refused(r"layer \(LSTM\): input has shape \(6, 4\); wanted a batch of sequences, .*input\.unsqueeze\(0\)")
 def an_unbatched_sequence() -> None:
     feed(nn.LSTM(4, 5, batch_first=True), lambda layer, x: layer(x[0]))
 

@@ -317,7 +317,7 @@ def test_a_case_of_the_module_database(kind: type[nn.Module], given: ModuleInput
         sequences = [(each, *hx) for each in unpack_sequence(x)]
         together = (x, *tree_map(lambda t: torch.stack([t] * len(sequences), 1), hx))
     else:
-        with pytest.raises(enn.PerSampleError, match=rf"^{kind.__name__}: .*(unbatched sequence|no batch dimension)"):
+        with pytest.raises(enn.PerSampleError, match=rf"^{kind.__name__}: .*(a batch of sequences|no batch dimension)"):
             model(x, *hx)
         sequences = [tree_map(lambda t, i=i: t + i / 2, (x, *hx)) for i in range(BATCH)]
         in_cell = isinstance(module, nn.RNNCellBase)
@@ -399,7 +399,7 @@ def test_an_unbatched_sequence_is_refused(kind: str) -> None:
     layer, more = KINDS[kind]
     for batch_first, dim in ((True, 0), (False, 1)):
         rnn = enn.convert(layer(FEATURES, HIDDEN, batch_first=batch_first, **more)).per_sample()
-        words = rf"{layer.__name__}: input has shape \(5, 4\), an unbatched sequence.*unsqueeze\({dim}\)"
+        words = rf"{layer.__name__}: input has shape \(5, 4\); wanted a batch of sequences.*unsqueeze\({dim}\)"
         with pytest.raises(enn.PerSampleError, match=words):
             rnn(torch.randn(5, 4))
         rnn.per_sample(False)(torch.randn(5, 4))
@@ -433,7 +433,7 @@ class Feed(nn.Module):
         pytest.param(lambda x: x[:2], r"layer \(LSTM\): input has shape \(2, 5, 4\), 2 rows", id="half"),
         pytest.param(lambda x: torch.cat([x, x]), r"layer \(LSTM\): .*folded batch of 4 x 2", id="twice"),
         pytest.param(lambda x: x[1:2], r"layer \(LSTM\): .*is a slice", id="slice"),
-        pytest.param(lambda x: x[0], r"layer \(LSTM\): input has shape \(5, 4\), an unbatched", id="unbatched"),
+        pytest.param(lambda x: x[0], r"layer \(LSTM\): input has shape \(5, 4\); wanted a batch", id="unbatched"),
         pytest.param(
             lambda x: pack_padded_sequence(x[:3], torch.tensor([5, 3, 1]), batch_first=True),
             r"layer \(LSTM\): input is a PackedSequence of 3 sequences; wanted 4",

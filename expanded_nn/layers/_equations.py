@@ -18,6 +18,8 @@ from torch import Tensor
 from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear
 
+States = tuple[Tensor, Tensor | None]  # hidden states, and an LSTM's cell states
+
 
 class Weights(NamedTuple):
     """The parameters of one layer in one direction: expanded, or the shared ones behind them."""
@@ -43,9 +45,7 @@ class Recurrence(ABC):
     """The equations of one step, forward and backward."""
 
     @abstractmethod
-    def fused(
-        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
-    ) -> tuple[Tensor, Tensor | None]:
+    def fused(self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights) -> States:
         """Torch's own kernel: the outputs, laid out as `x`, and the last cell states."""
 
     def saving(
@@ -55,9 +55,7 @@ class Recurrence(ABC):
         return *self.fused(steps, x, h0, c0, weights), ()
 
     @abstractmethod
-    def step(
-        self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def step(self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None) -> States:
         """The next states of all samples from `weight_ih x + bias_ih` and `weight_hh h + bias_hh`; differentiable."""
 
     @abstractmethod
@@ -93,18 +91,14 @@ class Elman(Recurrence):
     def __init__(self, *, relu: bool = False) -> None:
         self.relu = relu
 
-    def fused(
-        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
-    ) -> tuple[Tensor, Tensor | None]:
+    def fused(self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights) -> States:
         if steps.cell:
             cell = torch.rnn_relu_cell if self.relu else torch.rnn_tanh_cell
             return cell(x[0], h0, *weights[:4])[None], None
         layer = torch.rnn_relu if self.relu else torch.rnn_tanh
         return _run(layer, steps, x, h0[None], weights)[0], None
 
-    def step(
-        self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def step(self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None) -> States:
         z = of_x + of_h
         return torch.relu(z) if self.relu else torch.tanh(z), None
 
@@ -122,9 +116,7 @@ class Elman(Recurrence):
 class Lstm(Recurrence):
     """`c' = f c + i n`, `h' = o tanh(c')`, or `weight_hr` times that."""
 
-    def fused(
-        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
-    ) -> tuple[Tensor, Tensor | None]:
+    def fused(self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights) -> States:
         assert c0 is not None
         if steps.cell:
             y, c = torch.lstm_cell(x[0], (h0, c0), *weights[:4])
@@ -132,9 +124,7 @@ class Lstm(Recurrence):
         y, _, c = _run(torch.lstm, steps, x, (h0[None], c0[None]), weights)
         return y, c[0]
 
-    def step(
-        self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def step(self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None) -> States:
         assert c is not None
         i, f, n, o = (of_x + of_h).chunk(4, 1)
         c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(n)
@@ -182,16 +172,12 @@ class Lstm(Recurrence):
 class Gru(Recurrence):
     """`h' = (1 - z) n + z h` with `n = tanh(weight_in x + bias_in + r (weight_hn h + bias_hn))`."""
 
-    def fused(
-        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
-    ) -> tuple[Tensor, Tensor | None]:
+    def fused(self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights) -> States:
         if steps.cell:
             return torch.gru_cell(x[0], h0, *weights[:4])[None], None
         return _run(torch.gru, steps, x, h0[None], weights)[0], None
 
-    def step(
-        self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def step(self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None) -> States:
         (x_r, x_z, x_n), (h_r, h_z, h_n) = of_x.chunk(3, 1), of_h.chunk(3, 1)
         z = torch.sigmoid(x_z + h_z)
         n = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)

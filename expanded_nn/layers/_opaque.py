@@ -81,18 +81,9 @@ def _shapes(
     return [y] if c0 is None else [y, c0.new_empty(c0.shape)]
 
 
-def _run_back(
-    kind: str,
-    cell: bool,
-    x: Tensor,
-    h: Tensor,
-    y: Tensor,
-    c0: Tensor | None,
-    weights: list[Tensor | None],
-    g: Tensor,
-    g_c: Tensor | None,
-) -> list[Tensor]:
-    saved, given = Saved(x, h, y, c0, ()), Weights(*weights)  # type: ignore[arg-type]
+def _run_back(kind: str, cell: bool, *tensors: Any) -> list[Tensor]:
+    x, h, y, c0, weights, g, g_c = tensors
+    saved, given = Saved(x, h, y, c0, ()), Weights(*weights)
     found = RECURRENCES[kind].backward(Steps.of(x, cell=cell), saved, given, g.clone(), g_c)
     hr = None if found.hr is None else (found.hr[0].clone(), found.hr[1].clone())
     return _listed(kind, found._replace(hr=hr))
@@ -104,19 +95,9 @@ def _listed(kind: str, found: Gradients) -> list[Tensor]:
     return [each for each in (found.ih, found.h0, hh, found.c0, *(found.hr or ())) if each is not None]
 
 
-def _shapes_back(
-    kind: str,
-    cell: bool,
-    x: Tensor,
-    h: Tensor,
-    y: Tensor,
-    c0: Tensor | None,
-    weights: list[Tensor | None],
-    g: Tensor,
-    g_c: Tensor | None,
-) -> list[Tensor]:
+def _shapes_back(kind: str, cell: bool, *tensors: Any) -> list[Tensor]:
+    x, _, y, c0, weights, *_ = tensors
     hh, hr = weights[1], weights[4]
-    assert hh is not None
     z, hidden = y.new_empty(y.shape[0], hh.shape[0]), hh.shape[0] // 4
     return _listed(
         kind,

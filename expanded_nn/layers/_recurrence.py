@@ -19,7 +19,7 @@ from expanded_nn._shared import is_shared, owned, shared
 from expanded_nn._traced import is_traced
 from expanded_nn.core import cost
 from expanded_nn.layers import _opaque
-from expanded_nn.layers._equations import Recurrence, Saved, Weights
+from expanded_nn.layers._equations import Recurrence, Saved, States, Weights
 from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear, outer_rows
 from expanded_nn.recording.expand import keeps_factors
@@ -38,7 +38,7 @@ class _Recurrent(torch.autograd.Function):
         h0: Tensor,
         c0: Tensor | None,
         *weights: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> States:
         ctx.set_materialize_grads(False)
         ctx.recurrence, ctx.steps = recurrence, steps
         given = (steps, x, h0, c0, _shared_weights(weights))
@@ -54,20 +54,18 @@ class _Recurrent(torch.autograd.Function):
         if g is None and g_c is None:
             return (None,) * (3 + len(needed))
         x, h0, c0, y, *others = ctx.saved_tensors
-        weights, gates = others[: len(Weights._fields)], tuple(others[len(Weights._fields) :])
+        weights, gates = Weights(*others[: len(Weights._fields)]), tuple(others[len(Weights._fields) :])
         with in_own_dtype(x):
             if torch.is_grad_enabled() or any(each is not None and is_batched(each) for each in (g, g_c)):
-                inputs = (x, h0, c0, *weights)
-                return None, None, None, *_composite_gradients(ctx.recurrence, ctx.steps, inputs, needed, g, g_c)
+                all_inputs = (x, h0, c0, *weights)
+                return None, None, None, *_composite_gradients(ctx.recurrence, ctx.steps, all_inputs, needed, g, g_c)
             inputs = (x, h0, c0, y)
             return None, None, None, *_gradients(ctx.recurrence, ctx.steps, inputs, gates, weights, needed, g, g_c)
 
 
 def _shared_weights(weights: Sequence[Tensor | None], dtype: torch.dtype | None = None) -> Weights:
-    ih, hh, *others = (None if each is None else shared(each).to(dtype or each.dtype) for each in weights)
-    assert ih is not None
-    assert hh is not None
-    return Weights(ih, hh, *others)
+    ones = [None if each is None else shared(each).to(dtype or each.dtype) for each in weights]
+    return Weights(*ones)  # type: ignore[arg-type]
 
 
 def _gradients(
@@ -75,21 +73,17 @@ def _gradients(
     steps: Steps,
     inputs: tuple[Tensor, Tensor, Tensor | None, Tensor],
     gates: tuple[Tensor, ...],
-    weights: Sequence[Tensor | None],
+    weights: Weights,
     needed: Sequence[bool],
     g: Tensor | None,
     g_c: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the inputs and the rows of the weights."""
-    assert weights[0] is not None
-    row_dtype, keep_factors = weights[0].dtype, keeps_factors(*weights)
+    x, h0, c0, y = inputs
+    row_dtype, keep_factors = weights.ih.dtype, keeps_factors(*weights)
     dtype = torch.promote_types(row_dtype, torch.float32)
-    one = _shared_weights(weights, dtype)
-    x, h0, c0, y = (None if each is None else each.to(dtype) for each in inputs)
-    assert x is not None
-    assert h0 is not None
-    assert y is not None
-    saved = Saved(x, steps.previous(h0, y), y, c0, gates)
+    one, y = _shared_weights(weights, dtype), y.to(dtype)
+    saved = Saved(x.to(dtype), steps.previous(h0.to(dtype), y), y, None if c0 is None else c0.to(dtype), gates)
     reached_hr = g is not None or len(steps.sizes) > 1  # the cell state after the first step does not depend on it
     g = torch.zeros_like(y) if g is None else steps.copied_rows(g, dtype)
     backward = partial(_opaque.backward, recurrence) if is_traced() else recurrence.backward
@@ -97,11 +91,11 @@ def _gradients(
 
     grads: list[Tensor | None] = [None] * len(needed)
     if needed[0]:
-        grads[0] = steps.from_rows(F.linear(found.ih, one.ih.t())).to(inputs[0].dtype)
+        grads[0] = steps.from_rows(F.linear(found.ih, one.ih.t())).to(x.dtype)
     if needed[1]:
-        grads[1] = found.h0.to(inputs[1].dtype)
-    if needed[2] and inputs[2] is not None and found.c0 is not None:
-        grads[2] = found.c0.to(inputs[2].dtype)
+        grads[1] = found.h0.to(h0.dtype)
+    if needed[2] and c0 is not None and found.c0 is not None:
+        grads[2] = found.c0.to(c0.dtype)
     ih = steps.by_sample(found.ih)
     hh = ih if found.hh is found.ih else steps.by_sample(found.hh)
     if needed[3]:
@@ -130,15 +124,11 @@ def _composite_gradients(
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # views, as one input may be computed from another, whose gradient must not go through the first
-        aliases = [None if each is None else each.view_as(each) for each in inputs]
+        aliases: list[Any] = [None if each is None else each.view_as(each) for each in inputs]
         x, h0, c0, *weights = aliases
-        assert x is not None
-        assert h0 is not None
-        ih, hh, *others = weights
-        assert ih is not None
-        assert hh is not None
-        first_c = None if c0 is None else c0.to(ih.dtype)
-        y, c = _composite(recurrence, steps, x.to(ih.dtype), h0.to(ih.dtype), first_c, Weights(ih, hh, *others))
+        dtype = weights[0].dtype
+        first_c = None if c0 is None else c0.to(dtype)
+        y, c = _composite(recurrence, steps, x.to(dtype), h0.to(dtype), first_c, Weights(*weights))
     outputs = [(output, grad) for output, grad in ((y, g), (c, g_c)) if output is not None and grad is not None]
     wanted = [alias for alias, each in zip(aliases, needed, strict=True) if each and alias is not None]
     grads = iter(
@@ -157,7 +147,7 @@ def _composite_gradients(
 
 def _composite(
     recurrence: Recurrence, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
-) -> tuple[Tensor, Tensor | None]:
+) -> States:
     """One layer in one direction, step by step, each sample with its own weights."""
     of_x = linear(steps.by_sample(x), weights.ih, weights.bias_ih)
     h, c = steps.in_samples_order(h0), None if c0 is None else steps.in_samples_order(c0)
@@ -209,8 +199,7 @@ def recurrent(
         The outputs, shaped as `x`, and a list that for an LSTM holds the cell states after each sequence's last
         step, `(B, hidden)`.
     """
-    h0, c0 = (*initial, None)[:2]
-    assert h0 is not None
+    h0, c0 = initial[0], initial[1] if len(initial) > 1 else None
     if is_shared(*weights):
         saving = _worth_saving(x, h0, c0, *weights)
         y, c = _Recurrent.apply(recurrence, steps, saving, x, h0, c0, *weights)  # type: ignore[no-untyped-call]

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from expanded_nn._batch import tensors
+from expanded_nn._batch import own_batch_first, tensors
 from expanded_nn._errors import complaint
+from expanded_nn._layout import refuse_other_than_sequences
 from expanded_nn._module import Expanded, PerSampleModule, Root
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared
@@ -48,18 +49,6 @@ class _Part(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _in_projection(
-    x: Tensor,  # (B, T, E)
-    weight: Tensor,  # (B, 3 * E, E)
-    bias: Tensor | None,  # (B, 3 * E)
-    part: slice,
-) -> Tensor:  # (B, T, size of the part)
-    """The part of a packed projection that `x` needs."""
-    if is_shared(weight, bias) and not is_constant(weight, bias):
-        return _Part.apply(x, weight, bias, part)  # type: ignore[no-untyped-call,no-any-return]
-    return linear(x, weight[:, part], None if bias is None else bias[:, part])
-
-
 class _TwiceDifferentiable(torch.autograd.Function):
     """Passes the output of fused attention on; its gradient goes back to the kernel, or around it.
 
@@ -85,11 +74,9 @@ class _TwiceDifferentiable(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return g, None, None, None, None, None
-        inputs: tuple[Tensor | None, ...] = ctx.saved_tensors
-        query, key, value, mask = (None if each is None else each.to(g.dtype) for each in inputs)
-        assert query is not None
-        assert key is not None
-        assert value is not None
+        inputs = ctx.saved_tensors
+        query, key, value = (each.to(g.dtype) for each in inputs[:3])
+        mask = None if inputs[3] is None else inputs[3].to(g.dtype)
         logits = _logits(query, key, mask)
         if ctx.is_causal:
             logits = logits.masked_fill(logits.new_ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
@@ -119,35 +106,6 @@ def _logits(
     """What the softmax of attention is taken of."""
     product = (query * sqrt(1 / query.shape[-1])) @ key.mT
     return product if mask is None else product + mask.to(product.dtype)
-
-
-def _fused_attention(
-    query: Tensor,  # (B, heads, T, features)
-    key: Tensor,  # (B, heads, S, features)
-    value: Tensor,  # (B, heads, S, features)
-    mask: Tensor | None,  # (B or 1, heads or 1, T or 1, S)
-    dropout: float,
-    is_causal: bool,
-) -> Tensor:  # (B, heads, T, features)
-    """`F.scaled_dot_product_attention`, differentiable twice where it draws nothing at random."""
-    output = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal)
-    if dropout or not output.requires_grad:
-        return output
-    return _TwiceDifferentiable.apply(output, query, key, value, mask, is_causal)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _refuse_unbatched(module: PerSampleModule, argument: str, x: Tensor, batch_first: bool) -> None:
-    """Raises where `x` is no batch of sequences."""
-    if x.is_nested or x.dim() != 3:
-        call = f"{argument}.unsqueeze({0 if batch_first else 1})"
-        error = complaint(
-            type(module).__name__ if module._recorder is None else module._recorder.name_of(module),
-            f"{argument} is a nested tensor" if x.is_nested else f"{argument} has shape {tuple(x.shape)}",
-            f"a batch of sequences, {'(B, T, features)' if batch_first else '(T, B, features)'}",
-            f"{'Pad it (key_padding_mask)' if x.is_nested else f'Call it with {call}'}, or switch per_sample(False).",
-        )
-        error.refused_by = module
-        raise error
 
 
 class _Converted(PerSampleModule):
@@ -187,8 +145,8 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
     }
 
     def samples_in(self, query: Tensor, *args: Any, **kwargs: Any) -> int | None:
-        _refuse_unbatched(self, "query", query, self.batch_first)
-        return query.shape[self._batch_dim]
+        refuse_other_than_sequences(self, "query", query, self._samples_dim)
+        return super().samples_in(query)
 
     def expanded_forward(
         self,
@@ -222,8 +180,10 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
             weights = F.dropout(_logits(q, k, mask).softmax(-1), dropout)
             heads = weights @ v
         else:
-            heads = _fused_attention(q, k, v, mask, dropout, is_causal)
-        output = self._out_projection(heads.transpose(1, 2).flatten(2)).transpose(0, self._batch_dim)
+            heads = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+            if not dropout and heads.requires_grad:  # what is drawn at random could not be drawn again
+                heads = _TwiceDifferentiable.apply(heads, q, k, v, mask, is_causal)  # type: ignore[no-untyped-call]
+        output = self._out_projection(heads.transpose(1, 2).flatten(2)).transpose(0, self._samples_dim)
         if not need_weights:
             return output, None
         return output, weights.mean(1) if average_attn_weights else weights
@@ -263,7 +223,10 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         weight, bias = self.expanded("in_proj_weight"), self.expanded("in_proj_bias")
         if stop - start == 3:
             return linear(x, weight, bias)
-        return _in_projection(x, weight, bias, slice(start * self.embed_dim, stop * self.embed_dim))
+        part = slice(start * self.embed_dim, stop * self.embed_dim)
+        if is_shared(weight, bias) and not is_constant(weight, bias):
+            return _Part.apply(x, weight, bias, part)  # type: ignore[no-untyped-call,no-any-return]
+        return linear(x, weight[:, part], None if bias is None else bias[:, part])
 
     def _mask(
         self,
@@ -307,13 +270,13 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         return linear(heads, out.expanded("weight"), out.expanded("bias"))
 
     @property
-    def _batch_dim(self) -> int:
+    def _samples_dim(self) -> int:
         return 0 if self.batch_first else 1
 
     def _samples_first(self, argument: str, x: Tensor) -> Tensor:
         """`x` as `(B, T, features)`."""
-        _refuse_unbatched(self, argument, x, self.batch_first)
-        return self.checked(x, 2, dim=self._batch_dim, argument=argument).transpose(0, self._batch_dim)
+        refuse_other_than_sequences(self, argument, x, self._samples_dim)
+        return self.checked(x, 2, dim=self._samples_dim, argument=argument).transpose(0, self._samples_dim)
 
     def _refuse_other_shape(self, argument: str, x: Tensor, wanted: tuple[int, ...]) -> None:
         if x.shape != wanted:
@@ -345,18 +308,17 @@ class _Container(_Converted, Root):
                 return self.forward(*args, **kwargs)
             finally:
                 torch.backends.mha.set_fastpath_enabled(True)
-        recorder = self._recorder
-        attention = next((each for each in self.modules() if isinstance(each, nn.MultiheadAttention)), None)
-        if recorder is None or recorder.originals is not None or attention is None:
-            self._refuse_unknown_layout(attention)
+        recorder, batch_first = self._recorder, own_batch_first(self)
+        if recorder is None or recorder.originals is not None or batch_first is None:
+            self._refuse_unknown_layout(batch_first)
             return super().forward(*args, **kwargs)
         if self._rows_are_due():
             first = next((each for each in tensors((args, kwargs)) if isinstance(each, Tensor)), None)
             if first is not None:
-                _refuse_unbatched(self, "input", first, attention.batch_first)
-        if recorder.settings.batch_first == attention.batch_first:
+                refuse_other_than_sequences(self, "input", first, 0 if batch_first else 1)
+        if recorder.settings.batch_first == batch_first:
             return super().forward(*args, **kwargs)
-        with recorder.layout(batch_first=attention.batch_first):
+        with recorder.layout(batch_first=batch_first):
             return super().forward(*args, **kwargs)
 
     def _rows_are_due(self) -> bool:
@@ -373,9 +335,9 @@ class _Container(_Converted, Root):
     def _has_batched_weights(self) -> bool:
         return any(each._own_batch() is not None for each in self.modules() if isinstance(each, Expanded))
 
-    def _refuse_unknown_layout(self, attention: nn.MultiheadAttention | None) -> None:
+    def _refuse_unknown_layout(self, batch_first: bool | None) -> None:
         """Off, layers take the first dimension of their input for the samples."""
-        if self._recorder is None and attention and not attention.batch_first and self._has_batched_weights():
+        if self._recorder is None and batch_first is False and self._has_batched_weights():
             raise complaint(
                 type(self).__name__,
                 "its weights have a batch dimension, its inputs are (T, B, features)",

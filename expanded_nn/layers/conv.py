@@ -91,12 +91,13 @@ class _Convolution(torch.autograd.Function):
             if torch.is_grad_enabled():
                 grad_x = _input_gradient(g, x, cast_shared(weight, g.dtype), how, transposed=transposed).to(dtype)
             else:
-                grad_x = _torch_input_gradient(g, x, shared(weight), how, ctx.output_padding).to(dtype)
+                tensors, arguments = (g, x, shared(weight).to(g.dtype), None), how.arguments(ctx.output_padding)
+                grad_x = aten.convolution_backward(*tensors, *arguments, (True, False, False))[0].to(dtype)
         if ctx.needs_input_grad[1]:
             moving, still = (x, g) if transposed else (g, x)
             grad_weight = patch_rows(moving, still, tuple(weight.shape[1:]), weight.dtype, how)
         if ctx.needs_input_grad[2]:
-            grad_bias = bias_rows(g, ctx.bias_dtype)
+            grad_bias = g.sum(tuple(range(2, g.dim())), dtype=ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None
 
 
@@ -113,14 +114,6 @@ def _torch_convolution(
     if output_padding is None:
         return CONV[dims](x, weight, bias, how.stride, how.padding, how.dilation, groups)
     return CONV_TRANSPOSE[dims](x, weight, bias, how.stride, how.padding, output_padding, groups, how.dilation)
-
-
-def _torch_input_gradient(
-    g: Tensor, x: Tensor, weight: Tensor, how: Geometry, output_padding: tuple[int, ...] | None
-) -> Tensor:
-    """The gradient of the input by torch's own fused kernel."""
-    tensors, wanted = (g, x, weight.to(g.dtype), None), (True, False, False)
-    return aten.convolution_backward(*tensors, *how.arguments(output_padding), wanted)[0]  # type: ignore[no-any-return]
 
 
 def _input_gradient(
@@ -189,27 +182,10 @@ def _conv(
     groups: int,
 ) -> Tensor:
     _check_samples(f"conv{dims}d", x, weight, dims)
-    x, how = _placed(x, weight.shape[3:], stride, padding, dilation, groups)
-    return _apply(x, weight, bias, how, None)
-
-
-def _placed(
-    x: Tensor, kernel: Sequence[int], stride: Sizes, padding: Sizes | str, dilation: Sizes, groups: int
-) -> tuple[Tensor, Geometry]:
-    """The input, padded where the geometry cannot say it, and where the kernel goes."""
-    dims = len(kernel)
     stride, dilation = _each(stride, dims), _each(dilation, dims)
     if isinstance(padding, str):
-        x, padding = _padded_by_name(x, padding, kernel, stride, dilation)
-    return x, Geometry(stride, _each(padding, dims), dilation, groups)
-
-
-def bias_rows(
-    g: Tensor,  # (B, out, *positions)
-    dtype: torch.dtype,
-) -> Tensor:  # (B, out)
-    """The rows of a convolution's bias."""
-    return g.sum(tuple(range(2, g.dim())), dtype=dtype)
+        x, padding = _padded_by_name(x, padding, weight.shape[3:], stride, dilation)
+    return _apply(x, weight, bias, Geometry(stride, _each(padding, dims), dilation, groups), None)
 
 
 def _padded_by_name(
@@ -361,15 +337,11 @@ class _ConvNd(Expanded, nn.modules.conv._ConvNd):
         return self.by_sample(self._convolve, len(self.kernel_size) + 1, input=input)
 
     def _convolve(self, x: Tensor) -> Tensor:
-        x, padding = self._padded(x)
+        padding: Sizes | str = self.padding
+        if self.padding_mode != "zeros":
+            x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
         weight, bias = self.expanded("weight"), self.expanded("bias")
         return _conv(len(self.kernel_size), x, weight, bias, self.stride, padding, self.dilation, self.groups)
-
-    def _padded(self, x: Tensor) -> tuple[Tensor, Sizes | str]:
-        """The input, padded by other than zeros, and the padding that is left to do."""
-        if self.padding_mode == "zeros":
-            return x, self.padding
-        return F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
 
 
 @expands(nn.Conv1d)

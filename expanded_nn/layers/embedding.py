@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expanded_nn._batch import batch_dim
 from expanded_nn._errors import complaint
+from expanded_nn._layout import index_by_sample, note_shared_result, refuse_other_count
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._shared import is_constant, is_shared, owned, shared
-from expanded_nn._traced import assume, is_traced, refuse_values
+from expanded_nn._traced import refuse_values
 from expanded_nn.core.terms import OneHot, SparseOneHot
 from expanded_nn.factored import FactoredTensor
 
@@ -48,16 +48,6 @@ def one_hot_rows(
         return _OneHotRows.apply(values, index, entries, dtype)  # type: ignore[no-untyped-call,no-any-return]
     kind = SparseOneHot if sparse else OneHot
     return FactoredTensor.of(kind.of(values, index, entries, dtype))
-
-
-def _frequency(
-    index: Tensor,  # (B, T) int64
-    entries: int,
-    valid: Tensor | None,  # (B, T) bool
-) -> Tensor:  # (B, T) int64
-    """How often a sample looks up the entry that it looks up here."""
-    ones = torch.ones_like(index) if valid is None else valid.to(index.dtype)
-    return index.new_zeros(index.shape[0], entries).scatter_add_(1, index, ones).gather(1, index).clamp(min=1)
 
 
 def _wrapped(padding_idx: int | None, entries: int) -> int | None:
@@ -117,8 +107,10 @@ def _table_rows(
     dropped: Tensor | None,  # (B, T) bool
 ) -> Tensor:  # (B, entries, dim)
     """The rows of a table whose entries get these values."""
-    if ctx.scale_grad_by_freq:
-        values = values / _frequency(index, ctx.entries, valid)[..., None].to(values.dtype)
+    if ctx.scale_grad_by_freq:  # how often the sample looks up the same entry
+        ones = torch.ones_like(index) if valid is None else valid.to(index.dtype)
+        counts = index.new_zeros(index.shape[0], ctx.entries).scatter_add_(1, index, ones).gather(1, index)
+        values = values / counts.clamp(min=1)[..., None].to(values.dtype)
     if dropped is not None:
         values = values.masked_fill(dropped[..., None], 0.0)
     return one_hot_rows(values, index, ctx.entries, ctx.dtype, sparse=ctx.sparse)
@@ -182,12 +174,12 @@ def embedding(
 
 def _renormalise(weight: Tensor, index: Tensor, valid: Tensor | None, max_norm: float, norm_type: float) -> None:
     """Scales the entries looked up down to `max_norm`, in place: of the one weight, or of each sample's own."""
-    tables = [shared(weight)] if is_shared(weight) else weight.detach().unbind()
-    looked_up = [index] if is_shared(weight) else index.unbind()
-    asked = [valid] if valid is None or is_shared(weight) else valid.unbind()
-    for position, (table, entries) in enumerate(zip(tables, looked_up, strict=True)):
-        chosen = entries if asked[0] is None else entries[asked[position]]
-        torch.embedding_renorm_(table, chosen.reshape(-1), max_norm, norm_type)
+    chosen = [index] if is_shared(weight) else index.unbind()
+    if valid is not None:
+        masks = [valid] if is_shared(weight) else valid.unbind()
+        chosen = [entries[mask] for entries, mask in zip(chosen, masks, strict=True)]
+    for table, entries in zip([shared(weight)] if is_shared(weight) else weight.detach(), chosen, strict=True):
+        torch.embedding_renorm_(table, entries.reshape(-1), max_norm, norm_type)
 
 
 def _renormalise_once(module: Embedding | EmbeddingBag, index: Tensor) -> float | None:
@@ -218,98 +210,13 @@ class Embedding(Expanded, nn.Embedding):
     _takes_labels = False  # whether it was given one index per sample before
 
     def expanded_forward(self, input: Tensor) -> Tensor:
-        index, dim = self._samples_first(input)
+        index, dim = index_by_sample(self, input)
         max_norm = _renormalise_once(self, input)
         options = (self.padding_idx, max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
         out = embedding(index, self.expanded("weight"), *options)
+        if input.dim() == 0:
+            note_shared_result(self, out)
         return out.transpose(0, dim).contiguous() if dim else out
-
-    def _samples_first(self, index: Tensor) -> tuple[Tensor, int]:
-        """The index as `(B, *)`, and the dimension in which the samples stand in the result."""
-        batch = self.batch_size
-        batch_first = self.model_batch_first
-        if index.dim() == 0:
-            return index.expand(batch), 0
-        dim = batch_dim(index.dim(), batch_first=batch_first)
-        rows = index.shape[dim]
-        if batch > 1 and (index.shape == (1,) or (rows == batch and self._may_be_positions(index))):
-            raise self._refusal(
-                f"input has shape {tuple(index.shape)} and may be positions that all {batch} samples share, or one "
-                "row a sample",
-                "an index that can be read in one way only",
-                f"Call it with index.unsqueeze({0 if batch_first else 1}) for positions, or with index.unsqueeze(1) "
-                "and squeeze(1) after it for samples.",
-            )
-        if rows == batch:
-            self._note_input(shared=False)
-            return index.transpose(0, dim), dim
-        if self.is_slice(index) and not (index.dim() == 1 and _are_positions(index, usually=True)):
-            raise self.slice_error(index)
-        self._note_input(shared=batch > 1)
-        if rows == 1 and index.dim() > 1:
-            return index.transpose(0, dim).expand(batch, *[-1] * (index.dim() - 1)), dim
-        if batch > 1:
-            self._refuse_other_batch(index, dim)
-        if self._recorder is not None and self._recorder.forward is not None:
-            self._recorder.forward.notes.broadcast.append(self)
-        return index.expand(batch, *index.shape), 0 if batch_first else 1
-
-    def _may_be_positions(self, index: Tensor) -> bool:
-        """Whether B indices may be positions that all samples share, and not one index per sample.
-
-        An argument of the model is no table of positions, unless it counts from 0; and a layer that was given one index
-        per sample before goes on with them, whatever their values are by chance.
-        """
-        forward = None if self._recorder is None else self._recorder.forward
-        is_argument = forward is not None and forward.is_argument(index)
-        if not _are_positions(index, usually=False):
-            if index.dim() != 1 or (is_traced() and self._takes_labels):
-                return False
-            is_buffer = not is_argument and self._is_buffer(index)
-            self.__dict__["_takes_labels"] = self._takes_labels or not is_buffer
-            return is_buffer
-        if index.dim() != 1 or forward is None or not (is_argument or forward.is_shifted_argument(index)):
-            return True
-        return not self._takes_labels and bool(index[0] == 0)
-
-    def _is_buffer(self, index: Tensor) -> bool:
-        """Whether an index is a part of what the model holds."""
-        modules = () if self._recorder is None else self._recorder.modules()
-        memory = index.untyped_storage().data_ptr()
-        buffers = (buffer for module in modules for buffer in module._buffers.values() if buffer is not None)
-        return any(buffer.untyped_storage().data_ptr() == memory for buffer in buffers)
-
-    def _refuse_other_batch(self, index: Tensor, dim: int) -> None:
-        """A folded batch, or an even part of it, is no index that all samples share; positions are."""
-        batch = self.batch_size
-        sizes = [size for size in index.shape[: dim + 1] if size > 1 and (size % batch == 0 or batch % size == 0)]
-        if sizes and not _are_positions(index, usually=True):
-            kind = f"folded batch of {batch} x {sizes[0] // batch}" if sizes[0] > batch else f"part of {batch}"
-            raise self._refusal(
-                f"input has shape {tuple(index.shape)}, {sizes[0]} rows ({kind})",
-                f"{batch} rows, one a sample, or an index without a batch dimension that all share",
-                f"Keep the batch in a dimension of its own (unflatten it); call it with index.unsqueeze({dim}) if all "
-                "samples share the index.",
-            )
-
-
-def _are_positions(index: Tensor, *, usually: bool) -> bool:
-    """Whether an index looks like `arange`, or like a matrix of relative positions, and not like samples.
-
-    Args:
-        index: The index.
-        usually: The answer with which a step goes on that is traced.
-    """
-    if index.dim() == 1:
-        found = (index.diff() == 1).all()
-    elif index.dim() != 2 or index.shape[0] != index.shape[1] or index.shape[0] < 4:
-        return False  # smaller matrices have equal diagonals by chance
-    else:
-        found = (index[1:, 1:] == index[:-1, :-1]).all() & (index != index[0, 0]).any()
-    if is_traced():
-        assume(found == usually)
-        return usually
-    return bool(found)
 
 
 @dataclass(frozen=True)
@@ -340,10 +247,6 @@ class _Bags:
         entry = (starts[:, None] + place).masked_fill(~valid, 0)
         return cls(input.long()[entry].masked_fill(~valid, 0), valid, entry)
 
-    def padded(self, flat: Tensor) -> Tensor:
-        """A number an entry, as `(B, T)`."""
-        return flat if self.entry is None else flat[self.entry]
-
     def unpadded(self, padded: Tensor, shape: torch.Size) -> Tensor:
         """A number an entry, in the input's own shape."""
         if self.entry is None or self.valid is None:
@@ -356,7 +259,7 @@ class _Bags:
     ) -> Tensor | None:
         """What each entry counts for in its bag's result, `(B, T, 1)` or `(B, 1, 1)`; `None` where that is 1."""
         if per_sample_weights is not None:
-            return self.padded(per_sample_weights)[..., None].to(dtype)
+            return (per_sample_weights if self.entry is None else per_sample_weights[self.entry])[..., None].to(dtype)
         if mode != "mean":
             return None
         kept = torch.ones_like(self.index, dtype=torch.bool) if dropped is None else ~dropped
@@ -519,6 +422,7 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
     """
 
     ranks: ClassVar[dict[str, int]] = {"weight": 2}
+    fixed_layout: ClassVar[bool] = True
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         forward = None if self._recorder is None or offsets is None else self._recorder.forward
@@ -526,9 +430,7 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
             forward.set_batch(_bag_count(input, offsets, self.include_last_offset))
         return cast(Tensor, super().forward(input, offsets, per_sample_weights))
 
-    def samples_in(
-        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> int | None:
+    def samples_in(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Any = None) -> int | None:
         return _bag_count(input, offsets, self.include_last_offset and offsets is not None)
 
     def expanded_forward(
@@ -542,17 +444,10 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
             if per_sample_weights is not None:
                 per_sample_weights = self.checked(per_sample_weights, 1, argument="per_sample_weights")
         else:
-            count = _bag_count(input, offsets, include_last_offset)
-            self._refuse_other_bags(count)
+            bags = _bag_count(input, offsets, include_last_offset)
+            remedy = "Say the number of bags: per_sample(batch_size=...), or give the input as (B, N)."
+            refuse_other_count(self, bags, f"offsets say {bags} bags", remedy)
         max_norm = _renormalise_once(self, input)
         options = (max_norm, self.norm_type, self.scale_grad_by_freq, self.mode, self.sparse)
-        bags = (per_sample_weights, include_last_offset, self.padding_idx)
-        return embedding_bag(input, self.expanded("weight"), offsets, *options, *bags)
-
-    def _refuse_other_bags(self, bags: int) -> None:
-        if bags != self.batch_size:
-            raise self._refusal(
-                f"offsets say {bags} bags",
-                f"{self.batch_size}, one a sample",
-                "Say the number of bags: per_sample(batch_size=...), or give the input as (B, N).",
-            )
+        entries = (per_sample_weights, include_last_offset, self.padding_idx)
+        return embedding_bag(input, self.expanded("weight"), offsets, *options, *entries)

@@ -201,15 +201,18 @@ def rms_norm(
     return y if weight is None else y * _over_positions(weight, x.dim())
 
 
-@expands(nn.LayerNorm)
-class LayerNorm(Expanded, nn.LayerNorm):
-    """`torch.nn.LayerNorm` with per-sample gradients; input `(B, *, *normalized_shape)`."""
-
+class _OverLastDimensions(Expanded):
+    normalized_shape: tuple[int, ...]
     positionwise: ClassVar[bool] = True
 
     @property
     def ranks(self) -> dict[str, int]:  # type: ignore[override]
         return {"weight": len(self.normalized_shape), "bias": len(self.normalized_shape)}
+
+
+@expands(nn.LayerNorm)
+class LayerNorm(_OverLastDimensions, nn.LayerNorm):
+    """`torch.nn.LayerNorm` with per-sample gradients; input `(B, *, *normalized_shape)`."""
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         def op(x: Tensor) -> Tensor:
@@ -219,14 +222,8 @@ class LayerNorm(Expanded, nn.LayerNorm):
 
 
 @expands(nn.RMSNorm)
-class RMSNorm(Expanded, nn.RMSNorm):
+class RMSNorm(_OverLastDimensions, nn.RMSNorm):
     """`torch.nn.RMSNorm` with per-sample gradients; input `(B, *, *normalized_shape)`."""
-
-    positionwise: ClassVar[bool] = True
-
-    @property
-    def ranks(self) -> dict[str, int]:  # type: ignore[override]
-        return {"weight": len(self.normalized_shape)}
 
     def expanded_forward(self, x: Tensor) -> Tensor:
         def op(x: Tensor) -> Tensor:
@@ -259,24 +256,19 @@ def _beside_positions(
     return parameter.reshape(*parameter.shape, *(1,) * (x.dim() - 2))
 
 
-def _repeated(
-    statistic: Tensor | None,  # (C,)
-    batch: int,
-) -> Tensor | None:  # (batch * C,)
-    return None if statistic is None else statistic.repeat(batch)
-
-
 def _channels_fit(x: Tensor, *each_channel: Tensor | None) -> bool:
     """Whether all have as many channels as `x`, `(B, C, *)`, has."""
     return x.dim() > 1 and all(each is None or each.shape[-1] == x.shape[1] for each in each_channel)
 
 
-def _on_no_samples(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """No samples, connected to parameters that get no rows."""
-    ones = [1] * (x.dim() - 2)
-    if weight is not None:
-        x = x * weight.reshape(*weight.shape, *ones)
-    return x if bias is None else x + bias.reshape(*bias.shape, *ones)
+def _affine(
+    x: Tensor,  # (B, C, *)
+    weight: Tensor | None,  # (B, C)
+    bias: Tensor | None,  # (B, C)
+) -> Tensor:  # (B, C, *)
+    """In plain operations, which no samples go through as well, so that parameters get no rows."""
+    y = x if weight is None else x * _beside_positions(weight, x)
+    return y if bias is None else y + _beside_positions(bias, x)
 
 
 def group_norm(
@@ -302,15 +294,13 @@ def group_norm(
         return F.group_norm(x, num_groups, shared_or_none(weight), shared_or_none(bias), eps)  # raises
     batch = x.shape[0]
     if batch == 0:
-        return _on_no_samples(x, weight, bias)
+        return _affine(x, weight, bias)
     # not F.group_norm, which refuses groups of one value where it sees a single sample
     cudnn = torch.backends.cudnn.enabled
     if is_constant(weight, bias):
         return torch.group_norm(x, num_groups, shared_or_none(weight), shared_or_none(bias), eps, cudnn)
     if cost.is_symbol(batch):
-        y = torch.group_norm(x, num_groups, None, None, eps, cudnn)
-        y = y if weight is None else y * _beside_positions(weight, y)
-        return y if bias is None else y + _beside_positions(bias, y)
+        return _affine(torch.group_norm(x, num_groups, None, None, eps, cudnn), weight, bias)
     y = torch.group_norm(_one_sample(x), batch * num_groups, _flat(weight), _flat(bias), eps, cudnn)
     return owned(y.view(x.shape))
 
@@ -346,14 +336,12 @@ def instance_norm(
         return F.instance_norm(x, *statistics, one, other, use_input_stats, momentum, eps)  # raises
     batch = x.shape[0]
     if batch == 0:
-        return _on_no_samples(x, weight, bias)
-    mean, var = (_repeated(each, batch) for each in statistics)
+        return _affine(x, weight, bias)
+    mean, var = (None if running is None else running.repeat(batch) for running in statistics)
     y = F.instance_norm(_one_sample(x), mean, var, _flat(weight), _flat(bias), use_input_stats, momentum, eps)
-    if use_input_stats and running_mean is not None and running_var is not None:
-        assert mean is not None
-        assert var is not None
-        running_mean.copy_(mean.view(batch, -1).mean(0))
-        running_var.copy_(var.view(batch, -1).mean(0))
+    for running, own in zip(statistics, (mean, var), strict=True):
+        if use_input_stats and running is not None and own is not None:
+            running.copy_(own.view(batch, -1).mean(0))
     return owned(y.view(x.shape))
 
 
@@ -402,7 +390,7 @@ def batch_norm(
         return F.batch_norm(x, running_mean, running_var, one, other, False, momentum, eps)  # raises
     batch = x.shape[0]
     if batch == 0:
-        return _on_no_samples(x, weight, bias)
+        return _affine(x, weight, bias)
     if x.dim() > 3 and x.stride(1) == 1 != x.shape[1] and _same_dtype(x, running_mean, running_var, weight, bias):
         return _by_channel(x, running_mean, torch.rsqrt(running_var + eps), weight, bias)
     mean, var = running_mean.repeat(batch), running_var.repeat(batch)
@@ -422,10 +410,9 @@ def _by_channel(
     bias: Tensor | None,  # (B, C)
 ) -> Tensor:  # (B, C, *)
     """The norm in plain operations, which leave channels that stand last where they are."""
-    ones = [1] * (x.dim() - 2)
-    scale = rstd.expand(x.shape[:2]) if weight is None else rstd * weight
-    xhat, scale = x - mean.reshape(-1, *ones), scale.reshape(*scale.shape, *ones)
-    return xhat * scale if bias is None else torch.addcmul(bias.reshape(*bias.shape, *ones), xhat, scale)
+    scale = _beside_positions(rstd.expand(x.shape[:2]) if weight is None else rstd * weight, x)
+    xhat = x - _beside_positions(mean[None], x)
+    return xhat * scale if bias is None else torch.addcmul(_beside_positions(bias, x), xhat, scale)
 
 
 @expands(nn.GroupNorm)

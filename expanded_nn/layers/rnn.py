@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from expanded_nn._layout import refuse_other_count, refuse_other_than_sequences
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._traced import refuse_values
@@ -25,15 +26,15 @@ class _Layers(Expanded, nn.RNNBase):
         """Weights are matrices, biases are vectors; how many there are depends on the arguments."""
         return {name: 2 if name.startswith("weight") else 1 for name in self._flat_weights_names}
 
+    @property
+    def _samples_dim(self) -> int:
+        return 0 if self.batch_first else 1
+
     def sample_dims(self, tensors: int) -> list[int]:
-        return [0 if self.batch_first else 1] + [1] * (tensors - 1)
+        return [self._samples_dim] + [1] * (tensors - 1)
 
     def samples_in(self, input: Tensor | PackedSequence, hx: Any = None) -> int | None:
-        if isinstance(input, PackedSequence):
-            refuse_values("sequences have different lengths")
-            return int(input.batch_sizes[0])
-        self._refuse_unbatched(input)
-        return input.shape[0 if self.batch_first else 1]
+        return super().samples_in(input)
 
     def expanded_forward(self, input: Tensor | PackedSequence, hx: Any = None) -> tuple[Any, Any]:
         x = self._checked_input(input)
@@ -93,28 +94,16 @@ class _Layers(Expanded, nn.RNNBase):
 
     def _checked_input(self, input: Tensor | PackedSequence) -> Tensor:
         """The input's tensor, whose samples are those of the pass."""
-        if not isinstance(input, PackedSequence):
-            self._refuse_unbatched(input)
-            return self.checked(input, 2, dim=0 if self.batch_first else 1)
-        refuse_values("sequences have different lengths")
-        found = int(input.batch_sizes[0])
-        if found != self.batch_size:
-            raise self._refusal(
-                f"input is a PackedSequence of {found} sequences",
-                f"{self.batch_size} sequences, one a sample",
-                "Pack one sequence a sample, or say per_sample(batch_size=...).",
-            )
-        return input.data
-
-    def _refuse_unbatched(self, input: Tensor) -> None:
-        if input.dim() == 2:
-            raise self._refusal(
-                f"input has shape {tuple(input.shape)}, an unbatched sequence",
-                "a batch of sequences",
-                f"Call it with input.unsqueeze({0 if self.batch_first else 1}), or switch per_sample(False).",
-            )
-        if input.dim() != 3:
+        if isinstance(input, PackedSequence):
+            refuse_values("sequences have different lengths")
+            found = int(input.batch_sizes[0])
+            remedy = "Pack one sequence per sample, or say per_sample(batch_size=...)."
+            refuse_other_count(self, found, f"input is a PackedSequence of {found} sequences", remedy)
+            return input.data
+        if input.dim() not in (2, 3):
             super(Expanded, self).forward(input)  # torch's own error
+        refuse_other_than_sequences(self, "input", input, self._samples_dim)
+        return self.checked(input, 2, dim=self._samples_dim)
 
 
 @expands(nn.RNN)
@@ -137,11 +126,11 @@ class _Cell(Expanded, nn.RNNCellBase):
 
     ranks: ClassVar[dict[str, int]] = {"weight_ih": 2, "weight_hh": 2, "bias_ih": 1, "bias_hh": 1}
     batch_first: ClassVar[bool] = True  # (B, features), in a model that has time first as well
+    fixed_layout: ClassVar[bool] = True
     mode: str
 
     def samples_in(self, input: Tensor, hx: Any = None) -> int | None:
-        self._refuse_unbatched("input", input)
-        return input.shape[0]
+        return super().samples_in(input)
 
     def expanded_forward(self, input: Tensor, hx: Any = None) -> Any:
         lstm = self.mode == "LSTM"
@@ -152,21 +141,13 @@ class _Cell(Expanded, nn.RNNCellBase):
             states = [self._checked_state("hx", each) for each in (hx if lstm else [hx])]
         weights = Weights(*map(self.expanded, self.ranks))
         y, cells = recurrent(RECURRENCES[self.mode], Steps.of(x[None], cell=True), x[None], states, weights)
-        return (y[0], *cells) if lstm else y[0]
+        h = y.squeeze(0)
+        return (h, *cells) if lstm else h
 
     def _checked_state(self, argument: str, x: Tensor) -> Tensor:
-        self._refuse_unbatched(argument, x)
-        return self.checked(x, 1, argument=argument)
-
-    def _refuse_unbatched(self, argument: str, x: Tensor) -> None:
-        if x.dim() == 1:
-            raise self._refusal(
-                f"{argument} has shape {tuple(x.shape)}, no batch dimension",
-                "(B, features)",
-                f"Call it with {argument}.unsqueeze(0), or switch per_sample(False).",
-            )
-        if x.dim() != 2:
+        if x.dim() not in (1, 2):
             super(Expanded, self).forward(x, x)  # torch's own error
+        return self.checked(x, 1, argument=argument)
 
 
 @expands(nn.RNNCell)

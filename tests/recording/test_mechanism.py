@@ -371,6 +371,125 @@ def test_positions_a_sample_are_not_shared() -> None:
     words_against_the_loop(lambda words: words.cumsum(1) % 7, 3, 6)
 
 
+class Shifted(nn.Module):
+    """A line, and what a layer makes of what all samples share."""
+
+    def __init__(self, layer: nn.Module, shared: Tensor, use: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.line, self.layer, self.use = nn.Linear(4, 4), layer, use
+        self.register_buffer("shared", shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x) + self.use(self.layer(self.shared))
+
+
+ONE_FOR_ALL: dict[str, tuple[type[nn.Module], tuple[int, ...], Tensor]] = {
+    "row": (nn.Linear, (4, 4), torch.linspace(0, 1, 4, dtype=torch.float64)[None]),
+    "row_of_two_dimensions": (nn.LayerNorm, ([1, 4],), torch.linspace(0, 1, 4, dtype=torch.float64)[None, None]),
+    "state": (nn.GRUCell, (4, 4), torch.linspace(0, 1, 4, dtype=torch.float64)[None]),
+    "number": (nn.Embedding, (9, 4), torch.tensor(2)),
+    "bag": (nn.EmbeddingBag, (9, 4), torch.tensor([[2, 5, 2]])),
+}
+
+
+one_for_all = pytest.mark.parametrize(("layer", "sizes", "shared"), ONE_FOR_ALL.values(), ids=ONE_FOR_ALL)
+
+
+@one_for_all
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_the_first_row_of_what_all_samples_share_is_refused(
+    layer: type[nn.Module], sizes: tuple[int, ...], shared: Tensor, batch_first: bool
+) -> None:
+    """It has the samples first, also where they stand second in the model's input."""
+    module = Shifted(layer(*sizes), shared, lambda out: out[0])
+    model = enn.convert(module).per_sample(batch_first=batch_first, escalate=False)
+    with pytest.raises(enn.PerSampleError, match=r"^layer .*shared by all 3 samples.*\(select over the samples\)"):
+        model(torch.randn((3, 5, 4) if batch_first else (5, 3, 4)))
+
+
+@pytest.mark.parametrize("kind", ["row", "state", "number", "bag"])
+def test_a_part_of_each_row_of_what_all_samples_share(kind: str) -> None:
+    def first_feature(out: Tensor) -> Tensor:
+        return out[..., 0].unsqueeze(-1)
+
+    def objective(model: Callable[..., Any], call: Call, first: int) -> Tensor:
+        return sample_losses(call.on(model).transpose(0, 1), first).sum()
+
+    layer, sizes, shared = ONE_FOR_ALL[kind]
+    module, call = Shifted(layer(*sizes), shared, first_feature), Call((torch.randn(5, 3, 4),))
+    model = enn.convert(module).per_sample(loss_reduction="sum", batch_first=False, escalate=False)
+    objective(model, call, 0).backward()
+    expected = loop(module, call, 3, take=lambda call, i: call.map(lambda x: x[:, i : i + 1]), objective=objective)
+    assert_close_rows(rows_of(model), expected)
+
+
+def lstm() -> nn.Module:
+    return nn.LSTM(4, 4, 2, batch_first=True, bidirectional=True, proj_size=2)
+
+
+def attention() -> nn.Module:
+    return nn.MultiheadAttention(4, 2, batch_first=True)
+
+
+# a layer, and what it makes of (1, 5, 4), as (1, 5 or 1, 4)
+SEVERAL: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]]] = {
+    "lstm": (lstm, lambda layer, x: layer(x)[0]),
+    "gru_time_first": (lambda: nn.GRU(4, 4), lambda layer, x: layer(x.transpose(0, 1))[0].transpose(0, 1)),
+    "attention": (attention, lambda layer, x: layer(x, x, x)[0]),
+    "attention_fused": (attention, lambda layer, x: layer(x, x, x, need_weights=False)[0]),
+    "cell": (lambda: nn.LSTMCell(4, 4), lambda layer, x: layer(x[:, 0])[0][:, None]),
+    "cell_state": (lambda: nn.LSTMCell(4, 4), lambda layer, x: layer(x[:, 0])[1][:, None]),
+}
+
+
+class Several(nn.Module):
+    """A line, and what a layer with several results makes of a sequence that all samples share."""
+
+    def __init__(self, layer: nn.Module, use: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.line, self.layer, self.use = nn.Linear(4, 4), layer, use
+        self.register_buffer("shared", torch.linspace(-1, 1, 20, dtype=torch.float64).view(1, 5, 4).sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x) + self.use(self.layer, self.shared)
+
+
+@pytest.mark.parametrize(("layer", "use"), SEVERAL.values(), ids=SEVERAL)
+def test_several_results_of_what_all_samples_share(layer: Callable[[], nn.Module], use: Callable[..., Any]) -> None:
+    module, call = Several(layer(), use), Call((torch.randn(3, 5, 4),))
+    model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
+    plain(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, 3))
+
+
+WEIGHTS = {"attention_weights": (attention, lambda layer, x: layer(x, x[:, :4], x[:, :4])[1])}
+
+
+@pytest.mark.parametrize(("layer", "use"), (SEVERAL | WEIGHTS).values(), ids=SEVERAL | WEIGHTS)
+def test_the_first_row_of_several_results_is_refused(layer: Callable[[], nn.Module], use: Callable[..., Any]) -> None:
+    """It would be the first sample's copy."""
+    model = enn.convert(Several(layer(), lambda layer, x: use(layer, x)[0])).per_sample(escalate=False)
+    with pytest.raises(enn.PerSampleError, match=r"^layer .*shared by all 3 samples.*\(select over the samples\)"):
+        model(torch.randn(3, 5, 4))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_loop_over_numbers_is_a_slice(first: int) -> None:
+    """Each number is one sample's index; its result would have a row per sample again."""
+
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(10, 4)
+
+        def forward(self, words: Tensor) -> Tensor:
+            return torch.stack([self.words(word) for word in words + first])
+
+    model = enn.convert(Looped()).per_sample(escalate=False)
+    with pytest.raises(enn.PerSampleError, match=r"^words .*of shape \(\) is a slice of a tensor of shape \(3,\)"):
+        model(torch.tensor([4, 1, 1]))
+
+
 def test_single_index_is_ambiguous() -> None:
     """`(1,)` is one row that all share, `(1, dim)`, or one position, `(T, dim)` with T = 1."""
     model = enn.convert(Words(lambda words: torch.tensor([4]))).per_sample(escalate=False)

@@ -505,7 +505,7 @@ class Rows:
         return rows.clone().dense() if isinstance(rows, FactoredTensor) else rows.clone()
 
     def check(self) -> None:
-        """Every parameter shows what it should: one row a sample of each pass, zero rows where it was not used."""
+        """Every parameter shows what it should: one row per sample of each pass, zero rows where it was not used."""
         for number, leaf in enumerate(self.leaves):
             assert self.published(number) is leaf.published.rows
             if not any(number in pass_rows for pass_rows in self.wanted.values()):

@@ -600,7 +600,7 @@ SHARED: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("does", SHARED.values(), ids=SHARED)
 def test_shared_argument_as_long_as_the_batch_is_refused(does: Callable[..., Any]) -> None:
-    """`(T, D)` with T = B: one row a sample, or a table that all share."""
+    """`(T, D)` with T = B: one row per sample, or a table that all share."""
     model = on(Around(Own(does), values(B, D, seed=4)))
     model.own.child.register_forward_hook(lambda *_: None)
     with pytest.raises(enn.PerSampleError, match=r"^own \(Own\): .*(to the module as a buffer|as a buffer)"):

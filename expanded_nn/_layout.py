@@ -1,0 +1,304 @@
+"""Who is a sample in what a layer is called with: the rules by which all layers read their inputs.
+
+Where the samples stand (`Expanded._samples_dim`):
+
+| the layer has | the dimension of the samples |
+|---|---|
+| a fixed layout, as `(N, C, H, W)` | 0 |
+| a `batch_first` of its own, as recurrent layers and attention | 0 or 1, as it says |
+| neither | 0 or 1, as `per_sample(batch_first=...)` says; 0 if there is one dimension before the features |
+
+What an input is by its size there, in a pass of B > 1 samples (`checked`):
+
+| size | the input has |
+|---|---|
+| B | one row per sample; `(B, B)` with the samples second is refused, as they may as well be first |
+| 1 | one row that all samples share; refused if it is a slice of a batch, or was computed from B rows |
+| any other, or no such dimension | refused |
+
+An index may lack the dimension of the samples (`index_by_sample`):
+
+| index | it has |
+|---|---|
+| B long | one row per sample; refused if its values, or where it is kept, say that it may be positions |
+| 1 long, with a second dimension | one row that all samples share |
+| a slice of a batch, `n * B` long (folded), or `B / n` long | refused, unless it has the values of positions |
+| any other, a single number as well | no dimension of the samples: all share it |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Any, Protocol, cast
+
+from torch import Tensor, nn
+
+from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._traced import assume, is_traced
+from expanded_nn.recording.expand import comes_from_rows
+from expanded_nn.recording.recorder import Forward, Recorder
+
+
+class Member(Protocol):
+    """A module in per-sample mode, if it has a recorder."""
+
+    _recorder: Recorder | None
+
+
+class Reader(Member, Protocol):
+    """A layer, as far as the reading of its inputs needs it."""
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def _samples_dim(self) -> int: ...
+
+    def _note_input(self, *, shared: bool) -> None: ...
+
+    def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError: ...
+
+
+class IndexReader(Reader, Protocol):
+    """A layer that looks entries up.
+
+    Attributes:
+        _takes_labels: Whether it was given one index per sample before.
+    """
+
+    _takes_labels: bool
+
+
+def forward_of(layer: Member) -> Forward | None:
+    """The forward that a layer's own is a part of."""
+    return None if layer._recorder is None else layer._recorder.forward
+
+
+def name_of(module: Member) -> str:
+    """The module's qualified name in the model and its class, for errors."""
+    return type(module).__name__ if module._recorder is None else module._recorder.name_of(cast(nn.Module, module))
+
+
+def refusal(module: Member, found: str, wanted: str, remedy: str) -> PerSampleError:
+    """What to say of an argument whose samples a module cannot tell apart; the module around it may."""
+    error = complaint(name_of(module), found, wanted, remedy)
+    error.refused_by = module
+    return error
+
+
+def note_shared_result(layer: Reader, result: Tensor) -> None:
+    """A result for what all samples share has its samples first, though they stand second in larger inputs."""
+    forward = forward_of(layer)
+    if forward is not None and layer.batch_size > 1:
+        forward.note_shared(cast(nn.Module, layer), result, 0)
+
+
+def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str) -> Tensor:
+    """`x` with B rows in dimension `dim`, one per sample; one that all share is expanded.
+
+    Raises:
+        PerSampleError: If the rows of `x` are not the samples.
+    """
+    batch = layer.batch_size
+    if x.dim() <= feature_dims:
+        raise layer._refusal(
+            f"{argument} has shape {tuple(x.shape)}, no batch dimension",
+            f"{feature_dims + 1} dimensions or more, the samples in dimension {dim}",
+            f"Call it with {argument}.unsqueeze({dim}) for one sample, or for one that all samples share.",
+        )
+    rows = x.shape[dim]
+    if rows in (1, batch) and batch > 1:
+        layer._note_input(shared=rows == 1)
+    if rows == batch:
+        return x
+    if rows != 1:
+        raise _other_rows(layer, x, dim, argument)
+    if _is_slice(layer, x):
+        raise _slice_refusal(layer, x, argument)
+    if x.requires_grad and comes_from_rows(x):
+        raise layer._refusal(
+            f"{argument} of shape {tuple(x.shape)} has one row, but was computed from {batch} rows",
+            "one row per sample",
+            "A layer's output has one row per sample even where its input is shared: leave out an unsqueeze(0) "
+            "after a position embedding, or put it before; do not mix or pick samples.",
+        )
+    return x.expand(*x.shape[:dim], batch, *x.shape[dim + 1 :])
+
+
+def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleError:
+    batch, rows, guess = layer.batch_size, x.shape[dim], ""
+    if x.dim() > 1 and dim < 2 and x.shape[1 - dim] == batch:
+        guess = f"If the samples stand in dimension {1 - dim}, give the layer, or per_sample, batch_first={dim == 1}. "
+    elif rows < batch:
+        guess = "Where only some samples take this way, run it for all of them and choose by torch.where. "
+    forward = forward_of(layer)
+    said = "one_pass" if forward is not None and forward.is_explicit else "the first tensor of the call"
+    fold = f"folded batch of {batch} x {rows // batch}" if batch and rows % batch == 0 else "other rows"
+    return layer._refusal(
+        f"{argument} has shape {tuple(x.shape)}, {rows} rows in dimension {dim} ({fold})",
+        f"{batch} rows, one per sample, or 1 that all share",
+        f"{guess}Keep the batch in a dimension of its own (unflatten it); or send the module that folds it through the "
+        "general rule, alone(ItsClass) before convert; or say where the samples stand, "
+        f"per_sample(batch_size=..., batch_first=...). B = {batch} comes from {said}.",
+    )
+
+
+def refuse_other_than_sequences(module: Member, argument: str, x: Tensor, dim: int) -> None:
+    """Raises where `x` is no batch of sequences, with the samples in dimension `dim`."""
+    if x.is_nested or x.dim() != 3:
+        remedy = "Pad it (key_padding_mask)" if x.is_nested else f"Call it with {argument}.unsqueeze({dim})"
+        raise refusal(
+            module,
+            f"{argument} is a nested tensor" if x.is_nested else f"{argument} has shape {tuple(x.shape)}",
+            f"a batch of sequences, {'(T, B, features)' if dim else '(B, T, features)'}",
+            f"{remedy}, or switch per_sample(False).",
+        )
+
+
+def refuse_other_count(layer: Reader, count: int, found: str, remedy: str) -> None:
+    """Raises where an input says otherwise than by its shape that it has not B samples."""
+    if count != layer.batch_size:
+        raise layer._refusal(found, f"{layer.batch_size}, one per sample", remedy)
+
+
+def refuse_square(layer: Reader, x: Tensor) -> None:
+    """Raises for `(B, B)` in a time-first model: samples by features, or positions by samples."""
+    if tuple(x.shape) == (layer.batch_size, layer.batch_size) and layer.batch_size > 1:
+        raise layer._refusal(
+            f"input of shape {tuple(x.shape)} in a model with batch_first=False may have its samples first or second",
+            "a shape that says which",
+            "Say it with another dimension: input.unsqueeze(0) where the samples stand first, and input.unsqueeze(-1) "
+            "where they stand second.",
+        )
+
+
+# --- one row of a batch -------------------------------------------------------------------------------------------
+
+
+def _is_slice(layer: Reader, x: Tensor) -> bool:
+    """Whether one row is a part of a tensor that has all samples, as in a loop over them."""
+    batch, base = layer.batch_size, x._base
+    if batch < 2 or base is None or base.dim() == 0 or 0 < base.numel() <= x.numel():
+        return False
+    forward = forward_of(layer)
+    samples: Sequence[Tensor] = () if forward is None else forward.samples
+    wholes = [each for each in samples if each is base or (each._base is base and each.numel() > x.numel())]
+    if base.shape[0] == 1 or (not wholes and base.dim() < x.dim()):  # one that all samples share
+        return False
+    return any(_leaves_out(x, whole, batch) for whole in wholes or [base])
+
+
+def _leaves_out(x: Tensor, whole: Tensor, batch: int) -> bool:
+    """Whether a view takes one place of B in what it is a view of: in one of its dimensions, or in several together."""
+    kept = {(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1}
+    left_out = [size for size, stride in zip(whole.shape, whole.stride(), strict=True) if (size, stride) not in kept]
+    return batch in left_out or batch in accumulate(left_out, mul)
+
+
+def _slice_refusal(layer: Reader, x: Tensor, argument: str) -> PerSampleError:
+    base = () if x._base is None else tuple(x._base.shape)
+    return layer._refusal(
+        f"{argument} of shape {tuple(x.shape)} is a slice of a tensor of shape {base}",
+        f"all {layer.batch_size} samples at once",
+        "Call the layer on the whole batch; for a loop over the samples, switch per_sample(False). Expand a slice "
+        "that all samples share to B rows.",
+    )
+
+
+# --- an index, which may lack the dimension of the samples --------------------------------------------------------
+
+
+def index_by_sample(layer: IndexReader, index: Tensor) -> tuple[Tensor, int]:
+    """The index as `(B, *)`, and the dimension in which the samples stand in what is looked up.
+
+    Raises:
+        PerSampleError: If it is not to be told who is a sample.
+    """
+    batch = layer.batch_size
+    dim = layer._samples_dim if index.dim() > 1 else 0
+    rows = index.shape[dim] if index.dim() else None
+    if batch > 1 and (index.shape == (1,) or (rows == batch and _may_be_positions(layer, index))):
+        raise layer._refusal(
+            f"input has shape {tuple(index.shape)} and may be positions that all {batch} samples share, or one row "
+            "per sample",
+            "an index that can be read in one way only",
+            f"Call it with index.unsqueeze({layer._samples_dim}) for positions, or with index.unsqueeze(1) and "
+            "squeeze(1) after it for samples.",
+        )
+    if rows == batch:
+        layer._note_input(shared=False)
+        return index.transpose(0, dim), dim
+    if _is_slice(layer, index) and not (index.dim() == 1 and _are_positions(index, usually=True)):
+        raise _slice_refusal(layer, index, "input")
+    if rows == 1 and index.dim() > 1:
+        layer._note_input(shared=batch > 1)
+        return index.transpose(0, dim).expand(batch, *[-1] * (index.dim() - 1)), dim
+    if batch > 1:
+        _refuse_other_batch(layer, index, dim)
+    layer._note_input(shared=batch > 1)
+    forward = forward_of(layer)
+    if forward is not None:
+        forward.notes.broadcast.append(cast(nn.Module, layer))
+    return index.expand(batch, *index.shape), layer._samples_dim if index.dim() else 0
+
+
+def _may_be_positions(layer: IndexReader, index: Tensor) -> bool:
+    """Whether B indices may be positions that all samples share, and not one index per sample.
+
+    An argument of the model is no table of positions, unless it counts from 0; and a layer that was given one index
+    per sample before goes on with them, whatever their values are by chance.
+    """
+    forward = forward_of(layer)
+    is_argument = forward is not None and forward.is_argument(index)
+    if not _are_positions(index, usually=False):
+        if index.dim() != 1 or (is_traced() and layer._takes_labels):
+            return False
+        is_buffer = not is_argument and _is_buffer(layer, index)
+        layer.__dict__["_takes_labels"] = layer._takes_labels or not is_buffer
+        return is_buffer
+    if index.dim() != 1 or forward is None or not (is_argument or forward.is_shifted_argument(index)):
+        return True
+    return not layer._takes_labels and bool(index[0] == 0)
+
+
+def _is_buffer(layer: Reader, index: Tensor) -> bool:
+    """Whether an index is a part of what the model holds."""
+    modules: Any = () if layer._recorder is None else layer._recorder.modules()
+    memory = index.untyped_storage().data_ptr()
+    buffers = (buffer for module in modules for buffer in module._buffers.values() if buffer is not None)
+    return any(buffer.untyped_storage().data_ptr() == memory for buffer in buffers)
+
+
+def _refuse_other_batch(layer: Reader, index: Tensor, dim: int) -> None:
+    """A folded batch, or an even part of it, is no index that all samples share; positions are."""
+    batch = layer.batch_size
+    sizes = [size for size in index.shape[: dim + 1] if size > 1 and (size % batch == 0 or batch % size == 0)]
+    if sizes and not _are_positions(index, usually=True):
+        kind = f"folded batch of {batch} x {sizes[0] // batch}" if sizes[0] > batch else f"part of {batch}"
+        raise layer._refusal(
+            f"input has shape {tuple(index.shape)}, {sizes[0]} rows ({kind})",
+            f"{batch} rows, one per sample, or an index without a batch dimension that all share",
+            f"Keep the batch in a dimension of its own (unflatten it); call it with index.unsqueeze({dim}) if all "
+            "samples share the index.",
+        )
+
+
+def _are_positions(index: Tensor, *, usually: bool) -> bool:
+    """Whether an index looks like `arange`, or like a matrix of relative positions, and not like samples.
+
+    Args:
+        index: The index.
+        usually: The answer with which a step goes on that is traced.
+    """
+    if index.dim() == 1:
+        found = (index.diff() == 1).all()
+    elif index.dim() != 2 or index.shape[0] != index.shape[1] or index.shape[0] < 4:
+        return False  # smaller matrices have equal diagonals by chance
+    else:
+        found = (index[1:, 1:] == index[:-1, :-1]).all() & (index != index[0, 0]).any()
+    if is_traced():
+        assume(found == usually)
+        return usually
+    return bool(found)
