@@ -51,7 +51,7 @@ class Reader(Member, Protocol):
     """A layer, as far as the reading of its inputs needs it."""
 
     @property
-    def batch_size(self) -> int: ...
+    def pass_batch_size(self) -> int: ...
 
     @property
     def _samples_dim(self) -> int: ...
@@ -91,7 +91,7 @@ def refusal(module: Member, found: str, wanted: str, remedy: str) -> PerSampleEr
 def note_shared_result(layer: Reader, result: Tensor) -> None:
     """A result for what all samples share has its samples first, though they stand second in larger inputs."""
     forward = forward_of(layer)
-    if forward is not None and layer.batch_size > 1:
+    if forward is not None and layer.pass_batch_size > 1:
         forward.note_shared(cast(nn.Module, layer), result, 0)
 
 
@@ -101,7 +101,7 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
     Raises:
         PerSampleError: If the rows of `x` are not the samples.
     """
-    batch = layer.batch_size
+    batch = layer.pass_batch_size
     if x.dim() <= feature_dims:
         raise layer._refusal(
             f"{argument} has shape {tuple(x.shape)}, no batch dimension",
@@ -128,7 +128,7 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
 
 
 def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleError:
-    batch, rows, guess = layer.batch_size, x.shape[dim], ""
+    batch, rows, guess = layer.pass_batch_size, x.shape[dim], ""
     if x.dim() > 1 and dim < 2 and x.shape[1 - dim] == batch:
         guess = f"If the samples stand in dimension {1 - dim}, give the layer, or per_sample, batch_first={dim == 1}. "
     elif rows < batch:
@@ -159,13 +159,13 @@ def refuse_other_than_sequences(module: Member, argument: str, x: Tensor, dim: i
 
 def refuse_other_count(layer: Reader, count: int, found: str, remedy: str) -> None:
     """Raises where an input says otherwise than by its shape that it has not B samples."""
-    if count != layer.batch_size:
-        raise layer._refusal(found, f"{layer.batch_size}, one per sample", remedy)
+    if count != layer.pass_batch_size:
+        raise layer._refusal(found, f"{layer.pass_batch_size}, one per sample", remedy)
 
 
 def refuse_square(layer: Reader, x: Tensor) -> None:
     """Raises for `(B, B)` in a time-first model: samples by features, or positions by samples."""
-    if tuple(x.shape) == (layer.batch_size, layer.batch_size) and layer.batch_size > 1:
+    if tuple(x.shape) == (layer.pass_batch_size, layer.pass_batch_size) and layer.pass_batch_size > 1:
         raise layer._refusal(
             f"input of shape {tuple(x.shape)} in a model with batch_first=False may have its samples first or second",
             "a shape that says which",
@@ -179,7 +179,7 @@ def refuse_square(layer: Reader, x: Tensor) -> None:
 
 def _is_slice(layer: Reader, x: Tensor) -> bool:
     """Whether one row is a part of a tensor that has all samples, as in a loop over them."""
-    batch, base = layer.batch_size, x._base
+    batch, base = layer.pass_batch_size, x._base
     if batch < 2 or base is None or base.dim() == 0 or 0 < base.numel() <= x.numel():
         return False
     forward = forward_of(layer)
@@ -201,7 +201,7 @@ def _slice_refusal(layer: Reader, x: Tensor, argument: str) -> PerSampleError:
     base = () if x._base is None else tuple(x._base.shape)
     return layer._refusal(
         f"{argument} of shape {tuple(x.shape)} is a slice of a tensor of shape {base}",
-        f"all {layer.batch_size} samples at once",
+        f"all {layer.pass_batch_size} samples at once",
         "Call the layer on the whole batch; for a loop over the samples, switch per_sample(False). Expand a slice "
         "that all samples share to B rows.",
     )
@@ -216,7 +216,7 @@ def index_by_sample(layer: IndexReader, index: Tensor) -> tuple[Tensor, int]:
     Raises:
         PerSampleError: If it is not to be told who is a sample.
     """
-    batch = layer.batch_size
+    batch = layer.pass_batch_size
     dim = layer._samples_dim if index.dim() > 1 else 0
     rows = index.shape[dim] if index.dim() else None
     if batch > 1 and (index.shape == (1,) or (rows == batch and _may_be_positions(layer, index))):
@@ -273,7 +273,7 @@ def _is_buffer(layer: Reader, index: Tensor) -> bool:
 
 def _refuse_other_batch(layer: Reader, index: Tensor, dim: int) -> None:
     """A folded batch, or an even part of it, is no index that all samples share; positions are."""
-    batch = layer.batch_size
+    batch = layer.pass_batch_size
     sizes = [size for size in index.shape[: dim + 1] if size > 1 and (size % batch == 0 or batch % size == 0)]
     if sizes and not _are_positions(index, usually=True):
         kind = f"folded batch of {batch} x {sizes[0] // batch}" if sizes[0] > batch else f"part of {batch}"

@@ -293,7 +293,7 @@ class Expanded(PerSampleModule):
         if parameter is None or self._is_batched(name, parameter):
             return parameter
         if self._recorder is None or not torch.is_grad_enabled() or self._recorder.current_pass is None:
-            return parameter.expand(self.batch_size, *parameter.shape)
+            return parameter.expand(self.pass_batch_size, *parameter.shape)
         return self._recorder.expand(parameter, None if parameter.is_leaf else self._again(name))
 
     def _again(self, name: str) -> Recompute | None:
@@ -322,17 +322,17 @@ class Expanded(PerSampleModule):
         return self._recorder is None or self._recorder.settings.batch_first
 
     @property
-    def batch_size(self) -> int:
+    def pass_batch_size(self) -> int:
         """B of the pass that this forward belongs to."""
         own = self._own_batch()
         if own is not None:
             return own
         if self._recorder is None or self._recorder.current_pass is None:
-            raise AttributeError(f"{type(self).__name__}.batch_size is there during a forward in per-sample mode")
+            raise AttributeError(f"{type(self).__name__}.pass_batch_size is there during a forward in per-sample mode")
         return self._recorder.current_pass.batch
 
     @property
-    def name(self) -> str:
+    def qualified_name(self) -> str:
         """The layer's qualified name in the model and its class, for errors."""
         return _layout.name_of(self)
 

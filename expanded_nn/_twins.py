@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from types import new_class
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from expanded_nn.layers import transformers as transformers  # registers its twi
 from expanded_nn.layers.general import PARAMETER_LISTS, General
 
 _HARMLESS = {"extra_repr", "reset_parameters", "_reset_parameters"}
+_PACKAGE = __name__.partition(".")[0]
 _BELONGS_TO_PARENT = (*PARAMETER_LISTS, parametrize.ParametrizationList)
 
 
@@ -31,7 +33,7 @@ def expand_modules(model: nn.Module) -> None:
         with suppress(TypeError):  # a class that cannot be derived from: its layers begin passes of their own
             module.__class__ = twin_class(Root, type(module))
     for module in list(_convertible(model)):
-        module.__class__ = _expanded_class(module)
+        module.__class__ = _twin_of(module)
         if isinstance(module, General):
             module.note_ranks()
 
@@ -79,24 +81,23 @@ def _is_watched(module: nn.Module) -> bool:
     return getattr(registered_twin(base), "watches", False)
 
 
-def _expanded_class(module: nn.Module) -> type[nn.Module]:
+def _twin_of(module: nn.Module) -> type[nn.Module]:
     """The twin's class; parametrizations stay on top, where `torch.nn.utils.parametrize` looks for them."""
+    module_class, kind = parametrize.type_before_parametrizations(module), _kind_of(module)
+    twin: Any = kind if issubclass(kind, module_class) else twin_class(kind, module_class)
+    return twin if module_class is type(module) else rebased(type(module), (twin,))
+
+
+def _kind_of(module: nn.Module) -> type[PerSampleModule]:
+    """What the twin is beside the module's own class: the layer that is registered for it, or the general rule."""
     module_class = parametrize.type_before_parametrizations(module)
     base = registered_base(module_class)
-    kind = None if base is None else registered_twin(base)
-    if base is None or kind is None:
-        fits = False
-    elif issubclass(kind, Expanded):
-        fits = not _overrides(module_class, base)
-    else:
-        fits = not _holds_parameters(module)  # a container, whose children make the rows
-    if not fits:
-        twin = twin_class(General, module_class)
-    elif issubclass(kind, module_class):  # type: ignore[arg-type]
-        twin = kind  # type: ignore[assignment]
-    else:
-        twin = twin_class(kind, module_class)  # type: ignore[arg-type]
-    return twin if module_class is type(module) else rebased(type(module), (twin,))
+    if base is None:
+        return General
+    kind: Any = registered_twin(base)
+    # of containers, the children make the rows
+    fits = not _overrides(module_class, base) if issubclass(kind, Expanded) else not _holds_parameters(module)
+    return kind if fits else General
 
 
 def rebased(module_class: type[nn.Module], bases: tuple[type, ...]) -> type[nn.Module]:
@@ -128,14 +129,17 @@ _REFUSED: tuple[tuple[type[nn.Module], str, str], ...] = (
 
 def raise_for(model: nn.Module) -> None:
     """Raises one error that lists all modules that cannot be converted."""
-    problems = []
-    for name, module in _members(model):
-        problem = _problem(module)
-        if problem is not None:
-            reason, remedy = problem
-            problems.append(f"  {name or 'the model itself'} ({type(module).__name__}): {reason}; {remedy}.")
+    problems = {module: problem for _, module in _members(model) if (problem := _problem(module)) is not None}
+    if not problems:
+        kinds = dict.fromkeys(_containers(model), Root) | {layer: _kind_of(layer) for layer in _convertible(model)}
+        problems = {module: clash for module, kind in kinds.items() if (clash := _clash(module, kind)) is not None}
     if problems:
-        raise ConversionError("These modules cannot be converted:\n" + "\n".join(problems))
+        lines = [
+            f"  {name or 'the model itself'} ({type(module).__name__}): {'; '.join(problems[module])}."
+            for name, module in _members(model)
+            if module in problems
+        ]
+        raise ConversionError("These modules cannot be converted:\n" + "\n".join(lines))
 
 
 def _problem(module: nn.Module) -> tuple[str, str] | None:
@@ -144,3 +148,17 @@ def _problem(module: nn.Module) -> tuple[str, str] | None:
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         return "its parameters have no shape yet", "run the model once, then convert it"
     return next(((reason, remedy) for refused, reason, remedy in _REFUSED if isinstance(module, refused)), None)
+
+
+def _clash(module: nn.Module, kind: type[PerSampleModule]) -> tuple[str, str] | None:
+    """A name that both the user's class and its twin have given a meaning: one of the two would be lost."""
+    module_class = parametrize.type_before_parametrizations(module)
+    base = registered_base(module_class) or nn.Module
+    own_classes = module_class.__mro__[: module_class.__mro__.index(base)]
+    own = {*vars(module), *module._parameters, *module._modules, *module._buffers}
+    own.update(name for each in own_classes for name in vars(each))
+    ours = {name for each in kind.__mro__ if each.__module__.partition(".")[0] == _PACKAGE for name in vars(each)}
+    both = sorted(name for name in own & (ours - set(dir(base))) if not name.startswith("__"))
+    if not both:
+        return None
+    return f"it has a {both[0]!r} of its own, a name that converted modules use themselves", "rename it"

@@ -612,3 +612,74 @@ def test_make_runs_the_oldest_and_the_newest_torch_of_the_metadata() -> None:
     oldest, newest = re.findall(r"TORCH=([\d.]+)", (root / "Makefile").read_text())
     assert oldest.startswith(f"{lowest}.")
     assert int(newest.split(".")[1]) + 1 == int(above.split(".")[1])
+
+
+class OwnNames(nn.Module):
+    """Attributes whose names converted modules might want for themselves."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(3))
+        self.lin = nn.Linear(3, 3)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batch_size = len(x)
+        if getattr(self, "name", None) == "double":
+            x = 2 * x
+        elif isinstance(getattr(self, "name", None), nn.Module):
+            x = self.name(x)
+        return self.lin(x) * self.scale
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"name": "double"},
+        {"name": nn.Tanh()},
+        {"batch_size": 7},
+        {"samples": 3, "rows": 2, "passes": nn.Identity()},
+    ],
+    ids=str,
+)
+def test_attributes_keep_their_meaning(attributes: dict[str, Any]) -> None:
+    module, x = OwnNames(**attributes), torch.randn(4, 3)
+    model = enn.convert(module)
+    assert torch.equal(model(x), module(x))
+    model.per_sample()
+    torch.testing.assert_close(model(x), module(x))
+    model(x).square().sum(1).mean().backward()
+    for i in range(4):
+        grads = torch.autograd.grad(module(x[i : i + 1]).square().sum(), list(module.parameters()))
+        for parameter, grad in zip(model.parameters(), grads, strict=True):
+            torch.testing.assert_close(parameter.grad_sample[i], grad)
+
+
+class Shadows(nn.Linear):
+    def checked(self) -> str:
+        return "mine"
+
+
+class OwnMode(nn.Sequential):
+    def per_sample(self) -> str:
+        return "mine"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "where", "name"),
+    [
+        (OwnNames(expanded=True), "the model itself (OwnNames)", "expanded"),
+        (OwnNames(checked=nn.Linear(3, 3)), "the model itself (OwnNames)", "checked"),
+        (nn.Sequential(Shadows(3, 3)), "0 (Shadows)", "checked"),
+        (OwnMode(nn.Linear(3, 3)), "the model itself (OwnMode)", "per_sample"),
+    ],
+    ids=str,
+)
+def test_names_with_two_meanings_are_refused(module: nn.Module, where: str, name: str) -> None:
+    with pytest.raises(enn.ConversionError, match=re.escape(f"{where}: it has a '{name}' of its own")):
+        enn.convert(module)
+    assert not any(isinstance(each, enn.Expanded) for each in module.modules())

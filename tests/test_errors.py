@@ -663,6 +663,18 @@ def a_step_that_reads_values() -> None:
     compiled_twice(change)
 
 
+@refused(r"^enn\.compile: the step reads a value of a tensor in line \d+ of .*losses\.append.*return the tensor")
+def a_step_that_keeps_values() -> None:
+    losses: list[float] = []
+
+    def change(model: nn.Module, x: Tensor) -> None:
+        loss = model(x).square().sum()
+        loss.backward()
+        losses.append(loss.item())
+
+    compiled_twice(change)
+
+
 @refused(r"^enn\.compile: the step calls SGD\.step\(\).*Call the optimizer after the compiled step")
 def a_step_with_an_optimizer() -> None:
     def change(model: nn.Module, x: Tensor) -> None:

@@ -53,7 +53,7 @@ def whole_batches() -> Iterator[set[str]]:
 def noting(forward: Callable[..., Any], seen: set[str]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         assert not any(isinstance(each, Tensor) and torch._C._functorch.is_batchedtensor(each) for each in args)
-        seen.add(self.name.partition(" ")[0])
+        seen.add(self.qualified_name.partition(" ")[0])
         return forward(self, *args, **kwargs)
 
     return call

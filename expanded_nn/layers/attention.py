@@ -161,7 +161,10 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         if is_causal and attn_mask is None:
             raise complaint(
-                self.name, "is_causal is given without attn_mask", "the mask too, as torch does", "Pass attn_mask."
+                self.qualified_name,
+                "is_causal is given without attn_mask",
+                "the mask too, as torch does",
+                "Pass attn_mask.",
             )
         given = zip((query, key, value), (self.embed_dim, self.kdim, self.vdim), strict=True)
         if any(not each.is_nested and each.shape[-1] != size for each, size in given):
@@ -196,7 +199,7 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         inputs = [first, second, third]
         if inputs[1].shape[1] != inputs[2].shape[1]:
             raise complaint(
-                self.name,
+                self.qualified_name,
                 f"key has shape {tuple(key.shape)}, value {tuple(value.shape)}",
                 "one value for each key",
                 "Give both the same number of positions.",
@@ -242,12 +245,14 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         attn_mask = F._canonical_mask(attn_mask, "attn_mask", None, "", query.dtype, False)
         masks = []
         if attn_mask is not None:
-            batch = (self.batch_size * self.num_heads,) if attn_mask.dim() == 3 else ()
+            batch = (self.pass_batch_size * self.num_heads,) if attn_mask.dim() == 3 else ()
             self._refuse_other_shape("attn_mask", attn_mask, (*batch, *sizes))
-            masks.append(attn_mask.reshape(self.batch_size if batch else 1, self.num_heads if batch else 1, *sizes))
+            masks.append(
+                attn_mask.reshape(self.pass_batch_size if batch else 1, self.num_heads if batch else 1, *sizes)
+            )
         if key_padding_mask is not None:
             key_padding_mask = self.checked(key_padding_mask, 1, argument="key_padding_mask")
-            self._refuse_other_shape("key_padding_mask", key_padding_mask, (self.batch_size, sizes[1]))
+            self._refuse_other_shape("key_padding_mask", key_padding_mask, (self.pass_batch_size, sizes[1]))
             masks.append(rearrange(key_padding_mask, "b s -> b 1 1 s"))
         if not masks:
             return None
@@ -261,7 +266,7 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         """What `out_proj` makes of the heads' features; its own forward torch does not call either."""
         if not isinstance(self.out_proj, Expanded):
             raise complaint(
-                self.name,
+                self.qualified_name,
                 f"out_proj is a plain {type(self.out_proj).__name__}",
                 "its expanded twin",
                 "Convert the model: convert(model, inplace=True).",
@@ -282,7 +287,7 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         if x.shape != wanted:
             raise self._refusal(
                 f"{argument} has shape {tuple(x.shape)}",
-                f"{wanted}, for {self.batch_size} samples and {self.num_heads} heads",
+                f"{wanted}, for {self.pass_batch_size} samples and {self.num_heads} heads",
                 "A mask (T, S) is shared by all samples; one of three dimensions is (B * num_heads, T, S).",
             )
 

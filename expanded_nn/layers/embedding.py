@@ -189,7 +189,7 @@ def _renormalise_once(module: Embedding | EmbeddingBag, index: Tensor) -> float 
         return module.max_norm
     if not weight.is_leaf:
         raise complaint(
-            module.name,
+            module.qualified_name,
             f"max_norm is {module.max_norm} and the weight is computed from other parameters, which it cannot scale",
             "a weight that is itself a parameter",
             "Remove the parametrization, or do without max_norm.",

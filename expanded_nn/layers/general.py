@@ -93,7 +93,7 @@ class General(Expanded):
         """What samples share, once for each of them."""
         if not isinstance(output, Tensor) or output.dim() == 0:
             return output
-        dim, batch = self._dim_of(output), self.batch_size
+        dim, batch = self._dim_of(output), self.pass_batch_size
         if output.shape[dim] != 1 or batch == 1:
             return output
         return output.expand(*output.shape[:dim], batch, *output.shape[dim + 1 :]).clone()
@@ -102,7 +102,7 @@ class General(Expanded):
         if not self._has_own_rows():
             return self._plain_forward(*args, **kwargs)  # its children see to theirs
         self._refuse_backward_hooks()
-        batch = self.batch_size
+        batch = self.pass_batch_size
         loops = self._learned is not None and self._learned.loops
         originals = {
             (module, name): each
@@ -192,17 +192,17 @@ class General(Expanded):
 
         def over_samples(expanded: list[Tensor], leaves: list[Any]) -> list[Tensor]:
             mapped = [
-                [leaf] * self.batch_size if dim is None else leaf.unbind(dim)
+                [leaf] * self.pass_batch_size if dim is None else leaf.unbind(dim)
                 for leaf, dim in zip(leaves, dims, strict=True)
             ]
             weights = [each.unbind() for each in expanded]
             results, others = [], []
-            for i in range(self.batch_size):
+            for i in range(self.pass_batch_size):
                 results.append(one_sample([each[i] for each in weights], [each[i] for each in mapped]))
                 ends = (result.grad_fn for result in results[-1])
                 if any(type(node).__name__ == "CheckpointFunctionBackward" for end in ends for node in graph_of(end)):
                     raise complaint(  # not seen: what `vmap` could not follow is said instead
-                        self.name,
+                        self.qualified_name,
                         "its samples go through it one after the other, and it holds a reentrant checkpoint",
                         "a checkpoint that is not reentrant",
                         "Give the checkpoint use_reentrant=False.",
@@ -264,7 +264,7 @@ class General(Expanded):
         if id(parameter) in guests or (isinstance(module, Expanded) and module._is_batched(name, parameter)):
             return parameter
         if self._recorder is None or not torch.is_grad_enabled():
-            return parameter.expand(self.batch_size, *parameter.shape)
+            return parameter.expand(self.pass_batch_size, *parameter.shape)
         return self._recorder.expand(parameter)
 
     def _sample_dim(self, leaf: Any, batch: int) -> int | None:
@@ -303,7 +303,7 @@ class General(Expanded):
         for name, module in self.named_modules():
             if module is not self and (module._backward_hooks or module._backward_pre_hooks):
                 raise complaint(
-                    self.name,
+                    self.qualified_name,
                     f"its child {name!r} has a full backward hook, which a vmap does not call",
                     "no such hook inside a module with parameters of its own",
                     "Take the hook off, or hook the tensors (register_hook) outside of the module.",
@@ -328,7 +328,7 @@ class General(Expanded):
 
     def _keeping(self, what: str) -> PerSampleError:
         return complaint(
-            self.name,
+            self.qualified_name,
             f"its forward keeps tensors in {what}",
             "a forward that keeps nothing for the next call",
             "Do without the cache in per-sample mode (use_cache=False), or write the per-sample forward with @expands.",

@@ -476,7 +476,7 @@ class _BatchNorm(Expanded, nn.modules.batchnorm._BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         # a layer without trainable parameters mixes the samples for all others
         if self._recorder is not None and torch.is_grad_enabled() and self.mixes_samples:
-            raise _mixing(self.name)
+            raise _mixing(self.qualified_name)
         return super().forward(input)  # type: ignore[no-any-return]
 
     def expanded_forward(self, input: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class RelativeAttention(Root):
             return compute(*args, **kwargs)  # type: ignore[no-any-return]
         if not isinstance(table, Expanded):
             return compute(*args, **kwargs)  # type: ignore[no-any-return]
-        batch, heads = table.batch_size, table.embedding_dim
+        batch, heads = table.pass_batch_size, table.embedding_dim
         # B tables of so many heads are one of B times as many
         weight = rearrange(table.expanded("weight"), "b buckets heads -> buckets (b heads)")
         with swapped([(table, "weight")], [weight]), recorder.in_general_rule({}):

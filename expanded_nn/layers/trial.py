@@ -135,7 +135,7 @@ class Trial:
         self.states.restore()
         if (repeats and not self.is_random) or self._mixes(dims):
             raise complaint(
-                self.module.name,
+                self.module.qualified_name,
                 "on the whole batch its forward gives another result than sample by sample",
                 "samples that do not depend on each other, and arguments whose rows are the samples",
                 "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module; give "
