@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-OURS = {"_parameters", "_modules", "_recorder", "_settings", "_compared", "_ranks", "_shared_seen", "_learned"}
+OURS = {"_parameters", "_modules", "_recorder", "_settings", "_compared", "_ways", "_ranks", "_shared_seen", "_learned"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -157,8 +157,9 @@ def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
         yield
     finally:
         for each, attributes in before:
+            learned = {key: vars(each)[key] for key in ("_compared", "_ways") if key in vars(each)}
             vars(each).clear()
-            vars(each).update(attributes)
+            vars(each).update(attributes, **learned)
 
 
 def copies(arguments: Any) -> Any:
