@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-OURS = {"_parameters", "_modules", "_recorder", "_settings", "_compared", "_ranks", "_shared_seen", "_learned"}
+OURS = {"_parameters", "_modules", "_recorder", "_settings", "_compared", "_ways", "_ranks", "_shared_seen", "_learned"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -167,8 +167,9 @@ def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
         yield
     finally:
         for member, attributes in before:
+            learned = {key: vars(member)[key] for key in ("_compared", "_ways") if key in vars(member)}
             vars(member).clear()
-            vars(member).update(attributes)
+            vars(member).update(attributes, **learned)
 
 
 def copies(arguments: Any) -> Any:

@@ -86,6 +86,7 @@ def revert(model: Model, *, inplace: bool = False) -> Model:
                 "_settings",
                 "_ranks",
                 "_compared",
+                "_ways",
                 "_learned",
                 "_shared_seen",
                 "_takes_labels",

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from expanded_nn._registry import EXPANDED
+from expanded_nn.layers.general import General
 from oracle import Call, assert_close, assert_close_rows, coefficients, grads_of, loop, plain, rows_of
 
 B, T, D = 3, 5, 4
@@ -59,11 +60,24 @@ def noting(forward: Callable[..., Any], seen: set[str]) -> Callable[..., Any]:
     return call
 
 
+@contextmanager
+def sample_by_sample() -> Iterator[None]:
+    """No forward runs on the whole batch, so that each goes through `vmap`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(General, "_may_run_whole", lambda module, call: False)
+        yield
+
+
 def assert_right(module: nn.Module, call: Call, samples: int = B, fast: set[str] | None = None) -> nn.Module:
-    model = enn.convert(module).per_sample(loss_reduction="sum")
-    with whole_batches() as seen:
-        output = call.on(model)
+    with sample_by_sample(), whole_batches() as seen:
+        assert_right_rows(module, call, samples)
     assert fast is None or seen == fast
+    return assert_right_rows(module, call, samples)
+
+
+def assert_right_rows(module: nn.Module, call: Call, samples: int) -> nn.Module:
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    output = call.on(model)
     if isinstance(output, Tensor):
         assert_close(output, call.on(module).detach())
     plain(model, call).backward()

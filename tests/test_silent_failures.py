@@ -574,8 +574,9 @@ def test_general_rule_compares_once_and_not_at_each_step(probability: float) -> 
     model = enn.convert(Scaled()).per_sample()
     for _ in range(3):
         model(torch.randn(5, 4)).sum().backward()
-    # the plain forward of the whole batch comes first; with chance both run once more, without it
-    assert calls == ([5, 1, 1, 5] if probability else [5, 1]) + [1, 1]
+    # the plain forward of the whole batch comes first; with chance both run once more, without it; then the samples'
+    # rows are compared with those of the whole batch, on which each step runs from then on
+    assert calls == ([5, 1, 1, 5, 1, 5] if probability else [5, 1, 5]) + [5, 5, 5]
 
 
 class LoopBehind(nn.Module):

@@ -1,4 +1,8 @@
-"""The general rule: any module with parameters of its own, by `vmap` of its forward over expanded parameters."""
+"""The general rule: any module with parameters of its own, by `vmap` of its forward over expanded parameters.
+
+Where what it does with its parameters stands in the table of `whole.py`, its forward runs on the whole batch instead,
+after a comparison of the two for each kind of input.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -15,18 +20,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils import checkpoint
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from expanded_nn._batch import batch_dim, contents, has_derivatives
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._lift import Slot, quiet_fallbacks, swapped
-from expanded_nn._modes import as_it_is, checkpoint_hooks
+from expanded_nn._modes import as_it_is, checkpoint_hooks, running_backward
 from expanded_nn._module import Expanded, PerSampleModule
 from expanded_nn._registry import EXPANDED
 from expanded_nn._steady import OURS
-from expanded_nn._traced import wait_for_values
-from expanded_nn.layers.trial import Compared, Mapped, Trial, flatten
+from expanded_nn._traced import FirstEager, OnlyEager, wait_for_values
+from expanded_nn.core import cost
+from expanded_nn.layers.trial import Compared, Mapped, Trial, Verdict, Way, Ways, flatten
+from expanded_nn.layers.whole import Run, reads_of_its_own
 from expanded_nn.recording.backward import graph_of
+from expanded_nn.recording.forward import InputNotes
 from expanded_nn.recording.recorder import Recorder
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
@@ -35,19 +44,87 @@ ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
 _OF_VMAP = "vmap|functorch|[Bb]atching rule|stack expects each tensor to be equal size"
 
 
+# what a forward on the whole batch raises, but not because of the batch
+_NOT_OF_THE_FORWARD = (torch.OutOfMemoryError, FirstEager, OnlyEager)
+
 PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)  # their parameters belong to the module that holds them
+
+
+@dataclass
+class _Call:
+    """What a forward is called with.
+
+    Attributes:
+        args: So is `kwargs`.
+        batch: B.
+        leaves: What is in them.
+        dims: Where the samples stand in each leaf, if it has any.
+        given: The tensors among them, but for numbers.
+        kind: What a trial is good for: calls of this kind.
+    """
+
+    args: Any
+    kwargs: Any
+    batch: int
+    leaves: list[Any]
+    dims: list[int | None]
+    given: list[Tensor]
+    kind: Any
+
+    def kind_of_ways(self) -> Any:
+        """What a comparison with the forward on the whole batch is good for.
+
+        A checkpoint counts what is saved, also for a result that is given up: sizes that are equal by chance, and may
+        lead another way, are another kind in it.
+        """
+        if checkpoint_hooks() is None:
+            return self.kind
+        return self.kind, *(bool(n == self.batch) for each in self.given for n in each.shape)
+
+
+@dataclass
+class _Mapper:
+    """Sends arguments like those of a call through a forward, sample by sample.
+
+    Attributes:
+        module: Whose forward it is.
+        call: The call.
+        originals: The parameters of the module and of all within it.
+        expanded: The same, expanded.
+        guests: Which of them have come with a batch dimension of their own, by identity.
+    """
+
+    module: General
+    call: _Call
+    originals: Mapping[Slot, Tensor]
+    expanded: list[Tensor]
+    guests: set[int]
+
+    @property
+    def places(self) -> list[Slot]:
+        return list(self.originals)
+
+    def __call__(self, given: list[Any]) -> Mapped:
+        module, call, told = self.module, self.call, bool(self.guests)
+        loops = module._learned is not None and module._learned.loops
+        with module._children_inside(self.originals), module._leaving_nothing(given) if loops else nullcontext():
+            structure = tree_structure((call.args, call.kwargs))
+            return module._mapped(self.places, self.expanded, call.dims, structure, given, told=told)
 
 
 class General(Expanded):
     """A module of the user's own: each sample goes through its forward alone, as a batch of one, under `vmap`.
 
     The parameters of the module, of its children and of its parameter lists are all expanded, and the forward may
-    use them in any way; expanded layers among the children leave the `vmap` and run on the whole batch. A tensor
+    use them in any way; expanded layers among the children leave the `vmap` and run on the whole batch, and so does the
+    forward itself where it uses its own parameters in ways that are known. A tensor
     argument with B rows is split into samples; any other is shared by all. Every tensor that the forward returns has
     the samples where the arguments have them.
     """
 
     _compared: Mapping[Any, Compared] = {}  # by the way to read the arguments and results
+    _ways: Mapping[Any, Ways] = {}  # likewise: those by which it may run on the whole batch
+    _alone: ClassVar[bool] = False  # whether it goes sample by sample in any case
     _ranks: dict[str, int] | None = None  # of each own parameter, those in lists included, when it was converted
 
     def note_ranks(self) -> None:
@@ -63,21 +140,25 @@ class General(Expanded):
     def _own_batch(self) -> int | None:
         return next((each.shape[0] for each in self._guests()), None)
 
-    def _guests(self) -> Iterator[Tensor]:
+    def _guests(self) -> list[Tensor]:
         """The parameters that have come with a batch dimension of their own."""
-        return (parameter for parameter, rank in self._ranked() if parameter.dim() == rank + 1)
+        return [parameter for _, parameter, rank in self._own() if parameter.dim() == rank + 1]
 
     def _has_own_rows(self) -> bool:
         """Whether the module's own parameters ask for gradients, or its class was sent here as a whole."""
-        own = (each.requires_grad or each.dim() > rank for each, rank in self._ranked())
-        return self.watches or parametrize.is_parametrized(self) or any(own)
+        own = any(each.requires_grad or each.dim() > rank for _, each, rank in self._own())
+        return own or self.watches or parametrize.is_parametrized(self)
 
-    def _ranked(self) -> Iterator[tuple[Tensor, int]]:
+    def _own(self) -> list[tuple[Slot, Tensor, int]]:
+        """The parameters of its own, those in lists included: where they are, and their number of dimensions."""
+        found: list[tuple[Slot, Tensor, int]] = []
         for name, rank in (self._ranks or {}).items():
             path, _, leaf = name.rpartition(".")
-            parameter = (self.get_submodule(path) if path else self)._parameters.get(leaf)
+            module = self.get_submodule(path) if path else self
+            parameter = module._parameters.get(leaf)
             if parameter is not None:
-                yield parameter, rank
+                found.append(((module, leaf), parameter, rank))
+        return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         result, recorder = super().forward(*args, **kwargs), self._recorder
@@ -101,19 +182,9 @@ class General(Expanded):
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._has_own_rows():
             return self._plain_forward(*args, **kwargs)  # its children see to theirs
-        self._refuse_backward_hooks()
         batch = self.pass_batch_size
-        loops = self._learned is not None and self._learned.loops
-        originals = {
-            (module, name): each
-            for module in self.modules()
-            for name, each in module._parameters.items()
-            if each is not None
-        }
-        places = list(originals)
-        guests = {id(each) for module in self.modules() if isinstance(module, General) for each in module._guests()}
-        expanded = [self._expanded_of(module, name, guests) for module, name in places]
-        leaves, structure = tree_flatten((args, kwargs))
+        is_plain = not kwargs and all(type(each) is Tensor for each in args)
+        leaves = list(args) if is_plain else tree_leaves((args, kwargs))
         dims = [self._sample_dim(leaf, batch) for leaf in leaves]
         self._note_input(shared=batch > 1 and all(dim is None for dim in dims))
         if self._learned is not None and batch > 1 and all(dim is None for dim in dims):
@@ -123,30 +194,122 @@ class General(Expanded):
         given = [each for each in leaves if isinstance(each, Tensor) and each.dim()]
         if given and has_derivatives(given[0]):
             self.checked(given[0], 0, dim=self._dim_of(given[0]), argument="the first tensor")
-        if batch == 0:
-            return self._empty(places, expanded, args, kwargs)
-
-        def mapped(given: list[Any]) -> Mapped:
-            with self._children_inside(originals), self._leaving_nothing(given) if loops else nullcontext():
-                return self._mapped(places, expanded, dims, structure, given, told=bool(guests))
-
         kind = (self.training, *dims, bool(batch == 1), *(tuple(bool(n == 1) for n in each.shape) for each in given))
-        is_known = kind in self._compared and not loops  # in a loop each value may lead another way
-        if not guests and not is_known:
+        call = _Call(args, kwargs, batch, leaves, dims, given, kind)
+        with reads_of_its_own():
+            result = self._on_whole_batch(call) if self._may_run_whole(call) else NotImplemented
+            return self._sample_by_sample(call) if result is NotImplemented else result
+
+    def _sample_by_sample(self, call: _Call) -> Any:
+        """The result, by a `vmap` over the samples."""
+        batch, mapper = call.batch, self._mapper(call)
+        if batch == 0:
+            return self._empty(mapper.places, mapper.expanded, call.args, call.kwargs)
+        loops = self._learned is not None and self._learned.loops
+        is_known = call.kind in self._compared and not loops  # in a loop each value may lead another way
+        if not mapper.guests and not is_known:
             wait_for_values("a module of the general rule is compared with its plain forward first")
-        trial = None if guests or is_known else Trial(self, args, kwargs, batch, mapped)
-        found = mapped(leaves)
-        self._refuse_mutation(leaves, thorough=trial is not None)
-        if guests:
+        trial = None if mapper.guests or is_known else Trial(self, call.args, call.kwargs, batch, mapper)
+        found = mapper(call.leaves)
+        self._refuse_mutation(call.leaves, thorough=trial is not None)
+        if mapper.guests:
             return found.result()
-        if trial is None and not self._compared[kind].fits(found.ones):  # another way through the forward
-            trial = Trial(self, args, kwargs, batch, mapped)
+        if trial is None and not self._compared[call.kind].fits(found.ones):  # another way through the forward
+            trial = Trial(self, call.args, call.kwargs, batch, mapper)
         if trial is not None:
-            self._compared = {**self._compared, kind: trial.compared(found)}
-        compared = self._compared[kind]
+            self._compared = {**self._compared, call.kind: trial.compared(found)}
+        compared = self._compared[call.kind]
         if not compared.alike:
-            self._refuse_square(given[1:], batch)
+            self._refuse_square(call.given[1:], batch)
         return found.with_samples_in(compared.dims).result()
+
+    def _mapper(self, call: _Call) -> _Mapper:
+        self._refuse_backward_hooks()
+        originals = {
+            (module, name): each
+            for module in self.modules()
+            for name, each in module._parameters.items()
+            if each is not None
+        }
+        guests = {id(each) for module in self.modules() if isinstance(module, General) for each in module._guests()}
+        expanded = [self._expanded_of(module, name, guests) for module, name in originals]
+        return _Mapper(self, call, originals, expanded, guests)
+
+    def _may_run_whole(self, call: _Call) -> bool:
+        """Whether the forward may run on the whole batch, if its first trial says so."""
+        if self._alone or not torch.is_grad_enabled() or not self._ranks or cost.is_symbol(call.batch):
+            return False
+        if not self._ways.get(call.kind_of_ways(), Ways()).trials_left:
+            return False
+        is_plain = self._learned is None and not parametrize.is_parametrized(self)
+        return is_plain and call.batch > 0 and any(dim == 0 for dim in call.dims) and not any(call.dims)
+
+    def _on_whole_batch(self, call: _Call) -> Any:
+        """The result of the forward on the whole batch, or `NotImplemented` where that is not known to be right."""
+        kind = call.kind_of_ways()
+        ways = self._ways.get(kind, Ways())
+        if ways.known:
+            result, way = self._attempt(call.args, call.kwargs)
+            if way in ways.known:
+                return result
+        if running_backward() >= 0:  # a checkpoint's forward is computed again, and learns nothing
+            return NotImplemented
+        wait_for_values("a module of the general rule is tried on the whole batch first")
+        ways = ways.after(*self._judged(call))
+        self._ways = {**self._ways, kind: ways}
+        if not ways.known:
+            return NotImplemented
+        result, way = self._attempt(call.args, call.kwargs)
+        return result if way in ways.known else NotImplemented
+
+    def _attempt(self, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
+        """The forward on the whole batch: its result and the way it has gone, if it was possible."""
+        recorder = self._recorder
+        assert recorder is not None
+        assert recorder.forward is not None
+        own, heard = self._own(), recorder.forward.notes.inputs_shared
+        before, run = len(heard), Run(recorder.forward.current_pass.batch)
+        try:
+            weights = [run.batched(recorder.expand(parameter)) for _, parameter, _ in own]
+            with swapped([place for place, _, _ in own], weights):
+                weights.clear()
+                with run:
+                    result = self._plain_forward(*args, **kwargs)
+                result = run.returned(result)
+        except Exception as error:
+            if isinstance(error, _NOT_OF_THE_FORWARD) or type(error).__module__ == checkpoint.__name__:
+                raise
+            del heard[before:]
+            return None, None
+        if run.failed or run.leaves_something():
+            return None, None
+        return result, (*run.way, *heard[before:])
+
+    def _judged(self, call: _Call) -> tuple[Verdict, Way | None]:
+        """Compares the forward on the whole batch with that sample by sample."""
+        recorder = self._recorder
+        assert recorder is not None
+        forward = recorder.forward
+        assert forward is not None
+        own, mapper = {place for place, _, _ in self._own()}, self._mapper(call)
+        if mapper.guests or any(each.is_meta for each in mapper.expanded):
+            return Verdict.UNCLEAR, None
+        notes, forward.notes = forward.notes, InputNotes()
+        in_checkpoint = checkpoint_hooks() is not None  # which counts what is saved
+        try:
+            with saved_tensors_hooks(as_it_is, as_it_is) if in_checkpoint else nullcontext():
+                trial = Trial(self, call.args, call.kwargs, call.batch, mapper)
+                found = trial.mapped_again(self._refuse_mutation)
+                compared = trial.compared(found[0])
+                self._compared = {**self._compared, call.kind: compared}
+                if not compared.alike:
+                    return Verdict.WRONG, None
+                rows = [(each, place in own) for place, each in zip(mapper.places, mapper.expanded, strict=True)]
+                return trial.judged(self._attempt, rows, found, compared.dims)
+        except torch.OutOfMemoryError:  # a comparison takes more than a step
+            return Verdict.WRONG, None
+        finally:
+            forward.notes = notes
 
     def _mapped(
         self, places: Sequence[Slot], expanded: Any, dims: Any, structure: TreeSpec, leaves: list[Any], *, told: bool
@@ -364,6 +527,7 @@ class Alone(General):
     """A module that goes through the general rule as a whole, whether it has parameters of its own or not."""
 
     watches: ClassVar[bool] = True
+    _alone: ClassVar[bool] = True
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree
 from expanded_nn._batch import has_derivatives
 from expanded_nn._errors import complaint
 from expanded_nn._steady import RandomStates, WithoutChance, copies, without_traces
+from expanded_nn.factored import FactoredTensor
 
 
 class Compared(NamedTuple):
@@ -30,6 +32,34 @@ class Compared(NamedTuple):
     def fits(self, ones: Sequence[Sequence[int]]) -> bool:
         """Whether the samples may stand there in other results."""
         return len(ones) == len(self.dims) and all(dim in where for dim, where in zip(self.dims, ones, strict=True))
+
+
+Way = tuple[Any, ...]  # what a forward on the whole batch has done with its parameters
+
+
+class Verdict(Enum):
+    """Whether the forward on the whole batch gives what the samples give alone; all zeros tell nothing."""
+
+    RIGHT, UNCLEAR, WRONG = range(3)
+
+
+class Ways(NamedTuple):
+    """The ways on which the forward on the whole batch was compared for calls of a kind, and was right.
+
+    Attributes:
+        known: The ways.
+        trials_left: How many more comparisons there may be.
+    """
+
+    known: frozenset[Way] = frozenset()
+    trials_left: int = 8
+
+    def after(self, verdict: Verdict, way: Way | None) -> Ways:
+        """What is known after another comparison; one that was wrong ends it."""
+        left = self.trials_left - (3 if verdict is Verdict.UNCLEAR else 1)
+        if verdict is Verdict.WRONG or left <= 0:
+            return Ways(trials_left=0)
+        return Ways(self.known | {way} if verdict is Verdict.RIGHT and way else self.known, left)
 
 
 def flatten(result: Any) -> tuple[list[Any], TreeSpec]:
@@ -151,6 +181,65 @@ class Trial:
         with without_traces(self.module):
             return self.mapped(leaves)
 
+    def mapped_again(self, look: Callable[..., None]) -> tuple[Mapped, list[Tensor]]:
+        """The samples' results from arguments like those of the call, and the inputs that they have derivatives by.
+
+        Args:
+            look: Looks at what the forward has left in the module and in the arguments, before that goes.
+        """
+        inputs, (args, kwargs) = self._with_derivatives()
+        leaves, _ = tree_flatten((args, kwargs))
+        with without_traces(self.module, hooks=False):
+            found = self.mapped(leaves)
+            look(leaves, thorough=True)
+        self.states.restore()
+        return found, inputs
+
+    def judged(
+        self,
+        attempt: Callable[[Any, Any], tuple[Any, Way | None]],
+        rows: Sequence[tuple[Tensor, bool]],
+        found: tuple[Mapped, list[Tensor]],
+        dims: Sequence[int],
+    ) -> tuple[Verdict, Way | None]:
+        """Whether a forward on the whole batch gives the samples' results and derivatives, and the way it has gone.
+
+        Args:
+            attempt: That forward.
+            rows: The expanded parameters, and whether the module holds them itself.
+            found: What `mapped_again` gave.
+            dims: Where the samples stand in each result.
+        """
+        expanded = [each for each, _ in rows if each.requires_grad]
+        states = RandomStates([*self.module.modules(), self.arguments])
+        try:
+            with WithoutChance() if self.is_random else nullcontext():
+                mapped, inputs = found if not self.is_random else self.mapped_again(lambda *_, **__: None)
+                leaves, structure = flatten(mapped.with_samples_in(dims).result())
+                wanted = _derivatives(leaves, [*expanded, *inputs])  # which lets go of what the graph holds
+                if wanted is None:
+                    return Verdict.WRONG, None
+                inputs, (args, kwargs) = self._with_derivatives()
+                with without_traces(self.module, hooks=False):
+                    result, way = attempt(args, kwargs)
+                whole, other_structure = flatten(result)
+                if way is None or structure != other_structure or not all(map(_is_same, leaves, whole)):
+                    return Verdict.WRONG, None
+                given = _derivatives(whole, [*expanded, *inputs])
+                if given is None:
+                    return Verdict.WRONG, None
+        finally:
+            states.restore()
+        is_own = [own for each, own in rows if each.requires_grad] + [False] * len(inputs)
+        verdict = _compared_rows(wanted, given, is_own)
+        return verdict, way if verdict is Verdict.RIGHT else None
+
+    def _with_derivatives(self) -> tuple[list[Tensor], Any]:
+        """The arguments, behind tensors that derivatives are asked for."""
+        leaves, structure = tree_flatten(copies(self.arguments))
+        inputs = [leaf.requires_grad_() for leaf in leaves if _is_float(leaf)]
+        return inputs, tree_unflatten([leaf.clone() if _is_float(leaf) else leaf for leaf in leaves], structure)
+
     def _dims(self, found: Mapped) -> tuple[int, ...]:
         """Where the samples stand in each result, as its shape says."""
         dims = []
@@ -200,6 +289,64 @@ class Trial:
             if grad is not None and self.batch > 1
         ]
         return any(bool(part.any()) for part in of_others)
+
+
+def _is_same(leaf: Any, other: Any) -> bool:
+    """Whether two parts of results are the same, tensors but for rounding."""
+    if isinstance(leaf, Tensor) and isinstance(other, Tensor):
+        is_alike = leaf.shape == other.shape and leaf.dtype == other.dtype
+        return is_alike and _near(leaf.detach(), other.detach(), 1.0)
+    return type(leaf) is type(other) and (leaf is other or bool(leaf == other))
+
+
+def _derivatives(results: list[Any], sources: list[Tensor]) -> list[Tensor | None] | None:
+    """Of a random combination of all numbers in the results, as they are compared; `None` if that fails."""
+    ends = [each for each in results if isinstance(each, Tensor) and each.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each) for each in ends]
+    if not ends:
+        return [None] * len(sources)
+    try:
+        return list(map(_as_seen, torch.autograd.grad(ends, sources, weights, allow_unused=True)))
+    except RuntimeError:  # the user's own backward says so where it comes to one
+        return None
+
+
+def _compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_own: list[bool]) -> Verdict:
+    """Whether rows are the same but for rounding; those of the module's own parameters must not be zero to tell."""
+    pairs = list(zip(wanted, given, strict=True))
+    sizes = [float(each.abs().max()) for pair in pairs for each in pair if each is not None and each.numel()]
+    size, verdict = max(sizes, default=0.0), Verdict.RIGHT
+    if not size < float("inf"):
+        return Verdict.UNCLEAR
+    for (one, other), own in zip(pairs, is_own, strict=True):
+        if one is None and other is None:
+            continue
+        one = torch.zeros_like(other) if one is None and other is not None else one
+        other = torch.zeros_like(one) if other is None and one is not None else other
+        assert one is not None
+        assert other is not None
+        epsilon = torch.finfo(one.dtype).eps
+        scale = float(one.abs().max()) if one.numel() else 0.0
+        if one.shape != other.shape:
+            return Verdict.WRONG
+        far, limit = float((one - other).abs().max()) if one.numel() else 0.0, min(100 * epsilon**0.5, 0.05) * scale
+        if far > limit + min(30 * epsilon, 0.01) * size:
+            return Verdict.WRONG
+        if own and one.numel() and (far > limit or scale == 0):
+            verdict = Verdict.UNCLEAR
+    return verdict
+
+
+def _as_seen(rows: Tensor | None) -> Tensor | None:
+    """The rows; of very many numbers their inner products with some directions."""
+    if rows is None or rows.numel() <= 2**20:
+        return rows.dense() if isinstance(rows, FactoredTensor) else rows
+    generator = torch.Generator().manual_seed(1)
+    directions = [torch.randn(rows.shape[1:], generator=generator).to(rows) for _ in range(4)]
+    if isinstance(rows, FactoredTensor):
+        return torch.stack([rows.matvec(each) for each in directions])
+    return torch.stack([(rows * each).flatten(1).sum(1) for each in directions])
 
 
 def _is_float(leaf: Any) -> bool:

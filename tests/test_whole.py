@@ -1,0 +1,553 @@
+"""Modules with parameters of their own whose forward runs on the whole batch; and those that must not."""
+
+import pickle
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import expanded_nn as enn
+from expanded_nn.layers.general import General
+from oracle import Call, assert_close, assert_close_rows, gradient_penalty, grads_of, loop, plain, rows_of
+
+B, T, D = 3, 5, 4
+
+
+def values(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Own(nn.Module):
+    """A module with parameters of its own, of these shapes."""
+
+    def __init__(self, forward: Callable[..., Any], *shapes: tuple[int, ...], **layers: nn.Module) -> None:
+        super().__init__()
+        for number, shape in enumerate(shapes):
+            self.register_parameter("wvu"[number], nn.Parameter(0.5 * values(*shape, seed=number + 5)))
+        for name, layer in layers.items():
+            self.add_module(name, layer.double())
+        self.use = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.use(self, *args, **kwargs)
+
+
+def of_class(base: type[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
+    """A subclass of a layer with a forward of its own."""
+
+    def make() -> nn.Module:
+        made = type(f"My{base.__name__}", (base,), {"forward": forward})(*args, **kwargs).double().eval()
+        for number, parameter in enumerate(made.parameters()):
+            parameter.data.copy_(values(*parameter.shape, seed=number + 3))
+        return made
+
+    return make
+
+
+def own(forward: Callable[..., Any], *shapes: tuple[int, ...], **layers: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: Own(forward, *shapes, **deepcopy(layers)).double()
+
+
+def runs_whole(model: nn.Module) -> bool:
+    """Whether all modules of the general rule run on the whole batch, in all kinds of calls so far."""
+    ways = [list(each._ways.values()) for each in model.modules() if isinstance(each, General)]
+    assert ways
+    return all(ways) and all(each.known for own in ways for each in own)
+
+
+def assert_right(module: nn.Module, call: Call, samples: int = B) -> nn.Module:
+    """In the first step, which compares, and in the second."""
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    expected, output = loop(module, call, samples), call.on(module).detach()
+    for _ in range(2):
+        model.zero_grad()
+        assert_close(call.on(model), output)
+        plain(model, call).backward()
+        assert_close_rows(rows_of(model), expected)
+        for name, grad in grads_of(model).items():
+            assert_close(grad, rows_of(model)[name].sum(0), name=name)
+    return model
+
+
+def layer_norm_2d(self: Any, x: Tensor) -> Tensor:
+    y = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
+    return y.permute(0, 3, 1, 2)
+
+
+def batch_norm_act(self: Any, x: Tensor) -> Tensor:
+    statistics = (self.running_mean, self.running_var)
+    return F.batch_norm(x, *statistics, self.weight, self.bias, self.training, 0.1, self.eps).relu()
+
+
+def rms(m: Any, x: Tensor) -> Tensor:
+    scaled = x.float().double() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return m.w * scaled.to(x.dtype)
+
+
+def class_token(m: Any, x: Tensor) -> Tensor:
+    tokens = torch.cat([m.w.expand(x.shape[0], -1, -1), x], 1)
+    return tokens + m.v[:, : tokens.shape[1]]
+
+
+def positions(m: Any, x: Tensor) -> Tensor:
+    return x + F.embedding(torch.arange(x.shape[1]), m.w)
+
+
+def standardized(self: Any, x: Tensor) -> Tensor:
+    weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+    return F.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
+def parameter_list(m: Any, x: Tensor) -> Tensor:
+    return sum((x * weight for weight in m.list), start=x)
+
+
+def with_list() -> nn.Module:
+    module = Own(parameter_list)
+    module.list = nn.ParameterList([values(D, seed=k) for k in range(3)])
+    return module
+
+
+X, IMAGE = (values(B, T, D),), (values(B, 4, 6, 6),)
+WORDS = (torch.randint(0, 7, (B, T), generator=torch.Generator().manual_seed(3)),)
+Case = tuple[Callable[[], nn.Module], tuple[Any, ...]]
+WHOLE: dict[str, Case] = {
+    "layer norm over channels": (of_class(nn.LayerNorm, layer_norm_2d, 4), IMAGE),
+    "layer norm without bias": (of_class(nn.LayerNorm, layer_norm_2d, 4, bias=False), IMAGE),
+    "layer norm, super": (of_class(nn.LayerNorm, lambda m, x: nn.LayerNorm.forward(m, x.mT).mT, T), X),
+    "batch norm and activation": (of_class(nn.BatchNorm2d, batch_norm_act, 4), IMAGE),
+    "group norm": (of_class(nn.GroupNorm, lambda m, x: F.group_norm(x, 2, m.weight, m.bias), 2, 4), IMAGE),
+    "instance norm": (
+        of_class(nn.InstanceNorm2d, lambda m, x: F.instance_norm(x, weight=m.weight, bias=m.bias), 4, affine=True),
+        IMAGE,
+    ),
+    "rms norm": (of_class(nn.RMSNorm, lambda m, x: F.rms_norm(x, (D,), m.weight, 1e-3), D), X),
+    "rms norm by hand": (own(rms, (D,)), X),
+    "linear": (of_class(nn.Linear, lambda m, x: F.linear(x.tanh(), m.weight, m.bias), D, 6), X),
+    "linear, weight scaled": (of_class(nn.Linear, lambda m, x: F.linear(x, m.weight * 0.5, bias=m.bias), D, 6), X),
+    "linear, weight masked": (
+        of_class(nn.Linear, lambda m, x: F.linear(x, m.weight * torch.ones(6, D).double().tril(), m.bias), D, 6),
+        X,
+    ),
+    "convolution": (of_class(nn.Conv2d, lambda m, x: F.conv2d(x, m.weight, m.bias, 1, 1), 4, 2, 3), IMAGE),
+    "standardized convolution": (of_class(nn.Conv2d, standardized, 4, 2, 3), IMAGE),
+    "transposed convolution": (
+        of_class(nn.ConvTranspose1d, lambda m, x: F.conv_transpose1d(x.mT, m.weight, m.bias, 2), D, 2, 3),
+        X,
+    ),
+    "prelu": (of_class(nn.PReLU, lambda m, x: F.prelu(x, m.weight) + 1, T), X),
+    "embedding": (of_class(nn.Embedding, lambda m, i: F.embedding(i, m.weight, m.padding_idx) * 2, 7, D, 1), WORDS),
+    "layer scale": (own(lambda m, x: x * m.w, (D,)), X),
+    "layer scale, in place": (own(lambda m, x: x.sin().mul_(m.w), (D,)), X),
+    "layer scale of channels": (own(lambda m, x: x * m.w[:, None, None], (4,)), IMAGE),
+    "a number": (own(lambda m, x: m.w * x + (1 - m.w) * x.sin(), ()), X),
+    "gate": (own(lambda m, x: torch.sigmoid(m.w) * x + m.v.tanh() * x.flip(1), (D,), (1,)), X),
+    "class token": (own(class_token, (1, 1, D), (1, 9, D)), X),
+    "repeated token": (own(lambda m, x: torch.cat([m.w.repeat(len(x), 1, 1), x], 1), (1, 2, D)), X),
+    "tokens unsqueezed": (own(lambda m, x: m.w.unsqueeze(0).expand(len(x), -1, -1) * x[:, :2], (2, D)), X),
+    "positions": (own(positions, (9, D)), X),
+    "positions of each sample": (own(lambda m, i: F.embedding(i, m.w).cumsum(1), (7, D)), WORDS),
+    "positions indexed": (own(lambda m, x: x + m.w[torch.arange(T)], (9, D)), X),
+    "positions sliced": (own(lambda m, x: x + m.w[:T].unsqueeze(0), (9, D)), X),
+    "positions alone": (own(lambda m, x: x + m.inner(x), inner=Own(lambda m, x: m.w[None, : x.shape[1]], (9, D))), X),
+    "matrix product": (own(lambda m, x: (x @ m.w).relu() @ m.v.t(), (D, 2), (3, 2)), X),
+    "matrix product from the left": (own(lambda m, x: m.w @ x, (2, T)), X),
+    "learned queries": (own(lambda m, x: (m.w @ m.v).expand(len(x), -1, -1) @ x.mT, (1, 2, D), (1, D, D)), X),
+    "attention bias": (
+        own(lambda m, x: F.scaled_dot_product_attention(x, x + 1, x.sin(), m.w + x @ x.mT), (T, T)),
+        X,
+    ),
+    "softmax": (own(lambda m, x: (F.softmax(m.w, dim=0)[:, None] * x).sum(1), (T,)), X),
+    "split": (own(lambda m, x: x * m.w.chunk(2)[0] + m.w.split(D, 0)[1], (2 * D,)), X),
+    "joined": (own(lambda m, x: x + torch.cat([m.w, m.v], 1), (1, 2, D), (1, 3, D)), X),
+    "used twice": (own(lambda m, x: (x * m.w + m.w).sin() * m.w, (D,)), X),
+    "branch": (own(lambda m, x: x * m.w if m.training else x + m.w, (D,)), X),
+    "a list": (with_list, X),
+    "layers inside": (
+        own(lambda m, x: m.w * m.norm(m.linear(x)).relu(), (6,), linear=nn.Linear(D, 6), norm=nn.LayerNorm(6)),
+        X,
+    ),
+    "its own inside": (own(lambda m, x: m.inner(x) + m.w, (D,), inner=Own(lambda m, x: x * m.w, (D,))), X),
+    "tied": (own(lambda m, x: m.inner(x) + m.w, (D,), inner=Own(lambda m, x: x * m.w, (D,))), X),
+}
+
+
+@pytest.mark.parametrize(("make", "args"), WHOLE.values(), ids=WHOLE)
+def test_runs_whole(make: Callable[[], nn.Module], args: Any) -> None:
+    module = make()
+    if isinstance(getattr(module, "inner", None), Own) and hasattr(module, "w"):
+        module.inner.w = module.w
+    assert runs_whole(assert_right(module, Call(args)))
+
+
+@pytest.mark.parametrize(("make", "args"), WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("samples", [1, 2, 4, 5])
+def test_other_numbers_of_samples(make: Callable[[], nn.Module], args: Any, samples: int) -> None:
+    """One sample; as many as there are features or positions; after another number of them."""
+    module, (x,) = make(), args
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    x = torch.cat([x, x.flip(0) + 0 if x.dtype == torch.int64 else x.flip(0) * 0.7])[:samples]
+    for many in (args[0], x, args[0], x):
+        model.zero_grad()
+        call = Call((many,))
+        assert_close(call.on(model), call.on(module).detach())
+        plain(model, call).backward()
+        assert_close_rows(rows_of(model), loop(module, call, len(many)))
+
+
+def swallows(m: Any, x: Tensor) -> Tensor:
+    try:
+        return x * torch.logsumexp(m.w, 0)
+    except Exception:
+        return x
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return 2 * x * weight
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return 2 * grad * weight, (2 * grad * x).flatten(0, -2).sum(0)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor) -> Any:
+        return 2 * x * weight.reshape(len(weight), *[1] * (x.dim() - weight.dim()), -1), 0
+
+
+SQUARE = (values(B, B, D),)
+NOT_WHOLE: dict[str, Case] = {
+    "not in the table": (own(lambda m, x: torch.einsum("btd,de->bte", x, m.w), (D, D)), X),
+    "interpolated": (own(lambda m, x: x + F.interpolate(m.w, T).mT, (1, D, 3)), X),
+    "an error that the forward catches": (own(swallows, (D,)), X),
+    "folded": (own(lambda m, x: F.linear(x.flatten(0, 1), m.w).unflatten(0, x.shape[:2]), (6, D)), X),
+    "folded, elementwise": (own(lambda m, x: (x.flatten(0, 1) * m.w).unflatten(0, x.shape[:2]), (D,)), X),
+    "samples moved": (own(lambda m, x: (x.transpose(0, 1) * m.w).transpose(0, 1), (D,)), X),
+    "samples moved, as many as positions": (
+        own(lambda m, x: (x.transpose(0, 1) * m.w).transpose(0, 1), (D,)),
+        SQUARE,
+    ),
+    "as many positions as samples": (own(lambda m, x: x + F.embedding(torch.arange(B), m.w), (9, D)), SQUARE),
+    "expanded to positions, not samples": (own(lambda m, x: x * m.w.expand(B, D), (1, D)), SQUARE),
+    "a table of B rows": (own(lambda m, x: x + torch.arange(B)[:, None] * m.w, (D,)), SQUARE),
+    "a child's weight": (
+        own(lambda m, x: F.linear(m.w * x, m.inner.weight, m.inner.bias), (D,), inner=nn.Linear(D, 6)),
+        X,
+    ),
+    "a checkpoint inside": (
+        own(lambda m, x: checkpoint(lambda y: (y * m.w).sin(), x, use_reentrant=False), (D,)),
+        X,
+    ),
+    "a function of the user's": (own(lambda m, x: Doubled.apply(x, m.w), (D,)), X),
+    "without gradient for a while": (own(lambda m, x: x * m.w / scale_of(m), (D,)), X),
+}
+
+
+def scale_of(m: Any) -> Tensor:
+    with torch.no_grad():
+        return 1 + m.w.abs().amax()
+
+
+@pytest.mark.parametrize(("make", "args"), NOT_WHOLE.values(), ids=NOT_WHOLE)
+def test_goes_sample_by_sample(make: Callable[[], nn.Module], args: Any) -> None:
+    assert not runs_whole(assert_right(make(), Call(args)))
+
+
+def test_samples_second() -> None:
+    module = nn.Sequential(Own(lambda m, x: x * m.w, (D,)))
+    model = enn.convert(module).per_sample(loss_reduction="sum", batch_first=False)
+    x = values(T, B, D)
+    model(x).sin().sum().backward()
+    assert not runs_whole(model)
+    for i in range(B):
+        (grad,) = torch.autograd.grad(module(x[:, i : i + 1]).sin().sum(), list(module.parameters()))
+        assert_close(rows_of(model)["0.w"][i], grad)
+
+
+def shared_positions(m: Any, x: Tensor, index: Tensor) -> Tensor:
+    return x + F.embedding(index, m.w)
+
+
+@pytest.mark.parametrize("index", [torch.arange(T)[None], torch.arange(T), torch.arange(B * T).view(B, T) % 7])
+def test_an_index_that_all_samples_share_or_not(index: Tensor) -> None:
+    module = Own(shared_positions, (9, D))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    assert_close(model(*X, index), module(*X, index).detach())
+    model(*X, index).sin().sum().backward()
+    model.zero_grad()
+    model(*X, index).sin().sum().backward()
+    for i in range(B):
+        own = index[i : i + 1] if index.shape == (B, T) else index
+        (grad,) = torch.autograd.grad(module(X[0][i : i + 1], own).sin().sum(), [module.w])
+        assert_close(rows_of(model)["w"][i], grad)
+    assert runs_whole(model)
+
+
+# --- what is compared, and when ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The modules that were compared, once for each time."""
+    compared: list[Any] = []
+    judged = General._judged
+
+    def noting(self: General, call: Any) -> Any:
+        compared.append(self)
+        return judged(self, call)
+
+    monkeypatch.setattr(General, "_judged", noting)
+    return compared
+
+
+def step(model: nn.Module, *args: Any) -> None:
+    model.zero_grad()
+    plain(model, Call(args)).backward()
+
+
+def test_is_compared_once_for_each_kind_of_input(comparisons: list[Any]) -> None:
+    model = enn.convert(Own(lambda m, x: x * m.w, (D,))).per_sample()
+    for samples in (B, B, 2, 7, T, D):
+        step(model, values(samples, T, D))
+    assert len(comparisons) == 1
+    for _ in range(3):
+        step(model, values(1, T, D))  # a single sample tells less
+    assert len(comparisons) == 2
+
+
+def test_zeros_tell_nothing(comparisons: list[Any]) -> None:
+    """A batch of zeros, to warm up, has no rows to compare."""
+    module = Own(lambda m, x: x * m.w, (D,))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    step(model, torch.zeros_like(X[0]))
+    assert not runs_whole(model)
+    step(model, *X)
+    assert runs_whole(model)
+    assert_close_rows(rows_of(model), loop(module, Call(X), B))
+    step(model, *X)
+    assert len(comparisons) == 2
+
+
+def changes_its_ways(m: Any, x: Tensor) -> Tensor:
+    return x * m.w if m.first else (x.transpose(0, 1) + m.w).transpose(0, 1)
+
+
+def test_another_way_is_compared_anew() -> None:
+    """In the second, samples and positions are as many by chance, so that nothing fails of itself."""
+    module = Own(changes_its_ways, (D,))
+    module.first = True
+    model, call = enn.convert(module).per_sample(loss_reduction="sum"), Call(SQUARE)
+    step(model, *SQUARE)
+    assert runs_whole(model)
+    module.first = model.first = False
+    for _ in range(2):
+        step(model, *SQUARE)
+        assert_close_rows(rows_of(model), loop(module, call, B))
+    assert not runs_whole(model)
+
+
+def looks_at_values(m: Any, x: Tensor) -> Tensor:
+    y = x * m.w
+    return y if m.first or y.max() < 0.1 else y.sin()
+
+
+def test_a_value_that_is_read_later() -> None:
+    """One sample may go another way than the next: what `vmap` refuses is refused whenever it comes."""
+    module = Own(looks_at_values, (D,))
+    module.first = True
+    model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
+    step(model, *X)
+    assert runs_whole(model)
+    model.first = False
+    with pytest.raises(enn.PerSampleError, match="vmap cannot follow"):
+        model(*X)
+
+
+def keeps(m: Any, x: Tensor) -> Tensor:
+    if not m.first:
+        m.kept.append(m.w)
+    return x * m.w
+
+
+def test_what_is_kept_later() -> None:
+    module = Own(keeps, (D,))
+    module.first, module.kept = True, []
+    model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
+    step(model, *X)
+    assert runs_whole(model)
+    model.first = False
+    with pytest.raises(enn.PerSampleError, match="keeps tensors in attribute 'kept'"):
+        model(*X)
+
+
+def catches(m: Any, x: Tensor) -> Tensor:
+    if not m.first:
+        try:
+            x = x * torch.logsumexp(m.w, 0)
+        except Exception:
+            x = x + 1
+    return x * m.w
+
+
+def test_an_error_that_is_caught_later() -> None:
+    module = Own(catches, (D,))
+    module.first = True
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    step(model, *X)
+    assert runs_whole(model)
+    module.first = model.first = False
+    step(model, *X)
+    assert_close_rows(rows_of(model), loop(module, Call(X), B))
+
+
+# --- what composes ---------------------------------------------------------------------------------------------------
+
+
+def modules() -> dict[str, nn.Module]:
+    return {
+        "scale": nn.Sequential(nn.Linear(D, D), Own(lambda m, x: x.sin() * m.w, (D,))).double(),
+        "token": nn.Sequential(Own(class_token, (1, 1, D), (1, 9, D)), nn.Linear(D, D)).double(),
+        "norm": nn.Sequential(
+            nn.Linear(D, D), of_class(nn.LayerNorm, lambda m, x: F.layer_norm(x, (D,), m.weight, m.bias), D)()
+        ).double(),
+    }
+
+
+@pytest.fixture(params=["scale", "token", "norm"])
+def model(request: pytest.FixtureRequest) -> Iterator[nn.Module]:
+    made = enn.convert(modules()[request.param]).per_sample(loss_reduction="sum")
+    yield made
+    assert runs_whole(made)
+
+
+def test_second_derivatives(model: nn.Module) -> None:
+    module = enn.revert(model)
+    for _ in range(2):
+        model.zero_grad()
+        gradient_penalty(model, Call(X)).backward()
+        assert_close_rows(rows_of(model), loop(module, Call(X), B, objective=gradient_penalty))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_derivatives_of_the_rows(model: nn.Module) -> None:
+    module = enn.revert(model)
+    step(model, *X)
+    model.zero_grad()
+    plain(model, Call(X)).backward(create_graph=True)
+    size = sum((rows**3).sum() for rows in rows_of(model).values())
+    rows = loop(module, Call(X), B, create_graph=True)
+    expected = torch.autograd.grad(sum((each**3).sum() for each in rows.values()), list(module.parameters()))
+    for found, wanted in zip(torch.autograd.grad(size, list(model.parameters())), expected, strict=True):
+        assert_close(found, wanted)
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inside_of_a_checkpoint(model: nn.Module, reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x * 1, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    around = enn.convert(Checkpointed(), inplace=True).per_sample(loss_reduction="sum")
+    x, module = X[0].clone().requires_grad_(), enn.revert(model)
+    for _ in range(3):
+        step(around, x)
+        assert_close_rows(rows_of(model), loop(module, Call(X), B))
+    step(model, *X)  # a reentrant one learns nothing by itself
+
+
+def test_dropout_draws_what_the_plain_model_draws() -> None:
+    module = nn.Sequential(Own(lambda m, x: F.dropout(x, 0.5, m.training) * m.w, (D,)))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    step(model, *X)
+    assert runs_whole(model)
+    for _ in range(2):
+        model.zero_grad()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            found = model(*X)
+            torch.manual_seed(0)
+            expected = module(*X)
+        assert_close(found, expected.detach())
+        found.sin().sum().backward()
+        ratio = torch.autograd.grad(expected.sin().sum(), expected)[0] * expected.detach() / module[0].w.detach()
+        assert_close(rows_of(model)["0.w"], ratio.sum(1))
+
+
+def test_autocast(model: nn.Module) -> None:
+    module = enn.revert(model)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(*X).dtype == module(*X).dtype
+            step(model, *X)
+        for name, rows in loop(module, Call(X), B).items():
+            assert rows_of(model)[name].dtype == rows.dtype
+            assert_close(rows_of(model)[name], rows, 0.05, name)
+
+
+def test_copies_and_files() -> None:
+    model = enn.convert(nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), MyScale())).double().per_sample()
+    step(model, *X)
+    assert runs_whole(model)
+    for copied in (deepcopy(model), pickle.loads(pickle.dumps(model))):
+        step(copied, *X)
+        assert_close_rows(rows_of(copied), rows_of(model))
+    assert "_ways" not in vars(enn.revert(model)[2])
+
+
+class MyScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(values(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+def test_frozen_and_thawed() -> None:
+    module = Own(lambda m, x: x * m.w + m.v, (D,), (D,))
+    module.v.requires_grad_(False)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for _ in range(2):
+        step(model, *X)
+        assert_close_rows(rows_of(model), loop(module, Call(X), B))
+    module.v.requires_grad_(True)
+    model.v.requires_grad_(True)
+    step(model, *X)
+    assert_close_rows(rows_of(model), loop(module, Call(X), B))
+    assert runs_whole(model)
+
+
+def test_gives_up_where_nothing_is_to_be_seen(comparisons: list[Any]) -> None:
+    """A parameter that never has a gradient is not compared in every step."""
+    model = enn.convert(Own(lambda m, x: x.sin() + 0 * m.w, (D,))).per_sample()
+    for _ in range(6):
+        step(model, *X)
+    assert len(comparisons) == 3
+    assert not runs_whole(model)
+
+
+def test_two_threads() -> None:
+    """Each has forwards of its own."""
+    models = [enn.convert(Own(rms, (D,))).per_sample(loss_reduction="sum") for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda model: [step(model, *X) for _ in range(20)], models))
+    for model in models:
+        assert runs_whole(model)
+        assert_close_rows(rows_of(model), loop(Own(rms, (D,)), Call(X), B))
