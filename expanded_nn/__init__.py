@@ -18,6 +18,7 @@ from expanded_nn.core.kronecker import EigenFactors as EigenFactors, KroneckerFa
 from expanded_nn.factored import FactoredTensor as FactoredTensor
 from expanded_nn.grads import PerSampleGrads as PerSampleGrads, per_sample_grads as per_sample_grads
 from expanded_nn.layers.activation import PReLU as PReLU
+from expanded_nn.layers.alone import alone as alone
 from expanded_nn.layers.attention import (
     MultiheadAttention as MultiheadAttention,
     Transformer as Transformer,
@@ -35,7 +36,6 @@ from expanded_nn.layers.conv import (
     ConvTranspose3d as ConvTranspose3d,
 )
 from expanded_nn.layers.embedding import Embedding as Embedding, EmbeddingBag as EmbeddingBag
-from expanded_nn.layers.general import alone as alone
 from expanded_nn.layers.linear import Bilinear as Bilinear, Linear as Linear
 from expanded_nn.layers.norm import (
     BatchNorm1d as BatchNorm1d,

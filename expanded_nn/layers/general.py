@@ -14,12 +14,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
@@ -27,11 +24,11 @@ from expanded_nn._batch import batch_dim, contents, has_derivatives
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._lift import Slot, quiet_fallbacks, swapped
 from expanded_nn._modes import as_it_is, checkpoint_hooks, running_backward
-from expanded_nn._module import Expanded, PerSampleModule
-from expanded_nn._registry import EXPANDED
+from expanded_nn._module import Expanded
 from expanded_nn._steady import OURS
 from expanded_nn._traced import FirstEager, OnlyEager, wait_for_values
 from expanded_nn.core import cost
+from expanded_nn.layers.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
 from expanded_nn.layers.trial import Compared, Mapped, Trial, Verdict, Way, Ways, flatten
 from expanded_nn.layers.whole import Run, reads_of_its_own
 from expanded_nn.recording.backward import graph_of
@@ -321,9 +318,9 @@ class General(Expanded):
         def one_sample(weights: list[Tensor], inputs: list[Any]) -> list[Tensor]:
             alone = [each if dim is None else each.unsqueeze(dim) for each, dim in zip(inputs, dims, strict=True)]
             args, kwargs = tree_unflatten(alone, structure)
-            with swapped(places, weights), quiet_fallbacks(), _Watch(self):
+            with swapped(places, weights), quiet_fallbacks(), OneSample(self):
                 result = self._plain_forward(*args, **kwargs)
-            if Counter(_ids_of_one_sample((args, kwargs))) - Counter(_ids_of_one_sample(alone)):
+            if Counter(ids_of_one_sample((args, kwargs))) - Counter(ids_of_one_sample(alone)):
                 raise self._keeping("an argument")
             outputs, returned[:] = [each for each in flatten(result)[0] if isinstance(each, Tensor)], [result]
             ones[:] = [self._dims_of_one(each, told=told) for each in outputs]
@@ -484,9 +481,9 @@ class General(Expanded):
             kept = [(f"attribute {name!r}", value) for name, value in vars(module).items() if name not in _NOT_ITS_OWN]
             kept += [(f"the buffer {name!r}", value) for name, value in module._buffers.items()]
             for what, value in kept:
-                if isinstance(value, looked_into) and any(map(_is_of_one_sample, contents(value, 4 * thorough))):
+                if isinstance(value, looked_into) and any(map(is_of_one_sample, contents(value, 4 * thorough))):
                     raise self._keeping(what)
-        if any(map(_is_of_one_sample, contents([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
+        if any(map(is_of_one_sample, contents([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
             raise self._keeping("an argument")
 
     def _keeping(self, what: str) -> PerSampleError:
@@ -503,7 +500,7 @@ class General(Expanded):
             module._parameters[name].detach().requires_grad_(each.requires_grad)
             for (module, name), each in zip(places, expanded, strict=True)
         ]
-        with swapped(places, alone), self._children_inside({}), _Watch(self):
+        with swapped(places, alone), self._children_inside({}), OneSample(self):
             result = self._plain_forward(*args, **kwargs)
         leaves, structure = tree_flatten(result)
         ends = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
@@ -521,127 +518,3 @@ class General(Expanded):
 
 # what the forward does not write, or is looked at by name
 _NOT_ITS_OWN = {*OURS, "_buffers", *(name for name in vars(nn.Module()) if name.startswith("_"))}
-
-
-class Alone(General):
-    """A module that goes through the general rule as a whole, whether it has parameters of its own or not."""
-
-    watches: ClassVar[bool] = True
-    _alone: ClassVar[bool] = True
-
-    def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().expanded_forward(*args, **kwargs)
-        except Exception as error:
-            if self._recorder is not None and self._recorder.escalation.on_trial is self:
-                error.refused_by = self  # type: ignore[attr-defined]
-            raise
-
-
-PerSampleModule._alone_class = Alone
-
-
-def alone(module_class: ModuleClass) -> ModuleClass:
-    """Sends the modules of a class through the general rule as a whole, with all that is in them.
-
-    For a class whose forward folds samples into rows, looks up an index without a batch dimension, or otherwise does
-    what the layers inside cannot take apart: each sample goes through it alone, as a batch of one. It is slower than
-    layers of their own, and needs a forward that `vmap` can follow.
-
-    Args:
-        module_class: The class, or its full name `"package.module.Class"`; also usable as a decorator.
-
-    Returns:
-        What was given.
-
-    Example:
-        >>> import torch, expanded_nn as enn
-        >>> @enn.alone
-        ... class Folded(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.linear = torch.nn.Linear(3, 2)
-        ...     def forward(self, x):  # (B, T, 3)
-        ...         return self.linear(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        >>> model = enn.convert(Folded()).per_sample()
-        >>> model(torch.randn(5, 4, 3)).square().sum((1, 2)).mean().backward()
-        >>> model.linear.weight.grad_sample.shape
-        torch.Size([5, 2, 3])
-    """
-    EXPANDED[module_class] = Alone
-    return module_class
-
-
-class _Watch(TorchFunctionMode):
-    """Corrects operations whose gradient is wrong under `vmap`, and names shared tensors that the forward changes."""
-
-    def __init__(self, module: General) -> None:
-        super().__init__()
-        self.module, self.hooks = module, checkpoint_hooks()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        hooks = checkpoint_hooks()
-        if hooks is not None and hooks != self.hooks:
-            # once the vmap is over, nothing of it can be computed again
-            with saved_tensors_hooks(as_it_is, as_it_is):
-                return self._corrected(func, args, kwargs or {})
-        return self._corrected(func, args, kwargs or {})
-
-    def _corrected(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is F.embedding:
-            return _embedding(*args, **kwargs)
-        if func is F.embedding_bag and ((len(args) > 2 and args[2] is not None) or kwargs.get("offsets") is not None):
-            raise self._offsets()
-        if func is F.scaled_dot_product_attention and any(
-            map(_is_floating_mask, (*args[3:4], kwargs.get("attn_mask")))
-        ):
-            with sdpa_kernel(SDPBackend.MATH):  # the fused kernels refuse a mask that may need gradient
-                return func(*args, **kwargs)
-        if _is_in_place(func) and not _is_of_one_sample(args[0]) and any(map(_is_of_one_sample, tree_leaves(args))):
-            raise self._shared_change(args[0])
-        return func(*args, **kwargs)
-
-    def _offsets(self) -> PerSampleError:
-        return self.module._vmap_refusal(
-            "its forward looks up bags by offsets, which tell the samples apart for the whole batch only",
-            "one bag per sample in each row",
-            "Give the bags to EmbeddingBag as a 2-D input (B, N), filled up with its padding_idx, without offsets.",
-        )
-
-    def _shared_change(self, tensor: Tensor) -> PerSampleError:
-        names = [f"the buffer {name!r}" for name, buffer in self.module.named_buffers() if buffer is tensor]
-        return self.module._vmap_refusal(
-            f"its forward writes what belongs to one sample into {names[0] if names else 'a tensor that all share'}",
-            "a forward that changes nothing that samples share",
-            "Do without that buffer or cache in per-sample mode (use_cache=False), or write the per-sample forward "
-            "with @expands.",
-        )
-
-
-def _is_floating_mask(mask: Any) -> bool:
-    return _is_of_one_sample(mask) and mask.is_floating_point()
-
-
-def _is_in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-
-
-_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"}
-
-
-def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
-    """`F.embedding` with constant padding rows: the gradient of its own `padding_idx` is wrong under `vmap`."""
-    rows = F.embedding(input, weight, None, *args, **kwargs)
-    if padding_idx is None:
-        return rows
-    padding_idx = padding_idx % weight.shape[0]
-    return torch.where((input == padding_idx).unsqueeze(-1), rows.detach(), rows)
-
-
-def _ids_of_one_sample(values: Any) -> list[int]:
-    return [id(leaf) for leaf in tree_leaves(values) if _is_of_one_sample(leaf)]
-
-
-def _is_of_one_sample(value: Any) -> bool:
-    return isinstance(value, Tensor) and torch._C._functorch.is_batchedtensor(value)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from expanded_nn._lift import swapped
 from expanded_nn._module import Expanded, Root
 from expanded_nn._registry import expands
+from expanded_nn.layers.alone import Alone
 from expanded_nn.layers.embedding import Embedding
-from expanded_nn.layers.general import Alone
 from expanded_nn.layers.linear import linear
 
 

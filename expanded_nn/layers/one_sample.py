@@ -1,0 +1,102 @@
+"""The operations of a module's forward while `vmap` takes it over the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from expanded_nn._errors import PerSampleError
+from expanded_nn._modes import as_it_is, checkpoint_hooks, is_batched
+
+
+class Refusing(Protocol):
+    """The module whose forward it is, as far as it is asked."""
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def _vmap_refusal(self, *said: str) -> PerSampleError: ...
+
+
+class OneSample(TorchFunctionMode):
+    """Corrects operations whose gradient is wrong under `vmap`, and names shared tensors that the forward changes."""
+
+    def __init__(self, module: Refusing) -> None:
+        super().__init__()
+        self.module, self.hooks = module, checkpoint_hooks()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        hooks = checkpoint_hooks()
+        if hooks is not None and hooks != self.hooks:
+            # once the vmap is over, nothing of it can be computed again
+            with saved_tensors_hooks(as_it_is, as_it_is):
+                return self._corrected(func, args, kwargs or {})
+        return self._corrected(func, args, kwargs or {})
+
+    def _corrected(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is F.embedding:
+            return _embedding(*args, **kwargs)
+        if func is F.embedding_bag and ((len(args) > 2 and args[2] is not None) or kwargs.get("offsets") is not None):
+            raise self._offsets()
+        if func is F.scaled_dot_product_attention and any(
+            map(_is_floating_mask, (*args[3:4], kwargs.get("attn_mask")))
+        ):
+            with sdpa_kernel(SDPBackend.MATH):  # the fused kernels refuse a mask that may need gradient
+                return func(*args, **kwargs)
+        if _is_in_place(func) and not is_of_one_sample(args[0]) and any(map(is_of_one_sample, tree_leaves(args))):
+            raise self._shared_change(args[0])
+        return func(*args, **kwargs)
+
+    def _offsets(self) -> PerSampleError:
+        return self.module._vmap_refusal(
+            "its forward looks up bags by offsets, which tell the samples apart for the whole batch only",
+            "one bag per sample in each row",
+            "Give the bags to EmbeddingBag as a 2-D input (B, N), filled up with its padding_idx, without offsets.",
+        )
+
+    def _shared_change(self, tensor: Tensor) -> PerSampleError:
+        names = [f"the buffer {name!r}" for name, buffer in self.module.named_buffers() if buffer is tensor]
+        return self.module._vmap_refusal(
+            f"its forward writes what belongs to one sample into {names[0] if names else 'a tensor that all share'}",
+            "a forward that changes nothing that samples share",
+            "Do without that buffer or cache in per-sample mode (use_cache=False), or write the per-sample forward "
+            "with @expands.",
+        )
+
+
+def _is_floating_mask(mask: Any) -> bool:
+    return is_of_one_sample(mask) and mask.is_floating_point()
+
+
+def _is_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"}
+
+
+def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    """`F.embedding` with constant padding rows: the gradient of its own `padding_idx` is wrong under `vmap`."""
+    rows = F.embedding(input, weight, None, *args, **kwargs)
+    if padding_idx is None:
+        return rows
+    padding_idx = padding_idx % weight.shape[0]
+    return torch.where((input == padding_idx).unsqueeze(-1), rows.detach(), rows)
+
+
+def ids_of_one_sample(values: Any) -> list[int]:
+    """The ids of such tensors in a value."""
+    return [id(leaf) for leaf in tree_leaves(values) if is_of_one_sample(leaf)]
+
+
+def is_of_one_sample(value: Any) -> bool:
+    """Whether a tensor is one that the `vmap` over the samples maps."""
+    return isinstance(value, Tensor) and is_batched(value)
