@@ -73,6 +73,7 @@ $(BENCH_READY): setup.cfg constraints.txt
 
 bench: $(BENCH_READY) ## compare with other libraries, into benchmarks/results and docs/images
 	$(BENCH)/bin/python -m benchmarks
+	$(BENCH)/bin/python -m benchmarks --main --threads 1
 	$(BENCH)/bin/python -m benchmarks.attribution > benchmarks/results/attribution.md
 
 bench-quick: $(BENCH_READY) ## the six main workloads beside torch.func, printed, in a few minutes

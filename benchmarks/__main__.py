@@ -90,14 +90,18 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str
     found: dict[str, Any] = {"machine": machine(device), "workloads": {}, "sweeps": {}, "memory": {}}
     limits = {"seconds": 0.0, "rounds": 2} if arguments.quick else vars(arguments)
     limits = {name: limits[name] for name in ("seconds", "rounds")}
-    names = arguments.only or [name for name, each in WORKLOADS.items() if device.type == "cuda" or not each.needs_gpu]
+    names = arguments.only or [
+        name
+        for name, each in WORKLOADS.items()
+        if (device.type == "cuda" or not each.needs_gpu) and not (arguments.main and each.extra)
+    ]
     for name in names:
         workload = WORKLOADS[name]
         results = compare(workload.task(device, arguments.quick), chosen(workload, arguments), **limits)
         said = {"about": workload.about, "extra": workload.extra, "sizes": str(workload.sizes)}
         found["workloads"][name] = {**said, "results": as_json(results)}
         print(report.details(name, found["workloads"][name]), flush=True)
-    if is_part(arguments):
+    if is_part(arguments) or arguments.main:
         return found
     for title, (name, what, values) in SWEEPS.items():
         results = [compare(WORKLOADS[name].task(device, **{what: each}), by_key(SWEPT), **limits) for each in values]
@@ -114,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, help="some workloads, printed and not written")
     parser.add_argument("--methods", nargs="+", default=[""], help="those whose name has one of these parts, likewise")
+    parser.add_argument("--main", action="store_true", help="the main workloads, without growth and memory; written")
     parser.add_argument("--quick", action="store_true", help="a trial run at tiny sizes, printed and not written")
     parser.add_argument("--rounds", type=int, default=MOST, help="the most turns of each method")
     parser.add_argument("--seconds", type=float, default=1.0, help="what each method may spend on a workload")
@@ -137,8 +142,9 @@ def main() -> None:
         return
     found = measure_all(arguments, device)
     if not is_part(arguments):
-        report.write(found, ROOT / "benchmarks/results", ROOT / "docs/images", device.type)
-        report.into(ROOT / "README.md", report.digest(found))
+        name = device.type if device.type == "cuda" else f"cpu_{arguments.threads}"
+        report.write(found, ROOT / "benchmarks/results", ROOT / "docs/images", name)
+        report.into(ROOT / "README.md", report.digest(found, f"docs/images/bench_{name}.png"))
 
 
 if __name__ == "__main__":

@@ -91,13 +91,19 @@ def summary(workloads: Found, kind: str) -> str:
     return table(["", *workloads], rows)
 
 
+def best(ratios: dict[str, float], *, ours: bool) -> tuple[str, float]:
+    """The fastest way of the library, or of the others, and its median ratio."""
+    known = {name: ratio for name, ratio in ratios.items() if is_ours(name) == ours and name != NOT_DENSE}
+    return min(known.items(), key=lambda item: item[1], default=("", float("inf")))
+
+
 def faster_peers(workloads: Found) -> list[str]:
-    """A line for each task in which a peer's median is below that of the uncompiled library."""
+    """A line for each task in which a peer's median is below the library's, compiled or not."""
     lines = []
     for name, entry in workloads.items():
         for kind in ("rows", "clip"):
             ratios = measured(entry["results"], kind)
-            own = ratios.get("expanded_nn", float("inf"))
+            _, own = best(ratios, ours=True)
             faster = {key: value for key, value in ratios.items() if not is_ours(key) and value < own}
             if faster:
                 who = ", ".join(f"{key} {times(value)}" for key, value in sorted(faster.items(), key=lambda it: it[1]))
@@ -126,6 +132,10 @@ def memory(entries: Found) -> str:
             cells.append("failed" if peak is None else f"{peak / plain:.2f} ({peak / 2**20:.0f} MiB)")
         rows.append(cells)
     return table(["", *entries], rows)
+
+
+def title(machine: Found) -> str:
+    return machine["gpu"] or f"CPU, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
 
 
 def about(machine: Found) -> str:
@@ -159,8 +169,10 @@ def page(title: str, found: Found) -> str:
     for kind, heading in TITLES.items():
         parts += [f"### {heading}", "", summary(found["workloads"], kind), ""]
     parts += ["### Where a peer is faster", "", *faster_peers(found["workloads"]), ""]
-    parts += [f"## {title}: growth", "", *(sweep(*each) for each in found["sweeps"].items())]
-    parts += [MEMORY, memory(found["memory"]), ""]
+    if found["sweeps"]:
+        parts += [f"## {title}: growth", "", *(sweep(*each) for each in found["sweeps"].items())]
+    if found["memory"]:
+        parts += [MEMORY, memory(found["memory"]), ""]
     parts += [f"## {title}: all there is", "", *(details(*each) for each in found["workloads"].items())]
     return "\n".join(parts)
 
@@ -168,22 +180,15 @@ def page(title: str, found: Found) -> str:
 MARKS = "<!-- written by make bench -->", "<!-- until here -->"
 
 
-def digest(found: Found) -> str:
-    """The table for the README: the library beside the fastest peer, the faster of the two in bold."""
-    rows = []
-    for entry in found["workloads"].values():
-        if entry["extra"]:
-            continue
-        cells = [entry["about"]]
-        for kind in ("rows", "clip"):
-            ratios = measured(entry["results"], kind)
-            peers = {key: value for key, value in ratios.items() if not is_ours(key)}
-            own, best = ratios["expanded_nn"], min(peers.values(), default=float("inf"))
-            peer = next((f"{times(best)} {key}" for key, value in peers.items() if value == best), "")
-            cells += [f"**{times(own)}**", peer] if own <= best else [times(own), f"**{peer}**"]
-        rows.append(cells)
-    head = ["", "rows: expanded_nn", "fastest peer", "clipping: expanded_nn", "fastest peer"]
-    return f"{table(head, rows)}\n\nMeasured {about(found['machine'])}"
+def digest(found: Found, picture: str) -> str:
+    """What the README shows: the picture, where a peer is faster, and the machine."""
+    lines = [f"![The fastest peer, and expanded_nn with and without enn.compile]({picture})", ""]
+    lines += ["Where a peer is faster:", "", *faster_peers(main_ones(found["workloads"]))]
+    return "\n".join([*lines, "", f"Measured {about(found['machine'])}"])
+
+
+def main_ones(workloads: Found) -> Found:
+    return {name: entry for name, entry in workloads.items() if not entry["extra"]}
 
 
 def into(page: Path, text: str) -> None:
@@ -202,14 +207,16 @@ def write(found: Found, results: Path, images: Path, name: str) -> None:
         found: The run.
         results: The folder of the tables.
         images: The folder of the plots.
-        name: Of the device.
+        name: Of the device, with the number of threads.
     """
     results.mkdir(parents=True, exist_ok=True)
     (results / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    runs = {each.stem.upper(): json.loads(each.read_text()) for each in sorted(results.glob("*.json"))}
-    (results / "README.md").write_text("\n".join([INTRODUCTION, *(page(*each) for each in runs.items())]))
+    runs = [json.loads(each.read_text()) for each in sorted(results.glob("*.json"))]
+    (results / "README.md").write_text("\n".join([INTRODUCTION, *(page(title(run["machine"]), run) for run in runs)]))
     draw_steps(found["workloads"], images / f"bench_steps_{name}.png")
-    draw_growth(found["sweeps"], images / f"bench_growth_{name}.png")
+    draw_best(main_ones(found["workloads"]), images / f"bench_{name}.png")
+    if found["sweeps"]:
+        draw_growth(found["sweeps"], images / f"bench_growth_{name}.png")
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -236,6 +243,33 @@ def draw_steps(workloads: Found, path: Path) -> None:
     panels[0].invert_yaxis()
     handles = {label: mark for axis in panels for mark, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False)
+    save(figure, path)
+
+
+def draw_best(workloads: Found, path: Path) -> None:
+    """A line for each workload: the library, compiled too, and the fastest peer with its name."""
+    figure = Figure(figsize=(9, 1.2 + 0.36 * len(workloads)), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axis, kind in zip(panels, ("rows", "clip"), strict=True):
+        for i, entry in enumerate(workloads.values()):
+            ratios = measured(entry["results"], kind)
+            peer, ratio = best(ratios, ours=False)
+            if peer:
+                axis.plot(ratio, i, "s", color="tab:blue", label="fastest peer")
+                axis.annotate(peer, (ratio, i), xytext=(6, -3), textcoords="offset points", fontsize=7)
+            for name in ("expanded_nn", "expanded_nn, compiled"):
+                color, marker = STYLES[name]
+                if name in ratios:
+                    axis.plot(ratios[name], i, marker, color=color, label=name)
+        finish(axis, "dense rows" if kind == "rows" else "clipped sum")
+        axis.set_xscale("log")
+        axis.margins(x=0.2)
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_xlabel("time, as a multiple of the plain step")
+    panels[0].set_yticks(range(len(workloads)), list(workloads))
+    panels[0].invert_yaxis()
+    handles = {label: mark for axis in panels for mark, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False)
     save(figure, path)
 
 

@@ -102,18 +102,22 @@ def test_page(tmp_path: Path) -> None:
     assert "- tiny, rows: JAX 0.20; expanded_nn" in page
     assert "| clip: expanded_nn | 2.00 (2 MiB) |" in page
     assert json.loads((tmp_path / "cpu.json").read_text()) == found
-    assert {each.name for each in tmp_path.glob("*.png")} == {"bench_steps_cpu.png", "bench_growth_cpu.png"}
+    assert {each.name for each in tmp_path.glob("*.png")} == {
+        "bench_steps_cpu.png",
+        "bench_cpu.png",
+        "bench_growth_cpu.png",
+    }
+    assert "## CPU, 1 thread" in page
 
     readme = tmp_path / "digest.md"
     readme.write_text("\n".join(["before", report.MARKS[0], "older", report.MARKS[1], "after"]))
     for _ in range(2):  # it replaces what it wrote
-        report.into(readme, report.digest(found))
+        report.into(readme, report.digest(found, "picture.png"))
     text = readme.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter")
     assert "older" not in text
-    own = {each["kind"]: report.times(each["ratio"][1]) for each in results if each["name"] == "expanded_nn"}
-    assert text.count(f"| small | {own['rows']} | **0.20 JAX** | **{own['clip']}** |  |") == 1
+    assert text.count("](picture.png)") == text.count("- tiny, rows: JAX 0.20; expanded_nn") == 1
     readme.write_text("no marks")
     with pytest.raises(ValueError, match="lacks the lines"):
         report.into(readme, "")
