@@ -68,7 +68,8 @@ def details(name: str, entry: Found) -> str:
         if each["state"] == "measured":
             low, middle, high = each["ratio"]
             spread, ms = f"{times(low)} to {times(high)}", f"{each['seconds'][1] * 1e3:.3g}"
-            rows.append([label, times(middle), spread, ms, str(each["turns"]), error, f"{each['first']:.2g}"])
+            first = "" if each["first"] is None else f"{each['first']:.2g}"
+            rows.append([label, times(middle), spread, ms, str(each["turns"]), error, first])
         else:
             rows.append([label, each["state"], "", "", "", error, ""])
     notes = [f"- {each['kind']}: {each['name']}: `{each['note']}`" for each in entry["results"] if each["note"]]
@@ -135,7 +136,8 @@ def memory(entries: Found) -> str:
 
 
 def title(machine: Found) -> str:
-    return machine["gpu"] or f"CPU, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+    where = machine["gpu"] or f"CPU, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+    return f"{where}, expanded_nn {machine['versions'].get('expanded_nn', '?')}"
 
 
 def about(machine: Found) -> str:
@@ -166,14 +168,16 @@ the peak of the allocator.
 
 def page(title: str, found: Found) -> str:
     parts = [f"## {title}", "", about(found["machine"]), ""]
-    for kind, heading in TITLES.items():
+    for kind, heading in TITLES.items() if found["workloads"] else ():
         parts += [f"### {heading}", "", summary(found["workloads"], kind), ""]
-    parts += ["### Where a peer is faster", "", *faster_peers(found["workloads"]), ""]
+    if found["workloads"]:
+        parts += ["### Where a peer is faster", "", *faster_peers(found["workloads"]), ""]
     if found["sweeps"]:
         parts += [f"## {title}: growth", "", *(sweep(*each) for each in found["sweeps"].items())]
     if found["memory"]:
         parts += [MEMORY, memory(found["memory"]), ""]
-    parts += [f"## {title}: all there is", "", *(details(*each) for each in found["workloads"].items())]
+    parts += [f"## {title}: all there is", ""] if found["workloads"] else []
+    parts += [details(*each) for each in found["workloads"].items()]
     return "\n".join(parts)
 
 
@@ -256,7 +260,7 @@ def draw_best(workloads: Found, path: Path) -> None:
             peer, ratio = best(ratios, ours=False)
             if peer:
                 axis.plot(ratio, i, "s", color="tab:blue", label="fastest peer")
-                axis.annotate(peer, (ratio, i), xytext=(6, -3), textcoords="offset points", fontsize=7)
+                axis.annotate(peer, (ratio, i), (0, 5), textcoords="offset points", fontsize=7, ha="center")
             for name in ("expanded_nn", "expanded_nn, compiled"):
                 color, marker = STYLES[name]
                 if name in ratios:
