@@ -16,11 +16,12 @@ from expanded_nn.recording.backward import graph_of
 
 _SAME = ("CloneBackward", "ToCopyBackward", "AliasBackward", "UnsafeViewBackward")
 # operations that take a part of a dimension, or reduce it
-_TAKE = (
-    *("SelectBackward", "UnbindBackward", "IndexSelectBackward", "SplitBackward", "SplitWithSizesBackward"),
+_REDUCE = (
     *("MeanBackward1", "SumBackward1", "AmaxBackward", "AminBackward", "MaxBackward0", "MinBackward0", "ProdBackward1"),
-    *("LogsumexpBackward", "LinalgVectorNormBackward", "StdBackward", "VarBackward", "SliceBackward"),
+    *("LogsumexpBackward", "LinalgVectorNormBackward", "StdBackward", "VarBackward"),
 )
+_SHORTEN = ("IndexSelectBackward", "SplitBackward", "SplitWithSizesBackward", "SliceBackward")
+_TAKE = ("SelectBackward", "UnbindBackward", *_SHORTEN, *_REDUCE)
 
 
 class SharedResult(NamedTuple):
@@ -61,9 +62,9 @@ def taken_apart(results: Sequence[SharedResult], ends: Iterable[Tensor], batch: 
                 name = consumer.name()
                 if _takes(consumer, name, dim, rank, batch):
                     return result.layer, name.rstrip("01").removesuffix("Backward").lower()
-                after = _dim_after(consumer, name, dim, rank)
+                after = _after(consumer, name, dim, rank)
                 if after is not None:
-                    waiting.append((consumer, after, rank + name.startswith("Unsqueeze")))
+                    waiting.append((consumer, *after))
     return None
 
 
@@ -73,12 +74,17 @@ def _takes(node: Any, name: str, dim: int, rank: int, batch: int) -> bool:
         return len(indices) > dim and indices[dim] is not None
     if not name.startswith(_TAKE):
         return False
-    saved = node._saved_dim
-    if dim not in [_signed(number) % rank for number in ([saved] if isinstance(saved, int) else saved or [])]:
+    if dim not in _dims(node, rank):
         return False
     if name.startswith("SliceBackward"):
         return len(range(*slice(_signed(node._saved_start), _signed(node._saved_end)).indices(batch))) < batch
     return True
+
+
+def _dims(node: Any, rank: int) -> list[int]:
+    """The dimensions that an operation is about."""
+    saved = node._saved_dim
+    return [_signed(number) % rank for number in ([saved] if isinstance(saved, int) else saved or [])]
 
 
 def _signed(number: int) -> int:
@@ -86,15 +92,21 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def _dim_after(node: Any, name: str, dim: int, rank: int) -> int | None:
-    """The dimension of the samples after an operation that only rearranges; `None` after any other."""
-    if name.startswith(_SAME):
-        return dim
+def _after(node: Any, name: str, dim: int, rank: int) -> tuple[int, int] | None:
+    """The dimension of the samples, and the rank, after an operation that leaves the samples whole; `None` otherwise.
+
+    It rearranges, or takes a part of another dimension.
+    """
+    if name.startswith((*_SAME, *_SHORTEN)):
+        return dim, rank
+    if name.startswith(_TAKE):
+        gone = [] if getattr(node, "_saved_keepdim", False) else _dims(node, rank)
+        return dim - sum(other < dim for other in gone), rank - len(gone)
     if name.startswith("UnsqueezeBackward"):
-        return dim + 1 if _signed(node._saved_dim) % (rank + 1) <= dim else dim
+        return dim + (_signed(node._saved_dim) % (rank + 1) <= dim), rank + 1
     if name.startswith("TransposeBackward"):
         first, second = _signed(node._saved_dim0) % rank, _signed(node._saved_dim1) % rank
-        return second if dim == first else first if dim == second else dim
+        return second if dim == first else first if dim == second else dim, rank
     if name.startswith("PermuteBackward"):
-        return [_signed(number) % rank for number in node._saved_dims].index(dim)
+        return [_signed(number) % rank for number in node._saved_dims].index(dim), rank
     return None

@@ -851,6 +851,41 @@ def test_first_of_a_shared_result(take: Callable[[Tensor], Tensor]) -> None:
         assert "pos (Embedding)" in str(error)  # noqa: PT017
 
 
+class Started(nn.Module):
+    """A recurrent layer reads what all samples share; the model takes a part of what it returns."""
+
+    def __init__(self, take: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.lstm, self.lin, self.take = nn.LSTM(3, D, num_layers=2, batch_first=True), nn.Linear(D, D), take
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) + self.take(self.lstm(torch.linspace(-1, 1, 15).view(1, 5, 3)))
+
+
+PARTS_OF_STATES: dict[str, Callable[[Any], Tensor]] = {
+    "last_state": lambda r: r[1][0][-1][0],
+    "last_step": lambda r: r[0][:, -1][0],
+    "first_then_step": lambda r: r[0][0, -1],
+    "layer_behind": lambda r: r[1][0][:, 0][-1],
+    "unbound": lambda r: r[1][0].unbind(0)[1][0],
+    "mean_of_a_slice": lambda r: r[0][:, 1:3].mean(1)[0],
+    "kept_dimension": lambda r: r[0].amax(1, keepdim=True)[0, 0],
+    "whole": lambda r: r[1][0][-1],
+    "whole_step": lambda r: r[0][:, -1],
+}
+
+
+@pytest.mark.parametrize(("name", "take"), PARTS_OF_STATES.items(), ids=PARTS_OF_STATES)
+def test_a_part_of_a_shared_result_behind_another_dimension(name: str, take: Callable[[Any], Tensor]) -> None:
+    module = Started(take)
+    model = on(module, escalate=False)
+    if name.startswith("whole"):
+        right(model, module, forward, values(B, D))
+        return
+    with pytest.raises(enn.PerSampleError, match=r"lstm \(LSTM\): its input is shared by all"):
+        model(values(B, D))
+
+
 class Table(nn.Module):
     """Its own parameter, for all samples."""
 
