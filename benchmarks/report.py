@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -228,17 +228,22 @@ def save(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def draw_steps(workloads: Found, path: Path) -> None:
-    """A line a workload, a mark a method, rows on the left and clipping on the right."""
-    figure = Figure(figsize=(11, 1.5 + 0.42 * len(workloads)), layout="constrained")
+def draw_workloads(
+    workloads: Found, path: Path, mark: Callable[[Axes, str], None], size: tuple[float, float], columns: int
+) -> None:
+    """A line for each workload, rows on the left and clipping on the right.
+
+    Args:
+        workloads: The workloads.
+        path: The picture.
+        mark: Puts the marks of one kind of result into a panel.
+        size: The width, and the height of a line, in inches.
+        columns: Of the legend.
+    """
+    figure = Figure(figsize=(size[0], 1.4 + size[1] * len(workloads)), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axis, kind in zip(panels, ("rows", "clip"), strict=True):
-        for name, (color, marker) in STYLES.items():
-            found = [(measured(entry["results"], kind).get(name), i) for i, entry in enumerate(workloads.values())]
-            points = [(ratio, i) for ratio, i in found if ratio is not None]
-            if points:
-                size = 80 if name == "expanded_nn" else 40
-                axis.scatter(*zip(*points, strict=True), s=size, c=color, marker=marker, label=name, alpha=0.85)
+        mark(axis, kind)
         finish(axis, "dense rows" if kind == "rows" else "clipped sum")
         axis.set_xscale("log")
         axis.axvline(1, color="black", linewidth=0.8)
@@ -246,15 +251,28 @@ def draw_steps(workloads: Found, path: Path) -> None:
     panels[0].set_yticks(range(len(workloads)), list(workloads))
     panels[0].invert_yaxis()
     handles = {label: mark for axis in panels for mark, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False)
     save(figure, path)
 
 
+def draw_steps(workloads: Found, path: Path) -> None:
+    """A mark for each method."""
+
+    def mark(axis: Axes, kind: str) -> None:
+        for name, (color, marker) in STYLES.items():
+            found = [(measured(entry["results"], kind).get(name), i) for i, entry in enumerate(workloads.values())]
+            points = [(ratio, i) for ratio, i in found if ratio is not None]
+            if points:
+                size = 80 if name == "expanded_nn" else 40
+                axis.scatter(*zip(*points, strict=True), s=size, c=color, marker=marker, label=name, alpha=0.85)
+
+    draw_workloads(workloads, path, mark, (11, 0.42), columns=5)
+
+
 def draw_best(workloads: Found, path: Path) -> None:
-    """A line for each workload: the library, compiled too, and the fastest peer with its name."""
-    figure = Figure(figsize=(9, 1.2 + 0.36 * len(workloads)), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for axis, kind in zip(panels, ("rows", "clip"), strict=True):
+    """The library, compiled too, and the fastest peer with its name."""
+
+    def mark(axis: Axes, kind: str) -> None:
         for i, entry in enumerate(workloads.values()):
             ratios = measured(entry["results"], kind)
             peer, ratio = best(ratios, ours=False)
@@ -265,16 +283,9 @@ def draw_best(workloads: Found, path: Path) -> None:
                 color, marker = STYLES[name]
                 if name in ratios:
                     axis.plot(ratios[name], i, marker, color=color, label=name)
-        finish(axis, "dense rows" if kind == "rows" else "clipped sum")
-        axis.set_xscale("log")
         axis.margins(x=0.2)
-        axis.axvline(1, color="black", linewidth=0.8)
-        axis.set_xlabel("time, as a multiple of the plain step")
-    panels[0].set_yticks(range(len(workloads)), list(workloads))
-    panels[0].invert_yaxis()
-    handles = {label: mark for axis in panels for mark, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False)
-    save(figure, path)
+
+    draw_workloads(workloads, path, mark, (9, 0.36), columns=3)
 
 
 def draw_growth(sweeps: Found, path: Path) -> None:

@@ -23,12 +23,7 @@ _BELONGS_TO_PARENT = (*PARAMETER_LISTS, parametrize.ParametrizationList)
 
 
 def expand_modules(model: nn.Module) -> None:
-    """Turns every module of `model` that needs one into its expanded twin, in place.
-
-    Raises:
-        ConversionError: If modules cannot be converted; it lists all of them, each with class, reason and remedy.
-    """
-    raise_for(model)
+    """Turns every module of `model` that needs one into its expanded twin, in place; see `raise_for` for which can."""
     for module in list(_containers(model)):
         with suppress(TypeError):  # a class that cannot be derived from: its layers begin passes of their own
             module.__class__ = twin_class(Root, type(module))

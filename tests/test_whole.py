@@ -363,32 +363,26 @@ def looks_at_values(m: Any, x: Tensor) -> Tensor:
     return y if m.first or y.max() < 0.1 else y.sin()
 
 
-def test_a_value_that_is_read_later() -> None:
-    """One sample may go another way than the next: what `vmap` refuses is refused whenever it comes."""
-    module = Own(looks_at_values, (D,))
-    module.first = True
-    model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
-    step(model, *X)
-    assert runs_whole(model)
-    model.first = False
-    with pytest.raises(enn.PerSampleError, match="vmap cannot follow"):
-        model(*X)
-
-
 def keeps(m: Any, x: Tensor) -> Tensor:
     if not m.first:
         m.kept.append(m.w)
     return x * m.w
 
 
-def test_what_is_kept_later() -> None:
-    module = Own(keeps, (D,))
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [(looks_at_values, "vmap cannot follow"), (keeps, "keeps tensors in attribute 'kept'")],
+    ids=["a_value_that_is_read", "what_is_kept"],
+)
+def test_what_vmap_refuses_later(forward: Callable[[Any, Tensor], Tensor], words: str) -> None:
+    """One sample may go another way than the next: what `vmap` refuses is refused whenever it comes."""
+    module = Own(forward, (D,))
     module.first, module.kept = True, []
     model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
     step(model, *X)
     assert runs_whole(model)
     model.first = False
-    with pytest.raises(enn.PerSampleError, match="keeps tensors in attribute 'kept'"):
+    with pytest.raises(enn.PerSampleError, match=words):
         model(*X)
 
 

@@ -17,7 +17,7 @@ from expanded_nn._layout import refuse_other_than_sequences
 from expanded_nn._module import Expanded, PerSampleModule, Root
 from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared
-from expanded_nn._twins import expand_modules
+from expanded_nn._twins import expand_modules, raise_for
 from expanded_nn.layers.linear import Linear, linear, outer_rows, positions
 from expanded_nn.recording.expand import keeps_factors
 from expanded_nn.recording.recorder import Recorder
@@ -113,6 +113,7 @@ class _Converted(PerSampleModule):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        raise_for(self)
         expand_modules(self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

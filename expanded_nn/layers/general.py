@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,8 @@ from expanded_nn.recording.backward import graph_of
 from expanded_nn.recording.forward import InputNotes
 from expanded_nn.recording.recorder import Recorder
 
-ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
-
 # torch's words where vmap gives up; the last where samples have results of different sizes
 _OF_VMAP = "vmap|functorch|[Bb]atching rule|stack expects each tensor to be equal size"
-
 
 # what a forward on the whole batch raises, but not because of the batch
 _NOT_OF_THE_FORWARD = (torch.OutOfMemoryError, FirstEager, OnlyEager)

@@ -311,12 +311,17 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Batched:
     return own.run.batched(own.value.reshape(own.run.batch, *_numbers(tuple(sizes))))  # type: ignore[no-any-return]
 
 
+def _to_rows(own: Batched, sizes: list[int]) -> bool:
+    """Whether a parameter is spread to B rows, one for each sample, and not to a larger parameter."""
+    return sizes[0] == own.run.batch and (own.rank < len(sizes) or own.value.shape[1:2] == (1,))
+
+
 def _expand(func: Any, args: Any, kwargs: Any) -> Tensor:
     """To B rows, one for each sample, or to a larger parameter."""
     own, *sizes = args
     _refuse_unless(_is_own(own) and not kwargs)
     sizes = list(sizes[0].shape) if isinstance(sizes[0], Tensor) else _numbers(tuple(sizes))
-    whole = sizes[0] == own.run.batch and (own.rank < len(sizes) or own.value.shape[1:2] == (1,))
+    whole = _to_rows(own, sizes)
     own.run.note(func, whole=whole)
     if whole:
         return _beside(own, len(sizes)).expand(own.run.batch, *sizes[1:])
@@ -327,7 +332,7 @@ def _repeat(func: Any, args: Any, kwargs: Any) -> Tensor:
     own, *times = args
     _refuse_unless(not kwargs)
     times = _numbers(tuple(times))
-    whole = times[0] == own.run.batch and (own.rank < len(times) or own.value.shape[1:2] == (1,))
+    whole = _to_rows(own, times)
     own.run.note(func, whole=whole)
     if whole:
         return _beside(own, len(times)).repeat(1, *times[1:])

@@ -83,7 +83,4 @@ def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> Non
     recorder.expanded.clear()
     for leaf in recorder.leaves:
         leaf.published = Published()
-        if passes:
-            recorder.store.publish(leaf)
-        else:
-            leaf.publish(None)
+        recorder.store.publish(leaf)

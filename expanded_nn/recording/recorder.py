@@ -355,7 +355,8 @@ class Recorder:
             self.store.suspend(self.leaves)
             return
         if self.settings.accumulate_grad:
-            departed = self._departed(held) if held else set()  # nobody asks for their rows: no doubt is raised
+            changed = [leaf for leaf in held if leaf.grad is not None and not leaf.grad_is_as_noted()]
+            departed = self._departed(changed) if changed else set()  # nobody asks for their rows: no doubt is raised
             self._forget_stale(leaf for leaf in held if leaf not in departed)
         else:
             for leaf in held:
