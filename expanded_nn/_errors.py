@@ -1,6 +1,15 @@
 """The errors of the library, all in one form: where, what was found, what was wanted, and what to do."""
 
+import sys
+import warnings
+from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LIBRARIES = tuple(f"{Path(file).parent}/" for file in (__file__, torch.__file__))  # whose lines are not the user's
 
 
 class PerSampleError(RuntimeError):
@@ -34,6 +43,12 @@ class PerSampleWarning(UserWarning):
     """
 
 
+class UnknownNameError(PerSampleError, KeyError):
+    """A `PerSampleGrads` has no such entry; a `KeyError`, as it is a mapping."""
+
+    __str__ = RuntimeError.__str__  # a KeyError shows its text in quotation marks
+
+
 class ConversionError(PerSampleError):
     """`convert` met modules that it cannot convert; the text lists every one of them.
 
@@ -58,3 +73,51 @@ def complaint(who: str, found: str, wanted: str, remedy: str) -> PerSampleError:
         remedy: What the user can do, as one imperative sentence.
     """
     return PerSampleError(f"{who}: {found}; wanted {wanted}. {remedy}")
+
+
+def shown(value: object) -> str:
+    """A wrong argument in the words of an error."""
+    if value is None or isinstance(value, str | Real) or str(type(value)).startswith("<class 'numpy.bool"):
+        return repr(value)
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def refuse_other_kind(
+    who: str, argument: str, value: object, kinds: type | tuple[type, ...], wanted: str, remedy: str
+) -> None:
+    """Raises a `TypeError` for an argument of another kind than wanted."""
+    if not isinstance(value, kinds):
+        raise TypeError(str(complaint(who, f"{argument} is {shown(value)}", wanted, remedy)))
+
+
+def refuse_no_model(who: str, model: object) -> None:
+    """Raises a `TypeError` for what is given in place of a model, such as its parameters."""
+    remedy = "Give the model itself, not its parameters, its state_dict or its class."
+    refuse_other_kind(who, "model", model, nn.Module, "a model, which is a torch.nn.Module", remedy)
+
+
+def refuse_no_bool(who: str, **arguments: object) -> None:
+    """Raises a `TypeError` for arguments that are neither `True` nor `False`."""
+    for name, value in arguments.items():
+        refuse_other_kind(who, name, value, bool, "True or False", f"Write {name}=True or {name}=False.")
+
+
+def refuse_no_count(who: str, argument: str, value: Any, least: int = 0) -> None:
+    """Raises a `ValueError` for what is no whole number, or less than `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral | torch.SymInt) or int(value) < least:
+        raise ValueError(f"{who}: {argument} is {shown(value)}; wanted a whole number, {least} or more.")
+
+
+def refuse_no_positive_number(who: str, argument: str, value: Any, wanted: str = "a number above 0") -> None:
+    """Raises a `ValueError` for what is no number above 0."""
+    is_number = isinstance(value, Real | torch.SymFloat) or (isinstance(value, Tensor) and value.numel() == 1)
+    if not is_number or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"{who}: {argument} is {shown(value)}; wanted {wanted}.")
+
+
+def warn(text: str) -> None:
+    """Gives a `PerSampleWarning` at the line of the user's code that has called this library or torch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, PerSampleWarning, stacklevel=level)

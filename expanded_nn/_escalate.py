@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from traceback import clear_frames
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from expanded_nn._errors import PerSampleError, PerSampleWarning
+from expanded_nn._errors import PerSampleError, warn
 from expanded_nn._modes import as_it_is, checkpoint_hooks, is_of_checkpoint
 from expanded_nn._steady import StateBefore
 from expanded_nn.recording.watch import refuse_outside_use
@@ -177,11 +176,9 @@ class _Attempts:
         loops = any(module._learned.loops for module in new)
         remedy = "" if loops else "alone(ItsClass) before convert does the same without this warning, and "
         again = "" if rolled_back else " What this forward had drawn or changed until then has happened twice."
-        warnings.warn(
+        warn(
             f"{names}: runs sample by sample from now on,{' in a loop,' * loops} which is right but slower. The "
-            f"reason: {new[0]._learned.why} {remedy}per_sample(escalate=False) makes it an error.{again}",
-            PerSampleWarning,
-            stacklevel=2,
+            f"reason: {new[0]._learned.why} {remedy}per_sample(escalate=False) makes it an error.{again}"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._errors import complaint
+from expanded_nn._errors import complaint, refuse_no_model
 from expanded_nn._module import Expanded, PerSampleModule, all_parameters
 from expanded_nn._rows import widened
 from expanded_nn._traced import assume, is_traced, note_recorder
@@ -20,12 +20,18 @@ from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.sharded import is_zero
 
 
-def recorded(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]:
+def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]:
     """The parameters by name, and the recorders of their rows: several if parts of the model were switched on alone.
 
+    Args:
+        who: The function that asks, for errors.
+        model: What it was given.
+
     Raises:
+        TypeError: If that is no model.
         PerSampleError: If a trainable parameter has no recorder, or the recorders' settings differ.
     """
+    refuse_no_model(who, model)
     parameters = dict(model.named_parameters())
     modules = [module for module in model.modules() if isinstance(module, PerSampleModule)]
     expanded = [module for module in modules if isinstance(module, Expanded) and module._recorder is not None]
@@ -68,16 +74,6 @@ def held_rows(parameters: Mapping[str, Tensor], *, adds: bool) -> dict[str, Tens
         if parameter.requires_grad or (parameter.grad is not None and not adds)
     }
     return {name: rows for name, rows in held.items() if rows is not None}
-
-
-def refuse_what_is_no_mapping(who: str, rows: object) -> None:
-    if not isinstance(rows, Mapping):
-        raise complaint(
-            who,
-            f"it is given a {type(rows).__name__}",
-            "a mapping from parameter name to per-sample gradients",
-            "Give it per_sample_grads(model).",
-        )
 
 
 def batch_size_of(held: Mapping[str, Tensor]) -> int:

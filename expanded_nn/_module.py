@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from expanded_nn import _layout
 from expanded_nn._batch import batch_of, tensors
-from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._errors import PerSampleError, complaint, refuse_other_kind
 from expanded_nn._escalate import Learned
 from expanded_nn._lift import lifted
 from expanded_nn._shared import owned
@@ -107,7 +107,10 @@ class PerSampleModule(nn.Module):
         Raises:
             PerSampleError: If a module within holds parameters and was not converted.
             ValueError: If `loss_reduction` or `batch_size` has no meaning, or rows are to be dense and factored.
+            TypeError: If `mode`, or a setting that is on or off, is neither `True` nor `False`.
         """
+        remedy = 'Give settings by name: per_sample(loss_reduction="sum", batch_size=64).'
+        refuse_other_kind("per_sample", "mode", mode, bool, "True or False", remedy)
         told: dict[str, Any] = {
             "loss_reduction": loss_reduction,
             "batch_first": batch_first,

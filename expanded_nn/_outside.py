@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from expanded_nn._errors import complaint
+from expanded_nn._errors import complaint, refuse_no_count, refuse_no_model, refuse_other_kind
 from expanded_nn._module import PerSampleModule
 from expanded_nn.recording.recorder import Recorder, recorder_of
 
@@ -36,7 +36,8 @@ def one_pass(model: nn.Module, batch_size: int) -> Iterator[None]:
 
     Raises:
         PerSampleError: If it is inside of a forward of another number of samples.
-        ValueError: If `batch_size` is negative.
+        ValueError: If `batch_size` is no whole number, or negative.
+        TypeError: If `model` is no model.
 
     Example:
         >>> import torch, expanded_nn as enn
@@ -54,8 +55,8 @@ def one_pass(model: nn.Module, batch_size: int) -> Iterator[None]:
         >>> model.shift.grad_sample.shape
         torch.Size([4, 2])
     """
-    if batch_size < 0:
-        raise ValueError(f"one_pass: batch_size is {batch_size}; wanted 0 or more.")
+    refuse_no_model("one_pass", model)
+    refuse_no_count("one_pass", "batch_size", batch_size)
     recorders = {module._recorder for module in model.modules() if isinstance(module, PerSampleModule)} - {None}
     with ExitStack() as stack:
         for recorder in recorders:
@@ -81,6 +82,7 @@ def expanded(weight: Tensor) -> Tensor:
 
     Raises:
         PerSampleError: If per-sample mode is on and there was no forward since the last backward.
+        TypeError: If `weight` is no tensor.
 
     Example:
         >>> import torch, expanded_nn as enn
@@ -97,6 +99,7 @@ def expanded(weight: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return _outside_of_graph(expanded, weight)
+    refuse_other_kind("expanded", "weight", weight, Tensor, "a parameter", "Give it as in expanded(model.fc.weight).")
     if torch._C._functorch.is_batchedtensor(weight) or not torch.is_grad_enabled():
         return weight  # inside the general rule: the weight of one sample
     recorder = recorder_of(weight)
@@ -117,7 +120,7 @@ def with_plain_weights(operation: Operation, plain: Callable[..., Tensor], rank:
     def call(*args: Any, **kwargs: Any) -> Tensor:
         bound = parameters.bind(*args, **kwargs)
         x, weight = next(iter(bound.arguments.values())), bound.arguments["weight"]
-        if weight.dim() == rank:
+        if not isinstance(weight, Tensor) or not isinstance(x, Tensor) or weight.dim() == rank:
             return plain(*bound.args, **bound.kwargs)
         if weight.dim() != rank + 1 or x.shape[:1] != weight.shape[:1]:
             raise complaint(

@@ -5,6 +5,8 @@ from typing import TypeVar
 
 from torch import nn
 
+from expanded_nn._errors import complaint, shown
+
 ExpandedClass = TypeVar("ExpandedClass", bound=type[nn.Module])
 
 # a class, or its name "package.module.Class" -> its twin; or, by name, the first of the two bases of its twin
@@ -24,7 +26,8 @@ def expands(torch_class: type[nn.Module] | str) -> Callable[[ExpandedClass], Exp
             `Expanded` alone, and `convert` makes the class of both when it meets such a module.
 
     Raises:
-        TypeError: If the decorated class does not derive from `torch_class`.
+        TypeError: If `torch_class` is no class of modules or full name of one, as where the decorator is written
+            without it; or if the decorated class does not derive from it.
 
     Example:
         >>> import torch, expanded_nn as enn
@@ -43,6 +46,7 @@ def expands(torch_class: type[nn.Module] | str) -> Callable[[ExpandedClass], Exp
         >>> model[0].weight.grad_sample.shape
         torch.Size([4, 3])
     """
+    refuse_no_class("expands", torch_class, "Write @expands(TheClass) above class Mine(Expanded, TheClass).")
 
     def register(expanded_class: ExpandedClass) -> ExpandedClass:
         if isinstance(torch_class, type) and not issubclass(expanded_class, torch_class):
@@ -54,6 +58,14 @@ def expands(torch_class: type[nn.Module] | str) -> Callable[[ExpandedClass], Exp
         return expanded_class
 
     return register
+
+
+def refuse_no_class(who: str, value: object, remedy: str) -> None:
+    """Raises a `TypeError` for what is neither a class of plain modules nor the full name of one."""
+    is_class = isinstance(value, type) and issubclass(value, nn.Module) and not hasattr(value, "expanded_forward")
+    if not is_class and not (isinstance(value, str) and "." in value):
+        wanted = 'a class of modules, or its full name, "package.module.Class"'
+        raise TypeError(str(complaint(who, f"it is given {shown(value)}", wanted, remedy)))
 
 
 def registered_base(module_class: type[nn.Module]) -> type[nn.Module] | None:

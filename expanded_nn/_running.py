@@ -124,7 +124,10 @@ class Call:
         batch_first = settings.batch_first if own is None else own
         batch = settings.batch_size or batch_of(arguments, batch_first=batch_first) or 0
         if batch < 2:
-            raise complaint("check", f"the inputs hold {batch} sample(s)", "2 or more", "Give it a larger batch.")
+            found, wanted = f"the inputs hold {batch} sample(s)", "2 or more"
+            if not list(tensors(arguments)):
+                found, wanted = "no input is a tensor", "those of 2 samples or more, as in check(model, x)"
+            raise complaint("check", found, wanted, "Give it a larger batch.")
         return cls(arguments, batch, batch_first)
 
     def sample(self, i: int) -> Call:

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._batch import has_derivatives
-from expanded_nn._errors import ConversionError, PerSampleError, PerSampleWarning, complaint
+from expanded_nn._errors import (
+    ConversionError,
+    PerSampleError,
+    PerSampleWarning,
+    complaint,
+    refuse_no_model,
+    shown,
+)
 from expanded_nn._loop import Loop, listed
 from expanded_nn._module import PerSampleModule
 from expanded_nn._report import Findings, Problem, Report as Report
@@ -63,6 +70,7 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
 
     Raises:
         PerSampleError: If the inputs hold fewer than 2 samples.
+        TypeError: If `model` is no model, or `loss` no function of one.
         Exception: Whatever the plain model, or the loss of it, raises on these inputs.
 
     Example:
@@ -80,6 +88,11 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
         check: 1 reason(s) not to trust the per-sample gradients:
           1. 2.weight: the parameter is also used outside of its module...
     """
+    refuse_no_model("check", model)
+    if loss is not None and (not callable(loss) or isinstance(loss, nn.modules.loss._Loss)):
+        found, wanted = f"loss is {shown(loss)}", "a function of the model and the arguments"
+        remedy = "Write it as check(model, x, y, loss=lambda model, x, y: criterion(model(x), y))."
+        raise TypeError(str(complaint("check", found, wanted, remedy)))
     settings = _settings_of(model)
     with undisturbed(), WithoutDropout() if loss is None else WithoutChance() as chance:
         try:
@@ -463,6 +476,7 @@ class _StepCheck(_Check):
         shapes = [[tuple(output.shape) for output in outputs] for outputs in (self.outputs, *alone)]
         if shapes[0] not in ([()], [(self.call.batch,)]) or any(shape not in ([()], [(1,)]) for shape in shapes[1:]):
             found = f"its floating-point tensors have shapes {shapes[0]} for the batch and {shapes[1]} for one sample"
+            found = found if self.outputs else "it returns no floating-point tensor"
             wanted = f"the losses, ({self.call.batch},), or their sum or mean, ()"
             self.complain("run", self.who, found, wanted, "Return one such tensor.")
             return False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._errors import complaint
+from expanded_nn._errors import complaint, refuse_no_positive_number
 from expanded_nn._held import (
     Part,
     batch_size_of,
@@ -56,6 +56,7 @@ def clip_grad_sample_norms_(
             mode, or has a gradient in `.grad` that no row is a part of, so that it would stay unclipped; or if
             `max_norm` lacks a name or has one too many, or a function gives another shape than `(B,)`.
         ValueError: If `reduction` or `max_norm` has no meaning.
+        TypeError: If `model` is no model.
 
     Example:
         >>> import torch, expanded_nn as enn
@@ -68,15 +69,17 @@ def clip_grad_sample_norms_(
     """
     if reduction not in ("sum", "mean"):
         raise ValueError(f'clip_grad_sample_norms_: reduction is {reduction!r}; wanted "sum" or "mean".')
-    limits = max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]
-    if any(not callable(limit) and not limit > 0 for limit in limits):
-        raise ValueError(f"clip_grad_sample_norms_: max_norm is {max_norm}; wanted a number above 0.")
+    for name, limit in max_norm.items() if isinstance(max_norm, Mapping) else [(None, max_norm)]:
+        if not callable(limit):
+            argument = "max_norm" if name is None else f"max_norm[{name!r}]"
+            wanted = "a number above 0, or a function of the norms"
+            refuse_no_positive_number("clip_grad_sample_norms_", argument, limit, wanted)
     with no_torch_function():  # the rows' own dispatch costs more than the algebra of small models
         return _clip(model, max_norm, reduction)
 
 
 def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction: str) -> Tensor | dict[str, Tensor]:
-    parameters, recorders = recorded(model)
+    parameters, recorders = recorded("clip_grad_sample_norms_", model)
     adds = any(not recorder.settings.accumulate_grad for recorder in recorders)
     held = held_rows(parameters, adds=adds)
     refuse_gradients_without_rows("clip_grad_sample_norms_", parameters, recorders, adds=adds)

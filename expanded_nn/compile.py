@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from expanded_nn._errors import PerSampleWarning
+from expanded_nn._errors import complaint, shown, warn
 from expanded_nn._modes import running_backward
 from expanded_nn._module import PerSampleModule
 from expanded_nn._traced import FirstEager, OnlyEager, recorders_met
@@ -64,6 +63,7 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
         PerSampleError: At the call that is traced, if the step reads values of tensors (the line is named), takes the
             step of an optimizer, returns a tensor whose backward it has not run, or trains a tensor that is neither an
             argument nor a parameter of a module that it calls. Models and rows are then as before.
+        TypeError: If `step` is a model or no function, or `options` are not inductor's.
 
     Example:
         >>> import torch, expanded_nn as enn
@@ -81,6 +81,23 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
     """
     if step is None:
         return functools.partial(compile, backend=backend, **options)
+    if not callable(step) or isinstance(step, nn.Module | type):
+        wanted = "a function of a whole training step, which calls the model and then backward"
+        remedy = (
+            "Write @enn.compile above def step(x, y): that computes the loss, calls loss.backward() and returns "
+            "loss.detach(). For a model alone there is torch.compile, which leaves per-sample mode as it is."
+        )
+        raise TypeError(str(complaint("enn.compile", f"step is {shown(step)}", wanted, remedy)))
+    if not isinstance(backend, str) and not callable(backend):
+        raise TypeError(f'enn.compile: backend is {shown(backend)}; wanted a name, such as "inductor", or a function.')
+    strange = sorted(options if backend != "inductor" else options.keys() & {"mode", "fullgraph", "dynamic", "options"})
+    if strange:
+        found, wanted = (
+            f"the options {strange} are given with backend={shown(backend)}",
+            'those of inductor, for "inductor"',
+        )
+        remedy = "Write inductor's by name: enn.compile(step, max_autotune=True)."
+        raise TypeError(str(complaint("enn.compile", found, wanted, remedy)))
     return CompiledStep(step, backend_of(backend, options))
 
 
@@ -237,4 +254,4 @@ class CompiledStep:
     def _give_up(self, family: Family, reason: str) -> None:
         family.is_eager = True
         name = getattr(self.step, "__qualname__", type(self.step).__name__)
-        warnings.warn(f"enn.compile: {name} runs eagerly, as {reason}.", PerSampleWarning, stacklevel=4)
+        warn(f"enn.compile: {name} runs eagerly, as {reason}.")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.utils import parametrize
 
-from expanded_nn._errors import ConversionError
+from expanded_nn._errors import ConversionError, refuse_no_bool, refuse_no_model
 from expanded_nn._module import PerSampleModule, Root, switch, twin_class
 from expanded_nn._registry import registered_base, registered_twin
 from expanded_nn._twins import expand_modules, raise_for, rebased
@@ -46,6 +46,8 @@ def convert(model: Model, *, inplace: bool = False) -> Model:
         >>> model.weight.grad_sample.shape
         torch.Size([5, 2, 3])
     """
+    refuse_no_model("convert", model)
+    refuse_no_bool("convert", inplace=inplace)
     raise_for(model)
     if not inplace:
         model = _copied(model)
@@ -74,6 +76,8 @@ def revert(model: Model, *, inplace: bool = False) -> Model:
         >>> type(enn.revert(enn.convert(torch.nn.Linear(3, 2))))
         <class 'torch.nn.modules.linear.Linear'>
     """
+    refuse_no_model("revert", model)
+    refuse_no_bool("revert", inplace=inplace)
     if not inplace:
         model = _copied(model)
     for module in list(model.modules()):

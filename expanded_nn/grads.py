@@ -9,7 +9,26 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._arguments import (
+    refuse_emptiness,
+    refuse_no_factors,
+    refuse_no_index,
+    refuse_no_rows,
+    refuse_no_vectors,
+    refuse_other_sizes,
+    refuse_other_weights,
+    refuse_others,
+    refuse_strange_factors,
+)
+from expanded_nn._errors import (
+    PerSampleError,
+    UnknownNameError,
+    complaint,
+    refuse_no_bool,
+    refuse_no_positive_number,
+    refuse_other_kind,
+    shown,
+)
 from expanded_nn._held import (
     added,
     batch_size_of,
@@ -19,7 +38,6 @@ from expanded_nn._held import (
     lengths,
     recorded,
     refuse_gradients_without_rows,
-    refuse_what_is_no_mapping,
     side_by_side,
     snapshot,
     squared_norms,
@@ -28,7 +46,7 @@ from expanded_nn._modes import no_torch_function
 from expanded_nn._rows import average, widened
 from expanded_nn.core import cost
 from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors, damped_inverse, eigenbasis
-from expanded_nn.core.terms import OneHot, sides
+from expanded_nn.core.terms import OneHot
 from expanded_nn.factored import FactoredTensor, as_factored, as_real
 from expanded_nn.projection import Projection
 
@@ -58,21 +76,21 @@ class PerSampleGrads(Mapping[str, Tensor]):
     """
 
     def __init__(self, rows: Mapping[str, Tensor]) -> None:
-        refuse_what_is_no_mapping("PerSampleGrads", rows)
+        refuse_no_rows("PerSampleGrads", "rows", rows)
         self._batch = batch_size_of(rows)
         self._rows = {name: snapshot(held) for name, held in rows.items()}
         self._blocks = {name: held.blocks for name, held in self._rows.items()}  # as norms may make rows dense
         self._queries: dict[str, FactoredTensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        if isinstance(name, slice | Tensor):  # type: ignore[unreachable]
-            raise complaint(
-                "PerSampleGrads",
-                f"it is indexed by a {type(name).__name__}",
-                "a parameter's name",
-                "For some samples take rows(index).",
+        rows = self._rows.get(name) if isinstance(name, str) else None
+        if rows is None:
+            raise UnknownNameError(
+                f"PerSampleGrads: it has no entry {shown(name)}; wanted a parameter's name, one of "
+                f"{first_few(list(self._rows))}. For some samples take rows(index); sample i of each parameter is "
+                "{name: rows[i] for name, rows in grads.items()}."
             )
-        return self._rows[name]
+        return rows
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -96,7 +114,11 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
         Args:
             index: A slice, or the samples' numbers `(n,)`, or a mask `(B,)`.
+
+        Raises:
+            TypeError: If it is one number, or anything else.
         """
+        refuse_no_index(index)
         return PerSampleGrads({name: rows[index] for name, rows in self._rows.items()})
 
     @overload
@@ -115,6 +137,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
         Returns:
             `(B,)` over all parameters together, or name -> `(B,)`.
         """
+        refuse_no_bool("PerSampleGrads.norms", per_parameter=per_parameter)
+        refuse_emptiness("norms", self._rows)
         parts = side_by_side(self._rows, join=not per_parameter)
         squares = squared_norms(parts)
         if per_parameter:
@@ -133,17 +157,14 @@ class PerSampleGrads(Mapping[str, Tensor]):
         Raises:
             PerSampleError: If `weights` has another shape than `(B,)`.
         """
-        if weights is not None and weights.shape != (self.batch_size,):
-            raise complaint(
-                "PerSampleGrads.sum",
-                f"weights has shape {tuple(weights.shape)}",
-                f"({self.batch_size},)",
-                "Give one weight per sample.",
-            )
+        refuse_emptiness("sum", self._rows)
+        if weights is not None:
+            refuse_other_weights(weights, self.batch_size)
         return self._by_parameter(lambda rows: rows.weighted_sum(weights))
 
     def mean(self) -> dict[str, Tensor]:
         """The mean row of each parameter, `(*shape)`."""
+        refuse_emptiness("mean", self._rows)
         return self._by_parameter(average)
 
     def var(self, correction: float = 1) -> dict[str, Tensor]:
@@ -152,10 +173,11 @@ class PerSampleGrads(Mapping[str, Tensor]):
         Args:
             correction: What is taken off B in the denominator, as in `torch.var`.
         """
+        refuse_emptiness("var", self._rows)
         variances = {name: _variance(rows, correction) for name, rows in self._real().items()}
         return {name: var.sum(-1) if self._rows[name].is_complex() else var for name, var in variances.items()}
 
-    def gram(self, other: PerSampleGrads | None = None, per_position: bool = False) -> Tensor:
+    def gram(self, other: Mapping[str, Tensor] | None = None, per_position: bool = False) -> Tensor:
         """The inner products of all rows with all rows of `other`, or with each other: `G @ other.T`, `(B, B')`.
 
         For many batches against the same few queries, take `batch.gram(queries)`: what is needed of the queries' rows
@@ -174,17 +196,15 @@ class PerSampleGrads(Mapping[str, Tensor]):
             PerSampleError: If `other` has other parameters, or parameters of other shapes; with `per_position`, if
                 parameters hold rows without positions, or not equally many positions.
         """
-        other = self if other is None else other
-        self._refuse_other_names(other, "gram")
+        refuse_no_bool("PerSampleGrads.gram", per_position=per_position)
+        refuse_emptiness("gram", self._rows)
+        if other is None:
+            other = self
+        elif not isinstance(other, PerSampleGrads):
+            refuse_no_rows("PerSampleGrads.gram", "other", other)
+            other = PerSampleGrads(other)
         with no_torch_function():
-            for name, rows in self._rows.items():
-                if rows.shape[1:] != other[name].shape[1:]:
-                    raise complaint(
-                        "PerSampleGrads.gram",
-                        f"{name!r} has the shapes {tuple(rows.shape[1:])} and {tuple(other[name].shape[1:])}",
-                        "the same parameters",
-                        "Take both from one model, or from copies of it.",
-                    )
+            refuse_others("gram", self._rows, other, 1)
             if per_position:
                 return self._gram_by_position(other)
             own_rows = self._real()
@@ -263,9 +283,10 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 "Switch on per_sample(keep_factors=True), and take the factors before the rows are used; leave out "
                 "what is neither: PerSampleGrads({name: grads[name] for name in names}).",
             )
+        refuse_no_factors("kronecker", "total", {} if total is None else total, eigen=False)
         before = dict(total or {})
         for name in weights.keys() & before.keys():
-            _refuse_other_sizes("kronecker", name, weights[name], before[name])
+            refuse_other_sizes("kronecker", name, weights[name], before[name])
         return before | {name: rows.kronecker_factors(before.get(name)) for name, rows in weights.items()}
 
     def _may_have_factors(self, name: str) -> bool:
@@ -288,7 +309,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
             PerSampleError: If `factors` has parameters that have no rows here, matrices of other sizes, or none added
                 up.
         """
-        self._refuse_strange_factors("ekfac", factors)
+        refuse_strange_factors("ekfac", self._rows, factors)
         return {name: self._in_eigenbasis(name, second_moment) for name, second_moment in factors.items()}
 
     def _in_eigenbasis(self, name: str, factors: KroneckerFactors | EigenFactors) -> EigenFactors:
@@ -320,26 +341,12 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 or numbers that are not finite.
             ValueError: If `damping` is not above 0.
         """
-        if not damping > 0:
-            raise ValueError(f"PerSampleGrads.precondition: damping is {damping}; wanted a number above 0.")
-        self._refuse_strange_factors("precondition", factors)
+        refuse_no_positive_number("PerSampleGrads.precondition", "damping", damping)
+        refuse_strange_factors("precondition", self._rows, factors)
         rows = {name: self._held(name) for name in self._rows}
         for name, second_moment in factors.items():
             rows[name] = _preconditioned(name, widened(rows[name]), second_moment, damping)
         return PerSampleGrads(rows)
-
-    def _refuse_strange_factors(self, what: str, factors: Mapping[str, KroneckerFactors | EigenFactors]) -> None:
-        for name, second_moment in factors.items():
-            if name not in self._rows or second_moment.count < 1:
-                raise complaint(
-                    f"PerSampleGrads.{what}",
-                    f"factors for {name!r} with count {second_moment.count}"
-                    if name in self._rows
-                    else f"{name!r} has no per-sample gradients",
-                    "factors of parameters that have per-sample gradients, and of at least one sample",
-                    "Leave this one out.",
-                )
-            _refuse_other_sizes(what, name, self._rows[name], second_moment)
 
     def matvec(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """The inner product of each row with one vector, `G @ v`, `(B,)`.
@@ -348,9 +355,12 @@ class PerSampleGrads(Mapping[str, Tensor]):
             vectors: Parameter name -> `(*shape)`, one entry for each parameter.
 
         Raises:
-            PerSampleError: If `vectors` has other names than the parameters.
+            PerSampleError: If `vectors` has other names or shapes than the parameters.
+            TypeError: If it is no mapping to tensors.
         """
-        self._refuse_other_names(vectors, "matvec")
+        refuse_emptiness("matvec", self._rows)
+        refuse_no_vectors("matvec", vectors)
+        refuse_others("matvec", self._rows, vectors, 0)
         return added(_matvec(rows, vectors[name]) for name, rows in self._rows.items())
 
     def project(self, dim: int, *, generator: torch.Generator | None = None, seed: int = 0) -> Tensor:
@@ -369,8 +379,12 @@ class PerSampleGrads(Mapping[str, Tensor]):
         Raises:
             ValueError: If `dim` or `seed` has no meaning.
         """
+        refuse_emptiness("project", self._rows)
+        projection = Projection(dim, seed=seed)
         if generator is None:
-            return Projection(dim, seed=seed)(self)
+            return projection(self)
+        kind, remedy = torch.Generator, "Give a number as seed=..., with no generator."
+        refuse_other_kind("PerSampleGrads.project", "generator", generator, kind, "a torch.Generator", remedy)
         columns = []
         for _ in range(dim):
             directions = {
@@ -385,6 +399,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
     def flatten(self) -> Tensor:
         """G itself, dense: `(B, P)`."""
+        refuse_emptiness("flatten", self._rows)
         return torch.cat(
             [
                 torch.cat([part.reshape(part.shape[0], math.prod(part.shape[1:])) for part in rows.chunks()])
@@ -403,15 +418,6 @@ class PerSampleGrads(Mapping[str, Tensor]):
             values |= part.split(value(part.rows))
         return {name: complex_like(values[name], rows) for name, rows in self._rows.items()}
 
-    def _refuse_other_names(self, other: Mapping[str, object], what: str) -> None:
-        if set(other) != set(self):
-            raise complaint(
-                f"PerSampleGrads.{what}",
-                f"the names {sorted(set(other) ^ set(self))} are in one of the two only",
-                "one entry for each parameter that has per-sample gradients",
-                "Give both the same names.",
-            )
-
 
 torch.serialization.add_safe_globals([PerSampleGrads, KroneckerFactors, EigenFactors])
 
@@ -428,6 +434,7 @@ def per_sample_grads(model: nn.Module) -> PerSampleGrads:
     Raises:
         PerSampleError: If a trainable parameter belongs to no module in per-sample mode, or has a gradient in `.grad`
             that no row is a part of.
+        TypeError: If `model` is no model.
 
     Example:
         >>> import torch, expanded_nn as enn
@@ -436,7 +443,7 @@ def per_sample_grads(model: nn.Module) -> PerSampleGrads:
         >>> enn.per_sample_grads(model).norms().shape
         torch.Size([5])
     """
-    parameters, recorders = recorded(model)
+    parameters, recorders = recorded("per_sample_grads", model)
     held = held_rows(parameters, adds=any(not recorder.settings.accumulate_grad for recorder in recorders))
     if not any(recorder.rows_stand_alone for recorder in recorders):
         refuse_gradients_without_rows("per_sample_grads", parameters, recorders)
@@ -448,17 +455,6 @@ def _matvec(rows: FactoredTensor, vector: Tensor) -> Tensor:
         rows, vector = as_real(rows), torch.view_as_real(vector.to(rows.dtype).resolve_conj())
     wide = widened(rows)
     return wide.matvec(vector.to(wide.dtype)).to(rows.dtype)
-
-
-def _refuse_other_sizes(what: str, name: str, rows: Tensor, factors: KroneckerFactors | EigenFactors) -> None:
-    found, wanted = (len(factors.G), len(factors.A)), sides(rows.shape[1:])
-    if found != wanted:
-        raise complaint(
-            f"PerSampleGrads.{what}",
-            f"the factors of {name!r} are those of a matrix {found}",
-            f"{wanted}, as the parameter is",
-            "Take the factors of kronecker() from the same model.",
-        )
 
 
 def _preconditioned(

@@ -24,8 +24,8 @@ from math import ceil, gcd, isqrt, prod, sqrt
 import torch
 from torch import Tensor
 
-from expanded_nn._errors import complaint
-from expanded_nn._held import refuse_what_is_no_mapping
+from expanded_nn._arguments import refuse_no_rows
+from expanded_nn._errors import complaint, refuse_no_count
 from expanded_nn._modes import in_own_dtype, no_torch_function
 from expanded_nn._rows import widened
 from expanded_nn.core.sketch import Side, Sketch, Totals, TwoSided
@@ -77,13 +77,12 @@ class Projection:
     """
 
     def __init__(self, dim: int, *, kind: str = "sketch", seed: int = 0) -> None:
-        if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
-            raise ValueError(f"Projection: dim is {dim!r}; wanted a whole number, 1 or more.")
+        refuse_no_count("Projection", "dim", dim, 1)
         if kind not in KINDS:
             raise ValueError(f"Projection: kind is {kind!r}; wanted one of {', '.join(map(repr, KINDS))}.")
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise ValueError(f"Projection: seed is {seed!r}; wanted a whole number.")
-        self.dim = dim
+        self.dim = int(dim)
         self.kind = kind
         self.seed = seed
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -106,7 +105,7 @@ class Projection:
             PerSampleError: If the parameters hold different numbers of rows, or one has another shape than in an
                 earlier call.
         """
-        refuse_what_is_no_mapping("Projection", grads)
+        refuse_no_rows("Projection", "grads", grads)
         with torch.no_grad(), no_torch_function():
             rows = {name: widened(as_real(as_factored(tensor))) for name, tensor in grads.items()}
             self._refuse_other_shapes(rows)

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._arguments import refuse_no_rows
+from expanded_nn._errors import PerSampleError, complaint, refuse_no_count, refuse_no_model, refuse_other_kind
 from expanded_nn._held import first_few
 from expanded_nn.projection import Projection
 
@@ -64,6 +65,11 @@ class ProjectionStore:
     def __init__(
         self, folder: str | os.PathLike[str], projection: Projection | None = None, model: nn.Module | None = None
     ) -> None:
+        if projection is not None:
+            remedy = "Give it as in ProjectionStore(folder, Projection(512), model)."
+            refuse_other_kind("ProjectionStore", "projection", projection, Projection, "a Projection", remedy)
+        if model is not None:
+            refuse_no_model("ProjectionStore", model)
         self.folder = Path(folder)
         self._part: _Part | None = None
         settings = self._settings()
@@ -108,6 +114,7 @@ class ProjectionStore:
         Returns:
             An iterator of ids `(B,)`.
         """
+        refuse_no_count("ProjectionStore.batches", "batch_size", batch_size, 1)
         rank, processes = _rank()
         share = _as_ids(ids)[rank::processes]  # before those that are done are left out: other processes add some now
         is_done = torch.isin(share, self.ids)
@@ -140,6 +147,7 @@ class ProjectionStore:
                 "one opened for writing",
                 "Open it with the model: ProjectionStore(folder, projection, model).",
             )
+        refuse_no_rows("ProjectionStore.add", "grads", grads)
         shapes = {name: list(rows.shape[1:]) for name, rows in grads.items()}
         settings = self._part.settings
         self._refuse_others(settings, settings | {"parameters": settings["parameters"] | shapes})
@@ -292,7 +300,10 @@ def _rank() -> tuple[int, int]:
 
 
 def _as_ids(ids: Sequence[int] | Tensor) -> Tensor:
-    numbers = torch.as_tensor(ids, device="cpu")
+    try:
+        numbers = torch.as_tensor(ids, device="cpu")
+    except (TypeError, ValueError, RuntimeError):  # strings, None
+        raise ValueError(f"ProjectionStore: ids are {ids!r}; wanted whole numbers, 0 or more.") from None
     if numbers.numel() and (numbers.dim() != 1 or numbers.dtype not in (torch.int64, torch.int32) or numbers.min() < 0):
         raise ValueError(f"ProjectionStore: ids are {numbers}; wanted whole numbers, 0 or more, as in range(n).")
     return numbers.to(torch.int64)

@@ -4,6 +4,7 @@ Nearly all run with the backend `eager`, which replays the graph operation by op
 default one, or over the whole table.
 """
 
+import linecache
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -466,6 +467,8 @@ def test_accumulated_backwards_run_eagerly() -> None:
             compiled = enn.compile(lambda x, y: step(model, x, y), backend="eager")
             for x, y in samples(4, 4, 4):
                 compiled(x, y)
+        lines = {linecache.getline(each.filename, each.lineno).strip() for each in caught}
+        assert lines <= {"compiled(x, y)"}
         return [str(each.message) for each in caught]
 
     model = enn.convert(perceptron()).per_sample()

@@ -85,9 +85,39 @@ def another_reduction() -> None:
     enn.Linear(2, 2).per_sample(loss_reduction="none")
 
 
-@refused(r"batch_size is -1; wanted None, or 0 or more", ValueError)
+@refused(r"^per_sample: batch_size is -1; wanted a whole number, 0 or more", ValueError)
 def a_negative_batch_size() -> None:
     enn.Linear(2, 2).per_sample(batch_size=-1)
+
+
+@refused(r"^per_sample: batch_size is 4\.0; wanted a whole number", ValueError)
+def a_batch_size_that_is_no_whole_number() -> None:
+    enn.Linear(2, 2).per_sample(batch_size=4.0)  # type: ignore[arg-type]
+
+
+@refused(r"^per_sample: mode is 'mean'; wanted True or False\. Give settings by name: per_sample\(loss_red", TypeError)
+def a_reduction_in_place_of_the_mode() -> None:
+    enn.convert(nn.Linear(2, 2)).per_sample("mean")
+
+
+@refused(r"^per_sample: mode is 64; wanted True or False\. Give settings by name: .*batch_size=64\)", TypeError)
+def a_batch_size_in_place_of_the_mode() -> None:
+    enn.per_sample(nn.Linear(2, 2), 64)  # type: ignore[arg-type]
+
+
+@refused(r"^per_sample: mode is np\.True_; wanted True or False", TypeError)
+def a_mode_of_numpy() -> None:
+    enn.Linear(2, 2).per_sample(np.True_)  # type: ignore[arg-type]
+
+
+@refused(r"^per_sample: materialize is 'no'; wanted True or False\. Write materialize=True or materialize=F", TypeError)
+def a_setting_that_is_neither_on_nor_off() -> None:
+    enn.Linear(2, 2).per_sample(materialize="no")  # type: ignore[arg-type]
+
+
+@refused(r"^convert: inplace is 1; wanted True or False\. Write inplace=True or inplace=False", TypeError)
+def converting_in_place_by_a_number() -> None:
+    enn.convert(nn.Linear(2, 2), inplace=1)  # type: ignore[arg-type]
 
 
 @refused(r"2 \(Linear\): the module holds parameters but is a plain one; wanted its expanded twin.*convert\(model")
@@ -133,6 +163,21 @@ def expanding_without_deriving() -> None:
         pass
 
     enn.expands(nn.Softplus)(Wrong)
+
+
+@refused(r"^expands: it is given the class Linear; wanted a class of modules, .*Write @expands\(TheClass\)", TypeError)
+def a_decorator_without_the_class_that_it_expands() -> None:
+    enn.expands(enn.Linear)
+
+
+@refused(r"^alone: it is given a Linear; wanted a class of modules, or its full name.*type\(module\)", TypeError)
+def a_module_alone() -> None:
+    enn.alone(nn.Linear(2, 2))  # type: ignore[type-var]
+
+
+@refused(r"^alone: it is given 'Linear'; wanted .* full name, \"package\.module\.Class\"", TypeError)
+def a_name_without_its_package() -> None:
+    enn.alone("Linear")
 
 
 @refused(r"Empty has to define expanded_forward", NotImplementedError)
@@ -311,24 +356,164 @@ def a_weight_expanded_after_the_backward() -> None:
     enn.expanded(model[0].weight)
 
 
-@refused(r"^PerSampleGrads: it is given a Linear; wanted a mapping .* Give it per_sample_grads\(model\)")
+@refused(r"^expanded: weight is a Linear; wanted a parameter\. .*expanded\(model\.fc\.weight\)", TypeError)
+def a_layer_expanded() -> None:
+    enn.expanded(nn.Linear(4, 4))  # type: ignore[arg-type]
+
+
+@refused(r"^PerSampleGrads: rows is a Linear; wanted a mapping .* Give it per_sample_grads\(model\)", TypeError)
 def gradients_of_a_model() -> None:
     enn.PerSampleGrads(nn.Linear(4, 4))
 
 
-@refused(r"^Projection: it is given a Tensor; wanted a mapping .* Give it per_sample_grads\(model\)")
+@refused(r"^PerSampleGrads: rows\['a'\] is a list; wanted a tensor \(B, \*shape\)", TypeError)
+def gradients_in_a_list() -> None:
+    enn.PerSampleGrads({"a": [1.0, 2.0]})  # type: ignore[dict-item]
+
+
+@refused(r"^PerSampleGrads: rows\['a'\] has no dimensions; wanted a tensor \(B, \*shape\)")
+def a_gradient_without_samples() -> None:
+    enn.PerSampleGrads({"a": torch.tensor(1.0)})
+
+
+@refused(r"^Projection: grads is a Tensor; wanted a mapping .* Give it per_sample_grads\(model\)", TypeError)
 def a_projection_of_a_tensor() -> None:
     enn.Projection(8)(torch.randn(3, 4))
 
 
-@refused(r"^PerSampleGrads: it is indexed by a slice; wanted a parameter's name\. For some samples take rows\(index\)")
-def a_slice_of_gradients() -> None:
+def of_one_layer() -> enn.PerSampleGrads:
     model = on(nn.Linear(4, 4))
     rows_held(model)
-    enn.per_sample_grads(model)[:2]
+    return enn.per_sample_grads(model)
 
 
-@refused(r"^one_pass: batch_size is -1; wanted 0 or more", ValueError)
+@refused(r"^PerSampleGrads: it has no entry a slice; wanted a parameter's name.* For some samples take rows\(index\)")
+def a_slice_of_gradients() -> None:
+    of_one_layer()[:2]
+
+
+@refused(
+    r"^PerSampleGrads: it has no entry 0; .*name, one of \['0\.weight', '0\.bias'\]\. .*\{name: rows\[i\]", KeyError
+)
+def the_first_gradient() -> None:
+    of_one_layer()[0]
+
+
+@refused(r"^PerSampleGrads: it has no entry 'weight'; wanted a parameter's name, one of \['0\.weight'")
+def a_name_that_is_none() -> None:
+    of_one_layer()["weight"]
+
+
+@refused(r"^PerSampleGrads\.rows: index is 0; wanted a slice, numbers .* For one sample write rows\(\[i\]\)", TypeError)
+def the_gradients_of_a_number() -> None:
+    of_one_layer().rows(0)  # type: ignore[arg-type]
+
+
+@refused(r"^PerSampleGrads\.norms: per_parameter is '0\.weight'; wanted True or False", TypeError)
+def the_norms_of_a_name() -> None:
+    of_one_layer().norms("0.weight")  # type: ignore[call-overload]
+
+
+@refused(r"^PerSampleGrads\.project: generator is 3; wanted a torch\.Generator\. Give a number as seed=", TypeError)
+def a_number_for_a_generator() -> None:
+    of_one_layer().project(4, generator=3)  # type: ignore[arg-type]
+
+
+@refused(r"^PerSampleGrads\.gram: other is a Tensor; wanted a mapping .* Give it per_sample_grads\(model\)", TypeError)
+def products_with_a_tensor() -> None:
+    of_one_layer().gram(torch.ones(3, 20))  # type: ignore[arg-type]
+
+
+@refused(r"^PerSampleGrads\.matvec: vectors is a Tensor; wanted a mapping .*model\.named_parameters\(\)", TypeError)
+def products_with_one_vector() -> None:
+    of_one_layer().matvec(torch.ones(20))  # type: ignore[arg-type]
+
+
+@refused(r"^PerSampleGrads\.matvec: vectors\['0\.weight'\] is 1\.0; wanted a tensor", TypeError)
+def products_with_numbers() -> None:
+    of_one_layer().matvec({"0.weight": 1.0, "0.bias": 1.0})  # type: ignore[dict-item]
+
+
+@refused(r"^PerSampleGrads\.matvec: '0\.weight' has the shapes \(4, 4\) and \(16,\); wanted the same parameters")
+def products_with_a_vector_of_another_shape() -> None:
+    of_one_layer().matvec({"0.weight": torch.ones(16), "0.bias": torch.ones(4)})
+
+
+@refused(
+    r"^PerSampleGrads\.precondition: factors is a Tensor; wanted factors by .* what kronecker\(\) returns", TypeError
+)
+def preconditioning_by_a_tensor() -> None:
+    of_one_layer().precondition(torch.eye(4), 1.0)  # type: ignore[arg-type]
+
+
+@refused(r"^PerSampleGrads\.ekfac: factors\['0\.weight'\] is a tuple; wanted KroneckerFactors", TypeError)
+def an_eigenbasis_of_a_tuple() -> None:
+    of_one_layer().ekfac({"0.weight": (torch.eye(4), torch.eye(4), 1)})  # type: ignore[dict-item]
+
+
+@refused(r"^KroneckerFactors: factors of matrices \(2, 2\) and \(1, 1\) are added; .*factors\[name\] \+ more\[name\]")
+def factors_of_two_weights() -> None:
+    enn.KroneckerFactors(torch.eye(2), torch.eye(2), 1) + enn.KroneckerFactors(torch.eye(1), torch.eye(1), 1)
+
+
+@refused(r"^EigenFactors: two of them are added, .*Give it to each: factors = grads\.ekfac\(factors\)", TypeError)
+def two_eigenbases() -> None:
+    eigen = enn.EigenFactors(torch.eye(2), torch.eye(2), torch.eye(2), 1)
+    eigen + eigen
+
+
+NO_ROWS: list[Callable[[enn.PerSampleGrads], object]] = [
+    enn.PerSampleGrads.norms,
+    enn.PerSampleGrads.sum,
+    enn.PerSampleGrads.mean,
+    enn.PerSampleGrads.var,
+    enn.PerSampleGrads.gram,
+    enn.PerSampleGrads.flatten,
+    lambda grads: grads.matvec({}),
+    lambda grads: grads.project(4),
+]
+
+
+@pytest.mark.parametrize("ask", NO_ROWS)
+def test_gradients_before_any_backward(ask: Callable[[enn.PerSampleGrads], object]) -> None:
+    grads = enn.per_sample_grads(on(nn.Linear(4, 4)))
+    assert not grads
+    words = r"^PerSampleGrads\.\w+: no parameter has per-sample gradients; .*after backward and before zero_grad"
+    with pytest.raises(enn.PerSampleError, match=words):
+        ask(grads)
+
+
+@refused(
+    r"^PerSampleGrads\.norms: no parameter has per-sample gradients; wanted those of a backward in per-sample mode"
+)
+def norms_of_nothing() -> None:
+    enn.PerSampleGrads({}).norms()
+
+
+NO_MODEL: dict[str, Callable[[Any], object]] = {
+    "clip_grad_sample_norms_": lambda model: enn.clip_grad_sample_norms_(model, 1.0),
+    "per_sample_grads": enn.per_sample_grads,
+    "check": lambda model: enn.check(model, torch.randn(SAMPLES, 4)),
+    "convert": enn.convert,
+    "revert": enn.revert,
+    "one_pass": lambda model: enn.one_pass(model, SAMPLES).__enter__(),
+    "ProjectionStore": lambda model: enn.ProjectionStore(tempfile.mkdtemp(), enn.Projection(4), model),
+}
+
+
+@pytest.mark.parametrize("what", NO_MODEL)
+def test_what_is_given_in_place_of_a_model(what: str) -> None:
+    """As `torch.nn.utils.clip_grad_norm_` takes parameters."""
+    wrong = {"a generator": nn.Linear(4, 4).parameters(), "the class Linear": nn.Linear, "None": None}
+    for found, value in wrong.items():
+        if value is None and what == "ProjectionStore":
+            continue
+        words = f"^{what}: model is {found}; wanted a model, .* Give the model itself, not its parameters"
+        with pytest.raises(TypeError, match=words):
+            NO_MODEL[what](value)
+
+
+@refused(r"^one_pass: batch_size is -1; wanted a whole number, 0 or more", ValueError)
 def a_pass_of_less_than_nothing() -> None:
     with enn.one_pass(on(nn.Linear(4, 4)), -1):
         pass
@@ -675,6 +860,89 @@ def a_step_that_keeps_values() -> None:
     compiled_twice(change)
 
 
+@refused(
+    r"^enn\.compile: the step reads a value of a tensor in line \d+ of .*: print\(loss\).*return the tensor and look"
+)
+def a_step_that_prints() -> None:
+    def change(model: nn.Module, x: Tensor) -> None:
+        loss = model(x).square().sum()
+        loss.backward()
+        print(loss)
+
+    compiled_twice(change)
+
+
+SHOWN: dict[str, Callable[[Tensor], object]] = {
+    "print": print,
+    "format": lambda loss: f"{loss:.3f}",
+    "percent": lambda loss: "%.3f" % loss.detach(),  # noqa: UP031
+    "float": float,
+    "tolist": Tensor.tolist,
+    "numpy": lambda loss: loss.detach().numpy(),
+    "array": lambda loss: np.asarray(loss.detach()),
+}
+
+
+@pytest.mark.parametrize("show", SHOWN.values(), ids=SHOWN)
+def test_a_step_that_shows_a_tensor(show: Callable[[Tensor], object]) -> None:
+    def change(model: nn.Module, x: Tensor) -> None:
+        loss = model(x).square().sum()
+        loss.backward()
+        show(loss.detach())
+
+    words = (
+        r"^enn\.compile: the step reads a value of a tensor in line \d+ of .*test_errors.*return the tensor and look"
+    )
+    with pytest.raises(enn.PerSampleError, match=words):
+        compiled_twice(change)
+
+
+@pytest.mark.parametrize(
+    "read", [print, Tensor.tolist, Tensor.numpy, Tensor.item, bool], ids=lambda read: read.__name__
+)
+def test_a_step_that_reads_a_tensor_of_its_own(read: Callable[[Tensor], object]) -> None:
+    """It has values when the step is traced, which the graph would keep for ever."""
+    table = torch.ones(())
+
+    def change(model: nn.Module, x: Tensor) -> None:
+        model(x).square().sum().backward()
+        read(table)
+
+    with pytest.raises(enn.PerSampleError, match=r"reads a value of a tensor in line \d+ of .*: read\(table\)"):
+        compiled_twice(change)
+
+
+@refused(
+    r"^enn\.compile: step is a Linear; wanted a function .* Write @enn\.compile above def step.*torch\.co", TypeError
+)
+def compiling_a_model() -> None:
+    enn.compile(on(nn.Linear(4, 4))[0])
+
+
+@refused(r"^enn\.compile: step is 3; wanted a function of a whole training step", TypeError)
+def compiling_a_number() -> None:
+    enn.compile(3)  # type: ignore[arg-type]
+
+
+@refused(r"^enn\.compile: backend is 3; wanted a name, such as \"inductor\", or a function", TypeError)
+def compiling_by_a_number() -> None:
+    enn.compile(print, backend=3)  # type: ignore[arg-type]
+
+
+@refused(
+    r"^enn\.compile: the options \['mode'\] are given .*inductor's by name: enn\.compile\(step, max_auto", TypeError
+)
+def compiling_as_torch_does() -> None:
+    enn.compile(print, mode="max-autotune")
+
+
+@refused(
+    r"^enn\.compile: the options \['max_autotune'\] are given with backend='eager'; wanted those of ind", TypeError
+)
+def compiling_with_options_of_another_backend() -> None:
+    enn.compile(print, backend="eager", max_autotune=True)
+
+
 @refused(r"^enn\.compile: the step calls SGD\.step\(\).*Call the optimizer after the compiled step")
 def a_step_with_an_optimizer() -> None:
     def change(model: nn.Module, x: Tensor) -> None:
@@ -808,9 +1076,14 @@ def different_numbers_of_rows() -> None:
     enn.PerSampleGrads({"a": torch.ones(3, 2), "b": torch.ones(2, 2)})
 
 
-@refused(r"PerSampleGrads\.sum: weights has shape \(2,\); wanted \(3,\). Give one weight per sample")
+@refused(r"PerSampleGrads\.sum: weights has shape \(2,\); wanted a tensor of shape \(3,\). Give one weight per sample")
 def other_weights() -> None:
     enn.PerSampleGrads({"a": torch.ones(3, 2)}).sum(torch.ones(2))
+
+
+@refused(r"PerSampleGrads\.sum: weights is a list; wanted a tensor of shape \(3,\)")
+def weights_in_a_list() -> None:
+    enn.PerSampleGrads({"a": torch.ones(3, 2)}).sum([1.0, 2.0, 3.0])  # type: ignore[arg-type]
 
 
 @refused(r"PerSampleGrads\.matvec: the names \['a', 'b'\] are in one of the two only")
@@ -979,6 +1252,26 @@ def adding_a_sample_again() -> None:
     store.add([1, 2], rows)
 
 
+@refused(r"^ProjectionStore\.add: grads is a Tensor; wanted a mapping .* Give it per_sample_grads\(model\)", TypeError)
+def adding_a_tensor() -> None:
+    store_of_two()[0].add([2, 3], torch.ones(2, 2))  # type: ignore[arg-type]
+
+
+@refused(r"^ProjectionStore: ids are \['a'\]; wanted whole numbers, 0 or more", ValueError)
+def reading_names() -> None:
+    store_of_two()[0].read(["a"])  # type: ignore[list-item]
+
+
+@refused(r"^ProjectionStore\.batches: batch_size is 0; wanted a whole number, 1 or more", ValueError)
+def batches_of_nothing() -> None:
+    list(store_of_two()[0].batches(range(4), 0))
+
+
+@refused(r"^ProjectionStore: projection is 64; wanted a Projection\. .*Projection\(512\), model\)", TypeError)
+def a_store_of_a_number() -> None:
+    enn.ProjectionStore(tempfile.mkdtemp(), 64)  # type: ignore[arg-type]
+
+
 @refused(r"ids are tensor\(.*\); wanted whole numbers, 0 or more, as in range", ValueError)
 def adding_by_negative_ids() -> None:
     store, rows = store_of_two()
@@ -1071,9 +1364,16 @@ def clipping_to_a_maximum() -> None:
     enn.clip_grad_sample_norms_(on(nn.Linear(4, 4)), 1.0, reduction="max")
 
 
-@refused(r"max_norm is nan; wanted a number above 0", ValueError)
-def clipping_to_nan() -> None:
-    enn.clip_grad_sample_norms_(on(nn.Linear(4, 4)), float("nan"))
+@pytest.mark.parametrize("max_norm", [float("nan"), -1.0, 0, None, "1.0", True, [1.0], torch.ones(2)])
+def test_clipping_to_what_is_no_norm(max_norm: Any) -> None:
+    words = r"^clip_grad_sample_norms_: max_norm is .*; wanted a number above 0, or a function of the norms\."
+    with pytest.raises(ValueError, match=words):
+        enn.clip_grad_sample_norms_(on(nn.Linear(4, 4)), max_norm)
+
+
+@refused(r"^clip_grad_sample_norms_: max_norm\['0'\] is None; wanted a number above 0, or a function", ValueError)
+def clipping_a_layer_to_none() -> None:
+    enn.clip_grad_sample_norms_(on(nn.Linear(4, 4)), {"0": None})  # type: ignore[dict-item]
 
 
 @refused(r"^Linear: the parameters \['weight', 'bias'\] are in no layer .*convert\(model, inplace=True\)\.per_sample")
@@ -1106,6 +1406,21 @@ def rows_of_a_part() -> None:
 @refused(r"check: the inputs hold 1 sample\(s\); wanted 2 or more. Give it a larger batch")
 def checking_one_sample() -> None:
     enn.check(nn.Linear(4, 4), torch.randn(1, 4))
+
+
+@refused(r"^check: no input is a tensor; wanted those of 2 samples or more, as in check\(model, x\)")
+def checking_without_inputs() -> None:
+    enn.check(nn.Linear(4, 4))
+
+
+@refused(r"^check: loss is a MSELoss; wanted a function .*lambda model, x, y: criterion\(model\(x\), y\)", TypeError)
+def checking_a_criterion() -> None:
+    enn.check(nn.Linear(4, 4), torch.randn(SAMPLES, 4), torch.randn(SAMPLES, 4), loss=nn.MSELoss())
+
+
+@refused(r"1\. the loss: it returns no floating-point tensor; wanted the losses, \(3,\), or their sum or mean")
+def checking_a_loss_that_returns_nothing() -> None:
+    enn.check(nn.Linear(4, 4), torch.randn(SAMPLES, 4), loss=lambda *_: None).raise_for_problems()
 
 
 @refused(r"reason\(s\) not to trust(?s:.*)BatchNorm1d")

@@ -1,5 +1,6 @@
 """What a layer refuses, the module around it does sample by sample: which one, with the right rows, and no traces."""
 
+import linecache
 import pickle
 import random
 import warnings
@@ -592,3 +593,12 @@ def test_a_checkpoint_ends_a_recomputation_early(shape: tuple[int, ...]) -> None
     with silent():
         assert_right(model, module, call)
     assert learned(model) == set()
+
+
+def test_the_warning_points_to_the_call() -> None:
+    """And not into this library, or torch."""
+    model = enn.convert(folded(linear=nn.Linear(D, D))).per_sample()
+    x = torch.randn(B, T, D)
+    with pytest.warns(enn.PerSampleWarning) as said:
+        model(x)
+    assert linecache.getline(said[0].filename, said[0].lineno).strip() == "model(x)"

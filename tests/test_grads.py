@@ -268,7 +268,7 @@ def test_wrong_arguments() -> None:
         enn.clip_grad_sample_norms_(model, 0.0)
     with pytest.raises(enn.PerSampleError, match=r"max_norm has no entry for the parameters \['bias'\]"):
         enn.clip_grad_sample_norms_(model, {"weight": 1.0})
-    with pytest.raises(enn.PerSampleError, match=r"weights has shape \(3,\); wanted \(4,\)"):
+    with pytest.raises(enn.PerSampleError, match=r"weights has shape \(3,\); wanted a tensor of shape \(4,\)"):
         enn.per_sample_grads(model).sum(torch.ones(3))
 
 
@@ -745,14 +745,28 @@ def test_inner_products_by_position_that_there_are_not() -> None:
     grads = enn.per_sample_grads(model)
     with pytest.raises(enn.PerSampleError, match=r"\['0.bias', '1.bias'\] have no positions; wanted linear layers"):
         grads.gram(grads, per_position=True)
-    with pytest.raises(enn.PerSampleError, match=r"different numbers of positions, \{\}"):
-        enn.PerSampleGrads({}).gram(per_position=True)
     model.zero_grad()
     model[1](model[0](torch.randn(BATCH, 2, 8)).sum(1)).sin().sum().backward()
     grads = enn.per_sample_grads(model)
     weights = enn.PerSampleGrads({name: grads[name] for name in ("0.weight", "1.weight")})
     with pytest.raises(enn.PerSampleError, match=r"numbers of positions, \{'0.weight': \[2\], '1.weight': \[1\]\}"):
         weights.gram(per_position=True)
+
+
+def test_inner_products_with_a_plain_mapping() -> None:
+    model = enn.convert(nn.Linear(3, 2)).per_sample()
+    backward(model, torch.randn(4, 3))
+    grads = enn.per_sample_grads(model)
+    torch.testing.assert_close(grads.gram({name: rows.clone() for name, rows in grads.items()}), grads.gram())
+
+
+def test_entries_of_a_mapping() -> None:
+    grads = enn.PerSampleGrads({"a": torch.ones(3, 2)})
+    assert "a" in grads
+    assert "b" not in grads
+    assert grads.get("b") is None
+    with pytest.raises(KeyError, match=r"^PerSampleGrads: it has no entry 'b'"):
+        grads["b"]
 
 
 def test_what_is_needed_of_queries_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,9 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._errors import LIBRARIES, PerSampleError, complaint
 from expanded_nn._modes import running_backward
 from expanded_nn._running import grads_kept
 from expanded_nn._traced import FirstEager, OnlyEager, assumptions
@@ -35,6 +35,8 @@ from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.passes import PassStage
 from expanded_nn.recording.recorder import Recorder
 
+_SHOWN = {Tensor.__repr__, Tensor.__format__, Tensor.numpy, Tensor.__array__, Tensor.tolist}
+_NUMBER = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__}
 _READ = torch.ops.aten._local_scalar_dense.default
 Find = Callable[[Sequence[Tensor]], Tensor]  # gives a tensor, from the tensors among the arguments if it is one of them
 
@@ -129,6 +131,15 @@ class _Operations(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class _Shows(TorchFunctionMode):
+    """Refuses to print a tensor, which a graph does not, and to read one that has values: they would stay the same."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _SHOWN or (func in _NUMBER and not isinstance(args[0], FakeTensor)):
+            raise _reading(_line_in(traceback.extract_stack()))
+        return func(*args, **(kwargs or {}))
+
+
 def _refuse_optimizer(optimizer: Any, *_: Any) -> None:
     raise complaint(
         "enn.compile",
@@ -194,7 +205,9 @@ def trace(
             conditions = stack.enter_context(assumptions(thorough=thorough))
             stack.enter_context(operations)
             stack.enter_context(register_module_forward_pre_hook(partial(_refuse_new_module, set(modules))))
-            outcome.result = packed(step(*args, **kwargs), results)
+            with _Shows():
+                result = step(*args, **kwargs)
+            outcome.result = packed(result, results)
             _refuse_missing_backward(results, recorders)
             for find, old in zip(finds, before, strict=True):
                 new = find(own).grad
@@ -297,8 +310,7 @@ def _reading(line: str) -> PerSampleError:
 
 def _line_in(frames: traceback.StackSummary) -> str:
     """The innermost line of the user's code."""
-    libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<string>")
-    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    own = [frame for frame in frames if not frame.filename.startswith((*LIBRARIES, "<string>"))]
     where = (own or frames)[-1]
     return f"line {where.lineno} of {where.filename}: {where.line}"
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from expanded_nn._errors import complaint
 from expanded_nn.core import cost
 from expanded_nn.core.algebra import Block, Kind
 from expanded_nn.core.patches import Patches, as_linear
@@ -41,6 +42,14 @@ class KroneckerFactors(NamedTuple):
     def __add__(self, other: object) -> KroneckerFactors:
         if not isinstance(other, KroneckerFactors):
             return NotImplemented
+        sizes, other_sizes = ((len(factors.G), len(factors.A)) for factors in (self, other))
+        if sizes != other_sizes:
+            raise complaint(
+                "KroneckerFactors",
+                f"factors of matrices {sizes} and {other_sizes} are added",
+                "those of one weight",
+                "Add them name by name: factors[name] + more[name].",
+            )
         return KroneckerFactors(self.A + other.A, self.G + other.G, self.count + other.count)
 
 
@@ -69,6 +78,12 @@ class EigenFactors(NamedTuple):
     G: Tensor
     scale: Tensor
     count: int  # type: ignore[assignment]
+
+    def __add__(self, other: object) -> EigenFactors:
+        raise TypeError(
+            "EigenFactors: two of them are added, which may be of different bases; wanted one that goes through all "
+            "batches. Give it to each: factors = grads.ekfac(factors)."
+        )
 
 
 def eigenbasis(factors: KroneckerFactors) -> EigenFactors:

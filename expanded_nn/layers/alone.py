@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 
 from expanded_nn._module import PerSampleModule
-from expanded_nn._registry import EXPANDED
+from expanded_nn._registry import EXPANDED, refuse_no_class
 from expanded_nn.layers.general import General
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
@@ -44,6 +44,9 @@ def alone(module_class: ModuleClass) -> ModuleClass:
     Returns:
         What was given.
 
+    Raises:
+        TypeError: If that is neither.
+
     Example:
         >>> import torch, expanded_nn as enn
         >>> @enn.alone
@@ -58,5 +61,6 @@ def alone(module_class: ModuleClass) -> ModuleClass:
         >>> model.linear.weight.grad_sample.shape
         torch.Size([5, 2, 3])
     """
+    refuse_no_class("alone", module_class, "Give the class of the module, type(module), before convert.")
     EXPANDED[module_class] = Alone
     return module_class

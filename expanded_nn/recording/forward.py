@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._batch import contents, has_derivatives, tensors
-from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._errors import PerSampleError, complaint, refuse_no_bool, refuse_no_count
 from expanded_nn._modes import is_of_checkpoint
 from expanded_nn.recording.checkpoints import note_pass
 from expanded_nn.recording.passes import Pass, Passes
@@ -32,8 +32,10 @@ class Settings:
     def __post_init__(self) -> None:
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f'per_sample: loss_reduction is {self.loss_reduction!r}; wanted "mean" or "sum".')
-        if self.batch_size is not None and self.batch_size < 0:
-            raise ValueError(f"per_sample: batch_size is {self.batch_size}; wanted None, or 0 or more.")
+        if self.batch_size is not None:
+            refuse_no_count("per_sample", "batch_size", self.batch_size)
+        flags = {name: value for name, value in vars(self).items() if name not in ("loss_reduction", "batch_size")}
+        refuse_no_bool("per_sample", **flags)
         if self.keep_factors and self.materialize:
             raise ValueError("per_sample: keep_factors and materialize are both True; wanted one of the two at most.")
 
