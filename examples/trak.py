@@ -44,8 +44,9 @@ def attribute(model: nn.Module, images: Tensor, labels: Tensor, folder: str) -> 
     train, new = store.read(range(TRAIN + NEW)).split([TRAIN, NEW])
     with torch.no_grad():
         slopes = torch.sigmoid(-margins(model, images[:TRAIN], labels[:TRAIN]))[:, None]  # by which losses fall: 1 - p
-    trak, tracin = slopes * (torch.linalg.pinv(train).T @ new.T), slopes * (train @ new.T)
-    return {"TRAK": trak, "TracIn": tracin, "random": torch.randn(TRAIN, NEW)}
+    damping = 0.1 * train.square().sum(0).mean() * torch.eye(DIM)  # relative to the diagonal of train.T @ train
+    trak = slopes * (train @ torch.linalg.solve(train.T @ train + damping, new.T))
+    return {"TRAK": trak, "TracIn": slopes * (train @ new.T), "random": torch.randn(TRAIN, NEW)}
 
 
 def foretold(scores: Tensor, halves: Tensor, outcomes: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ def draw(scores: dict[str, Tensor], forecasts: dict[str, Tensor], outcome: Tenso
     for name, forecast in forecasts.items():
         left.plot(range(1, 6), scores[name].mean(1), "o-", label=name)
         right.plot((forecast - forecast.mean()) / forecast.std(), outcome, ".", label=name)
-    left.set(xlabel="networks averaged", ylabel="linear datamodeling score", xticks=range(1, 6))
+    left.set(xlabel="networks averaged", ylabel="linear datamodeling score", xticks=range(1, 6), ylim=(None, 0.8))
     right.set(xlabel="forecast, standardized", ylabel="margin of one new digit after training on a half")
     left.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
