@@ -1,5 +1,6 @@
 """The errors of the library, all in one form: where, what was found, what was wanted, and what to do."""
 
+import os
 import sys
 import warnings
 from numbers import Integral, Real
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LIBRARIES = tuple(f"{Path(file).parent}/" for file in (__file__, torch.__file__))  # whose lines are not the user's
+# the folders whose lines are not the user's
+LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
 
 
 class PerSampleError(RuntimeError):
