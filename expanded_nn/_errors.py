@@ -106,7 +106,8 @@ def refuse_no_bool(who: str, **arguments: object) -> None:
 
 def refuse_no_count(who: str, argument: str, value: Any, least: int = 0) -> None:
     """Raises a `ValueError` for what is no whole number, or less than `least`."""
-    if isinstance(value, bool) or not isinstance(value, Integral | torch.SymInt) or int(value) < least:
+    is_whole = isinstance(value, Integral | torch.SymInt) and not isinstance(value, bool)
+    if not is_whole or value < least:  # no int(): a size of any number would become one number in a graph
         raise ValueError(f"{who}: {argument} is {shown(value)}; wanted a whole number, {least} or more.")
 
 

@@ -747,3 +747,19 @@ def test_samples_without_a_loss(build: Callable[[], nn.Module]) -> None:
     assert family.is_thorough
     assert not family.is_eager
     assert family.faults == 0
+
+
+def test_a_pass_of_any_size_in_one_graph() -> None:
+    """The second graph has a symbol for the size, which `one_pass` takes as a number without making it one."""
+    model = enn.convert(nn.Sequential(nn.Linear(3, 2))).per_sample()
+
+    def call(x: Tensor) -> None:
+        with enn.one_pass(model, x.shape[0]):
+            model[0](x).square().sum(1).mean().backward()
+
+    compiled = enn.compile(call, backend="eager")
+    for size in (4, 4, 5, 6, 7):
+        model.zero_grad()
+        compiled(torch.randn(size, 3))
+        assert len(model[0].weight.grad_sample) == size
+    assert [len(family.graphs) for family in compiled.families.values()] == [2]
