@@ -152,8 +152,10 @@ class PerSampleModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         if self._recorder is not None:
-            for parameter in self.parameters():
-                self._recorder.forget(parameter)
+            for module in self.modules():  # in each step, and `parameters()` takes twice as long
+                for parameter in module._parameters.values():
+                    if parameter is not None:
+                        self._recorder.forget(parameter)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -37,11 +37,17 @@ def of_arguments(value: Any, tensors: dict[int, Tensor]) -> Hashable:
         return kind, tuple(of_arguments(item, tensors) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
         return kind, tuple(of_arguments(getattr(value, field.name), tensors) for field in fields(value))
-    return kind, Identity(value)
+    return kind, _by_identity(value)
+
+
+def _by_identity(value: Any) -> Hashable:
+    """A key that is equal for the same object alone, and holds it, so that its id stays its own."""
+    kind: Any = type(value)
+    return value if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__ else Identity(value)
 
 
 class Identity:
-    """Any other object, equal to itself alone; it is held, so that its id stays its own."""
+    """An object whose class says itself what it is equal to, as equal to itself alone."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -97,7 +103,7 @@ def _names(code: CodeType) -> list[str]:
 
 
 def _by_value_or_identity(value: Any) -> Hashable:
-    return (type(value), value) if type(value) in _PLAIN else Identity(value)
+    return (type(value), value) if type(value) in _PLAIN else _by_identity(value)
 
 
 def _content(cell: CellType) -> Any:
@@ -121,28 +127,31 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
     among the attributes by their shapes and dtypes; other attributes as in `StepValues`.
     """
     key: list[Any] = [recorder.settings for recorder in recorders]
+    add = key.append
     for module in modules:  # at each step, so it is written for speed
         attributes = vars(module)
-        key += (attributes["training"], id(attributes.get("_recorder")))
+        add(attributes["training"])
+        add(id(attributes.get("_recorder")))
         key += map(id, attributes["_modules"].values())
         key += map(_of_tensor, attributes["_buffers"].values())
         for name in attributes.keys() - _OF_EVERY_MODULE:
             value = attributes[name]
-            key.append((name, _of_tensor(value) if isinstance(value, Tensor) else _by_value_or_identity(value)))
+            add((name, _of_tensor(value) if isinstance(value, Tensor) else _by_value_or_identity(value)))
         for name in _HOOKS:
             if attributes[name]:
-                key += map(Identity, attributes[name].values())
+                key += map(_by_identity, attributes[name].values())
         for parameter in attributes["_parameters"].values():
-            key.append(id(parameter))
-            if parameter is not None:
-                key += (parameter.requires_grad, parameter.shape, parameter.dtype, parameter.device)
-                hooks = parameter._backward_hooks
-                if hooks:
-                    key += [Identity(hook) for hook in hooks.values() if type(hook) is not Watch]
-                if parameter.grad is not None:
-                    key.append("clipped" if any(recorder.is_clipped(parameter) for recorder in recorders) else "grad")
-                if getattr(parameter, "grad_sample", None) is not None:
-                    key.append("held")
+            if parameter is None:
+                add(None)
+                continue
+            add((id(parameter), parameter.requires_grad, parameter.shape, parameter.dtype, parameter.device))
+            for hook in (parameter._backward_hooks or {}).values():
+                if type(hook) is not Watch:
+                    add(_by_identity(hook))
+            if parameter.grad is not None:
+                add("clipped" if any(recorder.is_clipped(parameter) for recorder in recorders) else "grad")
+            if getattr(parameter, "grad_sample", None) is not None:
+                add("held")
     return tuple(key)
 
 

@@ -396,8 +396,9 @@ def _lifted(graph: fx.GraphModule) -> list[Tensor]:
             constants[id(value)] = value, placeholder
         node.replace_all_uses_with(constants[id(value)][1])
         graph.graph.erase_node(node)
-    for name in [name for name, value in vars(graph).items() if isinstance(value, Tensor)]:
-        delattr(graph, name)
+    for values in (vars(graph), graph._parameters, graph._buffers):
+        for name in [name for name, value in values.items() if isinstance(value, Tensor)]:
+            del values[name]
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return [value for value, _ in constants.values()]

@@ -82,5 +82,6 @@ def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> Non
     recorder.passes.current = None
     recorder.expanded.clear()
     for leaf in recorder.leaves:
-        leaf.published = Published()
-        recorder.store.publish(leaf)
+        if passes or leaf.published.rows is not None or leaf.was_reset():
+            leaf.published = Published()
+            recorder.store.publish(leaf)

@@ -151,7 +151,7 @@ class Leaf:
     @property
     def grad(self) -> Tensor | None:
         """`.grad` of the visible parameter, `None` if there is neither."""
-        parameter = self.visible_parameter()
+        parameter = self.parameter() if self.location is None else self.visible_parameter()
         return None if parameter is None else parameter.grad
 
     def is_trainable(self) -> bool:
