@@ -4,6 +4,7 @@ Nearly all run with the backend `eager`, which replays the graph operation by op
 default one, or over the whole table.
 """
 
+import functools
 import linecache
 import warnings
 from collections.abc import Callable
@@ -185,6 +186,14 @@ def test_attention() -> None:
 @pytest.mark.parametrize("build", [perceptron, lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 3))])
 def test_default_backend(build: Callable[[], nn.Module]) -> None:
     law(build, classified, samples(4, 4, 5, 6), backend="inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own
+def test_options_are_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = functools.partial(enn.compile, cpp_wrapper=True)
+    monkeypatch.setattr(enn, "compile", compiled)
+    law(perceptron, classified, samples(4, 4, 5, 6), backend="inductor")
 
 
 # --- sizes and kinds ----------------------------------------------------------------------------------------------
