@@ -52,7 +52,7 @@ def pass_of_recomputation(recorder: Recomputing, module: nn.Module, batch: int |
     node, noted = running_node(), noted_pass()
     alive = [pass_ for ref in recorder.passes.alive if (pass_ := ref()) is not None]
     is_sure = len(alive) == 1 and alive[0].stage is not PassStage.DONE
-    behind = [noted] if noted is not None else [] if is_sure else passes_behind(node, recorder)
+    behind = [noted] if noted is not None else [] if is_sure else passes_behind(recorder, node)
     if not behind and all(pass_.stage is PassStage.DONE for pass_ in alive):
         # the pass of the last recomputation in this backward: of a checkpoint around this one, or beside it
         behind = [pass_ for pass_ in recorder.backward.resumed[-1:] if batch in (pass_.batch, 1)]
@@ -68,7 +68,8 @@ def pass_of_recomputation(recorder: Recomputing, module: nn.Module, batch: int |
         return fitting[0]
     raise complaint(
         recorder.name_of(module),
-        f"a checkpoint computes it again in the backward, with {batch} samples, and "
+        f"a checkpoint computes it again in the backward, with {'an unknown number of' if batch is None else batch} "
+        "samples, and "
         + (f"{len(fitting)} earlier forwards had so many" if fitting else "no earlier forward had so many"),
         "one forward that it belongs to",
         "Call backward for each forward before the next one, or give the checkpoint use_reentrant=False.",

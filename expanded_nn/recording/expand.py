@@ -145,9 +145,9 @@ def comes_from_rows(x: Tensor) -> bool:
     return any(map(_is_expansion, graph_of(x.grad_fn)))
 
 
-def passes_behind(node: Any, receiver: Receiver) -> list[Pass]:
-    """The passes of a model that the graph of a node comes from."""
-    nodes: list[Any] = [parent for parent in graph_of(node) if isinstance(parent, Expand._backward_cls)]
+def passes_behind(receiver: Receiver, *ends: Any) -> list[Pass]:
+    """The passes of a model that the graph of some nodes comes from."""
+    nodes: list[Any] = [parent for parent in graph_of(*ends) if isinstance(parent, Expand._backward_cls)]
     return list(dict.fromkeys(parent.pass_ for parent in nodes if parent.receiver() is receiver))
 
 

@@ -20,6 +20,7 @@ from expanded_nn.recording.checkpoints import noted_pass, pass_of_recomputation
 from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recompute, leaves_of
 from expanded_nn.recording.forward import Forward as Forward, Settings as Settings
 from expanded_nn.recording.leaf import Leaf, Leaves, Location
+from expanded_nn.recording.linked import refuse_other_samples
 from expanded_nn.recording.passes import Pass, Passes, PassStage
 from expanded_nn.recording.sharded import is_shard
 from expanded_nn.recording.stale import stale
@@ -245,14 +246,17 @@ class Recorder:
                 return last
             raise complaint(
                 self.name_of(module),
-                "no argument is a tensor",
+                "no argument is a tensor with a dimension",
                 "a tensor with a dimension for the samples",
                 "Say the number of samples: per_sample(batch_size=...), or one_pass(model, batch_size).",
             )
+        if not forward.is_explicit:
+            refuse_other_samples(self, forward, batch)
         pass_ = self.passes.new(batch) if forward.is_explicit else self.passes.joined_or_new(batch)
         if pass_ is not last:
             self.watch_all()
             self.expanded.clear()
+            self._make_room()
         return pass_
 
     def expand(self, parameter: Tensor, recompute: Recompute | None = None) -> Tensor:
@@ -427,6 +431,12 @@ class Recorder:
                 self._forget_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in not_cleared))
                 if cleared:
                     self._drop_passes_without_parameters()
+
+    def _make_room(self) -> None:
+        """Drops all rows where every `.grad` is gone, as after `optimizer.zero_grad()`, before a forward needs room."""
+        held = self.leaves.with_rows()
+        if held and all(leaf.grad is None for leaf in held):
+            self.drop_outdated_rows()
 
     def note_clipped(self, parameter: Tensor) -> None:
         """Notes that clipping has set `.grad`."""
