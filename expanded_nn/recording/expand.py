@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -152,13 +152,14 @@ def passes_behind(node: Any, receiver: Receiver) -> list[Pass]:
 
 
 def keeps_factors(*expanded: Tensor | None) -> bool:
-    """Whether one of these expanded weights belongs to a model with `per_sample(keep_factors=True)`."""
+    """Whether one of these expanded weights, or views of such, belongs to a model with `keep_factors=True`."""
     for weight in expanded:
         node: Any = None if weight is None else weight.grad_fn
-        if isinstance(node, Expand._backward_cls):
-            receiver: Receiver | None = cast(Any, node).receiver()
-            if receiver is not None and receiver.settings.keep_factors:
-                return True
+        while node is not None and not isinstance(node, Expand._backward_cls):
+            node = node.next_functions[0][0] if node.next_functions else None
+        receiver: Receiver | None = None if node is None else node.receiver()
+        if receiver is not None and receiver.settings.keep_factors:
+            return True
     return False
 
 
