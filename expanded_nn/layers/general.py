@@ -233,6 +233,8 @@ class General(Expanded):
         """Whether the forward may run on the whole batch, if its first trial says so."""
         if self._alone or not torch.is_grad_enabled() or not self._ranks or cost.is_symbol(call.batch):
             return False
+        if self._recorder is None or not self._recorder.in_forward:  # with weights that come with a batch dimension
+            return False
         if not self._ways.get(call.kind_of_ways(), Ways()).trials_left:
             return False
         is_plain = self._learned is None and not parametrize.is_parametrized(self)

@@ -26,25 +26,6 @@ class Conv1D(Expanded):
         return self.by_sample(lambda x: linear(x, self.expanded("weight").mT, self.expanded("bias")), 1, x=x)
 
 
-class FeatureNorm(Expanded):
-    """A norm whose weight multiplies the features; input `(B, *, features)`.
-
-    It runs the forward of its own class, precision and all, with a weight of as many dimensions as the input.
-    """
-
-    ranks: ClassVar[dict[str, int]] = {"weight": 1}
-    positionwise: ClassVar[bool] = True
-
-    def expanded_forward(self, hidden_states: Tensor) -> Tensor:
-        def op(x: Tensor) -> Tensor:
-            weight = self.expanded("weight")
-            weight = weight.reshape(weight.shape[0], *[1] * (x.dim() - 2), -1)
-            with swapped([(self, "weight")], [weight]):
-                return super(Expanded, self).forward(x)  # type: ignore[no-any-return]
-
-        return self.by_sample(op, 1, hidden_states=hidden_states)
-
-
 class ScaledEmbedding(Embedding):
     """An embedding that multiplies what it looks up by `embed_scale`; input `(B, *)`."""
 
@@ -91,33 +72,6 @@ class Experts(Alone):
 
 BY_NAME: dict[type[nn.Module], dict[str, str]] = {
     # twin -> the package of each model, its class there
-    FeatureNorm: {
-        "deepseek_v2": "DeepseekV2RMSNorm",
-        "deepseek_v3": "DeepseekV3RMSNorm",
-        "gemma": "GemmaRMSNorm",
-        "gemma2": "Gemma2RMSNorm",
-        "gemma3": "Gemma3RMSNorm",
-        "glm": "GlmRMSNorm",
-        "glm4": "Glm4RMSNorm",
-        "gpt_oss": "GptOssRMSNorm",
-        "granite": "GraniteRMSNorm",
-        "llama": "LlamaRMSNorm",
-        "longt5": "LongT5LayerNorm",
-        "mamba": "MambaRMSNorm",
-        "mistral": "MistralRMSNorm",
-        "mixtral": "MixtralRMSNorm",
-        "mt5": "MT5LayerNorm",
-        "olmo2": "Olmo2RMSNorm",
-        "olmoe": "OlmoeRMSNorm",
-        "phi3": "Phi3RMSNorm",
-        "qwen2": "Qwen2RMSNorm",
-        "qwen2_moe": "Qwen2MoeRMSNorm",
-        "qwen3": "Qwen3RMSNorm",
-        "qwen3_moe": "Qwen3MoeRMSNorm",
-        "smollm3": "SmolLM3RMSNorm",
-        "t5": "T5LayerNorm",
-        "umt5": "UMT5LayerNorm",
-    },
     ScaledEmbedding: {
         "bart": "BartScaledWordEmbedding",
         "gemma": "GemmaTextScaledWordEmbedding",
