@@ -18,8 +18,9 @@ from expanded_nn._traced import note_recorder
 from expanded_nn.recording.backward import Backward, in_transform, running_backward
 from expanded_nn.recording.checkpoints import noted_pass, pass_of_recomputation
 from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recompute, leaves_of
-from expanded_nn.recording.forward import Forward as Forward, Settings as Settings
+from expanded_nn.recording.forward import Forward as Forward
 from expanded_nn.recording.leaf import Leaf, Leaves, Location
+from expanded_nn.recording.owner import Settings as Settings
 from expanded_nn.recording.passes import Pass, Passes, PassStage
 from expanded_nn.recording.sharded import is_shard
 from expanded_nn.recording.stale import stale
