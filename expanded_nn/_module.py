@@ -20,6 +20,7 @@ from expanded_nn._batch import batch_of, tensors
 from expanded_nn._errors import PerSampleError, complaint, refuse_other_kind
 from expanded_nn._escalate import Learned
 from expanded_nn._lift import lifted
+from expanded_nn._meanwhile import meanwhile
 from expanded_nn._shared import owned
 from expanded_nn.recording.expand import Recompute
 from expanded_nn.recording.recorder import Forward, Recorder, Settings
@@ -278,14 +279,10 @@ class Expanded(PerSampleModule):
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
         """Inside the general rule's `vmap`: on the whole batch if it can be, sample by sample otherwise."""
-        originals, recorder.originals = recorder.originals, None
-        assert originals is not None
-        knows_samples = recorder.settings.batch_first or hasattr(self, "batch_first")
-        try:
-            liftable = knows_samples and torch.is_grad_enabled()
-            result = lifted(self, originals, args, kwargs) if liftable else NotImplemented
-        finally:
-            recorder.originals = originals
+        originals, result = recorder.originals, NotImplemented
+        if torch.is_grad_enabled() and (recorder.settings.batch_first or hasattr(self, "batch_first")):
+            with meanwhile(recorder, originals=None):
+                result = lifted(self, originals or {}, args, kwargs)
         return super().forward(*args, **kwargs) if result is NotImplemented else result
 
     def expanded(self, name: str) -> Any:
@@ -308,16 +305,11 @@ class Expanded(PerSampleModule):
         parametrization = cast(nn.Module, self.parametrizations[name])  # type: ignore[index]
 
         def again(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-            given = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
-            named = {key: given[id(own)] for key, own in parametrization.named_parameters() if id(own) in given}
-            training = [each for each in parametrization.modules() if each.training]
-            try:
-                for each in training:  # spectral_norm takes a step of its iteration in every training forward
-                    each.training = False
+            value_of = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
+            named = {key: value_of[id(own)] for key, own in parametrization.named_parameters() if id(own) in value_of}
+            # spectral_norm takes a step of its iteration in every training forward
+            with meanwhile(*parametrization.modules(), training=False):
                 return cast(Tensor, functional_call(parametrization, named, ()))
-            finally:
-                for each in training:
-                    each.training = True
 
         return again
 

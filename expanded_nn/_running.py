@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -36,19 +36,6 @@ def leaves_behind(outputs: Iterable[Tensor]) -> list[Tensor]:
     """The leaf tensors with gradients that outputs were computed from."""
     nodes = [node for output in outputs for node in graph_of(output.grad_fn)]
     return list({id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}.values())
-
-
-@contextmanager
-def grads_kept(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Clears the gradients of tensors, and restores them afterwards."""
-    grads = [leaf.grad for leaf in leaves]
-    try:
-        for leaf in leaves:
-            leaf.grad = None
-        yield
-    finally:
-        for leaf, grad in zip(leaves, grads, strict=True):
-            leaf.grad = grad
 
 
 def _seed(seed: int) -> None:

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._batch import tensors
 from expanded_nn._errors import PerSampleError
+from expanded_nn._meanwhile import meanwhile
 from expanded_nn._module import PerSampleModule
 
 
@@ -152,14 +153,8 @@ class ErrorCollector:
             self.failed = self.failed or who
             raise
         members = [member for member in module.modules() if isinstance(member, PerSampleModule)]
-        recorders = [member._recorder for member in members]
-        try:
-            for member in members:
-                member._recorder = None
+        with meanwhile(*members, _recorder=None):
             return forward(*args, **kwargs)
-        finally:
-            for member, recorder in zip(members, recorders, strict=True):
-                member._recorder = recorder
 
 
 def name_of(path: str, module: nn.Module) -> str:

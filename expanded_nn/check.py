@@ -19,9 +19,10 @@ from expanded_nn._errors import (
     shown,
 )
 from expanded_nn._loop import Loop, listed
+from expanded_nn._meanwhile import meanwhile
 from expanded_nn._module import PerSampleModule
 from expanded_nn._report import Findings, Problem, Report as Report
-from expanded_nn._running import Call, Runner, Step, grads_kept, leaves_behind, undisturbed
+from expanded_nn._running import Call, Runner, Step, leaves_behind, undisturbed
 from expanded_nn._samples import GivenLosses, Layout, difference, first_mixed, last_mixed, layer_without_samples
 from expanded_nn._steady import WithoutChance, WithoutDropout
 from expanded_nn._trace import ErrorCollector, Trace, name_of
@@ -187,7 +188,7 @@ class _Check:
             remedy = "Switch per_sample(False) on the other model for the check."
             self.complain("outside", recorder.name_of(leaf), found, "one model in per-sample mode", remedy)
             return
-        with grads_kept(leaves):
+        with meanwhile(*leaves, grad=None):
             self.compare()
 
     def compare(self) -> None:

@@ -8,6 +8,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from expanded_nn._lift import swapped
+from expanded_nn._meanwhile import meanwhile
 from expanded_nn._module import Expanded, Root
 from expanded_nn._registry import expands
 from expanded_nn.layers.alone import Alone
@@ -59,15 +60,9 @@ class Experts(Alone):
     """A mixture of experts that folds the samples into rows, by the implementation that `vmap` can follow."""
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        configs: list[Any] = [each.config for each in self.modules() if hasattr(each, "config")]
-        before = [each._experts_implementation for each in configs]
-        try:
-            for each in configs:
-                each._experts_implementation = "batched_mm"
+        configs = [module.config for module in self.modules() if hasattr(module, "config")]
+        with meanwhile(*configs, _experts_implementation="batched_mm"):
             return super()._plain_forward(*args, **kwargs)
-        finally:
-            for each, implementation in zip(configs, before, strict=True):
-                each._experts_implementation = implementation
 
 
 BY_NAME: dict[type[nn.Module], dict[str, str]] = {

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from expanded_nn._errors import PerSampleError
 from expanded_nn._lift import quiet_fallbacks
+from expanded_nn._meanwhile import meanwhile
 from expanded_nn._modes import in_own_dtype, no_torch_function, refuse_batched
 from expanded_nn._storage import Recycled
 from expanded_nn.core.terms import Dense
@@ -78,11 +79,8 @@ class ExpandComputed(torch.autograd.Function):
         dense = rows.dense() if isinstance(rows, FactoredTensor) else rows
         if torch.is_grad_enabled():
             return None, None, *computed.differentiable(ctx.saved_tensors, dense)
-        computed.owner.leaves.is_paused = True
-        try:
+        with meanwhile(computed.owner.leaves, is_paused=True):
             grads = torch.autograd.grad(computed.weight, leaves, dense, retain_graph=True, is_grads_batched=True)
-        finally:
-            computed.owner.leaves.is_paused = False
         return None, None, *grads
 
 

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from enum import Enum, auto
+from typing import Any
 
 
 class PassStage(Enum):
@@ -46,6 +47,16 @@ class Pass:
         return f"Pass(batch={self.batch}, number={self.number}, stage={self.stage.name})"
 
 
+class _NoGradForward(threading.local):
+    """Of each thread.
+
+    Attributes:
+        call: The module, B and the inputs of the outermost forward that runs without gradients, if one does.
+    """
+
+    call: tuple[Any, int | None, Any] | None = None
+
+
 class Passes:
     """The passes of one model.
 
@@ -55,8 +66,7 @@ class Passes:
         current: The last pass that a forward could join; the next forward of as many samples does if it is OPEN.
         alive: The passes that something keeps alive, and dead references.
         opened: How many passes there have been.
-        no_grad_forward: In its `call`, for each thread, the module, B and the inputs of the outermost forward that runs
-            without gradients.
+        no_grad_forward: The outermost forward that runs without gradients.
         kept: Passes that are kept alive here, as their reentrant checkpoint has left no node to note them on.
     """
 
@@ -65,7 +75,7 @@ class Passes:
         self.alive: list[weakref.ref[Pass]] = []
         self.opened = 0
         self.kept: list[Pass] = []
-        self.no_grad_forward = threading.local()
+        self.no_grad_forward = _NoGradForward()
 
     def joined_or_new(self, batch: int) -> Pass:
         """The pass of a forward of so many samples."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from threading import get_ident
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
 from expanded_nn._escalate import Escalation
+from expanded_nn._meanwhile import meanwhile
 from expanded_nn._traced import note_recorder
 from expanded_nn.recording.backward import Backward, in_transform, running_backward
 from expanded_nn.recording.checkpoints import noted_pass, pass_of_recomputation
@@ -176,17 +177,12 @@ class Recorder:
 
     def open_forward(self, module: nn.Module, batch: int | None, inputs: Any) -> Forward:
         """The forward of `module`, where none runs yet: it begins a pass, or joins the last."""
-        outermost = getattr(self.passes.no_grad_forward, "call", None)  # in which gradients were switched on
+        outermost = self.passes.no_grad_forward.call  # in which gradients were switched on
         return Forward(self, *(outermost or (module, batch, inputs)))
 
-    @contextmanager
-    def without_gradients(self, module: nn.Module, batch: int | None, inputs: Any) -> Iterator[None]:
+    def without_gradients(self, module: nn.Module, batch: int | None, inputs: Any) -> AbstractContextManager[None]:
         """Runs an outermost forward without gradients; layers within it may switch them on."""
-        self.passes.no_grad_forward.call = (module, batch, inputs)
-        try:
-            yield
-        finally:
-            self.passes.no_grad_forward.call = None
+        return meanwhile(self.passes.no_grad_forward, call=(module, batch, inputs))
 
     @property
     def in_forward(self) -> bool:
@@ -195,7 +191,7 @@ class Recorder:
 
     def in_any_forward(self) -> bool:
         """Whether a forward runs, with or without gradients."""
-        return self.in_forward or getattr(self.passes.no_grad_forward, "call", None) is not None
+        return self.in_forward or self.passes.no_grad_forward.call is not None
 
     def refuse_other_thread(self, module: nn.Module) -> None:
         """Raises if another thread is in the middle of a forward, whose pass this one would share."""
@@ -305,23 +301,13 @@ class Recorder:
         elif self.forward is not None:
             self.forward.will_run_again = True
 
-    @contextmanager
-    def in_general_rule(self, originals: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
+    def in_general_rule(self, originals: Mapping[tuple[nn.Module, str], Tensor]) -> AbstractContextManager[None]:
         """Makes layers run their plain forward or, if they can, on the whole batch with these parameters."""
-        before, self.originals = self.originals, originals
-        try:
-            yield
-        finally:
-            self.originals = before
+        return meanwhile(self, originals=originals)
 
-    @contextmanager
-    def layout(self, *, batch_first: bool) -> Iterator[None]:
+    def layout(self, *, batch_first: bool) -> AbstractContextManager[None]:
         """Sets `batch_first` for the layers that a module with a layout of its own calls."""
-        before, self.settings = self.settings, replace(self.settings, batch_first=batch_first)
-        try:
-            yield
-        finally:
-            self.settings = before
+        return meanwhile(self, settings=replace(self.settings, batch_first=batch_first))
 
     # Backward: rows.
 
