@@ -111,7 +111,7 @@ def refuse_gradients_without_rows(
             return False
         # with accumulate_grad=False earlier clippings have added there; zeros are a gradient that was cleared
         is_clipped = any(recorder.is_clipped(parameter) for recorder in recorders)
-        return not is_clipped and not is_zero(_values(parameter.grad))
+        return not is_clipped and not is_zero(parameter.grad)
 
     unaccounted = [name for name, parameter in parameters.items() if is_unaccounted(parameter)]
     if unaccounted:
@@ -123,11 +123,6 @@ def refuse_gradients_without_rows(
             "If that gradient is left from an earlier step, clear it: optimizer.zero_grad(). If it is of this step, "
             "use the parameter through its layer, or through expanded_nn.expanded(weight).",
         )
-
-
-def _values(grad: Tensor | None) -> Tensor:
-    assert grad is not None
-    return grad._values() if grad.is_sparse else grad
 
 
 class Part(NamedTuple):
@@ -214,8 +209,8 @@ def _vanishing(rows: Tensor) -> Tensor:  # (B,)
     zero = []
     for size, terms in as_factored(rows).blocks:
         of_block = torch.ones(size, dtype=torch.bool, device=rows.device)
-        for each in terms:
-            factors = [factor for factor in each.term.factors if factor.is_floating_point() and factor.numel()]
+        for guarded in terms:
+            factors = [factor for factor in guarded.term.factors if factor.is_floating_point() and factor.numel()]
             vanishing = [factor.reshape(factor.shape[0], -1).eq(0).all(1) for factor in factors]
             of_block = of_block & torch.stack(vanishing).any(0) if vanishing else of_block
         zero.append(of_block)

@@ -184,7 +184,7 @@ def _is_slice(layer: Reader, x: Tensor) -> bool:
         return False
     forward = forward_of(layer)
     samples: Sequence[Tensor] = () if forward is None else forward.samples
-    wholes = [each for each in samples if each is base or (each._base is base and each.numel() > x.numel())]
+    wholes = [whole for whole in samples if whole is base or (whole._base is base and whole.numel() > x.numel())]
     if base.shape[0] == 1 or (not wholes and base.dim() < x.dim()):  # one that all samples share
         return False
     return any(_leaves_out(x, whole, batch) for whole in wholes or [base])
@@ -293,12 +293,12 @@ def _are_positions(index: Tensor, *, usually: bool) -> bool:
         usually: The answer with which a step goes on that is traced.
     """
     if index.dim() == 1:
-        found = (index.diff() == 1).all()
+        condition = (index.diff() == 1).all()
     elif index.dim() != 2 or index.shape[0] != index.shape[1] or index.shape[0] < 4:
         return False  # smaller matrices have equal diagonals by chance
     else:
-        found = (index[1:, 1:] == index[:-1, :-1]).all() & (index != index[0, 0]).any()
+        condition = (index[1:, 1:] == index[:-1, :-1]).all() & (index != index[0, 0]).any()
     if is_traced():
-        assume(found == usually)
+        assume(condition == usually)
         return usually
-    return bool(found)
+    return bool(condition)

@@ -40,7 +40,7 @@ AS_BEFORE: Any = _AsBefore()
 
 def _show_plain_forward(kind: type[PerSampleModule]) -> None:
     """Gives the forward of a twin the signature and the docstring of the plain class's."""
-    ancestors = (each for each in kind.__mro__ if not issubclass(each, PerSampleModule) and "forward" in vars(each))
+    ancestors = (base for base in kind.__mro__ if not issubclass(base, PerSampleModule) and "forward" in vars(base))
     plain: Any = next(ancestors, nn.Module)
     own: Any = kind.forward
     if plain is nn.Module or getattr(own, "__wrapped__", None) is plain.forward:
@@ -273,8 +273,8 @@ class Expanded(PerSampleModule):
             # of a user's own module only a single result is known to have its samples where its input has them
             results = list(tensors(result)) if self.ranks else [result]
             dims = [self._samples_dim, *self.sample_dims(len(results))[1:]]
-            for each, dim in zip(results, dims, strict=False):
-                forward.note_shared(self, each, dim)
+            for shared_result, dim in zip(results, dims, strict=False):
+                forward.note_shared(self, shared_result, dim)
         return result
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
@@ -353,7 +353,7 @@ class Expanded(PerSampleModule):
         first = next(iter(inputs.values()))
         dim = self._samples_dim if first.dim() > feature_dims + 1 else 0
         if dim and first.dim() == 2:
-            self.refuse_square(first)
+            _layout.refuse_square(self, first)
         moved = [self.checked(x, feature_dims, dim=dim, argument=argument) for argument, x in inputs.items()]
         if dim:
             return function(*(x.transpose(0, dim) for x in moved)).transpose(0, dim)
@@ -373,10 +373,6 @@ class Expanded(PerSampleModule):
     def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError:
         """What to say of an argument whose samples this layer cannot tell apart."""
         return _layout.refusal(self, found, wanted, remedy)
-
-    def refuse_square(self, x: Tensor) -> None:
-        """Raises for `(B, B)` in a time-first model."""
-        _layout.refuse_square(self, x)
 
     def _note_input(self, *, shared: bool) -> None:
         """The forward hears whether an input has one row that all samples share."""
@@ -427,15 +423,16 @@ def switch(model: nn.Module, settings: Settings, *, mode: bool) -> None:
         module._recorder, module._settings = recorder, settings
         if not settings.escalate:
             module._learn(None)
-    for each in former:
-        each.close(members)
+    for former_recorder in former:
+        former_recorder.close(members)
     _prepare(model.parameters())
     if recorder is not None:
         recorder.adopt(model)
 
 
 def _refuse_unconverted(model: nn.Module) -> None:
-    inside = {id(each) for module in model.modules() if isinstance(module, Expanded) for each in module.modules()}
+    layers = (module for module in model.modules() if isinstance(module, Expanded))
+    inside = {id(member) for layer in layers for member in layer.modules()}
     for name, module in model.named_modules():
         if id(module) not in inside and any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             raise complaint(

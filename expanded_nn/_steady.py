@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-OURS = {"_parameters", "_modules", "_recorder", "_settings", "_compared", "_ways", "_ranks", "_shared_seen", "_learned"}
+# what the library keeps in the attributes of a module, and what torch does
+OWN_STATE = ("_recorder", "_settings", "_compared", "_ways", "_ranks", "_shared_seen", "_learned")
+OURS = {"_parameters", "_modules", *OWN_STATE}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_struct
 
 from expanded_nn._batch import batch_dim, contents, has_derivatives
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._layout import refuse_square
 from expanded_nn._lift import Slot, quiet_fallbacks, swapped
 from expanded_nn._modes import as_it_is, checkpoint_hooks, running_backward
 from expanded_nn._module import Expanded
@@ -431,7 +432,7 @@ class General(Expanded):
             return None
         dim = self._dim_of(leaf)
         if dim and leaf.dim() == 2:
-            self.refuse_square(leaf)
+            refuse_square(self, leaf)
         return dim if leaf.shape[dim] == batch else None
 
     def _dim_of(self, tensor: Tensor) -> int:

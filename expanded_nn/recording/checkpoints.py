@@ -42,7 +42,7 @@ def pass_of_recomputation(recorder: Owner, module: nn.Module, batch: int | None)
         )
     recorder.backward.enter(delivers=False)
     node, noted = running_node(), noted_pass()
-    alive = [pass_ for ref in recorder.passes.alive if (pass_ := ref()) is not None]
+    alive = recorder.passes.living()
     is_sure = len(alive) == 1 and alive[0].stage is not PassStage.DONE
     behind = [noted] if noted is not None else [] if is_sure else passes_behind(node, recorder)
     if not behind and all(pass_.stage is PassStage.DONE for pass_ in alive):

@@ -76,7 +76,7 @@ class ExpandComputed(torch.autograd.Function):
         leaves = computed.leaves
         if rows.shape[0] == 0:
             return None, None, *(leaf.new_zeros(0, *leaf.shape) for leaf in leaves)
-        dense = rows.dense() if isinstance(rows, FactoredTensor) else rows
+        dense = materialized(rows)
         if torch.is_grad_enabled():
             return None, None, *computed.differentiable(ctx.saved_tensors, dense)
         with meanwhile(computed.owner.leaves, is_paused=True):

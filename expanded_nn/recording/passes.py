@@ -91,6 +91,10 @@ class Passes:
         self.alive.append(weakref.ref(pass_))
         return pass_
 
+    def living(self) -> list[Pass]:
+        """The passes that something keeps alive."""
+        return [pass_ for ref in self.alive if (pass_ := ref()) is not None]
+
     def recomputed(self, batch: int | None, behind: Iterable[Pass]) -> list[Pass]:
         """The passes that a forward inside a backward, as a checkpoint makes it, may belong to: one, if all is well.
 
@@ -102,7 +106,7 @@ class Passes:
             batch: How many samples its arguments hold; a single one may be shared by all samples.
             behind: The passes in the graph behind the running node, if any are known.
         """
-        candidates = list(behind) or [pass_ for ref in self.alive if (pass_ := ref()) is not None]
+        candidates = list(behind) or self.living()
         # only a second backward on a retained graph runs a forward of a pass that is done
         candidates = [pass_ for pass_ in candidates if pass_.stage is not PassStage.DONE] or candidates
         if len(candidates) > 1:
@@ -111,9 +115,8 @@ class Passes:
 
     def backward_is_over(self) -> None:
         """Ends a backward: the passes that it has reached are done."""
-        for ref in self.alive:
-            pass_ = ref()
-            if pass_ is not None and pass_.stage is PassStage.REACHED:
+        for pass_ in self.living():
+            if pass_.stage is PassStage.REACHED:
                 pass_.stage = PassStage.DONE
         self.kept = [pass_ for pass_ in self.kept if pass_.stage is not PassStage.DONE]
         if self.current is not None and self.current.stage is PassStage.DONE:

@@ -82,8 +82,8 @@ class Recorder:
     def adopt(self, module: nn.Module) -> None:
         """Makes a module, with all within it, a part of the model."""
         members = set(module.modules())
-        self.roots = [ref for ref in self.roots if (root := ref()) is not None and root not in members]
-        self.roots.append(weakref.ref(module))
+        others = [root for root in self.living_roots() if root not in members]
+        self.roots = [weakref.ref(root) for root in (*others, module)]
         self.watch_all()
         for member in self.modules():
             for name, parameter in member._parameters.items():
@@ -98,9 +98,13 @@ class Recorder:
         if not hasattr(parameter, "grad_sample"):
             parameter.grad_sample = None  # type: ignore[attr-defined]
 
+    def living_roots(self) -> list[nn.Module]:
+        """The roots that are still there."""
+        return [root for ref in self.roots if (root := ref()) is not None]
+
     def modules(self) -> Iterator[nn.Module]:
         """All modules of the model, but those that another recorder has taken over."""
-        waiting = [root for ref in reversed(self.roots) if (root := ref()) is not None]
+        waiting = self.living_roots()[::-1]
         seen = set()
         while waiting:  # takes a third of the time of torch's `modules()`
             module = waiting.pop()
@@ -158,7 +162,7 @@ class Recorder:
 
     def name_of(self, member: nn.Module | Tensor) -> str:
         """The qualified name of a parameter, or of a module with its class; for errors."""
-        roots = [root for ref in self.roots if (root := ref()) is not None]
+        roots = self.living_roots()
         if isinstance(member, nn.Module):
             names = (name for root in roots for name, module in root.named_modules() if module is member)
             name = next(names, "")
@@ -276,7 +280,7 @@ class Recorder:
         """`expand`, for a use of a weight outside of the layers: in the forward that runs, or after the last one."""
         if self.forward is not None:
             return self.expand(weight)
-        model = next((root for ref in self.roots if (root := ref()) is not None), None)
+        model = next(iter(self.living_roots()), None)
         if model is not None and running_backward() >= 0:
             with Forward(self, model, None, ()):  # in the pass that a checkpoint's forward was in
                 return self.expand(weight)
@@ -473,7 +477,7 @@ class Recorder:
         self.expanded.clear()
         self.store.clear()
         leaving = set(leaving)
-        self.roots = [ref for ref in self.roots if (root := ref()) is not None and root not in leaving]
+        self.roots = [weakref.ref(root) for root in self.living_roots() if root not in leaving]
         self.watch_all()
 
 
