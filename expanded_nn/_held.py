@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint, refuse_no_model
-from expanded_nn._module import Expanded, PerSampleModule, all_parameters
+from expanded_nn._module import Expanded, all_parameters, recorders_of
 from expanded_nn._rows import widened
 from expanded_nn._traced import assume, is_traced, note_recorder
 from expanded_nn.core import cost
@@ -33,9 +33,8 @@ def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[
     """
     refuse_no_model(who, model)
     parameters = dict(model.named_parameters())
-    modules = [module for module in model.modules() if isinstance(module, PerSampleModule)]
-    expanded = [module for module in modules if isinstance(module, Expanded) and module._recorder is not None]
-    expandable = {id(parameter) for module in expanded for parameter in all_parameters(module)}
+    layers = [module for module in model.modules() if isinstance(module, Expanded) and module._recorder is not None]
+    expandable = {id(parameter) for layer in layers for parameter in all_parameters(layer)}
     lacking = [name for name, p in parameters.items() if p.requires_grad and id(p) not in expandable]
     if lacking:
         raise complaint(
@@ -46,7 +45,7 @@ def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[
             "Switch it on before the forward: model.per_sample(True) if the model is converted, "
             "convert(model, inplace=True).per_sample(True) if not.",
         )
-    recorders = list(dict.fromkeys(module._recorder for module in modules if module._recorder is not None))
+    recorders = recorders_of(model)
     for recorder in recorders:
         note_recorder(recorder)
         recorder.drop_outdated_rows()

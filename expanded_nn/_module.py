@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from expanded_nn import _layout
 from expanded_nn._batch import batch_of, tensors
-from expanded_nn._errors import PerSampleError, complaint, refuse_other_kind
+from expanded_nn._errors import PerSampleError, complaint, named, refuse_other_kind
 from expanded_nn._escalate import Learned
 from expanded_nn._lift import lifted
 from expanded_nn._meanwhile import meanwhile
@@ -418,7 +418,7 @@ def switch(model: nn.Module, settings: Settings, *, mode: bool) -> None:
         _refuse_unconverted(model)
     recorder = Recorder(settings) if mode else None
     members = [module for module in model.modules() if isinstance(module, PerSampleModule)]
-    former = dict.fromkeys(module._recorder for module in members if module._recorder is not None)
+    former = recorders_of(model)
     for module in members:
         module._recorder, module._settings = recorder, settings
         if not settings.escalate:
@@ -430,13 +430,19 @@ def switch(model: nn.Module, settings: Settings, *, mode: bool) -> None:
         recorder.adopt(model)
 
 
+def recorders_of(model: nn.Module) -> list[Recorder]:
+    """The recorders of a model: several if parts of it were switched on alone, none with the mode off."""
+    recorders = [module._recorder for module in model.modules() if isinstance(module, PerSampleModule)]
+    return [recorder for recorder in dict.fromkeys(recorders) if recorder is not None]
+
+
 def _refuse_unconverted(model: nn.Module) -> None:
     layers = (module for module in model.modules() if isinstance(module, Expanded))
     inside = {id(member) for layer in layers for member in layer.modules()}
     for name, module in model.named_modules():
         if id(module) not in inside and any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             raise complaint(
-                f"{name} ({type(module).__name__})" if name else type(module).__name__,
+                named(name, module),
                 "the module holds parameters but is a plain one",
                 "its expanded twin",
                 "Convert the model first: convert(model, inplace=True).",

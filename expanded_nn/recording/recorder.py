@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._errors import complaint
+from expanded_nn._errors import complaint, named
 from expanded_nn._escalate import Escalation
 from expanded_nn._meanwhile import meanwhile
 from expanded_nn._traced import note_recorder
@@ -165,8 +165,7 @@ class Recorder:
         roots = self.living_roots()
         if isinstance(member, nn.Module):
             names = (name for root in roots for name, module in root.named_modules() if module is member)
-            name = next(names, "")
-            return f"{name} ({type(member).__name__})" if name else type(member).__name__
+            return named(next(names, ""), member)
         names = (name for root in roots for name, parameter in root.named_parameters() if parameter is member)
         return next(names, "a parameter")
 
