@@ -56,10 +56,6 @@ class Reader(Member, Protocol):
     @property
     def _samples_dim(self) -> int: ...
 
-    def _note_input(self, *, shared: bool) -> None: ...
-
-    def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError: ...
-
 
 class IndexReader(Reader, Protocol):
     """A layer that looks entries up.
@@ -88,6 +84,13 @@ def refusal(module: Member, found: str, wanted: str, remedy: str) -> PerSampleEr
     return error
 
 
+def note_input(layer: Member, *, shared: bool) -> None:
+    """The forward hears whether an input has one row that all samples share."""
+    forward = forward_of(layer)
+    if forward is not None:
+        forward.notes.inputs_shared.append(shared)
+
+
 def note_shared_result(layer: Reader, result: Tensor) -> None:
     """A result for what all samples share has its samples first, though they stand second in larger inputs."""
     forward = forward_of(layer)
@@ -103,14 +106,15 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
     """
     batch = layer.pass_batch_size
     if x.dim() <= feature_dims:
-        raise layer._refusal(
+        raise refusal(
+            layer,
             f"{argument} has shape {tuple(x.shape)}, no batch dimension",
             f"{feature_dims + 1} dimensions or more, the samples in dimension {dim}",
             f"Call it with {argument}.unsqueeze({dim}) for one sample, or for one that all samples share.",
         )
     rows = x.shape[dim]
     if rows in (1, batch) and batch > 1:
-        layer._note_input(shared=rows == 1)
+        note_input(layer, shared=rows == 1)
     if rows == batch:
         return x
     if rows != 1:
@@ -118,7 +122,8 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
     if _is_slice(layer, x):
         raise _slice_refusal(layer, x, argument)
     if x.requires_grad and comes_from_rows(x):
-        raise layer._refusal(
+        raise refusal(
+            layer,
             f"{argument} of shape {tuple(x.shape)} has one row, but was computed from {batch} rows",
             "one row per sample",
             "A layer's output has one row per sample even where its input is shared: leave out an unsqueeze(0) "
@@ -136,7 +141,8 @@ def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleE
     forward = forward_of(layer)
     said = "one_pass" if forward is not None and forward.is_explicit else "the first tensor of the call"
     fold = f"folded batch of {batch} x {rows // batch}" if batch and rows % batch == 0 else "other rows"
-    return layer._refusal(
+    return refusal(
+        layer,
         f"{argument} has shape {tuple(x.shape)}, {rows} rows in dimension {dim} ({fold})",
         f"{batch} rows, one per sample, or 1 that all share",
         f"{guess}Keep the batch in a dimension of its own (unflatten it); or send the module that folds it through the "
@@ -160,13 +166,14 @@ def refuse_other_than_sequences(module: Member, argument: str, x: Tensor, dim: i
 def refuse_other_count(layer: Reader, count: int, found: str, remedy: str) -> None:
     """Raises where an input says otherwise than by its shape that it has not B samples."""
     if count != layer.pass_batch_size:
-        raise layer._refusal(found, f"{layer.pass_batch_size}, one per sample", remedy)
+        raise refusal(layer, found, f"{layer.pass_batch_size}, one per sample", remedy)
 
 
 def refuse_square(layer: Reader, x: Tensor) -> None:
     """Raises for `(B, B)` in a time-first model: samples by features, or positions by samples."""
     if tuple(x.shape) == (layer.pass_batch_size, layer.pass_batch_size) and layer.pass_batch_size > 1:
-        raise layer._refusal(
+        raise refusal(
+            layer,
             f"input of shape {tuple(x.shape)} in a model with batch_first=False may have its samples first or second",
             "a shape that says which",
             "Say it with another dimension: input.unsqueeze(0) where the samples stand first, and input.unsqueeze(-1) "
@@ -199,7 +206,8 @@ def _leaves_out(x: Tensor, whole: Tensor, batch: int) -> bool:
 
 def _slice_refusal(layer: Reader, x: Tensor, argument: str) -> PerSampleError:
     base = () if x._base is None else tuple(x._base.shape)
-    return layer._refusal(
+    return refusal(
+        layer,
         f"{argument} of shape {tuple(x.shape)} is a slice of a tensor of shape {base}",
         f"all {layer.pass_batch_size} samples at once",
         "Call the layer on the whole batch; for a loop over the samples, switch per_sample(False). Expand a slice "
@@ -220,7 +228,8 @@ def index_by_sample(layer: IndexReader, index: Tensor) -> tuple[Tensor, int]:
     dim = layer._samples_dim if index.dim() > 1 else 0
     rows = index.shape[dim] if index.dim() else None
     if batch > 1 and (index.shape == (1,) or (rows == batch and _may_be_positions(layer, index))):
-        raise layer._refusal(
+        raise refusal(
+            layer,
             f"input has shape {tuple(index.shape)} and may be positions that all {batch} samples share, or one row "
             "per sample",
             "an index that can be read in one way only",
@@ -228,16 +237,16 @@ def index_by_sample(layer: IndexReader, index: Tensor) -> tuple[Tensor, int]:
             "squeeze(1) after it for samples.",
         )
     if rows == batch:
-        layer._note_input(shared=False)
+        note_input(layer, shared=False)
         return index.transpose(0, dim), dim
     if _is_slice(layer, index) and not (index.dim() == 1 and _are_positions(index, usually=True)):
         raise _slice_refusal(layer, index, "input")
     if rows == 1 and index.dim() > 1:
-        layer._note_input(shared=batch > 1)
+        note_input(layer, shared=batch > 1)
         return index.transpose(0, dim).expand(batch, *[-1] * (index.dim() - 1)), dim
     if batch > 1:
         _refuse_other_batch(layer, index, dim)
-    layer._note_input(shared=batch > 1)
+    note_input(layer, shared=batch > 1)
     forward = forward_of(layer)
     if forward is not None:
         forward.notes.broadcast.append(cast(nn.Module, layer))
@@ -277,7 +286,8 @@ def _refuse_other_batch(layer: Reader, index: Tensor, dim: int) -> None:
     sizes = [size for size in index.shape[: dim + 1] if size > 1 and (size % batch == 0 or batch % size == 0)]
     if sizes and not _are_positions(index, usually=True):
         kind = f"folded batch of {batch} x {sizes[0] // batch}" if sizes[0] > batch else f"part of {batch}"
-        raise layer._refusal(
+        raise refusal(
+            layer,
             f"input has shape {tuple(index.shape)}, {sizes[0]} rows ({kind})",
             f"{batch} rows, one per sample, or an index without a batch dimension that all share",
             f"Keep the batch in a dimension of its own (unflatten it); call it with index.unsqueeze({dim}) if all "

@@ -374,12 +374,6 @@ class Expanded(PerSampleModule):
         """What to say of an argument whose samples this layer cannot tell apart."""
         return _layout.refusal(self, found, wanted, remedy)
 
-    def _note_input(self, *, shared: bool) -> None:
-        """The forward hears whether an input has one row that all samples share."""
-        forward = _layout.forward_of(self)
-        if forward is not None:
-            forward.notes.inputs_shared.append(shared)
-
     def _is_batched(self, name: str, parameter: Tensor) -> bool:
         return name in self.ranks and parameter.dim() == self.ranks[name] + 1
 

@@ -1,18 +1,4 @@
-"""Random projections of whole gradients to a few numbers, from the factors.
-
-For two matrices `g ⊗ a` is one of rank one, and a sum of such is a row. A count sketch whose bucket and sign are those
-of the row's two sides added and multiplied, `h(out) + h'(in)` and `s(out) s'(in)`, maps `g ⊗ a` to the circular
-convolution of the sketches of `g` and of `a` (Pham and Pagh, 2013, "Fast and scalable polynomial kernels via explicit
-feature maps"), so that the row itself need not be made. Here the buckets are those of a matrix that is shuffled on both
-sides, laid out along the longer one with a gap after each line that makes the distance of two lines prime to `dim`, and
-wrapped around after `dim` numbers. With `in` the longer side:
-
-    h(out) = width * (place of out) + shift,    h'(in) = place of in,    both mod dim.
-
-Of a dense row the sketch is then the sum of pieces of `dim` numbers, one after the other. And as the places on each
-side are all different, two numbers that have an index in common never share a bucket, unless a side is longer than
-`dim`: where independent hashes put two indices of one side into one bucket, they do so for all indices of the other.
-"""
+"""Random projections of whole gradients to a few numbers, from the factors; `core/sketch.py` has their mathematics."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_struct
 
 from expanded_nn._batch import batch_dim, contents, has_derivatives
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._layout import refuse_square
+from expanded_nn._layout import note_input, refuse_square
 from expanded_nn._lift import Slot, quiet_fallbacks, swapped
 from expanded_nn._modes import as_it_is, checkpoint_hooks, running_backward
 from expanded_nn._module import Expanded
@@ -181,7 +181,7 @@ class General(Expanded):
         is_plain = not kwargs and all(type(each) is Tensor for each in args)
         leaves = list(args) if is_plain else tree_leaves((args, kwargs))
         dims = [self._sample_dim(leaf, batch) for leaf in leaves]
-        self._note_input(shared=batch > 1 and all(dim is None for dim in dims))
+        note_input(self, shared=batch > 1 and all(dim is None for dim in dims))
         if self._learned is not None and batch > 1 and all(dim is None for dim in dims):
             raise self._refusal(
                 "no argument has one row per sample", f"{batch} rows", "Call it with a batch of inputs."

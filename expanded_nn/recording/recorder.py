@@ -95,8 +95,6 @@ class Recorder:
         self._leaf(parameter).is_member = True
         if parameter.requires_grad:
             self._watched_leaf(parameter)
-        if not hasattr(parameter, "grad_sample"):
-            parameter.grad_sample = None  # type: ignore[attr-defined]
 
     def living_roots(self) -> list[nn.Module]:
         """The roots that are still there."""
@@ -125,8 +123,6 @@ class Recorder:
                 # a guest of functional_call is no nn.Parameter
                 if parameter.requires_grad and isinstance(parameter, nn.Parameter):
                     self._watched_leaf(parameter, module, name)
-                    if not hasattr(parameter, "grad_sample"):
-                        parameter.grad_sample = None  # type: ignore[attr-defined]
 
     def _watched_leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
         """The leaf of a parameter that requires gradients; it is watched from now on."""
