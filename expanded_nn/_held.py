@@ -33,7 +33,8 @@ def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[
     """
     refuse_no_model(who, model)
     parameters = dict(model.named_parameters())
-    layers = [module for module in model.modules() if isinstance(module, Expanded) and module._recorder is not None]
+    modules = list(model.modules())
+    layers = [module for module in modules if isinstance(module, Expanded) and module._recorder is not None]
     expandable = {id(parameter) for layer in layers for parameter in all_parameters(layer)}
     lacking = [name for name, p in parameters.items() if p.requires_grad and id(p) not in expandable]
     if lacking:
@@ -45,7 +46,7 @@ def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[
             "Switch it on before the forward: model.per_sample(True) if the model is converted, "
             "convert(model, inplace=True).per_sample(True) if not.",
         )
-    recorders = recorders_of(model)
+    recorders = recorders_of(modules)
     for recorder in recorders:
         note_recorder(recorder)
         recorder.drop_outdated_rows()

@@ -412,7 +412,7 @@ def switch(model: nn.Module, settings: Settings, *, mode: bool) -> None:
         _refuse_unconverted(model)
     recorder = Recorder(settings) if mode else None
     members = [module for module in model.modules() if isinstance(module, PerSampleModule)]
-    former = recorders_of(model)
+    former = recorders_of(members)
     for module in members:
         module._recorder, module._settings = recorder, settings
         if not settings.escalate:
@@ -424,9 +424,9 @@ def switch(model: nn.Module, settings: Settings, *, mode: bool) -> None:
         recorder.adopt(model)
 
 
-def recorders_of(model: nn.Module) -> list[Recorder]:
-    """The recorders of a model: several if parts of it were switched on alone, none with the mode off."""
-    recorders = [module._recorder for module in model.modules() if isinstance(module, PerSampleModule)]
+def recorders_of(modules: Iterable[nn.Module]) -> list[Recorder]:
+    """The recorders of a model's modules: several if parts of it were switched on alone, none with the mode off."""
+    recorders = [module._recorder for module in modules if isinstance(module, PerSampleModule)]
     return [recorder for recorder in dict.fromkeys(recorders) if recorder is not None]
 
 

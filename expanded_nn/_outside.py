@@ -58,7 +58,7 @@ def one_pass(model: nn.Module, batch_size: int) -> Iterator[None]:
     refuse_no_model("one_pass", model)
     refuse_no_count("one_pass", "batch_size", batch_size)
     with ExitStack() as stack:
-        for recorder in recorders_of(model):
+        for recorder in recorders_of(model.modules()):
             stack.enter_context(recorder.one_pass(model, batch_size))
         yield
 

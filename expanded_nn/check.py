@@ -95,7 +95,7 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
         found, wanted = f"loss is {shown(loss)}", "a function of the model and the arguments"
         remedy = "Write it as check(model, x, y, loss=lambda model, x, y: criterion(model(x), y))."
         raise TypeError(str(complaint("check", found, wanted, remedy)))
-    settings = next((recorder.settings for recorder in recorders_of(model)), Settings())
+    settings = next((recorder.settings for recorder in recorders_of(model.modules())), Settings())
     with undisturbed(), WithoutDropout() if loss is None else WithoutChance() as chance:
         try:
             plain = revert(model)
