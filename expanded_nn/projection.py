@@ -106,7 +106,8 @@ class Projection:
                 by_kind = {(total.dtype, total.device): total for total in totals}
                 for name, tensor in rows.items():
                     self._add(name, tensor, by_kind[tensor.dtype, tensor.device])
-                return _summed([total.result() for total in totals])
+                # in the widest of the dtypes, on the first of the devices
+                return sum((total.result().to(first.device) for total in totals[1:]), start=totals[0].result())
 
     def _add(self, name: str, rows: FactoredTensor, totals: Totals) -> None:
         linear_map = self._map(name, tuple(rows.shape[1:]), rows.device)
@@ -191,11 +192,3 @@ def _drawn_two_sided(seed: int, sizes: tuple[int, int], dim: int, device: torch.
 def _random_signs(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
     bits = torch.randint(2, size, generator=generator, device="cpu")
     return bits.to(torch.float32).mul_(2).sub_(1)
-
-
-def _summed(parts: list[Tensor]) -> Tensor:
-    """The sum, in the widest of the dtypes, on the first of the devices."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part.to(total.device)
-    return total
