@@ -56,6 +56,8 @@ class Reader(Member, Protocol):
     @property
     def _samples_dim(self) -> int: ...
 
+    def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError: ...
+
 
 class IndexReader(Reader, Protocol):
     """A layer that looks entries up.
@@ -106,8 +108,7 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
     """
     batch = layer.pass_batch_size
     if x.dim() <= feature_dims:
-        raise refusal(
-            layer,
+        raise layer._refusal(
             f"{argument} has shape {tuple(x.shape)}, no batch dimension",
             f"{feature_dims + 1} dimensions or more, the samples in dimension {dim}",
             f"Call it with {argument}.unsqueeze({dim}) for one sample, or for one that all samples share.",
@@ -122,8 +123,7 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
     if _is_slice(layer, x):
         raise _slice_refusal(layer, x, argument)
     if x.requires_grad and comes_from_rows(x):
-        raise refusal(
-            layer,
+        raise layer._refusal(
             f"{argument} of shape {tuple(x.shape)} has one row, but was computed from {batch} rows",
             "one row per sample",
             "A layer's output has one row per sample even where its input is shared: leave out an unsqueeze(0) "
@@ -141,8 +141,7 @@ def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleE
     forward = forward_of(layer)
     said = "one_pass" if forward is not None and forward.is_explicit else "the first tensor of the call"
     fold = f"folded batch of {batch} x {rows // batch}" if batch and rows % batch == 0 else "other rows"
-    return refusal(
-        layer,
+    return layer._refusal(
         f"{argument} has shape {tuple(x.shape)}, {rows} rows in dimension {dim} ({fold})",
         f"{batch} rows, one per sample, or 1 that all share",
         f"{guess}Keep the batch in a dimension of its own (unflatten it); or send the module that folds it through the "
@@ -166,14 +165,13 @@ def refuse_other_than_sequences(module: Member, argument: str, x: Tensor, dim: i
 def refuse_other_count(layer: Reader, count: int, found: str, remedy: str) -> None:
     """Raises where an input says otherwise than by its shape that it has not B samples."""
     if count != layer.pass_batch_size:
-        raise refusal(layer, found, f"{layer.pass_batch_size}, one per sample", remedy)
+        raise layer._refusal(found, f"{layer.pass_batch_size}, one per sample", remedy)
 
 
 def refuse_square(layer: Reader, x: Tensor) -> None:
     """Raises for `(B, B)` in a time-first model: samples by features, or positions by samples."""
     if tuple(x.shape) == (layer.pass_batch_size, layer.pass_batch_size) and layer.pass_batch_size > 1:
-        raise refusal(
-            layer,
+        raise layer._refusal(
             f"input of shape {tuple(x.shape)} in a model with batch_first=False may have its samples first or second",
             "a shape that says which",
             "Say it with another dimension: input.unsqueeze(0) where the samples stand first, and input.unsqueeze(-1) "
@@ -206,8 +204,7 @@ def _leaves_out(x: Tensor, whole: Tensor, batch: int) -> bool:
 
 def _slice_refusal(layer: Reader, x: Tensor, argument: str) -> PerSampleError:
     base = () if x._base is None else tuple(x._base.shape)
-    return refusal(
-        layer,
+    return layer._refusal(
         f"{argument} of shape {tuple(x.shape)} is a slice of a tensor of shape {base}",
         f"all {layer.pass_batch_size} samples at once",
         "Call the layer on the whole batch; for a loop over the samples, switch per_sample(False). Expand a slice "
@@ -228,8 +225,7 @@ def index_by_sample(layer: IndexReader, index: Tensor) -> tuple[Tensor, int]:
     dim = layer._samples_dim if index.dim() > 1 else 0
     rows = index.shape[dim] if index.dim() else None
     if batch > 1 and (index.shape == (1,) or (rows == batch and _may_be_positions(layer, index))):
-        raise refusal(
-            layer,
+        raise layer._refusal(
             f"input has shape {tuple(index.shape)} and may be positions that all {batch} samples share, or one row "
             "per sample",
             "an index that can be read in one way only",
@@ -286,8 +282,7 @@ def _refuse_other_batch(layer: Reader, index: Tensor, dim: int) -> None:
     sizes = [size for size in index.shape[: dim + 1] if size > 1 and (size % batch == 0 or batch % size == 0)]
     if sizes and not _are_positions(index, usually=True):
         kind = f"folded batch of {batch} x {sizes[0] // batch}" if sizes[0] > batch else f"part of {batch}"
-        raise refusal(
-            layer,
+        raise layer._refusal(
             f"input has shape {tuple(index.shape)}, {sizes[0]} rows ({kind})",
             f"{batch} rows, one per sample, or an index without a batch dimension that all share",
             f"Keep the batch in a dimension of its own (unflatten it); call it with index.unsqueeze({dim}) if all "
