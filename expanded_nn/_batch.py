@@ -18,8 +18,8 @@ def tensors(value: Any) -> Iterator[Tensor | PackedSequence]:
     elif isinstance(value, Mapping):
         yield from tensors(list(value.values()))
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors(each)
+        for item in value:
+            yield from tensors(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
 
@@ -68,7 +68,7 @@ def own_batch_first(module: nn.Module) -> bool | None:
         return module.batch_first
     if not isinstance(module, (nn.MultiheadAttention, *_OF_ATTENTION)):
         return None
-    return next((each.batch_first for each in module.modules() if isinstance(each, nn.MultiheadAttention)), None)
+    return next((part.batch_first for part in module.modules() if isinstance(part, nn.MultiheadAttention)), None)
 
 
 def has_derivatives(tensor: Tensor) -> bool:

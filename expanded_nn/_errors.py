@@ -65,6 +65,12 @@ class ConversionError(PerSampleError):
     """
 
 
+def named(path: str, module: object) -> str:
+    """A module's qualified name with its class, as errors have it; the root's is the class alone."""
+    kind: str = getattr(module, "shown_as", type(module).__name__)
+    return f"{path} ({kind})" if path else kind
+
+
 def complaint(who: str, found: str, wanted: str, remedy: str) -> PerSampleError:
     """Builds an error in the library's form.
 

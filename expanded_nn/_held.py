@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint, refuse_no_model
-from expanded_nn._module import Expanded, PerSampleModule, all_parameters
+from expanded_nn._module import Expanded, all_parameters, recorders_of
 from expanded_nn._rows import widened
 from expanded_nn._traced import assume, is_traced, note_recorder
 from expanded_nn.core import cost
@@ -33,9 +33,9 @@ def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[
     """
     refuse_no_model(who, model)
     parameters = dict(model.named_parameters())
-    modules = [module for module in model.modules() if isinstance(module, PerSampleModule)]
-    expanded = [module for module in modules if isinstance(module, Expanded) and module._recorder is not None]
-    expandable = {id(parameter) for module in expanded for parameter in all_parameters(module)}
+    modules = list(model.modules())
+    layers = [module for module in modules if isinstance(module, Expanded) and module._recorder is not None]
+    expandable = {id(parameter) for layer in layers for parameter in all_parameters(layer)}
     lacking = [name for name, p in parameters.items() if p.requires_grad and id(p) not in expandable]
     if lacking:
         raise complaint(
@@ -46,7 +46,7 @@ def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[
             "Switch it on before the forward: model.per_sample(True) if the model is converted, "
             "convert(model, inplace=True).per_sample(True) if not.",
         )
-    recorders = list(dict.fromkeys(module._recorder for module in modules if module._recorder is not None))
+    recorders = recorders_of(modules)
     for recorder in recorders:
         note_recorder(recorder)
         recorder.drop_outdated_rows()
@@ -111,7 +111,7 @@ def refuse_gradients_without_rows(
             return False
         # with accumulate_grad=False earlier clippings have added there; zeros are a gradient that was cleared
         is_clipped = any(recorder.is_clipped(parameter) for recorder in recorders)
-        return not is_clipped and not is_zero(_values(parameter.grad))
+        return not is_clipped and not is_zero(parameter.grad)
 
     unaccounted = [name for name, parameter in parameters.items() if is_unaccounted(parameter)]
     if unaccounted:
@@ -123,11 +123,6 @@ def refuse_gradients_without_rows(
             "If that gradient is left from an earlier step, clear it: optimizer.zero_grad(). If it is of this step, "
             "use the parameter through its layer, or through expanded_nn.expanded(weight).",
         )
-
-
-def _values(grad: Tensor | None) -> Tensor:
-    assert grad is not None
-    return grad._values() if grad.is_sparse else grad
 
 
 class Part(NamedTuple):
@@ -214,8 +209,8 @@ def _vanishing(rows: Tensor) -> Tensor:  # (B,)
     zero = []
     for size, terms in as_factored(rows).blocks:
         of_block = torch.ones(size, dtype=torch.bool, device=rows.device)
-        for each in terms:
-            factors = [factor for factor in each.term.factors if factor.is_floating_point() and factor.numel()]
+        for guarded in terms:
+            factors = [factor for factor in guarded.term.factors if factor.is_floating_point() and factor.numel()]
             vanishing = [factor.reshape(factor.shape[0], -1).eq(0).all(1) for factor in factors]
             of_block = of_block & torch.stack(vanishing).any(0) if vanishing else of_block
         zero.append(of_block)

@@ -56,8 +56,6 @@ class Reader(Member, Protocol):
     @property
     def _samples_dim(self) -> int: ...
 
-    def _note_input(self, *, shared: bool) -> None: ...
-
     def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError: ...
 
 
@@ -88,6 +86,13 @@ def refusal(module: Member, found: str, wanted: str, remedy: str) -> PerSampleEr
     return error
 
 
+def note_input(layer: Member, *, shared: bool) -> None:
+    """The forward hears whether an input has one row that all samples share."""
+    forward = forward_of(layer)
+    if forward is not None:
+        forward.notes.inputs_shared.append(shared)
+
+
 def note_shared_result(layer: Reader, result: Tensor) -> None:
     """A result for what all samples share has its samples first, though they stand second in larger inputs."""
     forward = forward_of(layer)
@@ -110,7 +115,7 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
         )
     rows = x.shape[dim]
     if rows in (1, batch) and batch > 1:
-        layer._note_input(shared=rows == 1)
+        note_input(layer, shared=rows == 1)
     if rows == batch:
         return x
     if rows != 1:
@@ -184,7 +189,7 @@ def _is_slice(layer: Reader, x: Tensor) -> bool:
         return False
     forward = forward_of(layer)
     samples: Sequence[Tensor] = () if forward is None else forward.samples
-    wholes = [each for each in samples if each is base or (each._base is base and each.numel() > x.numel())]
+    wholes = [whole for whole in samples if whole is base or (whole._base is base and whole.numel() > x.numel())]
     if base.shape[0] == 1 or (not wholes and base.dim() < x.dim()):  # one that all samples share
         return False
     return any(_leaves_out(x, whole, batch) for whole in wholes or [base])
@@ -228,16 +233,16 @@ def index_by_sample(layer: IndexReader, index: Tensor) -> tuple[Tensor, int]:
             "squeeze(1) after it for samples.",
         )
     if rows == batch:
-        layer._note_input(shared=False)
+        note_input(layer, shared=False)
         return index.transpose(0, dim), dim
     if _is_slice(layer, index) and not (index.dim() == 1 and _are_positions(index, usually=True)):
         raise _slice_refusal(layer, index, "input")
     if rows == 1 and index.dim() > 1:
-        layer._note_input(shared=batch > 1)
+        note_input(layer, shared=batch > 1)
         return index.transpose(0, dim).expand(batch, *[-1] * (index.dim() - 1)), dim
     if batch > 1:
         _refuse_other_batch(layer, index, dim)
-    layer._note_input(shared=batch > 1)
+    note_input(layer, shared=batch > 1)
     forward = forward_of(layer)
     if forward is not None:
         forward.notes.broadcast.append(cast(nn.Module, layer))
@@ -293,12 +298,12 @@ def _are_positions(index: Tensor, *, usually: bool) -> bool:
         usually: The answer with which a step goes on that is traced.
     """
     if index.dim() == 1:
-        found = (index.diff() == 1).all()
+        condition = (index.diff() == 1).all()
     elif index.dim() != 2 or index.shape[0] != index.shape[1] or index.shape[0] < 4:
         return False  # smaller matrices have equal diagonals by chance
     else:
-        found = (index[1:, 1:] == index[:-1, :-1]).all() & (index != index[0, 0]).any()
+        condition = (index[1:, 1:] == index[:-1, :-1]).all() & (index != index[0, 0]).any()
     if is_traced():
-        assume(found == usually)
+        assume(condition == usually)
         return usually
-    return bool(found)
+    return bool(condition)

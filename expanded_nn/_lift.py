@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 Slot = tuple[nn.Module, str]
 
 
-class Call:
+class LiftedCall:
     """A layer's call inside `vmap`: the arguments' structure, and then the result's."""
 
     def __init__(
@@ -27,7 +27,7 @@ class Call:
     def run(self, leaves: Sequence[Any]) -> list[Tensor]:
         """The layer's per-sample forward on the whole batch; the result's tensors."""
         args, kwargs = tree_unflatten(list(leaves), self.structure)
-        places = [(each, name) for each in self.module.modules() for name in each._parameters]
+        places = [(member, name) for member in self.module.modules() for name in member._parameters]
         places = [place for place in places if place in self.originals]
         with swapped(places, [self.originals[place] for place in places]):
             self.result = tree_flatten(self.module.expanded_forward(*args, **kwargs))  # type: ignore[operator]
@@ -35,17 +35,15 @@ class Call:
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """The result, with its tensors as the `vmap` sees them."""
-        given = iter(tensors)
-        return tree_unflatten(
-            [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.result[0]], self.result[1]
-        )
+        seen, (leaves, structure) = iter(tensors), self.result
+        return tree_unflatten([next(seen) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
 
 class _Lift(torch.autograd.Function):
     """An operation whose batching rule is the layer's own per-sample forward."""
 
     @staticmethod
-    def forward(call: Call, *leaves: Any) -> tuple[Tensor, ...]:
+    def forward(call: LiftedCall, *leaves: Any) -> tuple[Tensor, ...]:
         raise AssertionError("a lifted call has at least one batched argument")
 
     @staticmethod
@@ -53,7 +51,7 @@ class _Lift(torch.autograd.Function):
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], call: Call, *leaves: Any) -> tuple[Any, Any]:
+    def vmap(info: Any, in_dims: tuple[int | None, ...], call: LiftedCall, *leaves: Any) -> tuple[Any, Any]:
         where = iter(call.dims)
         whole = []
         for leaf, mapped in zip(leaves, in_dims[1:], strict=True):
@@ -73,7 +71,7 @@ def _of_all_samples(leaf: Tensor, dim: int, mapped: int | None, batch: int) -> T
     return leaf.expand(*leaf.shape[:dim], batch, *leaf.shape[dim + 1 :])
 
 
-def _apply(call: Call, *leaves: Any) -> tuple[Tensor, ...]:
+def _apply(call: LiftedCall, *leaves: Any) -> tuple[Tensor, ...]:
     """The call, as a function of torch's in the eyes of a `TorchFunctionMode`."""
     if has_torch_function(leaves):
         return handle_torch_function(_apply, leaves, call, *leaves)
@@ -94,7 +92,7 @@ def lifted(module: nn.Module, originals: Mapping[Slot, Tensor], args: Any, kwarg
         return NotImplemented
     if not fits:  # (T, features): a sample's positions without its batch dimension
         leaves = [leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    call = Call(module, originals, structure, dims)
+    call = LiftedCall(module, originals, structure, dims)
     result = call.rebuild(_apply(call, *leaves))
     return result if fits else result.squeeze(0)
 

@@ -17,9 +17,10 @@ from torch.nn.utils import parametrize
 
 from expanded_nn import _layout
 from expanded_nn._batch import batch_of, tensors
-from expanded_nn._errors import PerSampleError, complaint, refuse_other_kind
+from expanded_nn._errors import PerSampleError, complaint, named, refuse_other_kind
 from expanded_nn._escalate import Learned
 from expanded_nn._lift import lifted
+from expanded_nn._meanwhile import meanwhile
 from expanded_nn._shared import owned
 from expanded_nn.recording.expand import Recompute
 from expanded_nn.recording.recorder import Forward, Recorder, Settings
@@ -39,7 +40,7 @@ AS_BEFORE: Any = _AsBefore()
 
 def _show_plain_forward(kind: type[PerSampleModule]) -> None:
     """Gives the forward of a twin the signature and the docstring of the plain class's."""
-    ancestors = (each for each in kind.__mro__ if not issubclass(each, PerSampleModule) and "forward" in vars(each))
+    ancestors = (base for base in kind.__mro__ if not issubclass(base, PerSampleModule) and "forward" in vars(base))
     plain: Any = next(ancestors, nn.Module)
     own: Any = kind.forward
     if plain is nn.Module or getattr(own, "__wrapped__", None) is plain.forward:
@@ -272,20 +273,16 @@ class Expanded(PerSampleModule):
             # of a user's own module only a single result is known to have its samples where its input has them
             results = list(tensors(result)) if self.ranks else [result]
             dims = [self._samples_dim, *self.sample_dims(len(results))[1:]]
-            for each, dim in zip(results, dims, strict=False):
-                forward.note_shared(self, each, dim)
+            for shared_result, dim in zip(results, dims, strict=False):
+                forward.note_shared(self, shared_result, dim)
         return result
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
         """Inside the general rule's `vmap`: on the whole batch if it can be, sample by sample otherwise."""
-        originals, recorder.originals = recorder.originals, None
-        assert originals is not None
-        knows_samples = recorder.settings.batch_first or hasattr(self, "batch_first")
-        try:
-            liftable = knows_samples and torch.is_grad_enabled()
-            result = lifted(self, originals, args, kwargs) if liftable else NotImplemented
-        finally:
-            recorder.originals = originals
+        originals, result = recorder.originals, NotImplemented
+        if torch.is_grad_enabled() and (recorder.settings.batch_first or hasattr(self, "batch_first")):
+            with meanwhile(recorder, originals=None):
+                result = lifted(self, originals or {}, args, kwargs)
         return super().forward(*args, **kwargs) if result is NotImplemented else result
 
     def expanded(self, name: str) -> Any:
@@ -308,16 +305,11 @@ class Expanded(PerSampleModule):
         parametrization = cast(nn.Module, self.parametrizations[name])  # type: ignore[index]
 
         def again(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-            given = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
-            named = {key: given[id(own)] for key, own in parametrization.named_parameters() if id(own) in given}
-            training = [each for each in parametrization.modules() if each.training]
-            try:
-                for each in training:  # spectral_norm takes a step of its iteration in every training forward
-                    each.training = False
+            value_of = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
+            named = {key: value_of[id(own)] for key, own in parametrization.named_parameters() if id(own) in value_of}
+            # spectral_norm takes a step of its iteration in every training forward
+            with meanwhile(*parametrization.modules(), training=False):
                 return cast(Tensor, functional_call(parametrization, named, ()))
-            finally:
-                for each in training:
-                    each.training = True
 
         return again
 
@@ -361,7 +353,7 @@ class Expanded(PerSampleModule):
         first = next(iter(inputs.values()))
         dim = self._samples_dim if first.dim() > feature_dims + 1 else 0
         if dim and first.dim() == 2:
-            self.refuse_square(first)
+            _layout.refuse_square(self, first)
         moved = [self.checked(x, feature_dims, dim=dim, argument=argument) for argument, x in inputs.items()]
         if dim:
             return function(*(x.transpose(0, dim) for x in moved)).transpose(0, dim)
@@ -381,16 +373,6 @@ class Expanded(PerSampleModule):
     def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError:
         """What to say of an argument whose samples this layer cannot tell apart."""
         return _layout.refusal(self, found, wanted, remedy)
-
-    def refuse_square(self, x: Tensor) -> None:
-        """Raises for `(B, B)` in a time-first model."""
-        _layout.refuse_square(self, x)
-
-    def _note_input(self, *, shared: bool) -> None:
-        """The forward hears whether an input has one row that all samples share."""
-        forward = _layout.forward_of(self)
-        if forward is not None:
-            forward.notes.inputs_shared.append(shared)
 
     def _is_batched(self, name: str, parameter: Tensor) -> bool:
         return name in self.ranks and parameter.dim() == self.ranks[name] + 1
@@ -430,24 +412,31 @@ def switch(model: nn.Module, settings: Settings, *, mode: bool) -> None:
         _refuse_unconverted(model)
     recorder = Recorder(settings) if mode else None
     members = [module for module in model.modules() if isinstance(module, PerSampleModule)]
-    former = dict.fromkeys(module._recorder for module in members if module._recorder is not None)
+    former = recorders_of(members)
     for module in members:
         module._recorder, module._settings = recorder, settings
         if not settings.escalate:
             module._learn(None)
-    for each in former:
-        each.close(members)
+    for former_recorder in former:
+        former_recorder.close(members)
     _prepare(model.parameters())
     if recorder is not None:
         recorder.adopt(model)
 
 
+def recorders_of(modules: Iterable[nn.Module]) -> list[Recorder]:
+    """The recorders of a model's modules: several if parts of it were switched on alone, none with the mode off."""
+    recorders = [module._recorder for module in modules if isinstance(module, PerSampleModule)]
+    return [recorder for recorder in dict.fromkeys(recorders) if recorder is not None]
+
+
 def _refuse_unconverted(model: nn.Module) -> None:
-    inside = {id(each) for module in model.modules() if isinstance(module, Expanded) for each in module.modules()}
+    layers = (module for module in model.modules() if isinstance(module, Expanded))
+    inside = {id(member) for layer in layers for member in layer.modules()}
     for name, module in model.named_modules():
         if id(module) not in inside and any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             raise complaint(
-                f"{name} ({type(module).__name__})" if name else type(module).__name__,
+                named(name, module),
                 "the module holds parameters but is a plain one",
                 "its expanded twin",
                 "Convert the model first: convert(model, inplace=True).",

@@ -47,17 +47,11 @@ def _times(rows: Any, factor: Any) -> Any:
 
 
 def _divided(rows: Any, divisor: Any) -> Any:
-    if not isinstance(rows, Rows) or isinstance(divisor, Rows) or not _divides(divisor):
+    if not isinstance(rows, Rows) or isinstance(divisor, Rows):
         return NotImplemented
-    return _times(rows, divisor.reciprocal() if isinstance(divisor, Tensor) else 1.0 / divisor)
-
-
-def _divides(divisor: Any) -> bool:
-    return divisor.is_floating_point() if isinstance(divisor, Tensor) else divisor != 0
-
-
-def _negated(rows: Rows) -> Any:
-    return _times(rows, -1.0)
+    if not isinstance(divisor, Tensor):
+        return _times(rows, 1.0 / divisor) if divisor != 0 else NotImplemented
+    return _times(rows, divisor.reciprocal()) if divisor.is_floating_point() else NotImplemented
 
 
 def _plus(rows: Any, other: Any, *, alpha: float = 1) -> Any:
@@ -241,7 +235,7 @@ def _assigned(rows: Any, *_: Any) -> Any:
 TABLE: dict[Any, Callable[..., Any]] = {  # operator -> function on the factors
     aten.add.Tensor: _plus,
     aten.add_.Tensor: _in_place(_plus),
-    aten.neg.default: _negated,
+    aten.neg.default: lambda rows: _times(rows, -1.0),
     aten.mul.Tensor: _times,
     aten.mul.Scalar: _times,
     aten.mul_.Tensor: _in_place(_times),

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from expanded_nn._errors import complaint, refuse_no_count, refuse_no_model, refuse_other_kind
-from expanded_nn._module import PerSampleModule
-from expanded_nn.recording.recorder import Recorder, recorder_of
+from expanded_nn._module import recorders_of
+from expanded_nn.recording.recorder import recorder_of
 
 Operation = TypeVar("Operation", bound=Callable[..., Tensor])
 
@@ -57,10 +57,9 @@ def one_pass(model: nn.Module, batch_size: int) -> Iterator[None]:
     """
     refuse_no_model("one_pass", model)
     refuse_no_count("one_pass", "batch_size", batch_size)
-    recorders = {module._recorder for module in model.modules() if isinstance(module, PerSampleModule)} - {None}
     with ExitStack() as stack:
-        for recorder in recorders:
-            stack.enter_context(cast(Recorder, recorder).one_pass(model, batch_size))
+        for recorder in recorders_of(model.modules()):
+            stack.enter_context(recorder.one_pass(model, batch_size))
         yield
 
 

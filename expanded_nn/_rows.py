@@ -50,12 +50,12 @@ class Rows(Tensor):
         return tensor
 
     @classmethod
-    def of(cls: type[R], term: Term, shape: Sequence[int] | None = None) -> R:
-        """One term as a tensor, of the given shape or `(B, *term.row_shape)`."""
+    def of(cls: type[R], term: Term) -> R:
+        """One term as a tensor, `(B, *term.row_shape)`."""
         refuse_batched(term.factors[0])
         kind = Kind(term.row_shape, term.dtype, term.factors[0].device)
         cell = Cell([(term.batch, (Guarded.of(term),))], kind)
-        return cls(cell, shape if shape is not None else (term.batch, *term.row_shape))
+        return cls(cell, (term.batch, *term.row_shape))
 
     @property
     def blocks(self) -> tuple[Block, ...]:

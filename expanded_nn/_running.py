@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -15,21 +15,20 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 from expanded_nn._batch import batch_dim, batch_of, has_derivatives, own_batch_first, tensors
 from expanded_nn._errors import complaint
+from expanded_nn._steady import RandomStates
 from expanded_nn.recording.backward import graph_of
 from expanded_nn.recording.recorder import Settings
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Switches gradients on, and leaves the random state as it was."""
-    # where CUDA is not initialized, torch.manual_seed would be queued and change its state later
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    state = random.getstate()
+    """Switches gradients on, and leaves the random states as they were."""
+    states = RandomStates()
     try:
-        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
-        random.setstate(state)
+        states.restore()
 
 
 def leaves_behind(outputs: Iterable[Tensor]) -> list[Tensor]:
@@ -38,21 +37,9 @@ def leaves_behind(outputs: Iterable[Tensor]) -> list[Tensor]:
     return list({id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}.values())
 
 
-@contextmanager
-def grads_kept(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Clears the gradients of tensors, and restores them afterwards."""
-    grads = [leaf.grad for leaf in leaves]
-    try:
-        for leaf in leaves:
-            leaf.grad = None
-        yield
-    finally:
-        for leaf, grad in zip(leaves, grads, strict=True):
-            leaf.grad = grad
-
-
 def _seed(seed: int) -> None:
     random.seed(seed)
+    # not torch.manual_seed, which would be queued for a CUDA that is not initialized, and change its state later
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)

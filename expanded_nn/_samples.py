@@ -24,15 +24,15 @@ def views(
 
     A way is the dimension in which the samples stand, and whether they stand second in it, as in `(T * B, ...)`.
     """
-    found: dict[SampleAxis, Tensor] = {}
+    by_axis: dict[SampleAxis, Tensor] = {}
     if whole.dim() == len(shape) + 1 and whole.numel() == batch * prod(shape):  # squeeze() took the batch of one away
         shape = next((s for s in ((1, *shape), (*shape[:1], 1, *shape[1:])) if _grown(whole, s, batch)), ())
     for dim in _grown(whole, shape, batch):
-        one = shape[dim]
-        found[dim, False] = whole.unflatten(dim, (batch, one)).movedim(dim, 0)
-        if one > 1:
-            found[dim, True] = whole.unflatten(dim, (one, batch)).movedim(dim + 1, 0)
-    return found
+        size = shape[dim]
+        by_axis[dim, False] = whole.unflatten(dim, (batch, size)).movedim(dim, 0)
+        if size > 1:
+            by_axis[dim, True] = whole.unflatten(dim, (size, batch)).movedim(dim + 1, 0)
+    return by_axis
 
 
 def of_sample(view: Tensor, i: int, shape: Sequence[int]) -> Tensor:
@@ -43,25 +43,25 @@ def of_sample(view: Tensor, i: int, shape: Sequence[int]) -> Tensor:
 
 def _grown(whole: Tensor, shape: Sequence[int], batch: int) -> list[int]:
     """The dimensions of `whole` that are B times as large."""
-    if whole.dim() != len(shape) or any(many < one for many, one in zip(whole.shape, shape, strict=True)):
+    if whole.dim() != len(shape) or any(size < alone for size, alone in zip(whole.shape, shape, strict=True)):
         return []
-    return [dim for dim, one in enumerate(shape) if one and whole.shape[dim] == batch * one]
+    return [dim for dim, alone in enumerate(shape) if alone and whole.shape[dim] == batch * alone]
 
 
-def difference(one: Tensor, other: Tensor) -> float:
+def difference(value: Tensor, other_value: Tensor) -> float:
     """The difference, relative to the larger of the two; where both are inf or NaN they agree."""
-    part, *norms = squares(one, other)
+    part, *norms = squares(value, other_value)
     return (part / max(norms)) ** 0.5 if part else 0.0
 
 
-def squares(one: Tensor, other: Tensor) -> tuple[float, float, float]:
-    """The squared norms of the difference, of the one and of the other."""
-    one, other = _plain(one), _plain(other)
-    finite = one.isfinite()
-    if one.shape != other.shape or not torch.equal(finite, other.isfinite()):
+def squares(value: Tensor, other_value: Tensor) -> tuple[float, float, float]:
+    """The squared norms of the difference of two tensors, of the first and of the second."""
+    a, b = _plain(value), _plain(other_value)
+    finite = a.isfinite()
+    if a.shape != b.shape or not torch.equal(finite, b.isfinite()):
         return torch.inf, 1.0, 1.0
-    one, other = one.where(finite, 0), other.where(finite, 0)
-    return float((one - other).square().sum()), float(one.square().sum()), float(other.square().sum())
+    a, b = a.where(finite, 0), b.where(finite, 0)
+    return float((a - b).square().sum()), float(a.square().sum()), float(b.square().sum())
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -82,14 +82,14 @@ class Layout:
 
     def __init__(self, outputs: list[Tensor], alone: list[list[Tensor]]) -> None:
         self.batch, self.alone = len(alone), alone
-        self.shapes = [[each.shape for each in own] for own in alone]
+        self.shapes = [[output.shape for output in own] for own in alone]
         self.places: list[SampleAxis | None] = []
         self.unclear: int | None = None
         for n, output in enumerate(outputs):
-            own = [each[n] for each in alone if n < len(each)]
-            ways = [views(output, each.shape, self.batch) for each in own]
-            common = [place for place in (ways[0] if ways else {}) if all(place in each for each in ways)]
-            if len(own) == self.batch and all(each.shape == output.shape for each in own):
+            own = [outputs_alone[n] for outputs_alone in alone if n < len(outputs_alone)]
+            ways = [views(output, x.shape, self.batch) for x in own]
+            common = [place for place in (ways[0] if ways else {}) if all(place in way for way in ways)]
+            if len(own) == self.batch and all(x.shape == output.shape for x in own):
                 self.places.append(None)
             elif len(own) == self.batch and len({dim for dim, _ in common}) == 1:
                 errors = [sum(_errors(ways, own, place)) for place in common]
@@ -108,7 +108,7 @@ class Layout:
 
     def kept(self, alone: list[Tensor]) -> list[Tensor]:
         """The same of a sample's own outputs."""
-        return [each for each, place in zip(alone, self.places, strict=True) if place is not None]
+        return [output for output, place in zip(alone, self.places, strict=True) if place is not None]
 
     def difference(self, outputs: list[Tensor], own: list[Tensor], i: int) -> float:
         """The largest relative difference of an output for sample `i` in the batch and alone."""
@@ -191,11 +191,11 @@ def sample_loss(parts: list[Tensor], i: int) -> Tensor:
 def first_mixed(whole: Trace, lone: Trace, i: int, batch: int, tolerance: float) -> int:
     """The place of the first event whose values for sample `i` are others in the batch than alone."""
 
-    def agree(many: Tensor, one: Tensor) -> bool:
-        ways = views(many, one.shape, batch).values()
+    def agree(in_batch: Tensor, alone: Tensor) -> bool:
+        ways = views(in_batch, alone.shape, batch).values()
         if ways:
-            return any(difference(of_sample(view, i, one.shape), one) <= tolerance for view in ways)
-        return many.shape != one.shape or many.dim() == 0 or difference(many, one) <= tolerance
+            return any(difference(of_sample(view, i, alone.shape), alone) <= tolerance for view in ways)
+        return in_batch.shape != alone.shape or in_batch.dim() == 0 or difference(in_batch, alone) <= tolerance
 
     place = whole.first_difference(lone, agree)
     return len(whole.events) if place is None else place
@@ -214,7 +214,7 @@ def last_mixed(
     for bit in range((batch - 1).bit_length()):
         for side in (0, 1):
             others = (torch.arange(batch) >> bit) % 2 == side
-            own = [loss for loss, other in zip(losses, others, strict=True) if not other and loss.requires_grad]
+            own = [loss for loss, is_other in zip(losses, others, strict=True) if not is_other and loss.requires_grad]
             whole.grads.clear()
             if own:
                 torch.stack(own).sum().backward(retain_graph=True)
@@ -243,10 +243,10 @@ def layer_without_samples(whole: Trace, lone: Trace, parameter: str, call: Call)
     for k, event in enumerate(whole.events):
         if event.side == "output" or not event.path or not parameter.startswith(f"{event.path}."):
             continue
-        for n, many in enumerate(event.values):
-            one = lone_shape(whole, lone, k, n)
-            dim = batch_dim(max(1, many.dim()), batch_first=call.batch_first)
-            same = one is not None and many.dim() == len(one) > dim and many.shape[dim] == one[dim]
-            if same and many.shape[dim] in (1, call.batch):
-                return event.who, str(tuple(many.shape)), many.shape[dim]
+        for n, value in enumerate(event.values):
+            alone = lone_shape(whole, lone, k, n)
+            dim = batch_dim(max(1, value.dim()), batch_first=call.batch_first)
+            same = alone is not None and value.dim() == len(alone) > dim and value.shape[dim] == alone[dim]
+            if same and value.shape[dim] in (1, call.batch):
+                return event.who, str(tuple(value.shape)), value.shape[dim]
     return "", "", 0

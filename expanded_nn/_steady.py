@@ -9,6 +9,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -18,8 +19,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-OURS = {"_parameters", "_modules", "_recorder", "_settings", "_compared", "_ways", "_ranks", "_shared_seen", "_learned"}
+# what the library keeps in the attributes of a module, and what torch does
+OWN_STATE = ("_recorder", "_settings", "_compared", "_ways", "_ranks", "_shared_seen", "_learned")
+OURS = {"_parameters", "_modules", *OWN_STATE}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+Source = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 class RandomStates:
@@ -29,36 +33,29 @@ class RandomStates:
         holders: Modules and arguments, among which generators are looked for.
 
     Attributes:
-        generators: Those found.
+        sources: Of each generator, what gets its state and what sets it.
         before: The states at the beginning.
     """
 
-    def __init__(self, holders: Any) -> None:
+    def __init__(self, holders: Any = ()) -> None:
         held = [value for module in holders if isinstance(module, nn.Module) for value in vars(module).values()]
-        leaves = tree_leaves([holders, held])
-        self.generators = list({id(leaf): leaf for leaf in leaves if _is_generator(leaf)}.values())
-        self.before = self._states()
-
-    def _states(self) -> list[Any]:
-        states: list[Any] = [torch.get_rng_state(), random.getstate()]
+        generators = {id(leaf): leaf for leaf in tree_leaves([holders, held]) if _is_generator(leaf)}
+        self.sources: list[Source] = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
         numpy = sys.modules.get("numpy")
-        states.append(None if numpy is None else numpy.random.get_state())
-        states += torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return states + [_state_of(generator) for generator in self.generators]
+        if numpy is not None:
+            self.sources.append((numpy.random.get_state, numpy.random.set_state))
+        for device in range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ():
+            get_state, set_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+            self.sources.append((partial(get_state, device), partial(set_state, device=device)))
+        self.sources += map(_source_of, generators.values())
+        self.before = [get_state() for get_state, _ in self.sources]
 
     def restore(self) -> bool:
         """Sets the states to those from the beginning; whether anything was drawn since."""
-        if all(_same(before, state) for before, state in zip(self.before, self._states(), strict=True)):
+        if all(_same(before, get_state()) for before, (get_state, _) in zip(self.before, self.sources, strict=True)):
             return False
-        torch.set_rng_state(self.before[0])
-        random.setstate(self.before[1])
-        if self.before[2] is not None:
-            sys.modules["numpy"].random.set_state(self.before[2])
-        rest = self.before[3:]
-        if len(rest) > len(self.generators):
-            torch.cuda.set_rng_state_all(rest[: len(rest) - len(self.generators)])
-        for generator, state in zip(self.generators, rest[len(rest) - len(self.generators) :], strict=True):
-            _set_state(generator, state)
+        for before, (_, set_state) in zip(self.before, self.sources, strict=True):
+            set_state(before)
         return True
 
 
@@ -67,19 +64,13 @@ def _is_generator(value: Any) -> bool:
     return isinstance(value, torch.Generator | random.Random) or hasattr(value, "bit_generator")
 
 
-def _state_of(generator: Any) -> Any:
+def _source_of(generator: Any) -> Source:
     if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.bit_generator.state = state
+        return generator.get_state, generator.set_state
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    bits = generator.bit_generator
+    return lambda: bits.state, partial(setattr, bits, "state")
 
 
 def _same(before: Any, after: Any) -> bool:

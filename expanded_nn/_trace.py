@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._batch import tensors
-from expanded_nn._errors import PerSampleError
+from expanded_nn._errors import PerSampleError, named
+from expanded_nn._meanwhile import meanwhile
 from expanded_nn._module import PerSampleModule
 
 
@@ -51,12 +52,12 @@ class Trace:
         self.model, self.with_grads = model, with_grads
         self.events: list[Event] = []
         self.grads: dict[tuple[int, int], Tensor] = {}
-        self.stack = [name_of("", model)]
+        self.stack = [named("", model)]
 
     def __enter__(self) -> Trace:
         self.handles = []
         for path, module in self.model.named_modules():
-            who = name_of(path, module)
+            who = named(path, module)
             enter, leave = partial(self._enter, path, who), partial(self._leave, path, who)
             self.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             self.handles.append(module.register_forward_hook(leave, with_kwargs=True))
@@ -134,7 +135,7 @@ class ErrorCollector:
         ]
         self.before = [vars(module).get("forward") for _, module in self.guarded]
         for path, module in self.guarded:
-            module.forward = partial(self._forward, name_of(path, module), module, module.forward)
+            module.forward = partial(self._forward, named(path, module), module, module.forward)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -152,17 +153,5 @@ class ErrorCollector:
             self.failed = self.failed or who
             raise
         members = [member for member in module.modules() if isinstance(member, PerSampleModule)]
-        recorders = [member._recorder for member in members]
-        try:
-            for member in members:
-                member._recorder = None
+        with meanwhile(*members, _recorder=None):
             return forward(*args, **kwargs)
-        finally:
-            for member, recorder in zip(members, recorders, strict=True):
-                member._recorder = recorder
-
-
-def name_of(path: str, module: nn.Module) -> str:
-    """The qualified name with the class, as errors have it."""
-    kind: str = getattr(module, "shown_as", type(module).__name__)
-    return f"{path} ({kind})" if path else kind

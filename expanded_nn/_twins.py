@@ -151,8 +151,9 @@ def _clash(module: nn.Module, kind: type[PerSampleModule]) -> tuple[str, str] | 
     base = registered_base(module_class) or nn.Module
     own_classes = module_class.__mro__[: module_class.__mro__.index(base)]
     own = {*vars(module), *module._parameters, *module._modules, *module._buffers}
-    own.update(name for each in own_classes for name in vars(each))
-    ours = {name for each in kind.__mro__ if each.__module__.partition(".")[0] == _PACKAGE for name in vars(each)}
+    own.update(name for own_class in own_classes for name in vars(own_class))
+    our_classes = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == _PACKAGE]
+    ours = {name for our_class in our_classes for name in vars(our_class)}
     both = sorted(name for name in own & (ours - set(dir(base))) if not name.startswith("__"))
     if not both:
         return None

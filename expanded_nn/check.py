@@ -15,16 +15,18 @@ from expanded_nn._errors import (
     PerSampleError,
     PerSampleWarning,
     complaint,
+    named,
     refuse_no_model,
     shown,
 )
 from expanded_nn._loop import Loop, listed
-from expanded_nn._module import PerSampleModule
+from expanded_nn._meanwhile import meanwhile
+from expanded_nn._module import recorders_of
 from expanded_nn._report import Findings, Problem, Report as Report
-from expanded_nn._running import Call, Runner, Step, grads_kept, leaves_behind, undisturbed
+from expanded_nn._running import Call, Runner, Step, leaves_behind, undisturbed
 from expanded_nn._samples import GivenLosses, Layout, difference, first_mixed, last_mixed, layer_without_samples
 from expanded_nn._steady import WithoutChance, WithoutDropout
-from expanded_nn._trace import ErrorCollector, Trace, name_of
+from expanded_nn._trace import ErrorCollector, Trace
 from expanded_nn.convert import convert, revert
 from expanded_nn.recording.recorder import Recorder, Settings, recorder_of
 
@@ -93,7 +95,7 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
         found, wanted = f"loss is {shown(loss)}", "a function of the model and the arguments"
         remedy = "Write it as check(model, x, y, loss=lambda model, x, y: criterion(model(x), y))."
         raise TypeError(str(complaint("check", found, wanted, remedy)))
-    settings = _settings_of(model)
+    settings = next((recorder.settings for recorder in recorders_of(model.modules())), Settings())
     with undisturbed(), WithoutDropout() if loss is None else WithoutChance() as chance:
         try:
             plain = revert(model)
@@ -121,11 +123,6 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
                 "random numbers were the same in all runs, so that a sample alone can be compared."
             )
         return checking.findings.report(is_ambiguous=call.is_ambiguous())
-
-
-def _settings_of(model: nn.Module) -> Settings:
-    recorders = [module._recorder for module in model.modules() if isinstance(module, PerSampleModule)]
-    return next((recorder.settings for recorder in recorders if recorder is not None), Settings())
 
 
 def _uncopied(model: nn.Module, error: Exception) -> Problem:
@@ -161,7 +158,7 @@ class _Check:
 
     @property
     def who(self) -> str:
-        return name_of("", self.plain.module)
+        return named("", self.plain.module)
 
     def run(self, model: nn.Module) -> None:
         """Runs all comparisons.
@@ -187,7 +184,7 @@ class _Check:
             remedy = "Switch per_sample(False) on the other model for the check."
             self.complain("outside", recorder.name_of(leaf), found, "one model in per-sample mode", remedy)
             return
-        with grads_kept(leaves):
+        with meanwhile(*leaves, grad=None):
             self.compare()
 
     def compare(self) -> None:
@@ -266,7 +263,7 @@ class _Check:
         for path, module in self.expanded.module.named_modules():
             learned = getattr(module, "_learned", None)
             if learned is not None:
-                self.findings.notes.append(f"{name_of(path, module)} runs sample by sample, as {learned.why}")
+                self.findings.notes.append(f"{named(path, module)} runs sample by sample, as {learned.why}")
         return outputs
 
     def complain_of(self, where: str, error: Exception) -> None:

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from expanded_nn._errors import ConversionError, refuse_no_bool, refuse_no_model
 from expanded_nn._module import PerSampleModule, Root, switch, twin_class
 from expanded_nn._registry import registered_base, registered_twin
+from expanded_nn._steady import OWN_STATE
 from expanded_nn._twins import expand_modules, raise_for, rebased
 from expanded_nn.recording.recorder import Settings
 
@@ -85,16 +86,7 @@ def revert(model: Model, *, inplace: bool = False) -> Model:
             plain = _plain_class(module)
             if module._recorder is not None:
                 module._recorder.close(model.modules())
-            for attribute in (
-                "_recorder",
-                "_settings",
-                "_ranks",
-                "_compared",
-                "_ways",
-                "_learned",
-                "_shared_seen",
-                "_takes_labels",
-            ):
+            for attribute in (*OWN_STATE, "_takes_labels"):
                 module.__dict__.pop(attribute, None)
             module.__class__ = plain  # type: ignore[assignment]
     for parameter in model.parameters():

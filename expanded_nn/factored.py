@@ -21,7 +21,6 @@ from expanded_nn._operations import TABLE
 from expanded_nn._rows import Rows, refuse_in_place, scaled_blocks
 from expanded_nn._storage import Recycled
 from expanded_nn._traced import OnlyEager
-from expanded_nn.core import algebra
 from expanded_nn.core.algebra import Kind
 from expanded_nn.core.geometry import Geometry
 from expanded_nn.core.patches import Patches
@@ -29,6 +28,15 @@ from expanded_nn.core.terms import Dense, OneHot, Outer, SparseOneHot, Term
 
 SAVED_VERSION = 1  # of what `__reduce_ex__` hands to `rebuilt`
 SAVED_KINDS = {kind.__name__: kind for kind in (Dense, Outer, OneHot, SparseOneHot, Patches)}
+
+
+def _of_dense(name: str) -> Any:
+    """A method that reads memory: that of the dense rows."""
+
+    def method(rows: FactoredTensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(rows.dense(), name)(*args, **kwargs)
+
+    return method
 
 
 class FactoredTensor(Rows):
@@ -52,29 +60,9 @@ class FactoredTensor(Rows):
         kinds = " + ".join(type(term).__name__ for term in self.terms()) or "zeros"
         return f"FactoredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, held as {kinds})"
 
-    def numpy(self, **kwargs: Any) -> Any:
-        return self.dense().numpy(**kwargs)
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.dense().__array__(*args, **kwargs)
-
-    def tolist(self) -> Any:
-        return self.dense().tolist()
-
-    def data_ptr(self) -> int:
-        return self.dense().data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.dense().untyped_storage()
-
-    def storage(self) -> Any:
-        return self.dense().storage()
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.dense().__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> Any:
-        return self.dense().__dlpack_device__()
+    numpy, __array__, tolist = map(_of_dense, ("numpy", "__array__", "tolist"))
+    data_ptr, untyped_storage, storage = map(_of_dense, ("data_ptr", "untyped_storage", "storage"))
+    __dlpack__, __dlpack_device__ = map(_of_dense, ("__dlpack__", "__dlpack_device__"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
@@ -155,9 +143,6 @@ class _Hidden(Cell):
     """Rows that were held before a step is traced: the step may drop them, but not look at them."""
 
     def merge(self) -> tuple[Block, ...]:
-        raise OnlyEager("it uses per-sample gradients from before the call (clear them, model.zero_grad())")
-
-    def unchanged(self) -> list[algebra.Block]:
         raise OnlyEager("it uses per-sample gradients from before the call (clear them, model.zero_grad())")
 
 

@@ -1,18 +1,4 @@
-"""Random projections of whole gradients to a few numbers, from the factors.
-
-For two matrices `g ⊗ a` is one of rank one, and a sum of such is a row. A count sketch whose bucket and sign are those
-of the row's two sides added and multiplied, `h(out) + h'(in)` and `s(out) s'(in)`, maps `g ⊗ a` to the circular
-convolution of the sketches of `g` and of `a` (Pham and Pagh, 2013, "Fast and scalable polynomial kernels via explicit
-feature maps"), so that the row itself need not be made. Here the buckets are those of a matrix that is shuffled on both
-sides, laid out along the longer one with a gap after each line that makes the distance of two lines prime to `dim`, and
-wrapped around after `dim` numbers. With `in` the longer side:
-
-    h(out) = width * (place of out) + shift,    h'(in) = place of in,    both mod dim.
-
-Of a dense row the sketch is then the sum of pieces of `dim` numbers, one after the other. And as the places on each
-side are all different, two numbers that have an index in common never share a bucket, unless a side is longer than
-`dim`: where independent hashes put two indices of one side into one bucket, they do so for all indices of the other.
-"""
+"""Random projections of whole gradients to a few numbers, from the factors; `core/sketch.py` has their mathematics."""
 
 from __future__ import annotations
 
@@ -120,7 +106,8 @@ class Projection:
                 by_kind = {(total.dtype, total.device): total for total in totals}
                 for name, tensor in rows.items():
                     self._add(name, tensor, by_kind[tensor.dtype, tensor.device])
-                return _summed([total.result() for total in totals])
+                # in the widest of the dtypes, on the first of the devices
+                return sum((total.result().to(first.device) for total in totals[1:]), start=totals[0].result())
 
     def _add(self, name: str, rows: FactoredTensor, totals: Totals) -> None:
         linear_map = self._map(name, tuple(rows.shape[1:]), rows.device)
@@ -205,11 +192,3 @@ def _drawn_two_sided(seed: int, sizes: tuple[int, int], dim: int, device: torch.
 def _random_signs(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
     bits = torch.randint(2, size, generator=generator, device="cpu")
     return bits.to(torch.float32).mul_(2).sub_(1)
-
-
-def _summed(parts: list[Tensor]) -> Tensor:
-    """The sum, in the widest of the dtypes, on the first of the devices."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part.to(total.device)
-    return total

@@ -214,14 +214,15 @@ class ProjectionStore:
         return settings[0] if settings else None
 
     def _refuse_others(self, settings: dict[str, Any], wanted: dict[str, Any]) -> None:
-        before, now = (_flat(each) for each in (settings, wanted))
+        before, now = _flat(settings), _flat(wanted)
         differing = [name for name in before.keys() | now.keys() if before.get(name) != now.get(name)]
         if differing:
-            found, asked = ({name: each.get(name) for name in sorted(differing)[:10]} for each in (before, now))
+            shown = sorted(differing)[:10]
+            held, asked_for = {name: before.get(name) for name in shown}, {name: now.get(name) for name in shown}
             raise _complaint(
                 self.folder,
-                f"it holds projections with {found}",
-                f"{asked}",
+                f"it holds projections with {held}",
+                f"{asked_for}",
                 "Take another folder, or the projection and the model that this one was begun with.",
             )
 

@@ -446,6 +446,17 @@ def test_kronecker_factors_of_a_recurrent_layer() -> None:
         assert actual.count == BATCH * LENGTH
 
 
+@pytest.mark.small_rows
+def test_kronecker_factors_behind_a_view_of_the_weight() -> None:
+    """A layer that turns its weight keeps the factors of small rows, too."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D(4, 3)
+    model, x = enn.convert(conv1d).per_sample(keep_factors=True), torch.randn(BATCH, LENGTH, 3)
+    backward(model, x)
+    A, G, count = enn.per_sample_grads(model).kronecker()["weight"]  # of a weight (in, out): G is the input's
+    torch.testing.assert_close(G, BATCH**2 * torch.einsum("bti,btj->ij", x, x))
+    assert (A.shape, count) == ((4, 4), BATCH * LENGTH)
+
+
 def test_kronecker_factors_add_up_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "SYMMETRIC_PANEL", 4)
     model, x = kronecker_model("cnn")

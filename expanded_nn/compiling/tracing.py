@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expanded_nn._errors import LIBRARIES, PerSampleError, complaint
+from expanded_nn._meanwhile import meanwhile
 from expanded_nn._modes import running_backward
-from expanded_nn._running import grads_kept
 from expanded_nn._traced import FirstEager, OnlyEager, assumptions
 from expanded_nn.compiling.packing import Remake, packed
 from expanded_nn.recording.isolation import has_hidden_rows, isolated
@@ -223,8 +223,9 @@ def trace(
 
     tracer = make_fx(body, _allow_non_fake_inputs=True)  # "real" mode, as the inputs are without values already
     no_optimizer = register_optimizer_step_pre_hook(_refuse_optimizer)
+    no_grads = meanwhile(*leaves, grad=None)
     try:
-        with no_optimizer, grads_kept(leaves), _attributes_kept(modules, kept), mode, enable_python_dispatcher():
+        with no_optimizer, no_grads, _attributes_kept(modules, kept), mode, enable_python_dispatcher():
             graph = tracer(*fakes, *grads)
     except Exception as error:
         if not _reads_values(error):

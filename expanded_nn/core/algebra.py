@@ -106,7 +106,7 @@ def gram(
                 total = _plus(total, term.gram(other))
         return kind.zeros(size, width) if total is None else total
 
-    return _cat([_cat([block(size, terms, *other) for other in other_blocks], 1) for size, terms in blocks])
+    return _cat([_cat([block(*own, *columns) for columns in other_blocks], 1) for own in blocks])
 
 
 def merged(terms: Sequence[Term]) -> tuple[Term, ...]:

@@ -73,10 +73,19 @@ class Side(NamedTuple):
 class Sketch:
     """The count sketch of one parameter, as a matrix `(out, in)`.
 
-    A number goes to the bucket `h(out) + h'(in)` with the sign `s(out) s'(in)`. So `g ⊗ a` goes to the circular
-    convolution of the sketches of `g` and of `a` (Pham and Pagh, 2013, "Fast and scalable polynomial kernels via
-    explicit feature maps"). The buckets are those of the matrix that is shuffled on both sides, laid out along the
-    longer one with a gap after each line, and wrapped around after `dim` numbers.
+    A number goes to the bucket `h(out) + h'(in)` with the sign `s(out) s'(in)`. For two matrices `g ⊗ a` is one of rank
+    one, and a sum of such is a row: `g ⊗ a` goes to the circular convolution of the sketches of `g` and of `a` (Pham
+    and Pagh, 2013, "Fast and scalable polynomial kernels via explicit feature maps"), so that the row need not be made.
+
+    The buckets are those of the matrix that is shuffled on both sides, laid out along the longer one with a gap after
+    each line that makes the distance of two lines prime to `dim`, and wrapped around after `dim` numbers. With `in` the
+    longer side:
+
+        h(out) = width * (place of out) + shift,    h'(in) = place of in,    both mod dim.
+
+    So the sketch of a dense row is the sum of pieces of `dim` numbers, one after the other. And as the places on each
+    side are all different, two numbers that have an index in common never share a bucket, unless a side is longer than
+    `dim`. Independent hashes that put two indices of one side into one bucket do so for all indices of the other.
 
     Attributes:
         sides: Those of the output and of the input.

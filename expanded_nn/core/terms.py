@@ -122,7 +122,7 @@ class Term(ABC):
 
     def gram_takes_rows(self, other: Term) -> bool:
         """Whether `gram(other)` makes the rows of this term dense."""
-        return True
+        return False
 
     def numel(self) -> int:
         """How many numbers the term holds."""
@@ -226,9 +226,6 @@ class Dense(Term):
     def dense(self, out: Tensor | None = None) -> Tensor:
         (rows,) = self.weighted()
         return rows.clone() if rows is self.factors[0] else rows
-
-    def gram_takes_rows(self, other: Term) -> bool:
-        return False
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         wide = _wide(self.dtype)

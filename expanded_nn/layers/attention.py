@@ -75,7 +75,7 @@ class _TwiceDifferentiable(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return g, None, None, None, None, None
         inputs = ctx.saved_tensors
-        query, key, value = (each.to(g.dtype) for each in inputs[:3])
+        query, key, value = (x.to(g.dtype) for x in inputs[:3])
         mask = None if inputs[3] is None else inputs[3].to(g.dtype)
         logits = _logits(query, key, mask)
         if ctx.is_causal:
@@ -167,8 +167,8 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
                 "the mask too, as torch does",
                 "Pass attn_mask.",
             )
-        given = zip((query, key, value), (self.embed_dim, self.kdim, self.vdim), strict=True)
-        if any(not each.is_nested and each.shape[-1] != size for each, size in given):
+        inputs = zip((query, key, value), (self.embed_dim, self.kdim, self.vdim), strict=True)
+        if any(not x.is_nested and x.shape[-1] != features for x, features in inputs):
             return super(Expanded, self).forward(query, key, value)  # raises
         is_causal = is_causal and key_padding_mask is None and not need_weights
         q, k, v = self._projected(query, key, value)
@@ -177,8 +177,8 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
             k = torch.cat([k, self.expanded("bias_k").flatten(1, 2)], 1)
             v = torch.cat([v, self.expanded("bias_v").flatten(1, 2)], 1)
         if self.add_zero_attn:
-            k, v = (F.pad(each, (0, 0, 0, 1)) for each in (k, v))
-        q, k, v = (rearrange(each, "b t (heads f) -> b heads t f", heads=self.num_heads) for each in (q, k, v))
+            k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        q, k, v = (rearrange(x, "b t (heads f) -> b heads t f", heads=self.num_heads) for x in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         if need_weights:
             weights = F.dropout(_logits(q, k, mask).softmax(-1), dropout)
@@ -208,7 +208,7 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         bias = self.expanded("in_proj_bias")
         if not self._qkv_same_embed_dim:
             biases = [None] * 3 if bias is None else bias.chunk(3, 1)
-            weights = [self.expanded(f"{each}_proj_weight") for each in "qkv"]
+            weights = [self.expanded(f"{letter}_proj_weight") for letter in "qkv"]
             return tuple(map(linear, inputs, weights, biases))
         if query is key is value:
             return self._in_projection(inputs[0], 0, 3).chunk(3, -1)
@@ -319,7 +319,7 @@ class _Container(_Converted, Root):
             self._refuse_unknown_layout(batch_first)
             return super().forward(*args, **kwargs)
         if self._rows_are_due():
-            first = next((each for each in tensors((args, kwargs)) if isinstance(each, Tensor)), None)
+            first = next((x for x in tensors((args, kwargs)) if isinstance(x, Tensor)), None)
             if first is not None:
                 refuse_other_than_sequences(self, "input", first, 0 if batch_first else 1)
         if recorder.settings.batch_first == batch_first:
@@ -330,7 +330,7 @@ class _Container(_Converted, Root):
     def _rows_are_due(self) -> bool:
         if self._recorder is None or not torch.is_grad_enabled():
             return False
-        return self._recorder.originals is not None or any(each.requires_grad for each in self.parameters())
+        return self._recorder.originals is not None or any(parameter.requires_grad for parameter in self.parameters())
 
     def _fast_path_is_wrong(self) -> bool:
         """Whether torch's fused inference would miss that rows are due, or that weights have a batch dimension."""
@@ -339,7 +339,7 @@ class _Container(_Converted, Root):
         return self._rows_are_due() or self._has_batched_weights()
 
     def _has_batched_weights(self) -> bool:
-        return any(each._own_batch() is not None for each in self.modules() if isinstance(each, Expanded))
+        return any(layer._own_batch() is not None for layer in self.modules() if isinstance(layer, Expanded))
 
     def _refuse_unknown_layout(self, batch_first: bool | None) -> None:
         """Off, layers take the first dimension of their input for the samples."""

@@ -84,18 +84,18 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dtype, x = x.dtype, x.to(g.dtype)
-        how: Geometry = ctx.geometry
+        geometry: Geometry = ctx.geometry
         transposed = ctx.output_padding is not None
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             if torch.is_grad_enabled():
-                grad_x = _input_gradient(g, x, cast_shared(weight, g.dtype), how, transposed=transposed).to(dtype)
+                grad_x = _input_gradient(g, x, cast_shared(weight, g.dtype), geometry, transposed=transposed).to(dtype)
             else:
-                tensors, arguments = (g, x, shared(weight).to(g.dtype), None), how.arguments(ctx.output_padding)
+                tensors, arguments = (g, x, shared(weight).to(g.dtype), None), geometry.arguments(ctx.output_padding)
                 grad_x = aten.convolution_backward(*tensors, *arguments, (True, False, False))[0].to(dtype)
         if ctx.needs_input_grad[1]:
             moving, still = (x, g) if transposed else (g, x)
-            grad_weight = patch_rows(moving, still, tuple(weight.shape[1:]), weight.dtype, how)
+            grad_weight = patch_rows(moving, still, tuple(weight.shape[1:]), weight.dtype, geometry)
         if ctx.needs_input_grad[2]:
             grad_bias = g.sum(tuple(range(2, g.dim())), dtype=ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None
@@ -105,29 +105,30 @@ def _torch_convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    how: Geometry,
+    geometry: Geometry,
     output_padding: tuple[int, ...] | None,
     repeats: int = 1,
 ) -> Tensor:
     """Torch's own convolution, its groups `repeats` times; a transposed one where there is an `output_padding`."""
-    dims, groups = how.dims, how.groups * repeats
+    dims, groups = geometry.dims, geometry.groups * repeats
+    stride, padding, dilation = geometry.stride, geometry.padding, geometry.dilation
     if output_padding is None:
-        return CONV[dims](x, weight, bias, how.stride, how.padding, how.dilation, groups)
-    return CONV_TRANSPOSE[dims](x, weight, bias, how.stride, how.padding, output_padding, groups, how.dilation)
+        return CONV[dims](x, weight, bias, stride, padding, dilation, groups)
+    return CONV_TRANSPOSE[dims](x, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
 def _input_gradient(
     g: Tensor,
     x: Tensor,
     weight: Tensor,  # (B, *shape)
-    how: Geometry,
+    geometry: Geometry,
     *,
     transposed: bool,
 ) -> Tensor:
     """The gradient of the input by the convolution of the other kind, which has derivatives with rows of its own."""
     if not transposed:
-        return _apply(g, weight, None, how, how.excess(x.shape[2:], weight.shape[3:], g.shape[2:]))
-    y = _apply(g, weight, None, how, None)
+        return _apply(g, weight, None, geometry, geometry.excess(x.shape[2:], weight.shape[3:], g.shape[2:]))
+    y = _apply(g, weight, None, geometry, None)
     return cropped(y, x.shape[2:])
 
 
@@ -135,27 +136,27 @@ def _apply(
     x: Tensor,  # (B, in, *size)
     weight: Tensor,  # (B, out, in / groups, *kernel), transposed (B, in, out / groups, *kernel)
     bias: Tensor | None,  # (B, out)
-    how: Geometry,
+    geometry: Geometry,
     output_padding: tuple[int, ...] | None,
 ) -> Tensor:  # (B, out, *positions)
     """Each sample's own convolution, transposed where there is an `output_padding`."""
     if is_constant(weight, bias):
-        return _torch_convolution(x, shared(weight), shared_or_none(bias), how, output_padding)
+        return _torch_convolution(x, shared(weight), shared_or_none(bias), geometry, output_padding)
     if is_shared(weight, bias):
-        return _Convolution.apply(x, weight, bias, how, output_padding)  # type: ignore[no-untyped-call,no-any-return]
+        return _Convolution.apply(x, weight, bias, geometry, output_padding)  # type: ignore[no-untyped-call,no-any-return]
     batch = x.shape[0]
     y = _torch_convolution(
         x.flatten(0, 1)[None].contiguous(),  # of other strides torch's gradient of grouped weights is wrong
         weight.flatten(0, 1),
         None if bias is None else bias.flatten(),
-        how,
+        geometry,
         output_padding,
         repeats=batch,
     )
     return y.reshape(batch, y.shape[1] // batch, *y.shape[2:])
 
 
-def _each(value: Sizes, dims: int) -> tuple[int, ...]:
+def _per_dimension(value: Sizes, dims: int) -> tuple[int, ...]:
     """One number a spatial dimension."""
     numbers = (value,) if isinstance(value, int) else tuple(value)
     return numbers * dims if len(numbers) == 1 else numbers
@@ -182,10 +183,10 @@ def _conv(
     groups: int,
 ) -> Tensor:
     _check_samples(f"conv{dims}d", x, weight, dims)
-    stride, dilation = _each(stride, dims), _each(dilation, dims)
+    stride, dilation = _per_dimension(stride, dims), _per_dimension(dilation, dims)
     if isinstance(padding, str):
         x, padding = _padded_by_name(x, padding, weight.shape[3:], stride, dilation)
-    return _apply(x, weight, bias, Geometry(stride, _each(padding, dims), dilation, groups), None)
+    return _apply(x, weight, bias, Geometry(stride, _per_dimension(padding, dims), dilation, groups), None)
 
 
 def _padded_by_name(
@@ -216,8 +217,9 @@ def _conv_transpose(
     dilation: Sizes,
 ) -> Tensor:
     _check_samples(f"conv_transpose{dims}d", x, weight, dims)
-    how = Geometry(_each(stride, dims), _each(padding, dims), _each(dilation, dims), groups)
-    return _apply(x, weight, bias, how, _each(output_padding, dims))
+    stride, padding, dilation = (_per_dimension(size, dims) for size in (stride, padding, dilation))
+    geometry = Geometry(stride, padding, dilation, groups)
+    return _apply(x, weight, bias, geometry, _per_dimension(output_padding, dims))
 
 
 def conv1d(
@@ -375,8 +377,8 @@ class _ConvTransposeNd(Expanded, nn.modules.conv._ConvTransposeNd):
         assert isinstance(padding, tuple)
 
         def op(x: Tensor) -> Tensor:
-            how: list[Any] = [self.stride, padding, self.kernel_size, dims, self.dilation]
-            output_padding = self._output_padding(x, output_size, *how)
+            sizes: list[Any] = [self.stride, padding, self.kernel_size, dims, self.dilation]
+            output_padding = self._output_padding(x, output_size, *sizes)
             weight, bias = self.expanded("weight"), self.expanded("bias")
             return _conv_transpose(
                 dims, x, weight, bias, self.stride, padding, output_padding, self.groups, self.dilation

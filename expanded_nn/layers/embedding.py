@@ -387,10 +387,10 @@ def _as_strided_bags(
     if offsets is not None:
         refuse_values("bags of different lengths are looked up by offsets")
     if input.dim() not in (1, 2) or (input.dim() == 1) != (offsets is not None):
-        given = "no offsets" if offsets is None else f"offsets of shape {tuple(offsets.shape)}"
+        places = "no offsets" if offsets is None else f"offsets of shape {tuple(offsets.shape)}"
         raise ValueError(
-            f"embedding_bag: input has shape {tuple(input.shape)}, with {given}; wanted (B, N) without offsets or (N,) "
-            "with them."
+            f"embedding_bag: input has shape {tuple(input.shape)}, with {places}; wanted (B, N) without offsets or "
+            "(N,) with them."
         )
     if per_sample_weights is not None and per_sample_weights.shape != input.shape:
         raise ValueError(

@@ -22,6 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_struct
 
 from expanded_nn._batch import batch_dim, contents, has_derivatives
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._layout import note_input, refuse_square
 from expanded_nn._lift import Slot, quiet_fallbacks, swapped
 from expanded_nn._modes import as_it_is, checkpoint_hooks, running_backward
 from expanded_nn._module import Expanded
@@ -180,7 +181,7 @@ class General(Expanded):
         is_plain = not kwargs and all(type(each) is Tensor for each in args)
         leaves = list(args) if is_plain else tree_leaves((args, kwargs))
         dims = [self._sample_dim(leaf, batch) for leaf in leaves]
-        self._note_input(shared=batch > 1 and all(dim is None for dim in dims))
+        note_input(self, shared=batch > 1 and all(dim is None for dim in dims))
         if self._learned is not None and batch > 1 and all(dim is None for dim in dims):
             raise self._refusal(
                 "no argument has one row per sample", f"{batch} rows", "Call it with a batch of inputs."
@@ -232,6 +233,8 @@ class General(Expanded):
     def _may_run_whole(self, call: _Call) -> bool:
         """Whether the forward may run on the whole batch, if its first trial says so."""
         if self._alone or not torch.is_grad_enabled() or not self._ranks or cost.is_symbol(call.batch):
+            return False
+        if self._recorder is None or not self._recorder.in_forward:  # with weights that come with a batch dimension
             return False
         if not self._ways.get(call.kind_of_ways(), Ways()).trials_left:
             return False
@@ -429,7 +432,7 @@ class General(Expanded):
             return None
         dim = self._dim_of(leaf)
         if dim and leaf.dim() == 2:
-            self.refuse_square(leaf)
+            refuse_square(self, leaf)
         return dim if leaf.shape[dim] == batch else None
 
     def _dim_of(self, tensor: Tensor) -> int:

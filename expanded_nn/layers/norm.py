@@ -110,9 +110,9 @@ class _LayerNorm(torch.autograd.Function):
             terms = g * xhat
         else:
             if ctx.needs_input_grad[0]:
-                one = shared(weight).to(torch.promote_types(weight.dtype, g.dtype))
+                same_weight = shared(weight).to(torch.promote_types(weight.dtype, g.dtype))
                 grad_x, _, _ = aten.native_layer_norm_backward(
-                    g, x.to(g.dtype), one.shape, mean, rstd, one, None, (True, False, False)
+                    g, x.to(g.dtype), same_weight.shape, mean, rstd, same_weight, None, (True, False, False)
                 )
                 grad_x = grad_x.to(x.dtype)
             terms = _times((x.to(dtype) - mean).mul_(rstd), g) if ctx.needs_input_grad[1] else g
@@ -256,9 +256,9 @@ def _beside_positions(
     return parameter.reshape(*parameter.shape, *(1,) * (x.dim() - 2))
 
 
-def _channels_fit(x: Tensor, *each_channel: Tensor | None) -> bool:
+def _channels_fit(x: Tensor, *by_channel: Tensor | None) -> bool:
     """Whether all have as many channels as `x`, `(B, C, *)`, has."""
-    return x.dim() > 1 and all(each is None or each.shape[-1] == x.shape[1] for each in each_channel)
+    return x.dim() > 1 and all(numbers is None or numbers.shape[-1] == x.shape[1] for numbers in by_channel)
 
 
 def _affine(
@@ -332,8 +332,8 @@ def instance_norm(
     """
     statistics = (running_mean, running_var)
     if not _channels_fit(x, weight, bias, *statistics) or (use_input_stats and prod(x.shape[2:]) == 1):
-        one, other = shared_or_none(weight), shared_or_none(bias)
-        return F.instance_norm(x, *statistics, one, other, use_input_stats, momentum, eps)  # raises
+        parameters = shared_or_none(weight), shared_or_none(bias)
+        return F.instance_norm(x, *statistics, *parameters, use_input_stats, momentum, eps)  # raises
     batch = x.shape[0]
     if batch == 0:
         return _affine(x, weight, bias)
@@ -386,8 +386,8 @@ def batch_norm(
     if training:
         raise _mixing("batch_norm")
     if running_mean is None or running_var is None or not _channels_fit(x, running_mean, running_var, weight, bias):
-        one, other = shared_or_none(weight), shared_or_none(bias)
-        return F.batch_norm(x, running_mean, running_var, one, other, False, momentum, eps)  # raises
+        parameters = shared_or_none(weight), shared_or_none(bias)
+        return F.batch_norm(x, running_mean, running_var, *parameters, False, momentum, eps)  # raises
     batch = x.shape[0]
     if batch == 0:
         return _affine(x, weight, bias)
@@ -399,7 +399,7 @@ def batch_norm(
 
 
 def _same_dtype(*tensors: Tensor | None) -> bool:
-    return len({each.dtype for each in tensors if each is not None}) == 1
+    return len({tensor.dtype for tensor in tensors if tensor is not None}) == 1
 
 
 def _by_channel(

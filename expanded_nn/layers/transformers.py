@@ -8,6 +8,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from expanded_nn._lift import swapped
+from expanded_nn._meanwhile import meanwhile
 from expanded_nn._module import Expanded, Root
 from expanded_nn._registry import expands
 from expanded_nn.layers.alone import Alone
@@ -24,25 +25,6 @@ class Conv1D(Expanded):
 
     def expanded_forward(self, x: Tensor) -> Tensor:
         return self.by_sample(lambda x: linear(x, self.expanded("weight").mT, self.expanded("bias")), 1, x=x)
-
-
-class FeatureNorm(Expanded):
-    """A norm whose weight multiplies the features; input `(B, *, features)`.
-
-    It runs the forward of its own class, precision and all, with a weight of as many dimensions as the input.
-    """
-
-    ranks: ClassVar[dict[str, int]] = {"weight": 1}
-    positionwise: ClassVar[bool] = True
-
-    def expanded_forward(self, hidden_states: Tensor) -> Tensor:
-        def op(x: Tensor) -> Tensor:
-            weight = self.expanded("weight")
-            weight = weight.reshape(weight.shape[0], *[1] * (x.dim() - 2), -1)
-            with swapped([(self, "weight")], [weight]):
-                return super(Expanded, self).forward(x)  # type: ignore[no-any-return]
-
-        return self.by_sample(op, 1, hidden_states=hidden_states)
 
 
 class ScaledEmbedding(Embedding):
@@ -78,46 +60,13 @@ class Experts(Alone):
     """A mixture of experts that folds the samples into rows, by the implementation that `vmap` can follow."""
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        configs: list[Any] = [each.config for each in self.modules() if hasattr(each, "config")]
-        before = [each._experts_implementation for each in configs]
-        try:
-            for each in configs:
-                each._experts_implementation = "batched_mm"
+        configs = [module.config for module in self.modules() if hasattr(module, "config")]
+        with meanwhile(*configs, _experts_implementation="batched_mm"):
             return super()._plain_forward(*args, **kwargs)
-        finally:
-            for each, implementation in zip(configs, before, strict=True):
-                each._experts_implementation = implementation
 
 
 BY_NAME: dict[type[nn.Module], dict[str, str]] = {
     # twin -> the package of each model, its class there
-    FeatureNorm: {
-        "deepseek_v2": "DeepseekV2RMSNorm",
-        "deepseek_v3": "DeepseekV3RMSNorm",
-        "gemma": "GemmaRMSNorm",
-        "gemma2": "Gemma2RMSNorm",
-        "gemma3": "Gemma3RMSNorm",
-        "glm": "GlmRMSNorm",
-        "glm4": "Glm4RMSNorm",
-        "gpt_oss": "GptOssRMSNorm",
-        "granite": "GraniteRMSNorm",
-        "llama": "LlamaRMSNorm",
-        "longt5": "LongT5LayerNorm",
-        "mamba": "MambaRMSNorm",
-        "mistral": "MistralRMSNorm",
-        "mixtral": "MixtralRMSNorm",
-        "mt5": "MT5LayerNorm",
-        "olmo2": "Olmo2RMSNorm",
-        "olmoe": "OlmoeRMSNorm",
-        "phi3": "Phi3RMSNorm",
-        "qwen2": "Qwen2RMSNorm",
-        "qwen2_moe": "Qwen2MoeRMSNorm",
-        "qwen3": "Qwen3RMSNorm",
-        "qwen3_moe": "Qwen3MoeRMSNorm",
-        "smollm3": "SmolLM3RMSNorm",
-        "t5": "T5LayerNorm",
-        "umt5": "UMT5LayerNorm",
-    },
     ScaledEmbedding: {
         "bart": "BartScaledWordEmbedding",
         "gemma": "GemmaTextScaledWordEmbedding",

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
-from expanded_nn.recording.backward import Backward, graph_of, in_transform, running_node
-from expanded_nn.recording.expand import Expand, Receiver, passes_behind
-from expanded_nn.recording.passes import Pass, Passes, PassStage
+from expanded_nn.recording.backward import graph_of, in_transform, running_node
+from expanded_nn.recording.expand import Expand, passes_behind
+from expanded_nn.recording.owner import Owner
+from expanded_nn.recording.passes import Pass, PassStage
 
 _NOTE = "expanded_nn"  # the key in the metadata of a node of the graph
 
 
-class Recomputing(Receiver, Protocol):
-    """The recorder whose forward runs again, as far as it is needed to find its pass."""
-
-    passes: Passes
-    backward: Backward
-
-    def name_of(self, member: nn.Module | Tensor) -> str: ...
-
-
-def pass_of_recomputation(recorder: Recomputing, module: nn.Module, batch: int | None) -> Pass:
+def pass_of_recomputation(recorder: Owner, module: nn.Module, batch: int | None) -> Pass:
     """The pass of a forward inside a backward: the one that the checkpoint was in at first.
 
     What tells, in this order: the note on the running node; the expansions in the graph behind that node; and where
@@ -50,7 +42,7 @@ def pass_of_recomputation(recorder: Recomputing, module: nn.Module, batch: int |
         )
     recorder.backward.enter(delivers=False)
     node, noted = running_node(), noted_pass()
-    alive = [pass_ for ref in recorder.passes.alive if (pass_ := ref()) is not None]
+    alive = recorder.passes.living()
     is_sure = len(alive) == 1 and alive[0].stage is not PassStage.DONE
     behind = [noted] if noted is not None else [] if is_sure else passes_behind(recorder, node)
     if not behind and all(pass_.stage is PassStage.DONE for pass_ in alive):

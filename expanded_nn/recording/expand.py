@@ -4,66 +4,57 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from expanded_nn._errors import PerSampleError
 from expanded_nn._lift import quiet_fallbacks
+from expanded_nn._meanwhile import meanwhile
 from expanded_nn._modes import in_own_dtype, no_torch_function, refuse_batched
 from expanded_nn._storage import Recycled
 from expanded_nn.core.terms import Dense
 from expanded_nn.factored import FactoredTensor, materialized, times
 from expanded_nn.recording.backward import accumulates_next, graph_of
-from expanded_nn.recording.leaf import Leaf, Leaves
+from expanded_nn.recording.leaf import Leaf
+from expanded_nn.recording.owner import Owner, Settings
 from expanded_nn.recording.passes import Pass
 
 # computes a weight anew, from the leaves that it was computed from and other values for them
 Recompute = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
-class Receiver(Protocol):
-    """The recorder that takes the rows, as far as an expansion needs it."""
-
-    leaves: Leaves
-
-    @property
-    def settings(self) -> Any: ...
-
-    def deliver(self, pass_: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None: ...
-
-
 class Expand(torch.autograd.Function):
     """`parameter -> (B, *shape)`; the backward delivers the rows and returns their sum, the plain gradient."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, pass_: Pass, leaf: Leaf, receiver: weakref.ref[Receiver]) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, pass_: Pass, leaf: Leaf, owner: weakref.ref[Owner]) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.parameter, ctx.pass_, ctx.leaf, ctx.receiver = parameter, pass_, leaf, receiver
+        ctx.parameter, ctx.pass_, ctx.leaf, ctx.owner = parameter, pass_, leaf, owner
         return parameter.expand(pass_.batch, *parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, rows: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        receiver: Receiver | None = ctx.receiver()
+        owner: Owner | None = ctx.owner()
         leaf: Leaf = ctx.leaf
         if rows is None:  # the loss does not depend on the parameter
             return None, None, None, None
         refuse_batched(rows)
-        if receiver is None or receiver.leaves.get(ctx.parameter) is not leaf:
+        if owner is None or owner.leaves.get(ctx.parameter) is not leaf:
             return rows.sum(0), None, None, None  # per_sample(...) was called since the forward
         if not ctx.parameter.requires_grad:  # it was frozen since the forward, so torch adds nothing to its .grad
-            receiver.deliver(ctx.pass_, leaf, None)
+            owner.deliver(ctx.pass_, leaf, None)
             return None, None, None, None
         # torch.autograd.grad asks for the gradient, and adds nothing to .grad
-        settings, asked_for = receiver.settings, not accumulates_next(ctx)
+        settings, asked_for = owner.settings, not accumulates_next(ctx)
         scale = max(1, ctx.pass_.batch) if settings.loss_reduction == "mean" else 1
         # without no_torch_function each attribute of a factored tensor costs a call in Python
         with no_torch_function(), in_own_dtype(rows):
             add_up = settings.accumulate_grad or asked_for
             kept, total = _kept_and_total(rows, scale, add_up, settings, leaf.memory)
             if not asked_for or torch.is_grad_enabled():
-                receiver.deliver(ctx.pass_, leaf, kept, stand_alone=asked_for)
+                owner.deliver(ctx.pass_, leaf, kept, stand_alone=asked_for)
         if total is not None:
             leaf.expect(total)
         return total, None, None, None
@@ -85,14 +76,11 @@ class ExpandComputed(torch.autograd.Function):
         leaves = computed.leaves
         if rows.shape[0] == 0:
             return None, None, *(leaf.new_zeros(0, *leaf.shape) for leaf in leaves)
-        dense = rows.dense() if isinstance(rows, FactoredTensor) else rows
+        dense = materialized(rows)
         if torch.is_grad_enabled():
             return None, None, *computed.differentiable(ctx.saved_tensors, dense)
-        computed.receiver.leaves.is_paused = True
-        try:
+        with meanwhile(computed.owner.leaves, is_paused=True):
             grads = torch.autograd.grad(computed.weight, leaves, dense, retain_graph=True, is_grads_batched=True)
-        finally:
-            computed.receiver.leaves.is_paused = False
         return None, None, *grads
 
 
@@ -102,12 +90,12 @@ class Computed:
     Attributes:
         weight: The weight, with its graph.
         leaves: The parameters that it was computed from.
-        receiver: The recorder that takes the rows of those.
+        owner: The recorder that takes the rows of those.
         recompute: Computes the weight from other values of its leaves; `None` if that is not known.
     """
 
-    def __init__(self, weight: Tensor, receiver: Receiver, recompute: Recompute | None = None) -> None:
-        self.weight, self.receiver, self.recompute = weight, receiver, recompute
+    def __init__(self, weight: Tensor, owner: Owner, recompute: Recompute | None = None) -> None:
+        self.weight, self.owner, self.recompute = weight, owner, recompute
         self.leaves = leaves_of(weight)
 
     def differentiable(self, expanded: Sequence[Tensor], rows: Tensor) -> Sequence[Tensor]:
@@ -145,20 +133,21 @@ def comes_from_rows(x: Tensor) -> bool:
     return any(map(_is_expansion, graph_of(x.grad_fn)))
 
 
-def passes_behind(receiver: Receiver, *ends: Any) -> list[Pass]:
+def passes_behind(owner: Owner, *ends: Any) -> list[Pass]:
     """The passes of a model that the graph of some nodes comes from."""
     nodes: list[Any] = [parent for parent in graph_of(*ends) if isinstance(parent, Expand._backward_cls)]
-    return list(dict.fromkeys(parent.pass_ for parent in nodes if parent.receiver() is receiver))
+    return list(dict.fromkeys(parent.pass_ for parent in nodes if parent.owner() is owner))
 
 
 def keeps_factors(*expanded: Tensor | None) -> bool:
-    """Whether one of these expanded weights belongs to a model with `per_sample(keep_factors=True)`."""
+    """Whether one of these expanded weights, or views of such, belongs to a model with `keep_factors=True`."""
     for weight in expanded:
         node: Any = None if weight is None else weight.grad_fn
-        if isinstance(node, Expand._backward_cls):
-            receiver: Receiver | None = cast(Any, node).receiver()
-            if receiver is not None and receiver.settings.keep_factors:
-                return True
+        while node is not None and not isinstance(node, Expand._backward_cls):
+            node = node.next_functions[0][0] if node.next_functions else None
+        owner: Owner | None = None if node is None else cast(Any, node).owner()
+        if owner is not None and owner.settings.keep_factors:
+            return True
     return False
 
 
@@ -167,7 +156,7 @@ def _is_expansion(node: Any) -> bool:
 
 
 def _kept_and_total(
-    rows: Tensor, scale: float, add_up: bool, settings: Any, memory: Recycled | None
+    rows: Tensor, scale: float, add_up: bool, settings: Settings, memory: Recycled | None
 ) -> tuple[Tensor, Tensor | None]:
     """The scaled rows, factored or dense, whichever is smaller; and the plain gradient, the sum of the unscaled rows.
 

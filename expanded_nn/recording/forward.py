@@ -1,57 +1,21 @@
-"""The outermost forward that runs, and the settings that it runs with."""
+"""The outermost forward that runs, and what layers note in it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from expanded_nn._batch import contents, has_derivatives, tensors
-from expanded_nn._errors import PerSampleError, complaint, refuse_no_bool, refuse_no_count
+from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._modes import is_of_checkpoint
 from expanded_nn.recording.checkpoints import note_pass
-from expanded_nn.recording.passes import Pass, Passes
+from expanded_nn.recording.owner import Owner
+from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.shared_results import SharedResult, taken_apart
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What `per_sample` was told; see there."""
-
-    loss_reduction: str = "mean"
-    batch_first: bool = True
-    batch_size: int | None = None
-    materialize: bool = False
-    accumulate_grad: bool = True
-    keep_factors: bool = False
-    escalate: bool = True
-
-    def __post_init__(self) -> None:
-        if self.loss_reduction not in ("mean", "sum"):
-            raise ValueError(f'per_sample: loss_reduction is {self.loss_reduction!r}; wanted "mean" or "sum".')
-        if self.batch_size is not None:
-            refuse_no_count("per_sample", "batch_size", self.batch_size)
-        flags = {name: value for name, value in vars(self).items() if name not in ("loss_reduction", "batch_size")}
-        refuse_no_bool("per_sample", **flags)
-        if self.keep_factors and self.materialize:
-            raise ValueError("per_sample: keep_factors and materialize are both True; wanted one of the two at most.")
-
-
-class Keeper(Protocol):
-    """The recorder of a forward, as far as the forward needs it."""
-
-    settings: Settings
-    passes: Passes
-    forward: Forward | None
-
-    def choose_pass(self, forward: Forward) -> Pass: ...
-
-    def look_for_shards(self, module: nn.Module) -> None: ...
-
-    def name_of(self, member: nn.Module | Tensor) -> str: ...
 
 
 @dataclass
@@ -90,7 +54,7 @@ class Forward:
     """
 
     def __init__(
-        self, recorder: Keeper, module: nn.Module, batch: int | None, inputs: Any, *, is_explicit: bool = False
+        self, recorder: Owner, module: nn.Module, batch: int | None, inputs: Any, *, is_explicit: bool = False
     ) -> None:
         batch_size = recorder.settings.batch_size
         self.recorder, self.module, self.inputs = recorder, module, inputs

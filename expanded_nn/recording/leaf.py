@@ -288,6 +288,8 @@ class Leaves:
         """The leaf of a parameter that has none."""
         lost, key = self.lost, id(parameter)
         leaf = self.by_id[key] = Leaf(weakref.ref(parameter, lambda _: lost.append(key)))
+        if not hasattr(parameter, "grad_sample"):
+            parameter.grad_sample = None  # type: ignore[attr-defined]
         self.sharded = self.sharded or is_shard(parameter)
         return leaf
 

@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from expanded_nn._batch import tensors
 from expanded_nn._errors import complaint
-from expanded_nn.recording.expand import Receiver, passes_behind
+from expanded_nn.recording.expand import passes_behind
 from expanded_nn.recording.forward import Forward
-from expanded_nn.recording.passes import Passes, PassStage
+from expanded_nn.recording.owner import Owner
+from expanded_nn.recording.passes import PassStage
 
 
-class RecorderOfCalls(Receiver, Protocol):
-    """The recorder of a model, as far as it knows the passes and names."""
-
-    passes: Passes
-
-    def name_of(self, member: nn.Module | Tensor) -> str: ...
-
-
-def refuse_other_samples(recorder: RecorderOfCalls, forward: Forward, batch: int) -> None:
+def refuse_other_samples(owner: Owner, forward: Forward, batch: int) -> None:
     """Raises if a forward of B samples, which begins a pass, goes on from a pass of another number of samples.
 
     The rows of the two passes would stand side by side, though one sample may be behind several of them: clipped each
     for itself, they would not bound what the sample adds.
 
     Args:
-        recorder: The recorder of the model.
+        owner: The recorder of the model.
         forward: The forward.
         batch: B.
     """
-    alive = [pass_ for ref in recorder.passes.alive if (pass_ := ref()) is not None]
-    if not any(pass_.stage is PassStage.OPEN and pass_.batch != batch for pass_ in alive):
+    if not any(pass_.stage is PassStage.OPEN and pass_.batch != batch for pass_ in owner.passes.living()):
         return
     given: list[Any] = [x.grad_fn for x in tensors(forward.inputs) if isinstance(x, Tensor) and x.grad_fn is not None]
-    for pass_ in passes_behind(recorder, *given):
+    for pass_ in passes_behind(owner, *given):
         if pass_.stage is PassStage.OPEN and pass_.batch != batch:
             raise complaint(
-                recorder.name_of(forward.module),
+                owner.name_of(forward.module),
                 f"it is called with {batch} samples, which are computed from the {pass_.batch} samples of an earlier "
                 "call of the model",
                 "the same samples in both calls",

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from enum import Enum, auto
+from typing import Any
 
 
 class PassStage(Enum):
@@ -46,6 +47,16 @@ class Pass:
         return f"Pass(batch={self.batch}, number={self.number}, stage={self.stage.name})"
 
 
+class _NoGradForward(threading.local):
+    """Of each thread.
+
+    Attributes:
+        call: The module, B and the inputs of the outermost forward that runs without gradients, if one does.
+    """
+
+    call: tuple[Any, int | None, Any] | None = None
+
+
 class Passes:
     """The passes of one model.
 
@@ -55,8 +66,7 @@ class Passes:
         current: The last pass that a forward could join; the next forward of as many samples does if it is OPEN.
         alive: The passes that something keeps alive, and dead references.
         opened: How many passes there have been.
-        no_grad_forward: In its `call`, for each thread, the module, B and the inputs of the outermost forward that runs
-            without gradients.
+        no_grad_forward: The outermost forward that runs without gradients.
         kept: Passes that are kept alive here, as their reentrant checkpoint has left no node to note them on.
     """
 
@@ -65,7 +75,7 @@ class Passes:
         self.alive: list[weakref.ref[Pass]] = []
         self.opened = 0
         self.kept: list[Pass] = []
-        self.no_grad_forward = threading.local()
+        self.no_grad_forward = _NoGradForward()
 
     def joined_or_new(self, batch: int) -> Pass:
         """The pass of a forward of so many samples."""
@@ -81,6 +91,10 @@ class Passes:
         self.alive.append(weakref.ref(pass_))
         return pass_
 
+    def living(self) -> list[Pass]:
+        """The passes that something keeps alive."""
+        return [pass_ for ref in self.alive if (pass_ := ref()) is not None]
+
     def recomputed(self, batch: int | None, behind: Iterable[Pass]) -> list[Pass]:
         """The passes that a forward inside a backward, as a checkpoint makes it, may belong to: one, if all is well.
 
@@ -92,7 +106,7 @@ class Passes:
             batch: How many samples its arguments hold; a single one may be shared by all samples.
             behind: The passes in the graph behind the running node, if any are known.
         """
-        candidates = list(behind) or [pass_ for ref in self.alive if (pass_ := ref()) is not None]
+        candidates = list(behind) or self.living()
         # only a second backward on a retained graph runs a forward of a pass that is done
         candidates = [pass_ for pass_ in candidates if pass_.stage is not PassStage.DONE] or candidates
         if len(candidates) > 1:
@@ -101,9 +115,8 @@ class Passes:
 
     def backward_is_over(self) -> None:
         """Ends a backward: the passes that it has reached are done."""
-        for ref in self.alive:
-            pass_ = ref()
-            if pass_ is not None and pass_.stage is PassStage.REACHED:
+        for pass_ in self.living():
+            if pass_.stage is PassStage.REACHED:
                 pass_.stage = PassStage.DONE
         self.kept = [pass_ for pass_ in self.kept if pass_.stage is not PassStage.DONE]
         if self.current is not None and self.current.stage is PassStage.DONE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from threading import get_ident
 from typing import Any
@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._errors import complaint
+from expanded_nn._errors import complaint, named
 from expanded_nn._escalate import Escalation
+from expanded_nn._meanwhile import meanwhile
 from expanded_nn._traced import note_recorder
 from expanded_nn.recording.backward import Backward, in_transform, running_backward
 from expanded_nn.recording.checkpoints import noted_pass, pass_of_recomputation
 from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recompute, leaves_of
-from expanded_nn.recording.forward import Forward as Forward, Settings as Settings
+from expanded_nn.recording.forward import Forward as Forward
 from expanded_nn.recording.leaf import Leaf, Leaves, Location
 from expanded_nn.recording.linked import refuse_other_samples
+from expanded_nn.recording.owner import Settings as Settings
 from expanded_nn.recording.passes import Pass, Passes, PassStage
 from expanded_nn.recording.sharded import is_shard
 from expanded_nn.recording.stale import stale
@@ -81,8 +83,8 @@ class Recorder:
     def adopt(self, module: nn.Module) -> None:
         """Makes a module, with all within it, a part of the model."""
         members = set(module.modules())
-        self.roots = [ref for ref in self.roots if (root := ref()) is not None and root not in members]
-        self.roots.append(weakref.ref(module))
+        others = [root for root in self.living_roots() if root not in members]
+        self.roots = [weakref.ref(root) for root in (*others, module)]
         self.watch_all()
         for member in self.modules():
             for name, parameter in member._parameters.items():
@@ -94,12 +96,14 @@ class Recorder:
         self._leaf(parameter).is_member = True
         if parameter.requires_grad:
             self._watched_leaf(parameter)
-        if not hasattr(parameter, "grad_sample"):
-            parameter.grad_sample = None  # type: ignore[attr-defined]
+
+    def living_roots(self) -> list[nn.Module]:
+        """The roots that are still there."""
+        return [root for ref in self.roots if (root := ref()) is not None]
 
     def modules(self) -> Iterator[nn.Module]:
         """All modules of the model, but those that another recorder has taken over."""
-        waiting = [root for ref in reversed(self.roots) if (root := ref()) is not None]
+        waiting = self.living_roots()[::-1]
         seen = set()
         while waiting:  # takes a third of the time of torch's `modules()`
             module = waiting.pop()
@@ -120,8 +124,6 @@ class Recorder:
                 # a guest of functional_call is no nn.Parameter
                 if parameter.requires_grad and isinstance(parameter, nn.Parameter):
                     self._watched_leaf(parameter, module, name)
-                    if not hasattr(parameter, "grad_sample"):
-                        parameter.grad_sample = None  # type: ignore[attr-defined]
 
     def _watched_leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
         """The leaf of a parameter that requires gradients; it is watched from now on."""
@@ -157,11 +159,10 @@ class Recorder:
 
     def name_of(self, member: nn.Module | Tensor) -> str:
         """The qualified name of a parameter, or of a module with its class; for errors."""
-        roots = [root for ref in self.roots if (root := ref()) is not None]
+        roots = self.living_roots()
         if isinstance(member, nn.Module):
             names = (name for root in roots for name, module in root.named_modules() if module is member)
-            name = next(names, "")
-            return f"{name} ({type(member).__name__})" if name else type(member).__name__
+            return named(next(names, ""), member)
         names = (name for root in roots for name, parameter in root.named_parameters() if parameter is member)
         return next(names, "a parameter")
 
@@ -176,17 +177,12 @@ class Recorder:
 
     def open_forward(self, module: nn.Module, batch: int | None, inputs: Any) -> Forward:
         """The forward of `module`, where none runs yet: it begins a pass, or joins the last."""
-        outermost = getattr(self.passes.no_grad_forward, "call", None)  # in which gradients were switched on
+        outermost = self.passes.no_grad_forward.call  # in which gradients were switched on
         return Forward(self, *(outermost or (module, batch, inputs)))
 
-    @contextmanager
-    def without_gradients(self, module: nn.Module, batch: int | None, inputs: Any) -> Iterator[None]:
+    def without_gradients(self, module: nn.Module, batch: int | None, inputs: Any) -> AbstractContextManager[None]:
         """Runs an outermost forward without gradients; layers within it may switch them on."""
-        self.passes.no_grad_forward.call = (module, batch, inputs)
-        try:
-            yield
-        finally:
-            self.passes.no_grad_forward.call = None
+        return meanwhile(self.passes.no_grad_forward, call=(module, batch, inputs))
 
     @property
     def in_forward(self) -> bool:
@@ -195,7 +191,7 @@ class Recorder:
 
     def in_any_forward(self) -> bool:
         """Whether a forward runs, with or without gradients."""
-        return self.in_forward or getattr(self.passes.no_grad_forward, "call", None) is not None
+        return self.in_forward or self.passes.no_grad_forward.call is not None
 
     def refuse_other_thread(self, module: nn.Module) -> None:
         """Raises if another thread is in the middle of a forward, whose pass this one would share."""
@@ -283,7 +279,7 @@ class Recorder:
         """`expand`, for a use of a weight outside of the layers: in the forward that runs, or after the last one."""
         if self.forward is not None:
             return self.expand(weight)
-        model = next((root for ref in self.roots if (root := ref()) is not None), None)
+        model = next(iter(self.living_roots()), None)
         if model is not None and running_backward() >= 0:
             with Forward(self, model, None, ()):  # in the pass that a checkpoint's forward was in
                 return self.expand(weight)
@@ -308,23 +304,13 @@ class Recorder:
         elif self.forward is not None:
             self.forward.will_run_again = True
 
-    @contextmanager
-    def in_general_rule(self, originals: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
+    def in_general_rule(self, originals: Mapping[tuple[nn.Module, str], Tensor]) -> AbstractContextManager[None]:
         """Makes layers run their plain forward or, if they can, on the whole batch with these parameters."""
-        before, self.originals = self.originals, originals
-        try:
-            yield
-        finally:
-            self.originals = before
+        return meanwhile(self, originals=originals)
 
-    @contextmanager
-    def layout(self, *, batch_first: bool) -> Iterator[None]:
+    def layout(self, *, batch_first: bool) -> AbstractContextManager[None]:
         """Sets `batch_first` for the layers that a module with a layout of its own calls."""
-        before, self.settings = self.settings, replace(self.settings, batch_first=batch_first)
-        try:
-            yield
-        finally:
-            self.settings = before
+        return meanwhile(self, settings=replace(self.settings, batch_first=batch_first))
 
     # Backward: rows.
 
@@ -496,7 +482,7 @@ class Recorder:
         self.expanded.clear()
         self.store.clear()
         leaving = set(leaving)
-        self.roots = [ref for ref in self.roots if (root := ref()) is not None and root not in leaving]
+        self.roots = [weakref.ref(root) for root in self.living_roots() if root not in leaving]
         self.watch_all()
 
 

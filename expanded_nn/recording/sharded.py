@@ -27,7 +27,7 @@ def is_shard(parameter: Any) -> bool:
 def is_zero(grad: Tensor) -> bool:
     """Whether a gradient is zero, on all ranks where it is sharded."""
     refuse_values("a parameter has a gradient and no per-sample gradients")
-    nonzero = grad.any()
+    nonzero = (grad._values() if grad.is_sparse else grad).any()
     return not bool(nonzero.full_tensor() if is_shard(nonzero) else nonzero)  # type: ignore[attr-defined]
 
 

@@ -101,7 +101,7 @@ def _after(node: Any, name: str, dim: int, rank: int) -> tuple[int, int] | None:
         return dim, rank
     if name.startswith(_TAKE):
         gone = [] if getattr(node, "_saved_keepdim", False) else _dims(node, rank)
-        return dim - sum(other < dim for other in gone), rank - len(gone)
+        return dim - sum(gone_dim < dim for gone_dim in gone), rank - len(gone)
     if name.startswith("UnsqueezeBackward"):
         return dim + (_signed(node._saved_dim) % (rank + 1) <= dim), rank + 1
     if name.startswith("TransposeBackward"):

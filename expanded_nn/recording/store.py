@@ -114,8 +114,8 @@ class Store:
         room = _room(published, start, sum(batches), parameter) if published.passes == passes[:behind] else None
         if room is None:
             room = parameter.detach().new_empty(2 * sum(batches), *parameter.shape)
-            if behind and published.passes == passes[:behind]:
-                _from(room, 0, start).copy_(_dense(published.rows))  # with what the user has written to zero rows
+            if behind and published.passes == passes[:behind] and published.rows is not None:
+                _from(room, 0, start).copy_(materialized(published.rows))  # with what the user has written to zero rows
             else:
                 behind, start = 0, 0
         rows = _from(room, 0, sum(batches))
@@ -124,7 +124,7 @@ class Store:
             if part is None:
                 slice_.zero_()
             else:
-                slice_.copy_(_dense(part))
+                slice_.copy_(materialized(part))
             start += batch
         leaf.publish(rows, passes, has_room=True)
         self._hold_slices(leaf)
@@ -241,11 +241,6 @@ class Store:
         """Lets go of all rows."""
         self.held, self.suspended = {}, None
         self.rows_before.clear()
-
-
-def _dense(rows: Tensor | None) -> Tensor:
-    assert rows is not None
-    return rows.dense() if isinstance(rows, FactoredTensor) else rows
 
 
 def _zero_rows(batch: int, parameter: Tensor) -> FactoredTensor:

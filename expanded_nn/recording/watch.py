@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +13,10 @@ from expanded_nn._batch import tensors
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.recording.backward import accumulates, graph_of, running_backward
 from expanded_nn.recording.expand import Expand
-from expanded_nn.recording.leaf import Leaf, Leaves
+from expanded_nn.recording.leaf import Leaf
+from expanded_nn.recording.owner import Owner
 
 _LISTS = (nn.ParameterList, nn.ParameterDict, parametrize.ParametrizationList)  # of the module that holds them
-
-
-class Owner(Protocol):
-    """The recorder whose parameters are watched, as far as the watch needs it.
-
-    Attributes:
-        leaves: What is known of each parameter.
-    """
-
-    leaves: Leaves
-
-    def name_of(self, member: nn.Module | Tensor) -> str: ...
-
-    def holder_of(self, parameter: Tensor) -> nn.Module | None: ...
 
 
 class Watch:

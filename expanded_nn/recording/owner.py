@@ -1,0 +1,60 @@
+"""The settings of per-sample mode, and the recorder as the parts see it that it is put together from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from expanded_nn._errors import refuse_no_bool, refuse_no_count
+from expanded_nn.recording.backward import Backward
+from expanded_nn.recording.leaf import Leaf, Leaves
+from expanded_nn.recording.passes import Pass, Passes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `per_sample` was told; see there."""
+
+    loss_reduction: str = "mean"
+    batch_first: bool = True
+    batch_size: int | None = None
+    materialize: bool = False
+    accumulate_grad: bool = True
+    keep_factors: bool = False
+    escalate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.loss_reduction not in ("mean", "sum"):
+            raise ValueError(f'per_sample: loss_reduction is {self.loss_reduction!r}; wanted "mean" or "sum".')
+        if self.batch_size is not None:
+            refuse_no_count("per_sample", "batch_size", self.batch_size)
+        flags = {name: value for name, value in vars(self).items() if name not in ("loss_reduction", "batch_size")}
+        refuse_no_bool("per_sample", **flags)
+        if self.keep_factors and self.materialize:
+            raise ValueError("per_sample: keep_factors and materialize are both True; wanted one of the two at most.")
+
+
+class Owner(Protocol):
+    """The recorder, which stands above the parts that call it back; `recorder.py` says what is not said here.
+
+    Attributes:
+        forward: A `Forward`, which stands above this file.
+    """
+
+    settings: Settings
+    forward: Any
+    passes: Passes
+    backward: Backward
+    leaves: Leaves
+
+    def name_of(self, member: nn.Module | Tensor) -> str: ...
+
+    def holder_of(self, parameter: Tensor) -> nn.Module | None: ...
+
+    def look_for_shards(self, module: nn.Module) -> None: ...
+
+    def choose_pass(self, forward: Any) -> Pass: ...
+
+    def deliver(self, pass_: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None: ...
