@@ -225,7 +225,8 @@ class CompiledStep:
         try:
             if sum(len(family.graphs) for family in self.families.values()) >= MOST_GRAPHS:
                 raise OnlyEager(
-                    f"there are {MOST_GRAPHS} graphs already (give what changes from call to call as a tensor)"
+                    f"there are {MOST_GRAPHS} graphs already (give what changes from call to call as a tensor, and "
+                    "take sizes from x.shape, not from len(x))"
                 )
             with _ONE_AT_A_TIME:
                 traced = trace(
@@ -241,6 +242,11 @@ class CompiledStep:
         except OnlyEager as reason:
             self._give_up(family, str(reason))
             return None
+        if traced.lengths:
+            warn(
+                f"enn.compile: each size takes a graph of its own, as a size is made a number in {traced.lengths[0]}. "
+                "Write x.shape[0] in place of len(x)."
+            )
         family.graphs.append(graph)
         family.by_shapes[shapes] = graph
         return graph

@@ -91,6 +91,7 @@ class Traced:
         with_grad: The parameters and arguments that had a gradient.
         draws: Whether it draws random numbers.
         shape_env: What the sizes are known to be.
+        lengths: The user's lines that make a number of a size that changes.
     """
 
     graph: fx.GraphModule
@@ -100,6 +101,7 @@ class Traced:
     with_grad: list[Find]
     draws: bool
     shape_env: Any
+    lengths: list[str]
 
 
 class _Operations(TorchDispatchMode):
@@ -131,12 +133,25 @@ class _Operations(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class _Shows(TorchFunctionMode):
-    """Refuses to print a tensor, which a graph does not, and to read one that has values: they would stay the same."""
+class _Readings(TorchFunctionMode):
+    """Refuses to print a tensor, which a graph does not, and to read one that has values: they would stay the same.
+
+    Attributes:
+        lengths: The user's lines that take `len` of a tensor whose size is a symbol, which makes a number of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SHOWN or (func in _NUMBER and not isinstance(args[0], FakeTensor)):
             raise _reading(_line_in(traceback.extract_stack()))
+        if func is Tensor.__len__ and args[0].dim() and isinstance(args[0].shape[0], torch.SymInt):
+            frames = traceback.extract_stack()
+            caller = max((i for i, frame in enumerate(frames) if frame.name == "__len__"), default=0) - 1
+            if caller >= 0 and not frames[caller].filename.startswith(LIBRARIES):
+                self.lengths.append(_line_in(frames))
         return func(*args, **(kwargs or {}))
 
 
@@ -190,7 +205,7 @@ def trace(
     with_grad = [find for find in finds if find(tensors).grad is not None]
     grads = [without_values(cast(Tensor, find(tensors).grad).detach()) for find in with_grad]
     kept = [(dict(vars(module)), dict(module._buffers)) for module in modules]
-    outcome, operations = Outcome(), _Operations()
+    outcome, operations, readings = Outcome(), _Operations(), _Readings()
 
     def body(*inputs: Tensor) -> list[Any]:
         own = inputs[: len(fakes)]
@@ -205,7 +220,7 @@ def trace(
             conditions = stack.enter_context(assumptions(thorough=thorough))
             stack.enter_context(operations)
             stack.enter_context(register_module_forward_pre_hook(partial(_refuse_new_module, set(modules))))
-            with _Shows():
+            with readings:
                 result = step(*args, **kwargs)
             outcome.result = packed(result, results)
             _refuse_missing_backward(results, recorders)
@@ -249,7 +264,7 @@ def trace(
         partial(_attribute, *attributes[id(constant)]) if id(constant) in attributes else partial(_itself, constant)
         for constant in constants
     ]
-    return Traced(graph, find_constants, examples, outcome, with_grad, operations.draws, shape_env)
+    return Traced(graph, find_constants, examples, outcome, with_grad, operations.draws, shape_env, readings.lengths)
 
 
 def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> None:
