@@ -131,42 +131,76 @@ class Lstm(Recurrence):
         y = torch.sigmoid(o) * torch.tanh(c)
         return y if weight_hr is None else linear(y, weight_hr), c
 
-    def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
-        x, h, y, c0, _ = saved
+    def saving(
+        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        if steps.cell or not steps.sizes:  # there torch's own errors tell what is wrong
+            return super().saving(steps, x, h0, c0, weights)
         assert c0 is not None
-        bias = None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
-        z = F.linear(steps.rows(x), weights.ih, bias).addmm_(h, weights.hh.t())
-        gates = z.unflatten(1, (4, c0.shape[1]))
-        gates[:, :2].sigmoid_()
-        gates[:, 2].tanh_()
-        gates[:, 3].sigmoid_()
-        i, f, n, o = gates.unbind(1)
-        entering, forget = i * n, f.clone(memory_format=torch.contiguous_format)
-        c = _cell_states_before(steps, c0, forget, entering)
-        new_c = torch.addcmul(entering, forget, c)
-        hidden = y if weights.hr is None else o * new_c.tanh()
-        half = new_c.mul_(2).sigmoid_()  # tanh is slow, and 1 - tanh(c)^2 = 4 s (1 - s) with s = sigmoid(2 c)
-        fourth_of_slope = torch.addcmul(half, half, half, value=-1, out=half).mul_(o)
-        # each gate gives way to the derivative of its pre-activation: by h for o, by c for the others
-        torch.addcmul(hidden, hidden, o, value=-1, out=o)
-        torch.addcmul(i, entering, n, value=-1, out=n)
-        torch.addcmul(entering, entering, i, value=-1, out=i)
-        kept = c.mul_(f)
-        torch.addcmul(kept, kept, f, value=-1, out=f)
+        size, h, c, outputs = c0.shape[1], h0, c0, []
+        z, weight_hh = self._of_x(steps.rows(x), weights), weights.hh.t()
+        gates = z.unflatten(1, (4, size))
+        n, cells = z.new_empty(2, len(z), size).unbind()
+        for z_now, i, f, third, o, n_now, c_now in zip(*map(steps.split, (z, *gates.unbind(1), n, cells)), strict=True):
+            z_now.addmm_(_first(h, len(z_now)), weight_hh)
+            torch.tanh(third, out=n_now)
+            z_now.sigmoid_()
+            c = torch.mul(i, n_now, out=c_now).addcmul_(f, _first(c, len(z_now)))
+            h = o * torch.tanh(c, out=third)
+            if weights.hr is not None:
+                h = F.linear(h, weights.hr)
+            outputs.append(h)
+        y = torch.stack(outputs) if steps.packed is None else torch.cat(outputs)
+        return y, steps.last(steps.from_rows(cells)).clone(), (z, n, cells)
 
-        gs, zs, slopes, forgets = map(steps.split, (g, z, fourth_of_slope, forget))
-        by_c, by_h = steps.split(gates[:, :3]), steps.split(o)
+    def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
+        c0 = saved.c0
+        assert c0 is not None
+        kept, n, cells = saved.gates or self._gates(steps, saved, weights)
+        i, f, tanh, o = kept.unflatten(1, (4, c0.shape[1])).unbind(1)  # of the new cell states
+        # each gate gives way to the derivative of its pre-activation: by h for o, by c for the others
+        z = torch.empty_like(kept)
+        by_i, by_f, by_n, by_o = z.unflatten(1, (4, c0.shape[1])).unbind(1)
+        entering, forgotten, hidden = i * n, steps.previous(c0, cells).mul_(f), o * tanh
+        torch.addcmul(entering, entering, i, value=-1, out=by_i)
+        torch.addcmul(forgotten, forgotten, f, value=-1, out=by_f)
+        torch.addcmul(i, entering, n, value=-1, out=by_n)
+        torch.addcmul(hidden, hidden, o, value=-1, out=by_o)
+        slope = torch.addcmul(o, hidden, tanh, value=-1, out=entering)  # of h by c
+
+        gs, zs, slopes, forgets = map(steps.split, (g, z, slope, f))
         g_h0 = g.new_zeros(steps.batch, g.shape[1])
         g_c = torch.zeros_like(c0) if g_c is None else g_c.clone()
         for t in reversed(range(len(gs))):
             running = steps.sizes[t]
             g_h = gs[t] if weights.hr is None else torch.mm(gs[t], weights.hr)
-            g_now = _first(g_c, running).addcmul_(g_h, slopes[t], value=4)
-            by_c[t].mul_(g_now.unsqueeze(1))
-            by_h[t].mul_(g_h)
+            g_now = _first(g_c, running).addcmul_(g_h, slopes[t])
+            zs[t].mul_(torch.cat((g_now, g_now, g_now, g_h), 1))
             g_now.mul_(forgets[t])
             _first(gs[t - 1] if t else g_h0, running).addmm_(zs[t], weights.hh)
         return Gradients(z, z, g_h0, g_c, None if weights.hr is None else (g, hidden))
+
+    def _of_x(self, x: Tensor, weights: Weights) -> Tensor:
+        """What the pre-activations are without the states, `(N, 4 * hidden)`."""
+        bias = None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
+        return F.linear(x, weights.ih, bias)
+
+    def _gates(self, steps: Steps, saved: Saved, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+        """What `saving` keeps.
+
+        The gates i, f, the tanh of the new cell states in place of n, and o, `(N, 4 * hidden)`; n, `(N, hidden)`; and
+        the new cell states, `(N, hidden)`.
+        """
+        assert saved.c0 is not None
+        z = self._of_x(steps.rows(saved.x), weights).addmm_(saved.h, weights.hh.t())
+        i, f, third, _ = z.unflatten(1, (4, saved.c0.shape[1])).unbind(1)
+        n = third.tanh()
+        z.sigmoid_()
+        cells, before = i * n, saved.c0
+        for new, forget in zip(steps.split(cells), steps.split(f), strict=True):
+            before = new.addcmul_(forget, _first(before, len(new)))
+        torch.tanh(cells, out=third)
+        return z, n, cells
 
 
 class Gru(Recurrence):
@@ -259,18 +293,3 @@ def _run(layer: Any, steps: Steps, x: Tensor, states: Any, weights: Sequence[Ten
 
 def _first(states: Tensor, size: int) -> Tensor:
     return states if states.shape[0] == size else states[:size]
-
-
-def _cell_states_before(
-    steps: Steps,
-    c0: Tensor,  # (B, hidden)
-    forget: Tensor,  # (N, hidden)
-    entering: Tensor,  # (N, hidden)
-) -> Tensor:  # (N, hidden)
-    """For each row the cell state before its step, by `c' = f c + i n`."""
-    states = torch.empty_like(entering)
-    before, kept, new = steps.split(states), steps.split(forget), steps.split(entering)
-    before[0].copy_(c0)
-    for t, size in enumerate(steps.sizes[1:]):
-        torch.addcmul(_first(new[t], size), _first(kept[t], size), _first(before[t], size), out=before[t + 1])
-    return states
