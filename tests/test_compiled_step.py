@@ -173,7 +173,18 @@ def test_each_case(case: Case) -> None:
 def test_recurrent_layers(build: Callable[[], nn.Module]) -> None:
     step = law(build, clipped, [(torch.randn(size, 7, 3),) for size in (3, 3, 4, 5)])
     names = {str(node.target) for graph in graphs(step) for node in graph.function.graph.nodes}
-    assert "expanded_nn.recurrence_backward.default" in names  # and no loop over time
+    assert "expanded_nn.recurrence_loop.default" in names  # and no loop over time
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell])
+def test_recurrences_of_many_sizes_are_compiled_for_any(kind: type[nn.Module]) -> None:
+    steps = () if issubclass(kind, nn.RNNCellBase) else (6,)
+    batches = [(torch.randn(size, *steps, 3),) for size in (5, 5, 7, 7, 3, 9, 4)]
+    of_layout = {} if issubclass(kind, nn.RNNCellBase) else {"batch_first": True}
+    step = law(lambda: kind(3, 4, **of_layout), clipped, batches, backend="inductor")
+    assert len(graphs(step)) == 2
 
 
 def test_attention() -> None:

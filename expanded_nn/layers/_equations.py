@@ -1,7 +1,7 @@
 """The equations of the recurrences, forward and backward: Elman's, LSTM and GRU.
 
-All steps' gates are computed at once, if the forward has not kept them, as the hidden states are known; then a loop
-goes back over time for the gradients of the pre-activations only.
+All steps' gates are computed at once, if the forward has not kept them, as the hidden states are known, and so are the
+derivatives of the states by the pre-activations; then a loop goes back over time for the gradients only.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -41,36 +41,6 @@ class Gradients(NamedTuple):
     hr: tuple[Tensor, Tensor] | None = None  # (N, out), (N, hidden): of weight_hr h, and h
 
 
-class Recurrence(ABC):
-    """The equations of one step, forward and backward."""
-
-    @abstractmethod
-    def fused(self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights) -> States:
-        """Torch's own kernel: the outputs, laid out as `x`, and the last cell states."""
-
-    def saving(
-        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
-    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-        """`fused`, and the gates of all steps, `(N, features)`, where they are cheaper here than in the backward."""
-        return *self.fused(steps, x, h0, c0, weights), ()
-
-    @abstractmethod
-    def step(self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None) -> States:
-        """The next states of all samples from `weight_ih x + bias_ih` and `weight_hh h + bias_hh`; differentiable."""
-
-    @abstractmethod
-    def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
-        """The gradients of all pre-activations, by a loop back over time.
-
-        Args:
-            steps: Where the steps lie.
-            saved: What is known of the forward.
-            weights: The shared ones.
-            g: The gradient of the outputs, `(N, out)`; it is overwritten.
-            g_c: The gradient of the last cell states, `(B, hidden)`.
-        """
-
-
 class Saved(NamedTuple):
     """Inputs, outputs and states of a forward, all but `x` as rows."""
 
@@ -78,7 +48,86 @@ class Saved(NamedTuple):
     h: Tensor  # (N, out): the state before each step
     y: Tensor  # (N, out)
     c0: Tensor | None  # (B, hidden)
-    gates: tuple[Tensor, ...]  # (N, features), if the forward kept them
+
+
+Gates = tuple[Tensor, ...]  # each (N, features)
+
+
+class Loops(Protocol):
+    """What goes step by step: a recurrence's own, or each as one operation of a traced graph."""
+
+    def fused(self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights) -> States:
+        """Torch's own kernel: the outputs, laid out as `x`, and the last cell states."""
+
+    def saving(
+        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
+    ) -> tuple[Tensor, Tensor | None, Gates]:
+        """`fused`, and the gates of all steps, where they are cheaper here than in the backward."""
+
+    def gates(self, steps: Steps, saved: Saved, weights: Weights) -> Gates:
+        """The gates that `saving` gives, from what `fused` does."""
+
+    def loop(
+        self,
+        steps: Steps,
+        z: Tensor,
+        factors: Sequence[Tensor],
+        weights: Weights,
+        g: Tensor,
+        g_h: Tensor,
+        g_c: Tensor | None,
+    ) -> None:
+        """Goes back over time, for the gradients of the pre-activations.
+
+        Args:
+            steps: Where the steps lie.
+            z: The derivatives of the states by the pre-activations that are multiplied by `weight_hh`, `(N, gates)`;
+                their gradients take their place.
+            factors: What else gradients are multiplied by, each `(N, hidden)`.
+            weights: The shared ones.
+            g: The gradient of the outputs, `(N, out)`; to each is added what comes from the step after it.
+            g_h: Zeros, `(B, out)`; the gradient of the first states is added.
+            g_c: The gradient of the last cell states, `(B, hidden)`; that of the first takes its place.
+        """
+
+
+class Recurrence(ABC, Loops):
+    """The equations of one step, forward and backward."""
+
+    def saving(
+        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
+    ) -> tuple[Tensor, Tensor | None, Gates]:
+        return *self.fused(steps, x, h0, c0, weights), ()
+
+    def gates(self, steps: Steps, saved: Saved, weights: Weights) -> Gates:
+        return ()
+
+    @abstractmethod
+    def step(self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None) -> States:
+        """The next states of all samples from `weight_ih x + bias_ih` and `weight_hh h + bias_hh`; differentiable."""
+
+    @abstractmethod
+    def backward(
+        self,
+        loops: Loops,
+        steps: Steps,
+        saved: Saved,
+        gates: Gates,
+        weights: Weights,
+        g: Tensor,
+        g_c: Tensor | None,
+    ) -> Gradients:
+        """The gradients of all pre-activations.
+
+        Args:
+            loops: Goes back over time.
+            steps: Where the steps lie.
+            saved: What is known of the forward.
+            gates: Those of all steps.
+            weights: The shared ones.
+            g: The gradient of the outputs, `(N, out)`; it is overwritten.
+            g_c: The gradient of the last cell states, `(B, hidden)`.
+        """
 
 
 class Elman(Recurrence):
@@ -102,15 +151,36 @@ class Elman(Recurrence):
         z = of_x + of_h
         return torch.relu(z) if self.relu else torch.tanh(z), None
 
-    def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
+    def backward(
+        self,
+        loops: Loops,
+        steps: Steps,
+        saved: Saved,
+        gates: Gates,
+        weights: Weights,
+        g: Tensor,
+        g_c: Tensor | None,
+    ) -> Gradients:
         y = saved.y
-        slope = (y > 0).to(y.dtype) if self.relu else torch.addcmul(y.new_ones(()), y, y, value=-1)
-        gs, slopes = steps.split(g), steps.split(slope)
+        z = (y > 0).to(y.dtype) if self.relu else torch.addcmul(y.new_ones(()), y, y, value=-1)
         g_h0 = g.new_zeros(steps.batch, g.shape[1])
+        loops.loop(steps, z, (), weights, g, g_h0, None)
+        return Gradients(z, z, g_h0)
+
+    def loop(
+        self,
+        steps: Steps,
+        z: Tensor,
+        factors: Sequence[Tensor],
+        weights: Weights,
+        g: Tensor,
+        g_h: Tensor,
+        g_c: Tensor | None,
+    ) -> None:
+        gs, zs = steps.split(g), steps.split(z)
         for t in reversed(range(len(gs))):
-            gs[t].mul_(slopes[t])
-            _first(gs[t - 1] if t else g_h0, steps.sizes[t]).addmm_(gs[t], weights.hh)
-        return Gradients(g, g, g_h0)
+            zs[t].mul_(gs[t])
+            _first(gs[t - 1] if t else g_h, steps.sizes[t]).addmm_(zs[t], weights.hh)
 
 
 class Lstm(Recurrence):
@@ -131,42 +201,89 @@ class Lstm(Recurrence):
         y = torch.sigmoid(o) * torch.tanh(c)
         return y if weight_hr is None else linear(y, weight_hr), c
 
-    def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
-        x, h, y, c0, _ = saved
+    def saving(
+        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
+    ) -> tuple[Tensor, Tensor | None, Gates]:
         assert c0 is not None
-        bias = None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
-        z = F.linear(steps.rows(x), weights.ih, bias).addmm_(h, weights.hh.t())
-        gates = z.unflatten(1, (4, c0.shape[1]))
-        gates[:, :2].sigmoid_()
-        gates[:, 2].tanh_()
-        gates[:, 3].sigmoid_()
-        i, f, n, o = gates.unbind(1)
-        entering, forget = i * n, f.clone(memory_format=torch.contiguous_format)
-        c = _cell_states_before(steps, c0, forget, entering)
-        new_c = torch.addcmul(entering, forget, c)
-        hidden = y if weights.hr is None else o * new_c.tanh()
-        half = new_c.mul_(2).sigmoid_()  # tanh is slow, and 1 - tanh(c)^2 = 4 s (1 - s) with s = sigmoid(2 c)
-        fourth_of_slope = torch.addcmul(half, half, half, value=-1, out=half).mul_(o)
-        # each gate gives way to the derivative of its pre-activation: by h for o, by c for the others
-        torch.addcmul(hidden, hidden, o, value=-1, out=o)
-        torch.addcmul(i, entering, n, value=-1, out=n)
-        torch.addcmul(entering, entering, i, value=-1, out=i)
-        kept = c.mul_(f)
-        torch.addcmul(kept, kept, f, value=-1, out=f)
+        size, h, c, outputs = c0.shape[1], h0, c0, []
+        z, weight_hh = self._of_x(steps.rows(x), weights), weights.hh.t()
+        gates = z.unflatten(1, (4, size))
+        n, cells = z.new_empty(len(z), size), z.new_empty(len(z), size)
+        for z_now, i, f, third, o, n_now, c_now in zip(*map(steps.split, (z, *gates.unbind(1), n, cells)), strict=True):
+            z_now.addmm_(_first(h, len(z_now)), weight_hh)
+            torch.tanh(third, out=n_now)
+            z_now.sigmoid_()
+            c = torch.mul(i, n_now, out=c_now).addcmul_(f, _first(c, len(z_now)))
+            h = o * torch.tanh(c, out=third)
+            if weights.hr is not None:
+                h = F.linear(h, weights.hr)
+            outputs.append(h)
+        y = torch.stack(outputs) if steps.packed is None else torch.cat(outputs)
+        return y, steps.last(steps.from_rows(cells)).clone(), (z, n, cells)
 
-        gs, zs, slopes, forgets = map(steps.split, (g, z, fourth_of_slope, forget))
-        by_c, by_h = steps.split(gates[:, :3]), steps.split(o)
+    def backward(
+        self,
+        loops: Loops,
+        steps: Steps,
+        saved: Saved,
+        gates: Gates,
+        weights: Weights,
+        g: Tensor,
+        g_c: Tensor | None,
+    ) -> Gradients:
+        c0 = saved.c0
+        assert c0 is not None
+        kept, n, cells = gates
+        i, f, tanh, o = kept.unflatten(1, (4, c0.shape[1])).unbind(1)  # of the new cell states
+        entering, forgotten, hidden = i * n, steps.previous(c0, cells) * f, o * tanh
+        by_i = torch.addcmul(entering, entering, i, value=-1)  # of the cell state by the gate's pre-activation
+        by_f = torch.addcmul(forgotten, forgotten, f, value=-1)
+        by_n = torch.addcmul(i, entering, n, value=-1)
+        by_o = torch.addcmul(hidden, hidden, o, value=-1)  # of h
+        z = torch.stack((by_i, by_f, by_n, by_o), 1).flatten(1)
+        slope = torch.addcmul(o, hidden, tanh, value=-1)  # of h by c
         g_h0 = g.new_zeros(steps.batch, g.shape[1])
-        g_c = torch.zeros_like(c0) if g_c is None else g_c.clone()
+        g_c0 = torch.zeros_like(c0) if g_c is None else g_c.clone()
+        loops.loop(steps, z, (slope, f), weights, g, g_h0, g_c0)
+        return Gradients(z, z, g_h0, g_c0, None if weights.hr is None else (g, hidden))
+
+    def loop(
+        self,
+        steps: Steps,
+        z: Tensor,
+        factors: Sequence[Tensor],
+        weights: Weights,
+        g: Tensor,
+        g_h: Tensor,
+        g_c: Tensor | None,
+    ) -> None:
+        assert g_c is not None
+        gs, zs, slopes, forgets = map(steps.split, (g, z, *factors))
         for t in reversed(range(len(gs))):
             running = steps.sizes[t]
-            g_h = gs[t] if weights.hr is None else torch.mm(gs[t], weights.hr)
-            g_now = _first(g_c, running).addcmul_(g_h, slopes[t], value=4)
-            by_c[t].mul_(g_now.unsqueeze(1))
-            by_h[t].mul_(g_h)
-            g_now.mul_(forgets[t])
-            _first(gs[t - 1] if t else g_h0, running).addmm_(zs[t], weights.hh)
-        return Gradients(z, z, g_h0, g_c, None if weights.hr is None else (g, hidden))
+            by_h = gs[t] if weights.hr is None else torch.mm(gs[t], weights.hr)
+            by_c = _first(g_c, running).addcmul_(by_h, slopes[t])
+            zs[t].mul_(torch.cat((by_c, by_c, by_c, by_h), 1))
+            by_c.mul_(forgets[t])
+            _first(gs[t - 1] if t else g_h, running).addmm_(zs[t], weights.hh)
+
+    def _of_x(self, x: Tensor, weights: Weights) -> Tensor:
+        """What the pre-activations are without the states, `(N, 4 * hidden)`."""
+        bias = None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
+        return F.linear(x, weights.ih, bias)
+
+    def gates(self, steps: Steps, saved: Saved, weights: Weights) -> Gates:
+        """The gates i, f, the tanh of the new cell states in place of n, and o; n; and the new cell states."""
+        assert saved.c0 is not None
+        z = self._of_x(steps.rows(saved.x), weights).addmm_(saved.h, weights.hh.t())
+        i, f, third, _ = z.unflatten(1, (4, saved.c0.shape[1])).unbind(1)
+        n = third.tanh()
+        z.sigmoid_()
+        cells, before = i * n, saved.c0
+        for new, forget in zip(steps.split(cells), steps.split(f), strict=True):
+            before = new.addcmul_(forget, _first(before, len(new)))
+        torch.tanh(cells, out=third)
+        return z, n, cells
 
 
 class Gru(Recurrence):
@@ -185,56 +302,74 @@ class Gru(Recurrence):
 
     def saving(
         self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
-    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-        if steps.cell or not steps.sizes:  # there torch's own errors tell what is wrong
-            return super().saving(steps, x, h0, c0, weights)
-        h, size = h0, h0.shape[1]
-        of_x = F.linear(steps.rows(x), weights.ih, weights.bias_ih)
-        of_h = of_x.new_empty(len(of_x), 3 * size)
-        gates, outputs = of_h.unflatten(1, (3, size)), []
-        for x_now, h_now, (r, z, h_n) in zip(
-            steps.split(of_x), steps.split(of_h), (each.unbind(1) for each in steps.split(gates)), strict=True
+    ) -> tuple[Tensor, Tensor | None, Gates]:
+        h, size, weight_hh, outputs = h0, h0.shape[1], weights.hh.t(), []
+        of_h = F.linear(steps.rows(x), weights.ih, weights.bias_ih)  # that of x, so far
+        rz, h_n = of_h.split([2 * size, size], 1)
+        n = h_n.clone(memory_format=torch.contiguous_format)
+        h_n.zero_()
+        if weights.bias_hh is not None:
+            of_h += weights.bias_hh
+        for h_now, rz_now, r, z, h_n_now, n_now in zip(
+            *map(steps.split, (of_h, rz, *rz.chunk(2, 1), h_n, n)), strict=True
         ):
             h = _first(h, len(h_now))
-            h_now.copy_(F.linear(h, weights.hh, weights.bias_hh))
-            h_now[:, : 2 * size].add_(x_now[:, : 2 * size]).sigmoid_()
-            h = torch.lerp(x_now[:, 2 * size :].addcmul_(r, h_n).tanh_(), h, z)
+            h_now.addmm_(h, weight_hh)
+            rz_now.sigmoid_()
+            h = torch.lerp(n_now.addcmul_(r, h_n_now).tanh_(), h, z)
             outputs.append(h)
         y = torch.stack(outputs) if steps.packed is None else torch.cat(outputs)
-        return y, None, (of_h, of_x[:, 2 * size :])
+        return y, None, (of_h, n)
 
-    def backward(self, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None) -> Gradients:
-        h, size = saved.h, saved.h.shape[1]
-        kept, n = saved.gates or self._gates(steps.rows(saved.x), h, weights)
-        of_h = torch.empty_like(kept) if saved.gates else kept  # what was saved may be needed again
-        gates = of_h.unflatten(1, (3, size))
-        (r, z, h_n), (by_r, by_z, by_h_n) = kept.unflatten(1, (3, size)).unbind(1), gates.unbind(1)
-        keep, renew = z.clone(memory_format=torch.contiguous_format), 1 - z
+    def backward(
+        self,
+        loops: Loops,
+        steps: Steps,
+        saved: Saved,
+        gates: Gates,
+        weights: Weights,
+        g: Tensor,
+        g_c: Tensor | None,
+    ) -> Gradients:
+        h, size, (kept, n) = saved.h, saved.h.shape[1], gates
+        r, z, h_n = kept.unflatten(1, (3, size)).unbind(1)
+        renew = 1 - z
         slope = torch.addcmul(renew, renew * n, n, value=-1)  # of h' by n's pre-activation
-        # each gate gives way to the derivative of h' by its pre-activation
-        torch.mul((h - n).mul_(renew), z, out=by_z)
-        through_n = slope * r
-        through_r = through_n * h_n
-        torch.addcmul(through_r, through_r, r, value=-1, out=by_r)
-        by_h_n.copy_(through_n)
-
-        gs, keeps, zs, by_h = map(steps.split, (g, keep, of_h, gates))
+        by_h_n = slope * r
+        through_r = by_h_n * h_n
+        by_r = torch.addcmul(through_r, through_r, r, value=-1)
+        of_h = torch.stack((by_r, (h - n).mul_(renew).mul_(z), by_h_n), 1).flatten(1)
         g_h0 = g.new_zeros(steps.batch, size)
-        for t in reversed(range(len(gs))):
-            by_h[t].mul_(gs[t].unsqueeze(1))
-            before = _first(gs[t - 1] if t else g_h0, steps.sizes[t])
-            before.addcmul_(gs[t], keeps[t])
-            before.addmm_(zs[t], weights.hh)
+        loops.loop(steps, of_h, (z,), weights, g, g_h0, None)
         of_x = torch.cat([of_h[:, : 2 * size], slope.mul_(g)], 1)
         return Gradients(of_x, of_h, g_h0)
 
-    def _gates(self, x: Tensor, h: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        """The gates r and z and `weight_hn h + bias_hn`, `(N, 3 * hidden)`, and n, `(N, hidden)`."""
-        size = h.shape[1]
-        of_x, of_h = F.linear(x, weights.ih, weights.bias_ih), F.linear(h, weights.hh, weights.bias_hh)
+    def loop(
+        self,
+        steps: Steps,
+        z: Tensor,
+        factors: Sequence[Tensor],
+        weights: Weights,
+        g: Tensor,
+        g_h: Tensor,
+        g_c: Tensor | None,
+    ) -> None:
+        gs, keeps, zs = map(steps.split, (g, factors[0], z))
+        by_h = steps.split(z.unflatten(1, (3, g.shape[1])))
+        for t in reversed(range(len(gs))):
+            by_h[t].mul_(gs[t].unsqueeze(1))
+            before = _first(gs[t - 1] if t else g_h, steps.sizes[t])
+            before.addcmul_(gs[t], keeps[t])
+            before.addmm_(zs[t], weights.hh)
+
+    def gates(self, steps: Steps, saved: Saved, weights: Weights) -> Gates:
+        """The gates r and z and `weight_hn h + bias_hn`; and n."""
+        size = saved.h.shape[1]
+        of_x = F.linear(steps.rows(saved.x), weights.ih, weights.bias_ih)
+        of_h = F.linear(saved.h, weights.hh, weights.bias_hh)
         of_h[:, : 2 * size].add_(of_x[:, : 2 * size]).sigmoid_()
         r, _, h_n = of_h.chunk(3, 1)
-        return of_h, of_x[:, 2 * size :].addcmul_(r, h_n).tanh_()
+        return of_h, torch.addcmul(of_x[:, 2 * size :], r, h_n).tanh_()
 
 
 RECURRENCES: dict[str, Recurrence] = {
@@ -259,18 +394,3 @@ def _run(layer: Any, steps: Steps, x: Tensor, states: Any, weights: Sequence[Ten
 
 def _first(states: Tensor, size: int) -> Tensor:
     return states if states.shape[0] == size else states[:size]
-
-
-def _cell_states_before(
-    steps: Steps,
-    c0: Tensor,  # (B, hidden)
-    forget: Tensor,  # (N, hidden)
-    entering: Tensor,  # (N, hidden)
-) -> Tensor:  # (N, hidden)
-    """For each row the cell state before its step, by `c' = f c + i n`."""
-    states = torch.empty_like(entering)
-    before, kept, new = steps.split(states), steps.split(forget), steps.split(entering)
-    before[0].copy_(c0)
-    for t, size in enumerate(steps.sizes[1:]):
-        torch.addcmul(_first(new[t], size), _first(kept[t], size), _first(before[t], size), out=before[t + 1])
-    return states

@@ -5,6 +5,7 @@ They are there while a step is traced (`compile.py`), for sequences of one lengt
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,55 +14,85 @@ from torch import Tensor
 
 from expanded_nn._modes import is_autocast
 from expanded_nn._traced import refuse_values
-from expanded_nn.layers._equations import RECURRENCES, Gradients, Recurrence, Saved, Weights
+from expanded_nn.layers._equations import RECURRENCES, Gates, Recurrence, Saved, States, Weights
 from expanded_nn.layers._steps import Steps
 
 
-def forward(
-    recurrence: Recurrence,
-    steps: Steps,
-    x: Tensor,  # (T, B, in)
-    h0: Tensor,  # (B, out)
-    c0: Tensor | None,  # (B, hidden)
-    weights: Weights,
-) -> tuple[Tensor, Tensor | None]:
-    """`Recurrence.fused` as one operation."""
-    if steps.packed is not None:
-        refuse_values("sequences have different lengths")
-    if is_autocast():
-        refuse_values("a recurrent layer runs under autocast")
-    y, *c = _operations().recurrence(_kind(recurrence), steps.cell, x, h0, c0, list(weights))
-    return y, c[0] if c else None
+class Operations:
+    """The loops of a recurrence, each as one operation.
 
+    Args:
+        recurrence: Any but a user's own.
+    """
 
-def backward(
-    recurrence: Recurrence, steps: Steps, saved: Saved, weights: Weights, g: Tensor, g_c: Tensor | None
-) -> Gradients:
-    """`Recurrence.backward` as one operation."""
-    tensors = (saved.x, saved.h, saved.y, saved.c0, list(weights), g, g_c)
-    ih, h0, *others = _operations().recurrence_backward(_kind(recurrence), steps.cell, *tensors)
-    hh = others.pop(0) if recurrence is RECURRENCES["GRU"] else ih
-    c0 = others.pop(0) if saved.c0 is not None else None
-    return Gradients(ih, hh, h0, c0, (others[0], others[1]) if others else None)
+    def __init__(self, recurrence: Recurrence) -> None:
+        self._kind = next(kind for kind, known in RECURRENCES.items() if known is recurrence)
 
+    def fused(self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights) -> States:
+        y, c, _ = self._forward(False, steps, x, h0, c0, weights)
+        return y, c
 
-def _kind(recurrence: Recurrence) -> str:
-    return next(kind for kind, known in RECURRENCES.items() if known is recurrence)
+    def saving(
+        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
+    ) -> tuple[Tensor, Tensor | None, Gates]:
+        return self._forward(True, steps, x, h0, c0, weights)
+
+    def _forward(
+        self, saving: bool, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
+    ) -> tuple[Tensor, Tensor | None, Gates]:
+        if steps.packed is not None:
+            refuse_values("sequences have different lengths")
+        if is_autocast():
+            refuse_values("a recurrent layer runs under autocast")
+        y, *others = _operations().recurrence(self._kind, steps.cell, saving, x, h0, c0, list(weights))
+        c = None if c0 is None else others.pop(0)
+        return y, c, tuple(others)
+
+    def gates(self, steps: Steps, saved: Saved, weights: Weights) -> Gates:
+        return tuple(_operations().recurrence_gates(self._kind, steps.cell, *saved, list(weights)))
+
+    def loop(
+        self,
+        steps: Steps,
+        z: Tensor,
+        factors: Sequence[Tensor],
+        weights: Weights,
+        g: Tensor,
+        g_h: Tensor,
+        g_c: Tensor | None,
+    ) -> None:
+        given = (len(steps.sizes), steps.batch, z, list(factors), list(weights), g, g_h, g_c)
+        _operations().recurrence_loop(self._kind, *given)
 
 
 @cache
 def _operations() -> Any:
-    """The two operations, registered when a recurrence is traced for the first time."""
+    """The operations, registered when a recurrence is traced for the first time."""
     library = torch.library.Library("expanded_nn", "FRAGMENT")
-    library.define("recurrence(str kind, bool cell, Tensor x, Tensor h0, Tensor? c0, Tensor?[] weights) -> Tensor[]")
-    library.define(
-        "recurrence_backward(str kind, bool cell, Tensor x, Tensor h, Tensor y, Tensor? c0, Tensor?[] weights, "
-        "Tensor g, Tensor? g_c) -> Tensor[]"
-    )
-    library.impl("recurrence", _run, "CompositeExplicitAutograd")
-    library.impl("recurrence_backward", _run_back, "CompositeExplicitAutograd")
-    torch.library.register_fake("expanded_nn::recurrence", _shapes, lib=library)
-    torch.library.register_fake("expanded_nn::recurrence_backward", _shapes_back, lib=library)
+    operations: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = [
+        (
+            "recurrence(str kind, bool cell, bool saving, Tensor x, Tensor h0, Tensor? c0, Tensor?[] weights) "
+            "-> Tensor[]",
+            _run,
+            _shapes,
+        ),
+        (
+            "recurrence_gates(str kind, bool cell, Tensor x, Tensor h, Tensor y, Tensor? c0, Tensor?[] weights) "
+            "-> Tensor[]",
+            _gates,
+            _shapes_of_gates,
+        ),
+        (
+            "recurrence_loop(str kind, SymInt steps, SymInt batch, Tensor(a!) z, Tensor[] factors, Tensor?[] weights, "
+            "Tensor(b!) g, Tensor(c!) g_h, Tensor(d!)? g_c) -> ()",
+            _loop,
+            lambda *_: None,
+        ),
+    ]
+    for schema, run, fake in operations:
+        name = library.define(schema).partition("(")[0]
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"expanded_nn::{name}", fake, lib=library)
     _KEPT.append(library)  # its operations go with it
     return torch.ops.expanded_nn
 
@@ -69,43 +100,31 @@ def _operations() -> Any:
 _KEPT: list[torch.library.Library] = []
 
 
-def _run(kind: str, cell: bool, x: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor | None]) -> list[Tensor]:
-    y, c = RECURRENCES[kind].fused(Steps.of(x, cell=cell), x, h0, c0, Weights(*weights))  # type: ignore[arg-type]
-    return [y] if c is None else [y, c.clone()]
+def _run(kind: str, cell: bool, saving: bool, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Any) -> list[Tensor]:
+    recurrence, given = RECURRENCES[kind], (Steps.of(x, cell=cell), x, h0, c0, Weights(*weights))
+    y, c, gates = recurrence.saving(*given) if saving else (*recurrence.fused(*given), ())
+    return [y, *([] if c is None else [c.clone()]), *gates]
 
 
 def _shapes(
-    kind: str, cell: bool, x: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor | None]
+    kind: str, cell: bool, saving: bool, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Any
 ) -> list[Tensor]:
     y = x.new_empty(*x.shape[:2], h0.shape[1])
-    return [y] if c0 is None else [y, c0.new_empty(c0.shape)]
+    gates = _shapes_of_gates(kind, cell, x, h0, y, c0, weights) if saving else []
+    return [y, *([] if c0 is None else [c0.new_empty(c0.shape)]), *gates]
 
 
-def _run_back(kind: str, cell: bool, *tensors: Any) -> list[Tensor]:
-    x, h, y, c0, weights, g, g_c = tensors
-    saved, given = Saved(x, h, y, c0, ()), Weights(*weights)
-    found = RECURRENCES[kind].backward(Steps.of(x, cell=cell), saved, given, g.clone(), g_c)
-    hr = None if found.hr is None else (found.hr[0].clone(), found.hr[1].clone())
-    return _listed(kind, found._replace(hr=hr))
+def _gates(kind: str, cell: bool, x: Tensor, h: Tensor, y: Tensor, c0: Tensor | None, weights: Any) -> list[Tensor]:
+    return list(RECURRENCES[kind].gates(Steps.of(x, cell=cell), Saved(x, h, y, c0), Weights(*weights)))
 
 
-def _listed(kind: str, found: Gradients) -> list[Tensor]:
-    """What there is of the gradients; `hh` is `ih` but for a GRU."""
-    hh = found.hh if kind == "GRU" else None
-    return [each for each in (found.ih, found.h0, hh, found.c0, *(found.hr or ())) if each is not None]
+def _shapes_of_gates(
+    kind: str, cell: bool, x: Tensor, h: Tensor, y: Tensor, c0: Tensor | None, weights: Any
+) -> list[Tensor]:
+    gates = weights[1].shape[0]
+    sizes = {"LSTM": [gates, gates // 4, gates // 4], "GRU": [gates, gates // 3]}.get(kind, [])
+    return [x.new_empty(x.shape[0] * x.shape[1], size) for size in sizes]
 
 
-def _shapes_back(kind: str, cell: bool, *tensors: Any) -> list[Tensor]:
-    x, _, y, c0, weights, *_ = tensors
-    hh, hr = weights[1], weights[4]
-    z, hidden = y.new_empty(y.shape[0], hh.shape[0]), hh.shape[0] // 4
-    return _listed(
-        kind,
-        Gradients(
-            z,
-            y.new_empty(z.shape),
-            y.new_empty(x.shape[1], y.shape[1]),
-            None if c0 is None else c0.new_empty(c0.shape),
-            None if hr is None else (y.new_empty(y.shape), y.new_empty(y.shape[0], hidden)),
-        ),
-    )
+def _loop(kind: str, steps: int, batch: int, z: Tensor, factors: list[Tensor], weights: Any, *grads: Any) -> None:
+    RECURRENCES[kind].loop(Steps([batch] * steps, batch), z, factors, Weights(*weights), *grads)

@@ -7,7 +7,6 @@ weight's rows are one sum of outer products over all steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from expanded_nn._shared import is_shared, owned, shared
 from expanded_nn._traced import is_traced
 from expanded_nn.core import cost
 from expanded_nn.layers import _opaque
-from expanded_nn.layers._equations import Recurrence, Saved, States, Weights
+from expanded_nn.layers._equations import Loops, Recurrence, Saved, States, Weights
 from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear, outer_rows
 from expanded_nn.recording.expand import keeps_factors
@@ -42,8 +41,8 @@ class _Recurrent(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.recurrence, ctx.steps = recurrence, steps
         given = (steps, x, h0, c0, _shared_weights(weights))
-        fused = partial(_opaque.forward, recurrence) if is_traced() else recurrence.fused
-        y, c, gates = recurrence.saving(*given) if saving else (*fused(*given), ())
+        loops = _loops(recurrence)
+        y, c, gates = loops.saving(*given) if saving else (*loops.fused(*given), ())
         # a copy of the outputs, as the next layer may change them in place
         ctx.save_for_backward(x, h0, c0, steps.copied_rows(y, y.dtype), *weights, *gates)
         return owned(y), c
@@ -61,6 +60,10 @@ class _Recurrent(torch.autograd.Function):
                 return None, None, None, *_composite_gradients(ctx.recurrence, ctx.steps, all_inputs, needed, g, g_c)
             inputs = (x, h0, c0, y)
             return None, None, None, *_gradients(ctx.recurrence, ctx.steps, inputs, gates, weights, needed, g, g_c)
+
+
+def _loops(recurrence: Recurrence) -> Loops:
+    return _opaque.Operations(recurrence) if is_traced() else recurrence
 
 
 def _shared_weights(weights: Sequence[Tensor | None], dtype: torch.dtype | None = None) -> Weights:
@@ -83,11 +86,11 @@ def _gradients(
     row_dtype, keep_factors = weights.ih.dtype, keeps_factors(*weights)
     dtype = torch.promote_types(row_dtype, torch.float32)
     one, y = _shared_weights(weights, dtype), y.to(dtype)
-    saved = Saved(x.to(dtype), steps.previous(h0.to(dtype), y), y, None if c0 is None else c0.to(dtype), gates)
+    saved = Saved(x.to(dtype), steps.previous(h0.to(dtype), y), y, None if c0 is None else c0.to(dtype))
     reached_hr = g is not None or len(steps.sizes) > 1  # the cell state after the first step does not depend on it
     g = torch.zeros_like(y) if g is None else steps.copied_rows(g, dtype)
-    backward = partial(_opaque.backward, recurrence) if is_traced() else recurrence.backward
-    found = backward(steps, saved, one, g, None if g_c is None else g_c.to(dtype))
+    loops, g_c = _loops(recurrence), None if g_c is None else g_c.to(dtype)
+    found = recurrence.backward(loops, steps, saved, gates or loops.gates(steps, saved, one), one, g, g_c)
 
     grads: list[Tensor | None] = [None] * len(needed)
     if needed[0]:
@@ -166,15 +169,16 @@ def _composite(
     return y, None if c is None else steps.in_sequences_order(c)
 
 
-def _worth_saving(*given: Tensor | None) -> bool:
+def _worth_saving(steps: Steps, *given: Tensor | None) -> bool:
     """Whether a backward may follow, in the dtype of the forward, for which gates are worth keeping."""
     tensors = [each for each in given if each is not None]
     return (
         torch.is_grad_enabled()
+        and bool(steps.sizes)  # without steps, torch's own error tells what is wrong
+        and not steps.cell
         and any(each.requires_grad for each in tensors)
         and all(cost.keeps_gates(tensor.dtype, tensor.device.type) for tensor in tensors)
         and not is_autocast()
-        and not is_traced()
     )
 
 
@@ -201,7 +205,7 @@ def recurrent(
     """
     h0, c0 = initial[0], initial[1] if len(initial) > 1 else None
     if is_shared(*weights):
-        saving = _worth_saving(x, h0, c0, *weights)
+        saving = _worth_saving(steps, x, h0, c0, *weights)
         y, c = _Recurrent.apply(recurrence, steps, saving, x, h0, c0, *weights)  # type: ignore[no-untyped-call]
     else:
         y, c = _composite(recurrence, steps, x, h0, c0, weights)
