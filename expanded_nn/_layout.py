@@ -179,6 +179,36 @@ def refuse_square(layer: Reader, x: Tensor) -> None:
         )
 
 
+def refuse_unclear_layout(module: Member, x: Tensor) -> None:
+    """Raises where the samples of `(T, B, features)` may be the positions of the model's own input, as T = B.
+
+    The module has a `batch_first=False` of its own, and the model takes the first dimension of its input for the
+    samples. With T and B different that is right, or an error: so it is clear from the first such input on.
+    """
+    recorder, forward = module._recorder, forward_of(module)
+    if (
+        recorder is None
+        or forward is None
+        or forward.module is cast(nn.Module, module)
+        or "_layout_is_clear" in vars(module)
+    ):
+        return
+    settings, batch = recorder.settings, forward.current_pass.batch
+    if not settings.batch_first or settings.says_layout or batch < 2 or x.dim() != 3 or x.shape[1] != batch:
+        return
+    if x.shape[0] != batch:
+        vars(module)["_layout_is_clear"] = True
+    elif any(whole.dim() > 1 and whole.shape[0] == whole.shape[1] for whole in forward.samples):
+        raise complaint(
+            name_of(module),
+            f"input has shape {tuple(x.shape)}: the layer has its samples in dimension 1 (batch_first=False), the "
+            f"model has them in dimension 0, and here both have size {batch}",
+            "to know where the samples stand in what the model is called with",
+            "Say it: per_sample(batch_first=False) if they stand second there, as in (T, B, ...), and "
+            "per_sample(batch_first=True) if they stand first and the model itself moves them.",
+        )
+
+
 # --- one row of a batch -------------------------------------------------------------------------------------------
 
 

@@ -120,6 +120,7 @@ class PerSampleModule(nn.Module):
             "accumulate_grad": accumulate_grad,
             "keep_factors": keep_factors,
             "escalate": escalate,
+            "says_layout": AS_BEFORE if batch_first is AS_BEFORE else True,
         }
         settings = replace(
             cast(Settings, self._settings), **{name: value for name, value in told.items() if value is not AS_BEFORE}

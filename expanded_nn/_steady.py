@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 # what the library keeps in the attributes of a module, and what torch does
-OWN_STATE = ("_recorder", "_settings", "_compared", "_ways", "_ranks", "_shared_seen", "_learned")
+OWN_STATE = ("_recorder", "_settings", "_compared", "_ways", "_ranks", "_shared_seen", "_learned", "_layout_is_clear")
 OURS = {"_parameters", "_modules", *OWN_STATE}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]

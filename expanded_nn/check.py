@@ -21,7 +21,7 @@ from expanded_nn._errors import (
 )
 from expanded_nn._loop import Loop, listed
 from expanded_nn._meanwhile import meanwhile
-from expanded_nn._module import recorders_of
+from expanded_nn._module import recorders_of, switch
 from expanded_nn._report import Findings, Problem, Report as Report
 from expanded_nn._running import Call, Runner, Step, leaves_behind, undisturbed
 from expanded_nn._samples import GivenLosses, Layout, difference, first_mixed, last_mixed, layer_without_samples
@@ -106,7 +106,7 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
             return Report(tuple(Problem("conversion", text.partition(":")[0], text) for text in texts))
         except Exception as error:
             return Report((_uncopied(model, error),))
-        expanded.per_sample(**vars(settings))  # type: ignore[operator]
+        switch(expanded, settings, mode=True)
         call = Call.of(plain, settings, (args, kwargs))
         checking = (
             _Check(plain, expanded, settings, call)

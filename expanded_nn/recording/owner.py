@@ -24,6 +24,7 @@ class Settings:
     accumulate_grad: bool = True
     keep_factors: bool = False
     escalate: bool = True
+    says_layout: bool = False  # whether `batch_first` was told
 
     def __post_init__(self) -> None:
         if self.loss_reduction not in ("mean", "sum"):
