@@ -271,8 +271,9 @@ class Expanded(PerSampleModule):
         result = self.expanded_forward(*args, **kwargs)
         inputs_shared = notes.inputs_shared[before:]
         if inputs_shared and all(inputs_shared) and len(notes.shared_results) == noted:
-            # of a user's own module only a single result is known to have its samples where its input has them
-            results = list(tensors(result)) if self.ranks else [result]
+            # where it does not say more, only a single result is known to have its samples where its input has them
+            says_dims = type(self).sample_dims is not Expanded.sample_dims
+            results = list(tensors(result)) if says_dims else [result]
             dims = [self._samples_dim, *self.sample_dims(len(results))[1:]]
             for shared_result, dim in zip(results, dims, strict=False):
                 forward.note_shared(self, shared_result, dim)

@@ -18,7 +18,8 @@ def expands(torch_class: type[nn.Module] | str) -> Callable[[ExpandedClass], Exp
 
     The twin derives from `Expanded` and from `torch_class`, has no `__init__` of its own and writes its
     per-sample forward in `expanded_forward`, where `self.expanded("weight")` is the parameter expanded over the
-    batch, `(B, *shape)`.
+    batch, `(B, *shape)`. It lines the weight's B up with the samples of the input, whatever is between them and the
+    features: broadcasting would do so for `(B, features)` only. `check` compares its rows with a loop.
 
     Args:
         torch_class: The class whose instances `convert` turns into the decorated one. Or its full name,
@@ -39,8 +40,12 @@ def expands(torch_class: type[nn.Module] | str) -> Callable[[ExpandedClass], Exp
         ...         return x * self.weight
         >>> @enn.expands(Scale)
         ... class ExpandedScale(enn.Expanded, Scale):
+        ...     ranks = {"weight": 1}  # its number of dimensions in the plain layer
         ...     def expanded_forward(self, x):
-        ...         return x * self.expanded("weight")
+        ...         def scaled(x):  # (B, *, size)
+        ...             weight = self.expanded("weight")  # (B, size)
+        ...             return x * weight.view(len(weight), *[1] * (x.dim() - 2), -1)
+        ...         return self.by_sample(scaled, 1, x=x)  # x has one dimension of features
         >>> model = enn.convert(torch.nn.Sequential(Scale(3))).per_sample()
         >>> model(torch.ones(4, 3)).sum(1).mean().backward()
         >>> model[0].weight.grad_sample.shape

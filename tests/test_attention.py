@@ -600,7 +600,7 @@ def test_autocast(case: Case) -> None:
 def right(module: nn.Module, call: Call, model: nn.Module | None = None, **settings: Any) -> nn.Module:
     """The rows of the converted model are those of the loop."""
     model = enn.convert(module) if model is None else model
-    enn.per_sample(model, loss_reduction="sum", **settings)
+    enn.per_sample(model, **{"loss_reduction": "sum", "batch_first": True, **settings})
     assert_close(call.on(model), call.on(module).detach(), tol=1e-12)
     model.zero_grad()
     plain(model, call).backward()

@@ -279,11 +279,15 @@ def test_the_mean_of_the_batch_into_a_layer() -> None:
 
 def test_attention_across_the_batch() -> None:
     model = Model(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(4, 2))
-    report = enn.check(model, torch.randn(3, 3, 4))
+    first = enn.convert(model).per_sample(batch_first=True)
+    report = enn.check(first, torch.randn(3, 3, 4))
     assert of_kind(report, "mixing") == ["a (MultiheadAttention)"]
     assert "batch_first=True" in str(report)
     assert "B = 3 is also the size of another dimension" in str(report)
     assert of_kind(enn.check(model, torch.randn(3, 6, 4)), "layer") == ["a (MultiheadAttention)"]
+    unsaid = enn.check(model, torch.randn(3, 3, 4))
+    assert of_kind(unsaid, "layer") == ["a (MultiheadAttention)"]
+    assert "per_sample(batch_first=False) if they stand second" in str(unsaid)
 
 
 def test_router_with_capacity() -> None:

@@ -225,6 +225,27 @@ def test_batches_of_many_sizes_take_few_graphs() -> None:
     assert len(graphs(step)) <= 5
 
 
+def test_a_length_takes_a_graph_for_each_size() -> None:
+    model = enn.convert(perceptron()).per_sample(loss_reduction="sum")
+
+    def step(x: Tensor, y: Tensor, count: Callable[[Tensor], int]) -> None:
+        (F.cross_entropy(model(x), y, reduction="sum") / count(x)).backward()
+
+    by_len = enn.compile(lambda x, y: step(x, y, len), backend="eager")
+    by_shape = enn.compile(lambda x, y: step(x, y, lambda x: x.shape[0]), backend="eager")
+
+    def run(compiled: Any) -> None:
+        for x, y in samples(4, 4, 5, 6, 7):
+            model.zero_grad()
+            compiled(x, y)
+
+    with pytest.warns(enn.PerSampleWarning, match=r"each size takes a graph.* line \d+ of .*test_compiled_step.*shape"):
+        run(by_len)
+    run(by_shape)
+    assert len(graphs(by_len)) == 4
+    assert len(graphs(by_shape)) == 2
+
+
 def test_modes_and_frozen_layers_have_graphs_of_their_own() -> None:
     model = enn.convert(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 3))).per_sample()
     step = enn.compile(lambda x, y: classified(model, x, y), backend="eager")

@@ -193,9 +193,15 @@ def a_layer_without_a_forward() -> None:
 # --- who is a sample ------------------------------------------------------------------------------------------
 
 
-@refused(r"^Sequential: no argument is a tensor; wanted a tensor with a dimension for the samples.*batch_size=")
+@refused(r"^Sequential: no argument is a tensor with a dimension; wanted .* for the samples.*batch_size=")
 def no_tensor_to_count() -> None:
     on(nn.Linear(2, 2))([1, 2])
+
+
+@refused(r"^1 \(Linear\): it is called with 6 samples, .* the 3 samples of an .*one_pass\(model, 3\).*detach")
+def samples_made_of_other_samples() -> None:
+    model = on(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[1](model[0](torch.randn(3, 4)).repeat_interleave(2, 0))
 
 
 @refused(r"^Sequential: a transform of torch\.func.*per_sample\(False\)")
@@ -230,6 +236,13 @@ def a_pass_that_says_other_samples() -> None:
 )
 def some_of_the_samples() -> None:
     feed(nn.Linear(4, 2), lambda layer, x: layer(x[[0, 2], 0]))
+
+
+@refused(
+    r"layer \(LSTM\): input has shape \(6, 6, 4\): .* both have size 6; .*batch_first=False\) if they stand second"
+)
+def samples_of_a_time_first_layer() -> None:
+    feed(nn.LSTM(4, 4), lambda layer, x: layer(x)[0], samples=6)
 
 
 @refused(r"layer \(LSTM\): input has shape \(3, 6, 4\), 6 rows .*If the samples .* 0, give .* batch_first=True")

@@ -44,7 +44,7 @@ with_float_input = where(Case.has_float_input)
 
 
 def expanded(case: Case, **arguments: Any) -> nn.Module:
-    return enn.convert(case.module()).per_sample(**arguments)
+    return enn.convert(case.module()).per_sample(**{"batch_first": True, **arguments})
 
 
 def rows_after(model: nn.Module, call: Call, samples: int, reduction: str = "sum") -> dict[str, Tensor | None]:

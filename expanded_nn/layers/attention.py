@@ -145,6 +145,9 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         "bias_v": 3,
     }
 
+    def sample_dims(self, tensors: int) -> list[int]:
+        return [self._samples_dim] + [0] * (tensors - 1)
+
     def samples_in(self, query: Tensor, *args: Any, **kwargs: Any) -> int | None:
         refuse_other_than_sequences(self, "query", query, self._samples_dim)
         return super().samples_in(query)

@@ -1584,3 +1584,71 @@ def test_one_pass_of_no_samples() -> None:
     with enn.one_pass(model, 0):
         model(values(0, D)).sum().backward()
     assert len(model.enc.weight.grad_sample) == 0
+
+
+def test_samples_made_of_other_samples() -> None:
+    """Of two calls in one graph the rows would stand side by side, and clipping would not bound what a sample adds."""
+    module, x = parts(), values()
+    del module.shift, module.part
+    model = on(module)
+
+    def folded(m: Any, x: Tensor) -> Tensor:
+        return m.head(m.enc(x).repeat_interleave(2, 0)).unflatten(0, (-1, 2))
+
+    def unfolded(m: Any, x: Tensor) -> Tensor:
+        return m.head(m.enc(x).unsqueeze(1).expand(-1, 2, -1))
+
+    with pytest.raises(enn.PerSampleError, match=r"head \(Linear\): it is called with 6 samples.*the 3 samples of"):
+        folded(model, x)
+    model.head(model.enc(x).detach().repeat_interleave(2, 0)).sum().backward()
+    assert model.enc.weight.grad_sample is None
+    assert len(model.head.weight.grad_sample) == 2 * B
+    model.zero_grad()
+    together = on(module)
+    with enn.one_pass(together, B):
+        right(together, module, unfolded, x)
+
+
+def test_two_calls_of_other_sizes_that_do_not_meet() -> None:
+    model = on(parts())
+    small, large = model(values()), model(values(B + 2, D))
+    (small.sum() + large.sum()).backward()
+    assert len(model.head.weight.grad_sample) == 2 * B + 2
+
+
+def test_cleared_rows_make_room_before_the_next_forward() -> None:
+    model = on(parts())
+    model(values()).sum().backward()
+    held = weakref.ref(model.head.weight.grad_sample)
+    torch.optim.SGD(model.parameters()).zero_grad()
+    model(values())
+    gc.collect()
+    assert held() is None
+    assert model.head.weight.grad_sample is None
+
+
+class Turned(nn.Module):
+    """Recurrent over `(T, B, features)`, with the samples of its input first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(D, D), nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x.transpose(0, 1))[0].transpose(0, 1))
+
+
+def test_time_first_layer_where_there_are_as_many_steps_as_samples() -> None:
+    """Where the samples stand is said, or known from an input of other sizes."""
+    module, square = Turned(), values(B, B, D)
+    with pytest.raises(enn.PerSampleError, match=r"rnn \(LSTM\).*both have size 3.*batch_first=True\) if they stand f"):
+        on(module)(square)
+    right(on(module, batch_first=True), module, forward, square)
+    model = on(module)
+    model(values(B, B + 1, D))
+    right(model, module, forward, square)
+    alone = nn.LSTM(D, D)
+    for model in (on(alone), on(alone, batch_first=False)):
+        y, _ = model(square)
+        y.sum().backward()
+        assert_close(model.weight_hh_l0.grad_sample.sum(0), model.weight_hh_l0.grad)
