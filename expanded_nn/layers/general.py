@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -147,8 +147,10 @@ class General(Expanded):
         """The parameters of its own, those in lists included: where they are, and their number of dimensions."""
         found: list[tuple[Slot, Tensor, int]] = []
         for name, rank in (self._ranks or {}).items():
-            path, _, leaf = name.rpartition(".")
-            module = self.get_submodule(path) if path else self
+            *path, leaf = name.split(".")
+            module: nn.Module = self
+            for each in path:  # not by `get_submodule`: a list may have the name of a method
+                module = cast(nn.Module, module._modules[each])
             parameter = module._parameters.get(leaf)
             if parameter is not None:
                 found.append(((module, leaf), parameter, rank))
