@@ -94,16 +94,12 @@ class _Mapper:
     expanded: list[Tensor]
     guests: set[int]
 
-    @property
-    def places(self) -> list[Slot]:
-        return list(self.originals)
-
     def __call__(self, given: list[Any]) -> Mapped:
         module, call, told = self.module, self.call, bool(self.guests)
-        loops = module._learned is not None and module._learned.loops
+        loops = module.goes_in_a_loop()
         with module._children_inside(self.originals), module._leaving_nothing(given) if loops else nullcontext():
             structure = tree_structure((call.args, call.kwargs))
-            return module._mapped(self.places, self.expanded, call.dims, structure, given, told=told)
+            return module._mapped(list(self.originals), self.expanded, call.dims, structure, given, told=told)
 
 
 class General(Expanded):
@@ -119,7 +115,12 @@ class General(Expanded):
     _compared: Mapping[Any, Compared] = {}  # by the way to read the arguments and results
     _ways: Mapping[Any, Ways] = {}  # likewise: those by which it may run on the whole batch
     _alone: ClassVar[bool] = False  # whether it goes sample by sample in any case
+    _loops: ClassVar[bool] = False  # and that in a loop
     _ranks: dict[str, int] | None = None  # of each own parameter, those in lists included, when it was converted
+
+    def goes_in_a_loop(self) -> bool:
+        """Whether the samples go through it one after the other, as `vmap` fails in it."""
+        return self._loops or (self._learned is not None and self._learned.loops)
 
     def note_ranks(self) -> None:
         """Notes how many dimensions the parameters have without a batch dimension."""
@@ -200,9 +201,10 @@ class General(Expanded):
         """The result, by a `vmap` over the samples."""
         batch, mapper = call.batch, self._mapper(call)
         if batch == 0:
-            return self._empty(mapper.places, mapper.expanded, call.args, call.kwargs)
-        loops = self._learned is not None and self._learned.loops
-        is_known = call.kind in self._compared and not loops  # in a loop each value may lead another way
+            return self._empty([*mapper.originals], mapper.expanded, call.args, call.kwargs)
+        is_known = (
+            call.kind in self._compared and not self.goes_in_a_loop()
+        )  # in a loop each value may lead another way
         if not mapper.guests and not is_known:
             wait_for_values("a module of the general rule is compared with its plain forward first")
         trial = None if mapper.guests or is_known else Trial(self, call.args, call.kwargs, batch, mapper)
@@ -300,7 +302,7 @@ class General(Expanded):
                 self._compared = {**self._compared, call.kind: compared}
                 if not compared.alike:
                     return Verdict.WRONG, None
-                rows = [(each, place in own) for place, each in zip(mapper.places, mapper.expanded, strict=True)]
+                rows = [(each, place in own) for place, each in zip(mapper.originals, mapper.expanded, strict=True)]
                 return trial.judged(self._attempt, rows, found, compared.dims)
         except torch.OutOfMemoryError:  # a comparison takes more than a step
             return Verdict.WRONG, None
@@ -326,7 +328,7 @@ class General(Expanded):
             return [each.squeeze(dims[0]) for each, dims in zip(outputs, ones, strict=True)]
 
         over_samples = torch.vmap(one_sample, in_dims=(0, dims), randomness="different")
-        if self._learned is not None and self._learned.loops:
+        if self.goes_in_a_loop():
             over_samples = self._in_a_loop(one_sample, dims, returned)
         try:
             results = over_samples(expanded, leaves)
@@ -358,14 +360,6 @@ class General(Expanded):
             results, others = [], []
             for i in range(self.pass_batch_size):
                 results.append(one_sample([each[i] for each in weights], [each[i] for each in mapped]))
-                ends = (result.grad_fn for result in results[-1])
-                if any(type(node).__name__ == "CheckpointFunctionBackward" for end in ends for node in graph_of(end)):
-                    raise complaint(  # not seen: what `vmap` could not follow is said instead
-                        self.qualified_name,
-                        "its samples go through it one after the other, and it holds a reentrant checkpoint",
-                        "a checkpoint that is not reentrant",
-                        "Give the checkpoint use_reentrant=False.",
-                    )
                 leaves = flatten(returned)[0]
                 if any(isinstance(each, Tensor) for leaf in leaves for each in contents(leaf) if each is not leaf):
                     raise self._keeping("an object that it returns")
@@ -373,6 +367,14 @@ class General(Expanded):
             if any(each != others[0] for each in others):
                 raise self._refusal(
                     "its forward returns numbers that differ from sample to sample", "tensors", "Return tensors."
+                )
+            ends = (result.grad_fn for of_sample in results for result in of_sample)
+            if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_of(*ends)):
+                raise complaint(  # not seen: what `vmap` could not follow is said instead
+                    self.qualified_name,
+                    "its samples go through it one after the other, and it holds a reentrant checkpoint",
+                    "a checkpoint that is not reentrant",
+                    "Give the checkpoint use_reentrant=False.",
                 )
             return list(map(torch.stack, zip(*results, strict=True)))
 

@@ -75,18 +75,9 @@ class RelativeAttention(Root):
 
 
 class Experts(Alone):
-    """A mixture of experts that folds the samples into rows, by the implementation that `vmap` can follow."""
+    """A mixture of experts that folds the samples into rows, and loops over the experts, as `vmap` cannot."""
 
-    def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        configs: list[Any] = [each.config for each in self.modules() if hasattr(each, "config")]
-        before = [each._experts_implementation for each in configs]
-        try:
-            for each in configs:
-                each._experts_implementation = "batched_mm"
-            return super()._plain_forward(*args, **kwargs)
-        finally:
-            for each, implementation in zip(configs, before, strict=True):
-                each._experts_implementation = implementation
+    _loops: ClassVar[bool] = True
 
 
 BY_NAME: dict[type[nn.Module], dict[str, str]] = {
