@@ -437,11 +437,15 @@ class Holder(nn.Module):
 
 def test_shared_argument_with_as_many_rows_as_samples_in_the_general_rule() -> None:
     module = Holder(Weighted())
-    model = enn.convert(module).per_sample()
+    model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
     x = torch.randn(5, 4)
     assert torch.equal(model(x), module(x))
-    with pytest.raises(enn.PerSampleError, match=r"inner \(Weighted\).*another result than sample by sample"):
-        model(torch.randn(4, 4))
+    call, words = Call((torch.randn(4, 4),)), r"inner \(Weighted\).*another result than sample by sample"
+    with pytest.raises(enn.PerSampleError, match=words):
+        call.on(model)
+    with pytest.warns(enn.PerSampleWarning, match=words):
+        plain(model.per_sample(escalate=True), call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, 4))
 
 
 def test_samples_mixed_inside_the_general_rule() -> None:

@@ -35,8 +35,8 @@ from expanded_nn.recording.backward import graph_of
 from expanded_nn.recording.forward import InputNotes
 from expanded_nn.recording.recorder import Recorder
 
-# torch's words where vmap gives up; the last where samples have results of different sizes
-_OF_VMAP = "vmap|functorch|[Bb]atching rule|stack expects each tensor to be equal size"
+# torch's words where vmap gives up; the last two where values are read, and where samples' results differ in size
+_OF_VMAP = "vmap|functorch|[Bb]atching rule|doesn't have storage|stack expects each tensor to be equal size"
 
 # what a forward on the whole batch raises, but not because of the batch
 _NOT_OF_THE_FORWARD = (torch.OutOfMemoryError, FirstEager, OnlyEager)
@@ -98,8 +98,8 @@ class _Mapper:
         module, call, told = self.module, self.call, bool(self.guests)
         loops = module.goes_in_a_loop()
         with module._children_inside(self.originals), module._leaving_nothing(given) if loops else nullcontext():
-            structure = tree_structure((call.args, call.kwargs))
-            return module._mapped(list(self.originals), self.expanded, call.dims, structure, given, told=told)
+            structure, places = tree_structure((call.args, call.kwargs)), list(self.originals)
+            return module._mapped(places, self.expanded, call.dims, structure, given, told=told)
 
 
 class General(Expanded):
@@ -114,8 +114,8 @@ class General(Expanded):
 
     _compared: Mapping[Any, Compared] = {}  # by the way to read the arguments and results
     _ways: Mapping[Any, Ways] = {}  # likewise: those by which it may run on the whole batch
-    _alone: ClassVar[bool] = False  # whether it goes sample by sample in any case
-    _loops: ClassVar[bool] = False  # and that in a loop
+    _alone: ClassVar[bool] = False  # whether it goes sample by sample in any case,
+    _loops: ClassVar[bool] = False  # and in a loop
     _ranks: dict[str, int] | None = None  # of each own parameter, those in lists included, when it was converted
 
     def goes_in_a_loop(self) -> bool:
@@ -148,8 +148,7 @@ class General(Expanded):
         """The parameters of its own, those in lists included: where they are, and their number of dimensions."""
         found: list[tuple[Slot, Tensor, int]] = []
         for name, rank in (self._ranks or {}).items():
-            *path, leaf = name.split(".")
-            module: nn.Module = self
+            module, (*path, leaf) = cast(nn.Module, self), name.split(".")
             for each in path:  # not by `get_submodule`: a list may have the name of a method
                 module = cast(nn.Module, module._modules[each])
             parameter = module._parameters.get(leaf)
@@ -386,7 +385,8 @@ class General(Expanded):
 
         def kept() -> list[tuple[Any, int]]:
             values = [[value for name, value in vars(module).items() if name not in OURS] for module in self.modules()]
-            return [(value, getattr(value, "_version", 0)) for value in contents([values, leaves])]
+            held = contents([values, leaves])
+            return [(value, getattr(value, "_version", 0)) for value in held if not isinstance(value, torch.dtype)]
 
         before = kept()
         yield
