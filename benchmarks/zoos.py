@@ -70,7 +70,10 @@ def sizes(size: Size) -> tuple[tuple[str, Any], ...]:
             width,
         ),
         (r"(encoder|decoder|text|vision|out)_hidden_size|feature_size|hidden_sizes_dim", width),
-        (r"max_position_embeddings|n_positions|max_seq|seq_length|max_(source|target)_positions", 64 + size.positions),
+        (
+            r"max_position_embeddings|n_positions|max_seq|seq_length|max_(source|target)_positions",
+            64 * (1 + size.positions // 64),
+        ),
         (r"image_size|img_size", size.image),
         (r"num_(local_|routed_)?experts$|n_routed_experts", 4),
         (r"num_experts_per_tok|top_k|moe_k", 2),
