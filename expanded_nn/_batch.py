@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from inspect import unwrap
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,6 +47,18 @@ def batch_of(value: Any, *, batch_first: bool = True) -> int | None:
         if tensor.dim() > 0:
             return tensor.shape[batch_dim(tensor.dim(), batch_first=batch_first)]
     return None
+
+
+def rows_are_nodes(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is one of graphs, whose `edge_index (2, edges)` joins the rows of `(nodes, features)`."""
+    code = getattr(unwrap(module.plain_class.forward), "__code__", None)
+    names = code.co_varnames[1 : code.co_argcount] if code is not None else ()
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    graphs = [each for each in named.values() if hasattr(each, "edge_index")]
+    edges = graphs[0].edge_index if graphs else named.get("edge_index")
+    x = next(tensors([*named.values()]), None)
+    is_edges = isinstance(edges, Tensor) and edges.dim() == 2 and edges.shape[0] == 2 and not has_derivatives(edges)
+    return is_edges and (x is None or (isinstance(x, Tensor) and x.dim() < 3))
 
 
 def batch_dim(dims: int, *, batch_first: bool) -> int:

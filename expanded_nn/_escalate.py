@@ -140,10 +140,11 @@ class _Attempts:
 
     def _around(self, by: nn.Module | None) -> Iterator[Any]:
         """The modules around the module `by`, nearest first, up to the one that was called."""
-        path = next((path for path, module in self.called.named_modules() if module is by), "-")
+        modules = dict(self.called.named_modules())
+        path = next((path for path, module in modules.items() if module is by), "-")
         while path:
             path = path.rpartition(".")[0]
-            yield self.called.get_submodule(path)
+            yield modules[path]
 
     def _make_general(self, module: Any, *, loops: bool = False) -> bool:
         """Makes a module go sample by sample; whether it can."""

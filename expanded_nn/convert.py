@@ -8,7 +8,7 @@ from functools import partial
 from types import CellType, FunctionType
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from expanded_nn._errors import ConversionError, refuse_no_bool, refuse_no_model
@@ -125,8 +125,18 @@ def _copied(model: Model) -> Model:
     try:
         return copy.deepcopy(model)
     except RuntimeError as error:
+        computed = [
+            f"{name or type(model).__name__}.{attribute}"
+            for name, module in model.named_modules()
+            for attribute, value in vars(module).items()
+            if isinstance(value, Tensor) and not value.is_leaf
+        ]
+        why = str(error)
+        if computed:
+            why = f"{', '.join(computed)} was computed, as by the hooks of torch.nn.utils.weight_norm and prune, in "
+            why += "place of which torch.nn.utils.parametrizations can be copied"
         raise ConversionError(
-            f"{type(model).__name__} cannot be copied ({error}). Convert it in place: convert(model, inplace=True)."
+            f"{type(model).__name__} cannot be copied ({why}). Convert it in place: convert(model, inplace=True)."
         ) from error
 
 

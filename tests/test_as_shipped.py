@@ -130,7 +130,7 @@ every_case = pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
 def step(case: Case) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model after the backward of a mean, and the rows that are due, in float64."""
     call = in_dtype(case.inputs(BATCH), torch.float32)
-    model = enn.convert(case.module()).per_sample()
+    model = enn.convert(case.module()).per_sample(batch_first=True)
     (plain(model, call) / BATCH).backward()
     return model, loop(case.oracle().double(), in_dtype(call, torch.float64), BATCH, take=case.take)
 

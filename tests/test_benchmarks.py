@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,6 +168,18 @@ class Mixing(nn.Linear):
         return super().forward(input - input.mean(0))
 
 
+class MixingWhatIsEqual(nn.Module):
+    """The mean over the samples is what each of them has alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        equal = self.first(torch.zeros_like(input))
+        return self.last(equal.mean(0, keepdim=True).expand_as(input) * input)
+
+
 class Broken(nn.Linear):
     pass
 
@@ -184,25 +197,32 @@ class BrokenTwin(enn.Linear, Broken):
         (lambda: nn.Sequential(Folding(4, 4)), "right"),
         (lambda: nn.Sequential(Keeping()), "refused"),
         (lambda: nn.Sequential(Mixing(4, 4)), "unfit"),
+        (MixingWhatIsEqual, "mixes"),
         (lambda: nn.Sequential(Broken(4, 4)), "wrong"),
     ],
 )
 def test_verdicts_of_the_zoos(model: Any, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EXPANDED, Broken, BrokenTwin)
-    found = zoos.judged(zoos.Case(model(), {"input": torch.randn(zoos.SAMPLES, 5, 4)}))
+    case = zoos.Case(model(), {"input": torch.randn(zoos.SMALL.samples, 5, 4)})
+    found = zoos.judged(case)
     assert found["verdict"] == verdict
-    assert ("ratio" in found) == (verdict == "right")
+    if verdict == "right":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", enn.PerSampleWarning)
+            assert zoos.timed(case).keys() == {"ratio", "plain ms"}
 
 
 def test_page_of_the_zoos() -> None:
     rows = [
-        {"zoo": "timm", "name": "a", "verdict": "right", "escalated": ["b.c (D): runs sample by sample"], "ratio": 2.0},
+        {"zoo": "timm", "name": "a", "verdict": "right", "escalated": ["b.c (D): runs sample by sample"]}
+        | {"ratio": 2.0, "plain ms": 30.4},
+        {"zoo": "timm", "name": "h", "verdict": "right", "escalated": [], "ratio": 3.0, "plain ms": 2.0},
         {"zoo": "timm", "name": "e", "verdict": "refused", "why": "f: vmap cannot follow | it"},
         {"zoo": "timm", "name": "g", "verdict": "unfit", "why": "too large"},
     ]
     page = zoos.page(rows)
-    assert "| timm | 2 | 1 | 1 | 1 | 0 | 0 | 2.00 |" in page
+    assert "| timm | 3 | 2 | 1 | 1 | 0 | 0 | 2.50 | 3.00 | 1 | 2.00 | 2.00 |" in page
     assert "- vmap cannot follow: 1" in page
-    assert "| a | right | 2.0 | `b.c (D)` |" in page
-    assert "| e | refused |  | `f: vmap cannot follow / it` |" in page
+    assert "| a | right | 30 | 2.0 | `b.c (D)` |" in page
+    assert "| e | refused |  |  | `f: vmap cannot follow / it` |" in page
     assert "| g |" not in page

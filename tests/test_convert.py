@@ -481,6 +481,41 @@ def test_old_weight_norm_in_place(in_a_model: bool) -> None:
     assert_close_rows(rows_of(model), expected)
 
 
+def test_lists_with_the_names_of_methods() -> None:
+    class Folding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.flatten(0, 1)).view_as(x)
+
+    class Scaled(nn.Module):  # as in N-BEATS
+        def __init__(self) -> None:
+            super().__init__()
+            self.parameters = nn.ParameterList([torch.rand(4), torch.rand(4)])  # type: ignore[assignment]
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale, shift = self._modules["parameters"]
+            return x * scale + shift
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.modules = nn.ModuleList([Folding(), Scaled()])  # type: ignore[assignment]
+
+        def forward(self, x: Tensor) -> Tensor:
+            folding, scaled = self._modules["modules"]
+            return scaled(folding(x))
+
+    call = features(3, 4)
+    model = enn.convert(Named()).per_sample(loss_reduction="sum")
+    with pytest.warns(enn.PerSampleWarning, match=r"modules\.0 \(Folding\): runs sample by sample"):
+        plain(model, call).backward()
+    assert_close_rows(rows_of(model), loop(Named(), call, 3))
+
+
 # --- what cannot be converted -----------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -135,10 +135,50 @@ def modules_that_cannot_be_converted() -> None:
     enn.convert(nn.Sequential(nn.LazyLinear(3), nn.SyncBatchNorm(3)))
 
 
+class Graphs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, graph: Any, edge_index: Tensor | None = None, batch: Tensor | None = None) -> Tensor:
+        x, (start, end) = (graph, edge_index) if edge_index is not None else (graph.x, graph.edge_index)
+        x = self.layer(x).index_add(0, end, self.layer(x)[start])
+        return x if batch is None else torch.zeros(2, 3).index_add(0, batch, x)
+
+
+NODES, EDGES = torch.ones(5, 3), torch.tensor([[0, 1, 4], [1, 2, 3]])
+NODES_REFUSED = (
+    r"Graphs: its edge_index joins the rows of its input, .*not samples; .*"
+    r"one at a time, with per_sample\(False\).* per_sample\(batch_size=B\)"
+)
+
+
+@refused(NODES_REFUSED)
+def graphs_told_apart_by_a_batch_vector() -> None:
+    enn.convert(Graphs()).per_sample()(NODES, EDGES, batch=torch.tensor([0, 0, 0, 1, 1]))
+
+
+@refused(NODES_REFUSED)
+def a_graph_in_an_object() -> None:
+    enn.convert(Graphs()).per_sample()(SimpleNamespace(x=NODES, edge_index=EDGES))
+
+
 @refused(r"Linear cannot be copied .*in place: convert\(model, inplace=True\)", enn.ConversionError)
 def a_model_that_cannot_be_copied() -> None:
     model = nn.Linear(2, 2)
     model.kept = model(torch.ones(1, 2))
+    enn.convert(model)
+
+
+@refused(
+    r"Sequential cannot be copied \(0\.weight, 2\.bias was computed, as by the hooks of .*weight_norm and prune, in "
+    r"place of which .*parametrizations can be copied\)\. Convert it in place: convert\(model, inplace=True\)",
+    enn.ConversionError,
+)
+def pruned_layers_copied() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    for layer, name in ((model[0], "weight"), (model[2], "bias")):
+        prune.l1_unstructured(layer, name, 0.5)
     enn.convert(model)
 
 

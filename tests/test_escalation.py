@@ -174,6 +174,29 @@ def own_branch() -> nn.Module:
     return Around(part)
 
 
+def argument_of_b_rows() -> nn.Module:
+    """A table that all samples share, and that has B rows by chance."""
+    inner = Does(lambda m, x, table: x * m.scale + (table * m.scale).sin().sum(0))
+    inner.scale = nn.Parameter(torch.linspace(0.5, 1, D))
+    part = Does(lambda m, x: m.inner(x, torch.linspace(-1, 1, B * D).view(B, D)), inner=inner)
+    return Around(part)
+
+
+def read_counts() -> nn.Module:
+    """The numbers of rows are read, and a dtype is kept for later."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.input_dtype = x.dtype
+        rows = m.linear(x.flatten(0, 1))
+        order = rows.sum(-1).sort().indices
+        counts = torch.stack([(rows.sum(-1) < 0).sum(), (rows.sum(-1) >= 0).sum()]).tolist()
+        below, above = rows[order].split(counts)
+        joined = torch.cat([below.sin(), above.to(m.input_dtype) * 2])
+        return torch.zeros_like(rows).index_add(0, order, joined).unflatten(0, x.shape[:2])
+
+    return Around(Does(forward, linear=nn.Linear(D, D)))
+
+
 def two_parts() -> nn.Module:
     return nn.Sequential(Around(folded(linear=nn.Linear(D, D)), D), nn.Linear(2, D), folded(linear=nn.Linear(D, 3)))
 
@@ -215,6 +238,8 @@ CASES: dict[str, Case] = {
     "branch": Case(with_a_branch, loops=True),
     "written_in_place": Case(written_in_place, loops=True),
     "own_branch": Case(own_branch, loops=True),
+    "argument_of_b_rows": Case(argument_of_b_rows),
+    "read_counts": Case(read_counts, loops=True),
     "outside": Case(
         lambda: Around(Does(lambda m, x: F.linear(m.linear(x).tanh(), m.linear.weight), linear=nn.Linear(D, D)))
     ),

@@ -322,7 +322,7 @@ def test_accumulate_grad_false_replaces(case: Case) -> None:
 def test_lower_precision(case: Case, dtype: torch.dtype) -> None:
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
     call = case.inputs(BATCH).map(lambda t: t.to(dtype) if t.is_floating_point() else t)
-    model = enn.convert(case.module().to(dtype)).per_sample(loss_reduction="sum")
+    model = enn.convert(case.module().to(dtype)).per_sample(loss_reduction="sum", batch_first=True)
     out = call.on(model)
     assert out.dtype == call.on(case.module().to(dtype)).dtype
     rows = rows_after(model, call, BATCH)

@@ -437,11 +437,15 @@ class Holder(nn.Module):
 
 def test_shared_argument_with_as_many_rows_as_samples_in_the_general_rule() -> None:
     module = Holder(Weighted())
-    model = enn.convert(module).per_sample()
+    model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
     x = torch.randn(5, 4)
     assert torch.equal(model(x), module(x))
-    with pytest.raises(enn.PerSampleError, match=r"inner \(Weighted\).*another result than sample by sample"):
-        model(torch.randn(4, 4))
+    call, words = Call((torch.randn(4, 4),)), r"inner \(Weighted\).*another result than sample by sample"
+    with pytest.raises(enn.PerSampleError, match=words):
+        call.on(model)
+    with pytest.warns(enn.PerSampleWarning, match=words):
+        plain(model.per_sample(escalate=True), call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, 4))
 
 
 def test_samples_mixed_inside_the_general_rule() -> None:
@@ -455,6 +459,30 @@ def test_samples_mixed_inside_the_general_rule() -> None:
 
     with pytest.raises(enn.PerSampleError, match=r"Centred: on the whole batch.*another result"):
         enn.convert(Centred()).per_sample()(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_graphs_whose_nodes_are_rows(dense: bool) -> None:
+    class Messages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            start, end = edge_index
+            return x.tanh().index_add(-2 if dense else -1, end, self.layer(x).index_select(-2 if dense else -1, start))
+
+    edges = torch.tensor([[0, 1, 2], [1, 2, 3]])
+    model = enn.convert(Messages()).per_sample(loss_reduction="sum")
+    with pytest.raises(enn.PerSampleError, match="rows of its input, which are the nodes of graphs, not samples"):
+        model(torch.randn(4, 4), edges)
+    if not dense:  # each row is a sample, whose numbers the graph joins
+        model.per_sample(batch_size=5)
+    x = torch.randn(5, 6, 4) if dense else torch.randn(5, 4)
+    model(x, edges).sin().sum().backward()
+    expected = loop(Messages(), Call((x,)), 5, objective=lambda m, call, first=0: m(*call.args, edges).sin().sum())
+    assert_close_rows(rows_of(model), expected)
 
 
 def test_general_rule_leaves_the_random_state_and_buffers_alone() -> None:

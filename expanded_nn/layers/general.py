@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from expanded_nn._batch import batch_dim, contents, has_derivatives
 from expanded_nn._errors import PerSampleError, complaint
@@ -36,8 +36,8 @@ from expanded_nn.recording.backward import graph_of
 from expanded_nn.recording.forward import InputNotes
 from expanded_nn.recording.recorder import Recorder
 
-# torch's words where vmap gives up; the last where samples have results of different sizes
-_OF_VMAP = "vmap|functorch|[Bb]atching rule|stack expects each tensor to be equal size"
+# torch's words where vmap gives up; the last two where values are read, and where samples' results differ in size
+_OF_VMAP = "vmap|functorch|[Bb]atching rule|doesn't have storage|stack expects each tensor to be equal size"
 
 # what a forward on the whole batch raises, but not because of the batch
 _NOT_OF_THE_FORWARD = (torch.OutOfMemoryError, FirstEager, OnlyEager)
@@ -95,16 +95,12 @@ class _Mapper:
     expanded: list[Tensor]
     guests: set[int]
 
-    @property
-    def places(self) -> list[Slot]:
-        return list(self.originals)
-
     def __call__(self, given: list[Any]) -> Mapped:
         module, call, told = self.module, self.call, bool(self.guests)
-        loops = module._learned is not None and module._learned.loops
+        loops = module.goes_in_a_loop()
         with module._children_inside(self.originals), module._leaving_nothing(given) if loops else nullcontext():
-            structure = tree_structure((call.args, call.kwargs))
-            return module._mapped(self.places, self.expanded, call.dims, structure, given, told=told)
+            structure, places = tree_structure((call.args, call.kwargs)), list(self.originals)
+            return module._mapped(places, self.expanded, call.dims, structure, given, told=told)
 
 
 class General(Expanded):
@@ -119,8 +115,13 @@ class General(Expanded):
 
     _compared: Mapping[Any, Compared] = {}  # by the way to read the arguments and results
     _ways: Mapping[Any, Ways] = {}  # likewise: those by which it may run on the whole batch
-    _alone: ClassVar[bool] = False  # whether it goes sample by sample in any case
+    _alone: ClassVar[bool] = False  # whether it goes sample by sample in any case,
+    _loops: ClassVar[bool] = False  # and in a loop
     _ranks: dict[str, int] | None = None  # of each own parameter, those in lists included, when it was converted
+
+    def goes_in_a_loop(self) -> bool:
+        """Whether the samples go through it one after the other, as `vmap` fails in it."""
+        return self._loops or (self._learned is not None and self._learned.loops)
 
     def note_ranks(self) -> None:
         """Notes how many dimensions the parameters have without a batch dimension."""
@@ -148,8 +149,9 @@ class General(Expanded):
         """The parameters of its own, those in lists included: where they are, and their number of dimensions."""
         found: list[tuple[Slot, Tensor, int]] = []
         for name, rank in (self._ranks or {}).items():
-            path, _, leaf = name.rpartition(".")
-            module = self.get_submodule(path) if path else self
+            module, (*path, leaf) = cast(nn.Module, self), name.split(".")
+            for each in path:  # not by `get_submodule`: a list may have the name of a method
+                module = cast(nn.Module, module._modules[each])
             parameter = module._parameters.get(leaf)
             if parameter is not None:
                 found.append(((module, leaf), parameter, rank))
@@ -199,9 +201,10 @@ class General(Expanded):
         """The result, by a `vmap` over the samples."""
         batch, mapper = call.batch, self._mapper(call)
         if batch == 0:
-            return self._empty(mapper.places, mapper.expanded, call.args, call.kwargs)
-        loops = self._learned is not None and self._learned.loops
-        is_known = call.kind in self._compared and not loops  # in a loop each value may lead another way
+            return self._empty([*mapper.originals], mapper.expanded, call.args, call.kwargs)
+        is_known = (
+            call.kind in self._compared and not self.goes_in_a_loop()
+        )  # in a loop each value may lead another way
         if not mapper.guests and not is_known:
             wait_for_values("a module of the general rule is compared with its plain forward first")
         trial = None if mapper.guests or is_known else Trial(self, call.args, call.kwargs, batch, mapper)
@@ -301,7 +304,7 @@ class General(Expanded):
                 self._compared = {**self._compared, call.kind: compared}
                 if not compared.alike:
                     return Verdict.WRONG, None
-                rows = [(each, place in own) for place, each in zip(mapper.places, mapper.expanded, strict=True)]
+                rows = [(each, place in own) for place, each in zip(mapper.originals, mapper.expanded, strict=True)]
                 return trial.judged(self._attempt, rows, found, compared.dims)
         except torch.OutOfMemoryError:  # a comparison takes more than a step
             return Verdict.WRONG, None
@@ -327,7 +330,7 @@ class General(Expanded):
             return [each.squeeze(dims[0]) for each, dims in zip(outputs, ones, strict=True)]
 
         over_samples = torch.vmap(one_sample, in_dims=(0, dims), randomness="different")
-        if self._learned is not None and self._learned.loops:
+        if self.goes_in_a_loop():
             over_samples = self._in_a_loop(one_sample, dims, returned)
         try:
             results = over_samples(expanded, leaves)
@@ -359,14 +362,6 @@ class General(Expanded):
             results, others = [], []
             for i in range(self.pass_batch_size):
                 results.append(one_sample([each[i] for each in weights], [each[i] for each in mapped]))
-                ends = (result.grad_fn for result in results[-1])
-                if any(type(node).__name__ == "CheckpointFunctionBackward" for end in ends for node in graph_of(end)):
-                    raise complaint(  # not seen: what `vmap` could not follow is said instead
-                        self.qualified_name,
-                        "its samples go through it one after the other, and it holds a reentrant checkpoint",
-                        "a checkpoint that is not reentrant",
-                        "Give the checkpoint use_reentrant=False.",
-                    )
                 leaves = flatten(returned)[0]
                 if any(isinstance(each, Tensor) for leaf in leaves for each in contents(leaf) if each is not leaf):
                     raise self._keeping("an object that it returns")
@@ -374,6 +369,14 @@ class General(Expanded):
             if any(each != others[0] for each in others):
                 raise self._refusal(
                     "its forward returns numbers that differ from sample to sample", "tensors", "Return tensors."
+                )
+            ends = (result.grad_fn for of_sample in results for result in of_sample)
+            if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_of(*ends)):
+                raise complaint(  # not seen: what `vmap` could not follow is said instead
+                    self.qualified_name,
+                    "its samples go through it one after the other, and it holds a reentrant checkpoint",
+                    "a checkpoint that is not reentrant",
+                    "Give the checkpoint use_reentrant=False.",
                 )
             return list(map(torch.stack, zip(*results, strict=True)))
 
@@ -385,7 +388,8 @@ class General(Expanded):
 
         def kept() -> list[tuple[Any, int]]:
             values = [[value for name, value in vars(module).items() if name not in OURS] for module in self.modules()]
-            return [(value, getattr(value, "_version", 0)) for value in contents([values, leaves])]
+            held = contents([values, leaves])
+            return [(value, getattr(value, "_version", 0)) for value in held if not isinstance(value, torch.dtype)]
 
         before = kept()
         yield
@@ -470,7 +474,7 @@ class General(Expanded):
                 )
 
     def _refuse_mutation(self, leaves: list[Any], *, thorough: bool) -> None:
-        """A tensor of one sample that the forward left behind in the module or in an argument.
+        """Raises if the forward has left a tensor of one sample behind, in the module or in an argument.
 
         Args:
             leaves: The arguments.
@@ -502,17 +506,12 @@ class General(Expanded):
         ]
         with swapped(places, alone), self._children_inside({}), OneSample(self):
             result = self._plain_forward(*args, **kwargs)
-        leaves, structure = tree_flatten(result)
-        ends = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
+        ends = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         used = {id(getattr(node, "variable", None)) for end in ends for node in graph_of(end)}
         of_used = [each.abs().sum() for each, own in zip(expanded, alone, strict=True) if id(own) in used]
         nothing = sum(of_used, start=torch.zeros(()))
-        return tree_unflatten(
-            [
-                each + nothing.to(each.dtype) if isinstance(each, Tensor) and has_derivatives(each) else each
-                for each in leaves
-            ],
-            structure,
+        return tree_map(
+            lambda x: x + nothing.to(x.dtype) if isinstance(x, Tensor) and has_derivatives(x) else x, result
         )
 
 

@@ -8,7 +8,6 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from expanded_nn._lift import swapped
-from expanded_nn._meanwhile import meanwhile
 from expanded_nn._module import Expanded, Root
 from expanded_nn._registry import expands
 from expanded_nn.layers.alone import Alone
@@ -57,12 +56,9 @@ class RelativeAttention(Root):
 
 
 class Experts(Alone):
-    """A mixture of experts that folds the samples into rows, by the implementation that `vmap` can follow."""
+    """A mixture of experts that folds the samples into rows, and loops over the experts, as `vmap` cannot."""
 
-    def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        configs = [module.config for module in self.modules() if hasattr(module, "config")]
-        with meanwhile(*configs, _experts_implementation="batched_mm"):
-            return super()._plain_forward(*args, **kwargs)
+    _loops: ClassVar[bool] = True
 
 
 BY_NAME: dict[type[nn.Module], dict[str, str]] = {

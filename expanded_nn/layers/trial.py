@@ -164,7 +164,7 @@ class Trial:
             repeats = all(map(_near, expected, self.plain(hooks=True)))
         self.states.restore()
         if (repeats and not self.is_random) or self._mixes(dims):
-            raise complaint(
+            error = complaint(
                 self.module.qualified_name,
                 "on the whole batch its forward gives another result than sample by sample",
                 "samples that do not depend on each other, and arguments whose rows are the samples",
@@ -172,6 +172,8 @@ class Trial:
                 "a tensor that all samples share to the module as a buffer. Random numbers for the whole batch have to "
                 "come from torch's generators.",
             )
+            error.refused_by = self.module  # around it, B rows by chance may be a dimension that all share
+            raise error
         return Compared(False, dims)
 
     @torch.no_grad()

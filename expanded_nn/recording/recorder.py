@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expanded_nn._batch import rows_are_nodes
 from expanded_nn._errors import complaint, named
 from expanded_nn._escalate import Escalation
 from expanded_nn._meanwhile import meanwhile
@@ -237,6 +238,16 @@ class Recorder:
                 "Switch per_sample(False) for the transform; its functions see the plain torch.nn model then.",
             )
         last = self.passes.current
+        is_told = forward.is_explicit or self.settings.batch_size is not None
+        if not is_told and getattr(module, "plain_class", None) and rows_are_nodes(module, *forward.inputs):
+            raise complaint(
+                self.name_of(module),
+                "its edge_index joins the rows of its input, which are the nodes of graphs, not samples",
+                "a sample in each row",
+                "Graphs side by side, which a batch vector tells apart, are not supported: give it one at a time, with "
+                "per_sample(False), or fill them up to (B, nodes, features). If each row is a sample, and all share "
+                "the graph, say so: per_sample(batch_size=B).",
+            )
         if batch is None:
             if last is not None and last.stage is PassStage.OPEN:
                 return last

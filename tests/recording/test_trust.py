@@ -592,19 +592,25 @@ def test_mixing_below_a_forward_hook_is_refused() -> None:
 
 
 SHARED: dict[str, Callable[..., Tensor]] = {
-    "attends": lambda m, x, table: (m.drop(x) @ table.t()).softmax(-1) @ (table * m.scale),
-    "adds": lambda m, x, table: m.drop(x) * m.scale + table.sum(0),
+    "attends": lambda m, x, table: (m.drop(m.child(x)) @ table.t()).softmax(-1) @ (table * m.scale),
+    "adds": lambda m, x, table: m.drop(m.child(x)) * m.scale + table.sum(0),
     "hooked": lambda m, x, table: m.child(x) * m.scale + table.sum(0),
 }
 
 
 @pytest.mark.parametrize("does", SHARED.values(), ids=SHARED)
 def test_shared_argument_as_long_as_the_batch_is_refused(does: Callable[..., Any]) -> None:
-    """`(T, D)` with T = B: one row per sample, or a table that all share."""
-    model = on(Around(Own(does), values(B, D, seed=4)))
+    """`(T, D)` with T = B: one row per sample, or a table that all share. The module around it can tell."""
+    module = Around(Own(does), values(B, D, seed=4))
+    model = on(module, escalate=False)
     model.own.child.register_forward_hook(lambda *_: None)
     with pytest.raises(enn.PerSampleError, match=r"^own \(Own\): .*(to the module as a buffer|as a buffer)"):
         model(values())
+    module.eval()
+    model = on(module)
+    model.own.child.register_forward_hook(lambda *_: None)
+    with pytest.warns(enn.PerSampleWarning, match=r"^Around: runs sample by sample.* own \(Own\): on the whole batch"):
+        right(model, module, forward)
 
 
 # --- silent, 5: a module that changes its input, or leaves something behind ---------------------------------------
