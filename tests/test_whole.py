@@ -358,6 +358,31 @@ def test_another_way_is_compared_anew() -> None:
     assert not runs_whole(model)
 
 
+def test_many_ways(comparisons: list[Any]) -> None:
+    """After eight comparisons there are no more: what is known goes on, until another way comes."""
+
+    def often(m: Any, x: Tensor) -> Tensor:
+        for _ in range(m.count):
+            x = x * m.w
+        return x
+
+    module = Own(often, (D,))
+    module.count = 0
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for count in (*range(1, 9), 3, 8, 1):
+        module.count = model.count = count
+        step(model, *X)
+        assert_close_rows(rows_of(model), loop(module, Call(X), B))
+        assert runs_whole(model)
+    assert len(comparisons) == 8
+    for count in (9, 1):
+        module.count = model.count = count
+        step(model, *X)
+        assert_close_rows(rows_of(model), loop(module, Call(X), B))
+        assert not runs_whole(model)
+    assert len(comparisons) == 8
+
+
 def looks_at_values(m: Any, x: Tensor) -> Tensor:
     y = x * m.w
     return y if m.first or y.max() < 0.1 else y.sin()

@@ -239,7 +239,7 @@ class General(Expanded):
             return False
         if self._recorder is None or not self._recorder.in_forward:  # with weights that come with a batch dimension
             return False
-        if not self._ways.get(call.kind_of_ways(), Ways()).trials_left:
+        if self._ways.get(call.kind_of_ways()) == Ways(trials_left=0):
             return False
         is_plain = self._learned is None and not parametrize.is_parametrized(self)
         return is_plain and call.batch > 0 and any(dim == 0 for dim in call.dims) and not any(call.dims)
@@ -255,7 +255,7 @@ class General(Expanded):
         if running_backward() >= 0:  # a checkpoint's forward is computed again, and learns nothing
             return NotImplemented
         wait_for_values("a module of the general rule is tried on the whole batch first")
-        ways = ways.after(*self._judged(call))
+        ways = ways.after(*self._judged(call)) if ways.trials_left else Ways(trials_left=0)
         self._ways = {**self._ways, kind: ways}
         if not ways.known:
             return NotImplemented

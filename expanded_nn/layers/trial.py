@@ -55,11 +55,14 @@ class Ways(NamedTuple):
     trials_left: int = 8
 
     def after(self, verdict: Verdict, way: Way | None) -> Ways:
-        """What is known after another comparison; one that was wrong ends it."""
-        left = self.trials_left - (3 if verdict is Verdict.UNCLEAR else 1)
-        if verdict is Verdict.WRONG or left <= 0:
+        """What is known after another comparison; one that was wrong ends it.
+
+        An unclear one counts for three: if the gradients of the first steps are zero, those of the next ones will be.
+        """
+        if verdict is Verdict.WRONG:
             return Ways(trials_left=0)
-        return Ways(self.known | {way} if verdict is Verdict.RIGHT and way else self.known, left)
+        left = self.trials_left - (3 if verdict is Verdict.UNCLEAR else 1)
+        return Ways(self.known | {way} if verdict is Verdict.RIGHT and way else self.known, max(0, left))
 
 
 def flatten(result: Any) -> tuple[list[Any], TreeSpec]:
