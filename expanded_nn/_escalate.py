@@ -141,6 +141,7 @@ class _Attempts:
     def _around(self, by: nn.Module | None) -> Iterator[Any]:
         """The modules around the module `by`, nearest first, up to the one that was called."""
         modules = dict(self.called.named_modules())
+        # a module that is not within counts as a child of the one that was called
         path = next((path for path, module in modules.items() if module is by), "-")
         while path:
             path = path.rpartition(".")[0]

@@ -82,7 +82,7 @@ def batch_size_of(held: Mapping[str, Tensor]) -> int:
     batch = next(iter(sizes.values()), 0)
     if any(size != batch for size in sizes.values()):
         raise complaint(
-            "per_sample_grads",
+            "Per-sample gradients",
             f"the parameters have different numbers of per-sample gradients, {sizes}",
             "equally many for all of them",
             "Clear the gradients, optimizer.zero_grad(), and run the step again.",

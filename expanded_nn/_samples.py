@@ -20,9 +20,9 @@ def views(
     shape: Sequence[int],
     batch: int,
 ) -> dict[SampleAxis, Tensor]:  # each (B, ...)
-    """The ways to see `whole` as one tensor of at least such a shape a sample.
+    """All ways to read `whole` as B tensors, each of such a shape or a larger one.
 
-    A way is the dimension in which the samples stand, and whether they stand second in it, as in `(T * B, ...)`.
+    A way is the dimension in which the samples stand, and whether they change fastest in it, as in `(T * B, ...)`.
     """
     by_axis: dict[SampleAxis, Tensor] = {}
     if whole.dim() == len(shape) + 1 and whole.numel() == batch * prod(shape):  # squeeze() took the batch of one away
@@ -239,7 +239,11 @@ def _reaches(grad: Tensor, shape: torch.Size | None, others: Tensor) -> bool:
 
 
 def layer_without_samples(whole: Trace, lone: Trace, parameter: str, call: Call) -> tuple[str, str, int]:
-    """The layer that holds a parameter, if as many rows come in for one sample: its input's shape, and B or one."""
+    """The layer that holds a parameter, if its input has as many rows for one sample as for the batch, 1 or B.
+
+    Returns:
+        Its name, the shape of its input, and how many rows that has; empty if there is none.
+    """
     for k, event in enumerate(whole.events):
         if event.side == "output" or not event.path or not parameter.startswith(f"{event.path}."):
             continue

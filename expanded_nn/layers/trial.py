@@ -38,16 +38,16 @@ Way = tuple[Any, ...]  # what a forward on the whole batch has done with its par
 
 
 class Verdict(Enum):
-    """Whether the forward on the whole batch gives what the samples give alone; all zeros tell nothing."""
+    """Whether the forward on the whole batch gives what the samples give alone; rows of zeros tell nothing: unclear."""
 
     RIGHT, UNCLEAR, WRONG = range(3)
 
 
 class Ways(NamedTuple):
-    """The ways on which the forward on the whole batch was compared for calls of a kind, and was right.
+    """What comparisons of the forward on the whole batch have told, for calls of a kind.
 
     Attributes:
-        known: The ways.
+        known: The ways in which it was right.
         trials_left: How many more comparisons there may be.
     """
 

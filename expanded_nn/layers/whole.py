@@ -1,9 +1,9 @@
 """The general rule on the whole batch: a forward runs once, with parameters that know their samples.
 
 A parameter of its own meets the batch as a `Batched` tensor. To the forward it looks like the parameter, `(*shape)`; it
-holds a value for each sample, `(B, *shape)`. What may be done with it stands in one table, below. Of what is made of
-such tensors alone, or with what all samples share, there is one for each sample as well. With a tensor of B rows it
-gives a plain tensor of B rows.
+holds a value for each sample, `(B, *shape)`. What may be done with it stands in one table, below. An operation on
+`Batched` tensors, alone or with what all samples share, gives a `Batched` tensor; with a tensor of B rows it gives a
+plain tensor of B rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class NotInTable(Exception):
-    """With a parameter was done what the table does not have, or not for such a shape."""
+    """A parameter was used in a way, or with a shape, that the table does not have."""
 
 
 class _Reads(TorchFunctionMode):
@@ -112,7 +112,7 @@ class Run:
 
 @contextmanager
 def reads_of_its_own() -> Iterator[None]:
-    """A module inside of others that run on the whole batch: what it reads, or is read to compare it, is not theirs."""
+    """Keeps what a module inside of another one reads, or what is read to compare it, out of the other one's way."""
     run = _RUNNING.runs[-1] if _RUNNING.runs else None
     length = len(run.way) if run is not None else 0
     yield

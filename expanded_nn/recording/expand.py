@@ -158,7 +158,7 @@ def _is_expansion(node: Any) -> bool:
 def _kept_and_total(
     rows: Tensor, scale: float, add_up: bool, settings: Settings, memory: Recycled | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The scaled rows, factored or dense, whichever is smaller; and the plain gradient, the sum of the unscaled rows.
+    """The scaled rows, factored or dense as sizes and settings say; and the plain gradient, the unscaled rows' sum.
 
     Args:
         rows: `(B, *shape)`, as the backward gives them.

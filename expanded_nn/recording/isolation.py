@@ -36,7 +36,7 @@ def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool]) -> Iterat
     for leaf in leaves:
         _begin_anew(leaf, is_clipped)
     held = {leaf: leaf.published.rows for leaf in leaves if leaf.published.rows is not None}
-    if held:
+    if held:  # in a pass of no forward, which holds the hidden rows and nothing else
         recorder.store.held[recorder.passes.new(0)] = held
     try:
         yield

@@ -73,7 +73,7 @@ class Published:
         rows: The tensor, `(B, *shape)` of all passes together; `None` where there are no rows.
         passes: The passes that the rows are of, in this order.
         version: The tensor's version when it was set.
-        has_room: Whether the store has made its memory, from its start, so that rows may follow behind it.
+        has_room: Whether they begin a buffer of the store's own, to which later rows can be appended.
     """
 
     rows: Tensor | None = None
