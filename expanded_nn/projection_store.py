@@ -218,12 +218,13 @@ class ProjectionStore:
         differing = [name for name in before.keys() | now.keys() if before.get(name) != now.get(name)]
         if differing:
             found, asked = ({name: each.get(name) for name in sorted(differing)[:10]} for each in (before, now))
-            raise _complaint(
-                self.folder,
-                f"it holds projections with {found}",
-                f"{asked}",
-                "Take another folder, or the projection and the model that this one was begun with.",
-            )
+            remedy = "Take another folder, or the projection and the model that this one was begun with."
+            if differing == ["weights"]:
+                remedy = (
+                    "The model has other weights than the one that this folder was begun with: load its checkpoint, or "
+                    "seed the initialization (torch.manual_seed). For these weights take another folder."
+                )
+            raise _complaint(self.folder, f"it holds projections with {found}", f"{asked}", remedy)
 
 
 class _Part:
