@@ -135,18 +135,22 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
 def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleError:
     batch, rows, guess = layer.pass_batch_size, x.shape[dim], ""
     if x.dim() > 1 and dim < 2 and x.shape[1 - dim] == batch:
+        second = "If the samples stand in dimension 1, say per_sample(batch_first=False). " if dim else ""
         guess = f"If the samples stand in dimension {1 - dim}, give the layer, or per_sample, batch_first={dim == 1}. "
+        guess = second + guess
     elif rows < batch:
         guess = "Where only some samples take this way, run it for all of them and choose by torch.where. "
     forward = forward_of(layer)
-    said = "one_pass" if forward is not None and forward.is_explicit else "the first tensor of the call"
+    said = f" B = {batch} comes from the first tensor of the call."
+    if forward is not None and forward.is_explicit:
+        guess, said = f"B = {batch} comes from one_pass: if there are {rows} samples, say so there. {guess}", ""
     fold = f"folded batch of {batch} x {rows // batch}" if batch and rows % batch == 0 else "other rows"
     return layer._refusal(
         f"{argument} has shape {tuple(x.shape)}, {rows} rows in dimension {dim} ({fold})",
         f"{batch} rows, one per sample, or 1 that all share",
         f"{guess}Keep the batch in a dimension of its own (unflatten it); or send the module that folds it through the "
         "general rule, alone(ItsClass) before convert; or say where the samples stand, "
-        f"per_sample(batch_size=..., batch_first=...). B = {batch} comes from {said}.",
+        f"per_sample(batch_size=..., batch_first=...).{said}",
     )
 
 

@@ -372,6 +372,9 @@ class _Check:
         if len(left_out) == len(self.outputs):
             found = f"none of its floating outputs ({', '.join(left_out)}) has one row per sample"
             remedy = "Return tensors, in tuples, lists, dicts or dataclasses, from before they are reduced to a loss."
+            if self.call.batch_first and any(self.call.batch in output.shape for output in self.outputs):
+                found += ": they have the same shapes for one sample alone"
+                remedy = f"If the samples stand second, check convert(model).per_sample(batch_first=False). {remedy}"
             self.complain("run", self.who, found, "one at least", remedy)
             return False
         if left_out:

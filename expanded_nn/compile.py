@@ -40,10 +40,11 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
     and attributes of modules, and the value that is returned.
 
     There is a graph for each kind of call: the models' flags (`train`, `eval`), settings, frozen parameters and numbers
-    among their attributes, the arguments' dtypes and layouts, their numbers and strings, those that the step finds by
-    its own names, autocast. Sizes that change from call to call, as that of the batch, become symbols of one graph. New
-    values of parameters, by an optimizer or `load_state_dict`, and of buffers are seen. What else Python does happens
-    when the step is traced, and not again.
+    among their attributes, the arguments' dtypes and layouts, autocast, and numbers and strings that are arguments, or
+    global or closure variables of the step; not those inside a dict or another object that such a variable holds. Sizes
+    that change from call to call, as that of the batch, become symbols of one graph where the step reads them by
+    `x.shape[0]`; `len(x)` is a plain number, with a graph for each. New values of parameters, by an optimizer or
+    `load_state_dict`, and of buffers are seen. What else Python does happens when the step is traced, and not again.
 
     Where a graph cannot be right the step runs eagerly: a `PerSampleWarning` says why if it is for good (rows of
     earlier backwards to which it appends, random numbers within a backward, sparse gradients, sequences of different

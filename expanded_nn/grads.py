@@ -63,7 +63,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
         rows: Parameter name -> `(B, *shape)`, dense or factored.
 
     Raises:
-        PerSampleError: If the parameters hold different numbers of rows.
+        PerSampleError: If the parameters hold different numbers of rows. One that is a `KeyError` too, at
+            `grads[name]`, if there is no such parameter.
 
     Example:
         >>> import torch, expanded_nn as enn

@@ -219,12 +219,13 @@ class ProjectionStore:
         if differing:
             shown = sorted(differing)[:10]
             held, asked_for = {name: before.get(name) for name in shown}, {name: now.get(name) for name in shown}
-            raise _complaint(
-                self.folder,
-                f"it holds projections with {held}",
-                f"{asked_for}",
-                "Take another folder, or the projection and the model that this one was begun with.",
-            )
+            remedy = "Take another folder, or the projection and the model that this one was begun with."
+            if differing == ["weights"]:
+                remedy = (
+                    "The model has other weights than the one that this folder was begun with: load its checkpoint, or "
+                    "seed the initialization (torch.manual_seed). For these weights take another folder."
+                )
+            raise _complaint(self.folder, f"it holds projections with {held}", f"{asked_for}", remedy)
 
 
 class _Part:

@@ -1,6 +1,7 @@
 """`check` finds by running what makes rows wrong, names it, and changes nothing."""
 
 import random
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -530,6 +531,15 @@ def test_an_output_without_samples(output: Callable[[Tensor], Any]) -> None:
     report = enn.check(Model(lambda m, x: output(m.a(x)), a=nn.Linear(4, 4)), features())
     assert of_kind(report, "run") == ["Model"]
     assert "has one row per sample" in str(report)
+    assert "samples stand second" not in str(report)
+
+
+def test_samples_second_as_many_as_positions() -> None:
+    model = Model(lambda m, x: m.head(m.lstm(x)[0][-1]), lstm=nn.LSTM(4, 5), head=nn.Linear(5, 3))
+    report = enn.check(model, torch.randn(6, 6, 4))
+    words = r"\(\(6, 3\)\) has one row per sample: they have the same shapes .*per_sample\(batch_first=False\)\. Ret"
+    assert re.search(words, str(report))
+    assert enn.check(enn.convert(model).per_sample(batch_first=False), torch.randn(6, 6, 4)).ok
 
 
 def test_a_loss_beside_the_output_is_left_out() -> None:

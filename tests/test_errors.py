@@ -264,7 +264,10 @@ def a_folded_batch() -> None:
     feed(nn.Linear(4, 2), lambda layer, x: layer(x.flatten(0, 1)))
 
 
-@refused(r"^0 \(Linear\): input has shape \(6, 4\), .*\(folded batch of 3 x 2\).*B = 3 comes from one_pass")
+@refused(
+    r"^0 \(Linear\): input has shape \(6, 4\), .*\(folded batch of 3 x 2\); wanted 3 rows, one per sample, or 1 that "
+    r"all share\. B = 3 comes from one_pass: if there are 6 samples, say so there\. K.*batch_first=.*\)\.$"
+)
 def a_pass_that_says_other_samples() -> None:
     model = on(nn.Linear(4, 2))
     with enn.one_pass(model, batch_size=3):
@@ -285,7 +288,10 @@ def samples_of_a_time_first_layer() -> None:
     feed(nn.LSTM(4, 4), lambda layer, x: layer(x)[0], samples=6)
 
 
-@refused(r"layer \(LSTM\): input has shape \(3, 6, 4\), 6 rows .*If the samples .* 0, give .* batch_first=True")
+@refused(
+    r"layer \(LSTM\): input has shape \(3, 6, 4\), 6 rows .* share\. If the samples stand in dimension 1, say "
+    r"per_sample\(batch_first=False\)\. If the samples stand in dimension 0, give .* batch_first=True"
+)
 def a_time_first_layer_on_samples_first() -> None:
     feed(nn.LSTM(4, 2), lambda layer, x: layer(x))
 
@@ -803,6 +809,32 @@ def a_use_outside() -> None:
     (model(torch.randn(SAMPLES, 4)).sum() + model[0].weight.sum()).backward()
 
 
+@refused(
+    r"^0\.(weight|bias): the parameter is also used.*If per_sample\(True\) came after the forward, call the model ag"
+)
+def the_mode_after_the_forward() -> None:
+    model = enn.convert(nn.Sequential(nn.Linear(4, 4)))
+    loss = model(torch.randn(SAMPLES, 4)).sum()
+    model.per_sample()
+    loss.backward()
+
+
+@refused(
+    r"^0\.scale: .* Use it through expanded_nn\.expanded\(weight\)\.view\(-1, 1, \.\.\.\), with as many dimensions as"
+)
+def a_scalar_used_outside() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    model = on(Scaled())
+    (model(torch.randn(SAMPLES, 4)) * model[0].scale).sum().backward()
+
+
 @refused(r"^1\.(weight|bias): the parameter belongs to a plain Linear, which was not converted.*Convert the model")
 def a_layer_replaced_by_a_plain_one() -> None:
     model = on(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -1258,6 +1290,14 @@ def a_store_of_nothing() -> None:
 @refused(r"it holds projections with \{'dim': 3, 'seed': 0\}; wanted \{'dim': 4, 'seed': 1\}\. Take another folder, or")
 def a_store_of_another_projection() -> None:
     enn.ProjectionStore(store_of_two()[0].folder, enn.Projection(4, seed=1))
+
+
+@refused(
+    r"with \{'weights': '\w+'\}; wanted \{'weights': '\w+'\}\. The model has other weights than the one that "
+    r"this folder was begun with: load its checkpoint, or seed the initialization .* For these weights take"
+)
+def a_store_of_other_weights() -> None:
+    enn.ProjectionStore(store_of_two()[0].folder, model=nn.Linear(2, 1, bias=False))
 
 
 @refused(r"its format is version 2; wanted 1\. Update expanded_nn")

@@ -70,7 +70,7 @@ class Watch:
                 "a converted layer",
                 "Convert the model again after changing its layers: convert(model, inplace=True).per_sample(True).",
             )
-        raise used_outside(owner.name_of(parameter))
+        raise used_outside(owner.name_of(parameter), parameter)
 
 
 def refuse_outside_use(owner: Owner, result: Any) -> None:
@@ -84,20 +84,25 @@ def refuse_outside_use(owner: Owner, result: Any) -> None:
             is_watched = parameter is not None and owner.leaves.is_watched(parameter)
             holder = owner.holder_of(parameter) if is_watched else None
             if hasattr(holder, "_recorder"):  # the watch has more to say of a plain one
-                error = used_outside(owner.name_of(parameter))
+                error = used_outside(owner.name_of(parameter), parameter)
                 error.refused_by, error.is_early = holder, True
                 raise error
 
 
-def used_outside(name: str) -> PerSampleError:
+def used_outside(name: str, parameter: Tensor) -> PerSampleError:
     """The error about a parameter that is used where no expansion sees it."""
+    how = (
+        "(weight), as in expanded_nn.functional.linear(x, expanded(weight))"
+        if parameter.dim()
+        else "(weight).view(-1, 1, ...), with as many dimensions as the tensor that it meets"
+    )
     return complaint(
         name,
         "the parameter is also used outside of its module's forward, so a part of its gradient is not per sample",
         "every use inside the forward of the module that holds it",
-        "Use it through expanded_nn.expanded(weight), as in expanded_nn.functional.linear(x, expanded(weight)), and in "
-        "a method other than forward within one_pass(model, batch_size). Or give the second use a layer of its own "
-        "that shares the parameter (head.weight = embedding.weight). For a penalty on the weights alone take "
-        "the optimizer's weight_decay. If this backward needs no per-sample gradients, switch per_sample(False) before "
-        "its forward.",
+        f"Use it through expanded_nn.expanded{how}, and in a method other than forward within "
+        "one_pass(model, batch_size). Or give the second use a layer of its own that shares the parameter "
+        "(head.weight = embedding.weight). For a penalty on the weights alone take the optimizer's weight_decay. If "
+        "per_sample(True) came after the forward, call the model again. If this backward needs no per-sample "
+        "gradients, switch per_sample(False) before its forward.",
     )
