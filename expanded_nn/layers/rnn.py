@@ -131,6 +131,9 @@ class _Cell(Expanded, nn.RNNCellBase):
     fixed_layout: ClassVar[bool] = True
     mode: str
 
+    def sample_dims(self, tensors: int) -> list[int]:
+        return [0] * tensors
+
     def samples_in(self, input: Tensor, hx: Any = None) -> int | None:
         return super().samples_in(input)
 
