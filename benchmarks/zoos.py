@@ -289,7 +289,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def judged(case: Case) -> dict[str, Any]:
     """What becomes of a model: `right`, `wrong`, `refused`, `fails`.
 
-    It is `unfit` if no loop can run it, and `mixes` if its samples depend on each other, and `check` says where.
+    It is `unfit` if no loop can run it, and `mixes` if its samples depend on each other, and `check` says where. In a
+    batch of one, torch's own gradient of some batch norms in eval mode is wrong: so what differs there is compared
+    with each sample given twice.
     """
     model, inputs = case.as_type(torch.float64)
     plain = deepcopy(model)  # which runs first, and may keep what cannot be copied
@@ -297,15 +299,24 @@ def judged(case: Case) -> dict[str, Any]:
     if len(batch) != SMALL.samples:
         return {"verdict": "unfit", "why": "no result with one row a sample"}
     named = {name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad}
-    expected: dict[str, list[Tensor]] = {name: [] for name in named}
-    for i in range(SMALL.samples):
-        loss = losses(plain(**{name: x[i : i + 1] for name, x in inputs.items()}))
-        if len(loss) != 1 or abs(float(loss.detach() - batch[i].detach())) > 1e-6 * (1 + abs(float(loss.detach()))):
-            return {"verdict": "unfit", "why": "a sample alone gives another result than in the batch"}
-        grads = torch.autograd.grad(loss.sum(), list(named.values()), allow_unused=True, materialize_grads=True)
-        for name, grad in zip(named, grads, strict=True):
-            expected[name].append(grad)
-    size = float(torch.cat([torch.stack(rows).flatten() for rows in expected.values()]).norm())
+
+    def loop(copies: int) -> dict[str, Tensor] | None:
+        """Parameter name -> the gradients of each sample alone, or beside copies of itself."""
+        rows: dict[str, list[Tensor]] = {name: [] for name in named}
+        for i in range(SMALL.samples):
+            loss = losses(plain(**{name: x[[i] * copies] for name, x in inputs.items()}))
+            own = float(loss[:1].detach().sum())
+            if len(loss) != copies or abs(own - float(batch[i].detach())) > 1e-6 * (1 + abs(own)):
+                return None
+            grads = torch.autograd.grad(loss[0], list(named.values()), allow_unused=True, materialize_grads=True)
+            for name, grad in zip(named, grads, strict=True):
+                rows[name].append(grad)
+        return {name: torch.stack(grads) for name, grads in rows.items()}
+
+    expected = loop(copies=1)
+    if expected is None:
+        return {"verdict": "unfit", "why": "a sample alone gives another result than in the batch"}
+    size = float(torch.cat([rows.flatten() for rows in expected.values()]).norm())
     if not 0 < size < float("inf"):
         return {"verdict": "unfit", "why": "its gradient is zero, or not finite"}
     with warnings.catch_warnings(record=True) as said:
@@ -318,15 +329,20 @@ def judged(case: Case) -> dict[str, Any]:
         except Exception as error:
             return {"verdict": "fails", "why": f"{type(error).__name__}: {error}"[:600]}
     slow = [str(each.message) for each in said if each.category.__name__ == "PerSampleWarning"]
-    worst, where = 0.0, ""
-    for name, parameter in model.named_parameters():
-        if name not in named:
-            continue
-        rows = parameter.grad_sample
-        rows = torch.zeros(SMALL.samples, *parameter.shape).double() if rows is None else rows.detach()
-        wanted = torch.stack(expected[name])
-        error = float((rows - wanted).norm()) / max(float(wanted.norm()), 1e-3 * size)
-        worst, where = max((worst, where), (error, name))
+
+    def worst_of(expected: dict[str, Tensor]) -> tuple[float, str]:
+        """The largest relative error of a parameter's rows, and its name."""
+        errors = [(0.0, "")]
+        for name, parameter in model.named_parameters():
+            if name in expected:
+                rows, wanted = parameter.grad_sample, expected[name]
+                rows = torch.zeros_like(wanted) if rows is None else rows.detach()
+                errors.append((float((rows - wanted).norm()) / max(float(wanted.norm()), 1e-3 * size), name))
+        return max(errors)
+
+    worst, where = worst_of(expected)
+    if not worst < TOLERANCE and (twice := loop(copies=2)) is not None:
+        worst, where = min((worst, where), worst_of(twice))
     if not worst < TOLERANCE:
         report = str(enn.check(model, **inputs))
         mixes = re.search(r"1\. (.*the result for a sample depends on the other samples)", report)
