@@ -8,7 +8,7 @@ BENCH := .venv-bench
 BENCH_READY := $(BENCH)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow fuzz oldest newest check format examples docs dist bench bench-quick zoos clean
+.PHONY: help demo test slow fuzz oldest newest check format examples docs dist bench bench-quick bench-gpt zoos clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -75,6 +75,9 @@ bench: $(BENCH_READY) ## compare with other libraries, into benchmarks/results a
 	$(BENCH)/bin/python -m benchmarks
 	$(BENCH)/bin/python -m benchmarks --main --threads 1
 	$(BENCH)/bin/python -m benchmarks.attribution > benchmarks/results/attribution.md
+
+bench-gpt: $(READY) ## a clipped step of GPT-2 at its real size: time and memory
+	$(BIN)/python -m benchmarks.gpt2
 
 bench-quick: $(BENCH_READY) ## the six main workloads beside torch.func, printed, in a few minutes
 	$(BENCH)/bin/python -m benchmarks --only cnn mlp resnet gpt lstm tiny --methods expanded_nn torch.func --no-compile --seconds 0.5
