@@ -61,6 +61,7 @@ def norms(model: nn.Module) -> Step:
     converted = enn.convert(model, inplace=True).per_sample(accumulate_grad=False)
 
     def step(words: Tensor) -> Tensor:
+        converted.zero_grad()
         loss_of(converted, words).backward()
         return enn.per_sample_grads(converted).norms()
 
