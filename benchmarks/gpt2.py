@@ -23,8 +23,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import expanded_nn as enn
 from benchmarks.__main__ import machine
 from benchmarks.measure import resident, timed
+from benchmarks.peers import MAX_NORM, clip_factors
 
-BATCH, STEPS, MAX_NORM = 4, 256, 1.0
+BATCH, STEPS = 4, 256
 CPU = torch.device("cpu")
 Step = Callable[[Tensor], object]
 
@@ -78,7 +79,7 @@ def functional(model: nn.Module) -> Step:
     def step(words: Tensor) -> Tensor:
         rows = vmap(grad(loss), in_dims=(None, 0))(parameters, words[:, None])
         found = torch.stack([each.flatten(1).norm(dim=1) for each in rows.values()]).norm(dim=0)
-        factors = (MAX_NORM / found).clamp(max=1.0)
+        factors = clip_factors(found)
         for each in rows.values():
             torch.einsum("b,b...->...", factors, each)
         return found

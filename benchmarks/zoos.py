@@ -408,6 +408,8 @@ def run(zoo: str, name: str) -> dict[str, Any]:
             verdict = {"verdict": "unfit", "why": "its process has died"}
     process.kill()
     process.join()
+    if "why" in verdict:  # without the machine's folders
+        verdict["why"] = re.sub(r"/[^\s']*/site-packages/", "", verdict["why"])
     return {"zoo": zoo, "name": name, **verdict}
 
 

@@ -257,9 +257,11 @@ class Recorder:
                 "a tensor with a dimension for the samples",
                 "Say the number of samples: per_sample(batch_size=...), or one_pass(model, batch_size).",
             )
-        if not forward.is_explicit:
+        if forward.is_explicit:
+            pass_ = self.passes.new(batch)
+        else:
             refuse_other_samples(self, forward, batch)
-        pass_ = self.passes.new(batch) if forward.is_explicit else self.passes.joined_or_new(batch)
+            pass_ = self.passes.joined_or_new(batch)
         if pass_ is not last:
             self.watch_all()
             self.expanded.clear()
