@@ -38,10 +38,11 @@ class PerSampleError(RuntimeError):
 
 
 class PerSampleWarning(UserWarning):
-    """Per-sample gradients are right here, but slower than they may be; the text names the place and the remedy.
+    """Per-sample gradients are right here, but slower than they may be, or of other samples than you may expect.
 
-    To make it an error: `warnings.simplefilter("error", expanded_nn.PerSampleWarning)`, or, for the most common of its
-    reasons, `per_sample(escalate=False)`.
+    The text names the place and the remedy. To make it an error:
+    `warnings.simplefilter("error", expanded_nn.PerSampleWarning)`, or, for the most common of its reasons,
+    `per_sample(escalate=False)`.
     """
 
 

@@ -260,7 +260,7 @@ class Recorder:
         if forward.is_explicit:
             pass_ = self.passes.new(batch)
         else:
-            refuse_other_samples(self, forward, batch)
+            refuse_other_samples(self, forward, batch, _LIVE)
             pass_ = self.passes.joined_or_new(batch)
         if pass_ is not last:
             self.watch_all()

@@ -8,6 +8,7 @@ import copy
 import gc
 import io
 import random
+import warnings
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -1613,6 +1614,23 @@ def test_samples_made_of_other_samples() -> None:
     together = on(module)
     with enn.one_pass(together, B):
         right(together, module, unfolded, x)
+
+
+def test_samples_made_of_another_models_samples() -> None:
+    """Each model has rows of its own samples; that one image may be behind several of the other's is said."""
+    encoder, decoder = on(nn.Linear(D, D)), on(nn.Linear(D, 2))
+    codes = encoder(values())
+    with pytest.warns(enn.PerSampleWarning, match=r"Linear is called with 6 samples.*from the 3 samples of another"):
+        decoder(codes.repeat_interleave(2, 0)).sum().backward()
+    assert len(encoder.weight.grad_sample) == B
+    assert len(decoder.weight.grad_sample) == 2 * B
+    for model in (encoder, decoder):
+        model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decoder(encoder(values())).sum().backward()  # as many samples
+        encoder(values()), decoder(values(2 * B, D)).sum().backward()  # they do not meet
+        decoder(encoder(values()).detach().repeat_interleave(2, 0)).sum().backward()
 
 
 def test_two_calls_of_other_sizes_that_do_not_meet() -> None:
