@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,13 @@ def note_pass(outputs: Iterable[Any], pass_: Pass) -> bool:
     for node in nodes:
         node.metadata.setdefault(_NOTE, pass_)
     return bool(nodes)
+
+
+def pass_of(node: Any) -> Pass | None:
+    """The pass that a node of the graph tells: that of its expansion, or of its reentrant checkpoint."""
+    if isinstance(node, Expand._backward_cls):
+        return cast(Any, node).pass_  # type: ignore[no-any-return]
+    return node.metadata.get(_NOTE) if _is_custom(node) else None
 
 
 def _is_custom(node: Any) -> bool:

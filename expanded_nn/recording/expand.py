@@ -135,13 +135,8 @@ def comes_from_rows(x: Tensor) -> bool:
 
 def passes_behind(owner: Owner, *ends: Any) -> list[Pass]:
     """The passes of a model that the graph of some nodes comes from."""
-    return [pass_ for pass_, its_owner in all_passes_behind(*ends).items() if its_owner is owner]
-
-
-def all_passes_behind(*ends: Any) -> dict[Pass, Owner | None]:
-    """The passes of any model that the graph of some nodes comes from, each with its model's recorder."""
     nodes: list[Any] = [parent for parent in graph_of(*ends) if isinstance(parent, Expand._backward_cls)]
-    return {parent.pass_: parent.owner() for parent in nodes}
+    return list(dict.fromkeys(parent.pass_ for parent in nodes if parent.owner() is owner))
 
 
 def keeps_factors(*expanded: Tensor | None) -> bool:

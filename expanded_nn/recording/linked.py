@@ -9,7 +9,8 @@ from torch import Tensor
 
 from expanded_nn._batch import tensors
 from expanded_nn._errors import complaint, warn
-from expanded_nn.recording.expand import all_passes_behind
+from expanded_nn.recording.backward import graph_of
+from expanded_nn.recording.checkpoints import pass_of
 from expanded_nn.recording.forward import Forward
 from expanded_nn.recording.owner import Owner
 from expanded_nn.recording.passes import PassStage
@@ -28,13 +29,18 @@ def refuse_other_samples(owner: Owner, forward: Forward, batch: int, models: Ite
         batch: B.
         models: The recorders of all models.
     """
-    if not any(
-        pass_.stage is PassStage.OPEN and pass_.batch != batch for model in models for pass_ in model.passes.living()
-    ):
+    others = {
+        pass_: model
+        for model in models
+        for pass_ in model.passes.living()
+        if pass_.stage is PassStage.OPEN and pass_.batch != batch
+    }
+    if not others:
         return
     given: list[Any] = [x.grad_fn for x in tensors(forward.inputs) if isinstance(x, Tensor) and x.grad_fn is not None]
-    for pass_, model in all_passes_behind(*given).items():
-        if pass_.stage is not PassStage.OPEN or pass_.batch == batch or model is None:
+    for pass_ in map(pass_of, graph_of(*given)):
+        model = None if pass_ is None else others.get(pass_)
+        if pass_ is None or model is None:
             continue
         if model is owner:
             raise complaint(

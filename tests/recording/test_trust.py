@@ -1616,6 +1616,25 @@ def test_samples_made_of_other_samples() -> None:
         right(together, module, unfolded, x)
 
 
+class Checkpointed(nn.Sequential):
+    """Runs its layers again in the backward."""
+
+    reentrant = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_samples_made_of_other_samples_behind_a_checkpoint(*, reentrant: bool) -> None:
+    module = nn.ModuleDict({"enc": Checkpointed(nn.Linear(D, D)), "head": nn.Linear(D, 2)})
+    module["enc"].reentrant = reentrant
+    model = on(module)
+    codes = model["enc"](values().requires_grad_())
+    with pytest.raises(enn.PerSampleError, match=r"head \(Linear\): it is called with 6 samples.*the 3 samples of"):
+        model["head"](codes.repeat_interleave(2, 0))
+
+
 def test_samples_made_of_another_models_samples() -> None:
     """Each model has rows of its own samples; that one image may be behind several of the other's is said."""
     encoder, decoder = on(nn.Linear(D, D)), on(nn.Linear(D, 2))
