@@ -122,6 +122,14 @@ LAWS: dict[str, tuple[Callable[[Term], Tensor], Callable[[Tensor, Term], Tensor]
     "dense out": (filled, lambda rows, t: rows),
     "weighted_sum": (lambda t: t.weighted_sum(weights(t)), lambda rows, t: torch.einsum("b,b...", weights(t), rows)),
     "weighted_sum plain": (lambda t: t.weighted_sum(None), lambda rows, t: rows.sum(0)),
+    "add_weighted_sum": (
+        lambda t: t.add_weighted_sum(t.weighted_sum(None), weights(t)),
+        lambda rows, t: rows.sum(0) + torch.einsum("b,b...", weights(t), rows),
+    ),
+    "add_weighted_sum plain": (
+        lambda t: t.add_weighted_sum(t.weighted_sum(None), None),
+        lambda rows, t: 2 * rows.sum(0),
+    ),
     "matvec": (lambda t: t.matvec(vector(t)), lambda rows, t: (rows * vector(t)).flatten(1).sum(1)),
     "squared_norms": (lambda t: t.squared_norms(), lambda rows, t: rows.flatten(1).square().sum(1)),
     "squared_norms products": (

@@ -79,8 +79,11 @@ def weighted_sum(
         part = None if weights is None else weights[start : start + size]
         start += size
         for term in terms:
-            total = _plus(total, term.weighted_sum(part).reshape(kind.row_shape))
-    return kind.zeros(*kind.row_shape) if total is None else total
+            if total is None:
+                total = term.weighted_sum(part)
+            else:  # of tied embeddings each sum is as large as the weight
+                total = term.add_weighted_sum(total.view(term.row_shape), part)
+    return kind.zeros(*kind.row_shape) if total is None else total.reshape(kind.row_shape)
 
 
 def matvec(

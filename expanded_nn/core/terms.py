@@ -87,6 +87,10 @@ class Term(ABC):
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         """`sum_b weights[b] * row[b]`, `(*row_shape)`; plain sum where `weights` is `None`."""
 
+    def add_weighted_sum(self, total: Tensor, weights: Tensor | None) -> Tensor:
+        """Adds `weighted_sum` to `total` in place, `(*row_shape)`."""
+        return total.add_(self.weighted_sum(weights))
+
     @abstractmethod
     def matvec(
         self,
@@ -276,10 +280,17 @@ class Outer(Term):
         return torch.bmm(g.mT, a, out=out)
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
+        return torch.mm(*self._of_all_samples(weights))
+
+    def add_weighted_sum(self, total: Tensor, weights: Tensor | None) -> Tensor:
+        return total.addmm_(*self._of_all_samples(weights))
+
+    def _of_all_samples(self, weights: Tensor | None) -> tuple[Tensor, Tensor]:  # (out, B T), (B T, in)
+        """The matrices whose product is the weighted sum."""
         g, a = self.weighted(weights)
         if g.transpose(0, 1).is_contiguous():  # in the order of memory
             g, a = g.transpose(0, 1), a.transpose(0, 1)
-        return torch.mm(g.flatten(0, 1).t(), a.flatten(0, 1))
+        return g.flatten(0, 1).t(), a.flatten(0, 1)
 
     def matvec(self, vector: Tensor) -> Tensor:
         g, a = self.unscaled()
@@ -357,6 +368,10 @@ class OneHot(Term):
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         values, index = self.weighted(weights)
         return _added_by_index(values.flatten(0, 1)[None], index.reshape(1, -1), self.row_shape[0])[0]
+
+    def add_weighted_sum(self, total: Tensor, weights: Tensor | None) -> Tensor:
+        values, index = self.weighted(weights)
+        return total.index_add_(0, index.flatten(), values.flatten(0, 1))
 
     def matvec(self, vector: Tensor) -> Tensor:
         values, index = self.weighted()
