@@ -470,6 +470,8 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         "",
         summary(rows),
         "",
+        "<details><summary>Each model</summary>",
+        "",
         "| model | rows | plain step, ms | step | goes sample by sample, or why not |",
         "|---|---|---:|---:|---|",
     ]
@@ -480,7 +482,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             said = said.replace("|", "/").replace("\n", " ")
             said = f"`{said[:157]}…`" if len(said) > 160 else f"`{said}`" if said else ""
             lines.append(f"| {row['name']} | {row['verdict']} | {ratio} | {said} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", "</details>"]) + "\n"
 
 
 def main() -> None:
