@@ -458,6 +458,22 @@ def test_training_with_dropout(architecture: Architecture) -> None:
             assert_close(parameter.grad, parameter.grad_sample.sum(0), name=name)
 
 
+def test_training_of_a_speech_model_after_a_plain_forward() -> None:
+    """It draws masks by numpy, makes its argument require a gradient, and puts hooks on its layers as it first runs."""
+    masks = {"mask_time_prob": 0.3, "mask_time_length": 2, "output_hidden_states": True}
+    architecture = of("HubertForCTC", "HubertConfig", sound, **SPEECH | masks)
+    model, call = architecture.build().train(), architecture.call()
+    architecture.loss(model, call)
+    converted = enn.convert(model).per_sample(loss_reduction="sum")
+    for _ in range(2):
+        converted.zero_grad()
+        architecture.loss(converted, call).backward()
+        for name, parameter in converted.named_parameters():
+            if parameter.grad is not None:
+                assert_close(parameter.grad, parameter.grad_sample.sum(0), name=name)
+        assert converted.hubert.masked_spec_embed.grad.any()
+
+
 @pytest.mark.parametrize("architecture", table())
 def test_bfloat16(architecture: Architecture) -> None:
     def half(model: nn.Module, call: Call) -> tuple[nn.Module, Call]:

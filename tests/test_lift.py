@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -553,6 +554,39 @@ def test_each_sample_draws_for_itself(draw: Callable[[Tensor], Tensor]) -> None:
     output.sum().backward()
     assert_close(model.scale.grad_sample, output.detach().sum(1) / model.scale.detach())
     assert_close(model.scale.grad, model.scale.grad_sample.sum(0))
+
+
+def masked(m: Any, x: Tensor) -> Tensor:
+    """As speech models of `transformers` do: a mask by numpy, and an argument that is made to require a gradient."""
+    y = x[:]
+    y.requires_grad = True
+    mask = torch.from_numpy(np.random.random(x.shape[:2]) < 0.5)  # noqa: NPY002  # its own state is what they draw from
+    return torch.where(mask[..., None], m.scale, y)
+
+
+def test_a_mask_by_numpy_over_an_argument_that_takes_no_gradient() -> None:
+    """Under `vmap` a mask is drawn once, for all samples."""
+    model = enn.convert(Own(masked)).per_sample(loss_reduction="sum")
+    x = values(B, 20, D)
+    for _ in range(3):
+        model.zero_grad()
+        output = model(x)
+        output.sum().backward()
+        is_masked = (output != x).all(-1)
+        assert 0 < int(is_masked[0].sum()) < 20
+        assert_close(model.scale.grad_sample, D * is_masked.sum(1).double())
+
+
+def mean_of_batch(m: Any, x: Tensor) -> Tensor:
+    return masked(m, x) - x.mean(0)
+
+
+def test_samples_that_mix_beside_such_a_mask() -> None:
+    model, words = enn.convert(Own(mean_of_batch)).per_sample(escalate=False), "another result than sample by sample"
+    with pytest.raises(enn.PerSampleError, match=words):
+        model(values(B, 20, D))
+    with pytest.raises(enn.PerSampleError, match=words):  # where all samples are alike, nothing can tell
+        model(torch.ones(B, 20, D, dtype=torch.float64))
 
 
 def test_the_seed_says_what_is_drawn() -> None:

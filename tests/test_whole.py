@@ -304,9 +304,9 @@ def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     compared: list[Any] = []
     judged = General._judged
 
-    def noting(self: General, call: Any) -> Any:
+    def noting(self: General, call: Any, **settings: bool) -> Any:
         compared.append(self)
-        return judged(self, call)
+        return judged(self, call, **settings)
 
     monkeypatch.setattr(General, "_judged", noting)
     return compared
@@ -381,6 +381,31 @@ def test_many_ways(comparisons: list[Any]) -> None:
         assert_close_rows(rows_of(model), loop(module, Call(X), B))
         assert not runs_whole(model)
     assert len(comparisons) == 8
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5])
+def test_a_hook_that_adds_to_the_result(comparisons: list[Any], chance: float) -> None:
+    """As those of `transformers` do once a plain forward has put them there."""
+    collected: list[Tensor] = []
+
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        collected.clear()
+        return (F.dropout(m.layer(x) * m.w, chance), *collected)
+
+    module = Own(forward, (D,), layer=nn.Linear(D, D)).double()
+    module.layer.register_forward_hook(lambda layer, args, output: collected.append(output))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for _ in range(4):
+        model.zero_grad()
+        output, hidden = model(*X)
+        (output + hidden).sum().backward()
+        rows = rows_of(model)
+        assert_close(rows["w"], output.detach().sum(1) / module.w.detach())
+        if not chance:
+            expected = loop(module, Call(X), B, objective=lambda m, call, i: sum(call.on(m)).sum())
+            assert_close_rows(rows, expected)
+    assert len(comparisons) == 2
+    assert runs_whole(model)
 
 
 def looks_at_values(m: Any, x: Tensor) -> Tensor:

@@ -255,12 +255,13 @@ class General(Expanded):
         if running_backward() >= 0:  # a checkpoint's forward is computed again, and learns nothing
             return NotImplemented
         wait_for_values("a module of the general rule is tried on the whole batch first")
-        ways = ways.after(*self._judged(call)) if ways.trials_left else Ways(trials_left=0)
+        ways = ways.after(*self._judged(call, hooks=ways.hooks)) if ways.trials_left else Ways(trials_left=0)
+        result, way = self._attempt(call.args, call.kwargs) if ways.known else (None, None)
+        is_known = way in ways.known
+        if ways.known and not is_known:  # what the hooks of its children add may be what it did otherwise
+            ways = ways._replace(hooks=True)
         self._ways = {**self._ways, kind: ways}
-        if not ways.known:
-            return NotImplemented
-        result, way = self._attempt(call.args, call.kwargs)
-        return result if way in ways.known else NotImplemented
+        return result if is_known else NotImplemented
 
     def _attempt(self, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
         """The forward on the whole batch: its result and the way it has gone, if it was possible."""
@@ -285,7 +286,7 @@ class General(Expanded):
             return None, None
         return result, (*run.way, *heard[before:])
 
-    def _judged(self, call: _Call) -> tuple[Verdict, Way | None]:
+    def _judged(self, call: _Call, *, hooks: bool) -> tuple[Verdict, Way | None]:
         """Compares the forward on the whole batch with that sample by sample."""
         recorder = self._recorder
         assert recorder is not None
@@ -298,7 +299,7 @@ class General(Expanded):
         in_checkpoint = checkpoint_hooks() is not None  # which counts what is saved
         try:
             with saved_tensors_hooks(as_it_is, as_it_is) if in_checkpoint else nullcontext():
-                trial = Trial(self, call.args, call.kwargs, call.batch, mapper)
+                trial = Trial(self, call.args, call.kwargs, call.batch, mapper, hooks=hooks)
                 found = trial.mapped_again(self._refuse_mutation)
                 compared = trial.compared(found[0])
                 self._compared = {**self._compared, call.kind: compared}

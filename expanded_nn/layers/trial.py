@@ -49,10 +49,12 @@ class Ways(NamedTuple):
     Attributes:
         known: The ways in which it was right.
         trials_left: How many more comparisons there may be.
+        hooks: Whether the forward hooks of modules within are called in them, too.
     """
 
     known: frozenset[Way] = frozenset()
     trials_left: int = 8
+    hooks: bool = False
 
     def after(self, verdict: Verdict, way: Way | None) -> Ways:
         """What is known after another comparison; one that was wrong ends it.
@@ -62,7 +64,8 @@ class Ways(NamedTuple):
         if verdict is Verdict.WRONG:
             return Ways(trials_left=0)
         left = self.trials_left - (3 if verdict is Verdict.UNCLEAR else 1)
-        return Ways(self.known | {way} if verdict is Verdict.RIGHT and way else self.known, max(0, left))
+        known = self.known | {way} if verdict is Verdict.RIGHT and way else self.known
+        return self._replace(known=known, trials_left=max(0, left))
 
 
 def flatten(result: Any) -> tuple[list[Any], TreeSpec]:
@@ -113,19 +116,29 @@ class Trial:
         args: What its forward is about to be called with; so is `kwargs`.
         batch: B.
         mapped: Sends arguments through the forward sample by sample.
+        hooks: Whether the forward hooks of modules within are called in that.
     """
 
-    def __init__(self, module: Any, args: Any, kwargs: Any, batch: int, mapped: Callable[[list[Any]], Mapped]) -> None:
-        self.module, self.batch, self.mapped = module, batch, mapped
+    def __init__(
+        self,
+        module: Any,
+        args: Any,
+        kwargs: Any,
+        batch: int,
+        mapped: Callable[[list[Any]], Mapped],
+        *,
+        hooks: bool = True,
+    ) -> None:
+        self.module, self.batch, self.mapped, self.hooks = module, batch, mapped, hooks
         self.arguments = copies((args, kwargs))  # as the forward may change its own
         self.states = RandomStates([*module.modules(), self.arguments])
         self.expected = self.plain(hooks=False)
         self.is_random = self.states.restore()
 
     @torch.no_grad()
-    def plain(self, *, hooks: bool) -> list[Tensor]:
-        """The tensors that the plain forward returns for the whole batch."""
-        args, kwargs = copies(self.arguments)
+    def plain(self, *, hooks: bool, arguments: Any = None) -> list[Tensor]:
+        """The tensors that the plain forward returns for the whole batch, from its own arguments or from others."""
+        args, kwargs = copies(self.arguments if arguments is None else arguments)
         with without_traces(self.module, hooks=hooks), self.module._children_inside({}):
             leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
         return [each for each in leaves if isinstance(each, Tensor)]
@@ -144,7 +157,8 @@ class Trial:
             before.restore()
 
     def _compared(self, found: Mapped) -> Compared:
-        if len(found.tensors) != len(self.expected):  # forward hooks of its children add to what it returns
+        hooks = len(found.tensors) != len(self.expected)  # those of its children add to what it returns
+        if hooks:
             self.expected = self.plain(hooks=True)
             self.states.restore()
         dims = self._dims(found)
@@ -155,18 +169,18 @@ class Trial:
             with WithoutChance():
                 fixed = self._found_again()
                 self.states.restore()
-                if self._agree(fixed, dims, self.plain(hooks=False)):
+                if self._agree(fixed, dims, self.plain(hooks=hooks)):
                     return Compared(True, dims)
             found = fixed
             self.states.restore()
         with WithoutChance() if self.is_random else nullcontext():
-            expected = self.plain(hooks=True)
+            expected = self.plain(hooks=self.hooks)
             if self._agree(found, dims, expected):
                 return Compared(True, dims)
             self.states.restore()
-            repeats = all(map(_near, expected, self.plain(hooks=True)))
+            repeats = all(map(_near, expected, self.plain(hooks=self.hooks)))
         self.states.restore()
-        if (repeats and not self.is_random) or self._mixes(dims):
+        if (repeats and not self.is_random) or self._mixes(dims, repeats=repeats):
             error = complaint(
                 self.module.qualified_name,
                 "on the whole batch its forward gives another result than sample by sample",
@@ -183,7 +197,7 @@ class Trial:
     def _found_again(self) -> Mapped:
         """The samples' results once more, in the mode that is on now."""
         leaves, _ = tree_flatten(copies(self.arguments))
-        with without_traces(self.module):
+        with without_traces(self.module, hooks=self.hooks):
             return self.mapped(leaves)
 
     def mapped_again(self, look: Callable[..., None]) -> tuple[Mapped, list[Tensor]]:
@@ -194,7 +208,7 @@ class Trial:
         """
         inputs, (args, kwargs) = self._with_derivatives()
         leaves, _ = tree_flatten((args, kwargs))
-        with without_traces(self.module, hooks=False):
+        with without_traces(self.module, hooks=self.hooks):
             found = self.mapped(leaves)
             look(leaves, thorough=True)
         self.states.restore()
@@ -225,7 +239,7 @@ class Trial:
                 if wanted is None:
                     return Verdict.WRONG, None
                 inputs, (args, kwargs) = self._with_derivatives()
-                with without_traces(self.module, hooks=False):
+                with without_traces(self.module, hooks=self.hooks):
                     result, way = attempt(args, kwargs)
                 whole, other_structure = flatten(result)
                 if way is None or structure != other_structure or not all(map(_is_same, leaves, whole)):
@@ -265,8 +279,35 @@ class Trial:
                 return False
         return True
 
-    def _mixes(self, dims: tuple[int, ...]) -> bool:
+    def _mixes(self, dims: tuple[int, ...], *, repeats: bool) -> bool:
         """Whether a sample's result depends on the arguments of the others, or nothing could tell."""
+        try:
+            return self._has_derivatives_by_others(dims)
+        except (
+            RuntimeError
+        ):  # such as a forward that makes its argument require a gradient, which this one does already
+            self.states.restore()
+            return not repeats or self._changes_with_others(dims)
+
+    def _changes_with_others(self, dims: tuple[int, ...]) -> bool:
+        """Whether the first sample's result changes when all samples are like the first, or nothing could tell."""
+        leaves, structure = tree_flatten(self.arguments)
+        places = [self.module._sample_dim(leaf, self.batch) for leaf in leaves]
+        alike = [
+            leaf if dim is None else leaf.index_select(dim, torch.zeros(self.batch, dtype=torch.int64).to(leaf.device))
+            for leaf, dim in zip(leaves, places, strict=True)
+        ]
+        if all(dim is None or torch.equal(*pair) for dim, *pair in zip(places, leaves, alike, strict=True)):
+            return True
+        before = self.plain(hooks=self.hooks)
+        self.states.restore()
+        after = self.plain(hooks=self.hooks, arguments=tree_unflatten(alike, structure))
+        self.states.restore()
+        first = [(x.select(dim, 0), y.select(dim, 0)) for x, y, dim in zip(before, after, dims, strict=True) if x.dim()]
+        return not all(torch.equal(*pair) for pair in first)
+
+    def _has_derivatives_by_others(self, dims: tuple[int, ...]) -> bool:
+        """Whether a sample's result has derivatives by the arguments of the others, or nothing could tell."""
         leaves, structure = tree_flatten(copies(self.arguments))
         places = [self.module._sample_dim(leaf, self.batch) for leaf in leaves]
         inputs = [
