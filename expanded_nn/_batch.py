@@ -25,12 +25,15 @@ def tensors(value: Any) -> Iterator[Tensor | PackedSequence]:
         yield from tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
-def contents(value: Any, depth: int = 4) -> Iterator[Any]:
-    """What is inside containers and plain objects, to some depth."""
+def contents(value: Any, depth: int = 4, _seen: dict[int, int] | None = None) -> Iterator[Any]:
+    """What is inside containers and plain objects, to some depth; an object that is there often is opened once."""
+    seen = {} if _seen is None else _seen  # id -> depth
     for leaf in tree_leaves(value):
         yield leaf
-        if depth and hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor | nn.Module | type):
-            yield from contents(list(vars(leaf).values()), depth - 1)
+        is_object = hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor | nn.Module | type)
+        if is_object and seen.get(id(leaf), 0) < depth:
+            seen[id(leaf)] = depth
+            yield from contents(list(vars(leaf).values()), depth - 1, seen)
 
 
 def batch_of(value: Any, *, batch_first: bool = True) -> int | None:

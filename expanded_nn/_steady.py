@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 # what the library keeps in the attributes of a module, and what torch does
 OWN_STATE = ("_recorder", "_settings", "_compared", "_ways", "_ranks", "_shared_seen", "_learned", "_layout_is_clear")
 OURS = {"_parameters", "_modules", *OWN_STATE}
+_ATOMS = {bool, int, float, str, type(None)}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -38,7 +39,7 @@ class RandomStates:
     """
 
     def __init__(self, holders: Any = ()) -> None:
-        held = [value for module in holders if isinstance(module, nn.Module) for value in vars(module).values()]
+        held = [value for module in holders if isinstance(module, nn.Module) for value in attributes_of(module)]
         generators = {id(leaf): leaf for leaf in tree_leaves([holders, held]) if _is_generator(leaf)}
         self.sources: list[Source] = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
         numpy = sys.modules.get("numpy")
@@ -57,6 +58,12 @@ class RandomStates:
         for before, (_, set_state) in zip(self.before, self.sources, strict=True):
             set_state(before)
         return True
+
+
+def attributes_of(module: nn.Module) -> list[Any]:
+    """The attributes of a module, without parameters, modules and empty dictionaries."""
+    attributes = [value for name, value in vars(module).items() if name not in OURS]
+    return [value for value in attributes if not (isinstance(value, dict) and not value)]
 
 
 def _is_generator(value: Any) -> bool:
@@ -187,6 +194,8 @@ def _copied_argument(leaf: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     """Copies containers and the tensors in them; anything else is taken as it is."""
+    if type(value) in _ATOMS:
+        return value
     if isinstance(value, Tensor):
         return value if isinstance(value, nn.Parameter) or value.requires_grad else value.clone()
     if isinstance(value, MutableMapping):

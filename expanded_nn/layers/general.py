@@ -26,7 +26,7 @@ from expanded_nn._layout import note_input, refuse_square
 from expanded_nn._lift import Slot, quiet_fallbacks, swapped
 from expanded_nn._modes import as_it_is, checkpoint_hooks, running_backward
 from expanded_nn._module import Expanded
-from expanded_nn._steady import OURS
+from expanded_nn._steady import OURS, attributes_of
 from expanded_nn._traced import FirstEager, OnlyEager, wait_for_values
 from expanded_nn.core import cost
 from expanded_nn.layers.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
@@ -202,14 +202,14 @@ class General(Expanded):
         batch, mapper = call.batch, self._mapper(call)
         if batch == 0:
             return self._empty([*mapper.originals], mapper.expanded, call.args, call.kwargs)
-        is_known = (
-            call.kind in self._compared and not self.goes_in_a_loop()
-        )  # in a loop each value may lead another way
+        loops = self.goes_in_a_loop()  # in which each value may lead another way, and which sees what is left behind
+        is_known = call.kind in self._compared and not loops
         if not mapper.guests and not is_known:
             wait_for_values("a module of the general rule is compared with its plain forward first")
         trial = None if mapper.guests or is_known else Trial(self, call.args, call.kwargs, batch, mapper)
         found = mapper(call.leaves)
-        self._refuse_mutation(call.leaves, thorough=trial is not None)
+        if not loops:
+            self._refuse_mutation(call.leaves, thorough=trial is not None)
         if mapper.guests:
             return found.result()
         if trial is None and not self._compared[call.kind].fits(found.ones):  # another way through the forward
@@ -388,8 +388,7 @@ class General(Expanded):
         """Raises where the forward of one sample leaves something behind that the next one would find."""
 
         def kept() -> list[tuple[Any, int]]:
-            values = [[value for name, value in vars(module).items() if name not in OURS] for module in self.modules()]
-            held = contents([values, leaves])
+            held = contents([*map(attributes_of, self.modules()), leaves])
             return [(value, getattr(value, "_version", 0)) for value in held if not isinstance(value, torch.dtype)]
 
         before = kept()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +39,9 @@ class OneSample(TorchFunctionMode):
             # once the vmap is over, nothing of it can be computed again
             with saved_tensors_hooks(as_it_is, as_it_is):
                 return self._corrected(func, args, kwargs or {})
-        return self._corrected(func, args, kwargs or {})
+        if _is_in_place(func) or func in _CORRECTED:
+            return self._corrected(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
     def _corrected(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is F.embedding:
@@ -75,11 +78,13 @@ def _is_floating_mask(mask: Any) -> bool:
     return is_of_one_sample(mask) and mask.is_floating_point()
 
 
+@lru_cache(maxsize=2**12)
 def _is_in_place(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
+_CORRECTED = {F.embedding, F.embedding_bag, F.scaled_dot_product_attention}
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"}
 
 
