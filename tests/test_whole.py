@@ -155,6 +155,11 @@ WHOLE: dict[str, Case] = {
     "positions of each sample": (own(lambda m, i: F.embedding(i, m.w).cumsum(1), (7, D)), WORDS),
     "positions indexed": (own(lambda m, x: x + m.w[torch.arange(T)], (9, D)), X),
     "positions sliced": (own(lambda m, x: x + m.w[:T].unsqueeze(0), (9, D)), X),
+    "positions resized": (own(lambda m, x: x + F.interpolate(m.w, T).transpose(1, 2), (1, D, 3)), X),
+    "grid resized": (
+        own(lambda m, x: x * F.interpolate(m.w, size=(6, 6), mode="bicubic", antialias=True)[0], (2, 4, 3, 3)),
+        IMAGE,
+    ),
     "positions alone": (own(lambda m, x: x + m.inner(x), inner=Own(lambda m, x: m.w[None, : x.shape[1]], (9, D))), X),
     "matrix product": (own(lambda m, x: (x @ m.w).relu() @ m.v.t(), (D, 2), (3, 2)), X),
     "matrix product from the left": (own(lambda m, x: m.w @ x, (2, T)), X),
@@ -230,7 +235,6 @@ class Doubled(torch.autograd.Function):
 SQUARE = (values(B, B, D),)
 NOT_WHOLE: dict[str, Case] = {
     "not in the table": (own(lambda m, x: torch.einsum("btd,de->bte", x, m.w), (D, D)), X),
-    "interpolated": (own(lambda m, x: x + F.interpolate(m.w, T).mT, (1, D, 3)), X),
     "an error that the forward catches": (own(swallows, (D,)), X),
     "folded": (own(lambda m, x: F.linear(x.flatten(0, 1), m.w).unflatten(0, x.shape[:2]), (6, D)), X),
     "folded, elementwise": (own(lambda m, x: (x.flatten(0, 1) * m.w).unflatten(0, x.shape[:2]), (D,)), X),

@@ -352,6 +352,15 @@ def _index(func: Any, args: Any, kwargs: Any) -> Batched:
     return own.run.batched(own.value[(slice(None), *keys)])  # type: ignore[no-any-return]
 
 
+def _resized(func: Any, args: Any, kwargs: Any) -> Batched:
+    """Images `(N, C, …)`, as a table of positions is, at another size."""
+    own, *rest = args
+    _refuse_unless(_is_own(own) and own.rank > 2)
+    own.run.note(func, whole=False)
+    resized = func(own.value.flatten(0, 1), *rest, **kwargs)
+    return own.run.batched(resized.unflatten(0, own.value.shape[:2]))  # type: ignore[no-any-return]
+
+
 def _join(func: Any, args: Any, kwargs: Any) -> Batched:
     """Parameters beside each other."""
     given, *rest = args
@@ -479,6 +488,7 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys(_named("cat", "concat", "stack"), _join),
     **dict.fromkeys(_named("matmul", "__matmul__", "bmm"), _product),
     F.embedding: _look_up,
+    F.interpolate: _resized,
     F.linear: _with_weights(linear, 2, ("input", *_BOTH), _BOTH),
     F.prelu: _with_weights(prelu, 1, ("input", "weight"), ("weight",)),
     F.layer_norm: _with_weights(norm.layer_norm, 2, ("input", "normalized_shape", *_BOTH, "eps"), _BOTH),
