@@ -15,7 +15,7 @@ from expanded_nn._rows import widened
 from expanded_nn._traced import assume, is_traced, note_recorder
 from expanded_nn.core import cost
 from expanded_nn.core.terms import Products
-from expanded_nn.factored import FactoredTensor, as_factored, as_real
+from expanded_nn.factored import FactoredTensor, as_factored, as_real, refuse_hidden
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.sharded import is_zero
 
@@ -73,7 +73,9 @@ def held_rows(parameters: Mapping[str, Tensor], *, adds: bool) -> dict[str, Tens
         for name, parameter in parameters.items()
         if parameter.requires_grad or (parameter.grad is not None and not adds)
     }
-    return {name: rows for name, rows in held.items() if rows is not None}
+    rows_by_name = {name: rows for name, rows in held.items() if rows is not None}
+    refuse_hidden(rows_by_name.values())
+    return rows_by_name
 
 
 def batch_size_of(held: Mapping[str, Tensor]) -> int:
@@ -188,7 +190,11 @@ def lengths(squares: Iterable[Tensor], parts: Sequence[Part]) -> Tensor:
     smallest, largest = norms.aminmax()
     if is_traced():
         in_range = (low < smallest) & (largest < high)
-        assume(in_range, lambda: (((low < norms) & (norms < high)) | _are_zero(part.rows for part in parts)).all())
+        assume(
+            in_range,
+            "call after call the squares of its gradients are out of range",
+            lambda: (((low < norms) & (norms < high)) | _are_zero(part.rows for part in parts)).all(),
+        )
         return norms
     if low < float(smallest) and float(largest) < high:  # false for NaN
         return norms

@@ -338,6 +338,6 @@ def _are_positions(index: Tensor, *, usually: bool) -> bool:
     else:
         condition = (index[1:, 1:] == index[:-1, :-1]).all() & (index != index[0, 0]).any()
     if is_traced():
-        assume(condition == usually)
+        assume(condition == usually, "call after call its indices are of another kind than at the call that was traced")
         return usually
     return bool(condition)

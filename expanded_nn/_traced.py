@@ -23,18 +23,28 @@ class FirstEager(Exception):
     """The step has to run eagerly once more before it can be traced."""
 
 
+class LookFirst(Exception):
+    """What the step does depends on which gradients are zero before it, and the trace was not told that."""
+
+
 class _State:
     """The state of the trace that runs, and of the step whose models are looked for; one of each at most in a process.
 
     Attributes:
-        assumed: The conditions that the trace has assumed, `None` outside of a trace.
+        assumed: The conditions that the trace has assumed, each with what it means that it does not hold; `None`
+            outside of a trace.
+        gradients: The gradients from before the trace, and those that it has set to zero, by their ids: with the
+            version, and whether they are zero, `None` if nobody has looked.
+        has_looked: Whether somebody has looked at the gradients from before the trace.
         is_thorough: Whether the trace assumes less than usual, at a cost.
         met: The recorders that have taken part in the step, `None` if they are not looked for.
     """
 
     def __init__(self) -> None:
-        self.assumed: list[Tensor] | None = None
+        self.assumed: list[tuple[Tensor, str]] | None = None
+        self.gradients: dict[int, tuple[Tensor, int, bool | None]] = {}
         self.is_thorough = False
+        self.has_looked = False
         self.met: dict[Any, None] | None = None
 
 
@@ -42,14 +52,20 @@ _STATE = _State()
 
 
 @contextmanager
-def assumptions(*, thorough: bool = False) -> Iterator[list[Tensor]]:
-    """Collects the conditions that are assumed meanwhile; the `thorough` ones where there are such."""
-    conditions: list[Tensor] = []
-    _STATE.assumed, _STATE.is_thorough = conditions, thorough
+def assumptions(*, thorough: bool = False, looked: bool = False) -> Iterator[list[tuple[Tensor, str]]]:
+    """Collects the conditions that are assumed meanwhile; the `thorough` ones where there are such.
+
+    Args:
+        thorough: Whether the trace assumes less than usual, at a cost.
+        looked: Whether somebody has looked at the gradients that are there before the step.
+    """
+    conditions: list[tuple[Tensor, str]] = []
+    _STATE.assumed, _STATE.is_thorough, _STATE.has_looked = conditions, thorough, looked
     try:
         yield conditions
     finally:
         _STATE.assumed = None
+        _STATE.gradients.clear()
 
 
 def is_traced() -> bool:
@@ -59,15 +75,53 @@ def is_traced() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-def assume(condition: Tensor, thorough: Callable[[], Tensor] | None = None) -> None:
+def assume(condition: Tensor, otherwise: str, thorough: Callable[[], Tensor] | None = None) -> None:
     """Assumes a condition: the graph that is traced is right where it holds.
 
     Args:
         condition: What usually holds.
+        otherwise: What it means that it does not hold, as the end of a sentence "The step runs eagerly, as ...".
         thorough: Computes a weaker condition that is enough, at a cost: for steps whose usual graph has been wrong.
     """
     assert _STATE.assumed is not None
-    _STATE.assumed.append(thorough() if thorough is not None and _STATE.is_thorough else condition)
+    chosen = thorough() if thorough is not None and _STATE.is_thorough else condition
+    _STATE.assumed.append((chosen, otherwise))
+
+
+def note_gradient(grad: Tensor, is_zero: bool | None) -> None:
+    """Notes whether a gradient from before the trace is zero, `None` if nobody has looked."""
+    _STATE.gradients[id(grad)] = grad, grad._version, is_zero
+
+
+def look_first() -> None:
+    """Gives a trace up in favor of another one, after a look at the gradients that are there before the step.
+
+    Raises:
+        LookFirst: In a trace, if nobody has looked.
+    """
+    if is_traced() and not _STATE.has_looked:
+        raise LookFirst
+
+
+def note_zeroed(tensor: Tensor) -> None:
+    """Notes that the step is just about to set a tensor to zero, in place."""
+    _STATE.gradients[id(tensor)] = tensor, tensor._version + 1, True
+
+
+def known_zero(grad: Tensor) -> bool | None:
+    """Whether a gradient is zero, as far as a trace knows that; `None` otherwise, and outside of a trace.
+
+    Raises:
+        LookFirst: If it is as it was before the trace, and nobody has looked.
+    """
+    if not is_traced():
+        return None
+    noted, version, is_zero = _STATE.gradients.get(id(grad), (None, 0, None))
+    if noted is not grad or version != grad._version:
+        return None
+    if is_zero is None:
+        raise LookFirst
+    return is_zero
 
 
 def refuse_values(reason: str) -> None:

@@ -181,7 +181,7 @@ def _factors(norms: Tensor, max_norm: MaxNorm) -> Tensor:
 
 def _refuse_nonfinite(what: str, norms: Tensor) -> None:
     if is_traced():
-        assume(norms.isfinite().all())
+        assume(norms.isfinite().all(), "call after call its gradients are not finite")
         return
     if math.isfinite(norms.sum()):  # one operation in place of four; a sum may be too large as well
         return

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from expanded_nn._errors import complaint, shown, warn
+from expanded_nn._errors import PerSampleError, complaint, shown, warn
 from expanded_nn._modes import running_backward
 from expanded_nn._module import PerSampleModule
-from expanded_nn._traced import FirstEager, OnlyEager, recorders_met
+from expanded_nn._traced import FirstEager, LookFirst, OnlyEager, recorders_met
 from expanded_nn.compiling.backends import Backend, backend_of
-from expanded_nn.compiling.kinds import StepValues, of_arguments, of_models, of_surroundings
+from expanded_nn.compiling.kinds import StepValues, of_arguments, of_gradients, of_models, of_surroundings
 from expanded_nn.compiling.replay import Graph
 from expanded_nn.compiling.tracing import trace
+from expanded_nn.recording.isolation import Grads
 from expanded_nn.recording.recorder import Recorder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -47,7 +48,7 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
     `load_state_dict`, and of buffers are seen. What else Python does happens when the step is traced, and not again.
 
     Where a graph cannot be right the step runs eagerly: a `PerSampleWarning` says why if it is for good (rows of
-    earlier backwards to which it appends, random numbers within a backward, sparse gradients, sequences of different
+    earlier calls that it looks at, random numbers within a backward, sparse gradients, sequences of different
     lengths). Norms that are not finite, or out of the range of squares, are noticed, and the call runs eagerly.
 
     Args:
@@ -112,6 +113,8 @@ class Family:
         varying: The dimensions that had different sizes: the number of a tensor among the arguments, and that of the
             dimension.
         is_eager: Whether such calls run eagerly for good.
+        looks: Whether there is a family for each kind of gradients that are there before the call.
+        grads: The kind of these gradients, if it is a family for one.
         faults: How often in a row there was no graph whose assumptions held.
     """
 
@@ -119,6 +122,8 @@ class Family:
     by_shapes: dict[Shapes, Graph | None] = field(default_factory=dict)
     varying: set[tuple[int, int]] = field(default_factory=set)
     is_eager: bool = False
+    looks: bool = False
+    grads: Grads | None = None
     is_thorough: bool = False
     faults: int = 0
 
@@ -180,22 +185,20 @@ class CompiledStep:
         if not family.by_shapes:  # the first of its kind
             family.by_shapes[shapes] = None
             return self._run_eagerly(None, shapes, args, kwargs)
-        graph = family.find(shapes)
-        if graph is None and not family.is_eager:
-            try:
-                graph = self._traced(family, shapes, tensors, args, kwargs)
-            except FirstEager as reason:
-                self._fault(family, str(reason))
-                return self._run_eagerly(None, shapes, args, kwargs)
-        if graph is None or family.is_eager:
+        try:
+            family, graph = self._graph(kind, family, shapes, tensors, args, kwargs)
+        except FirstEager as reason:
+            self._fault(family, str(reason))
+            return self._run_eagerly(None, shapes, args, kwargs)
+        if graph is None:
             return self.step(*args, **kwargs)
-        held, result = graph.run(tensors)
-        if held:
+        otherwise, result = graph.run(tensors)
+        if otherwise is None:
             family.faults = 0
             return result
         result = self.step(*args, **kwargs)  # raises if gradients are not finite, which is no fault of the graph
         if family.is_thorough:
-            self._fault(family, "call after call the squares of its gradients are out of range")
+            self._fault(family, otherwise)
         else:
             family.is_thorough = True
             family.graphs.clear()
@@ -219,6 +222,29 @@ class CompiledStep:
             self.first_shapes.setdefault(key, []).append(shapes)
         return result
 
+    def _graph(
+        self, kind: Hashable, family: Family, shapes: Shapes, tensors: Sequence[Tensor], args: Any, kwargs: Any
+    ) -> tuple[Family, Graph | None]:
+        """The graph for a call, a new one if need be, `None` if there is none; and the family that it is of."""
+        if not family.looks:
+            graph = family.find(shapes)
+            if graph is not None or family.is_eager:
+                return family, None if family.is_eager else graph
+            try:
+                return family, self._traced(family, shapes, tensors, args, kwargs)
+            except LookFirst:
+                family.looks = True
+        try:
+            grads = of_gradients(self.recorders)
+        except PerSampleError:  # the step raises as well, unless it clears the gradients first
+            return family, None
+        kind = kind, tuple(grads.items())
+        inner = self.families.get(kind)
+        if inner is None:
+            inner = Family(by_shapes=dict.fromkeys(family.by_shapes), varying=set(family.varying), grads=grads)
+            self.families[kind] = inner
+        return self._graph(kind, inner, shapes, tensors, args, kwargs)
+
     def _traced(
         self, family: Family, shapes: Shapes, tensors: Sequence[Tensor], args: Any, kwargs: Any
     ) -> Graph | None:
@@ -238,6 +264,7 @@ class CompiledStep:
                     self.modules,
                     self.recorders,
                     thorough=family.is_thorough,
+                    known=family.grads,
                 )
                 graph = Graph(traced, shapes, family.varying, self.backend)
         except OnlyEager as reason:

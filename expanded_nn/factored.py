@@ -6,7 +6,7 @@ other makes the rows dense, once, and they stay dense from then on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from typing import Any, cast
 
@@ -140,16 +140,16 @@ def as_factored(rows: Tensor) -> FactoredTensor:
 
 
 class _Hidden(Cell):
-    """Rows that were held before a step is traced: the step may drop them, but not look at them."""
+    """Rows that were held before a step is traced: it may drop them or append to them, but not look at them."""
 
     def merge(self) -> tuple[Block, ...]:
         raise OnlyEager("it uses per-sample gradients from before the call (clear them, model.zero_grad())")
 
 
-def hidden(rows: Tensor) -> FactoredTensor:
-    """A stand-in for rows, of the same shape, that cannot be looked at."""
+def hidden(rows: Tensor, size: int | None = None) -> FactoredTensor:
+    """A stand-in for rows, of the same shape, that cannot be looked at; or for `size` rows of such a shape."""
     kind = Kind(tuple(rows.shape[1:]), rows.dtype, rows.device)
-    return FactoredTensor(_Hidden((), kind), rows.shape)
+    return FactoredTensor(_Hidden((), kind), (rows.shape[0] if size is None else size, *kind.row_shape))
 
 
 def is_hidden(rows: Tensor) -> bool:
@@ -157,10 +157,23 @@ def is_hidden(rows: Tensor) -> bool:
     return isinstance(rows, FactoredTensor) and isinstance(rows._cell, _Hidden)
 
 
+def refuse_hidden(rows: Iterable[Tensor]) -> None:
+    """Gives a trace up that asks for rows from before it, whose number it does not know either.
+
+    Raises:
+        OnlyEager: If any are hidden.
+    """
+    for one_parameter in rows:
+        if is_hidden(one_parameter):
+            as_factored(one_parameter).blocks  # noqa: B018 (it raises)
+
+
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """The rows of several passes, one after the other, without copying their factors."""
     if any(part.requires_grad for part in parts):
         return torch.cat(list(parts))
+    if any(map(is_hidden, parts)):
+        return hidden(parts[0], sum(part.shape[0] for part in parts))
     factored = [as_factored(part) for part in parts]
     size = sum(part.shape[0] for part in parts)
     return factored[0]._like([block for part in factored for block in part.blocks], (size, *parts[0].shape[1:]))

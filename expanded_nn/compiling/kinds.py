@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._modes import is_autocast
+from expanded_nn.recording.isolation import Grads, look_at_grads
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.watch import Watch
 
@@ -126,7 +127,7 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
     Modules and parameters count by their ids, which are their own as long as the modules are kept; buffers and tensors
     among the attributes by their shapes and dtypes; other attributes as in `StepValues`.
     """
-    key: list[Any] = [recorder.settings for recorder in recorders]
+    key: list[Any] = [(recorder.settings, recorder.rows_stand_alone) for recorder in recorders]
     add = key.append
     for module in modules:  # at each step, so it is written for speed
         attributes = vars(module)
@@ -150,9 +151,15 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
                     add(_by_identity(hook))
             if parameter.grad is not None:
                 add("clipped" if any(recorder.is_clipped(parameter) for recorder in recorders) else "grad")
-            if getattr(parameter, "grad_sample", None) is not None:
-                add("held")
+            rows = getattr(parameter, "grad_sample", None)
+            if rows is not None:
+                add("held" if any(recorder.holds(parameter, rows) for recorder in recorders) else "set")
     return tuple(key)
+
+
+def of_gradients(recorders: Sequence[Recorder]) -> Grads:
+    """What a step depends on that looks at the gradients from before the call."""
+    return {key: state for recorder in recorders for key, state in look_at_grads(recorder).items()}
 
 
 def _of_tensor(tensor: Tensor | None) -> Hashable:

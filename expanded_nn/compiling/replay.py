@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from expanded_nn._steady import RandomStates
 from expanded_nn.compiling.tracing import Outcome, Traced
-from expanded_nn.recording.isolation import set_rows
+from expanded_nn.recording.isolation import append_rows, set_rows
 
 ArgumentDim = tuple[int, int]  # the number of a tensor among the arguments, and of one of its dimensions
 
@@ -83,10 +83,10 @@ class Graph:
         with torch.no_grad():
             self.function = backend(traced.graph, traced.examples)
 
-    def run(self, tensors: Sequence[Tensor]) -> tuple[bool, Any]:
-        """Runs the step; whether the graph's assumptions held, and if so, what the step returns.
+    def run(self, tensors: Sequence[Tensor]) -> tuple[str | None, Any]:
+        """Runs the step; which of the graph's assumptions did not hold, or `None` and what the step returns.
 
-        If they did not hold, nothing has changed.
+        If one did not hold, nothing has changed.
         """
         inputs: list[Any] = [
             *tensors,
@@ -97,12 +97,13 @@ class Graph:
         states = RandomStates(()) if self.draws else None
         with torch.no_grad():
             results = self.function(*inputs)
-            if self.outcome.assumed is not None and not bool(results[self.outcome.assumed]):
+            assumed = self.outcome.assumed
+            if assumed is not None and not bool(results[assumed + 1]):
                 for tensor, values in before:
                     tensor.copy_(values)
                 if states is not None:
                     states.restore()
-                return False, None
+                return self.outcome.otherwise[results[assumed].tolist().index(False)], None
         outcome = self.outcome
         grads = [None if remake is None else remake(results) for _, remake in outcome.grads]
         if self.copied is None:
@@ -110,9 +111,13 @@ class Graph:
         for index, (leaf, _) in enumerate(outcome.grads):
             grad = grads[index]
             leaf(tensors).grad = grad.clone() if grad is not None and index in self.copied else grad
+        for leaf, remake in outcome.filled:
+            cast(Tensor, leaf(tensors).grad).detach().copy_(remake(results))
+        for of_recorder, is_scaled, has_foreign_part in outcome.flags:
+            of_recorder.is_scaled, of_recorder.has_foreign_part = is_scaled, has_foreign_part
         for rows in outcome.rows:
             held = [{leaf: remake(results) for leaf, remake in pass_rows.items()} for pass_rows in rows.passes]
-            set_rows(rows.recorder, held)
+            (append_rows if rows.appends else set_rows)(rows.recorder, held)
             for parameter in rows.clipped:
                 rows.recorder.note_clipped(parameter)
             rows.recorder.note_grads()
@@ -120,7 +125,7 @@ class Graph:
             values[name] = remake(results)
         for values, name in outcome.removed:
             values.pop(name, None)
-        return True, outcome.result(results)
+        return None, outcome.result(results)
 
 
 def _with_shared_memory(grads: Sequence[Tensor | None], others: Sequence[Any]) -> set[int]:

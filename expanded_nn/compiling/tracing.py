@@ -6,6 +6,7 @@ of modules is taken back afterwards.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,16 +29,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from expanded_nn._errors import LIBRARIES, PerSampleError, complaint
 from expanded_nn._meanwhile import meanwhile
 from expanded_nn._modes import running_backward
-from expanded_nn._traced import FirstEager, OnlyEager, assumptions
+from expanded_nn._traced import FirstEager, OnlyEager, assumptions, note_gradient, note_zeroed
 from expanded_nn.compiling.packing import Remake, packed
-from expanded_nn.recording.isolation import has_hidden_rows, isolated
+from expanded_nn.factored import FactoredTensor, is_hidden
+from expanded_nn.recording.isolation import Grads, has_hidden_rows, isolated
 from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.passes import PassStage
 from expanded_nn.recording.recorder import Recorder
 
 _SHOWN = {Tensor.__repr__, Tensor.__format__, Tensor.numpy, Tensor.__array__, Tensor.tolist}
 _NUMBER = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__}
+_SIZES = {Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement}  # type: ignore[attr-defined]
 _READ = torch.ops.aten._local_scalar_dense.default
+_ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
 Find = Callable[[Sequence[Tensor]], Tensor]  # gives a tensor, from the tensors among the arguments if it is one of them
 
 
@@ -48,11 +52,13 @@ class RecorderRows:
     Attributes:
         recorder: The recorder.
         passes: For each pass the rows, by parameter.
+        appends: Whether the rows from before the call stay.
         clipped: The parameters whose `.grad` clipping has set.
     """
 
     recorder: Recorder
     passes: list[dict[Leaf, Remake]]
+    appends: bool
     clipped: list[Tensor]
 
 
@@ -63,18 +69,26 @@ class Outcome:
     Attributes:
         result: What the step returns.
         grads: The new `.grad` of parameters and arguments, where it is another tensor than before.
+        filled: The new numbers of a `.grad` that was zero before.
+        flags: Parameters that no rows from before are held of, and whether their `.grad` is scaled and has a foreign
+            part; where a `.grad` was there before.
         rows: The rows that recorders hold.
         attributes: The new attributes and buffers of modules: the dictionary that has it, the name, and the value.
         removed: The attributes that the step has removed.
-        assumed: The index of the result that says whether the assumptions of the graph held.
+        assumed: The index of the result that says which assumptions of the graph held, and of the one that says
+            whether all did.
+        otherwise: What it means that an assumption did not hold.
     """
 
     result: Remake = lambda values: None
     grads: list[tuple[Find, Remake | None]] = field(default_factory=list)
+    filled: list[tuple[Find, Remake]] = field(default_factory=list)
+    flags: list[tuple[Leaf, bool, bool]] = field(default_factory=list)
     rows: list[RecorderRows] = field(default_factory=list)
     attributes: list[tuple[dict[str, Any], str, Remake]] = field(default_factory=list)
     removed: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     assumed: int | None = None
+    otherwise: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -130,6 +144,9 @@ class _Operations(TorchDispatchMode):
                 raise OnlyEager("it draws random numbers within a backward, as a checkpoint around a dropout does")
             if isinstance(kwargs.get("generator"), torch.Generator):
                 raise OnlyEager("it draws random numbers from a torch.Generator of its own")
+        if func in _ZERO:
+            for tensor in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
+                note_zeroed(tensor)
         return func(*args, **kwargs)
 
 
@@ -147,6 +164,8 @@ class _Readings(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SHOWN or (func in _NUMBER and not isinstance(args[0], FakeTensor)):
             raise _reading(_line_in(traceback.extract_stack()))
+        if func in _SIZES and isinstance(args[0], FactoredTensor) and is_hidden(args[0]) and _called_by_user():
+            raise OnlyEager("it uses the number of per-sample gradients from before the call (clear them)")
         if func is Tensor.__len__ and args[0].dim() and isinstance(args[0].shape[0], torch.SymInt):
             frames = traceback.extract_stack()
             caller = max((i for i, frame in enumerate(frames) if frame.name == "__len__"), default=0) - 1
@@ -173,10 +192,12 @@ def trace(
     recorders: Sequence[Recorder],
     *,
     thorough: bool = False,
+    known: Grads | None = None,  # of the gradients before the call; the step may ask for it
 ) -> Traced:
     """Runs a step on tensors without values.
 
     Raises:
+        LookFirst: If `known` is needed.
         OnlyEager: If a step of this kind cannot be a graph, and eagerly it is right.
         PerSampleError: If it reads values, or takes a step of an optimizer.
     """
@@ -201,8 +222,13 @@ def trace(
         raise OnlyEager("a parameter of a model is among its arguments")
     finds: list[Find] = [partial(_itself, leaf) for leaf in leaves]
     finds += [itemgetter(number) for number, tensor in enumerate(tensors) if tensor.requires_grad]
+    have_grad = [find for find in finds if find(tensors).grad is not None]
+    zeros = [find for find in have_grad if known is not None and known.get(id(find(tensors)), (False,))[0]]
+    if any(cast(Tensor, find(tensors).grad).layout is not torch.strided for find in zeros):
+        raise OnlyEager("a sparse gradient is there already")
+    with_grad = [find for find in have_grad if find not in zeros]
     clipped = {id(leaf) for leaf in leaves if any(recorder.is_clipped(leaf) for recorder in recorders)}
-    with_grad = [find for find in finds if find(tensors).grad is not None]
+    owned = {id(leaf.parameter()) for recorder in recorders for leaf in recorder.leaves}
     grads = [without_values(cast(Tensor, find(tensors).grad).detach()) for find in with_grad]
     kept = [(dict(vars(module)), dict(module._buffers)) for module in modules]
     outcome, operations, readings = Outcome(), _Operations(), _Readings()
@@ -211,13 +237,21 @@ def trace(
         own = inputs[: len(fakes)]
         for find, grad in zip(with_grad, inputs[len(fakes) :], strict=True):
             find(own).grad = grad
-        before = [find(own).grad for find in finds]
+        for find in zeros:
+            find(own).grad = torch.zeros_like(find(own).detach())
+        before: list[Tensor | None] = [find(own).grad for find in finds]
         args, kwargs = remake([own[number] for number in numbers])
         results: list[Any] = []
         with ExitStack() as stack:
             for recorder in recorders:
-                stack.enter_context(isolated(recorder, lambda parameter: id(parameter) in clipped))
-            conditions = stack.enter_context(assumptions(thorough=thorough))
+                stack.enter_context(isolated(recorder, lambda parameter: id(parameter) in clipped, known or {}))
+            conditions = stack.enter_context(assumptions(thorough=thorough, looked=known is not None))
+            held = {recorder: sum(map(has_hidden_rows, recorder.leaves)) for recorder in recorders}
+            for find in have_grad:
+                key = id(find(tensors))
+                if key in (owned if known is None else known):
+                    note_gradient(cast(Tensor, find(own).grad), None if known is None else known[key][0])
+            filled_before = [cast(Tensor, find(own).grad)._version for find in zeros]
             stack.enter_context(operations)
             stack.enter_context(register_module_forward_pre_hook(partial(_refuse_new_module, set(modules))))
             with readings:
@@ -228,12 +262,17 @@ def trace(
                 new = find(own).grad
                 if new is not old:
                     outcome.grads.append((find, None if new is None else packed(new, results)))
+                elif new is not None and find in zeros and new._version != filled_before[zeros.index(find)]:
+                    outcome.filled.append((find, packed(new, results)))
             for recorder in recorders:
-                _note_rows(recorder, outcome, results)
+                _note_rows(recorder, outcome, results, held[recorder])
+                if known is not None and not any(map(has_hidden_rows, recorder.leaves)):
+                    outcome.flags += [(leaf, leaf.is_scaled, leaf.has_foreign_part) for leaf in recorder.leaves]
             _note_attributes(modules, kept, outcome, results)
             if conditions:
-                outcome.assumed = len(results)
-                results.append(torch.stack(conditions).all())
+                outcome.assumed, outcome.otherwise = len(results), [otherwise for _, otherwise in conditions]
+                results.append(torch.stack([condition for condition, _ in conditions]))
+                results.append(results[-1].all())
         return results
 
     tracer = make_fx(body, _allow_non_fake_inputs=True)  # "real" mode, as the inputs are without values already
@@ -324,6 +363,11 @@ def _reading(line: str) -> PerSampleError:
     )
 
 
+def _called_by_user() -> bool:
+    """Whether the function mode that asks was called by a line of the user's."""
+    return not sys._getframe(2).f_code.co_filename.startswith(LIBRARIES)
+
+
 def _line_in(frames: traceback.StackSummary) -> str:
     """The innermost line of the user's code."""
     own = [frame for frame in frames if not frame.filename.startswith((*LIBRARIES, "<string>"))]
@@ -366,21 +410,25 @@ def _refuse_missing_backward(parts: Sequence[Any], recorders: Sequence[Recorder]
         )
 
 
-def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any]) -> None:
+def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any], before: int) -> None:
     recorder.drop_outdated_rows()
     if recorder.rows_stand_alone:
         raise OnlyEager("it ends with the rows of torch.autograd.grad(..., create_graph=True)")
     hidden = [leaf for leaf in recorder.leaves if has_hidden_rows(leaf)]
-    if hidden and len(hidden) < len(recorder.leaves.with_rows()):
+    if hidden and (len(hidden) < len(recorder.leaves.with_rows()) or len(hidden) < before):
         raise OnlyEager(
             "it leaves some of the per-sample gradients from before the call (clear them all, model.zero_grad())"
         )
-    if hidden:
+    passes = [
+        {leaf: packed(rows, results) for leaf, rows in held.items()}
+        for held in recorder.store.held.values()
+        if not any(map(is_hidden, held.values()))
+    ]
+    if hidden and not passes:
         return
-    passes = [{leaf: packed(rows, results) for leaf, rows in held.items()} for held in recorder.store.held.values()]
     parameters = [parameter for leaf in recorder.leaves if (parameter := leaf.parameter()) is not None]
     clipped = [parameter for parameter in parameters if recorder.is_clipped(parameter)]
-    outcome.rows.append(RecorderRows(recorder, passes, clipped))
+    outcome.rows.append(RecorderRows(recorder, passes, bool(hidden), clipped))
 
 
 def _note_attributes(

@@ -1,23 +1,48 @@
-"""A recorder while a step is traced (`isolated`), and after a traced step has run as a graph (`set_rows`)."""
+"""A recorder before and while a step is traced (`look_at_grads`, `isolated`), and after its graph ran (`set_rows`)."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import Tensor
 
+from expanded_nn._traced import OnlyEager
 from expanded_nn.factored import hidden, is_hidden
 from expanded_nn.recording.backward import Backward
-from expanded_nn.recording.leaf import Leaf, Published
+from expanded_nn.recording.leaf import Leaf, Published, vanishes
 from expanded_nn.recording.passes import Passes, PassStage
 from expanded_nn.recording.recorder import Recorder
+from expanded_nn.recording.stale import stale
 from expanded_nn.recording.store import Store
+
+Grads = Mapping[int, tuple[bool, bool]]  # by the parameter's id: whether `.grad` is zero, and its rows stale
+
+
+def look_at_grads(recorder: Recorder) -> Grads:
+    """What a backward would find in each `.grad` that is there, as far as that decides what it does with rows.
+
+    With `accumulate_grad=False` nothing depends on what clipping has set, so these gradients are left out.
+
+    Raises:
+        PerSampleError: If a `.grad` was changed so that nothing tells whether the rows held are a part of it.
+    """
+    accumulates = recorder.settings.accumulate_grad
+    held = recorder.leaves.with_rows() if accumulates else []
+    stale_leaves = stale(recorder.rows_in_question(held), recorder.name_of)
+    found = {}
+    for leaf in recorder.leaves:
+        parameter = leaf.parameter()
+        if parameter is None or parameter.grad is None or (not accumulates and recorder.is_clipped(parameter)):
+            continue
+        found[id(parameter)] = vanishes(parameter.grad), leaf in stale_leaves and not leaf.was_reset()
+    return found
 
 
 @contextmanager
-def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool]) -> Iterator[None]:
+def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool], grads: Grads) -> Iterator[None]:
     """Gives the recorder a state of its own, and its old one back afterwards.
 
     The rows that were held are there meanwhile, but hidden: they can be dropped or appended to, not looked at.
@@ -25,7 +50,15 @@ def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool]) -> Iterat
     Args:
         recorder: The recorder.
         is_clipped: Whether the `.grad` of a parameter counts as set by clipping.
+        grads: What is known of the gradients.
+
+    Raises:
+        OnlyEager: If rows are stale, though there is another gradient in `.grad`; or if they are no part of it.
     """
+    if any(is_stale and not is_zero for is_zero, is_stale in grads.values()):
+        raise OnlyEager("a .grad was set anew since the last backward, beside per-sample gradients from before")
+    if recorder.rows_stand_alone and any(leaf.grad is not None for leaf in recorder.leaves):
+        raise OnlyEager("a parameter has the rows of torch.autograd.grad(..., create_graph=True), and a .grad")
     names = "settings", "passes", "backward", "store", "expanded"
     before = {name: getattr(recorder, name) for name in names}
     leaves = {leaf: (dict(vars(leaf)), getattr(leaf.parameter(), "grad_sample", None)) for leaf in recorder.leaves}
@@ -34,7 +67,7 @@ def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool]) -> Iterat
     recorder.passes, recorder.backward = Passes(), Backward(recorder.backward_is_over)
     recorder.store, recorder.expanded = Store(materialize=False), {}
     for leaf in leaves:
-        _begin_anew(leaf, is_clipped)
+        _begin_anew(leaf, is_clipped, grads.get(id(leaf.parameter()), (False, False))[1])
     held = {leaf: leaf.published.rows for leaf in leaves if leaf.published.rows is not None}
     if held:  # in a pass of no forward, which holds the hidden rows and nothing else
         recorder.store.held[recorder.passes.new(0)] = held
@@ -53,17 +86,21 @@ def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool]) -> Iterat
         vars(recorder).update(before)
 
 
-def _begin_anew(leaf: Leaf, is_clipped: Callable[[Tensor], bool]) -> None:
+def _begin_anew(leaf: Leaf, is_clipped: Callable[[Tensor], bool], is_stale: bool) -> None:
     """Forgets the past of a parameter: its `.grad` counts as new, and its rows are hidden."""
-    parameter = leaf.parameter()
+    parameter, was_reset = leaf.parameter(), leaf.was_reset()
     rows = None if leaf.published.rows is None else hidden(leaf.published.rows)
+    own = getattr(parameter, "grad_sample", None)
     leaf.published, leaf.expected, leaf.memory = Published(rows), {}, None
     leaf.is_scaled = leaf.has_foreign_part = False
     leaf.incomplete_grad = leaf.clipped_grad = None
     if parameter is not None:
-        parameter.grad_sample = rows  # type: ignore[attr-defined]
+        shown = hidden(own) if was_reset and own is not None else None
+        parameter.grad_sample = shown if was_reset else rows  # type: ignore[attr-defined]
         if parameter.grad is not None and is_clipped(parameter):
             leaf.note_clipped(parameter.grad)
+        if parameter.grad is not None and is_stale:
+            leaf.clipped_grad = weakref.ref(parameter.grad), parameter.grad._version - 1  # it was changed since
     leaf.note_grad()
 
 
@@ -72,15 +109,28 @@ def has_hidden_rows(leaf: Leaf) -> bool:
     return leaf.published.rows is not None and is_hidden(leaf.published.rows)
 
 
-def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> None:
-    """Replaces the rows held by those that a graph has made, pass by pass."""
-    recorder.store.clear()
+def append_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> None:
+    """Appends the rows that a graph has made to those held, pass by pass."""
+    before = tuple(recorder.store.held)
+    _hold(recorder, passes)
+    for leaf in recorder.leaves:
+        first_new = len(before) if leaf.published.passes == before else 0
+        recorder.store.publish(leaf, list(recorder.store.held)[first_new])
+
+
+def _hold(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> None:
     for pass_rows in passes:
         pass_ = recorder.passes.new(next(iter(pass_rows.values())).shape[0])
         pass_.stage = PassStage.DONE
         recorder.store.held[pass_] = dict(pass_rows)
     recorder.passes.current = None
     recorder.expanded.clear()
+
+
+def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> None:
+    """Replaces the rows held by those that a graph has made, pass by pass."""
+    recorder.store.clear()
+    _hold(recorder, passes)
     for leaf in recorder.leaves:
         if passes or leaf.published.rows is not None or leaf.was_reset():
             leaf.published = Published()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._storage import Recycled
-from expanded_nn._traced import assume, is_traced
+from expanded_nn._traced import assume, is_traced, known_zero
 from expanded_nn.recording.backward import running_backward
 from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.sharded import is_shard, is_zero
@@ -60,7 +60,7 @@ def _are_equal(total: Tensor, arrived: Tensor) -> bool:
     if total.is_sparse or arrived.is_sparse:
         total, arrived = total.to_dense(), arrived.to_dense()
     if is_traced():
-        assume((total == arrived).all())
+        assume((total == arrived).all(), "call after call a gradient is not the sum of those of its passes")
         return True
     return torch.equal(total, arrived) or bool(torch.allclose(total, arrived, rtol=0.0, atol=0.0, equal_nan=True))
 
@@ -310,8 +310,11 @@ class Leaves:
 def vanishes(grad: Tensor) -> bool:
     """Whether all numbers are zero; the first ones tell for nearly every gradient that is not."""
     values = grad._values() if grad.is_sparse else grad
+    zero = known_zero(grad)
+    if zero is not None:
+        return zero
     if is_traced():
-        assume(values.any())
+        assume(values.any(), "call after call a gradient that it changes is zero")
         return False
     if not is_shard(values) and values.numel() > 64 and values.is_contiguous() and bool(values.view(-1)[:64].any()):
         return False

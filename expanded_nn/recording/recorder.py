@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from threading import get_ident
@@ -358,19 +358,24 @@ class Recorder:
             self.store.suspend(self.leaves)
             return
         if self.settings.accumulate_grad:
-            changed = [leaf for leaf in held if leaf.grad is not None and not leaf.grad_is_as_noted()]
-            departed = self._departed(changed) if changed else set()  # nobody asks for their rows: no doubt is raised
-            self._forget_stale(leaf for leaf in held if leaf not in departed)
+            self._forget_stale(self.rows_in_question(held))
         else:
             for leaf in held:
                 self._forget(leaf)
         self._drop_passes_without_parameters()
         for leaf in self.leaves:
             leaf.note_grad()
-            leaf.note_foreign_part()
+            if self.settings.accumulate_grad:
+                leaf.note_foreign_part()
             if leaf.incomplete_grad is not None:
                 leaf.lacks_rows()  # sees a `.grad` that was cleared, before this backward adds to it
         self.store.begin()
+
+    def rows_in_question(self, held: Sequence[Leaf]) -> list[Leaf]:
+        """The leaves whose rows may be stale; not those of parameters that have left the model."""
+        changed = [leaf for leaf in held if leaf.grad is not None and not leaf.grad_is_as_noted()]
+        departed = self._departed(changed) if changed else set()  # nobody asks for their rows: no doubt is raised
+        return [leaf for leaf in held if leaf not in departed]
 
     def _departed(self, leaves: Iterable[Leaf]) -> set[Leaf]:
         """The leaves of parameters that have left the model, but live on."""
@@ -444,6 +449,11 @@ class Recorder:
             leaf.note_clipped(parameter.grad)
             leaf.has_foreign_part = leaf.has_foreign_part and not self.settings.accumulate_grad
             self.store.suspended = None  # the rows that stood alone are what `.grad` is made of now
+
+    def holds(self, parameter: Tensor, rows: Tensor) -> bool:
+        """Whether these are the rows of a parameter that it has published."""
+        leaf = self.leaves.get(parameter)
+        return leaf is not None and leaf.published.rows is rows
 
     def is_clipped(self, parameter: Tensor) -> bool:
         """Whether `.grad` is what clipping has set, and no backward has added to it."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn._errors import complaint
-from expanded_nn._traced import refuse_values
+from expanded_nn._traced import known_zero, refuse_values
 
 
 def _distributed() -> Any:
@@ -26,6 +26,9 @@ def is_shard(parameter: Any) -> bool:
 
 def is_zero(grad: Tensor) -> bool:
     """Whether a gradient is zero, on all ranks where it is sharded."""
+    known = known_zero(grad)
+    if known is not None:
+        return known
     refuse_values("a parameter has a gradient and no per-sample gradients")
     nonzero = (grad._values() if grad.is_sparse else grad).any()
     return not bool(nonzero.full_tensor() if is_shard(nonzero) else nonzero)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._traced import refuse_values
+from expanded_nn._traced import look_first, refuse_values
 from expanded_nn.factored import as_factored
 from expanded_nn.recording.leaf import Leaf, vanishes
 from expanded_nn.recording.sharded import is_shard
@@ -107,7 +107,6 @@ def _sum_of_rows(leaf: Leaf) -> tuple[Tensor, Tensor]:
 
 def _rows_cancel(leaf: Leaf) -> bool:
     """Whether a zero `.grad` may be the sum of rows that cancel."""
-    refuse_values("a gradient is zero between two backwards")
     if leaf.has_foreign_part:
         return False  # with rows that cancel `.grad` is its foreign part, which is not zero: it was cleared
     grad = leaf.grad
@@ -115,6 +114,8 @@ def _rows_cancel(leaf: Leaf) -> bool:
         clipped, version = leaf.clipped_grad
         if clipped() is grad and version != grad._version:
             return False  # the sum of the rows says nothing about a `.grad` that was changed after clipping had set it
+    look_first()
+    refuse_values("it sets a gradient to zero whose per-sample gradients are held (optimizer.zero_grad() clears both)")
     total, rounding = _sum_of_rows(leaf)
     return bool(total.norm() <= rounding)
 

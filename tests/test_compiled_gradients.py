@@ -1,0 +1,228 @@
+"""`enn.compile` where gradients and rows are there before the call: what the eager step does, the graph does."""
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import expanded_nn as enn
+from test_compiled_step import assert_same, classified, graphs, outcome, perceptron, samples
+
+
+def backward(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    F.cross_entropy(model(x), y).backward()
+
+
+def two_backwards(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    backward(model, x, y)
+    backward(model, 2 * x, y)
+
+
+def model_cleared_first(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    model.zero_grad(set_to_none=False)
+    return classified(model, x, y)
+
+
+def optimizer_cleared_first(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=False)
+    return classified(model, x, y)
+
+
+STEPS = [backward, two_backwards, classified, model_cleared_first, optimizer_cleared_first]
+
+
+def scaled(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= 0.5
+
+
+def zeroed_below_autograd(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.zero_()
+
+
+def zeroed_in_part(model: nn.Module) -> None:
+    first = next(model.parameters())
+    if first.grad is not None:
+        first.grad.zero_()
+
+
+def set_to(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
+    def action(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad = make(parameter)
+
+    return action
+
+
+def rows_taken_away(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad_sample = None  # type: ignore[attr-defined]
+
+
+def clipped_between(model: nn.Module) -> None:
+    if all(parameter.grad_sample is not None for parameter in model.parameters()):  # type: ignore[attr-defined]
+        enn.clip_grad_sample_norms_(model, 0.7)
+
+
+BETWEEN: dict[str, Callable[[nn.Module], None]] = {
+    "nothing": lambda model: None,
+    "model.zero_grad()": lambda model: model.zero_grad(),
+    "model.zero_grad(False)": lambda model: model.zero_grad(set_to_none=False),
+    "optimizer.zero_grad()": lambda model: torch.optim.SGD(model.parameters()).zero_grad(),
+    "optimizer.zero_grad(False)": lambda model: torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False),
+    "zeroed below autograd": zeroed_below_autograd,
+    "zeroed in part": zeroed_in_part,
+    "new zeros": set_to(torch.zeros_like),
+    "new ones": set_to(torch.ones_like),
+    "scaled": scaled,
+    "rows taken away": rows_taken_away,
+    "clipped": clipped_between,
+}
+
+
+def run(step: Callable[..., Any], model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Any], list[bool]]:
+    """What a call leaves, an error included, and which gradients are the same tensors as before."""
+    before = [parameter.grad for parameter in model.parameters()]
+    try:
+        left = outcome(model, step(*batch))
+    except enn.PerSampleError as error:
+        return {"error": str(error)}, []
+    return left, [parameter.grad is grad for parameter, grad in zip(model.parameters(), before, strict=True)]
+
+
+def compared(step: Callable[..., Any], between: list[str], sizes: list[int], **settings: Any) -> tuple[Any, list[str]]:
+    """Runs a step compiled and eagerly, with something done to the gradients before each call.
+
+    Returns:
+        The compiled step, and the texts of the warnings.
+    """
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(enn.convert(perceptron()).per_sample(**settings))
+    mine, theirs = models
+    compiled = enn.compile(lambda *batch: step(mine, *batch), backend="eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number, (name, batch) in enumerate(zip(between, samples(*sizes), strict=True)):
+            results = []
+            for model, called in ((mine, compiled), (theirs, lambda *given: step(theirs, *given))):
+                BETWEEN[name](model)
+                results.append(run(called, model, batch))
+            assert_same(*results, where=f"call {number} of {between}")
+            if "error" in results[0][0]:  # what an eager step has done before it fails, a trace takes back
+                break
+    return compiled, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("accumulate_grad", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_done_between_the_calls(step: Callable[..., Any], accumulate_grad: bool, seed: int) -> None:
+    draw = random.Random(f"{step.__name__} {accumulate_grad} {seed}")
+    few = draw.sample(list(BETWEEN), draw.choice([1, 2, 3, 4]))
+    between, sizes = [draw.choice(few) for _ in range(9)], [draw.choice([4, 4, 5]) for _ in range(9)]
+    compared(step, between, sizes, accumulate_grad=accumulate_grad, materialize=draw.random() < 0.3)
+
+
+@pytest.mark.parametrize("step", [classified, model_cleared_first, optimizer_cleared_first, backward])
+@pytest.mark.parametrize("accumulate_grad", [True, False])
+@pytest.mark.parametrize("clearing", ["model.zero_grad(False)", "optimizer.zero_grad(False)", "new zeros"])
+def test_zeros_left_in_grad_are_a_graph(step: Callable[..., Any], accumulate_grad: bool, clearing: str) -> None:
+    compiled, texts = compared(step, [clearing] * 6, [4, 4, 4, 5, 6, 5], accumulate_grad=accumulate_grad)
+    assert not texts
+    assert 1 <= len(graphs(compiled)) <= 3
+
+
+def test_a_graph_for_zeros_is_not_taken_for_other_gradients() -> None:
+    """Clipping refuses these eagerly: nothing bounds what a sample has added to them."""
+    model, (x, y) = enn.convert(perceptron()).per_sample(accumulate_grad=False), samples(4)[0]
+    step = enn.compile(lambda x, y: classified(model, x, y), backend="eager")
+    for _ in range(4):
+        set_to(torch.zeros_like)(model)
+        step(x, y)
+    assert len(graphs(step)) == 1
+    set_to(torch.ones_like)(model)
+    with pytest.raises(enn.PerSampleError, match=r"a gradient in .grad that is not, or not wholly"):
+        step(x, y)
+
+
+def test_micro_batches_append_in_a_graph() -> None:
+    between = ["model.zero_grad()", "nothing", "nothing", "nothing"] * 3
+    for settings in ({}, {"materialize": True}, {"loss_reduction": "sum"}):
+        compiled, texts = compared(backward, between, [4, 4, 4, 5] * 3, **settings)
+        assert not texts
+        assert 2 <= len(graphs(compiled)) <= 4
+
+
+def test_rows_of_many_calls_are_clipped_after_the_last() -> None:
+    models = [enn.convert(perceptron()).per_sample() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    step = enn.compile(lambda x, y: backward(models[0], x, y), backend="eager")
+    for _ in range(3):
+        for model, called in ((models[0], step), (models[1], lambda x, y: backward(models[1], x, y))):
+            model.zero_grad()
+            for batch in samples(4, 4, 4):
+                called(*batch)
+            assert enn.clip_grad_sample_norms_(model, 1.0).shape == (12,)
+        assert_same(outcome(models[0], None), outcome(models[1], None))
+    assert len(graphs(step)) == 2
+
+
+def counted(model: nn.Module, x: Tensor, y: Tensor) -> int:
+    backward(model, x, y)
+    return model[0].weight.grad_sample.shape[0]  # type: ignore[no-any-return, union-attr, index]
+
+
+def measured(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    backward(model, x, y)
+    return enn.per_sample_grads(model).norms()
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"), [(classified, "uses"), (measured, "uses"), (counted, "uses the number of")]
+)
+def test_a_look_at_rows_from_before_runs_eagerly(step: Callable[..., Any], reason: str) -> None:
+    _, (text,) = compared(step, ["nothing"] * 4, [4, 4, 4, 4])
+    assert f"runs eagerly, as it {reason} per-sample gradients from before the call" in text
+
+
+def test_what_is_no_part_of_grad_runs_eagerly() -> None:
+    _, (text,) = compared(backward, ["nothing", "new ones", "new ones", "new ones"], [4, 4, 4, 4])
+    assert "runs eagerly, as a .grad was set anew since the last backward" in text
+
+
+def test_rows_of_gradients_that_the_step_sets_to_zero() -> None:
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
+        backward(model, x, y)
+
+    _, (text,) = compared(step, ["nothing"] * 4, [4, 4, 4, 4])
+    assert "runs eagerly, as it sets a gradient to zero whose per-sample gradients are held" in text
+
+
+def test_an_assumption_that_fails_is_named() -> None:
+    model = enn.convert(perceptron()).per_sample()
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor, y: Tensor, scale: Tensor) -> Any:
+        (scale * F.cross_entropy(model(x), y)).backward()
+        return enn.clip_grad_sample_norms_(model, 1.0)
+
+    (x, y), texts = samples(4)[0], []
+    for scale in (1.0, 1.0, *[1e-200] * 6):
+        model.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(x, y, torch.tensor(scale))
+        texts += [str(warning.message) for warning in caught]
+    (text,) = texts
+    assert "as call after call the squares of its gradients are out of range" in text
