@@ -26,6 +26,7 @@ from expanded_nn.recording.expand import Recompute
 from expanded_nn.recording.recorder import Forward, Recorder, Settings
 
 Model = TypeVar("Model", bound=nn.Module)
+_ZERO_GRAD = nn.Module.zero_grad
 
 
 class _AsBefore:
@@ -152,12 +153,23 @@ class PerSampleModule(nn.Module):
             self._recorder.add_member(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        if self._recorder is not None:
-            for module in self.modules():  # in each step, and `parameters()` takes twice as long
-                for parameter in module._parameters.values():
-                    if parameter is not None:
-                        self._recorder.forget(parameter)
+        recorder, inherited = self._recorder, super().zero_grad
+        if recorder is None:
+            inherited(set_to_none)
+            return
+        is_torchs = set_to_none and getattr(inherited, "__func__", None) is _ZERO_GRAD
+        if not is_torchs:  # zeros, or a method of the user's
+            inherited(set_to_none)
+        parameters: list[nn.Parameter | None] = []
+        waiting: list[nn.Module | None] = [self]
+        seen: set[nn.Module] = set()
+        while waiting:  # in each step, and torch's `parameters()` takes four times as long
+            module = waiting.pop()
+            if module is not None and module not in seen:
+                seen.add(module)
+                waiting += module._modules.values()
+                parameters += module._parameters.values()
+        recorder.forget_all([parameter for parameter in parameters if parameter is not None], grads=is_torchs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ from expanded_nn._module import PerSampleModule
 from expanded_nn._traced import FirstEager, LookFirst, OnlyEager, recorders_met
 from expanded_nn.compiling.backends import Backend, backend_of
 from expanded_nn.compiling.kinds import StepValues, of_arguments, of_gradients, of_models, of_surroundings
+from expanded_nn.compiling.repeated import Repeated
 from expanded_nn.compiling.replay import Graph
 from expanded_nn.compiling.tracing import trace
 from expanded_nn.recording.isolation import Grads
@@ -155,6 +156,9 @@ class CompiledStep:
         families: The graphs, by the kind of the call.
         first_shapes: The shapes of the first calls, which ran eagerly before any module was known, by the kind of their
             arguments.
+        last: The last call, if it was simple and its graph had run at the call before it, too; with its family and
+            graph.
+        last_graph: The graph of the last call.
     """
 
     def __init__(self, step: Callable[..., Any], backend: Backend) -> None:
@@ -164,6 +168,8 @@ class CompiledStep:
         self.recorders: list[Recorder] = []
         self.families: dict[Hashable, Family] = {}
         self.first_shapes: dict[Hashable, list[Shapes]] = {}
+        self.last: tuple[Repeated, Family, Graph] | None = None
+        self.last_graph: Graph | None = None
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         return self if owner is None else functools.partial(self, owner)
@@ -173,6 +179,9 @@ class CompiledStep:
         if not torch.is_grad_enabled() or running_backward() >= 0 or torch.compiler.is_compiling():
             return self.step(*args, **kwargs)
         by_id: dict[int, Tensor] = {}
+        last = self.last
+        if last is not None and not kwargs and last[0].holds(args):
+            return self._run(last[1], last[2], [arg for arg in args if isinstance(arg, Tensor)], args, kwargs)
         key = of_arguments((args, kwargs), by_id), self.step_values(), of_surroundings()
         tensors = list(by_id.values())
         shapes = tuple(tensor.shape for tensor in tensors)
@@ -192,10 +201,23 @@ class CompiledStep:
             return self._run_eagerly(None, shapes, args, kwargs)
         if graph is None:
             return self.step(*args, **kwargs)
+        self._note_call(family, graph, args, kwargs)
+        return self._run(family, graph, tensors, args, kwargs)
+
+    def _note_call(self, family: Family, graph: Graph, args: Any, kwargs: Any) -> None:
+        """Notes a call, if the one before ran the same graph: the next one is likely to do so, too."""
+        is_repeated, self.last, self.last_graph = graph is self.last_graph, None, graph
+        if is_repeated and not kwargs and Repeated.serves(args, self.modules, self.recorders):
+            repeated = Repeated(args, self.step_values, self.modules, self.recorders)
+            self.last = repeated, family, graph
+
+    def _run(self, family: Family, graph: Graph, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        """Runs a graph, and the step itself if its assumptions do not hold."""
         otherwise, result = graph.run(tensors)
         if otherwise is None:
             family.faults = 0
             return result
+        self.last = self.last_graph = None
         result = self.step(*args, **kwargs)  # raises if gradients are not finite, which is no fault of the graph
         if family.is_thorough:
             self._fault(family, otherwise)
@@ -207,6 +229,7 @@ class CompiledStep:
 
     def _run_eagerly(self, key: Hashable, shapes: Shapes, args: Any, kwargs: Any) -> Any:
         """Runs the step eagerly, and notes which models take part."""
+        self.last = self.last_graph = None
         modules: dict[nn.Module, None] = {}
         noting = register_module_forward_pre_hook(lambda module, _: modules.setdefault(module))
         with noting, recorders_met() as recorders:

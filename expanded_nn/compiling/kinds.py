@@ -16,9 +16,9 @@ from expanded_nn.recording.isolation import Grads, look_at_grads
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.watch import Watch
 
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
-_OF_EVERY_MODULE = {*vars(nn.Module()), "_recorder", "_settings"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
+OF_EVERY_MODULE = {*vars(nn.Module()), "_recorder", "_settings"}
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def of_arguments(value: Any, tensors: dict[int, Tensor]) -> Hashable:
@@ -30,7 +30,7 @@ def of_arguments(value: Any, tensors: dict[int, Tensor]) -> Hashable:
         traits = (value.dtype, value.device, value.dim(), value.requires_grad, layout)
         return number, type(value), traits, value.requires_grad and value.grad is not None
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return kind, value
     if isinstance(value, Mapping):
         return kind, tuple((key, of_arguments(item, tensors)) for key, item in value.items())
@@ -90,11 +90,18 @@ class StepValues:
 
     def __call__(self) -> Hashable:
         """A key for their values at this moment."""
-        values = [_content(cell) for cell in self.cells]
+        return tuple(map(_by_value_or_identity, self.now()))
+
+    def now(self) -> list[Any]:
+        """Their values at this moment."""
+        try:
+            values = [cell.cell_contents for cell in self.cells]
+        except ValueError:  # one is not filled yet
+            values = [_content(cell) for cell in self.cells]
         values += [namespace.get(name) for namespace, name in self.globals]
         for owner in self.owners:
             values += owner.values()
-        return tuple(map(_by_value_or_identity, values))
+        return values
 
 
 def _names(code: CodeType) -> list[str]:
@@ -104,13 +111,13 @@ def _names(code: CodeType) -> list[str]:
 
 
 def _by_value_or_identity(value: Any) -> Hashable:
-    return (type(value), value) if type(value) in _PLAIN else _by_identity(value)
+    return (type(value), value) if type(value) in PLAIN else _by_identity(value)
 
 
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not yet filled
+    except ValueError:
         return None
 
 
@@ -135,10 +142,10 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
         add(id(attributes.get("_recorder")))
         key += map(id, attributes["_modules"].values())
         key += map(_of_tensor, attributes["_buffers"].values())
-        for name in attributes.keys() - _OF_EVERY_MODULE:
+        for name in attributes.keys() - OF_EVERY_MODULE:
             value = attributes[name]
             add((name, _of_tensor(value) if isinstance(value, Tensor) else _by_value_or_identity(value)))
-        for name in _HOOKS:
+        for name in HOOKS:
             if attributes[name]:
                 key += map(_by_identity, attributes[name].values())
         for parameter in attributes["_parameters"].values():
@@ -153,7 +160,7 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
                 add("clipped" if any(recorder.is_clipped(parameter) for recorder in recorders) else "grad")
             rows = getattr(parameter, "grad_sample", None)
             if rows is not None:
-                add("held" if any(recorder.holds(parameter, rows) for recorder in recorders) else "set")
+                add("held" if any(recorder.leaves.holds(parameter, rows) for recorder in recorders) else "set")
     return tuple(key)
 
 

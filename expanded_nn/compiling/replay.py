@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from expanded_nn._steady import RandomStates
 from expanded_nn.compiling.tracing import Outcome, Traced
-from expanded_nn.recording.isolation import append_rows, set_rows
+from expanded_nn.recording.isolation import append_rows, note_results, set_rows
 
 ArgumentDim = tuple[int, int]  # the number of a tensor among the arguments, and of one of its dimensions
 
@@ -95,7 +95,8 @@ class Graph:
         ]
         before = [(tensor, tensor.detach().clone()) for tensor in map(inputs.__getitem__, self.changed)]
         states = RandomStates(()) if self.draws else None
-        with torch.no_grad():
+        torch._C._set_grad_enabled(False)  # torch.no_grad() takes eight times as long
+        try:
             results = self.function(*inputs)
             assumed = self.outcome.assumed
             if assumed is not None and not bool(results[assumed + 1]):
@@ -104,6 +105,8 @@ class Graph:
                 if states is not None:
                     states.restore()
                 return self.outcome.otherwise[results[assumed].tolist().index(False)], None
+        finally:
+            torch._C._set_grad_enabled(True)  # as it was: there is no graph for a call without
         outcome = self.outcome
         grads = [None if remake is None else remake(results) for _, remake in outcome.grads]
         if self.copied is None:
@@ -118,9 +121,7 @@ class Graph:
         for rows in outcome.rows:
             held = [{leaf: remake(results) for leaf, remake in pass_rows.items()} for pass_rows in rows.passes]
             (append_rows if rows.appends else set_rows)(rows.recorder, held)
-            for parameter in rows.clipped:
-                rows.recorder.note_clipped(parameter)
-            rows.recorder.note_grads()
+            note_results(rows.recorder, rows.clipped)
         for values, name, remake in outcome.attributes:
             values[name] = remake(results)
         for values, name in outcome.removed:

@@ -59,7 +59,7 @@ class RecorderRows:
     recorder: Recorder
     passes: list[dict[Leaf, Remake]]
     appends: bool
-    clipped: list[Tensor]
+    clipped: set[Leaf]
 
 
 @dataclass
@@ -426,8 +426,8 @@ def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any], before:
     ]
     if hidden and not passes:
         return
-    parameters = [parameter for leaf in recorder.leaves if (parameter := leaf.parameter()) is not None]
-    clipped = [parameter for parameter in parameters if recorder.is_clipped(parameter)]
+    parameters = {leaf: leaf.parameter() for leaf in recorder.leaves}
+    clipped = {leaf for leaf, value in parameters.items() if value is not None and recorder.is_clipped(value)}
     outcome.rows.append(RecorderRows(recorder, passes, bool(hidden), clipped))
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import Tensor
 
 from expanded_nn._traced import OnlyEager
-from expanded_nn.factored import hidden, is_hidden
+from expanded_nn.factored import hidden, is_hidden, materialized
 from expanded_nn.recording.backward import Backward
-from expanded_nn.recording.leaf import Leaf, Published, vanishes
+from expanded_nn.recording.leaf import NO_ROWS, Leaf, Published, vanishes
 from expanded_nn.recording.passes import Passes, PassStage
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.stale import stale
@@ -131,7 +131,27 @@ def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> Non
     """Replaces the rows held by those that a graph has made, pass by pass."""
     recorder.store.clear()
     _hold(recorder, passes)
+    store, is_plain = recorder.store, len(passes) == 1 and not recorder.leaves.sharded
     for leaf in recorder.leaves:
-        if passes or leaf.published.rows is not None or leaf.was_reset():
-            leaf.published = Published()
-            recorder.store.publish(leaf)
+        if is_plain and leaf in passes[0] and (parameter := leaf.parameter()) is not None:  # what `publish` comes to
+            rows = materialized(passes[0][leaf], leaf.memory) if store.materialize else passes[0][leaf]
+            leaf.published = Published(rows, tuple(store.held), rows._version)
+            parameter.grad_sample = rows  # type: ignore[attr-defined]
+        elif passes or leaf.published.rows is not None or leaf.was_reset():
+            leaf.published = NO_ROWS
+            store.publish(leaf)
+
+
+def note_results(recorder: Recorder, clipped: Collection[Leaf]) -> None:
+    """Notes each `.grad` that a graph has left.
+
+    Args:
+        recorder: The recorder.
+        clipped: The parameters whose `.grad` clipping has set.
+    """
+    recorder.note_grads()
+    for leaf in clipped:
+        leaf.clipped_grad, leaf.incomplete_grad = leaf.noted_grad, None
+        leaf.has_foreign_part = leaf.has_foreign_part and not recorder.settings.accumulate_grad
+    if clipped:
+        recorder.store.suspended = None

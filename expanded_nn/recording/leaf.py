@@ -67,7 +67,7 @@ def _are_equal(total: Tensor, arrived: Tensor) -> bool:
 
 @dataclass(slots=True)
 class Published:
-    """The `grad_sample` that was set last.
+    """The `grad_sample` that was set last; it does not change.
 
     Attributes:
         rows: The tensor, `(B, *shape)` of all passes together; `None` where there are no rows.
@@ -80,6 +80,9 @@ class Published:
     passes: tuple[Pass, ...] = ()
     version: int = 0
     has_room: bool = False
+
+
+NO_ROWS = Published()
 
 
 @dataclass
@@ -151,7 +154,8 @@ class Leaf:
     @property
     def grad(self) -> Tensor | None:
         """`.grad` of the visible parameter, `None` if there is neither."""
-        parameter = self.parameter() if self.location is None else self.visible_parameter()
+        location = self.location
+        parameter = self.parameter() if location is None or location.shard is None else location.shard
         return None if parameter is None else parameter.grad
 
     def is_trainable(self) -> bool:
@@ -199,7 +203,7 @@ class Leaf:
         """Notes what `.grad` is, so that a change is seen."""
         grad = self.grad
         if grad is not None:
-            self.noted_grad = (weakref.ref(grad), grad._version)
+            self.noted_grad = weakref.ref(grad), grad._version
         elif self.noted_grad is not None:
             self.noted_grad = None
 
@@ -292,6 +296,24 @@ class Leaves:
             parameter.grad_sample = None  # type: ignore[attr-defined]
         self.sharded = self.sharded or is_shard(parameter)
         return leaf
+
+    def clear(self, parameters: Iterable[Tensor], *, grads: bool) -> set[Leaf]:
+        """Lets go of the rows of parameters, and of their `.grad` if `grads`; their leaves. It runs at each step."""
+        cleared = set()
+        for parameter in parameters:
+            if grads and parameter.grad is not None:
+                parameter.grad = None
+            leaf = self.by_id.get(id(parameter))
+            if leaf is not None and leaf.parameter() is parameter:
+                leaf.clipped_grad, leaf.published = None, NO_ROWS
+                cleared.add(leaf)
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+        return cleared
+
+    def holds(self, parameter: Tensor, rows: Tensor) -> bool:
+        """Whether these are the rows of a parameter that were published."""
+        leaf = self.get(parameter)
+        return leaf is not None and leaf.published.rows is rows
 
     def forget_lost(self) -> list[Leaf]:
         """Forgets the parameters that are gone, and returns their leaves."""

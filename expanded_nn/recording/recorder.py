@@ -21,7 +21,7 @@ from expanded_nn.recording.backward import Backward, in_transform, running_backw
 from expanded_nn.recording.checkpoints import noted_pass, pass_of_recomputation
 from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recompute, leaves_of
 from expanded_nn.recording.forward import Forward as Forward
-from expanded_nn.recording.leaf import Leaf, Leaves, Location
+from expanded_nn.recording.leaf import NO_ROWS, Leaf, Leaves, Location
 from expanded_nn.recording.linked import refuse_other_samples
 from expanded_nn.recording.owner import Settings as Settings
 from expanded_nn.recording.passes import Pass, Passes, PassStage
@@ -450,11 +450,6 @@ class Recorder:
             leaf.has_foreign_part = leaf.has_foreign_part and not self.settings.accumulate_grad
             self.store.suspended = None  # the rows that stood alone are what `.grad` is made of now
 
-    def holds(self, parameter: Tensor, rows: Tensor) -> bool:
-        """Whether these are the rows of a parameter that it has published."""
-        leaf = self.leaves.get(parameter)
-        return leaf is not None and leaf.published.rows is rows
-
     def is_clipped(self, parameter: Tensor) -> bool:
         """Whether `.grad` is what clipping has set, and no backward has added to it."""
         leaf = self.leaves.get(parameter)
@@ -481,6 +476,12 @@ class Recorder:
                 if gathered.location is not None and gathered.location.shard is parameter:
                     self._forget(gathered)
 
+    def forget_all(self, parameters: Sequence[Tensor], *, grads: bool) -> None:
+        """Drops the rows of parameters, and their `.grad` if `grads`."""
+        for parameter in parameters if self.leaves.sharded else ():
+            self.forget(parameter)
+        self.store.drop_all(self.leaves.clear(parameters, grads=grads))
+
     def _forget_stale(self, leaves: Iterable[Leaf], *, beside_held: bool = False) -> None:
         for leaf in stale(leaves, self.name_of, beside_held=beside_held):
             leaf.clipped_grad, leaf.is_scaled, leaf.has_foreign_part = None, False, False
@@ -499,7 +500,7 @@ class Recorder:
         for leaf in self.leaves:
             if leaf.handle is not None:
                 leaf.handle.remove()
-            leaf.published.rows = None
+            leaf.published = NO_ROWS
             leaf.expected.clear()
         self.leaves, self.passes = Leaves(), Passes()
         self.expanded.clear()

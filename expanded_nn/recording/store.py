@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -203,6 +204,15 @@ class Store:
         for pass_rows in (*self.held.values(), *held.values()):
             pass_rows.pop(leaf, None)
         published.pop(leaf, None)
+        self._without_empty_passes()
+
+    def drop_all(self, leaves: Collection[Leaf]) -> None:
+        """`drop` for several parameters."""
+        held, published = self.suspended if self.suspended is not None else ({}, {})
+        mappings: list[dict[Leaf, Any]] = [*self.held.values(), *held.values(), published]
+        for mapping in mappings:
+            for leaf in mapping.keys() & leaves:
+                del mapping[leaf]
         self._without_empty_passes()
 
     def _without_empty_passes(self) -> None:

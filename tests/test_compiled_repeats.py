@@ -1,0 +1,184 @@
+"""A compiled step whose calls repeat: what a graph depends on is seen at each call, whatever way it is changed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import expanded_nn as enn
+from test_compiled_step import assert_same, graphs, outcome, samples
+
+
+class Scaled(nn.Module):
+    """Numbers, a tensor, a buffer, a hook, a child and parameters, each of which the result depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.drop, self.factor, self.shift = nn.Linear(8, 3), nn.Dropout(0.5), 2.0, torch.ones(3)
+        self.register_buffer("bias", torch.full((3,), 0.5))
+        self.number = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.drop(self.out(x)) * self.factor + self.shift + self.bias
+        return h * self.number
+
+
+class Step:
+    """A step that refers to its model by an attribute, and to a number by a closure's variable."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model, limit, self.power = enn.convert(Scaled()).per_sample(), 1.0, 1
+
+        def step(x: Tensor, y: Tensor) -> Any:
+            loss = F.cross_entropy(self.model(x) ** self.power, y)
+            loss.backward()
+            return loss.detach(), enn.clip_grad_sample_norms_(self.model, limit)
+
+        def set_limit(value: float) -> None:
+            nonlocal limit
+            limit = value
+
+        self.step, self.set_limit = step, set_limit
+        self.compiled = enn.compile(step, backend="eager")
+
+    def left_by(self, run: Callable[..., Any], batch: tuple[Tensor, ...]) -> dict[str, Any]:
+        torch.manual_seed(3)
+        return outcome(self.model, run(*batch))
+
+
+def replaced_hook(step: Step) -> None:
+    """Another one, so that there are as many as before."""
+    step.model.out._forward_hooks.clear()
+    step.model.out.register_forward_hook(lambda module, args, output: 3 * output)
+
+
+def replaced_parameter(step: Step) -> None:
+    step.model.out.weight = nn.Parameter(torch.ones(3, 8))
+
+
+def replaced_child(step: Step) -> None:
+    step.model.out = enn.convert(nn.Linear(8, 3))
+    step.model.per_sample()
+
+
+def gradient_hook(step: Step) -> None:
+    step.model.out.weight.register_hook(lambda grad: 0.5 * grad)
+
+
+def gradient_is_there(step: Step) -> None:
+    step.model.out.weight.grad = torch.zeros(3, 8)
+
+
+def attribute(name: str, value: Any) -> Callable[[Step], None]:
+    return lambda step: setattr(step.model, name, value)
+
+
+def below_setattr(step: Step) -> None:
+    vars(step.model)["factor"] = 3.0
+
+
+CHANGES: dict[str, Callable[[Step], Any]] = {
+    "eval": lambda step: step.model.eval(),
+    "frozen": lambda step: step.model.out.bias.requires_grad_(False),
+    "settings": lambda step: step.model.per_sample(loss_reduction="sum"),
+    "number": attribute("factor", 3.0),
+    "number of another kind": attribute("number", 1.0),
+    "number as a tensor": attribute("number", torch.tensor([1.0])),
+    "below __setattr__": below_setattr,
+    "tensor of another shape": attribute("shift", torch.ones(1)),
+    "buffer of another shape": attribute("bias", torch.ones(1)),
+    "data of another dtype": lambda step: setattr(step.model.bias, "data", torch.ones(3, dtype=torch.float32)),
+    "probability": lambda step: setattr(step.model.drop, "p", 0.1),
+    "child": replaced_child,
+    "parameter": replaced_parameter,
+    "hook": lambda step: step.model.out.register_forward_hook(lambda module, args, output: 2 * output),
+    "other hook": replaced_hook,
+    "hook of a gradient": gradient_hook,
+    "gradient": gradient_is_there,
+    "closure": lambda step: step.set_limit(0.01),
+    "default dtype": lambda step: torch.set_default_dtype(torch.float32),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(change: str) -> None:
+    step, batch = Step(), samples(4)[0]
+    if change == "other hook":
+        step.model.out.register_forward_hook(lambda module, args, output: output)
+
+    def compare() -> None:
+        for run in (step.compiled, step.step):
+            step.model.zero_grad()
+            if change == "gradient":
+                gradient_is_there(step)
+            results.append(step.left_by(run, batch))
+        assert_same(*results[-2:])
+
+    results: list[dict[str, Any]] = []
+    saved, change_it = torch.get_default_dtype(), CHANGES[change]
+    try:
+        name, change = change, ""
+        for _ in range(5):
+            compare()
+        step.model.zero_grad()
+        assert step.compiled.last is not None
+        assert step.compiled.last[0].holds(batch)
+        change_it(step)
+        assert not step.compiled.last[0].holds(batch)
+        change = name
+        for _ in range(4):
+            compare()
+    finally:
+        torch.set_default_dtype(saved)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda x, y: (x.float().double()[:3], y[:3]),
+        lambda x, y: (x.t().contiguous().t(), y),
+        lambda x, y: (x.clone().requires_grad_(), y),
+        lambda x, y: (nn.Parameter(x), y),
+    ],
+    ids=["size", "strides", "requires_grad", "parameter"],
+)
+def test_other_arguments_are_seen(changed: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    step, batch = Step(), samples(4)[0]
+    for _ in range(5):
+        step.model.zero_grad()
+        step.left_by(step.compiled, batch)
+    step.model.zero_grad()
+    assert step.compiled.last[0].holds(batch)
+    assert step.compiled.last[0].holds(samples(4, 4)[1])
+    other = changed(*batch)
+    assert not step.compiled.last[0].holds(other)
+    for _ in range(3):
+        results = []
+        for run in (step.compiled, step.step):
+            step.model.zero_grad()
+            results.append(step.left_by(run, other))
+        assert_same(*results)
+
+
+def test_one_tensor_for_two_arguments() -> None:
+    model = enn.convert(nn.Linear(3, 3)).per_sample()
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        (model(x) * y).sum(1).mean().backward()
+        return model.weight.grad_sample  # type: ignore[no-any-return]
+
+    def left(x: Tensor, y: Tensor) -> Tensor:
+        model.zero_grad()
+        return step(x, y).clone()
+
+    for _ in range(5):
+        left(torch.ones(2, 3), torch.ones(2, 3))
+    x = torch.ones(2, 3)
+    torch.testing.assert_close(left(x, x), torch.full((2, 3, 3), 4.0))
+    assert len(graphs(step)) == 1
