@@ -131,11 +131,14 @@ def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> Non
     """Replaces the rows held by those that a graph has made, pass by pass."""
     recorder.store.clear()
     _hold(recorder, passes)
-    store, is_plain = recorder.store, len(passes) == 1 and not recorder.leaves.sharded
+    store = recorder.store
+    only = passes[0] if len(passes) == 1 and not recorder.leaves.sharded else {}
+    held = tuple(store.held)
     for leaf in recorder.leaves:
-        if is_plain and leaf in passes[0] and (parameter := leaf.parameter()) is not None:  # what `publish` comes to
-            rows = materialized(passes[0][leaf], leaf.memory) if store.materialize else passes[0][leaf]
-            leaf.published = Published(rows, tuple(store.held), rows._version)
+        rows, parameter = only.get(leaf), leaf.parameter()
+        if rows is not None and parameter is not None:  # what `publish` comes to
+            rows = materialized(rows, leaf.memory) if store.materialize else rows
+            leaf.published = Published(rows, held, rows._version)
             parameter.grad_sample = rows  # type: ignore[attr-defined]
         elif passes or leaf.published.rows is not None or leaf.was_reset():
             leaf.published = NO_ROWS
