@@ -298,6 +298,11 @@ class CompiledStep:
                 f"enn.compile: each size takes a graph of its own, as a size is made a number in {traced.lengths[0]}. "
                 "Write x.shape[0] in place of len(x)."
             )
+        if traced.kept:
+            warn(
+                f"enn.compile: a tensor of the step is kept outside of it, where it has no values, and later calls add "
+                f"none; it was made in {traced.kept}. Return it from the step, and keep it after the call."
+            )
         family.graphs.append(graph)
         family.by_shapes[shapes] = graph
         return graph

@@ -53,9 +53,12 @@ def packed(value: Any, parts: list[Any]) -> Remake:
 
 def _packed_mapping(value: Mapping[Any, Any], parts: list[Any]) -> Remake:
     items = {key: packed(item, parts) for key, item in value.items()}
+    emptied: Any = copy.copy(value)  # so that nothing of the trace lives on
+    for key in items:
+        emptied[key] = None
 
     def remake(new_parts: Parts) -> Any:
-        made: Any = copy.copy(value)
+        made = copy.copy(emptied)
         for key, item in items.items():
             made[key] = item(new_parts)
         return made
@@ -65,9 +68,12 @@ def _packed_mapping(value: Mapping[Any, Any], parts: list[Any]) -> Remake:
 
 def _packed_attributes(value: Any, names: Sequence[str], parts: list[Any]) -> Remake:
     items = {name: packed(getattr(value, name), parts) for name in names}
+    emptied = copy.copy(value)
+    for name in names:
+        object.__setattr__(emptied, name, None)
 
     def remake(new_parts: Parts) -> Any:
-        made = copy.copy(value)
+        made = copy.copy(emptied)
         for name, item in items.items():
             object.__setattr__(made, name, item(new_parts))
         return made
@@ -93,8 +99,9 @@ def _packed_term(term: Term, parts: list[Any]) -> Callable[[Parts], Term]:
     start, stop = len(parts), len(parts) + len(term.factors)
     parts.extend(term.factors)
     _refuse_symbols(*(value for value in vars(term).values() if isinstance(value, tuple) and value is not term.factors))
-    coefficient = packed(term.coefficient, parts)
-    return lambda new_parts: term.remake(new_parts[start:stop], coefficient(new_parts), term.dtype)
+    coefficient, bare = packed(term.coefficient, parts), copy.copy(term)
+    bare.factors, bare.coefficient = (), 1.0  # so that nothing of the trace lives on
+    return lambda new_parts: bare.remake(new_parts[start:stop], coefficient(new_parts), bare.dtype)
 
 
 def _refuse_symbols(*values: Any) -> None:

@@ -6,6 +6,8 @@ of modules is taken back afterwards.
 
 from __future__ import annotations
 
+import gc
+import linecache
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from operator import itemgetter
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -25,6 +28,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import TensorWeakRef
 
 from expanded_nn._errors import LIBRARIES, PerSampleError, complaint
 from expanded_nn._meanwhile import meanwhile
@@ -106,6 +110,7 @@ class Traced:
         draws: Whether it draws random numbers.
         shape_env: What the sizes are known to be.
         lengths: The user's lines that make a number of a size that changes.
+        kept: The user's line that made a tensor that is kept outside of the step, if there is one.
     """
 
     graph: fx.GraphModule
@@ -116,6 +121,7 @@ class Traced:
     draws: bool
     shape_env: Any
     lengths: list[str]
+    kept: str | None
 
 
 class _Operations(TorchDispatchMode):
@@ -124,12 +130,14 @@ class _Operations(TorchDispatchMode):
     Attributes:
         draws: Whether random numbers are drawn.
         values: The symbols of values that the step has read, `tensor.item()`, with the line of each.
+        made: The tensors that were made, each with the line that made it.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws = False
         self.values: dict[Any, str] = {}
+        self.made: list[tuple[TensorWeakRef, tuple[str, int]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -147,7 +155,22 @@ class _Operations(TorchDispatchMode):
         if func in _ZERO:
             for tensor in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
                 note_zeroed(tensor)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        line = _line_of_user()
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, Tensor):
+                self.made.append((TensorWeakRef(tensor), line))
+        return result
+
+    def line_of_kept(self) -> str | None:
+        """The line that made a tensor to which something refers still, after the trace."""
+        for _ in range(2):
+            kept = [(file, number) for ref, (file, number) in self.made if ref() is not None]
+            if not kept:
+                return None
+            gc.collect()  # it takes long where much is in memory, and is seldom needed
+        file, number = kept[-1]
+        return f"line {number} of {file}: {linecache.getline(file, number).strip()}"
 
 
 class _Readings(TorchFunctionMode):
@@ -280,11 +303,13 @@ def trace(
     no_grads = meanwhile(*leaves, grad=None)
     try:
         with no_optimizer, no_grads, _attributes_kept(modules, kept), mode, enable_python_dispatcher():
+            counts = [*map(sys.getrefcount, fakes)]
             graph = tracer(*fakes, *grads)
     except Exception as error:
         if not _reads_values(error):
             raise
         raise _reading(_line_in(traceback.extract_tb(error.__traceback__))) from error
+    kept_line = operations.line_of_kept() or _kept_argument(fakes, counts)
     used = {node.meta["val"].node.expr for node in graph.graph.nodes if node.target is _READ and node.users}
     unused = [line for value, line in operations.values.items() if value not in used]
     if unused:  # it was printed, or kept outside of the step, where it would be the same symbol for ever
@@ -303,7 +328,9 @@ def trace(
         partial(_attribute, *attributes[id(constant)]) if id(constant) in attributes else partial(_itself, constant)
         for constant in constants
     ]
-    return Traced(graph, find_constants, examples, outcome, with_grad, operations.draws, shape_env, readings.lengths)
+    return Traced(
+        graph, find_constants, examples, outcome, with_grad, operations.draws, shape_env, readings.lengths, kept_line
+    )
 
 
 def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> None:
@@ -361,6 +388,23 @@ def _reading(line: str) -> PerSampleError:
         "Use torch.where in place of an if, return the tensor and look at it after the step, or call the step "
         "without enn.compile.",
     )
+
+
+def _kept_argument(fakes: list[Tensor], counts: list[int]) -> str | None:
+    """What says that something refers to an argument after the trace that did not before."""
+    for _ in range(2):
+        if [*map(sys.getrefcount, fakes)] == counts:
+            return None
+        gc.collect()
+    return "the call, as an argument"
+
+
+def _line_of_user() -> tuple[str, int]:
+    """The file and the number of the innermost line of the user's code that runs."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith((*LIBRARIES, "<")):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def _called_by_user() -> bool:

@@ -1,0 +1,102 @@
+"""A tensor of a compiled step that is kept outside of it, where it has no values, is named by its line."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import expanded_nn as enn
+from test_compiled_step import graphs, perceptron, samples
+
+KEPT: list[Any] = []
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return loss.detach()
+
+
+def a_result(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = loss_of(model, x, y)
+    KEPT.append(loss + 1)  # here
+    return loss
+
+
+def what_is_returned(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = loss_of(model, x, y) * 2  # here
+    KEPT.append(loss)
+    return loss
+
+
+def with_its_graph(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)  # here
+    KEPT.append(loss)
+    loss.backward()
+    return loss.detach()
+
+
+def rows(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    loss_of(model, x, y)
+    KEPT.append(model[0].weight.grad_sample)  # type: ignore[union-attr, index]
+
+
+def within_a_module(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    model.history.append(model(x).detach())  # type: ignore[union-attr, operator]  # here
+    loss_of(model, x, y)
+
+
+def an_argument(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    KEPT.append(x)
+    loss_of(model, x, y)
+
+
+class Opaque:
+    """A result that is not looked into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def within_an_object(model: nn.Module, x: Tensor, y: Tensor) -> Opaque:
+    return Opaque(loss_of(model, x, y) * 2)  # here
+
+
+LINES = {rows: r"line \d+ of .*loss.backward\(\)", an_argument: "the call, as an argument"}
+
+
+@pytest.mark.parametrize(
+    "step", [a_result, what_is_returned, with_its_graph, rows, within_a_module, an_argument, within_an_object]
+)
+def test_a_tensor_that_is_kept_is_named(step: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    model.history = []
+    compiled = enn.compile(lambda x, y: step(model, x, y), backend="eager")
+    compiled(x, y)
+    model.zero_grad()
+    line = LINES.get(step, rf"line \d+ of .*{step.__code__.co_filename.rpartition('/')[2]}: .*# here")
+    with pytest.warns(enn.PerSampleWarning, match=rf"kept outside of it.* made in {line}.* Return it from the step"):
+        compiled(x, y)
+    KEPT.clear()
+
+
+def test_what_is_returned_or_held_is_not_kept() -> None:
+    """Warnings are errors here."""
+    model = enn.convert(perceptron()).per_sample()
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> Any:
+        loss = loss_of(model, x, y)
+        grads = enn.per_sample_grads(model)
+        return {"loss": loss, "grads": grads, "rows": [dict(grads)], "twice": (loss, loss)}
+
+    for x, y in samples(4, 4, 4):
+        model.zero_grad()
+        left = step(x, y)
+        torch.testing.assert_close(left["grads"]["0.weight"].to_dense(), model[0].weight.grad_sample.to_dense())
+        assert left["rows"][0]["0.weight"].shape == (4, 16, 8)
+    assert len(graphs(step)) == 1
