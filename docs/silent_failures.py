@@ -363,6 +363,16 @@ STEPS = [
         f"{TRUST}test_closure_over_the_original_model",
     ),
     (
+        "A model sorts its samples between two layers, as by length before `pack_padded_sequence`, and goes back",
+        "right",
+        f"{TRUST}test_sequences_sorted_by_hand",
+    ),
+    (
+        "A module with parameters of its own begins to join its samples in a later step",
+        "error, by name",
+        "tests/test_whole.py::test_samples_that_are_joined_later",
+    ),
+    (
         "`no_grad` around the model, and `enable_grad` in it",
         "right",
         f"{TRUST}test_gradients_enabled_inside_of_no_grad_have_rows",
@@ -417,8 +427,8 @@ STEPS_HEAD = """
 Rows may also go wrong between the forwards: a parameter gets a gradient that no row is a part of, which clipping would
 leave as large as it is, or rows of an earlier step stay. These cases are about how a library holds rows from step to
 step, so they are not compared with others. *Right* means that all rows agree with the loop; an *error* says what to
-write instead. The tests are in `tests/recording/test_trust.py`, `tests/test_silent_failures.py` and
-`tests/test_errors.py`.
+write instead. The tests are in `tests/recording/test_trust.py`, `tests/test_silent_failures.py`, `tests/test_whole.py`
+and `tests/test_errors.py`.
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from traceback import clear_frames
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from expanded_nn._errors import PerSampleError, warn
 from expanded_nn._modes import as_it_is, checkpoint_hooks, is_of_checkpoint
 from expanded_nn._steady import StateBefore
+from expanded_nn.recording.order import Order
 from expanded_nn.recording.watch import refuse_outside_use
 
 
@@ -41,19 +43,34 @@ class Escalation:
         runs: Whether a forward runs that may start over.
         on_trial: The module that goes sample by sample for the first time.
         proven: The kinds of forwards that have succeeded once: of what these draw or change no copy is kept.
+        moves_samples: Whether forwards may give samples another order, so that each is looked at, and not the first
+            of a kind alone.
     """
 
     def __init__(self) -> None:
         self.runs = False
         self.on_trial: Any = None
         self.proven: set[Any] = set()
+        self.moves_samples = False
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the module that was called."""
-        if not module._recorder.settings.escalate:
-            return self._called(module, args, kwargs)
         kinds = [(name, type(value)) for name, value in kwargs.items()]
         kind = (id(module), module.training, *map(type, args), *kinds)
+        if kind in self.proven and not self.moves_samples:
+            return self._run(module, args, kwargs, kind)
+        order = Order(module._recorder)
+        is_trained = any(parameter.requires_grad for parameter in module.parameters())
+        with order if is_trained else nullcontext():
+            result = self._run(module, args, kwargs, kind)
+        self.moves_samples = self.moves_samples or order.found
+        self.proven.add(kind)
+        return result
+
+    def _run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Any) -> Any:
+        """The forward, started over where a layer refuses."""
+        if not module._recorder.settings.escalate:
+            return self._called(module, args, kwargs)
         state = None if kind in self.proven else StateBefore(module, (args, kwargs))
         attempts = _Attempts(self, module)
         if state is not None and checkpoint_hooks() is not None:
@@ -63,7 +80,6 @@ class Escalation:
                 self._first_success(attempts, args, kwargs, state)
             state.restore()
         result = self._first_success(attempts, args, kwargs, state)
-        self.proven.add(kind)
         attempts.warn(rolled_back=state is not None)
         return result
 

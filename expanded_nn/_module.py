@@ -23,6 +23,7 @@ from expanded_nn._lift import lifted
 from expanded_nn._meanwhile import meanwhile
 from expanded_nn._shared import owned
 from expanded_nn.recording.expand import Recompute
+from expanded_nn.recording.order import pauses_order
 from expanded_nn.recording.recorder import Forward, Recorder, Settings
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -258,7 +259,8 @@ class Expanded(PerSampleModule):
                 recorder.note_plain_forward()
             if self._own_batch() is not None:
                 return self.expanded_forward(*args, **kwargs)
-            output = super().forward(*args, **kwargs)
+            with pauses_order():
+                output = super().forward(*args, **kwargs)
             return owned(output) if self.returns_fresh and recorder is not None and recorder.in_forward else output
         if torch.compiler.is_compiling():
             return _uncompiled(self, args, kwargs)

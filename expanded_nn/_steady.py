@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # what the library keeps in the attributes of a module, and what torch does
 OWN_STATE = ("_recorder", "_settings", "_compared", "_ways", "_ranks", "_shared_seen", "_learned", "_layout_is_clear")
-OURS = {"_parameters", "_modules", *OWN_STATE}
+OURS = {"_parameters", "_modules", "_flat_weights", "_flat_weight_refs", *OWN_STATE}
 _ATOMS = {bool, int, float, str, type(None)}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]

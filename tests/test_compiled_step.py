@@ -531,6 +531,41 @@ def test_what_a_graph_takes_for_granted() -> None:
     assert len(graphs(step)) == 1
 
 
+class Sorting(nn.Module):
+    """Sorts its samples between two layers, and goes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        return self.last(self.first(x)[order])[order.argsort()]
+
+
+def test_samples_that_change_places_after_the_trace() -> None:
+    """The graph assumes the order of the first batches; another one is noticed, and the step goes on eagerly."""
+    (x, y), *_ = samples(4)
+    x = x[x[:, 0].argsort()]
+    model, other = (enn.convert(Sorting()).per_sample() for _ in range(2))
+    other.load_state_dict(model.state_dict())
+    step = enn.compile(lambda x, y: classified(model, x, y), backend="eager")
+    for number, batch in enumerate((x, x, x, x.flip(0), x.flip(0))):
+        model.zero_grad(), other.zero_grad()
+        with pytest.warns(enn.PerSampleWarning, match="each other's places") if number == 3 else nullcontext():
+            compiled = step(batch, y)
+        alone = [classified_alone(other, batch[i : i + 1], y[i : i + 1]) for i in range(4)]
+        torch.testing.assert_close(compiled[1], torch.cat(alone))
+        assert number not in (1, 2) or len(graphs(step)) == 1
+
+
+def classified_alone(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The norm of one sample's gradient."""
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    return enn.per_sample_grads(model).norms()
+
+
 def test_what_follows_a_graph_may_be_eager() -> None:
     """Rows, `.grad` and what is known of both are as after an eager step."""
     models = [enn.convert(perceptron()).per_sample() for _ in range(2)]

@@ -1128,6 +1128,11 @@ def the_first_of_a_shared_result() -> None:
     feed(nn.Embedding(9, 4), lambda layer, x: x + layer(torch.arange(6)[None])[0])
 
 
+@refused(r"^Mistaken: between two of its layers samples take each other's places \(roll, line \d+ of .*Leave the order")
+def samples_in_another_order() -> None:
+    feed(nn.Linear(4, 4), lambda layer, x: layer(layer(x).roll(1, 0)))
+
+
 @refused(r"^grad_sample: a tensor that a factored .* was changed in place.*materialize=True")
 def an_input_changed_after_the_backward() -> None:
     model, x = on(nn.Linear(40, 40)), torch.randn(SAMPLES, 40)

@@ -362,6 +362,32 @@ def test_another_way_is_compared_anew() -> None:
     assert not runs_whole(model)
 
 
+@pytest.mark.parametrize("later", [lambda x: x - x.mean(0), lambda x: x - x.mean(-2), lambda x: x.softmax(0)])
+def test_samples_that_are_joined_later(later: Callable[[Tensor], Tensor]) -> None:
+    """What is done with other tensors than parameters is a part of the way."""
+    module = Own(lambda m, x: (x - x.mean(-1, keepdim=True) if m.first else later(x)) * m.w, (D,))
+    module.first = True
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for _ in range(2):
+        step(model, torch.randn(B, D))
+        assert runs_whole(model)
+    model.first = False
+    with pytest.raises(enn.PerSampleError, match="on the whole batch"):
+        model(torch.randn(B, D))
+
+
+def test_layers_dropped_by_chance_are_no_other_way(comparisons: list[Any]) -> None:
+    def dropping(m: Any, x: Tensor) -> Tensor:
+        for _ in range(m.count):
+            x = x.transpose(1, 2).transpose(1, 2) + x.mean(-1, keepdim=True)
+        return x * m.w
+
+    model = enn.convert(Own(dropping, (D,))).per_sample(loss_reduction="sum")
+    for model.count in (2, 1, 3):
+        step(model, *X)
+    assert len(comparisons) == 1
+
+
 def test_many_ways(comparisons: list[Any]) -> None:
     """After eight comparisons there are no more: what is known goes on, until another way comes."""
 

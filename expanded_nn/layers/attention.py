@@ -20,6 +20,7 @@ from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shar
 from expanded_nn._twins import expand_modules, raise_for
 from expanded_nn.layers.linear import Linear, linear, outer_rows, positions
 from expanded_nn.recording.expand import keeps_factors
+from expanded_nn.recording.order import pauses_order
 from expanded_nn.recording.recorder import Recorder
 
 
@@ -319,6 +320,13 @@ class _Container(_Converted, Root):
                 return self.forward(*args, **kwargs)
             finally:
                 torch.backends.mha.set_fastpath_enabled(True)
+        if not self._rows_are_due():
+            with pauses_order():
+                return self._forward(*args, **kwargs)
+        return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward, with the layers' samples where its own `batch_first` says."""
         recorder, batch_first = self._recorder, own_batch_first(self)
         if recorder is None or recorder.originals is not None or batch_first is None:
             self._refuse_unknown_layout(batch_first)

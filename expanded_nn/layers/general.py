@@ -284,7 +284,7 @@ class General(Expanded):
             return None, None
         if run.failed or run.leaves_something():
             return None, None
-        return result, (*run.way, *heard[before:])
+        return result, (*run.way, frozenset(run.joins), *heard[before:])
 
     def _judged(self, call: _Call, *, hooks: bool) -> tuple[Verdict, Way | None]:
         """Compares the forward on the whole batch with that sample by sample."""

@@ -28,6 +28,7 @@ from expanded_nn.layers.activation import prelu
 from expanded_nn.layers.embedding import embedding
 from expanded_nn.layers.linear import linear
 from expanded_nn.layers.trial import flatten
+from expanded_nn.layers.ways import JOINS, READS, along, attributes, is_of_a_layer, named
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -37,12 +38,21 @@ class NotInTable(Exception):
 
 
 class _Reads(TorchFunctionMode):
-    """Notes where the innermost forward on the whole batch reads values: one sample may lead elsewhere than another."""
+    """Notes what the innermost forward on the whole batch does with other tensors than its parameters.
+
+    It may read values: one sample may lead elsewhere than another. Or it may join samples or move them, as it does not
+    in the forward that was compared.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS:
+        kwargs = kwargs or {}
+        if func in READS:
             _RUNNING.runs[-1].way.append(func.__name__)
-        return func(*args, **(kwargs or {}))
+        elif func in JOINS:
+            joins, operation = _RUNNING.runs[-1].joins, along(func, args, kwargs)
+            if operation not in joins and not is_of_a_layer():
+                joins.add(operation)
+        return func(*args, **kwargs)
 
 
 class _Running(local):
@@ -63,6 +73,8 @@ class Run:
         batch: B.
         way: What was done with the parameters, and whether with a tensor of B rows, and where values were read: another
             forward that goes this way does the same with its samples.
+        joins: What is done with other tensors that may join samples or move them. How often does not count: a layer
+            may be dropped by chance.
         failed: Whether something was not in the table, even if the forward caught the error.
         made: The tensors that must not outlive the forward.
     """
@@ -70,6 +82,7 @@ class Run:
     def __init__(self, batch: int) -> None:
         self.batch = batch
         self.way: list[Any] = []
+        self.joins: set[str] = set()
         self.failed = False
         self.made: list[weakref.ref[Tensor]] = []
         self.hooks = checkpoint_hooks()
@@ -114,9 +127,10 @@ class Run:
 def reads_of_its_own() -> Iterator[None]:
     """Keeps what a module inside of another one reads, or what is read to compare it, out of the other one's way."""
     run = _RUNNING.runs[-1] if _RUNNING.runs else None
-    length = len(run.way) if run is not None else 0
+    length, joins = (len(run.way), set(run.joins)) if run is not None else (0, set())
     yield
     if run is not None:
+        run.joins = joins
         run.way[length:] = [each for each in run.way[length:] if not isinstance(each, str)]
 
 
@@ -430,36 +444,21 @@ def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
 # The table: what may be done with a parameter, and by which rule
 
 
-def _named(*names: str) -> list[Any]:
-    """Functions of torch by their names, wherever they stand."""
-    places = (torch, Tensor, F)
-    return [found for name in names for place in places if (found := getattr(place, name, None)) is not None]
-
-
-def _attributes(*names: str) -> list[Any]:
-    return [getattr(Tensor, name).__get__ for name in names]
-
-
-_READS = set(
-    _named(
-        "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__"
-    )
-)
 _LOOK_UP = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _STATISTICS = ("input", "running_mean", "running_var", "weight", "bias")
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding")
-_SIZES_FIRST = set(_named("split", "chunk"))
-_REDUCTIONS = set(_named("sum", "mean"))
-_HAVE_DEFAULT = {*_REDUCTIONS, *_named("split", "chunk", "unbind")}
+_SIZES_FIRST = set(named("split", "chunk"))
+_REDUCTIONS = set(named("sum", "mean"))
+_HAVE_DEFAULT = {*_REDUCTIONS, *named("split", "chunk", "unbind")}
 _BOTH = ("weight", "bias")
 
 TABLE: dict[Any, Rule] = {
-    **dict.fromkeys(_attributes("shape", "dtype", "device", "ndim", "layout", "is_cuda"), _as_it_looks),
-    **dict.fromkeys(_named("dim", "size", "numel", "nelement", "is_floating_point", "is_complex"), _as_it_looks),
+    **dict.fromkeys(attributes("shape", "dtype", "device", "ndim", "layout", "is_cuda"), _as_it_looks),
+    **dict.fromkeys(named("dim", "size", "numel", "nelement", "is_floating_point", "is_complex"), _as_it_looks),
     Tensor.__len__: _as_it_looks,
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
     **dict.fromkeys(
-        _named(
+        named(
             *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "rsub"),
             *("add_", "sub_", "mul_", "div_", "maximum", "minimum", "where", "lerp", "addcmul"),
             *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__"),
@@ -468,25 +467,25 @@ TABLE: dict[Any, Rule] = {
         _elementwise,
     ),
     **dict.fromkeys(
-        _named(
+        named(
             *("neg", "__neg__", "abs", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "square", "reciprocal", "sin"),
             *("cos", "sigmoid", "tanh", "relu", "silu", "gelu", "softplus", "logsigmoid", "clamp", "detach"),
         ),
         _of_each_number,
     ),
-    **dict.fromkeys(_named("clone", "contiguous"), _same),
-    **dict.fromkeys(_named("to", "type_as", "float", "double", "half", "bfloat16"), _cast),
-    **dict.fromkeys(_named("unsqueeze", "squeeze", "transpose", "unbind", "split", "chunk"), _by_dims),
-    **dict.fromkeys(_named("softmax", "sum", "mean"), _by_dims),
-    **dict.fromkeys(_named("permute"), _permute),
-    **dict.fromkeys([Tensor.t, torch.t, *_attributes("T", "mT")], _matrix_transposed),
-    **dict.fromkeys(_named("flatten"), _flatten),
-    **dict.fromkeys(_named("view", "reshape"), _reshape),
-    **dict.fromkeys(_named("expand", "expand_as", "broadcast_to"), _expand),
+    **dict.fromkeys(named("clone", "contiguous"), _same),
+    **dict.fromkeys(named("to", "type_as", "float", "double", "half", "bfloat16"), _cast),
+    **dict.fromkeys(named("unsqueeze", "squeeze", "transpose", "unbind", "split", "chunk"), _by_dims),
+    **dict.fromkeys(named("softmax", "sum", "mean"), _by_dims),
+    **dict.fromkeys(named("permute"), _permute),
+    **dict.fromkeys([Tensor.t, torch.t, *attributes("T", "mT")], _matrix_transposed),
+    **dict.fromkeys(named("flatten"), _flatten),
+    **dict.fromkeys(named("view", "reshape"), _reshape),
+    **dict.fromkeys(named("expand", "expand_as", "broadcast_to"), _expand),
     Tensor.repeat: _repeat,
     Tensor.__getitem__: _index,
-    **dict.fromkeys(_named("cat", "concat", "stack"), _join),
-    **dict.fromkeys(_named("matmul", "__matmul__", "bmm"), _product),
+    **dict.fromkeys(named("cat", "concat", "stack"), _join),
+    **dict.fromkeys(named("matmul", "__matmul__", "bmm"), _product),
     F.embedding: _look_up,
     F.interpolate: _resized,
     F.linear: _with_weights(linear, 2, ("input", *_BOTH), _BOTH),

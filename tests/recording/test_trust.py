@@ -11,6 +11,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
@@ -1695,3 +1697,126 @@ def test_time_first_layer_where_there_are_as_many_steps_as_samples() -> None:
         y, _ = model(square)
         y.sum().backward()
         assert_close(model.weight_hh_l0.grad_sample.sum(0), model.weight_hh_l0.grad)
+
+
+# --- samples in another order -----------------------------------------------------------------------------------------
+
+
+class Moved(nn.Module):
+    """Two layers, of which the second one sees the samples in another order; it is undone behind it."""
+
+    def __init__(self, away: Callable[..., Tensor], back: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 2)
+        self.away, self.back = away, back
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort(stable=True)
+        moved = self.second(self.away(self.first(x), order))
+        return self.last(self.back(moved, order.argsort()))
+
+
+def written(h: Tensor, order: Tensor) -> Tensor:
+    result = torch.zeros_like(h)
+    result[order] = h
+    return result
+
+
+def across(h: Tensor, order: Tensor) -> Tensor:
+    return order.unsqueeze(1).expand(-1, h.shape[1])
+
+
+MOVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "index": (lambda h, order: h[order], lambda h, order: h[order]),
+    "index_of_slices": (lambda h, order: h[order, :], lambda h, order: h[order, ...]),
+    "list": (lambda h, order: h[order.tolist()], lambda h, order: h[order.tolist()]),
+    "index_select": (
+        lambda h, order: h.index_select(0, order),
+        lambda h, order: torch.index_select(h, dim=-2, index=order),
+    ),
+    "gather": (lambda h, order: h.gather(0, across(h, order)), lambda h, order: torch.gather(h, 0, across(h, order))),
+    "take_along_dim": (
+        lambda h, order: torch.take_along_dim(h, order[:, None], 0),
+        lambda h, order: h.take_along_dim(order[:, None], dim=0),
+    ),
+    "flip": (lambda h, order: h.flip(0), lambda h, order: torch.flip(h, [0, 1]).flip(1)),
+    "flipud": (lambda h, order: h.flipud(), lambda h, order: torch.flipud(h)),
+    "roll": (lambda h, order: h.roll(1, 0), lambda h, order: torch.roll(h, -1, dims=(0,))),
+    "set": (lambda h, order: h[order], lambda h, order: written(h, order.argsort())),
+    "index_copy": (
+        lambda h, order: torch.zeros_like(h).index_copy(0, order.argsort(), h),
+        lambda h, order: torch.zeros_like(h).index_add(0, order.argsort(), h),
+    ),
+    "index_put": (
+        lambda h, order: torch.zeros_like(h).index_put((order.argsort(),), h),
+        lambda h, order: torch.zeros_like(h).scatter(0, across(h, order.argsort()), h),
+    ),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_samples_in_another_order(move: tuple[Any, Any]) -> None:
+    """Their rows in the layer between would be those of other samples: the model goes sample by sample."""
+    module = Moved(*move)
+    with pytest.warns(enn.PerSampleWarning, match="samples take each other's places .*test_trust.py"):
+        right(on(module), module, forward)
+    with pytest.raises(enn.PerSampleError, match="samples take each other's places"):
+        on(module, escalate=False)(values())
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["layers", "general_rule"])
+def test_samples_that_are_in_order_by_chance_at_first(own: bool) -> None:
+    """What the first batch does not show is looked at in each."""
+    module: nn.Module = Moved(*MOVES["index"])
+    if own:
+        module = Own(lambda m, x: (x[x[:, 0].argsort()] * m.scale)[x[:, 0].argsort().argsort()] + m.child(x))
+    model, x = on(module), values()
+    right(model, module, forward, x[x[:, 0].argsort()])
+    model.zero_grad()
+    with nullcontext() if own else pytest.warns(enn.PerSampleWarning, match="each other's places"):
+        right(model, module, forward, x)
+
+
+class ByLength(nn.Module):
+    """Sorts its sequences by length, as PyTorch once wanted it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.lstm, self.head = nn.Embedding(9, D), nn.LSTM(D, D, batch_first=True), nn.Linear(D, 2)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        lengths, order = lengths.sort(descending=True)
+        packed = pack_padded_sequence(self.table(ids)[order], lengths.tolist(), batch_first=True)
+        _, (hidden, _) = self.lstm(packed)
+        return self.head(hidden[-1][order.argsort()])
+
+
+def test_sequences_sorted_by_hand() -> None:
+    module = ByLength()
+    ids, lengths = torch.arange(15).view(B, 5) % 9, torch.tensor([2, 5, 3])
+    model = on(module)
+    with pytest.warns(enn.PerSampleWarning, match="each other's places .*in a loop|in a loop.*each other's places"):
+        right(model, module, forward, ids, lengths)
+    model.zero_grad()
+    right(model, module, forward, ids, lengths)
+
+
+def test_order_that_torch_keeps_account_of() -> None:
+    """And what only looks like another order: an element of each sample, all samples, a dimension that is none."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.lstm, self.last = nn.Linear(D, D), nn.LSTM(D, D, batch_first=True), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            h = self.first(x)
+            packed = pack_padded_sequence(h, lengths.tolist(), batch_first=True, enforce_sorted=False)
+            out, _ = self.lstm(packed)
+            out, _ = pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])
+            everything = torch.ones(len(x), dtype=torch.bool)
+            last = out[torch.arange(len(x)), lengths - 1] + h.flip(1)[:, 0] + h[everything].roll((1, 2), (1, 2))[:, 1]
+            return self.last(last + h[torch.arange(len(x))].sum(1))
+
+    module = Model()
+    right(on(module), module, forward, values(B, 5, D), torch.tensor([2, 5, 3]))

@@ -1,0 +1,90 @@
+"""What a forward on the whole batch does with other tensors than its parameters, as far as samples may meet in it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def named(*names: str) -> list[Any]:
+    """Functions of torch by their names, wherever they stand."""
+    places = (torch, Tensor, F)
+    return [found for name in names for place in places if (found := getattr(place, name, None)) is not None]
+
+
+def attributes(*names: str) -> list[Any]:
+    return [getattr(Tensor, name).__get__ for name in names]
+
+
+# operations that read values
+READS = set(
+    named("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__")
+)
+# operations that may join samples or move them: all but those on each number
+_BY_KEY = set(named("__getitem__", "__setitem__"))
+JOINS = _BY_KEY | set(
+    named(
+        *(
+            "sum",
+            "mean",
+            "prod",
+            "max",
+            "min",
+            "amax",
+            "amin",
+            "median",
+            "std",
+            "var",
+            "norm",
+            "logsumexp",
+            "any",
+            "all",
+        ),
+        *("softmax", "log_softmax", "normalize", "cumsum", "cumprod", "sort", "argsort", "topk", "flip", "roll"),
+        *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "cdist"),
+        *("transpose", "permute", "movedim", "swapaxes", "t", "view", "reshape", "flatten", "unflatten", "repeat"),
+        *("index_select", "gather", "scatter", "scatter_add", "index_add", "index_copy", "index_put", "take_along_dim"),
+        *("scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_", "repeat_interleave"),
+        *(
+            "all",
+            "batch_norm",
+            "cat",
+            "concat",
+            "stack",
+            "split",
+            "chunk",
+            "unbind",
+            "select",
+            "narrow",
+            "scaled_dot_product_attention",
+        ),
+    )
+).union(attributes("T", "mT"))
+_TORCH, _LAYERS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}"
+
+
+def is_of_a_layer() -> bool:
+    """Whether one of our layers calls the operation: which it takes is its own business, and may depend on sizes."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename.startswith(_TORCH) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_LAYERS)
+
+
+def along(func: Any, args: Any, kwargs: Any) -> str:
+    """The name of an operation, and whether it is one along the samples."""
+    if func in _BY_KEY:
+        key = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+        return f"{func.__name__} {type(key).__name__} {isinstance(key, slice) and key == slice(None)}"
+    values = [*args, *kwargs.values()]
+    lists = [each for each in values if isinstance(each, tuple | list)]
+    numbers = [each for each in chain(values, *lists) if type(each) is int]
+    first = 0 in numbers or (isinstance(args[0], Tensor) and -args[0].dim() in numbers) if args else True
+    return f"{func.__name__} {first} {next((each for each in values if isinstance(each, str)), '')}"
