@@ -17,7 +17,8 @@ from expanded_nn._modes import running_backward
 from expanded_nn._module import PerSampleModule
 from expanded_nn._traced import FirstEager, LookFirst, OnlyEager, recorders_met
 from expanded_nn.compiling.backends import Backend, backend_of
-from expanded_nn.compiling.kinds import StepValues, of_arguments, of_gradients, of_models, of_surroundings
+from expanded_nn.compiling.kinds import of_arguments, of_gradients, of_models, of_surroundings
+from expanded_nn.compiling.names import StepValues
 from expanded_nn.compiling.repeated import Repeated
 from expanded_nn.compiling.replay import Graph
 from expanded_nn.compiling.tracing import trace
@@ -29,6 +30,7 @@ Shapes = tuple[torch.Size, ...]
 
 MOST_GRAPHS = 16
 MOST_FAULTS = 4
+MOST_KINDS = 64
 _ONE_AT_A_TIME = Lock()
 
 
@@ -43,10 +45,11 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
 
     There is a graph for each kind of call: the models' flags (`train`, `eval`), settings, frozen parameters and numbers
     among their attributes, the arguments' dtypes and layouts, autocast, and numbers and strings that are arguments, or
-    global or closure variables of the step; not those inside a dict or another object that such a variable holds. Sizes
-    that change from call to call, as that of the batch, become symbols of one graph where the step reads them by
-    `x.shape[0]`; `len(x)` is a plain number, with a graph for each. New values of parameters, by an optimizer or
-    `load_state_dict`, and of buffers are seen. What else Python does happens when the step is traced, and not again.
+    that the step and the functions of yours that it calls refer to by names: variables, attributes, items of a dict.
+    What they find in another way, as by `getattr` or in a file, is that of the trace. Sizes that change from call to
+    call, as that of the batch, become symbols of one graph where the step reads them by `x.shape[0]`; `len(x)` is a
+    plain number, with a graph for each. New values of parameters, by an optimizer or `load_state_dict`, and of buffers
+    are seen. What else Python does happens when the step is traced, and not again.
 
     Where a graph cannot be right the step runs eagerly: a `PerSampleWarning` says why if it is for good (rows of
     earlier calls that it looks at, random numbers within a backward, sparse gradients, sequences of different
@@ -159,6 +162,7 @@ class CompiledStep:
         last: The last call, if it was simple and its graph had run at the call before it, too; with its family and
             graph.
         last_graph: The graph of the last call.
+        reasons: Why calls run eagerly, as far as that was said.
     """
 
     def __init__(self, step: Callable[..., Any], backend: Backend) -> None:
@@ -170,6 +174,7 @@ class CompiledStep:
         self.first_shapes: dict[Hashable, list[Shapes]] = {}
         self.last: tuple[Repeated, Family, Graph] | None = None
         self.last_graph: Graph | None = None
+        self.reasons: set[str] = set()
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         return self if owner is None else functools.partial(self, owner)
@@ -182,7 +187,11 @@ class CompiledStep:
         last = self.last
         if last is not None and not kwargs and last[0].holds(args):
             return self._run(last[1], last[2], [arg for arg in args if isinstance(arg, Tensor)], args, kwargs)
-        key = of_arguments((args, kwargs), by_id), self.step_values(), of_surroundings()
+        try:
+            key = of_arguments((args, kwargs), by_id), self.step_values(), of_surroundings()
+        except OnlyEager as reason:
+            self._warn(str(reason))
+            return self.step(*args, **kwargs)
         tensors = list(by_id.values())
         shapes = tuple(tensor.shape for tensor in tensors)
         if not self.modules:
@@ -190,6 +199,8 @@ class CompiledStep:
         kind = *key, of_models(self.modules, self.recorders)
         family = self.families.get(kind)
         if family is None:
+            if len(self.families) >= MOST_KINDS:
+                self._drop_idle_families()
             family = self.families[kind] = Family(by_shapes=dict.fromkeys(self.first_shapes.pop(key, ())))
         if not family.by_shapes:  # the first of its kind
             family.by_shapes[shapes] = None
@@ -315,5 +326,18 @@ class CompiledStep:
 
     def _give_up(self, family: Family, reason: str) -> None:
         family.is_eager = True
-        name = getattr(self.step, "__qualname__", type(self.step).__name__)
-        warn(f"enn.compile: {name} runs eagerly, as {reason}.")
+        self._warn(reason)
+
+    def _drop_idle_families(self) -> None:
+        """Lets go of the kinds that came once: what they hold may be a batch."""
+        self.families = {kind: family for kind, family in self.families.items() if family.graphs or family.is_eager}
+        self._warn(
+            "call after call is of another kind (make what changes an argument of the step: a tensor, or tensors in "
+            "tuples, lists, dicts or dataclasses)"
+        )
+
+    def _warn(self, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons.add(reason)
+            name = getattr(self.step, "__qualname__", type(self.step).__name__)
+            warn(f"enn.compile: {name} runs eagerly, as {reason}.")

@@ -256,7 +256,8 @@ def test_mixing_between_layers(mix: Callable[[Tensor], Tensor], convert: bool) -
     assert "between the output of a (Linear) and the input of b (Linear)" in str(problem)
     assert "depends on the other samples" in str(problem)
     assert "GroupNorm" in str(problem)
-    assert max(report.errors.values()) > 1e-2 or mix is MIXING["weakly"]
+    is_refused = mix is MIXING["rolled"]  # where it happens, so there are no rows to compare
+    assert is_refused or max(report.errors.values()) > 1e-2 or mix is MIXING["weakly"]
 
 
 def test_mixing_in_a_layer_of_the_users_own() -> None:

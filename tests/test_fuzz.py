@@ -26,6 +26,7 @@ from oracle import (
     loop,
     plain,
     relative_error,
+    rows_of,
 )
 from zoo import ORACLE, STARTS, TWICE, Plan, plans
 
@@ -375,9 +376,11 @@ def test_packing_in_the_general_rule(lengths: list[int]) -> None:
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
             return self.scale * split(self.layer, x, lengths)
 
-    model = enn.convert(Packs(nn.GRU(2, 3, batch_first=True), 3)).per_sample()
-    with pytest.raises(enn.PerSampleError, match=r"Packs: .*what vmap cannot follow"):
-        model(torch.randn(2, 2, 2), torch.tensor(lengths))
+    module, call = Packs(nn.GRU(2, 3, batch_first=True), 3), Call((torch.randn(2, 2, 2), torch.tensor(lengths)))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    with pytest.warns(enn.PerSampleWarning, match=r"Packs: .*in a loop.*what vmap cannot follow"):
+        plain(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, 2))
 
 
 @pytest.mark.parametrize("words", [[1, 2, 3, 4], [1, 2]])

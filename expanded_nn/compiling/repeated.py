@@ -9,13 +9,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from expanded_nn.compiling.kinds import HOOKS, OF_EVERY_MODULE, PLAIN, StepValues, of_surroundings
+from expanded_nn._steady import OWN_STATE
+from expanded_nn.compiling.kinds import HOOKS, OF_EVERY_MODULE, of_surroundings
+from expanded_nn.compiling.names import PLAIN, StepValues, is_fixed
 from expanded_nn.recording.recorder import Recorder
 
 _LOOKED_AT = "training", "_parameters", "_buffers", "_modules", *HOOKS
+_NOT_THE_USERS = {*OF_EVERY_MODULE, *OWN_STATE}
 _FACTS = attrgetter("layout", "requires_grad", "shape", "dtype", "device")
-_STATE = attrgetter("_backward_hooks", "grad", "grad_sample")
-_STATE_OF_PLAIN = attrgetter("_backward_hooks", "grad")
+_STATE_OF_PLAIN = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks", "grad")
+_STATE = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks", "grad", "grad_sample")
 
 
 class Repeated:
@@ -29,6 +32,7 @@ class Repeated:
         surroundings: The key of torch's global state.
         step_values: Gives the values that the step refers to by names.
         values: These values.
+        values_key: The key of these values, `None` if it is the same as long as they are the same objects.
         recorders: The recorders, with their settings.
         modules: The modules, with the number of attributes and what gets those that are looked at.
         attributes: These attributes, of one module after the other.
@@ -47,6 +51,7 @@ class Repeated:
     ) -> None:
         self.arguments = [(type(arg), (arg.stride(), _FACTS(arg)) if type(arg) is Tensor else arg) for arg in args]
         self.surroundings, self.step_values, self.values = of_surroundings(), step_values, step_values.now()
+        self.values_key = None if all(map(is_fixed, self.values)) else step_values()
         self.recorders = [(recorder, recorder.settings) for recorder in recorders]
         self.modules: list[tuple[nn.Module, int, Any]] = []
         self.mappings: list[dict[Any, Any]] = []
@@ -61,7 +66,8 @@ class Repeated:
             )
             tensors += [value for value in values if isinstance(value, Tensor)]
         parameters = dict.fromkeys(tensor for tensor in tensors if isinstance(tensor, nn.Parameter))
-        self.mappings += [hooks for parameter in parameters if (hooks := parameter._backward_hooks) is not None]
+        hooks = [(parameter._backward_hooks, parameter._post_accumulate_grad_hooks) for parameter in parameters]
+        self.mappings += [mapping for mapping in chain.from_iterable(hooks) if mapping is not None]
         self.attributes = [value for module, _, get in self.modules for value in get(vars(module))]
         self.lengths = [*map(len, self.mappings)]
         self.filled = [mapping for mapping in self.mappings if mapping]
@@ -73,12 +79,18 @@ class Repeated:
 
     @staticmethod
     def serves(args: Sequence[Any], modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> bool:
-        """Whether a call is simple enough: only tensors and numbers as arguments, no gradients, no rows."""
+        """Whether a call is simple enough.
+
+        Only tensors and numbers are arguments, no attribute of a module holds what may change in it, and there are no
+        gradients and no rows.
+        """
         tensors = [arg for arg in args if type(arg) is Tensor]
         are_simple = all(type(arg) in PLAIN or type(arg) is Tensor for arg in args)
         if not are_simple or any(tensor.requires_grad for tensor in tensors) or len({*map(id, tensors)}) < len(tensors):
             return False
         if not all(isinstance(vars(module)[name], dict) for module in modules for name in _LOOKED_AT[1:]):
+            return False
+        if not all(is_fixed(vars(module)[name]) for module in modules for name in vars(module).keys() - _NOT_THE_USERS):
             return False
         parameters = [parameter for module in modules for parameter in module._parameters.values()]
         is_clear = all(p is None or (p.grad is None and getattr(p, "grad_sample", None) is None) for p in parameters)
@@ -98,6 +110,8 @@ class Repeated:
                 return False
         values = self.step_values.now()
         if len(values) != len(self.values) or not all(map(is_, values, self.values)):
+            return False
+        if self.values_key is not None and self.step_values() != self.values_key:
             return False
         for recorder, settings in self.recorders:
             if recorder.settings is not settings or recorder.rows_stand_alone:

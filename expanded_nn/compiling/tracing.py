@@ -33,7 +33,8 @@ from torch.utils.weak import TensorWeakRef
 from expanded_nn._errors import LIBRARIES, PerSampleError, complaint
 from expanded_nn._meanwhile import meanwhile
 from expanded_nn._modes import running_backward
-from expanded_nn._traced import FirstEager, OnlyEager, assumptions, note_gradient, note_zeroed
+from expanded_nn._steady import RandomStates
+from expanded_nn._traced import FirstEager, LookFirst, OnlyEager, assumptions, note_gradient, note_zeroed
 from expanded_nn.compiling.packing import Remake, packed
 from expanded_nn.factored import FactoredTensor, is_hidden
 from expanded_nn.recording.isolation import Grads, has_hidden_rows, isolated
@@ -301,14 +302,19 @@ def trace(
     tracer = make_fx(body, _allow_non_fake_inputs=True)  # "real" mode, as the inputs are without values already
     no_optimizer = register_optimizer_step_pre_hook(_refuse_optimizer)
     no_grads = meanwhile(*leaves, grad=None)
+    drawn = RandomStates()
     try:
         with no_optimizer, no_grads, _attributes_kept(modules, kept), mode, enable_python_dispatcher():
             counts = [*map(sys.getrefcount, fakes)]
             graph = tracer(*fakes, *grads)
+    except (PerSampleError, FirstEager, LookFirst, OnlyEager):
+        raise
     except Exception as error:
-        if not _reads_values(error):
-            raise
+        if not _reads_values(error):  # the eager step raises it again, if it is the step's own
+            raise FirstEager(f"its trace raises {type(error).__name__}: {error}") from error
         raise _reading(_line_in(traceback.extract_tb(error.__traceback__))) from error
+    if drawn.restore():
+        raise OnlyEager("it draws random numbers of Python or NumPy, which a graph does not draw anew")
     kept_line = operations.line_of_kept() or _kept_argument(fakes, counts)
     used = {node.meta["val"].node.expr for node in graph.graph.nodes if node.target is _READ and node.users}
     unused = [line for value, line in operations.values.items() if value not in used]

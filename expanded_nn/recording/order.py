@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from expanded_nn._batch import batch_dim
@@ -21,6 +22,8 @@ from expanded_nn._errors import LIBRARIES, PerSampleError, complaint
 from expanded_nn._traced import assume, is_traced, wait_for_values
 from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.owner import Settings
+
+_PLAIN = (Tensor, FakeTensor)
 
 
 class Recording(Protocol):
@@ -80,7 +83,7 @@ class Order(TorchFunctionMode):
         if forward is None or recorder.originals is not None:  # there each sample is alone
             return
         rows, whole = move.rows, move.whole
-        if not isinstance(rows, Tensor) or not isinstance(whole, Tensor) or rows.grad_fn is None or rows.is_meta:
+        if type(rows) not in _PLAIN or type(whole) not in _PLAIN or rows.grad_fn is None or rows.is_meta:
             return
         batch, dims = forward.current_pass.batch, whole.dim()
         dim = batch_dim(dims, batch_first=recorder.settings.batch_first)
@@ -97,7 +100,7 @@ class Order(TorchFunctionMode):
             stays = (index % batch == own).all()
             self.found = True
             if is_traced():
-                assume(stays)
+                assume(stays, "call after call samples take each other's places between its layers")
                 return
             if bool(stays):
                 return
