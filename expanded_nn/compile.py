@@ -238,12 +238,12 @@ class CompiledStep:
             family.by_shapes = dict.fromkeys(family.by_shapes)
         return result
 
-    def _run_eagerly(self, key: Hashable, shapes: Shapes, args: Any, kwargs: Any) -> Any:
+    def _run_eagerly(self, key: tuple[Hashable, ...] | None, shapes: Shapes, args: Any, kwargs: Any) -> Any:
         """Runs the step eagerly, and notes which models take part."""
         self.last = self.last_graph = None
         modules: dict[nn.Module, None] = {}
         noting = register_module_forward_pre_hook(lambda module, _: modules.setdefault(module))
-        with noting, recorders_met() as recorders:
+        with noting, recorders_met() as recorders, self.step_values.noting_changes():
             result = self.step(*args, **kwargs)
         for recorder in recorders:
             modules.update(dict.fromkeys(recorder.modules()))
@@ -253,6 +253,8 @@ class CompiledStep:
         new_recorders = [*recorders, *(recorder for recorder in own_recorders if recorder is not None)]
         self.recorders = list(dict.fromkeys([*self.recorders, *new_recorders]))
         if key is not None:
+            if self.step_values.changing:
+                key = key[0], self.step_values(), key[2]
             self.first_shapes.setdefault(key, []).append(shapes)
         return result
 

@@ -427,6 +427,23 @@ def test_numbers_that_a_module_keeps(change: Callable[[Any], Any]) -> None:
     assert len(graphs(compiled)) == 2
 
 
+def test_what_the_step_itself_changes_makes_no_other_kind() -> None:
+    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    log, counts = [], {"steps": 0}
+
+    def step(x: Tensor, y: Tensor) -> None:
+        log.append("a step")
+        counts["steps"] += 1
+        classified(model, x, y)
+
+    compiled = enn.compile(step, backend="eager")
+    for _ in range(5):
+        model.zero_grad()
+        compiled(x, y)
+    assert len(graphs(compiled)) == 1
+    assert len(log) == counts["steps"] == 2  # the eager call, and the trace
+
+
 class Batch:
     """An object that holds tensors."""
 

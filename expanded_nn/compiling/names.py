@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -49,6 +50,7 @@ class StepValues:
         globals: The global namespaces, each with a name in it.
         functions: The functions that were looked at.
         names: The names in them, those of attributes and keys included.
+        changing: The lists, dicts and objects that the step changes itself, by their ids.
         places: Where other functions may be found by these names: what objects and modules have, by their ids.
     """
 
@@ -58,6 +60,7 @@ class StepValues:
         self.globals: list[tuple[dict[str, Any], str]] = []
         self.functions: dict[FunctionType, None] = {}
         self.names: frozenset[str] = frozenset()
+        self.changing: dict[int, Any] = {}
         self.places: dict[int, list[Mapping[str, Any]]] = {}
         while step is not None:
             self._look(step)
@@ -111,7 +114,9 @@ class StepValues:
 
     def __call__(self) -> Hashable:
         """A key for their values at this moment."""
-        return tuple(key_of(value, self.names) for value in self.now())
+        return tuple(
+            by_identity(value) if id(value) in self.changing else key_of(value, self.names) for value in self.now()
+        )
 
     def now(self) -> list[Any]:
         """Their values at this moment."""
@@ -125,6 +130,15 @@ class StepValues:
         for function in self.functions:
             values += function.__defaults__ or ()
         return values
+
+    @contextmanager
+    def noting_changes(self) -> Iterator[None]:
+        """Notes what the step itself changes, such as a list of losses: from now on it counts by its identity."""
+        held = [value for value in self.now() if type(value) not in PLAIN and id(value) not in self.changing]
+        before = [key_of(value, self.names) for value in held]
+        yield
+        after = [key_of(value, self.names) for value in held]
+        self.changing |= {id(v): v for v, old, new in zip(held, before, after, strict=True) if old != new}
 
 
 def key_of(value: Any, names: Collection[str], depth: int = 3) -> Hashable:
