@@ -69,6 +69,7 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
     """
     key: list[Any] = [(recorder.settings, recorder.rows_stand_alone) for recorder in recorders]
     add = key.append
+    looked_into: set[tuple[int, int]] = set()
     for module in modules:  # at each step, so it is written for speed
         attributes = vars(module)
         add(attributes["training"])
@@ -79,7 +80,14 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
         names = names_in_class(cast(Any, type(module))) if own else frozenset()
         for name in own:
             value = attributes[name]
-            add((name, _of_tensor(value) if isinstance(value, Tensor) else key_of(value, names)))
+            if isinstance(value, Tensor):
+                add((name, _of_tensor(value)))
+            elif type(value) in PLAIN:
+                add((name, type(value), value))
+            else:  # a configuration that many modules have
+                once = id(value), id(names)
+                add((name, id(value)) if once in looked_into else (name, key_of(value, names)))
+                looked_into.add(once)
         for name in HOOKS:
             if attributes[name]:
                 key += map(by_identity, attributes[name].values())

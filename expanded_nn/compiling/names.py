@@ -159,7 +159,8 @@ def key_of(value: Any, names: Collection[str], depth: int = 3) -> Hashable:
     within: Any = value if isinstance(value, dict) else getattr(value, "__dict__", None)
     if within is None or (isinstance(value, ModuleType) and not _is_the_users(value)):
         return by_identity(value)
-    found = [name for name in names if name in within]
+    fewer, more = (names, within) if len(names) < len(within) else (within, names)
+    found = [name for name in fewer if name in more]
     return by_identity(value), tuple((name, key_of(within[name], names, depth - 1)) for name in found)
 
 

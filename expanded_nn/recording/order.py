@@ -119,7 +119,8 @@ class Order(TorchFunctionMode):
             "layer's parameters would be of another sample than row i of the other's",
             "sample i in row i of every layer's input",
             "Leave the order as it is: pack_padded_sequence(..., enforce_sorted=False) sorts by itself, and brings "
-            "what comes out back in order. Or sort the batch before the model.",
+            "what comes out back in order. Or sort the batch before the model. What compares samples with each other "
+            "belongs into the loss.",
         )
         error.refused_by = self  # which module is around both layers is not known: the one that was called
         return error
