@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from traceback import clear_frames
 from typing import Any, NamedTuple
 
@@ -57,13 +56,15 @@ class Escalation:
         """The forward of the module that was called."""
         kinds = [(name, type(value)) for name, value in kwargs.items()]
         kind = (id(module), module.training, *map(type, args), *kinds)
-        if kind in self.proven and not self.moves_samples:
-            return self._run(module, args, kwargs, kind)
-        order = Order(module._recorder)
-        is_trained = any(parameter.requires_grad for parameter in module.parameters())
-        with order if is_trained else nullcontext():
+        forward = module._recorder.forward
+        is_watched = forward is not None and forward.is_explicit  # by `one_pass`
+        is_known = kind in self.proven and not self.moves_samples
+        if is_watched or is_known or not any(parameter.requires_grad for parameter in module.parameters()):
             result = self._run(module, args, kwargs, kind)
-        self.moves_samples = self.moves_samples or order.found
+        else:
+            with Order(module._recorder) as order:
+                result = self._run(module, args, kwargs, kind)
+            self.moves_samples = self.moves_samples or order.found
         self.proven.add(kind)
         return result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from threading import get_ident
 from typing import Any
@@ -23,6 +23,7 @@ from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recom
 from expanded_nn.recording.forward import Forward as Forward
 from expanded_nn.recording.leaf import NO_ROWS, Leaf, Leaves, Location
 from expanded_nn.recording.linked import refuse_other_samples
+from expanded_nn.recording.order import Order
 from expanded_nn.recording.owner import Settings as Settings
 from expanded_nn.recording.passes import Pass, Passes, PassStage
 from expanded_nn.recording.sharded import is_shard
@@ -213,7 +214,7 @@ class Recorder:
         """Makes all calls meanwhile one pass of `batch` samples; inside of a forward they are a part of that."""
         self.refuse_other_thread(module)
         if self.forward is None:
-            return Forward(self, module, batch, (), is_explicit=True)
+            return self._watched_pass(Forward(self, module, batch, (), is_explicit=True))
         if self.forward.current_pass.batch != batch:
             raise complaint(
                 "one_pass",
@@ -222,6 +223,13 @@ class Recorder:
                 "Enter one_pass outside of the other forward, or leave it out.",
             )
         return nullcontext()
+
+    @contextmanager
+    def _watched_pass(self, forward: Forward) -> Iterator[Forward]:
+        """A pass of several calls, between which samples keep their places."""
+        with Order(self) as order, forward:
+            yield forward
+        self.escalation.moves_samples |= order.found
 
     def choose_pass(self, forward: Forward) -> Pass:
         """The pass that a forward belongs to, a new one if need be."""

@@ -1820,3 +1820,21 @@ def test_order_that_torch_keeps_account_of() -> None:
 
     module = Model()
     right(on(module), module, forward, values(B, 5, D), torch.tensor([2, 5, 3]))
+
+
+def test_samples_in_another_order_between_two_calls_of_one_pass() -> None:
+    module = Moved(*MOVES["index"])
+    model, x, order = on(module), values(), torch.tensor([1, 2, 0])
+    for take in (order.tolist(), list(range(B))):
+        refused = pytest.raises(enn.PerSampleError, match="each other's places") if take[0] else nullcontext()
+        with refused, enn.one_pass(model, B):
+            loss = sample_losses(model.second(model.first(x)[take])).sum()
+    loss.backward()
+    assert_close_rows(
+        {"weight": model.second.weight.grad_sample},
+        {"weight": loop(module, Call((x,)), B, objective=objective_of(two_calls))["second.weight"]},
+    )
+
+
+def two_calls(m: Any, x: Tensor) -> Tensor:
+    return m.second(m.first(x))  # type: ignore[no-any-return]
