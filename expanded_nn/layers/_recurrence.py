@@ -18,7 +18,7 @@ from expanded_nn._shared import is_shared, owned, shared
 from expanded_nn._traced import is_traced
 from expanded_nn.core import cost
 from expanded_nn.layers import _opaque
-from expanded_nn.layers._equations import Loops, Recurrence, Saved, States, Weights
+from expanded_nn.layers._equations import Inputs, Loops, Recurrence, Saved, States, Weights
 from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear, outer_rows
 from expanded_nn.recording.expand import keeps_factors
@@ -40,9 +40,8 @@ class _Recurrent(torch.autograd.Function):
     ) -> States:
         ctx.set_materialize_grads(False)
         ctx.recurrence, ctx.steps = recurrence, steps
-        given = (steps, x, h0, c0, _shared_weights(weights))
-        loops = _loops(recurrence)
-        y, c, gates = loops.saving(*given) if saving else (*loops.fused(*given), ())
+        given, loops = Inputs(steps, x, h0, c0, _shared_weights(weights)), _loops(recurrence)
+        y, c, gates = loops.saving(given) if saving else (*loops.fused(given), ())
         # a copy of the outputs, as the next layer may change them in place
         ctx.save_for_backward(x, h0, c0, steps.copied_rows(y, y.dtype), *weights, *gates)
         return owned(y), c
@@ -85,12 +84,12 @@ def _gradients(
     x, h0, c0, y = inputs
     row_dtype, keep_factors = weights.ih.dtype, keeps_factors(*weights)
     dtype = torch.promote_types(row_dtype, torch.float32)
-    one, y = _shared_weights(weights, dtype), y.to(dtype)
-    saved = Saved(x.to(dtype), steps.previous(h0.to(dtype), y), y, None if c0 is None else c0.to(dtype))
+    one, y, first_c = _shared_weights(weights, dtype), y.to(dtype), None if c0 is None else c0.to(dtype)
+    saved = Saved(steps, x.to(dtype), steps.previous(h0.to(dtype), y), y, first_c, one)
     reached_hr = g is not None or len(steps.sizes) > 1  # the cell state after the first step does not depend on it
     g = torch.zeros_like(y) if g is None else steps.copied_rows(g, dtype)
     loops, g_c = _loops(recurrence), None if g_c is None else g_c.to(dtype)
-    found = recurrence.backward(loops, steps, saved, gates or loops.gates(steps, saved, one), one, g, g_c)
+    found = recurrence.backward(loops, saved, gates or loops.gates(saved), g, g_c)
 
     grads: list[Tensor | None] = [None] * len(needed)
     if needed[0]:
@@ -131,7 +130,8 @@ def _composite_gradients(
         x, h0, c0, *weights = aliases
         dtype = weights[0].dtype
         first_c = None if c0 is None else c0.to(dtype)
-        y, c = _composite(recurrence, steps, x.to(dtype), h0.to(dtype), first_c, Weights(*weights))
+        given = Inputs(steps, x.to(dtype), h0.to(dtype), first_c, Weights(*weights))
+        y, c = _composite(recurrence, given)
     outputs = [(output, grad) for output, grad in ((y, g), (c, g_c)) if output is not None and grad is not None]
     wanted = [alias for alias, each in zip(aliases, needed, strict=True) if each and alias is not None]
     grads = iter(
@@ -148,10 +148,9 @@ def _composite_gradients(
     )
 
 
-def _composite(
-    recurrence: Recurrence, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
-) -> States:
+def _composite(recurrence: Recurrence, given: Inputs) -> States:
     """One layer in one direction, step by step, each sample with its own weights."""
+    steps, x, h0, c0, weights = given
     of_x = linear(steps.by_sample(x), weights.ih, weights.bias_ih)
     h, c = steps.in_samples_order(h0), None if c0 is None else steps.in_samples_order(c0)
     outputs = []
@@ -208,5 +207,5 @@ def recurrent(
         saving = _worth_saving(steps, x, h0, c0, *weights)
         y, c = _Recurrent.apply(recurrence, steps, saving, x, h0, c0, *weights)  # type: ignore[no-untyped-call]
     else:
-        y, c = _composite(recurrence, steps, x, h0, c0, weights)
+        y, c = _composite(recurrence, Inputs(steps, x, h0, c0, weights))
     return y, [] if c is None else [c]
