@@ -197,7 +197,7 @@ def refuse_unclear_layout(module: Member, x: Tensor) -> None:
         or "_layout_is_clear" in vars(module)
     ):
         return
-    settings, batch = recorder.settings, forward.current_pass.batch
+    settings, batch = recorder.settings, forward.own_pass.batch
     if not settings.batch_first or settings.says_layout or batch < 2 or x.dim() != 3 or x.shape[1] != batch:
         return
     if x.shape[0] != batch:

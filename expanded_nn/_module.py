@@ -157,7 +157,7 @@ class PerSampleModule(nn.Module):
             for module in self.modules():  # in each step, and `parameters()` takes twice as long
                 for parameter in module._parameters.values():
                     if parameter is not None:
-                        self._recorder.forget(parameter)
+                        self._recorder.drop(parameter)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -239,7 +239,7 @@ class Expanded(PerSampleModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
-        if recorder is not None and recorder.originals is not None:
+        if recorder is not None and recorder.general_rule is not None:
             return self._inside_general(recorder, args, kwargs)
         if recorder is None or not torch.is_grad_enabled() or not self._has_rows():
             if recorder is not None:
@@ -281,9 +281,9 @@ class Expanded(PerSampleModule):
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
         """Inside the general rule's `vmap`: on the whole batch if it can be, sample by sample otherwise."""
-        originals, result = recorder.originals, NotImplemented
+        originals, result = recorder.general_rule, NotImplemented
         if torch.is_grad_enabled() and (recorder.settings.batch_first or hasattr(self, "batch_first")):
-            with meanwhile(recorder, originals=None):
+            with meanwhile(recorder, general_rule=None):
                 result = lifted(self, originals or {}, args, kwargs)
         return super().forward(*args, **kwargs) if result is NotImplemented else result
 

@@ -320,7 +320,7 @@ class _Container(_Converted, Root):
             finally:
                 torch.backends.mha.set_fastpath_enabled(True)
         recorder, batch_first = self._recorder, own_batch_first(self)
-        if recorder is None or recorder.originals is not None or batch_first is None:
+        if recorder is None or recorder.general_rule is not None or batch_first is None:
             self._refuse_unknown_layout(batch_first)
             return super().forward(*args, **kwargs)
         if self._rows_are_due():
@@ -337,7 +337,7 @@ class _Container(_Converted, Root):
     def _rows_are_due(self) -> bool:
         if self._recorder is None or not torch.is_grad_enabled():
             return False
-        return self._recorder.originals is not None or any(parameter.requires_grad for parameter in self.parameters())
+        return self._recorder.general_rule is not None or any(p.requires_grad for p in self.parameters())
 
     def _fast_path_is_wrong(self) -> bool:
         """Whether torch's fused inference would miss that rows are due, or that weights have a batch dimension."""

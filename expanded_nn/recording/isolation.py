@@ -9,11 +9,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from expanded_nn.factored import hidden, is_hidden
-from expanded_nn.recording.backward import Backward
 from expanded_nn.recording.leaf import Leaf, Published
-from expanded_nn.recording.passes import Passes, PassStage
+from expanded_nn.recording.passes import PassStage
 from expanded_nn.recording.recorder import Recorder
-from expanded_nn.recording.store import Store
 
 
 @contextmanager
@@ -26,13 +24,11 @@ def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool]) -> Iterat
         recorder: The recorder.
         is_clipped: Whether the `.grad` of a parameter counts as set by clipping.
     """
-    names = "settings", "passes", "backward", "store", "expanded"
-    before = {name: getattr(recorder, name) for name in names}
+    before = dict(vars(recorder))
     leaves = {leaf: (dict(vars(leaf)), getattr(leaf.parameter(), "grad_sample", None)) for leaf in recorder.leaves}
     by_id = dict(recorder.leaves.by_id)
     recorder.settings = replace(recorder.settings, materialize=False)
-    recorder.passes, recorder.backward = Passes(), Backward(recorder.backward_is_over)
-    recorder.store, recorder.expanded = Store(materialize=False), {}
+    recorder.begin_anew()
     for leaf in leaves:
         _begin_anew(leaf, is_clipped)
     held = {leaf: leaf.published.rows for leaf in leaves if leaf.published.rows is not None}
@@ -54,12 +50,12 @@ def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool]) -> Iterat
 
 
 def _begin_anew(leaf: Leaf, is_clipped: Callable[[Tensor], bool]) -> None:
-    """Forgets the past of a parameter: its `.grad` counts as new, and its rows are hidden."""
+    """Leaves a parameter without a past: its `.grad` counts as new, and its rows are hidden."""
     parameter = leaf.parameter()
     rows = None if leaf.published.rows is None else hidden(leaf.published.rows)
-    leaf.published, leaf.expected, leaf.memory = Published(rows), {}, None
-    leaf.is_scaled = leaf.has_foreign_part = False
-    leaf.incomplete_grad = leaf.clipped_grad = None
+    place = {"location": leaf.location, "handle": leaf.handle}
+    new = Leaf(leaf.parameter, leaf.is_member, leaf.scales_rows, Published(rows), memory=None, **place)
+    vars(leaf).update(vars(new))
     if parameter is not None:
         parameter.grad_sample = rows  # type: ignore[attr-defined]
         if parameter.grad is not None and is_clipped(parameter):
@@ -74,12 +70,12 @@ def has_hidden_rows(leaf: Leaf) -> bool:
 
 def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> None:
     """Replaces the rows held by those that a graph has made, pass by pass."""
-    recorder.store.clear()
+    recorder.store.drop_all()
     for pass_rows in passes:
         pass_ = recorder.passes.new(next(iter(pass_rows.values())).shape[0])
         pass_.stage = PassStage.DONE
         recorder.store.held[pass_] = dict(pass_rows)
-    recorder.passes.current = None
+    recorder.passes.last = None
     recorder.expanded.clear()
     for leaf in recorder.leaves:
         if passes or leaf.published.rows is not None or leaf.was_reset():

@@ -43,7 +43,8 @@ class Recorder:
         settings: The settings of `per_sample`.
         roots: The outermost modules that share this recorder: the model, or parts of it that were copied.
         forward: The outermost forward that runs.
-        originals: While a module goes through the general rule: the parameters that `vmap` has taken out of it.
+        general_rule: `None` unless a module goes through the general rule. By `vmap`: the parameters that are taken out
+            of it meanwhile, with which a layer inside may run on the whole batch. By its plain forward: empty.
         passes: Which forwards belong together.
         backward: The backward that runs.
         store: The rows.
@@ -56,14 +57,18 @@ class Recorder:
         self.settings = settings
         self.roots: list[weakref.ref[nn.Module]] = []
         self.forward: Forward | None = None
-        self.originals: Mapping[tuple[nn.Module, str], Tensor] | None = None
+        self.general_rule: Mapping[tuple[nn.Module, str], Tensor] | None = None
+        self.leaves = Leaves()
+        self.escalation = Escalation()
+        self.begin_anew()
+        _LIVE.add(self)
+
+    def begin_anew(self) -> None:
+        """Begins without passes, rows and expansions."""
         self.passes = Passes()
         self.backward = Backward(self.backward_is_over)
-        self.store = Store(settings.materialize)
-        self.leaves = Leaves()
+        self.store = Store(self.settings.materialize)
         self.expanded: dict[Tensor, tuple[Pass, int, int, Tensor]] = {}
-        self.escalation = Escalation()
-        _LIVE.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         copied: Recorder = memo.setdefault(id(self), Recorder(self.settings))
@@ -207,17 +212,17 @@ class Recorder:
     @property
     def current_pass(self) -> Pass | None:
         """The pass of the forward that runs; otherwise the one that the next forward may join."""
-        return self.passes.current if self.forward is None else self.forward.current_pass
+        return self.passes.last if self.forward is None else self.forward.own_pass
 
     def one_pass(self, module: nn.Module, batch: int) -> AbstractContextManager[object]:
         """Makes all calls meanwhile one pass of `batch` samples; inside of a forward they are a part of that."""
         self.refuse_other_thread(module)
         if self.forward is None:
             return Forward(self, module, batch, (), is_explicit=True)
-        if self.forward.current_pass.batch != batch:
+        if self.forward.own_pass.batch != batch:
             raise complaint(
                 "one_pass",
-                f"batch_size is {batch}, inside of a forward of {self.forward.current_pass.batch} samples",
+                f"batch_size is {batch}, inside of a forward of {self.forward.own_pass.batch} samples",
                 "the same number of samples",
                 "Enter one_pass outside of the other forward, or leave it out.",
             )
@@ -237,7 +242,7 @@ class Recorder:
                 "one of the two",
                 "Switch per_sample(False) for the transform; its functions see the plain torch.nn model then.",
             )
-        last = self.passes.current
+        last = self.passes.last
         is_told = forward.is_explicit or self.settings.batch_size is not None
         if not is_told and getattr(module, "plain_class", None) and rows_are_nodes(module, *forward.inputs):
             raise complaint(
@@ -319,7 +324,7 @@ class Recorder:
 
     def in_general_rule(self, originals: Mapping[tuple[nn.Module, str], Tensor]) -> AbstractContextManager[None]:
         """Makes layers run their plain forward or, if they can, on the whole batch with these parameters."""
-        return meanwhile(self, originals=originals)
+        return meanwhile(self, general_rule=originals)
 
     def layout(self, *, batch_first: bool) -> AbstractContextManager[None]:
         """Sets `batch_first` for the layers that a module with a layout of its own calls."""
@@ -354,16 +359,16 @@ class Recorder:
         if stand_alone:
             for leaf in held:
                 if leaf.was_reset():
-                    self._forget(leaf)
+                    self._drop(leaf)
             self.store.suspend(self.leaves)
             return
         if self.settings.accumulate_grad:
             changed = [leaf for leaf in held if leaf.grad is not None and not leaf.grad_is_as_noted()]
             departed = self._departed(changed) if changed else set()  # nobody asks for their rows: no doubt is raised
-            self._forget_stale(leaf for leaf in held if leaf not in departed)
+            self._drop_stale(leaf for leaf in held if leaf not in departed)
         else:
             for leaf in held:
-                self._forget(leaf)
+                self._drop(leaf)
         self._drop_passes_without_parameters()
         for leaf in self.leaves:
             leaf.note_grad()
@@ -396,7 +401,7 @@ class Recorder:
         for leaf in self.leaves if failed else ():
             leaf.expected.clear()
             if leaf.was_reset():
-                self._forget(leaf)
+                self._drop(leaf)
         if not self.rows_stand_alone:
             if failed and delivered:
                 self.store.undo()
@@ -427,7 +432,7 @@ class Recorder:
                 held = self.leaves.with_rows()
                 cleared = [leaf for leaf in held if leaf.was_cleared()]
                 not_cleared = set(held).difference(cleared)
-                self._forget_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in not_cleared))
+                self._drop_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in not_cleared))
                 if cleared:
                     self._drop_passes_without_parameters()
 
@@ -458,25 +463,25 @@ class Recorder:
         leaf = self.leaves.get(parameter)
         return self.settings.accumulate_grad and leaf is not None and leaf.lacks_rows()
 
-    def forget(self, parameter: Tensor) -> None:
+    def drop(self, parameter: Tensor) -> None:
         """Drops the rows of one parameter."""
         leaf = self.leaves.get(parameter)
         if leaf is not None:
             leaf.clipped_grad = None
             if leaf.published.rows is not None or not self.store.is_empty:
-                self._forget(leaf)
+                self._drop(leaf)
         parameter.grad_sample = None  # type: ignore[attr-defined]
         if self.leaves.sharded and is_shard(parameter):
             for gathered in self.leaves:
                 if gathered.location is not None and gathered.location.shard is parameter:
-                    self._forget(gathered)
+                    self._drop(gathered)
 
-    def _forget_stale(self, leaves: Iterable[Leaf], *, beside_held: bool = False) -> None:
+    def _drop_stale(self, leaves: Iterable[Leaf], *, beside_held: bool = False) -> None:
         for leaf in stale(leaves, self.name_of, beside_held=beside_held):
             leaf.clipped_grad, leaf.is_scaled, leaf.has_foreign_part = None, False, False
-            self._forget(leaf)
+            self._drop(leaf)
 
-    def _forget(self, leaf: Leaf) -> None:
+    def _drop(self, leaf: Leaf) -> None:
         self.store.drop(leaf)
         leaf.publish(None)
 
@@ -493,7 +498,7 @@ class Recorder:
             leaf.expected.clear()
         self.leaves, self.passes = Leaves(), Passes()
         self.expanded.clear()
-        self.store.clear()
+        self.store.drop_all()
         leaving = set(leaving)
         self.roots = [weakref.ref(root) for root in self.living_roots() if root not in leaving]
         self.watch_all()

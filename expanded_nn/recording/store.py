@@ -109,17 +109,17 @@ class Store:
             zeros_for_none = [parameter.new_zeros(n, *parameter.shape) if part is None else part for n, part in pairs]
             leaf.publish(torch.cat(zeros_for_none), passes)
             return
-        behind = 0 if first_new is None else passes.index(first_new)
-        start = sum(batches[:behind])
-        room = _room(published, start, sum(batches), parameter) if published.passes == passes[:behind] else None
+        first = 0 if first_new is None else passes.index(first_new)
+        start = sum(batches[:first])
+        room = _room(published, start, sum(batches), parameter) if published.passes == passes[:first] else None
         if room is None:
             room = parameter.detach().new_empty(2 * sum(batches), *parameter.shape)
-            if behind and published.passes == passes[:behind] and published.rows is not None:
+            if first and published.passes == passes[:first] and published.rows is not None:
                 _from(room, 0, start).copy_(materialized(published.rows))  # with what the user has written to zero rows
             else:
-                behind, start = 0, 0
+                first, start = 0, 0
         rows = _from(room, 0, sum(batches))
-        for batch, part in list(zip(batches, parts, strict=True))[behind:]:
+        for batch, part in list(zip(batches, parts, strict=True))[first:]:
             slice_ = _from(room, start, batch)
             if part is None:
                 slice_.zero_()
@@ -160,8 +160,8 @@ class Store:
         for leaf in leaves:
             published = leaf.published
             if published.rows is not None and published.passes != passes:
-                behind = len(published.passes)
-                self.publish(leaf, passes[behind] if published.passes == passes[:behind] else None)
+                count = len(published.passes)
+                self.publish(leaf, passes[count] if published.passes == passes[:count] else None)
 
     def begin(self) -> None:
         """Begins a backward: from here on `undo` goes back to the rows held."""
@@ -198,7 +198,7 @@ class Store:
         return not self.held and self.suspended is None
 
     def drop(self, leaf: Leaf) -> None:
-        """Forgets the rows of a parameter; its `grad_sample` is left to the caller."""
+        """Drops the rows of a parameter; its `grad_sample` is left to the caller."""
         held, published = self.suspended if self.suspended is not None else ({}, {})
         for pass_rows in (*self.held.values(), *held.values()):
             pass_rows.pop(leaf, None)
@@ -237,8 +237,8 @@ class Store:
             else:
                 leaf.publish_again(published.get(leaf, Published()))
 
-    def clear(self) -> None:
-        """Lets go of all rows."""
+    def drop_all(self) -> None:
+        """Drops the rows of all parameters."""
         self.held, self.suspended = {}, None
         self.rows_before.clear()
 

@@ -169,7 +169,7 @@ def test_state_of_the_library_after_a_fault_in_each_forward() -> None:
         assert {name: id(p) for name, p in model.named_parameters()} == before
         assert model._recorder.settings is settings
         assert model._recorder.forward is None
-        assert model._recorder.originals is None
+        assert model._recorder.general_rule is None
         assert torch.backends.mha.get_fastpath_enabled() == fast_path
 
 

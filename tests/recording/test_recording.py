@@ -86,11 +86,11 @@ def test_a_new_pass_is_joined_by_none() -> None:
     assert passes.joined_or_new(3) is before
 
 
-def test_a_pass_that_is_done_is_current_no_more() -> None:
+def test_a_pass_that_is_done_is_joined_no_more() -> None:
     passes = Passes()
     passes.joined_or_new(3).stage = REACHED
     passes.backward_is_over()
-    assert passes.current is None
+    assert passes.last is None
 
 
 def test_passes_live_as_long_as_a_graph_keeps_them() -> None:
@@ -803,7 +803,7 @@ def test_clear_lets_go_of_all_rows(make: Callable[[int], Tensor]) -> None:
     rows.backward(2, 0, 1)
     rows.store.suspend(rows.leaves)
     rows.backward(2, 0)
-    rows.store.clear()
+    rows.store.drop_all()
     assert (rows.store.held, rows.store.rows_before, rows.store.suspended) == ({}, {}, None)
 
 
