@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-# what the library keeps in the attributes of a module, and what torch does
+# The attributes that the library sets on modules: by `per_sample`, by the general rule, by what layers have seen of
+# inputs. All others are the user's, and what a forward that starts over has changed in them is put back; so is an
+# Embedding's `_takes_labels`, which is none of these. `OURS` are those that nobody puts back.
 OWN_STATE = ("_recorder", "_settings", "_compared", "_ways", "_ranks", "_shared_seen", "_learned", "_layout_is_clear")
 OURS = {"_parameters", "_modules", *OWN_STATE}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
