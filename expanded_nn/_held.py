@@ -23,12 +23,8 @@ from expanded_nn.recording.sharded import is_zero
 def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]:
     """The parameters by name, and the recorders of their rows: several if parts of the model were switched on alone.
 
-    Args:
-        who: The function that asks, for errors.
-        model: What it was given.
-
     Raises:
-        TypeError: If that is no model.
+        TypeError: If `model` is none.
         PerSampleError: If a trainable parameter has no recorder, or the recorders' settings differ.
     """
     refuse_no_model(who, model)
@@ -64,9 +60,7 @@ def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[
 def held_rows(parameters: Mapping[str, Tensor], *, adds: bool) -> dict[str, Tensor]:
     """Parameter name -> its rows, if it holds any. Those of a frozen parameter count if they are a part of its `.grad`.
 
-    Args:
-        parameters: The parameters, by name.
-        adds: Whether clipping adds to `.grad`, and backwards do not.
+    With `adds`, clipping adds to `.grad`, and backwards do not.
     """
     held = {
         name: getattr(parameter, "grad_sample", None)
@@ -95,11 +89,7 @@ def refuse_gradients_without_rows(
 ) -> None:
     """Raises if an optimizer would take a gradient that is not the sum of rows.
 
-    Args:
-        who: The function that asks, for the error.
-        parameters: The parameters, by name.
-        recorders: The recorders of their rows.
-        adds: Whether clipping is about to add to `.grad`: what is there already is not made of the rows held then.
+    With `adds`, clipping is about to add to `.grad`: what is there already is not made of the rows held then.
     """
 
     def is_unaccounted(parameter: nn.Parameter) -> bool:

@@ -325,12 +325,7 @@ def _refuse_other_batch(layer: Reader, index: Tensor, dim: int) -> None:
 
 
 def _are_positions(index: Tensor, *, usually: bool) -> bool:
-    """Whether an index looks like `arange`, or like a matrix of relative positions, and not like samples.
-
-    Args:
-        index: The index.
-        usually: The answer with which a step goes on that is traced.
-    """
+    """Whether an index is like `arange` or a matrix of relative positions; in a trace, what is usual."""
     if index.dim() == 1:
         condition = (index.diff() == 1).all()
     elif index.dim() != 2 or index.shape[0] != index.shape[1] or index.shape[0] < 4:

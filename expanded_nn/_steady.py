@@ -90,10 +90,6 @@ def _same(before: Any, after: Any) -> bool:
 class StateBefore:
     """What a forward may change, as it is before: random states, attributes and buffers, its arguments.
 
-    Args:
-        module: The module that is called.
-        arguments: What it is called with.
-
     Attributes:
         random: The random states.
         containers: Lists, sets and mappings, with copies of them.
@@ -153,9 +149,7 @@ class StateBefore:
 def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
     """Takes back what a forward leaves in the attributes and buffers of a module, and of those within.
 
-    Args:
-        module: The module.
-        hooks: Whether the forward hooks of the modules within it are called.
+    Without `hooks`, the forward hooks of the modules within it are not called.
     """
     before = [(member, dict(vars(member))) for member in module.modules()]
     try:

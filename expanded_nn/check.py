@@ -161,11 +161,7 @@ class _Check:
         return named("", self.plain.module)
 
     def run(self, model: nn.Module) -> None:
-        """Runs all comparisons.
-
-        Args:
-            model: The model that was copied, whose parameters must not be used by the copies.
-        """
+        """Runs all comparisons; the parameters of `model`, which was copied, must not be used by the copies."""
         with Trace(self.plain.module, with_grads=True) as self.whole:
             self.outputs = self.plain(self.call)
         self.set_tolerance()

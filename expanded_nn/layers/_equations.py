@@ -108,23 +108,14 @@ class Recurrence(ABC, Loops):
 
     @abstractmethod
     def backward(self, loops: Loops, saved: Saved, gates: Gates, g: Tensor, g_c: Tensor | None) -> Gradients:
-        """The gradients of all pre-activations.
+        """The gradients of all pre-activations; `loops` go back over time.
 
-        Args:
-            loops: Goes back over time.
-            saved: What is known of the forward.
-            gates: Those of all steps.
-            g: The gradient of the outputs, `(N, out)`; it is overwritten.
-            g_c: The gradient of the last cell states, `(B, hidden)`.
+        `g (N, out)` is the gradient of the outputs, and is overwritten; `g_c (B, hidden)` that of the last cell states.
         """
 
 
 class Elman(Recurrence):
-    """`h' = tanh(weight_ih x + bias_ih + weight_hh h + bias_hh)`, or `relu`.
-
-    Args:
-        relu: Whether it is `relu`.
-    """
+    """`h' = tanh(weight_ih x + bias_ih + weight_hh h + bias_hh)`, or with `relu` in its place."""
 
     def __init__(self, *, relu: bool = False) -> None:
         self.relu = relu

@@ -19,11 +19,7 @@ from expanded_nn.layers._steps import Steps
 
 
 class Operations:
-    """The loops of a recurrence, each as one operation.
-
-    Args:
-        recurrence: Any but a user's own.
-    """
+    """The loops of a recurrence, any but a user's own, each as one operation."""
 
     def __init__(self, recurrence: Recurrence) -> None:
         self._kind = next(kind for kind, known in RECURRENCES.items() if known is recurrence)

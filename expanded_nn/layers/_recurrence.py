@@ -188,15 +188,10 @@ def recurrent(
     initial: Sequence[Tensor],  # (B, out), and for an LSTM (B, hidden)
     weights: Weights,
 ) -> tuple[Tensor, list[Tensor]]:
-    """One layer in one direction.
+    """One layer in one direction, from the first hidden states, `(B, out)`, and an LSTM's cell states, `(B, hidden)`.
 
-    Args:
-        recurrence: The equations of a step.
-        steps: Where the steps lie in `x`.
-        x: `(T, B, in)`, or the rows `(N, in)` of sequences of different lengths.
-        initial: The hidden states before the first step, `(B, out)`, and an LSTM's cell states, `(B, hidden)`.
-        weights: Those of each sample, in the user's order; expanded over the batch (stride 0) they run as torch's
-            fused kernel.
+    The weights are those of each sample, in the user's order; expanded over the batch (stride 0) they run as torch's
+    fused kernel.
 
     Returns:
         The outputs, shaped as `x`, and a list that for an LSTM holds the cell states after each sequence's last

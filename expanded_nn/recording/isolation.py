@@ -18,11 +18,8 @@ from expanded_nn.recording.recorder import Recorder
 def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool]) -> Iterator[None]:
     """Gives the recorder a state of its own, and its old one back afterwards.
 
-    The rows that were held are there meanwhile, but hidden: they can be dropped or appended to, not looked at.
-
-    Args:
-        recorder: The recorder.
-        is_clipped: Whether the `.grad` of a parameter counts as set by clipping.
+    The rows that were held are there meanwhile, but hidden: they can be dropped or appended to, not looked at. The
+    `.grad` of a parameter that `is_clipped` counts as set by clipping.
     """
     before = dict(vars(recorder))
     leaves = {leaf: (dict(vars(leaf)), getattr(leaf.parameter(), "grad_sample", None)) for leaf in recorder.leaves}

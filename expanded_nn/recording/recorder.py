@@ -143,13 +143,7 @@ class Recorder:
             self.store.drop(leaf)
 
     def _leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
-        """The leaf of a parameter, a new one if need be.
-
-        Args:
-            parameter: The parameter.
-            module: The module that holds it, if that is at hand.
-            name: Its name there.
-        """
+        """The leaf of a parameter, a new one if need be; `module` holds it under that name, if it is at hand."""
         leaf = self.leaves.get(parameter)
         if leaf is None:
             self._forget_lost()  # a parameter that is gone may have had the same id
@@ -274,11 +268,9 @@ class Recorder:
         return pass_
 
     def expand(self, parameter: Tensor, recompute: Recompute | None = None) -> Tensor:
-        """The parameter as `(B, *shape)`, the same tensor for all its uses in a pass.
+        """A parameter, or a weight computed from some, as `(B, *shape)`: the same tensor for all its uses in a pass.
 
-        Args:
-            parameter: A parameter, or a weight that is computed from parameters.
-            recompute: Computes that weight from other values, as `Computed` has it.
+        `recompute` computes such a weight from other values, as `Computed` has it.
         """
         pass_ = self.current_pass
         assert pass_ is not None
@@ -335,11 +327,8 @@ class Recorder:
     def deliver(self, pass_: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None:
         """Takes the rows of one parameter; a backward may deliver them in several parts.
 
-        Args:
-            pass_: The pass that they are of.
-            leaf: The parameter.
-            rows: `(B, *shape)`, `None` for a parameter that was frozen after the forward.
-            stand_alone: Whether they are those of a `torch.autograd.grad`, and not a part of `.grad`.
+        There are no rows for a parameter that was frozen after the forward. With `stand_alone` they are those of a
+        `torch.autograd.grad`, and not a part of `.grad`.
         """
         if self.backward.enter(delivers=True):
             self._before_delivery(stand_alone)
@@ -486,11 +475,7 @@ class Recorder:
         leaf.publish(None)
 
     def close(self, leaving: Iterable[nn.Module]) -> None:
-        """Removes the hooks and drops the rows, whose graph may lead back here; goes on for the modules that stay.
-
-        Args:
-            leaving: The modules that use this recorder no more.
-        """
+        """Removes hooks and drops rows, whose graph may lead back here; goes on for modules that are not `leaving`."""
         for leaf in self.leaves:
             if leaf.handle is not None:
                 leaf.handle.remove()

@@ -41,13 +41,7 @@ class SharedResult(NamedTuple):
 
 
 def taken_apart(results: Sequence[SharedResult], ends: Iterable[Tensor], batch: int) -> tuple[nn.Module, str] | None:
-    """The first layer whose result is taken apart along the samples, and the operation that does so.
-
-    Args:
-        results: The results of layers for inputs that all samples share.
-        ends: The tensors that the forward returns.
-        batch: B.
-    """
+    """The first layer whose result is taken apart along the samples on the way to `ends`, and by which operation."""
     consumers: dict[Any, list[Any]] = {}
     for end in ends:
         for node in graph_of(end.grad_fn):

@@ -71,9 +71,7 @@ class Store:
     def publish(self, leaf: Leaf, first_new: Pass | None = None) -> None:
         """Sets `grad_sample` to the rows of all passes, with what the user has changed in it.
 
-        Args:
-            leaf: The parameter.
-            first_new: The first pass whose rows are not in `grad_sample` yet, if those before it are.
+        `first_new` is the first pass whose rows are not there yet, if those before it are.
         """
         self._take_over_edits(leaf)
         self._publish(leaf, first_new)
@@ -139,12 +137,7 @@ class Store:
             self._hold_slices(leaf, edited=True)
 
     def _hold_slices(self, leaf: Leaf, *, edited: bool = False) -> None:
-        """Holds slices of the published rows.
-
-        Args:
-            leaf: The parameter.
-            edited: Whether the user may have changed them: then zero rows that are no longer zero are held, too.
-        """
+        """Holds slices of the published rows; where the user has `edited` them also zero rows that are zero no more."""
         rows, sizes = leaf.published.rows, [pass_.batch for pass_ in leaf.published.passes]
         assert rows is not None
         parts = parted(rows, sizes) if isinstance(rows, FactoredTensor) else rows.split(sizes)
