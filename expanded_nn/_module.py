@@ -110,22 +110,12 @@ class PerSampleModule(nn.Module):
             ValueError: If `loss_reduction` or `batch_size` has no meaning, or rows are to be dense and factored.
             TypeError: If `mode`, or a setting that is on or off, is neither `True` nor `False`.
         """
+        told = {name: value for name, value in locals().items() if value is not AS_BEFORE}
+        del told["self"], told["mode"]
         remedy = 'Give settings by name: per_sample(loss_reduction="sum", batch_size=64).'
         refuse_other_kind("per_sample", "mode", mode, bool, "True or False", remedy)
-        told: dict[str, Any] = {
-            "loss_reduction": loss_reduction,
-            "batch_first": batch_first,
-            "batch_size": batch_size,
-            "materialize": materialize,
-            "accumulate_grad": accumulate_grad,
-            "keep_factors": keep_factors,
-            "escalate": escalate,
-            "says_layout": AS_BEFORE if batch_first is AS_BEFORE else True,
-        }
-        settings = replace(
-            cast(Settings, self._settings), **{name: value for name, value in told.items() if value is not AS_BEFORE}
-        )
-        switch(self, settings, mode=mode)
+        settings = cast(Settings, self._settings)
+        switch(self, replace(settings, **told, says_layout=settings.says_layout or "batch_first" in told), mode=mode)
         return self
 
     def _learn(self, learned: Learned | None) -> None:
@@ -448,8 +438,7 @@ def _refuse_unconverted(model: nn.Module) -> None:
 def _prepare(parameters: Any) -> None:
     """`grad_sample` is `None` from the start."""
     for parameter in parameters:
-        if parameter is not None:
-            parameter.grad_sample = None
+        parameter.grad_sample = None
 
 
 _TWINS: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}

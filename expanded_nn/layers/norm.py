@@ -9,6 +9,7 @@ double backward give each sample's own parameters their gradient, at the cost of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from math import prod
 from typing import Any, ClassVar
 
@@ -53,10 +54,7 @@ def _times(own: Tensor, g: Tensor) -> Tensor:
 
 def _widest(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype to add up in: at least float32, as in torch's kernels."""
-    widest = torch.float32
-    for dtype in dtypes:
-        widest = torch.promote_types(widest, dtype)
-    return widest
+    return reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def _standardised(x: Tensor, dims: int, eps: float, *, centred: bool) -> tuple[Tensor, Tensor]:

@@ -72,10 +72,9 @@ class _Layers(Expanded, nn.RNNBase):
         return x, *last
 
     def _weights_of(self, suffix: str) -> Weights:
-        names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else [])]
-        given = {name: self.expanded(f"{name}_{suffix}") for name in names}
-        projection = self.expanded(f"weight_hr_{suffix}") if self.proj_size else None
-        return Weights(given["weight_ih"], given["weight_hh"], given.get("bias_ih"), given.get("bias_hh"), projection)
+        ih, hh = (self.expanded(f"weight_{side}_{suffix}") for side in ("ih", "hh"))
+        bias_ih, bias_hh = (self.expanded(f"bias_{side}_{suffix}") if self.bias else None for side in ("ih", "hh"))
+        return Weights(ih, hh, bias_ih, bias_hh, self.expanded(f"weight_hr_{suffix}") if self.proj_size else None)
 
     def _initial_states(self, input: Tensor, hx: Any, steps: Steps) -> list[Tensor]:
         """The states given, or zeros; torch's own error where sizes are wrong."""
