@@ -311,8 +311,9 @@ RECURRENCES: dict[str, Recurrence] = {
 def _run(layer: Any, given: Inputs, states: Any) -> Any:
     """One of torch's fused kernels, as one layer in one direction."""
     steps, x, _, _, weights = given
-    how = ([weight for weight in weights if weight is not None], weights.bias_ih is not None, 1, 0.0, False, False)
-    arguments = (x, states, *how, False) if steps.packed is None else (x, steps.packed, states, *how)
+    given_weights = [weight for weight in weights if weight is not None]
+    options = (given_weights, weights.bias_ih is not None, 1, 0.0, False, False)
+    arguments = (x, states, *options, False) if steps.packed is None else (x, steps.packed, states, *options)
     if not x.is_cuda:
         return layer(*arguments)
     with warnings.catch_warnings():  # the weights of one layer among several are no buffer of their own

@@ -54,7 +54,7 @@ class _Recurrent(torch.autograd.Function):
         x, h0, c0, y, *others = ctx.saved_tensors
         weights, gates = Weights(*others[: len(Weights._fields)]), tuple(others[len(Weights._fields) :])
         with in_own_dtype(x):
-            if torch.is_grad_enabled() or any(each is not None and is_batched(each) for each in (g, g_c)):
+            if torch.is_grad_enabled() or any(grad is not None and is_batched(grad) for grad in (g, g_c)):
                 all_inputs = (x, h0, c0, *weights)
                 return None, None, None, *_composite_gradients(ctx.recurrence, ctx.steps, all_inputs, needed, g, g_c)
             inputs = (x, h0, c0, y)
@@ -66,7 +66,7 @@ def _loops(recurrence: Recurrence) -> Loops:
 
 
 def _shared_weights(weights: Sequence[Tensor | None], dtype: torch.dtype | None = None) -> Weights:
-    ones = [None if each is None else shared(each).to(dtype or each.dtype) for each in weights]
+    ones = [None if weight is None else shared(weight).to(dtype or weight.dtype) for weight in weights]
     return Weights(*ones)  # type: ignore[arg-type]
 
 
@@ -126,26 +126,18 @@ def _composite_gradients(
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # views, as one input may be computed from another, whose gradient must not go through the first
-        aliases: list[Any] = [None if each is None else each.view_as(each) for each in inputs]
+        aliases: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
         x, h0, c0, *weights = aliases
         dtype = weights[0].dtype
         first_c = None if c0 is None else c0.to(dtype)
         given = Inputs(steps, x.to(dtype), h0.to(dtype), first_c, Weights(*weights))
         y, c = _composite(recurrence, given)
     outputs = [(output, grad) for output, grad in ((y, g), (c, g_c)) if output is not None and grad is not None]
-    wanted = [alias for alias, each in zip(aliases, needed, strict=True) if each and alias is not None]
-    grads = iter(
-        torch.autograd.grad(
-            [output for output, _ in outputs],
-            wanted,
-            [grad.to(output.dtype) for output, grad in outputs],
-            create_graph=again,
-            allow_unused=True,
-        )
-    )
-    return tuple(
-        next(grads) if each and alias is not None else None for alias, each in zip(aliases, needed, strict=True)
-    )
+    wanted = [alias for alias, is_needed in zip(aliases, needed, strict=True) if is_needed and alias is not None]
+    ends, gradients = [output for output, _ in outputs], [grad.to(output.dtype) for output, grad in outputs]
+    grads = iter(torch.autograd.grad(ends, wanted, gradients, create_graph=again, allow_unused=True))
+    wants = (is_needed and alias is not None for alias, is_needed in zip(aliases, needed, strict=True))
+    return tuple(next(grads) if is_wanted else None for is_wanted in wants)
 
 
 def _composite(recurrence: Recurrence, given: Inputs) -> States:
@@ -168,15 +160,15 @@ def _composite(recurrence: Recurrence, given: Inputs) -> States:
     return y, None if c is None else steps.in_sequences_order(c)
 
 
-def _worth_saving(steps: Steps, *given: Tensor | None) -> bool:
+def _worth_saving(steps: Steps, *inputs: Tensor | None) -> bool:
     """Whether a backward may follow, in the dtype of the forward, for which gates are worth keeping."""
-    tensors = [each for each in given if each is not None]
+    tensors = [x for x in inputs if x is not None]
     return (
         torch.is_grad_enabled()
         and bool(steps.sizes)  # without steps, torch's own error tells what is wrong
         and not steps.cell
-        and any(each.requires_grad for each in tensors)
-        and all(cost.keeps_gates(tensor.dtype, tensor.device.type) for tensor in tensors)
+        and any(x.requires_grad for x in tensors)
+        and all(cost.keeps_gates(x.dtype, x.device.type) for x in tensors)
         and not is_autocast()
     )
 

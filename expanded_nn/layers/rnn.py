@@ -40,8 +40,8 @@ class _Layers(Expanded, nn.RNNBase):
         x = self._checked_input(input)
         steps = Steps.of_packed(input) if isinstance(input, PackedSequence) else Steps.of(self._time_first(x))
         states = self._initial_states(x, hx, steps)
-        y, *last = self._stacked(self._time_first(x), steps, [steps.in_sequences_order(each, 1) for each in states])
-        last = [steps.in_samples_order(torch.stack(each), 1) for each in last]
+        y, *last = self._stacked(self._time_first(x), steps, [steps.in_sequences_order(state, 1) for state in states])
+        last = [steps.in_samples_order(torch.stack(states), 1) for states in last]
         output = PackedSequence(y, *input[1:]) if isinstance(input, PackedSequence) else self._time_first(y)
         return output, tuple(last) if self.mode == "LSTM" else last[0]
 
@@ -59,7 +59,7 @@ class _Layers(Expanded, nn.RNNBase):
         for layer in range(self.num_layers):
             outputs = []
             for direction in range(2 if self.bidirectional else 1):
-                first = [each[len(last[0])] for each in initial]
+                first = [states[len(last[0])] for states in initial]
                 along = steps.reversed(x) if direction else x
                 weights = self._weights_of(f"l{layer}_reverse" if direction else f"l{layer}")
                 y, cells = recurrent(RECURRENCES[self.mode], steps, along, first, weights)
@@ -142,7 +142,7 @@ class _Cell(Expanded, nn.RNNCellBase):
         if hx is None:
             states = [x.new_zeros(x.shape[0], self.hidden_size)] * (2 if lstm else 1)
         else:
-            states = [self._checked_state("hx", each) for each in (hx if lstm else [hx])]
+            states = [self._checked_state("hx", state) for state in (hx if lstm else [hx])]
         weights = Weights(*map(self.expanded, self.ranks))
         y, cells = recurrent(RECURRENCES[self.mode], Steps.of(x[None], cell=True), x[None], states, weights)
         h = y.squeeze(0)

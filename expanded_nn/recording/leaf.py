@@ -113,7 +113,7 @@ class Leaf:
     A pair of a tensor's reference and its version is noted where a later change of the tensor has to be seen.
 
     Attributes:
-        parameter: The parameter. A guest of `functional_call` may not live long.
+        parameter: The parameter, or a guest: a tensor that `functional_call` puts in its place for a while.
         is_member: Whether it has been seen in the model, and so is no guest.
         published: Its `grad_sample`.
         expected: The gradient that has to arrive at it, by the number of the backward.
@@ -189,11 +189,11 @@ class Leaf:
 
     def expect(self, gradient: Tensor) -> None:
         """Notes the gradient that an expansion returns to the parameter in the running backward."""
-        task = running_backward()
-        if task in self.expected:
-            self.expected[task].add(gradient)
+        number = running_backward()
+        if number in self.expected:
+            self.expected[number].add(gradient)
         else:
-            self.expected[task] = ExpectedGradient(gradient)
+            self.expected[number] = ExpectedGradient(gradient)
 
     def note_grad(self) -> None:
         """Notes what `.grad` is, so that a change is seen."""

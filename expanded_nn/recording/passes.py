@@ -48,7 +48,7 @@ class Pass:
 
 
 class _NoGradForward(threading.local):
-    """Of each thread.
+    """What each thread has for itself.
 
     Attributes:
         call: The module, B and the inputs of the outermost forward that runs without gradients, if one does.

@@ -35,7 +35,7 @@ class Store:
         held: The rows.
         rows_before: What `undo` restores: for each parameter and pass that the running backward has delivered to, the
             rows from before it, `None` where there were none.
-        tasks: The numbers of the backwards that have delivered: the running one, and those inside of it.
+        backwards: The numbers of the backwards that have delivered: the running one, and those inside of it.
         suspended: The rows held, and what was published of them, while those of a `torch.autograd.grad` stand alone.
         materialize: Whether `grad_sample` is to be dense.
     """
@@ -43,7 +43,7 @@ class Store:
     def __init__(self, materialize: bool) -> None:
         self.held: Held = {}
         self.rows_before: dict[Leaf, dict[Pass, Tensor | None]] = {}
-        self.tasks: set[int] = set()
+        self.backwards: set[int] = set()
         self.suspended: tuple[Held, dict[Leaf, Published]] | None = None
         self.materialize = materialize
 
@@ -57,7 +57,7 @@ class Store:
             if not in_order:
                 self.held = dict(sorted(self.held.items(), key=lambda item: item[0].number))
         pass_rows = self.held[pass_]
-        self.tasks.add(running_backward())
+        self.backwards.add(running_backward())
         before = self.rows_before.get(leaf)
         if before is None or not leaf.grad_is_as_noted():  # the rows so far are a part of `.grad` by now
             if before is not None:
@@ -159,7 +159,7 @@ class Store:
     def begin(self) -> None:
         """Begins a backward: from here on `undo` goes back to the rows held."""
         self.rows_before.clear()
-        self.tasks.clear()
+        self.backwards.clear()
 
     def undo(self) -> None:
         """Takes back the rows of a failed backward whose gradient was not added to `.grad`.
@@ -170,7 +170,7 @@ class Store:
         Where other backwards ran inside of this one, as in reentrant checkpoints, a `.grad` may have got the gradients
         of some rows and not of others: clipping refuses it until it is cleared.
         """
-        for leaf in self.rows_before if len(self.tasks) > 1 else ():
+        for leaf in self.rows_before if len(self.backwards) > 1 else ():
             leaf.note_incomplete()
         lost = {leaf: before for leaf, before in self.rows_before.items() if leaf.grad_is_as_noted()}
         for leaf, before in lost.items():
