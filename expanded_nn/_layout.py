@@ -60,13 +60,9 @@ class Reader(Member, Protocol):
 
 
 class IndexReader(Reader, Protocol):
-    """A layer that looks entries up.
+    """A layer that looks entries up."""
 
-    Attributes:
-        _takes_labels: Whether it was given one index per sample before.
-    """
-
-    _takes_labels: bool
+    _takes_labels: bool  # whether it was given one index per sample before
 
 
 def forward_of(layer: Member) -> Forward | None:

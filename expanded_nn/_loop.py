@@ -18,11 +18,7 @@ _LEAST = 100  # a gradient below so many roundings of the loss may be rounding i
 class Loop:
     """The gradient of each sample's own loss through the plain model.
 
-    Attributes:
-        plain: Runs the plain model.
-        call: The batch.
-        layout: Gives each sample's own loss.
-        is_random: Whether the model draws random numbers, so that the losses are those of one batch.
+    If the model draws random numbers (`is_random`), the losses are those of one batch.
     """
 
     def __init__(self, plain: Runner, call: Call, layout: Layout, *, is_random: bool) -> None:

@@ -198,13 +198,9 @@ def _copied(value: Any) -> Any:
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Turns dropout off, as its masks differ for a sample alone and in a batch.
+    """Turns dropout off, as its masks differ for a sample alone and in a batch."""
 
-    Attributes:
-        met: Whether there was any.
-    """
-
-    met = False
+    met = False  # whether there was any
 
     def turn_off(self, model: nn.Module) -> None:
         """Turns off the dropout of modules; a function mode reaches functions only."""
@@ -231,13 +227,9 @@ class WithoutDropout(TorchFunctionMode):
 
 
 class WithoutChance(WithoutDropout):
-    """Replaces drawn numbers by a fixed one, so that a batch and its samples alone get the same.
+    """Replaces drawn numbers by a fixed one, so that a batch and its samples alone get the same."""
 
-    Attributes:
-        has_drawn: Whether anything was drawn.
-    """
-
-    has_drawn = False
+    has_drawn = False  # whether there was anything to replace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         drawn = super().__torch_function__(func, types, args, kwargs)

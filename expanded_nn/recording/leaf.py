@@ -84,11 +84,9 @@ class Published:
 
 @dataclass
 class Location:
-    """Where a parameter is in the model.
+    """Where a parameter is in the model: the module that holds it, and its name there.
 
     Attributes:
-        module: The module that holds it.
-        name: Its name there.
         shard: What the module holds under that name once FSDP has freed the parameter that it had gathered.
     """
 

@@ -48,13 +48,9 @@ class Pass:
 
 
 class _NoGradForward(threading.local):
-    """What each thread has for itself.
+    """What each thread has for itself."""
 
-    Attributes:
-        call: The module, B and the inputs of the outermost forward that runs without gradients, if one does.
-    """
-
-    call: tuple[Any, int | None, Any] | None = None
+    call: tuple[Any, int | None, Any] | None = None  # the module, B and the inputs of the outermost one that runs
 
 
 class Passes:
