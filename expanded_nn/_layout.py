@@ -97,11 +97,7 @@ def note_shared_result(layer: Reader, result: Tensor) -> None:
 
 
 def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str) -> Tensor:
-    """`x` with B rows in dimension `dim`, one per sample; one that all share is expanded.
-
-    Raises:
-        PerSampleError: If the rows of `x` are not the samples.
-    """
+    """`x` with B rows in dimension `dim`, one per sample; one that all share is expanded, any others are refused."""
     batch = layer.pass_batch_size
     if x.dim() <= feature_dims:
         raise layer._refusal(
