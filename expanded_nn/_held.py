@@ -161,6 +161,7 @@ def _small_matrix(rows: Tensor) -> Tensor | None:
 
 
 def squared_norms(parts: Iterable[Part]) -> list[Tensor]:
+    """`||row||^2` for each row of each part, `(B,)`."""
     products, squares = Products(), []
     for _, rows in parts:
         rows.dense_for_norms()
@@ -192,10 +193,10 @@ def lengths(squares: Iterable[Tensor], parts: Sequence[Part]) -> Tensor:
 
 def _are_zero(parts: Iterable[Tensor]) -> Tensor:  # (B,)
     """Whether the rows of a sample are zero because a factor is, as where a sample's loss is zero."""
-    return torch.stack([_vanishing(rows) for rows in parts]).all(0)
+    return torch.stack([_have_zero_factors(rows) for rows in parts]).all(0)
 
 
-def _vanishing(rows: Tensor) -> Tensor:  # (B,)
+def _have_zero_factors(rows: Tensor) -> Tensor:  # (B,)
     zero = []
     for size, terms in as_factored(rows).blocks:
         of_block = torch.ones(size, dtype=torch.bool, device=rows.device)
@@ -221,6 +222,7 @@ def _scaled_length(matrix: Tensor) -> Tensor:
 
 
 def snapshot(rows: Tensor) -> FactoredTensor:
+    """The rows as they are now: what is made dense later, or replaced in place, is not seen here."""
     if not isinstance(rows, FactoredTensor):
         return as_factored(rows)
     return rows._like(rows.blocks, rows.shape)
@@ -232,6 +234,7 @@ def complex_like(value: Tensor, like: Tensor) -> Tensor:
 
 
 def added(parts: Iterable[Tensor]) -> Tensor:
+    """The sum of tensors, made one by one, so that none is kept; an empty one without any."""
     total: Tensor | None = None
     for part in parts:
         total = part if total is None else total + part

@@ -107,7 +107,7 @@ class StateBefore:
         self._keep(arguments, deep=True)
 
     def _keep(self, value: Any, container: Any = None, *, deep: bool = False) -> None:
-        """Notes the contents of a value, and with `deep` the attributes of the objects in it."""
+        """Notes the contents of a value, taken from a container or not; with `deep` the attributes of objects in it."""
         kept = value if container is None else container
         if id(kept) in self.seen:
             return

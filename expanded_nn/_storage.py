@@ -43,4 +43,4 @@ def _references(tensor: Tensor) -> tuple[int, int]:
     return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
 
 
-_ALONE = _references(torch.empty(1))
+_ALONE = _references(torch.empty(1))  # those to a storage that nothing else uses

@@ -71,13 +71,21 @@ def assume(condition: Tensor, thorough: Callable[[], Tensor] | None = None) -> N
 
 
 def refuse_values(reason: str) -> None:
-    """Gives a trace up, by an `OnlyEager`: what comes next depends on values, and has no usual outcome."""
+    """Gives a trace up: what comes next depends on values, and has no usual outcome.
+
+    Raises:
+        OnlyEager: With the reason, in a trace.
+    """
     if is_traced():
         raise OnlyEager(reason)
 
 
 def wait_for_values(reason: str) -> None:
-    """Puts a trace off, by a `FirstEager`: what comes next is done only once, and takes values."""
+    """Puts a trace off: what comes next is done only once, and takes values.
+
+    Raises:
+        FirstEager: With the reason, in a trace.
+    """
     if is_traced():
         raise FirstEager(reason)
 

@@ -24,7 +24,7 @@ from expanded_nn.recording.recorder import Recorder
 
 
 class _Part(torch.autograd.Function):
-    """A linear map by some of the rows of a shared weight; the other rows have a zero gradient, factored."""
+    """A linear map by a slice of a shared weight; the gradient of the rest of the weight is zero, and factored, too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: slice) -> Tensor:

@@ -306,7 +306,7 @@ class Leaves:
 
 
 def vanishes(grad: Tensor) -> bool:
-    """Whether all numbers are zero; the first ones tell for nearly every gradient that is not."""
+    """Whether all numbers are zero, which a trace assumes that they are not; the first numbers nearly always tell."""
     values = grad._values() if grad.is_sparse else grad
     if is_traced():
         assume(values.any())
