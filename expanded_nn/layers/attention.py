@@ -197,11 +197,10 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Query, key and value as attention sees them, `(B, T, E)` each."""
-        first = self._samples_first("query", query)
-        second = first if key is query else self._samples_first("key", key)
-        third = first if value is query else second if value is key else self._samples_first("value", value)
-        inputs = [first, second, third]
-        if inputs[1].shape[1] != inputs[2].shape[1]:
+        q = self._samples_first("query", query)
+        k = q if key is query else self._samples_first("key", key)
+        v = q if value is query else k if value is key else self._samples_first("value", value)
+        if k.shape[1] != v.shape[1]:
             raise complaint(
                 self.qualified_name,
                 f"key has shape {tuple(key.shape)}, value {tuple(value.shape)}",
@@ -212,13 +211,12 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         if not self._qkv_same_embed_dim:
             biases = [None] * 3 if bias is None else bias.chunk(3, 1)
             weights = [self.expanded(f"{letter}_proj_weight") for letter in "qkv"]
-            return tuple(map(linear, inputs, weights, biases))
+            return tuple(map(linear, (q, k, v), weights, biases))
         if query is key is value:
-            return self._in_projection(inputs[0], 0, 3).chunk(3, -1)
+            return self._in_projection(q, 0, 3).chunk(3, -1)
         if key is value:
-            q = self._in_projection(inputs[0], 0, 1)
-            return q, *self._in_projection(inputs[1], 1, 3).chunk(2, -1)
-        return tuple(self._in_projection(x, i, i + 1) for i, x in enumerate(inputs))
+            return self._in_projection(q, 0, 1), *self._in_projection(k, 1, 3).chunk(2, -1)
+        return tuple(self._in_projection(x, i, i + 1) for i, x in enumerate((q, k, v)))
 
     def _in_projection(
         self,
