@@ -196,10 +196,7 @@ class Leaf:
     def note_grad(self) -> None:
         """Notes what `.grad` is, so that a change is seen."""
         grad = self.grad
-        if grad is not None:
-            self.noted_grad = (weakref.ref(grad), grad._version)
-        elif self.noted_grad is not None:
-            self.noted_grad = None
+        self.noted_grad = None if grad is None else (weakref.ref(grad), grad._version)
 
     def grad_is_as_noted(self) -> bool:
         """Whether `.grad` is the tensor that was noted, in the same version."""
