@@ -104,10 +104,8 @@ def _gates(kind: str, cell: bool, x: Tensor, h: Tensor, y: Tensor, c0: Tensor | 
     return list(RECURRENCES[kind].gates(Saved(Steps.of(x, cell=cell), x, h, y, c0, Weights(*weights))))
 
 
-def _shapes_of_gates(
-    kind: str, cell: bool, x: Tensor, h: Tensor, y: Tensor, c0: Tensor | None, weights: Any
-) -> list[Tensor]:
-    gates = weights[1].shape[0]
+def _shapes_of_gates(kind: str, cell: bool, x: Tensor, *others: Any) -> list[Tensor]:
+    gates = others[-1][1].shape[0]  # of weight_hh
     sizes = {"LSTM": [gates, gates // 4, gates // 4], "GRU": [gates, gates // 3]}.get(kind, [])
     return [x.new_empty(x.shape[0] * x.shape[1], size) for size in sizes]
 

@@ -149,19 +149,14 @@ class Forward:
             self.recorder.passes.last = None
             if self.will_run_again and self._pass is not None:
                 self.recorder.passes.kept.append(self._pass)
-        if (
-            not self.notes.broadcast
-            or error is None
-            or isinstance(error, PerSampleError)
-            or is_of_checkpoint(error)
-            or not hasattr(error, "add_note")
-        ):
+        broadcast = self.notes.broadcast
+        if not broadcast or error is None or isinstance(error, PerSampleError) or is_of_checkpoint(error):
             return
-        name = self.recorder.name_of(self.notes.broadcast[0])
-        error.refused_by = self.notes.broadcast[0]  # type: ignore[attr-defined]
-        error.add_note(
-            f"expanded_nn: before this, {name} has looked up an index without a "
-            "batch dimension, and returned a result per sample, (B, *index.shape, dim). If that is the reason, let "
-            "what follows broadcast over the samples, or run the module around it sample by sample: alone(ItsClass) "
-            "before convert."
-        )
+        error.refused_by = broadcast[0]  # type: ignore[attr-defined]
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(
+                f"expanded_nn: before this, {self.recorder.name_of(broadcast[0])} has looked up an index without a "
+                "batch dimension, and returned a result per sample, (B, *index.shape, dim). If that is the reason, let "
+                "what follows broadcast over the samples, or run the module around it sample by sample: "
+                "alone(ItsClass) before convert."
+            )
