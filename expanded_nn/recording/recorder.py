@@ -43,8 +43,9 @@ class Recorder:
         settings: The settings of `per_sample`.
         roots: The outermost modules that share this recorder: the model, or parts of it that were copied.
         forward: The outermost forward that runs.
-        general_rule: `None` unless a module goes through the general rule. By `vmap`: the parameters that are taken out
-            of it meanwhile, with which a layer inside may run on the whole batch. By its plain forward: empty.
+        general_rule: `None` where no module goes through the general rule, and layers make rows. While its `vmap` runs,
+            the parameters taken out of it, with which a layer may run on the whole batch. While its plain forward runs,
+            empty: layers run theirs.
         passes: Which forwards belong together.
         backward: The backward that runs.
         store: The rows.
