@@ -67,7 +67,7 @@ class Forward:
 
     def __enter__(self) -> Forward:
         if self.recorder.passes.opened == 0:  # while a layer runs, FSDP has replaced its shards
-            self.recorder.look_for_shards(self.module)
+            self.recorder.leaves.look_for_shards(self.module)
         if self.batch is None or (self.is_explicit and torch.is_grad_enabled()):
             self.own_pass  # noqa: B018  # chosen at once, as no layer knows B better
         self.recorder.forward = self

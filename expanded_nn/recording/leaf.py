@@ -279,6 +279,10 @@ class Leaves:
         leaf = self.by_id.get(id(parameter))
         return leaf is not None and leaf.handle is not None and leaf.parameter() is parameter
 
+    def look_for_shards(self, module: nn.Module) -> None:
+        """Notes whether FSDP has sharded parameters of a module."""
+        self.sharded = self.sharded or any(map(is_shard, module.parameters()))
+
     def add(self, parameter: Tensor) -> Leaf:
         """The leaf of a parameter that has none."""
         lost, key = self.lost, id(parameter)

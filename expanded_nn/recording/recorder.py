@@ -83,10 +83,6 @@ class Recorder:
 
     # The model: whose parameters are watched.
 
-    def look_for_shards(self, module: nn.Module) -> None:
-        """Notes whether FSDP has sharded parameters of a module."""
-        self.leaves.sharded = self.leaves.sharded or any(map(is_shard, module.parameters()))
-
     def adopt(self, module: nn.Module) -> None:
         """Makes a module, with all within it, a part of the model."""
         members = set(module.modules())
