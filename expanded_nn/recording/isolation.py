@@ -67,7 +67,7 @@ def has_hidden_rows(leaf: Leaf) -> bool:
 
 def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> None:
     """Replaces the rows held by those that a graph has made, pass by pass."""
-    recorder.store.drop_all()
+    recorder.store.drop_every_pass()
     for pass_rows in passes:
         pass_ = recorder.passes.new(next(iter(pass_rows.values())).shape[0])
         pass_.stage = PassStage.DONE

@@ -480,7 +480,7 @@ class Recorder:
             leaf.expected.clear()
         self.leaves, self.passes = Leaves(), Passes()
         self.expanded.clear()
-        self.store.drop_all()
+        self.store.drop_every_pass()
         leaving = set(leaving)
         self.roots = [weakref.ref(root) for root in self.living_roots() if root not in leaving]
         self.watch_all()

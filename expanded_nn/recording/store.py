@@ -230,8 +230,8 @@ class Store:
             else:
                 leaf.publish_again(published.get(leaf, Published()))
 
-    def drop_all(self) -> None:
-        """Drops the rows of all parameters."""
+    def drop_every_pass(self) -> None:
+        """Drops all rows, suspended ones as well."""
         self.held, self.suspended = {}, None
         self.rows_before.clear()
 

@@ -803,7 +803,7 @@ def test_clear_lets_go_of_all_rows(make: Callable[[int], Tensor]) -> None:
     rows.backward(2, 0, 1)
     rows.store.suspend(rows.leaves)
     rows.backward(2, 0)
-    rows.store.drop_all()
+    rows.store.drop_every_pass()
     assert (rows.store.held, rows.store.rows_before, rows.store.suspended) == ({}, {}, None)
 
 
