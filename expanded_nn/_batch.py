@@ -57,7 +57,7 @@ def rows_are_nodes(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     code = getattr(unwrap(module.plain_class.forward), "__code__", None)
     names = code.co_varnames[1 : code.co_argcount] if code is not None else ()
     named = {**dict(zip(names, args, strict=False)), **kwargs}
-    graphs = [each for each in named.values() if hasattr(each, "edge_index")]
+    graphs = [argument for argument in named.values() if hasattr(argument, "edge_index")]
     edges = graphs[0].edge_index if graphs else named.get("edge_index")
     x = next(tensors([*named.values()]), None)
     is_edges = isinstance(edges, Tensor) and edges.dim() == 2 and edges.shape[0] == 2 and not has_derivatives(edges)

@@ -78,32 +78,32 @@ class Escalation:
             # A checkpoint counts the tensors that a forward saves, those of failed attempts, too. So the attempts are
             # made without it, and the forward that succeeds is run once more.
             with saved_tensors_hooks(as_it_is, as_it_is):
-                self._first_success(attempts, args, kwargs, state)
+                self._result_of(attempts, args, kwargs, state)
             state.restore()
-        result = self._first_success(attempts, args, kwargs, state)
+        result = self._result_of(attempts, args, kwargs, state)
         attempts.warn(rolled_back=state is not None)
         return result
 
-    def _first_success(
+    def _result_of(
         self, attempts: _Attempts, args: tuple[Any, ...], kwargs: dict[str, Any], state: StateBefore | None
     ) -> Any:
-        """The result of the first attempt that succeeds."""
-        is_early = state is None
+        """The result of the first attempt that succeeds; an early error, if it stays, is left to the backward."""
+        looks_for_outside_use = state is not None
         while True:
             try:
                 result = self._called(attempts.called, args, kwargs)
-                if not is_early:
+                if looks_for_outside_use:
                     refuse_outside_use(attempts.called._recorder, result)
                 return result
             except Exception as error:
-                final = attempts.next(error)
+                final = attempts.send_another_module(error)
                 again = checkpoint_hooks() is None and _is_plain(args, kwargs) if state is None else state.restore()
                 if final is None and again:
                     continue
                 attempts.undo()
                 final = final or attempts.refused
-                is_early = getattr(final, "is_early", False)
-                if not (is_early and again):
+                looks_for_outside_use = not getattr(final, "is_early", False)
+                if looks_for_outside_use or not again:
                     raise final from final.__cause__
 
     def _called(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -137,8 +137,8 @@ class _Attempts:
         self.larger: Iterator[Any] = iter(())
         self.before: dict[Any, Learned | None] = {}
 
-    def next(self, error: Any) -> Any:
-        """Sends another module through the general rule; returns the error to raise if none is left."""
+    def send_another_module(self, error: Any) -> Any:
+        """Sends another module through the general rule, or returns the error to raise if none is left."""
         by, trial = getattr(error, "refused_by", None), self.escalation.on_trial
         is_foreign = by is None and (trial is None or isinstance(error, PerSampleError))
         if is_foreign or isinstance(error, torch.OutOfMemoryError) or is_of_checkpoint(error):

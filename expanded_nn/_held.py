@@ -23,12 +23,8 @@ from expanded_nn.recording.sharded import is_zero
 def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]:
     """The parameters by name, and the recorders of their rows: several if parts of the model were switched on alone.
 
-    Args:
-        who: The function that asks, for errors.
-        model: What it was given.
-
     Raises:
-        TypeError: If that is no model.
+        TypeError: If `model` is none.
         PerSampleError: If a trainable parameter has no recorder, or the recorders' settings differ.
     """
     refuse_no_model(who, model)
@@ -64,9 +60,7 @@ def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[
 def held_rows(parameters: Mapping[str, Tensor], *, adds: bool) -> dict[str, Tensor]:
     """Parameter name -> its rows, if it holds any. Those of a frozen parameter count if they are a part of its `.grad`.
 
-    Args:
-        parameters: The parameters, by name.
-        adds: Whether clipping adds to `.grad`, and backwards do not.
+    With `adds`, clipping adds to `.grad`, and backwards do not.
     """
     held = {
         name: getattr(parameter, "grad_sample", None)
@@ -97,11 +91,7 @@ def refuse_gradients_without_rows(
 ) -> None:
     """Raises if an optimizer would take a gradient that is not the sum of rows.
 
-    Args:
-        who: The function that asks, for the error.
-        parameters: The parameters, by name.
-        recorders: The recorders of their rows.
-        adds: Whether clipping is about to add to `.grad`: what is there already is not made of the rows held then.
+    With `adds`, clipping is about to add to `.grad`: what is there already is not made of the rows held then.
     """
 
     def is_unaccounted(parameter: nn.Parameter) -> bool:
@@ -173,6 +163,7 @@ def _small_matrix(rows: Tensor) -> Tensor | None:
 
 
 def squared_norms(parts: Iterable[Part]) -> list[Tensor]:
+    """`||row||^2` for each row of each part, `(B,)`."""
     products, squares = Products(), []
     for _, rows in parts:
         rows.dense_for_norms()
@@ -208,10 +199,10 @@ def lengths(squares: Iterable[Tensor], parts: Sequence[Part]) -> Tensor:
 
 def _are_zero(parts: Iterable[Tensor]) -> Tensor:  # (B,)
     """Whether the rows of a sample are zero because a factor is, as where a sample's loss is zero."""
-    return torch.stack([_vanishing(rows) for rows in parts]).all(0)
+    return torch.stack([_have_zero_factors(rows) for rows in parts]).all(0)
 
 
-def _vanishing(rows: Tensor) -> Tensor:  # (B,)
+def _have_zero_factors(rows: Tensor) -> Tensor:  # (B,)
     zero = []
     for size, terms in as_factored(rows).blocks:
         of_block = torch.ones(size, dtype=torch.bool, device=rows.device)
@@ -237,6 +228,7 @@ def _scaled_length(matrix: Tensor) -> Tensor:
 
 
 def snapshot(rows: Tensor) -> FactoredTensor:
+    """The rows as they are now: what is made dense later, or replaced in place, is not seen here."""
     if not isinstance(rows, FactoredTensor):
         return as_factored(rows)
     return rows._like(rows.blocks, rows.shape)
@@ -248,6 +240,7 @@ def complex_like(value: Tensor, like: Tensor) -> Tensor:
 
 
 def added(parts: Iterable[Tensor]) -> Tensor:
+    """The sum of tensors, made one by one, so that none is kept; an empty one without any."""
     total: Tensor | None = None
     for part in parts:
         total = part if total is None else total + part

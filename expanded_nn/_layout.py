@@ -60,13 +60,9 @@ class Reader(Member, Protocol):
 
 
 class IndexReader(Reader, Protocol):
-    """A layer that looks entries up.
+    """A layer that looks entries up."""
 
-    Attributes:
-        _takes_labels: Whether it was given one index per sample before.
-    """
-
-    _takes_labels: bool
+    _takes_labels: bool  # whether it was given one index per sample before
 
 
 def forward_of(layer: Member) -> Forward | None:
@@ -101,11 +97,7 @@ def note_shared_result(layer: Reader, result: Tensor) -> None:
 
 
 def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str) -> Tensor:
-    """`x` with B rows in dimension `dim`, one per sample; one that all share is expanded.
-
-    Raises:
-        PerSampleError: If the rows of `x` are not the samples.
-    """
+    """`x` with B rows in dimension `dim`, one per sample; one that all share is expanded, any others are refused."""
     batch = layer.pass_batch_size
     if x.dim() <= feature_dims:
         raise layer._refusal(
@@ -197,7 +189,7 @@ def refuse_unclear_layout(module: Member, x: Tensor) -> None:
         or "_layout_is_clear" in vars(module)
     ):
         return
-    settings, batch = recorder.settings, forward.current_pass.batch
+    settings, batch = recorder.settings, forward.own_pass.batch
     if not settings.batch_first or settings.says_layout or batch < 2 or x.dim() != 3 or x.shape[1] != batch:
         return
     if x.shape[0] != batch:
@@ -325,12 +317,7 @@ def _refuse_other_batch(layer: Reader, index: Tensor, dim: int) -> None:
 
 
 def _are_positions(index: Tensor, *, usually: bool) -> bool:
-    """Whether an index looks like `arange`, or like a matrix of relative positions, and not like samples.
-
-    Args:
-        index: The index.
-        usually: The answer with which a step goes on that is traced.
-    """
+    """Whether an index is like `arange` or a matrix of relative positions; in a trace, what is usual."""
     if index.dim() == 1:
         condition = (index.diff() == 1).all()
     elif index.dim() != 2 or index.shape[0] != index.shape[1] or index.shape[0] < 4:

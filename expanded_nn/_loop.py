@@ -18,24 +18,14 @@ _LEAST = 100  # a gradient below so many roundings of the loss may be rounding i
 class Loop:
     """The gradient of each sample's own loss through the plain model.
 
-    Attributes:
-        plain: Runs the plain model.
-        call: The batch.
-        layout: Gives each sample's own loss.
-        is_random: Whether the model draws random numbers, so that the losses are those of one batch.
+    If the model draws random numbers (`is_random`), the losses are those of one batch.
     """
 
     def __init__(self, plain: Runner, call: Call, layout: Layout, *, is_random: bool) -> None:
         self.plain, self.call, self.layout, self.is_random = plain, call, layout, is_random
 
     def compare(self, expanded: nn.Module, losses: list[Tensor], findings: Findings) -> None:
-        """Finds the error of each parameter's rows.
-
-        Args:
-            expanded: The module that has the rows.
-            losses: Each sample's own loss in the batch.
-            findings: Gets the errors, and notes.
-        """
+        """Finds the error of the rows of each parameter of `expanded`; `losses` are each sample's own in the batch."""
         plain = [name for name, p in self.plain.module.named_parameters() if p.requires_grad]
         rows = {name: getattr(p, "grad_sample", None) for name, p in expanded.named_parameters()}
         parts, norms, used = dict.fromkeys(plain, 0.0), dict.fromkeys(plain, 0.0), set()
@@ -68,9 +58,7 @@ class Loop:
     def gradients(self, call: Call, losses: list[Tensor]) -> Iterator[dict[str, tuple[Tensor, bool]]]:
         """For each sample, parameter name -> the gradient of its own loss, and whether the loss depends on it.
 
-        Args:
-            call: The batch.
-            losses: Each sample's own loss in it, for a model that draws random numbers.
+        A model that draws random numbers takes each sample's own loss from `losses`, those in the batch.
         """
         named = {name: p for name, p in self.plain.module.named_parameters() if p.requires_grad}
         for i in range(call.batch):

@@ -112,22 +112,12 @@ class PerSampleModule(nn.Module):
             ValueError: If `loss_reduction` or `batch_size` has no meaning, or rows are to be dense and factored.
             TypeError: If `mode`, or a setting that is on or off, is neither `True` nor `False`.
         """
+        told = {name: value for name, value in locals().items() if value is not AS_BEFORE}
+        del told["self"], told["mode"]
         remedy = 'Give settings by name: per_sample(loss_reduction="sum", batch_size=64).'
         refuse_other_kind("per_sample", "mode", mode, bool, "True or False", remedy)
-        told: dict[str, Any] = {
-            "loss_reduction": loss_reduction,
-            "batch_first": batch_first,
-            "batch_size": batch_size,
-            "materialize": materialize,
-            "accumulate_grad": accumulate_grad,
-            "keep_factors": keep_factors,
-            "escalate": escalate,
-            "says_layout": AS_BEFORE if batch_first is AS_BEFORE else True,
-        }
-        settings = replace(
-            cast(Settings, self._settings), **{name: value for name, value in told.items() if value is not AS_BEFORE}
-        )
-        switch(self, settings, mode=mode)
+        settings = cast(Settings, self._settings)
+        switch(self, replace(settings, **told, says_layout=settings.says_layout or "batch_first" in told), mode=mode)
         return self
 
     def _learn(self, learned: Learned | None) -> None:
@@ -170,7 +160,7 @@ class PerSampleModule(nn.Module):
                 seen.add(module)
                 waiting += module._modules.values()
                 parameters += module._parameters.values()
-        recorder.forget_all([parameter for parameter in parameters if parameter is not None], grads=is_torchs)
+        recorder.drop_all([parameter for parameter in parameters if parameter is not None], grads=is_torchs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -252,7 +242,7 @@ class Expanded(PerSampleModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
-        if recorder is not None and recorder.originals is not None:
+        if recorder is not None and recorder.general_rule is not None:
             return self._inside_general(recorder, args, kwargs)
         if recorder is None or not torch.is_grad_enabled() or not self._has_rows():
             if recorder is not None:
@@ -295,9 +285,9 @@ class Expanded(PerSampleModule):
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
         """Inside the general rule's `vmap`: on the whole batch if it can be, sample by sample otherwise."""
-        originals, result = recorder.originals, NotImplemented
+        originals, result = recorder.general_rule, NotImplemented
         if torch.is_grad_enabled() and (recorder.settings.batch_first or hasattr(self, "batch_first")):
-            with meanwhile(recorder, originals=None):
+            with meanwhile(recorder, general_rule=None):
                 result = lifted(self, originals or {}, args, kwargs)
         return super().forward(*args, **kwargs) if result is NotImplemented else result
 
@@ -462,8 +452,7 @@ def _refuse_unconverted(model: nn.Module) -> None:
 def _prepare(parameters: Any) -> None:
     """`grad_sample` is `None` from the start."""
     for parameter in parameters:
-        if parameter is not None:
-            parameter.grad_sample = None
+        parameter.grad_sample = None
 
 
 _TWINS: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}

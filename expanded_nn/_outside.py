@@ -106,13 +106,7 @@ def expanded(weight: Tensor) -> Tensor:
 
 
 def with_plain_weights(operation: Operation, plain: Callable[..., Tensor], rank: int) -> Operation:
-    """The operation, which also takes a weight without a batch dimension, as torch's own does.
-
-    Args:
-        operation: The operation on weights with a batch dimension.
-        plain: The function of the same arguments in `torch.nn.functional`.
-        rank: The number of dimensions of a weight without a batch dimension.
-    """
+    """An operation on weights `(B, *shape)` that is torch's `plain` one on weights of `rank` dimensions, `(*shape)`."""
     parameters = signature(operation)
 
     @wraps(operation)

@@ -105,11 +105,7 @@ class Findings:
         self.problems.append(Problem(kind, where, str(complaint(where, found, wanted, remedy))))
 
     def report(self, *, is_ambiguous: bool) -> Report:
-        """The findings, each problem once.
-
-        Args:
-            is_ambiguous: Whether B is the size of another dimension, too.
-        """
+        """The findings, each problem once; `is_ambiguous` says that B is the size of another dimension, too."""
         problems = tuple({problem.text: problem for problem in self.problems}.values())
         if problems and not self.errors:
             self.notes.append("the rows were not compared with the sample-by-sample loop.")

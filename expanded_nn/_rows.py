@@ -21,14 +21,14 @@ from expanded_nn.core.positions import gram_by_position, numbers_of_positions
 from expanded_nn.core.terms import Dense, Products, SparseOneHot, Term
 
 R = TypeVar("R", bound="Rows")
-Method = TypeVar("Method", bound=Callable[..., Tensor])
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _in_own_dtype(method: Method) -> Method:
     """The method without autocast."""
 
     @wraps(method)
-    def call(rows: Rows, *args: Any) -> Tensor:
+    def call(rows: Rows, *args: Any) -> Any:
         with in_own_dtype(rows):
             return method(rows, *args)
 
@@ -158,18 +158,18 @@ class Rows(Tensor):
         """Whether the rows are made of outer products alone."""
         return kronecker.has_factors(self._unchanged(), self._kind)
 
+    @_in_own_dtype
     def kronecker_factors(self, total: KroneckerFactors | None = None) -> KroneckerFactors:
         """The Kronecker factors of the rows, added to `total` in place."""
-        with in_own_dtype(self):
-            return kronecker.factors(self._unchanged(), self._kind, total)
+        return kronecker.factors(self._unchanged(), self._kind, total)
 
+    @_in_own_dtype
     def between(self: R, left: Tensor, right: Tensor) -> R:
         """The rows `left @ row @ right`, with square matrices; factored where these rows are."""
-        with in_own_dtype(self):
-            blocks = [
-                (size, tuple(Guarded.of(kronecker.between(term, left, right)) for term in terms if size))
-                for size, terms in self._unchanged()
-            ]
+        blocks = [
+            (size, tuple(Guarded.of(kronecker.between(term, left, right)) for term in terms if size))
+            for size, terms in self._unchanged()
+        ]
         return type(self)(Cell(blocks, self._kind), self.shape)
 
     def chunks(self) -> Iterator[Tensor]:

@@ -64,13 +64,7 @@ class Step(nn.Module):
 
 
 class Runner:
-    """Runs a module, each time from the same buffers and the same random state, on copies of the arguments.
-
-    Attributes:
-        module: The module.
-        modules: It and those within it.
-        buffers: The buffers of each at the beginning.
-    """
+    """Runs a module, each time from the same buffers and the same random state, on copies of the arguments."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -88,13 +82,7 @@ class Runner:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a forward, for the batch or for one sample.
-
-    Attributes:
-        arguments: By position, and by keyword.
-        batch: B.
-        batch_first: Whether the samples stand first.
-    """
+    """The arguments of a forward, by position and by keyword, for a batch of B or, with B = 1, for one sample."""
 
     arguments: tuple[Any, Any]
     batch: int

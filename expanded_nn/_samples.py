@@ -15,12 +15,12 @@ from expanded_nn._trace import Trace
 SampleAxis = tuple[int, bool]
 
 
-def views(
+def candidate_splits(
     whole: Tensor,
     shape: Sequence[int],
     batch: int,
 ) -> dict[SampleAxis, Tensor]:  # each (B, ...)
-    """All ways to read `whole` as B tensors, each of such a shape or a larger one.
+    """All ways to split `whole` into B tensors, each of such a shape or a larger one.
 
     A way is the dimension in which the samples stand, and whether they change fastest in it, as in `(T * B, ...)`.
     """
@@ -35,9 +35,9 @@ def views(
     return by_axis
 
 
-def of_sample(view: Tensor, i: int, shape: Sequence[int]) -> Tensor:
-    """The part of one sample in a view; a shorter one was padded in the batch."""
-    part = view[i]
+def of_sample(split: Tensor, i: int, shape: Sequence[int]) -> Tensor:
+    """The part of one sample in such a split; a shorter one was padded in the batch."""
+    part = split[i]
     return part[tuple(map(slice, shape))] if part.dim() == len(shape) else part.reshape(shape)
 
 
@@ -87,7 +87,7 @@ class Layout:
         self.unclear: int | None = None
         for n, output in enumerate(outputs):
             own = [outputs_alone[n] for outputs_alone in alone if n < len(outputs_alone)]
-            ways = [views(output, x.shape, self.batch) for x in own]
+            ways = [candidate_splits(output, x.shape, self.batch) for x in own]
             common = [place for place in (ways[0] if ways else {}) if all(place in way for way in ways)]
             if len(own) == self.batch and all(x.shape == output.shape for x in own):
                 self.places.append(None)
@@ -101,7 +101,7 @@ class Layout:
     def parts(self, outputs: list[Tensor], i: int) -> list[Tensor]:
         """What is of sample `i`."""
         return [
-            of_sample(views(output, shape, self.batch)[place], i, shape)
+            of_sample(candidate_splits(output, shape, self.batch)[place], i, shape)
             for output, shape, place in zip(outputs, self.shapes[i], self.places, strict=True)
             if place is not None
         ]
@@ -192,7 +192,7 @@ def first_mixed(whole: Trace, lone: Trace, i: int, batch: int, tolerance: float)
     """The place of the first event whose values for sample `i` are others in the batch than alone."""
 
     def agree(in_batch: Tensor, alone: Tensor) -> bool:
-        ways = views(in_batch, alone.shape, batch).values()
+        ways = candidate_splits(in_batch, alone.shape, batch).values()
         if ways:
             return any(difference(of_sample(view, i, alone.shape), alone) <= tolerance for view in ways)
         return in_batch.shape != alone.shape or in_batch.dim() == 0 or difference(in_batch, alone) <= tolerance
@@ -234,7 +234,7 @@ def lone_shape(whole: Trace, lone: Trace, k: int, n: int) -> torch.Size | None:
 def _reaches(grad: Tensor, shape: torch.Size | None, others: Tensor) -> bool:
     precision = torch.finfo(grad.dtype).eps
     grad = _plain(grad)
-    ways = [] if shape is None else list(views(grad, shape, len(others)).values())
+    ways = [] if shape is None else list(candidate_splits(grad, shape, len(others)).values())
     return bool(ways) and all(bool(view[others].norm() > precision * view.norm()) for view in ways)
 
 

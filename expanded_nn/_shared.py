@@ -18,7 +18,7 @@ def is_shared(*weights: Tensor | None) -> bool:
 
 
 def is_constant(*weights: Tensor | None) -> bool:
-    """Whether the weights are the same for all samples and require no gradients: torch's own op does then."""
+    """Whether the weights are the same for all samples and require no gradients, so that torch's own op serves."""
     return _are_the_same(*weights) and not any(weight is not None and weight.requires_grad for weight in weights)
 
 

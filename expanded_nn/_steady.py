@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-# what the library keeps in the attributes of a module, and what torch does
+# The attributes that the library sets on modules: by `per_sample`, by the general rule, by what layers have seen of
+# inputs. All others are the user's, and what a forward that starts over has changed in them is put back; so is an
+# Embedding's `_takes_labels`, which is none of these. `OURS` are those that nobody puts back.
 OWN_STATE = ("_recorder", "_settings", "_compared", "_ways", "_ranks", "_shared_seen", "_learned", "_layout_is_clear")
 OURS = {"_parameters", "_modules", "_flat_weights", "_flat_weight_refs", *OWN_STATE}
 _ATOMS = {bool, int, float, str, type(None)}
@@ -95,10 +97,6 @@ def _same(before: Any, after: Any) -> bool:
 class StateBefore:
     """What a forward may change, as it is before: random states, attributes and buffers, its arguments.
 
-    Args:
-        module: The module that is called.
-        arguments: What it is called with.
-
     Attributes:
         random: The random states.
         containers: Lists, sets and mappings, with copies of them.
@@ -116,7 +114,7 @@ class StateBefore:
         self._keep(arguments, deep=True)
 
     def _keep(self, value: Any, container: Any = None, *, deep: bool = False) -> None:
-        """Notes the contents of a value, and with `deep` the attributes of the objects in it."""
+        """Notes the contents of a value, taken from a container or not; with `deep` the attributes of objects in it."""
         kept = value if container is None else container
         if id(kept) in self.seen:
             return
@@ -158,9 +156,7 @@ class StateBefore:
 def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
     """Takes back what a forward leaves in the attributes and buffers of a module, and of those within.
 
-    Args:
-        module: The module.
-        hooks: Whether the forward hooks of the modules within it are called.
+    Without `hooks`, the forward hooks of the modules within it are not called.
     """
     before = [(member, dict(vars(member))) for member in module.modules()]
     try:
@@ -211,13 +207,9 @@ def _copied(value: Any) -> Any:
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Turns dropout off, as its masks differ for a sample alone and in a batch.
+    """Turns dropout off, as its masks differ for a sample alone and in a batch."""
 
-    Attributes:
-        met: Whether there was any.
-    """
-
-    met = False
+    met = False  # whether there was any
 
     def turn_off(self, model: nn.Module) -> None:
         """Turns off the dropout of modules; a function mode reaches functions only."""
@@ -244,13 +236,9 @@ class WithoutDropout(TorchFunctionMode):
 
 
 class WithoutChance(WithoutDropout):
-    """Replaces drawn numbers by a fixed one, so that a batch and its samples alone get the same.
+    """Replaces drawn numbers by a fixed one, so that a batch and its samples alone get the same."""
 
-    Attributes:
-        has_drawn: Whether anything was drawn.
-    """
-
-    has_drawn = False
+    has_drawn = False  # whether there was anything to replace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         drawn = super().__torch_function__(func, types, args, kwargs)

@@ -17,14 +17,10 @@ from expanded_nn.core import cost
 
 
 class Recycled:
-    """The memory that the dense rows of one parameter were written to.
-
-    Attributes:
-        kept: The pieces of memory, as tensors of bytes.
-    """
+    """The memory that the dense rows of one parameter were written to."""
 
     def __init__(self) -> None:
-        self.kept: list[Tensor] = []
+        self.kept: list[Tensor] = []  # pieces of memory, as bytes
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """An uninitialized tensor; `None` on a device whose allocator recycles memory itself."""
@@ -47,4 +43,4 @@ def _references(tensor: Tensor) -> tuple[int, int]:
     return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
 
 
-_ALONE = _references(torch.empty(1))
+_ALONE = _references(torch.empty(1))  # those to a storage that nothing else uses

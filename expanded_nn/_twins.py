@@ -114,11 +114,7 @@ def _overrides(module_class: type[nn.Module], base: type[nn.Module]) -> bool:
 _REFUSED: tuple[tuple[type[nn.Module], str, str], ...] = (
     (nn.SyncBatchNorm, "it mixes samples across processes", "use GroupNorm instead"),
     (nn.DataParallel, "it splits the batch over replicas", "convert its .module, and use DistributedDataParallel"),
-    (
-        nn.parallel.DistributedDataParallel,
-        "it is a wrapper around a model",
-        "convert the model first, then wrap it",
-    ),
+    (nn.parallel.DistributedDataParallel, "it is a wrapper around a model", "convert the model first, then wrap it"),
 )
 
 

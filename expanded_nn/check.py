@@ -161,11 +161,7 @@ class _Check:
         return named("", self.plain.module)
 
     def run(self, model: nn.Module) -> None:
-        """Runs all comparisons.
-
-        Args:
-            model: The model that was copied, whose parameters must not be used by the copies.
-        """
+        """Runs all comparisons; the parameters of `model`, which was copied, must not be used by the copies."""
         with Trace(self.plain.module, with_grads=True) as self.whole:
             self.outputs = self.plain(self.call)
         self.set_tolerance()
@@ -386,8 +382,7 @@ class _Check:
     def find_mixing(self) -> bool:
         """Looks for samples that are mixed: by the outputs of one alone, and by where the gradient of its loss goes.
 
-        Returns:
-            Whether the rows can be compared nevertheless.
+        Whether the rows can be compared nevertheless.
         """
         errors = [self.layout.difference(self.outputs, own, i) for i, own in enumerate(self.layout.alone)]
         i = errors.index(max(errors))

@@ -183,13 +183,13 @@ class Sent:
     x: Tensor
     words: Tensor
     output: Tensor
-    now: Pass | None  # None where per-sample mode was off
+    pass_: Pass | None  # None where per-sample mode was off
     values: dict[Key, Tensor]
     keys: dict[Place, Key]
     trainable: set[Key]
     plain: nn.Module
     outside: Key | None = None
-    old: bool = False  # whether per_sample was called since
+    switched: bool = False  # whether per_sample was called since
     changed: bool = False  # whether a weight was changed in place since
     computed: dict[str, Any] = field(default_factory=dict)
 
@@ -228,8 +228,8 @@ class Sent:
         if not active:
             return {}
         gradients = torch.autograd.grad(losses.sum(), active, allow_unused=True)
-        found = dict(zip((key for key, leaf in leaves.items() if leaf.requires_grad), gradients, strict=True))
-        return {key: gradient for key, gradient in found.items() if gradient is not None}
+        by_key = dict(zip((key for key, leaf in leaves.items() if leaf.requires_grad), gradients, strict=True))
+        return {key: gradient for key, gradient in by_key.items() if gradient is not None}
 
 
 # --- the contract -------------------------------------------------------------------------------------------------
@@ -290,10 +290,10 @@ class Contract:
     def deliver(self, parts: Sequence[tuple[Sent, str, float]], trainable: set[Key]) -> None:
         """A backward of the sum, or the mean, of the samples' losses of some kinds, each times a factor."""
         if any(sent.whole(kind) for sent, kind, _ in parts):
-            held = {key for held in self.passes for key in held.rows}
+            held = {key for pass_ in self.passes for key in pass_.rows}
             without = {key for key, gradient in self.grads.items() if gradient is None}
             # rows of no samples add up to zero, whether their `.grad` was cleared or not: they stay in doubt
-            bare = {key for key in self.doubtful if not any(len(each.rows.get(key, ())) for each in self.passes)}
+            bare = {key for key in self.doubtful if not any(len(pass_.rows.get(key, ())) for pass_ in self.passes)}
             self.drop((self.cleared - bare) | without if self.accumulates else held)
             self.moved, self.cleared = False, set()
             self.doubtful |= self.empty
@@ -303,26 +303,26 @@ class Contract:
                 self.doubtful, self.empty = set(), set()
         for sent, kind, factor in parts:
             for key, gradient in sent.whole(kind).items():
-                if sent.now is not None:
-                    sent.now.reached = True
+                if sent.pass_ is not None:
+                    sent.pass_.reached = True
                 if key not in trainable:  # frozen or replaced since the forward
                     continue
-                if self.accumulates or sent.now is None:
+                if self.accumulates or sent.pass_ is None:
                     total = gradient * (factor / self.scale(len(sent.x)))
                     before = self.grads.get(key)
                     self.grads[key] = total if before is None else before + total
                     if before is None:
                         self.raw.add(key)
-                if sent.now is not None:
+                if sent.pass_ is not None:
                     rows = factor * sent.rows(kind)[key]
-                    held = sent.now.rows.get(key)
-                    sent.now.rows[key] = rows if held is None else held + rows
-            if sent.now is not None and sent.now.rows and sent.now not in self.passes:
-                self.passes.append(sent.now)
-        self.passes.sort(key=lambda each: each.number)
+                    held = sent.pass_.rows.get(key)
+                    sent.pass_.rows[key] = rows if held is None else held + rows
+            if sent.pass_ is not None and sent.pass_.rows and sent.pass_ not in self.passes:
+                self.passes.append(sent.pass_)
+        self.passes.sort(key=lambda pass_: pass_.number)
         for key, total in self.grads.items():
             if total is not None and key in trainable:
-                own = [held.rows[key].sum(0) for held in self.passes if key in held.rows]
+                own = [pass_.rows[key].sum(0) for pass_ in self.passes if key in pass_.rows]
                 # rows were taken away by hand, or clipped: whether a `.grad` that vanishes was cleared, nobody can tell
                 clipped = vanishes(total) and key not in self.raw
                 if own and (vanishes(torch.stack(own).sum(0)) != vanishes(total) or clipped):
@@ -331,19 +331,19 @@ class Contract:
     def drop(self, keys: set[Key]) -> None:
         """The rows of these parameters are gone."""
         gone = set(keys)
-        for held in self.passes:
-            held.rows = {key: rows for key, rows in held.rows.items() if key not in gone}
-        self.passes = [held for held in self.passes if held.rows]
+        for pass_ in self.passes:
+            pass_.rows = {key: rows for key, rows in pass_.rows.items() if key not in gone}
+        self.passes = [pass_ for pass_ in self.passes if pass_.rows]
         self.cleared -= gone
         self.doubtful -= gone
 
     def due(self, shapes: dict[Key, torch.Size], trainable: set[Key]) -> dict[Key, Tensor | None]:
         """The rows of each trainable parameter: zeros in a pass that did not use it, none where no pass did."""
-        counted = [held for held in self.passes if any(key in trainable for key in held.rows)]
+        counted = [pass_ for pass_ in self.passes if any(key in trainable for key in pass_.rows)]
         due: dict[Key, Tensor | None] = {}
         for key in trainable:
-            if any(key in held.rows for held in counted):
-                parts = [held.rows.get(key, torch.zeros(held.batch, *shapes[key])) for held in counted]
+            if any(key in pass_.rows for pass_ in counted):
+                parts = [pass_.rows.get(key, torch.zeros(pass_.batch, *shapes[key])) for pass_ in counted]
                 due[key] = torch.cat(parts)
             else:
                 due[key] = None

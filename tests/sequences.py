@@ -101,7 +101,7 @@ class Run:
         return {key: parameter.shape for key, parameter in self.parameters.items()}
 
     def name_of(self, key: Key) -> str:
-        return next(name for name, each in self.model.named_parameters() if each is self.parameters[key])
+        return next(name for name, parameter in self.model.named_parameters() if parameter is self.parameters[key])
 
     def key_of(self, name: str) -> Key:
         return self.keys[id(self.model.get_parameter(name))]
@@ -187,7 +187,7 @@ class Run:
         else:
             if due:
                 raise Wrong("no error", f"a backward went through, of {due}")
-            if any(sent.old for sent in sents):  # only the law is known
+            if any(sent.switched for sent in sents):  # only the law is known
                 self.failed(parts)
             else:
                 self.contract.deliver(parts, self.trainable)
@@ -196,7 +196,7 @@ class Run:
             if handle is not None:
                 handle.remove()
         if not retain or hook is not None:
-            self.sent = [each for each in self.sent if each not in sents]
+            self.sent = [sent for sent in self.sent if sent not in sents]
 
     def refusal_due(self, parts: Sequence[tuple[Sent, str, float]]) -> str:
         """Why a backward has to be refused, empty where it need not be."""
@@ -204,7 +204,7 @@ class Run:
             received = self.trainable & set(sent.whole(kind))
             if not len(sent.x):
                 continue  # adds zeros
-            if received and sent.now is None:
+            if received and sent.pass_ is None:
                 return "a forward without per-sample mode"
             if sent.outside in received:
                 return "a use that no layer sees"
@@ -213,11 +213,11 @@ class Run:
     def refusal_allowed(self, parts: Sequence[tuple[Sent, str, float]]) -> str:
         """Why a backward may be refused, but where it is not its rows have to be right."""
         for sent, _, _ in parts:
-            if sent.old:
+            if sent.switched:
                 return "a graph from before per_sample was called"
             if sent.outside is not None:
                 return "a use that no layer saw, of a parameter that is frozen or replaced"
-            if self.contract.on and sent.now is None:
+            if self.contract.on and sent.pass_ is None:
                 return "an empty forward without per-sample mode"
         return ""
 
@@ -244,9 +244,9 @@ class Run:
             contract.grads[key] = None if actual is None else actual.detach().clone()
         contract.doubtful |= trainable
         # Which passes it has reached is open. What was computed in them is not used any more.
-        touched = [sent.now for sent, _, _ in parts if sent.now is not None]
+        touched = [sent.pass_ for sent, _, _ in parts if sent.pass_ is not None]
         contract.touched += [now for now in touched if now not in contract.touched]
-        self.sent = [sent for sent in self.sent if sent.now is None or sent.now not in touched]
+        self.sent = [sent for sent in self.sent if sent.pass_ is None or sent.pass_ not in touched]
         if contract.last in touched:
             contract.last = None
 
@@ -317,10 +317,10 @@ class Run:
         if not self.contract.mean:
             yield torch.ones(count)
             return
-        passes = sorted({*self.contract.passes, *self.contract.touched}, key=lambda each: each.number)
+        passes = sorted({*self.contract.passes, *self.contract.touched}, key=lambda pass_: pass_.number)
         found = set()
         for number in range(len(passes) + 1):
-            for chosen in itertools.combinations([each.batch for each in passes], number):
+            for chosen in itertools.combinations([pass_.batch for pass_ in passes], number):
                 if sum(chosen) == count and chosen not in found:
                     found.add(chosen)
                     yield torch.tensor([float(size) for size in chosen for _ in range(size)])
@@ -352,7 +352,7 @@ def dense(rows: Tensor) -> Tensor:
 
 
 def add_up(rows: dict[Key, Tensor], factors: Tensor) -> dict[Key, Tensor]:
-    return {key: torch.einsum("b,b...->...", factors, each) for key, each in rows.items()}
+    return {key: torch.einsum("b,b...->...", factors, own) for key, own in rows.items()}
 
 
 # --- the steps ----------------------------------------------------------------------------------------------------
@@ -363,7 +363,8 @@ class Step:
     """One thing that a script does. Every step has a meaning, or is skipped, wherever it stands."""
 
     def __repr__(self) -> str:
-        said = [f"{each.name}={getattr(self, each.name)!r}" for each in fields(self) if not self.is_default(each.name)]
+        names = [option.name for option in fields(self) if not self.is_default(option.name)]
+        said = [f"{name}={getattr(self, name)!r}" for name in names]
         return f"{type(self).__name__}({', '.join(said)})"
 
     def is_default(self, name: str) -> bool:
@@ -471,7 +472,7 @@ class Together(Step):
         one_pass, last = getattr(enn, "one_pass", None), run.contract.last
         if one_pass is None or not run.contract.on or (self.use == "own_parameter" and not isinstance(run.model, Own)):
             raise Skip
-        if any(sent.now is last for sent in run.sent):
+        if any(sent.pass_ is last for sent in run.sent):
             raise Skip  # whether this goes on with a pass of as many samples is not said
         run.contract.last = None
         with one_pass(run.model, self.samples):
@@ -526,7 +527,7 @@ class Ask(Step):
 
     def take(self, run: Run) -> None:
         sent = run.pick(self.of)
-        if sent.name == "reentrant" or sent.changed or sent.old or (sent.checkpointed and self.kind == "slope"):
+        if sent.name == "reentrant" or sent.changed or sent.switched or (sent.checkpointed and self.kind == "slope"):
             raise Skip
         loss = run.total([(sent, self.kind, 1.0)])
         if self.by == "inputs":
@@ -734,7 +735,7 @@ class PerSample(Step):
         contract.empty = set()
         drop_checkpoints(run)
         for sent in run.sent:
-            sent.old = sent.old or sent.now is not None
+            sent.switched = sent.switched or sent.pass_ is not None
 
 
 @dataclass(frozen=True, repr=False)
@@ -803,10 +804,13 @@ class Clip(Step):
         if not fitting:
             raise Wrong("norms", differs(norms, readings[0][0]))
         after = [{**contract.grads, **grads} for grads in fitting]
-        fits = [all(not differs(each.grad, grads[key]) for key, each in run.parameters.items()) for grads in after]
+        fits = [
+            all(not differs(parameter.grad, grads[key]) for key, parameter in run.parameters.items()) for grads in after
+        ]
         clipped = fitting[fits.index(True) if any(fits) else 0]
         contract.grads.update(clipped)
-        # whether a gradient that vanishes was cleared since, nobody can tell
+        grads_now = {key: parameter.grad for key, parameter in run.parameters.items()}
+        fits = [all(not differs(grad, grads[key]) for key, grad in grads_now.items()) for grads in after]
         contract.doubtful |= {key for key, grad in clipped.items() if vanishes(grad)}
         contract.raw -= set(clipped)
         contract.bare -= set(clipped)
@@ -824,8 +828,8 @@ class Clip(Step):
     def clipped(self, rows: dict[Key, Tensor]) -> tuple[Tensor, dict[Key, Tensor]]:
         """The norms, and what each gradient becomes."""
         count = len(next(iter(rows.values()))) if rows else 0
-        squares = [each.reshape(len(each), math.prod(each.shape[1:])).square().sum(1) for each in rows.values()]
-        if any(len(each) != count for each in squares):
+        squares = [own.reshape(len(own), math.prod(own.shape[1:])).square().sum(1) for own in rows.values()]
+        if any(len(square) != count for square in squares):
             return torch.full((count,), math.nan), {}
         norms = sum(squares, torch.zeros(count)).sqrt()
         factors = (self.max_norm / norms).clamp(max=1.0)
@@ -939,8 +943,8 @@ class Story:
         still(replace(story, model="Layers"))
         still(replace(story, settings={}))
         for number, step in enumerate(story.steps):
-            for each in fields(step):
-                plain = replace(story.steps[number], **{each.name: each.default})
+            for option in fields(step):
+                plain = replace(story.steps[number], **{option.name: option.default})
                 if plain != story.steps[number]:
                     still(replace(story, steps=[*story.steps[:number], plain, *story.steps[number + 1 :]]))
         return story

@@ -500,7 +500,8 @@ BY_NAME = {
         "kronecker.eigenbasis",
         "terms.sides",
     ),
-    *("positions.numbers_of_positions", "positions.gram_by_position", "sketch.transform_length"),
+    *("positions.numbers_of_positions", "positions.gram_by_position", "terms.products_of_positions"),
+    "sketch.transform_length",
 }
 
 

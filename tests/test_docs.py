@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import expanded_nn as enn
 from expanded_nn._registry import EXPANDED
+from expanded_nn.recording import backward, passes, stale
 
 pytestmark = pytest.mark.small_rows
 
@@ -162,6 +163,26 @@ def test_the_places_in_the_code_that_the_pages_name_are_there() -> None:
     assert {name for name in named if not (package / name).exists()} == set()
     files = {str(each.relative_to(package)) for each in package.rglob("*.py") if not each.name.startswith("__")}
     assert {file for file in files if file not in named and f"{file.split('/')[0]}/" not in named} == set()
+
+
+def rows_of_tables(text: str) -> list[list[str]]:
+    """The cells of all tables in a text; a row without a first cell goes on from the one before."""
+    rows: list[list[str]] = []
+    for line in text.splitlines():
+        if line.strip().startswith("|") and "---" not in line:
+            cells = [cell.strip() for cell in line.strip()[1:-1].split("|")]
+            rows.append(cells if cells[0] else [" ".join(pair).strip() for pair in zip(rows.pop(), cells, strict=True)])
+    return rows
+
+
+@pytest.mark.parametrize("place", [passes.Pass, backward.Backward, stale.stale])
+def test_the_page_has_the_tables_of_the_code(place: object) -> None:
+    page = rows_of_tables((DOCS / "lifetime.md").read_text())
+    rows = rows_of_tables(place.__doc__ or "")
+    assert len(rows) > 6
+    assert rows[0] in page
+    start = page.index(rows[1])
+    assert page[start : start + len(rows) - 1] == rows[1:]
 
 
 def test_the_clients_are_named_with_the_versions_that_the_tests_run() -> None:

@@ -450,7 +450,7 @@ def _refuse_missing_backward(parts: Sequence[Any], recorders: Sequence[Recorder]
     """Raises if the step returns a tensor whose backward has not run: it would run outside of the graph."""
     if not any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return
-    passes = [recorder.passes.current for recorder in recorders]
+    passes = [recorder.passes.last for recorder in recorders]
     if any(pass_ is not None and pass_.stage is PassStage.OPEN for pass_ in passes):
         raise complaint(
             "enn.compile",

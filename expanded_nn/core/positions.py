@@ -10,7 +10,7 @@ from torch import Tensor
 
 from expanded_nn.core import cost
 from expanded_nn.core.algebra import Block, Kind
-from expanded_nn.core.terms import OneHot, Outer, Term
+from expanded_nn.core.terms import OneHot, Outer, Term, products_of_positions
 
 
 def numbers_of_positions(blocks: Sequence[Block]) -> set[int] | None:
@@ -55,7 +55,7 @@ def _columns(term: Term, other: Term) -> Iterator[Tensor]:
                     yield (F.embedding(second, row) * first).sum(2)
             continue
         for h, c in zip(*part.weighted(), strict=True):
-            yield _pairs(term, part, first, second, h, c).sum(2)
+            yield products_of_positions(term, part, (first, second), h, c).sum(2)
 
 
 def _takes_rows(term: Term, other: Term) -> bool:
@@ -64,17 +64,3 @@ def _takes_rows(term: Term, other: Term) -> bool:
         return True
     both_outer = isinstance(term, Outer) and isinstance(other, Outer)
     return both_outer and not cost.gram_by_pairs(1, other.positions, *term.row_shape)
-
-
-def _pairs(term: Term, other: Term, first: Tensor, second: Tensor, h: Tensor, c: Tensor) -> Tensor:
-    """The products of all positions of the term's rows with those of one row of the other, `(B, T, S)`.
-
-    Rows are `(out, in)`, those of an embedding `(entries, dim)`: an index stands for a vector of one 1.
-    """
-    if isinstance(term, Outer):
-        if isinstance(other, Outer):
-            return (first @ h.t()) * (second @ c.t())
-        return (second @ h.t()) * first[:, :, c]
-    if isinstance(other, Outer):
-        return (first @ c.t()) * h.t()[second]
-    return (first @ h.t()) * (second[:, :, None] == c)

@@ -403,7 +403,8 @@ class OneHot(Term):
             return super().gram(other)
         values, index = self.weighted()
         other_factors = other.weighted()
-        return torch.stack([_products(v, i, other, other_factors) for v, i in zip(values, index, strict=True)])
+        pairs = (products_of_positions(other, self, other_factors, v, i) for v, i in zip(values, index, strict=True))
+        return torch.stack([products.sum((1, 2)) for products in pairs])
 
     def gram_takes_rows(self, other: Term) -> bool:
         return not isinstance(other, OneHot | Outer)
@@ -413,13 +414,25 @@ class SparseOneHot(OneHot):
     """The rows of an embedding whose plain gradient is sparse."""
 
 
-def _products(values: Tensor, index: Tensor, other: Term, other_factors: Sequence[Tensor]) -> Tensor:
-    """`<row, other_row[b]>`, `(B,)`, for the one row made of `values (T, dim)` at `index (T,)`."""
-    if isinstance(other, OneHot):
-        other_values, other_index = other_factors
-        return (torch.matmul(other_values, values.t()) * (other_index[:, :, None] == index)).sum((1, 2))
-    g, a = other_factors
-    return (torch.matmul(a, values.t()) * g[:, :, index]).sum((1, 2))
+def products_of_positions(
+    term: Term,  # Outer or OneHot
+    other: Term,  # so is this one
+    factors: Sequence[Tensor],  # of the term's rows, each (B, T, features), an index (B, T)
+    h: Tensor,  # of one row of the other, (S, features)
+    c: Tensor,  # (S, features), an index (S,)
+) -> Tensor:  # (B, T, S)
+    """The products of all positions of the term's rows with those of one row of the other.
+
+    Rows are `(out, in)`, those of an embedding `(entries, dim)`: an index stands for a vector of one 1.
+    """
+    first, second = factors
+    if isinstance(term, Outer):
+        if isinstance(other, Outer):
+            return (first @ h.t()) * (second @ c.t())
+        return (second @ h.t()) * first[:, :, c]
+    if isinstance(other, Outer):
+        return (first @ c.t()) * h.t()[second]
+    return (first @ h.t()) * (second[:, :, None] == c)
 
 
 def _added_by_index(

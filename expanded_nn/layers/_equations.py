@@ -41,13 +41,37 @@ class Gradients(NamedTuple):
     hr: tuple[Tensor, Tensor] | None = None  # (N, out), (N, hidden): of weight_hr h, and h
 
 
-class Saved(NamedTuple):
-    """Inputs, outputs and states of a forward, all but `x` as rows."""
+class Inputs(NamedTuple):
+    """What a forward is given; the loops take the shared weights."""
 
+    steps: Steps
+    x: Tensor  # (T, B, in), or (N, in)
+    h0: Tensor  # (B, out)
+    c0: Tensor | None  # (B, hidden)
+    weights: Weights
+
+
+class Saved(NamedTuple):
+    """What a backward knows of the forward, all but `x` as rows."""
+
+    steps: Steps
     x: Tensor  # (T, B, in), or (N, in)
     h: Tensor  # (N, out): the state before each step
     y: Tensor  # (N, out)
     c0: Tensor | None  # (B, hidden)
+    weights: Weights  # the shared ones
+
+
+class LoopInputs(NamedTuple):
+    """What the loop back over time is given; it works in place."""
+
+    steps: Steps
+    weights: Weights  # the shared ones
+    z: Tensor  # (N, gates): derivatives of the states by what weight_hh goes into; their gradients take their place
+    factors: Sequence[Tensor]  # each (N, hidden): what else gradients are multiplied by
+    g: Tensor  # (N, out): the gradient of the outputs; to each is added what comes from the step after it
+    g_h: Tensor  # (B, out): zeros; the gradient of the first states is added
+    g_c: Tensor | None = None  # (B, hidden): that of the last cell states; that of the first takes its place
 
 
 Gates = tuple[Tensor, ...]  # each (N, features)
@@ -56,50 +80,26 @@ Gates = tuple[Tensor, ...]  # each (N, features)
 class Loops(Protocol):
     """What goes step by step: a recurrence's own, or each as one operation of a traced graph."""
 
-    def fused(self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights) -> States:
+    def fused(self, given: Inputs) -> States:
         """Torch's own kernel: the outputs, laid out as `x`, and the last cell states."""
 
-    def saving(
-        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
-    ) -> tuple[Tensor, Tensor | None, Gates]:
+    def saving(self, given: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
         """`fused`, and the gates of all steps, where they are cheaper here than in the backward."""
 
-    def gates(self, steps: Steps, saved: Saved, weights: Weights) -> Gates:
+    def gates(self, saved: Saved) -> Gates:
         """The gates that `saving` gives, from what `fused` does."""
 
-    def loop(
-        self,
-        steps: Steps,
-        z: Tensor,
-        factors: Sequence[Tensor],
-        weights: Weights,
-        g: Tensor,
-        g_h: Tensor,
-        g_c: Tensor | None,
-    ) -> None:
-        """Goes back over time, for the gradients of the pre-activations.
-
-        Args:
-            steps: Where the steps lie.
-            z: The derivatives of the states by the pre-activations that are multiplied by `weight_hh`, `(N, gates)`;
-                their gradients take their place.
-            factors: What else gradients are multiplied by, each `(N, hidden)`.
-            weights: The shared ones.
-            g: The gradient of the outputs, `(N, out)`; to each is added what comes from the step after it.
-            g_h: Zeros, `(B, out)`; the gradient of the first states is added.
-            g_c: The gradient of the last cell states, `(B, hidden)`; that of the first takes its place.
-        """
+    def loop(self, given: LoopInputs) -> None:
+        """Goes back over time, for the gradients of the pre-activations."""
 
 
 class Recurrence(ABC, Loops):
     """The equations of one step, forward and backward."""
 
-    def saving(
-        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
-    ) -> tuple[Tensor, Tensor | None, Gates]:
-        return *self.fused(steps, x, h0, c0, weights), ()
+    def saving(self, given: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
+        return *self.fused(given), ()
 
-    def gates(self, steps: Steps, saved: Saved, weights: Weights) -> Gates:
+    def gates(self, saved: Saved) -> Gates:
         return ()
 
     @abstractmethod
@@ -107,91 +107,54 @@ class Recurrence(ABC, Loops):
         """The next states of all samples from `weight_ih x + bias_ih` and `weight_hh h + bias_hh`; differentiable."""
 
     @abstractmethod
-    def backward(
-        self,
-        loops: Loops,
-        steps: Steps,
-        saved: Saved,
-        gates: Gates,
-        weights: Weights,
-        g: Tensor,
-        g_c: Tensor | None,
-    ) -> Gradients:
-        """The gradients of all pre-activations.
+    def backward(self, loops: Loops, saved: Saved, gates: Gates, g: Tensor, g_c: Tensor | None) -> Gradients:
+        """The gradients of all pre-activations; `loops` go back over time.
 
-        Args:
-            loops: Goes back over time.
-            steps: Where the steps lie.
-            saved: What is known of the forward.
-            gates: Those of all steps.
-            weights: The shared ones.
-            g: The gradient of the outputs, `(N, out)`; it is overwritten.
-            g_c: The gradient of the last cell states, `(B, hidden)`.
+        `g (N, out)` is the gradient of the outputs, and is overwritten; `g_c (B, hidden)` that of the last cell states.
         """
 
 
 class Elman(Recurrence):
-    """`h' = tanh(weight_ih x + bias_ih + weight_hh h + bias_hh)`, or `relu`.
-
-    Args:
-        relu: Whether it is `relu`.
-    """
+    """`h' = tanh(weight_ih x + bias_ih + weight_hh h + bias_hh)`, or with `relu` in its place."""
 
     def __init__(self, *, relu: bool = False) -> None:
         self.relu = relu
 
-    def fused(self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights) -> States:
-        if steps.cell:
+    def fused(self, given: Inputs) -> States:
+        if given.steps.cell:
             cell = torch.rnn_relu_cell if self.relu else torch.rnn_tanh_cell
-            return cell(x[0], h0, *weights[:4])[None], None
+            return cell(given.x[0], given.h0, *given.weights[:4])[None], None
         layer = torch.rnn_relu if self.relu else torch.rnn_tanh
-        return _run(layer, steps, x, h0[None], weights)[0], None
+        return _run(layer, given, given.h0[None])[0], None
 
     def step(self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None) -> States:
         z = of_x + of_h
         return torch.relu(z) if self.relu else torch.tanh(z), None
 
-    def backward(
-        self,
-        loops: Loops,
-        steps: Steps,
-        saved: Saved,
-        gates: Gates,
-        weights: Weights,
-        g: Tensor,
-        g_c: Tensor | None,
-    ) -> Gradients:
+    def backward(self, loops: Loops, saved: Saved, gates: Gates, g: Tensor, g_c: Tensor | None) -> Gradients:
         y = saved.y
         z = (y > 0).to(y.dtype) if self.relu else torch.addcmul(y.new_ones(()), y, y, value=-1)
-        g_h0 = g.new_zeros(steps.batch, g.shape[1])
-        loops.loop(steps, z, (), weights, g, g_h0, None)
+        g_h0 = g.new_zeros(saved.steps.batch, g.shape[1])
+        loops.loop(LoopInputs(saved.steps, saved.weights, z, (), g, g_h0))
         return Gradients(z, z, g_h0)
 
-    def loop(
-        self,
-        steps: Steps,
-        z: Tensor,
-        factors: Sequence[Tensor],
-        weights: Weights,
-        g: Tensor,
-        g_h: Tensor,
-        g_c: Tensor | None,
-    ) -> None:
-        gs, zs = steps.split(g), steps.split(z)
+    def loop(self, given: LoopInputs) -> None:
+        steps = given.steps
+        gs, zs = steps.split(given.g), steps.split(given.z)
         for t in reversed(range(len(gs))):
             zs[t].mul_(gs[t])
-            _first(gs[t - 1] if t else g_h, steps.sizes[t]).addmm_(zs[t], weights.hh)
+            _first(gs[t - 1] if t else given.g_h, steps.sizes[t]).addmm_(zs[t], given.weights.hh)
 
 
 class Lstm(Recurrence):
     """`c' = f c + i n`, `h' = o tanh(c')`, or `weight_hr` times that."""
 
-    def fused(self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights) -> States:
-        assert c0 is not None
-        if steps.cell:
-            y, c = torch.lstm_cell(x[0], (h0, c0), *weights[:4])
+    def fused(self, given: Inputs) -> States:
+        assert given.c0 is not None
+        if given.steps.cell:
+            y, c = torch.lstm_cell(given.x[0], (given.h0, given.c0), *given.weights[:4])
             return y[None], c
-        y, _, c = _run(torch.lstm, steps, x, (h0[None], c0[None]), weights)
+        y, _, c = _run(torch.lstm, given, (given.h0[None], given.c0[None]))
         return y, c[0]
 
     def step(self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None) -> States:
@@ -201,11 +164,10 @@ class Lstm(Recurrence):
         y = torch.sigmoid(o) * torch.tanh(c)
         return y if weight_hr is None else linear(y, weight_hr), c
 
-    def saving(
-        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
-    ) -> tuple[Tensor, Tensor | None, Gates]:
-        assert c0 is not None
-        size, h, c, outputs = c0.shape[1], h0, c0, []
+    def saving(self, given: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
+        steps, x, h, c, weights = given
+        assert c is not None
+        size, outputs = c.shape[1], []
         z, weight_hh = self._of_x(steps.rows(x), weights), weights.hh.t()
         gates = z.unflatten(1, (4, size))
         n, cells = z.new_empty(len(z), size), z.new_empty(len(z), size)
@@ -221,17 +183,8 @@ class Lstm(Recurrence):
         y = torch.stack(outputs) if steps.packed is None else torch.cat(outputs)
         return y, steps.last(steps.from_rows(cells)).clone(), (z, n, cells)
 
-    def backward(
-        self,
-        loops: Loops,
-        steps: Steps,
-        saved: Saved,
-        gates: Gates,
-        weights: Weights,
-        g: Tensor,
-        g_c: Tensor | None,
-    ) -> Gradients:
-        c0 = saved.c0
+    def backward(self, loops: Loops, saved: Saved, gates: Gates, g: Tensor, g_c: Tensor | None) -> Gradients:
+        steps, c0 = saved.steps, saved.c0
         assert c0 is not None
         kept, n, cells = gates
         i, f, tanh, o = kept.unflatten(1, (4, c0.shape[1])).unbind(1)  # of the new cell states
@@ -244,19 +197,11 @@ class Lstm(Recurrence):
         slope = torch.addcmul(o, hidden, tanh, value=-1)  # of h by c
         g_h0 = g.new_zeros(steps.batch, g.shape[1])
         g_c0 = torch.zeros_like(c0) if g_c is None else g_c.clone()
-        loops.loop(steps, z, (slope, f), weights, g, g_h0, g_c0)
-        return Gradients(z, z, g_h0, g_c0, None if weights.hr is None else (g, hidden))
+        loops.loop(LoopInputs(steps, saved.weights, z, (slope, f), g, g_h0, g_c0))
+        return Gradients(z, z, g_h0, g_c0, None if saved.weights.hr is None else (g, hidden))
 
-    def loop(
-        self,
-        steps: Steps,
-        z: Tensor,
-        factors: Sequence[Tensor],
-        weights: Weights,
-        g: Tensor,
-        g_h: Tensor,
-        g_c: Tensor | None,
-    ) -> None:
+    def loop(self, given: LoopInputs) -> None:
+        steps, weights, z, factors, g, g_h, g_c = given
         assert g_c is not None
         gs, zs, slopes, forgets = map(steps.split, (g, z, *factors))
         for t in reversed(range(len(gs))):
@@ -272,8 +217,9 @@ class Lstm(Recurrence):
         bias = None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
         return F.linear(x, weights.ih, bias)
 
-    def gates(self, steps: Steps, saved: Saved, weights: Weights) -> Gates:
+    def gates(self, saved: Saved) -> Gates:
         """The gates i, f, the tanh of the new cell states in place of n, and o; n; and the new cell states."""
+        steps, weights = saved.steps, saved.weights
         assert saved.c0 is not None
         z = self._of_x(steps.rows(saved.x), weights).addmm_(saved.h, weights.hh.t())
         i, f, third, _ = z.unflatten(1, (4, saved.c0.shape[1])).unbind(1)
@@ -289,10 +235,10 @@ class Lstm(Recurrence):
 class Gru(Recurrence):
     """`h' = (1 - z) n + z h` with `n = tanh(weight_in x + bias_in + r (weight_hn h + bias_hn))`."""
 
-    def fused(self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights) -> States:
-        if steps.cell:
-            return torch.gru_cell(x[0], h0, *weights[:4])[None], None
-        return _run(torch.gru, steps, x, h0[None], weights)[0], None
+    def fused(self, given: Inputs) -> States:
+        if given.steps.cell:
+            return torch.gru_cell(given.x[0], given.h0, *given.weights[:4])[None], None
+        return _run(torch.gru, given, given.h0[None])[0], None
 
     def step(self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None) -> States:
         (x_r, x_z, x_n), (h_r, h_z, h_n) = of_x.chunk(3, 1), of_h.chunk(3, 1)
@@ -300,10 +246,9 @@ class Gru(Recurrence):
         n = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)
         return n + z * (h - n), None
 
-    def saving(
-        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
-    ) -> tuple[Tensor, Tensor | None, Gates]:
-        h, size, weight_hh, outputs = h0, h0.shape[1], weights.hh.t(), []
+    def saving(self, given: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
+        steps, x, h, _, weights = given
+        size, weight_hh, outputs = h.shape[1], weights.hh.t(), []
         of_h = F.linear(steps.rows(x), weights.ih, weights.bias_ih)  # that of x, so far
         rz, h_n = of_h.split([2 * size, size], 1)
         n = h_n.clone(memory_format=torch.contiguous_format)
@@ -321,16 +266,7 @@ class Gru(Recurrence):
         y = torch.stack(outputs) if steps.packed is None else torch.cat(outputs)
         return y, None, (of_h, n)
 
-    def backward(
-        self,
-        loops: Loops,
-        steps: Steps,
-        saved: Saved,
-        gates: Gates,
-        weights: Weights,
-        g: Tensor,
-        g_c: Tensor | None,
-    ) -> Gradients:
+    def backward(self, loops: Loops, saved: Saved, gates: Gates, g: Tensor, g_c: Tensor | None) -> Gradients:
         h, size, (kept, n) = saved.h, saved.h.shape[1], gates
         r, z, h_n = kept.unflatten(1, (3, size)).unbind(1)
         renew = 1 - z
@@ -339,22 +275,14 @@ class Gru(Recurrence):
         through_r = by_h_n * h_n
         by_r = torch.addcmul(through_r, through_r, r, value=-1)
         of_h = torch.stack((by_r, (h - n).mul_(renew).mul_(z), by_h_n), 1).flatten(1)
-        g_h0 = g.new_zeros(steps.batch, size)
-        loops.loop(steps, of_h, (z,), weights, g, g_h0, None)
+        g_h0 = g.new_zeros(saved.steps.batch, size)
+        loops.loop(LoopInputs(saved.steps, saved.weights, of_h, (z,), g, g_h0))
         of_x = torch.cat([of_h[:, : 2 * size], slope.mul_(g)], 1)
         return Gradients(of_x, of_h, g_h0)
 
-    def loop(
-        self,
-        steps: Steps,
-        z: Tensor,
-        factors: Sequence[Tensor],
-        weights: Weights,
-        g: Tensor,
-        g_h: Tensor,
-        g_c: Tensor | None,
-    ) -> None:
-        gs, keeps, zs = map(steps.split, (g, factors[0], z))
+    def loop(self, given: LoopInputs) -> None:
+        steps, weights, z, (keep,), g, g_h, _ = given
+        gs, keeps, zs = map(steps.split, (g, keep, z))
         by_h = steps.split(z.unflatten(1, (3, g.shape[1])))
         for t in reversed(range(len(gs))):
             by_h[t].mul_(gs[t].unsqueeze(1))
@@ -362,10 +290,10 @@ class Gru(Recurrence):
             before.addcmul_(gs[t], keeps[t])
             before.addmm_(zs[t], weights.hh)
 
-    def gates(self, steps: Steps, saved: Saved, weights: Weights) -> Gates:
+    def gates(self, saved: Saved) -> Gates:
         """The gates r and z and `weight_hn h + bias_hn`; and n."""
-        size = saved.h.shape[1]
-        of_x = F.linear(steps.rows(saved.x), weights.ih, weights.bias_ih)
+        size, weights = saved.h.shape[1], saved.weights
+        of_x = F.linear(saved.steps.rows(saved.x), weights.ih, weights.bias_ih)
         of_h = F.linear(saved.h, weights.hh, weights.bias_hh)
         of_h[:, : 2 * size].add_(of_x[:, : 2 * size]).sigmoid_()
         r, _, h_n = of_h.chunk(3, 1)
@@ -380,11 +308,12 @@ RECURRENCES: dict[str, Recurrence] = {
 }
 
 
-def _run(layer: Any, steps: Steps, x: Tensor, states: Any, weights: Sequence[Tensor | None]) -> Any:
+def _run(layer: Any, given: Inputs, states: Any) -> Any:
     """One of torch's fused kernels, as one layer in one direction."""
-    given = [weight for weight in weights if weight is not None]
-    how = (given, weights[2] is not None, 1, 0.0, False, False)
-    arguments = (x, states, *how, False) if steps.packed is None else (x, steps.packed, states, *how)
+    steps, x, _, _, weights = given
+    given_weights = [weight for weight in weights if weight is not None]
+    options = (given_weights, weights.bias_ih is not None, 1, 0.0, False, False)
+    arguments = (x, states, *options, False) if steps.packed is None else (x, steps.packed, states, *options)
     if not x.is_cuda:
         return layer(*arguments)
     with warnings.catch_warnings():  # the weights of one layer among several are no buffer of their own

@@ -5,7 +5,7 @@ They are there while a step is traced (`compile.py`), for sequences of one lengt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,32 +14,25 @@ from torch import Tensor
 
 from expanded_nn._modes import is_autocast
 from expanded_nn._traced import refuse_values
-from expanded_nn.layers._equations import RECURRENCES, Gates, Recurrence, Saved, States, Weights
+from expanded_nn.layers._equations import RECURRENCES, Gates, Inputs, LoopInputs, Recurrence, Saved, States, Weights
 from expanded_nn.layers._steps import Steps
 
 
 class Operations:
-    """The loops of a recurrence, each as one operation.
-
-    Args:
-        recurrence: Any but a user's own.
-    """
+    """The loops of a recurrence, any but a user's own, each as one operation."""
 
     def __init__(self, recurrence: Recurrence) -> None:
         self._kind = next(kind for kind, known in RECURRENCES.items() if known is recurrence)
 
-    def fused(self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights) -> States:
-        y, c, _ = self._forward(False, steps, x, h0, c0, weights)
+    def fused(self, given: Inputs) -> States:
+        y, c, _ = self._forward(given, saving=False)
         return y, c
 
-    def saving(
-        self, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
-    ) -> tuple[Tensor, Tensor | None, Gates]:
-        return self._forward(True, steps, x, h0, c0, weights)
+    def saving(self, given: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
+        return self._forward(given, saving=True)
 
-    def _forward(
-        self, saving: bool, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
-    ) -> tuple[Tensor, Tensor | None, Gates]:
+    def _forward(self, given: Inputs, *, saving: bool) -> tuple[Tensor, Tensor | None, Gates]:
+        steps, x, h0, c0, weights = given
         if steps.packed is not None:
             refuse_values("sequences have different lengths")
         if is_autocast():
@@ -48,21 +41,14 @@ class Operations:
         c = None if c0 is None else others.pop(0)
         return y, c, tuple(others)
 
-    def gates(self, steps: Steps, saved: Saved, weights: Weights) -> Gates:
-        return tuple(_operations().recurrence_gates(self._kind, steps.cell, *saved, list(weights)))
+    def gates(self, saved: Saved) -> Gates:
+        steps, *tensors, weights = saved
+        return tuple(_operations().recurrence_gates(self._kind, steps.cell, *tensors, list(weights)))
 
-    def loop(
-        self,
-        steps: Steps,
-        z: Tensor,
-        factors: Sequence[Tensor],
-        weights: Weights,
-        g: Tensor,
-        g_h: Tensor,
-        g_c: Tensor | None,
-    ) -> None:
-        given = (len(steps.sizes), steps.batch, z, list(factors), list(weights), g, g_h, g_c)
-        _operations().recurrence_loop(self._kind, *given)
+    def loop(self, given: LoopInputs) -> None:
+        steps, weights, z, factors, *grads = given
+        sizes = len(steps.sizes), steps.batch
+        _operations().recurrence_loop(self._kind, *sizes, z, list(factors), list(weights), *grads)
 
 
 @cache
@@ -101,8 +87,8 @@ _KEPT: list[torch.library.Library] = []
 
 
 def _run(kind: str, cell: bool, saving: bool, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Any) -> list[Tensor]:
-    recurrence, given = RECURRENCES[kind], (Steps.of(x, cell=cell), x, h0, c0, Weights(*weights))
-    y, c, gates = recurrence.saving(*given) if saving else (*recurrence.fused(*given), ())
+    recurrence, given = RECURRENCES[kind], Inputs(Steps.of(x, cell=cell), x, h0, c0, Weights(*weights))
+    y, c, gates = recurrence.saving(given) if saving else (*recurrence.fused(given), ())
     return [y, *([] if c is None else [c.clone()]), *gates]
 
 
@@ -115,16 +101,14 @@ def _shapes(
 
 
 def _gates(kind: str, cell: bool, x: Tensor, h: Tensor, y: Tensor, c0: Tensor | None, weights: Any) -> list[Tensor]:
-    return list(RECURRENCES[kind].gates(Steps.of(x, cell=cell), Saved(x, h, y, c0), Weights(*weights)))
+    return list(RECURRENCES[kind].gates(Saved(Steps.of(x, cell=cell), x, h, y, c0, Weights(*weights))))
 
 
-def _shapes_of_gates(
-    kind: str, cell: bool, x: Tensor, h: Tensor, y: Tensor, c0: Tensor | None, weights: Any
-) -> list[Tensor]:
-    gates = weights[1].shape[0]
+def _shapes_of_gates(kind: str, cell: bool, x: Tensor, *others: Any) -> list[Tensor]:
+    gates = others[-1][1].shape[0]  # of weight_hh
     sizes = {"LSTM": [gates, gates // 4, gates // 4], "GRU": [gates, gates // 3]}.get(kind, [])
     return [x.new_empty(x.shape[0] * x.shape[1], size) for size in sizes]
 
 
 def _loop(kind: str, steps: int, batch: int, z: Tensor, factors: list[Tensor], weights: Any, *grads: Any) -> None:
-    RECURRENCES[kind].loop(Steps([batch] * steps, batch), z, factors, Weights(*weights), *grads)
+    RECURRENCES[kind].loop(LoopInputs(Steps([batch] * steps, batch), Weights(*weights), z, factors, *grads))

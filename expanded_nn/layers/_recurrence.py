@@ -18,7 +18,7 @@ from expanded_nn._shared import is_shared, owned, shared
 from expanded_nn._traced import is_traced
 from expanded_nn.core import cost
 from expanded_nn.layers import _opaque
-from expanded_nn.layers._equations import Loops, Recurrence, Saved, States, Weights
+from expanded_nn.layers._equations import Inputs, Loops, Recurrence, Saved, States, Weights
 from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear, outer_rows
 from expanded_nn.recording.expand import keeps_factors
@@ -40,9 +40,8 @@ class _Recurrent(torch.autograd.Function):
     ) -> States:
         ctx.set_materialize_grads(False)
         ctx.recurrence, ctx.steps = recurrence, steps
-        given = (steps, x, h0, c0, _shared_weights(weights))
-        loops = _loops(recurrence)
-        y, c, gates = loops.saving(*given) if saving else (*loops.fused(*given), ())
+        given, loops = Inputs(steps, x, h0, c0, _shared_weights(weights)), _loops(recurrence)
+        y, c, gates = loops.saving(given) if saving else (*loops.fused(given), ())
         # a copy of the outputs, as the next layer may change them in place
         ctx.save_for_backward(x, h0, c0, steps.copied_rows(y, y.dtype), *weights, *gates)
         return owned(y), c
@@ -55,7 +54,7 @@ class _Recurrent(torch.autograd.Function):
         x, h0, c0, y, *others = ctx.saved_tensors
         weights, gates = Weights(*others[: len(Weights._fields)]), tuple(others[len(Weights._fields) :])
         with in_own_dtype(x):
-            if torch.is_grad_enabled() or any(each is not None and is_batched(each) for each in (g, g_c)):
+            if torch.is_grad_enabled() or any(grad is not None and is_batched(grad) for grad in (g, g_c)):
                 all_inputs = (x, h0, c0, *weights)
                 return None, None, None, *_composite_gradients(ctx.recurrence, ctx.steps, all_inputs, needed, g, g_c)
             inputs = (x, h0, c0, y)
@@ -67,7 +66,7 @@ def _loops(recurrence: Recurrence) -> Loops:
 
 
 def _shared_weights(weights: Sequence[Tensor | None], dtype: torch.dtype | None = None) -> Weights:
-    ones = [None if each is None else shared(each).to(dtype or each.dtype) for each in weights]
+    ones = [None if weight is None else shared(weight).to(dtype or weight.dtype) for weight in weights]
     return Weights(*ones)  # type: ignore[arg-type]
 
 
@@ -85,12 +84,12 @@ def _gradients(
     x, h0, c0, y = inputs
     row_dtype, keep_factors = weights.ih.dtype, keeps_factors(*weights)
     dtype = torch.promote_types(row_dtype, torch.float32)
-    one, y = _shared_weights(weights, dtype), y.to(dtype)
-    saved = Saved(x.to(dtype), steps.previous(h0.to(dtype), y), y, None if c0 is None else c0.to(dtype))
+    one, y, first_c = _shared_weights(weights, dtype), y.to(dtype), None if c0 is None else c0.to(dtype)
+    saved = Saved(steps, x.to(dtype), steps.previous(h0.to(dtype), y), y, first_c, one)
     reached_hr = g is not None or len(steps.sizes) > 1  # the cell state after the first step does not depend on it
     g = torch.zeros_like(y) if g is None else steps.copied_rows(g, dtype)
     loops, g_c = _loops(recurrence), None if g_c is None else g_c.to(dtype)
-    found = recurrence.backward(loops, steps, saved, gates or loops.gates(steps, saved, one), one, g, g_c)
+    found = recurrence.backward(loops, saved, gates or loops.gates(saved), g, g_c)
 
     grads: list[Tensor | None] = [None] * len(needed)
     if needed[0]:
@@ -127,31 +126,23 @@ def _composite_gradients(
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # views, as one input may be computed from another, whose gradient must not go through the first
-        aliases: list[Any] = [None if each is None else each.view_as(each) for each in inputs]
+        aliases: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
         x, h0, c0, *weights = aliases
         dtype = weights[0].dtype
         first_c = None if c0 is None else c0.to(dtype)
-        y, c = _composite(recurrence, steps, x.to(dtype), h0.to(dtype), first_c, Weights(*weights))
+        given = Inputs(steps, x.to(dtype), h0.to(dtype), first_c, Weights(*weights))
+        y, c = _composite(recurrence, given)
     outputs = [(output, grad) for output, grad in ((y, g), (c, g_c)) if output is not None and grad is not None]
-    wanted = [alias for alias, each in zip(aliases, needed, strict=True) if each and alias is not None]
-    grads = iter(
-        torch.autograd.grad(
-            [output for output, _ in outputs],
-            wanted,
-            [grad.to(output.dtype) for output, grad in outputs],
-            create_graph=again,
-            allow_unused=True,
-        )
-    )
-    return tuple(
-        next(grads) if each and alias is not None else None for alias, each in zip(aliases, needed, strict=True)
-    )
+    wanted = [alias for alias, is_needed in zip(aliases, needed, strict=True) if is_needed and alias is not None]
+    ends, gradients = [output for output, _ in outputs], [grad.to(output.dtype) for output, grad in outputs]
+    grads = iter(torch.autograd.grad(ends, wanted, gradients, create_graph=again, allow_unused=True))
+    wants = (is_needed and alias is not None for alias, is_needed in zip(aliases, needed, strict=True))
+    return tuple(next(grads) if is_wanted else None for is_wanted in wants)
 
 
-def _composite(
-    recurrence: Recurrence, steps: Steps, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Weights
-) -> States:
+def _composite(recurrence: Recurrence, given: Inputs) -> States:
     """One layer in one direction, step by step, each sample with its own weights."""
+    steps, x, h0, c0, weights = given
     of_x = linear(steps.by_sample(x), weights.ih, weights.bias_ih)
     h, c = steps.in_samples_order(h0), None if c0 is None else steps.in_samples_order(c0)
     outputs = []
@@ -169,15 +160,15 @@ def _composite(
     return y, None if c is None else steps.in_sequences_order(c)
 
 
-def _worth_saving(steps: Steps, *given: Tensor | None) -> bool:
+def _worth_saving(steps: Steps, *inputs: Tensor | None) -> bool:
     """Whether a backward may follow, in the dtype of the forward, for which gates are worth keeping."""
-    tensors = [each for each in given if each is not None]
+    tensors = [x for x in inputs if x is not None]
     return (
         torch.is_grad_enabled()
         and bool(steps.sizes)  # without steps, torch's own error tells what is wrong
         and not steps.cell
-        and any(each.requires_grad for each in tensors)
-        and all(cost.keeps_gates(tensor.dtype, tensor.device.type) for tensor in tensors)
+        and any(x.requires_grad for x in tensors)
+        and all(cost.keeps_gates(x.dtype, x.device.type) for x in tensors)
         and not is_autocast()
     )
 
@@ -189,15 +180,10 @@ def recurrent(
     initial: Sequence[Tensor],  # (B, out), and for an LSTM (B, hidden)
     weights: Weights,
 ) -> tuple[Tensor, list[Tensor]]:
-    """One layer in one direction.
+    """One layer in one direction, from the first hidden states, `(B, out)`, and an LSTM's cell states, `(B, hidden)`.
 
-    Args:
-        recurrence: The equations of a step.
-        steps: Where the steps lie in `x`.
-        x: `(T, B, in)`, or the rows `(N, in)` of sequences of different lengths.
-        initial: The hidden states before the first step, `(B, out)`, and an LSTM's cell states, `(B, hidden)`.
-        weights: Those of each sample, in the user's order; expanded over the batch (stride 0) they run as torch's
-            fused kernel.
+    The weights are those of each sample, in the user's order; expanded over the batch (stride 0) they run as torch's
+    fused kernel.
 
     Returns:
         The outputs, shaped as `x`, and a list that for an LSTM holds the cell states after each sequence's last
@@ -208,5 +194,5 @@ def recurrent(
         saving = _worth_saving(steps, x, h0, c0, *weights)
         y, c = _Recurrent.apply(recurrence, steps, saving, x, h0, c0, *weights)  # type: ignore[no-untyped-call]
     else:
-        y, c = _composite(recurrence, steps, x, h0, c0, weights)
+        y, c = _composite(recurrence, Inputs(steps, x, h0, c0, weights))
     return y, [] if c is None else [c]

@@ -163,7 +163,7 @@ class Steps:
         if self.packed is None:
             return torch.cat([initial, rows[: rows.shape[0] - self.batch]])
         before = (initial, *rows.split(self.sizes))
-        return torch.cat([each[:size] for each, size in zip(before, self.sizes, strict=False)])
+        return torch.cat([step[:size] for step, size in zip(before, self.sizes, strict=False)])
 
     def in_samples_order(self, states: Tensor, dim: int = 0) -> Tensor:
         """States by sequence, as states by sample."""

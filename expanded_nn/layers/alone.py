@@ -23,7 +23,7 @@ class Alone(General):
         try:
             return super().expanded_forward(*args, **kwargs)
         except Exception as error:
-            if self._recorder is not None and self._recorder.escalation.on_trial is self:
+            if self._recorder is not None and self._recorder.escalation.on_trial is self:  # a larger module is next
                 error.refused_by = self  # type: ignore[attr-defined]
             raise
 

@@ -25,7 +25,7 @@ from expanded_nn.recording.recorder import Recorder
 
 
 class _Part(torch.autograd.Function):
-    """A linear map by some of the rows of a shared weight; the other rows have a zero gradient, factored."""
+    """A linear map by a slice of a shared weight; the gradient of the rest of the weight is zero, and factored, too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: slice) -> Tensor:
@@ -198,11 +198,10 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Query, key and value as attention sees them, `(B, T, E)` each."""
-        first = self._samples_first("query", query)
-        second = first if key is query else self._samples_first("key", key)
-        third = first if value is query else second if value is key else self._samples_first("value", value)
-        inputs = [first, second, third]
-        if inputs[1].shape[1] != inputs[2].shape[1]:
+        q = self._samples_first("query", query)
+        k = q if key is query else self._samples_first("key", key)
+        v = q if value is query else k if value is key else self._samples_first("value", value)
+        if k.shape[1] != v.shape[1]:
             raise complaint(
                 self.qualified_name,
                 f"key has shape {tuple(key.shape)}, value {tuple(value.shape)}",
@@ -213,13 +212,12 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         if not self._qkv_same_embed_dim:
             biases = [None] * 3 if bias is None else bias.chunk(3, 1)
             weights = [self.expanded(f"{letter}_proj_weight") for letter in "qkv"]
-            return tuple(map(linear, inputs, weights, biases))
+            return tuple(map(linear, (q, k, v), weights, biases))
         if query is key is value:
-            return self._in_projection(inputs[0], 0, 3).chunk(3, -1)
+            return self._in_projection(q, 0, 3).chunk(3, -1)
         if key is value:
-            q = self._in_projection(inputs[0], 0, 1)
-            return q, *self._in_projection(inputs[1], 1, 3).chunk(2, -1)
-        return tuple(self._in_projection(x, i, i + 1) for i, x in enumerate(inputs))
+            return self._in_projection(q, 0, 1), *self._in_projection(k, 1, 3).chunk(2, -1)
+        return tuple(self._in_projection(x, i, i + 1) for i, x in enumerate((q, k, v)))
 
     def _in_projection(
         self,
@@ -328,7 +326,7 @@ class _Container(_Converted, Root):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward, with the layers' samples where its own `batch_first` says."""
         recorder, batch_first = self._recorder, own_batch_first(self)
-        if recorder is None or recorder.originals is not None or batch_first is None:
+        if recorder is None or recorder.general_rule is not None or batch_first is None:
             self._refuse_unknown_layout(batch_first)
             return super().forward(*args, **kwargs)
         if self._rows_are_due():
@@ -345,7 +343,7 @@ class _Container(_Converted, Root):
     def _rows_are_due(self) -> bool:
         if self._recorder is None or not torch.is_grad_enabled():
             return False
-        return self._recorder.originals is not None or any(parameter.requires_grad for parameter in self.parameters())
+        return self._recorder.general_rule is not None or any(p.requires_grad for p in self.parameters())
 
     def _fast_path_is_wrong(self) -> bool:
         """Whether torch's fused inference would miss that rows are due, or that weights have a batch dimension."""

@@ -128,8 +128,7 @@ def _input_gradient(
     """The gradient of the input by the convolution of the other kind, which has derivatives with rows of its own."""
     if not transposed:
         return _apply(g, weight, None, geometry, geometry.excess(x.shape[2:], weight.shape[3:], g.shape[2:]))
-    y = _apply(g, weight, None, geometry, None)
-    return cropped(y, x.shape[2:])
+    return cropped(_apply(g, weight, None, geometry, None), x.shape[2:])
 
 
 def _apply(

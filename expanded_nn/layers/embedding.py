@@ -427,7 +427,7 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         forward = None if self._recorder is None or offsets is None else self._recorder.forward
         if forward is not None and offsets is not None:  # before the layer runs, be it without gradients
-            forward.set_batch(_bag_count(input, offsets, self.include_last_offset))
+            forward.correct_batch(_bag_count(input, offsets, self.include_last_offset))
         return cast(Tensor, super().forward(input, offsets, per_sample_weights))
 
     def samples_in(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Any = None) -> int | None:

@@ -159,7 +159,7 @@ class General(Expanded):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         result, recorder = super().forward(*args, **kwargs), self._recorder
-        if recorder is None or not recorder.in_forward or recorder.originals is not None or torch.is_grad_enabled():
+        if recorder is None or not recorder.in_forward or recorder.general_rule is not None or torch.is_grad_enabled():
             return result
         if not self._has_own_rows():
             return result
@@ -269,7 +269,7 @@ class General(Expanded):
         assert recorder is not None
         assert recorder.forward is not None
         own, heard = self._own(), recorder.forward.notes.inputs_shared
-        before, run = len(heard), Run(recorder.forward.current_pass.batch)
+        before, run = len(heard), Run(recorder.forward.own_pass.batch)
         try:
             weights = [run.batched(recorder.expand(parameter)) for _, parameter, _ in own]
             with swapped([place for place, _, _ in own], weights):

@@ -9,6 +9,7 @@ double backward give each sample's own parameters their gradient, at the cost of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from math import prod
 from typing import Any, ClassVar
 
@@ -53,10 +54,7 @@ def _times(own: Tensor, g: Tensor) -> Tensor:
 
 def _widest(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype to add up in: at least float32, as in torch's kernels."""
-    widest = torch.float32
-    for dtype in dtypes:
-        widest = torch.promote_types(widest, dtype)
-    return widest
+    return reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def _standardised(x: Tensor, dims: int, eps: float, *, centred: bool) -> tuple[Tensor, Tensor]:
@@ -391,15 +389,12 @@ def batch_norm(
     batch = x.shape[0]
     if batch == 0:
         return _affine(x, weight, bias)
-    if x.dim() > 3 and x.stride(1) == 1 != x.shape[1] and _same_dtype(x, running_mean, running_var, weight, bias):
+    dtypes = {tensor.dtype for tensor in (x, running_mean, running_var, weight, bias) if tensor is not None}
+    if x.dim() > 3 and x.stride(1) == 1 != x.shape[1] and len(dtypes) == 1:
         return _by_channel(x, running_mean, torch.rsqrt(running_var + eps), weight, bias)
     mean, var = running_mean.repeat(batch), running_var.repeat(batch)
     y = F.batch_norm(_one_sample(x), mean, var, _flat(weight), _flat(bias), False, momentum, eps)
     return owned(y.view(x.shape))
-
-
-def _same_dtype(*tensors: Tensor | None) -> bool:
-    return len({tensor.dtype for tensor in tensors if tensor is not None}) == 1
 
 
 def _by_channel(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,22 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from expanded_nn._errors import PerSampleError
 from expanded_nn._modes import as_it_is, checkpoint_hooks, is_batched
-
-
-class Refusing(Protocol):
-    """The module whose forward it is, as far as it is asked."""
-
-    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
-
-    def _vmap_refusal(self, *said: str) -> PerSampleError: ...
 
 
 class OneSample(TorchFunctionMode):
     """Corrects operations whose gradient is wrong under `vmap`, and names shared tensors that the forward changes."""
 
-    def __init__(self, module: Refusing) -> None:
+    def __init__(self, module: Any) -> None:  # of the general rule
         super().__init__()
         self.module, self.hooks = module, checkpoint_hooks()
 
@@ -47,26 +37,26 @@ class OneSample(TorchFunctionMode):
         if func is F.embedding:
             return _embedding(*args, **kwargs)
         if func is F.embedding_bag and ((len(args) > 2 and args[2] is not None) or kwargs.get("offsets") is not None):
-            raise self._offsets()
+            self._refuse_offsets()
         if func is F.scaled_dot_product_attention and any(
             map(_is_floating_mask, (*args[3:4], kwargs.get("attn_mask")))
         ):
             with sdpa_kernel(SDPBackend.MATH):  # the fused kernels refuse a mask that may need gradient
                 return func(*args, **kwargs)
         if _is_in_place(func) and not is_of_one_sample(args[0]) and any(map(is_of_one_sample, tree_leaves(args))):
-            raise self._shared_change(args[0])
+            self._refuse_change(args[0])
         return func(*args, **kwargs)
 
-    def _offsets(self) -> PerSampleError:
-        return self.module._vmap_refusal(
+    def _refuse_offsets(self) -> None:
+        raise self.module._vmap_refusal(
             "its forward looks up bags by offsets, which tell the samples apart for the whole batch only",
             "one bag per sample in each row",
             "Give the bags to EmbeddingBag as a 2-D input (B, N), filled up with its padding_idx, without offsets.",
         )
 
-    def _shared_change(self, tensor: Tensor) -> PerSampleError:
+    def _refuse_change(self, tensor: Tensor) -> None:
         names = [f"the buffer {name!r}" for name, buffer in self.module.named_buffers() if buffer is tensor]
-        return self.module._vmap_refusal(
+        raise self.module._vmap_refusal(
             f"its forward writes what belongs to one sample into {names[0] if names else 'a tensor that all share'}",
             "a forward that changes nothing that samples share",
             "Do without that buffer or cache in per-sample mode (use_cache=False), or write the per-sample forward "

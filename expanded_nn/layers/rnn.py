@@ -40,8 +40,8 @@ class _Layers(Expanded, nn.RNNBase):
         x = self._checked_input(input)
         steps = Steps.of_packed(input) if isinstance(input, PackedSequence) else Steps.of(self._time_first(x))
         states = self._initial_states(x, hx, steps)
-        y, *last = self._stacked(self._time_first(x), steps, [steps.in_sequences_order(each, 1) for each in states])
-        last = [steps.in_samples_order(torch.stack(each), 1) for each in last]
+        y, *last = self._stacked(self._time_first(x), steps, [steps.in_sequences_order(state, 1) for state in states])
+        last = [steps.in_samples_order(torch.stack(states), 1) for states in last]
         output = PackedSequence(y, *input[1:]) if isinstance(input, PackedSequence) else self._time_first(y)
         return output, tuple(last) if self.mode == "LSTM" else last[0]
 
@@ -59,7 +59,7 @@ class _Layers(Expanded, nn.RNNBase):
         for layer in range(self.num_layers):
             outputs = []
             for direction in range(2 if self.bidirectional else 1):
-                first = [each[len(last[0])] for each in initial]
+                first = [states[len(last[0])] for states in initial]
                 along = steps.reversed(x) if direction else x
                 weights = self._weights_of(f"l{layer}_reverse" if direction else f"l{layer}")
                 y, cells = recurrent(RECURRENCES[self.mode], steps, along, first, weights)
@@ -72,10 +72,9 @@ class _Layers(Expanded, nn.RNNBase):
         return x, *last
 
     def _weights_of(self, suffix: str) -> Weights:
-        names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else [])]
-        given = {name: self.expanded(f"{name}_{suffix}") for name in names}
-        projection = self.expanded(f"weight_hr_{suffix}") if self.proj_size else None
-        return Weights(given["weight_ih"], given["weight_hh"], given.get("bias_ih"), given.get("bias_hh"), projection)
+        ih, hh = (self.expanded(f"weight_{side}_{suffix}") for side in ("ih", "hh"))
+        bias_ih, bias_hh = (self.expanded(f"bias_{side}_{suffix}") if self.bias else None for side in ("ih", "hh"))
+        return Weights(ih, hh, bias_ih, bias_hh, self.expanded(f"weight_hr_{suffix}") if self.proj_size else None)
 
     def _initial_states(self, input: Tensor, hx: Any, steps: Steps) -> list[Tensor]:
         """The states given, or zeros; torch's own error where sizes are wrong."""
@@ -143,7 +142,7 @@ class _Cell(Expanded, nn.RNNCellBase):
         if hx is None:
             states = [x.new_zeros(x.shape[0], self.hidden_size)] * (2 if lstm else 1)
         else:
-            states = [self._checked_state("hx", each) for each in (hx if lstm else [hx])]
+            states = [self._checked_state("hx", state) for state in (hx if lstm else [hx])]
         weights = Weights(*map(self.expanded, self.ranks))
         y, cells = recurrent(RECURRENCES[self.mode], Steps.of(x[None], cell=True), x[None], states, weights)
         h = y.squeeze(0)

@@ -131,7 +131,7 @@ def reads_of_its_own() -> Iterator[None]:
     yield
     if run is not None:
         run.joins = joins
-        run.way[length:] = [each for each in run.way[length:] if not isinstance(each, str)]
+        run.way[length:] = [entry for entry in run.way[length:] if not isinstance(entry, str)]
 
 
 class Batched(Tensor):
@@ -164,9 +164,9 @@ class Batched(Tensor):
                 raise NotInTable(func)
             return rule(func, args, kwargs or {})
         except Exception:
-            for each in tree_leaves((args, kwargs)):
-                if type(each) is Batched:
-                    each.run.failed = True
+            for value in tree_leaves((args, kwargs)):
+                if type(value) is Batched:
+                    value.run.failed = True
             raise
 
     @classmethod
@@ -181,7 +181,7 @@ def _is_own(value: Any) -> bool:
 
 
 def _run_of(args: Any) -> Run:
-    run: Run = next(each.run for each in args if _is_own(each))
+    run: Run = next(value.run for value in args if _is_own(value))
     return run
 
 
@@ -224,29 +224,29 @@ def _requires_grad(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     """Tensors that broadcast against each other."""
-    _refuse_unless(not any(isinstance(each, Tensor) for each in kwargs.values()))
+    _refuse_unless(not any(isinstance(operand, Tensor) for operand in kwargs.values()))
     run = _run_of(args)
-    own = [each for each in args if _is_own(each)]
-    plain = [each for each in args if isinstance(each, Tensor) and not _is_own(each)]
-    dims = max(each.rank if _is_own(each) else each.dim() for each in chain(own, plain))
-    if any(each.rank == 0 for each in own):  # a number takes the dtype of the others, a row of numbers does not
-        _refuse_unless(len({each.dtype for each in chain((one.value for one in own), plain)}) == 1)
-    whole = any(_has_rows(each, run, dims) for each in plain)
+    own = [operand for operand in args if _is_own(operand)]
+    plain = [operand for operand in args if isinstance(operand, Tensor) and not _is_own(operand)]
+    dims = max(operand.rank if _is_own(operand) else operand.dim() for operand in chain(own, plain))
+    if any(operand.rank == 0 for operand in own):  # a number takes the dtype of the others, a row of numbers does not
+        _refuse_unless(len({operand.dtype for operand in chain((mine.value for mine in own), plain)}) == 1)
+    whole = any(_has_rows(operand, run, dims) for operand in plain)
     in_place = getattr(func, "__name__", "")
     if in_place.startswith("__i") or (in_place.endswith("_") and not in_place.endswith("__")):
         _refuse_unless(whole and not _is_own(args[0]))
     run.note(func, whole=whole)
     if whole:
-        return func(*(_beside(each, dims) if _is_own(each) else each for each in args), **kwargs)
-    if any(each.dim() for each in plain):  # what all samples share, but no larger than the parameter
-        shape = torch.broadcast_shapes(*(each.value.shape[1:] if _is_own(each) else each.shape for each in own + plain))
-        _refuse_unless(any(each.value.shape[1:] == shape for each in own))
-    return run.batched(func(*(_lifted(each, dims) if _is_own(each) else each for each in args), **kwargs))
+        return func(*(_beside(operand, dims) if _is_own(operand) else operand for operand in args), **kwargs)
+    if any(operand.dim() for operand in plain):  # what all samples share, but no larger than the parameter
+        shapes = [operand.value.shape[1:] for operand in own]
+        _refuse_unless(torch.broadcast_shapes(*shapes, *(operand.shape for operand in plain)) in shapes)
+    return run.batched(func(*(_lifted(operand, dims) if _is_own(operand) else operand for operand in args), **kwargs))
 
 
 def _of_each_number(func: Any, args: Any, kwargs: Any) -> Batched:
     own, *rest = args
-    _refuse_unless(_is_own(own) and not any(isinstance(each, Tensor) for each in chain(rest, kwargs.values())))
+    _refuse_unless(_is_own(own) and not any(isinstance(value, Tensor) for value in chain(rest, kwargs.values())))
     own.run.note(func, whole=False)
     return own.run.batched(func(own.value, *rest, **kwargs))  # type: ignore[no-any-return]
 
@@ -265,7 +265,7 @@ def _numbers(values: tuple[Any, ...]) -> list[int]:
     """Sizes or dimensions, given one by one or as one list."""
     if len(values) == 1 and isinstance(values[0], list | tuple):
         values = tuple(values[0])
-    _refuse_unless(bool(values) and all(type(each) is int for each in values))
+    _refuse_unless(bool(values) and all(type(number) is int for number in values))
     return list(values)
 
 
@@ -361,7 +361,7 @@ def _index(func: Any, args: Any, kwargs: Any) -> Batched:
         (index,) = keys
         _refuse_unless(not _is_own(index) and index.dtype == torch.int64 and not _has_rows(index, own.run, 1))
     else:
-        _refuse_unless(all(each is None or each is Ellipsis or type(each) in (int, slice) for each in keys))
+        _refuse_unless(all(part is None or part is Ellipsis or type(part) in (int, slice) for part in keys))
     own.run.note(func, whole=False)
     return own.run.batched(own.value[(slice(None), *keys)])  # type: ignore[no-any-return]
 
@@ -379,10 +379,10 @@ def _join(func: Any, args: Any, kwargs: Any) -> Batched:
     """Parameters beside each other."""
     given, *rest = args
     dim = rest[0] if rest else kwargs.get("dim", 0)
-    _refuse_unless(all(map(_is_own, given)) and len({each.rank for each in given}) == 1)
+    _refuse_unless(all(map(_is_own, given)) and len({own.rank for own in given}) == 1)
     run = _run_of(given)
     run.note(func, whole=False)
-    return run.batched(func([each.value for each in given], _behind(dim)))
+    return run.batched(func([own.value for own in given], _behind(dim)))
 
 
 def _with_weights(op: Callable[..., Tensor], dims: int, names: Sequence[str], weights: Sequence[str]) -> Rule:
@@ -438,7 +438,7 @@ def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
     run.note(func, whole=True)
     if own is right and own.rank == 2:
         return linear(x, own.value.mT)
-    return torch.matmul(*(_beside(each, x.dim()) if each is own else each for each in args))
+    return torch.matmul(*(_beside(side, x.dim()) if side is own else side for side in args))
 
 
 # The table: what may be done with a parameter, and by which rule

@@ -111,11 +111,7 @@ class Backward:
         self.resumed: list[Any] = []
 
     def enter(self, *, delivers: bool) -> bool:
-        """Notes what happens inside a backward; whether these are the first rows that it delivers.
-
-        Args:
-            delivers: Whether rows are delivered; otherwise a forward runs.
-        """
+        """Notes that a backward delivers rows, or else runs a forward; whether these are its first rows."""
         if self.stage is not BackwardStage.IDLE and self.mark() is None:
             self._end(failed=True)
         if self.stage is BackwardStage.IDLE:

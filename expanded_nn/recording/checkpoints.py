@@ -18,15 +18,10 @@ _NOTE = "expanded_nn"  # the key in the metadata of a node of the graph
 
 
 def pass_of_recomputation(recorder: Owner, module: nn.Module, batch: int | None) -> Pass:
-    """The pass of a forward inside a backward: the one that the checkpoint was in at first.
+    """The pass of a forward of `module` inside a backward: the one that the checkpoint was in at first.
 
     What tells, in this order: the note on the running node; the expansions in the graph behind that node; and where
-    neither says anything, `Passes.recomputed`: which passes are not done, and the number of samples.
-
-    Args:
-        recorder: The recorder.
-        module: The module whose forward runs.
-        batch: How many samples its arguments hold, if they say so.
+    neither says anything, `Passes.recomputed`: which passes are not done, and how many samples the arguments hold.
 
     Raises:
         PerSampleError: If no pass fits, or several do; if hooks of another library run the layer again.

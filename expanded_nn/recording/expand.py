@@ -158,14 +158,9 @@ def _is_expansion(node: Any) -> bool:
 def _kept_and_total(
     rows: Tensor, scale: float, add_up: bool, settings: Settings, memory: Recycled | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The scaled rows, factored or dense as sizes and settings say; and the plain gradient, the unscaled rows' sum.
+    """The rows times `scale`, factored or dense as sizes and settings say; and the plain gradient, the rows' own sum.
 
-    Args:
-        rows: `(B, *shape)`, as the backward gives them.
-        scale: What the rows are multiplied by.
-        add_up: Whether the plain gradient is needed.
-        settings: The settings of `per_sample`.
-        memory: Where dense rows are written.
+    Without `add_up` the plain gradient is not needed. Dense rows are written to `memory`.
     """
     kept = times(rows, scale)
     if not isinstance(rows, FactoredTensor) or rows.requires_grad:

@@ -67,14 +67,14 @@ class Forward:
 
     def __enter__(self) -> Forward:
         if self.recorder.passes.opened == 0:  # while a layer runs, FSDP has replaced its shards
-            self.recorder.look_for_shards(self.module)
+            self.recorder.leaves.look_for_shards(self.module)
         if self.batch is None or (self.is_explicit and torch.is_grad_enabled()):
-            self.current_pass  # noqa: B018  # chosen at once, as no layer knows B better
+            self.own_pass  # noqa: B018  # chosen at once, as no layer knows B better
         self.recorder.forward = self
         return self
 
     @property
-    def current_pass(self) -> Pass:
+    def own_pass(self) -> Pass:
         """The pass that the forward belongs to."""
         if self._pass is None:
             self._pass = self.recorder.choose_pass(self)
@@ -83,7 +83,7 @@ class Forward:
     @property
     def samples(self) -> list[Tensor]:
         """The tensors among the arguments whose first or second dimension has size B."""
-        batch = self.current_pass.batch
+        batch = self.own_pass.batch
         return [x for x in tensors(self.inputs) if isinstance(x, Tensor) and batch in x.shape[:2]]
 
     def is_argument(self, x: Tensor) -> bool:
@@ -96,8 +96,8 @@ class Forward:
         labels = [x for x in self.samples if x.shape == index.shape and x.numel() and not has_derivatives(x)]
         return any(torch.equal((x - x[0]).to(index), index - index[0]) for x in labels)
 
-    def set_batch(self, batch: int) -> None:
-        """Sets B, as a layer knows it better than the first argument; not if a pass is chosen or the user said it."""
+    def correct_batch(self, batch: int) -> None:
+        """Takes B from a layer that knows better than the first argument; not if a pass is chosen or B was told."""
         if self._pass is None and self.recorder.settings.batch_size is None and not self.is_explicit:
             self.batch = batch
 
@@ -112,8 +112,8 @@ class Forward:
         if not self.will_run_again or (self._pass is None and self.batch is None):
             return
         kept = self.recorder.passes.kept
-        if not note_pass(contents(result), self.current_pass) and self.current_pass not in kept:
-            kept.append(self.current_pass)
+        if not note_pass(contents(result), self.own_pass) and self.own_pass not in kept:
+            kept.append(self.own_pass)
 
     def note_shared(self, layer: nn.Module, result: Any, dim: int) -> None:
         """Notes a layer's result for an input that all samples share."""
@@ -128,12 +128,12 @@ class Forward:
         if key in seen:
             return
         ends = [x for x in tensors(result) if isinstance(x, Tensor) and x.requires_grad]
-        layer_and_operation = taken_apart(results, ends, self.current_pass.batch)
+        layer_and_operation = taken_apart(results, ends, self.own_pass.batch)
         if layer_and_operation is not None:
             layer, operation = layer_and_operation
             error = complaint(
                 self.recorder.name_of(layer),
-                f"its input is shared by all {self.current_pass.batch} samples, so its result has a copy for each of "
+                f"its input is shared by all {self.own_pass.batch} samples, so its result has a copy for each of "
                 f"them, and the model takes a part of these ({operation} over the samples)",
                 "the whole result",
                 "Leave out the index [0], or the mean over a dimension of one, that follows; or run the module around "
@@ -146,22 +146,17 @@ class Forward:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.recorder.forward = None
         if self.is_explicit:
-            self.recorder.passes.current = None
+            self.recorder.passes.last = None
             if self.will_run_again and self._pass is not None:
                 self.recorder.passes.kept.append(self._pass)
-        if (
-            not self.notes.broadcast
-            or error is None
-            or isinstance(error, PerSampleError)
-            or is_of_checkpoint(error)
-            or not hasattr(error, "add_note")
-        ):
+        broadcast = self.notes.broadcast
+        if not broadcast or error is None or isinstance(error, PerSampleError) or is_of_checkpoint(error):
             return
-        name = self.recorder.name_of(self.notes.broadcast[0])
-        error.refused_by = self.notes.broadcast[0]  # type: ignore[attr-defined]
-        error.add_note(
-            f"expanded_nn: before this, {name} has looked up an index without a "
-            "batch dimension, and returned a result per sample, (B, *index.shape, dim). If that is the reason, let "
-            "what follows broadcast over the samples, or run the module around it sample by sample: alone(ItsClass) "
-            "before convert."
-        )
+        error.refused_by = broadcast[0]  # type: ignore[attr-defined]
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(
+                f"expanded_nn: before this, {self.recorder.name_of(broadcast[0])} has looked up an index without a "
+                "batch dimension, and returned a result per sample, (B, *index.shape, dim). If that is the reason, let "
+                "what follows broadcast over the samples, or run the module around it sample by sample: "
+                "alone(ItsClass) before convert."
+            )

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from expanded_nn._traced import OnlyEager
 from expanded_nn.factored import hidden, is_hidden, materialized
-from expanded_nn.recording.backward import Backward
 from expanded_nn.recording.leaf import NO_ROWS, Leaf, Published, vanishes
-from expanded_nn.recording.passes import Passes, PassStage
+from expanded_nn.recording.passes import PassStage
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.stale import stale
-from expanded_nn.recording.store import Store
 
 Grads = Mapping[int, tuple[bool, bool]]  # by the parameter's id: whether `.grad` is zero, and its rows stale
 
@@ -59,13 +57,11 @@ def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool], grads: Gr
         raise OnlyEager("a .grad was set anew since the last backward, beside per-sample gradients from before")
     if recorder.rows_stand_alone and any(leaf.grad is not None for leaf in recorder.leaves):
         raise OnlyEager("a parameter has the rows of torch.autograd.grad(..., create_graph=True), and a .grad")
-    names = "settings", "passes", "backward", "store", "expanded"
-    before = {name: getattr(recorder, name) for name in names}
+    before = dict(vars(recorder))
     leaves = {leaf: (dict(vars(leaf)), getattr(leaf.parameter(), "grad_sample", None)) for leaf in recorder.leaves}
     by_id = dict(recorder.leaves.by_id)
     recorder.settings = replace(recorder.settings, materialize=False)
-    recorder.passes, recorder.backward = Passes(), Backward(recorder.backward_is_over)
-    recorder.store, recorder.expanded = Store(materialize=False), {}
+    recorder.begin_anew()
     for leaf in leaves:
         _begin_anew(leaf, is_clipped, grads.get(id(leaf.parameter()), (False, False))[1])
     held = {leaf: leaf.published.rows for leaf in leaves if leaf.published.rows is not None}
@@ -87,13 +83,13 @@ def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool], grads: Gr
 
 
 def _begin_anew(leaf: Leaf, is_clipped: Callable[[Tensor], bool], is_stale: bool) -> None:
-    """Forgets the past of a parameter: its `.grad` counts as new, and its rows are hidden."""
+    """Leaves a parameter without a past: its `.grad` counts as new, and its rows are hidden."""
     parameter, was_reset = leaf.parameter(), leaf.was_reset()
     rows = None if leaf.published.rows is None else hidden(leaf.published.rows)
     own = getattr(parameter, "grad_sample", None)
-    leaf.published, leaf.expected, leaf.memory = Published(rows), {}, None
-    leaf.is_scaled = leaf.has_foreign_part = False
-    leaf.incomplete_grad = leaf.clipped_grad = None
+    place = {"location": leaf.location, "handle": leaf.handle}
+    new = Leaf(leaf.parameter, leaf.is_member, leaf.scales_rows, Published(rows), memory=None, **place)
+    vars(leaf).update(vars(new))
     if parameter is not None:
         shown = hidden(own) if was_reset and own is not None else None
         parameter.grad_sample = shown if was_reset else rows  # type: ignore[attr-defined]
@@ -123,13 +119,13 @@ def _hold(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> None:
         pass_ = recorder.passes.new(next(iter(pass_rows.values())).shape[0])
         pass_.stage = PassStage.DONE
         recorder.store.held[pass_] = dict(pass_rows)
-    recorder.passes.current = None
+    recorder.passes.last = None
     recorder.expanded.clear()
 
 
 def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> None:
     """Replaces the rows held by those that a graph has made, pass by pass."""
-    recorder.store.clear()
+    recorder.store.drop_every_pass()
     _hold(recorder, passes)
     store = recorder.store
     only = passes[0] if len(passes) == 1 and not recorder.leaves.sharded else {}

@@ -87,11 +87,9 @@ NO_ROWS = Published()
 
 @dataclass
 class Location:
-    """Where a parameter is in the model.
+    """Where a parameter is in the model: the module that holds it, and its name there.
 
     Attributes:
-        module: The module that holds it.
-        name: Its name there.
         shard: What the module holds under that name once FSDP has freed the parameter that it had gathered.
     """
 
@@ -116,7 +114,7 @@ class Leaf:
     A pair of a tensor's reference and its version is noted where a later change of the tensor has to be seen.
 
     Attributes:
-        parameter: The parameter. A guest of `functional_call` may not live long.
+        parameter: The parameter, or a guest: a tensor that `functional_call` puts in its place for a while.
         is_member: Whether it has been seen in the model, and so is no guest.
         published: Its `grad_sample`.
         expected: The gradient that has to arrive at it, by the number of the backward.
@@ -193,11 +191,11 @@ class Leaf:
 
     def expect(self, gradient: Tensor) -> None:
         """Notes the gradient that an expansion returns to the parameter in the running backward."""
-        task = running_backward()
-        if task in self.expected:
-            self.expected[task].add(gradient)
+        number = running_backward()
+        if number in self.expected:
+            self.expected[number].add(gradient)
         else:
-            self.expected[task] = ExpectedGradient(gradient)
+            self.expected[number] = ExpectedGradient(gradient)
 
     def note_grad(self) -> None:
         """Notes what `.grad` is, so that a change is seen."""
@@ -288,6 +286,10 @@ class Leaves:
         leaf = self.by_id.get(id(parameter))
         return leaf is not None and leaf.handle is not None and leaf.parameter() is parameter
 
+    def look_for_shards(self, module: nn.Module) -> None:
+        """Notes whether FSDP has sharded parameters of a module."""
+        self.sharded = self.sharded or any(map(is_shard, module.parameters()))
+
     def add(self, parameter: Tensor) -> Leaf:
         """The leaf of a parameter that has none."""
         lost, key = self.lost, id(parameter)
@@ -330,7 +332,7 @@ class Leaves:
 
 
 def vanishes(grad: Tensor) -> bool:
-    """Whether all numbers are zero; the first ones tell for nearly every gradient that is not."""
+    """Whether all numbers are zero, which a trace assumes that they are not; the first numbers nearly always tell."""
     values = grad._values() if grad.is_sparse else grad
     zero = known_zero(grad)
     if zero is not None:

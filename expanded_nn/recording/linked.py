@@ -20,14 +20,8 @@ def refuse_other_samples(owner: Owner, forward: Forward, batch: int, models: Ite
     """Raises if a forward of B samples, which begins a pass, goes on from a pass of another number of samples.
 
     The rows of the two passes would stand side by side, though one sample may be behind several of them: clipped each
-    for itself, they would not bound what the sample adds. Between two models only a warning is given: each has rows per
-    sample of its own calls, as where a GAN's discriminator sees real and made images at once.
-
-    Args:
-        owner: The recorder of the model.
-        forward: The forward.
-        batch: B.
-        models: The recorders of all models.
+    for itself, they would not bound what the sample adds. Between two of the `models` only a warning is given: each has
+    rows per sample of its own calls, as where a GAN's discriminator sees real and made images at once.
     """
     others = {
         pass_: model

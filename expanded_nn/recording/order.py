@@ -30,7 +30,7 @@ class Recording(Protocol):
     """A recorder, as far as it is needed here."""
 
     forward: Any
-    originals: Any
+    general_rule: Any
     settings: Settings
 
     def name_of(self, member: nn.Module | Tensor) -> str: ...
@@ -80,12 +80,12 @@ class Order(TorchFunctionMode):
     def _look(self, move: Move, func: Any) -> None:
         recorder = self.recorder
         forward = recorder.forward
-        if forward is None or recorder.originals is not None:  # there each sample is alone
+        if forward is None or recorder.general_rule is not None:  # there each sample is alone
             return
         rows, whole = move.rows, move.whole
         if type(rows) not in _PLAIN or type(whole) not in _PLAIN or rows.grad_fn is None or rows.is_meta:
             return
-        batch, dims = forward.current_pass.batch, whole.dim()
+        batch, dims = forward.own_pass.batch, whole.dim()
         dim = batch_dim(dims, batch_first=recorder.settings.batch_first)
         if batch < 2 or dims <= dim or whole.shape[dim] != batch or dim not in [each % dims for each in move.dims]:
             return

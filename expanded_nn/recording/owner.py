@@ -38,14 +38,10 @@ class Settings:
 
 
 class Owner(Protocol):
-    """The recorder, which stands above the parts that call it back; `recorder.py` says what is not said here.
-
-    Attributes:
-        forward: A `Forward`, which stands above this file.
-    """
+    """The recorder, which stands above the parts that call it back; `recorder.py` says what is not said here."""
 
     settings: Settings
-    forward: Any
+    forward: Any  # a `Forward`, which stands above this file
     passes: Passes
     backward: Backward
     leaves: Leaves
@@ -53,8 +49,6 @@ class Owner(Protocol):
     def name_of(self, member: nn.Module | Tensor) -> str: ...
 
     def holder_of(self, parameter: Tensor) -> nn.Module | None: ...
-
-    def look_for_shards(self, module: nn.Module) -> None: ...
 
     def choose_pass(self, forward: Any) -> Pass: ...
 

@@ -31,7 +31,7 @@ class Pass:
     | DONE    | a second backward on the same graph                | DONE: its rows are added          |
 
     A pass lives as long as it may be needed: the graph of its forwards refers to it by the nodes of the expansions,
-    `Passes.current` until the next pass begins, `Store.held` while it holds rows of it.
+    `Passes.last` until the next pass begins, `Store.held` while it holds rows of it.
 
     Attributes:
         batch: B, the number of samples.
@@ -48,22 +48,18 @@ class Pass:
 
 
 class _NoGradForward(threading.local):
-    """Of each thread.
+    """What each thread has for itself."""
 
-    Attributes:
-        call: The module, B and the inputs of the outermost forward that runs without gradients, if one does.
-    """
-
-    call: tuple[Any, int | None, Any] | None = None
+    call: tuple[Any, int | None, Any] | None = None  # the module, B and the inputs of the outermost one that runs
 
 
 class Passes:
     """The passes of one model.
 
-    Invariant: `current` is never DONE.
+    Invariant: `last` is never DONE.
 
     Attributes:
-        current: The last pass that a forward could join; the next forward of as many samples does if it is OPEN.
+        last: The pass that the next forward joins, if it is OPEN and has as many samples.
         alive: The passes that something keeps alive, and dead references.
         opened: How many passes there have been.
         no_grad_forward: The outermost forward that runs without gradients.
@@ -71,7 +67,7 @@ class Passes:
     """
 
     def __init__(self) -> None:
-        self.current: Pass | None = None
+        self.last: Pass | None = None
         self.alive: list[weakref.ref[Pass]] = []
         self.opened = 0
         self.kept: list[Pass] = []
@@ -79,12 +75,12 @@ class Passes:
 
     def joined_or_new(self, batch: int) -> Pass:
         """The pass of a forward of so many samples."""
-        if self.current is None or self.current.stage is not PassStage.OPEN or self.current.batch != batch:
-            self.current = self.new(batch)
-        return self.current
+        if self.last is None or self.last.stage is not PassStage.OPEN or self.last.batch != batch:
+            self.last = self.new(batch)
+        return self.last
 
     def new(self, batch: int) -> Pass:
-        """A pass without forwards, which is not `current`: no forward joins it by itself."""
+        """A pass without forwards, which is not `last`: no forward joins it by itself."""
         pass_ = Pass(batch, self.opened)
         self.opened += 1
         self.alive = [ref for ref in self.alive if ref() is not None]
@@ -119,5 +115,5 @@ class Passes:
             if pass_.stage is PassStage.REACHED:
                 pass_.stage = PassStage.DONE
         self.kept = [pass_ for pass_ in self.kept if pass_.stage is not PassStage.DONE]
-        if self.current is not None and self.current.stage is PassStage.DONE:
-            self.current = None
+        if self.last is not None and self.last.stage is PassStage.DONE:
+            self.last = None

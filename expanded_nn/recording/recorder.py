@@ -44,7 +44,9 @@ class Recorder:
         settings: The settings of `per_sample`.
         roots: The outermost modules that share this recorder: the model, or parts of it that were copied.
         forward: The outermost forward that runs.
-        originals: While a module goes through the general rule: the parameters that `vmap` has taken out of it.
+        general_rule: `None` where no module goes through the general rule, and layers make rows. While its `vmap` runs,
+            the parameters taken out of it, with which a layer may run on the whole batch. While its plain forward runs,
+            empty: layers run theirs.
         passes: Which forwards belong together.
         backward: The backward that runs.
         store: The rows.
@@ -57,14 +59,18 @@ class Recorder:
         self.settings = settings
         self.roots: list[weakref.ref[nn.Module]] = []
         self.forward: Forward | None = None
-        self.originals: Mapping[tuple[nn.Module, str], Tensor] | None = None
+        self.general_rule: Mapping[tuple[nn.Module, str], Tensor] | None = None
+        self.leaves = Leaves()
+        self.escalation = Escalation()
+        self.begin_anew()
+        _LIVE.add(self)
+
+    def begin_anew(self) -> None:
+        """Begins without passes, rows and expansions."""
         self.passes = Passes()
         self.backward = Backward(self.backward_is_over)
-        self.store = Store(settings.materialize)
-        self.leaves = Leaves()
+        self.store = Store(self.settings.materialize)
         self.expanded: dict[Tensor, tuple[Pass, int, int, Tensor]] = {}
-        self.escalation = Escalation()
-        _LIVE.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         copied: Recorder = memo.setdefault(id(self), Recorder(self.settings))
@@ -77,10 +83,6 @@ class Recorder:
         self.__init__(settings)  # type: ignore[misc]
 
     # The model: whose parameters are watched.
-
-    def look_for_shards(self, module: nn.Module) -> None:
-        """Notes whether FSDP has sharded parameters of a module."""
-        self.leaves.sharded = self.leaves.sharded or any(map(is_shard, module.parameters()))
 
     def adopt(self, module: nn.Module) -> None:
         """Makes a module, with all within it, a part of the model."""
@@ -139,13 +141,7 @@ class Recorder:
             self.store.drop(leaf)
 
     def _leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
-        """The leaf of a parameter, a new one if need be.
-
-        Args:
-            parameter: The parameter.
-            module: The module that holds it, if that is at hand.
-            name: Its name there.
-        """
+        """The leaf of a parameter, a new one if need be; `module` holds it under that name, if it is at hand."""
         leaf = self.leaves.get(parameter)
         if leaf is None:
             self._forget_lost()  # a parameter that is gone may have had the same id
@@ -208,17 +204,17 @@ class Recorder:
     @property
     def current_pass(self) -> Pass | None:
         """The pass of the forward that runs; otherwise the one that the next forward may join."""
-        return self.passes.current if self.forward is None else self.forward.current_pass
+        return self.passes.last if self.forward is None else self.forward.own_pass
 
     def one_pass(self, module: nn.Module, batch: int) -> AbstractContextManager[object]:
         """Makes all calls meanwhile one pass of `batch` samples; inside of a forward they are a part of that."""
         self.refuse_other_thread(module)
         if self.forward is None:
             return self._watched_pass(Forward(self, module, batch, (), is_explicit=True))
-        if self.forward.current_pass.batch != batch:
+        if self.forward.own_pass.batch != batch:
             raise complaint(
                 "one_pass",
-                f"batch_size is {batch}, inside of a forward of {self.forward.current_pass.batch} samples",
+                f"batch_size is {batch}, inside of a forward of {self.forward.own_pass.batch} samples",
                 "the same number of samples",
                 "Enter one_pass outside of the other forward, or leave it out.",
             )
@@ -245,7 +241,7 @@ class Recorder:
                 "one of the two",
                 "Switch per_sample(False) for the transform; its functions see the plain torch.nn model then.",
             )
-        last = self.passes.current
+        last = self.passes.last
         is_told = forward.is_explicit or self.settings.batch_size is not None
         if not is_told and getattr(module, "plain_class", None) and rows_are_nodes(module, *forward.inputs):
             raise complaint(
@@ -277,11 +273,9 @@ class Recorder:
         return pass_
 
     def expand(self, parameter: Tensor, recompute: Recompute | None = None) -> Tensor:
-        """The parameter as `(B, *shape)`, the same tensor for all its uses in a pass.
+        """A parameter, or a weight computed from some, as `(B, *shape)`: the same tensor for all its uses in a pass.
 
-        Args:
-            parameter: A parameter, or a weight that is computed from parameters.
-            recompute: Computes that weight from other values, as `Computed` has it.
+        `recompute` computes such a weight from other values, as `Computed` has it.
         """
         pass_ = self.current_pass
         assert pass_ is not None
@@ -327,7 +321,7 @@ class Recorder:
 
     def in_general_rule(self, originals: Mapping[tuple[nn.Module, str], Tensor]) -> AbstractContextManager[None]:
         """Makes layers run their plain forward or, if they can, on the whole batch with these parameters."""
-        return meanwhile(self, originals=originals)
+        return meanwhile(self, general_rule=originals)
 
     def layout(self, *, batch_first: bool) -> AbstractContextManager[None]:
         """Sets `batch_first` for the layers that a module with a layout of its own calls."""
@@ -338,11 +332,8 @@ class Recorder:
     def deliver(self, pass_: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None:
         """Takes the rows of one parameter; a backward may deliver them in several parts.
 
-        Args:
-            pass_: The pass that they are of.
-            leaf: The parameter.
-            rows: `(B, *shape)`, `None` for a parameter that was frozen after the forward.
-            stand_alone: Whether they are those of a `torch.autograd.grad`, and not a part of `.grad`.
+        There are no rows for a parameter that was frozen after the forward. With `stand_alone` they are those of a
+        `torch.autograd.grad`, and not a part of `.grad`.
         """
         if self.backward.enter(delivers=True):
             self._before_delivery(stand_alone)
@@ -362,14 +353,14 @@ class Recorder:
         if stand_alone:
             for leaf in held:
                 if leaf.was_reset():
-                    self._forget(leaf)
+                    self._drop(leaf)
             self.store.suspend(self.leaves)
             return
         if self.settings.accumulate_grad:
-            self._forget_stale(self.rows_in_question(held))
+            self._drop_stale(self.rows_in_question(held))
         else:
             for leaf in held:
-                self._forget(leaf)
+                self._drop(leaf)
         self._drop_passes_without_parameters()
         for leaf in self.leaves:
             leaf.note_grad()
@@ -409,7 +400,7 @@ class Recorder:
         for leaf in self.leaves if failed else ():
             leaf.expected.clear()
             if leaf.was_reset():
-                self._forget(leaf)
+                self._drop(leaf)
         if not self.rows_stand_alone:
             if failed and delivered:
                 self.store.undo()
@@ -440,7 +431,7 @@ class Recorder:
                 held = self.leaves.with_rows()
                 cleared = [leaf for leaf in held if leaf.was_cleared()]
                 not_cleared = set(held).difference(cleared)
-                self._forget_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in not_cleared))
+                self._drop_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in not_cleared))
                 if cleared:
                     self._drop_passes_without_parameters()
 
@@ -471,40 +462,36 @@ class Recorder:
         leaf = self.leaves.get(parameter)
         return self.settings.accumulate_grad and leaf is not None and leaf.lacks_rows()
 
-    def forget(self, parameter: Tensor) -> None:
+    def drop(self, parameter: Tensor) -> None:
         """Drops the rows of one parameter."""
         leaf = self.leaves.get(parameter)
         if leaf is not None:
             leaf.clipped_grad = None
             if leaf.published.rows is not None or not self.store.is_empty:
-                self._forget(leaf)
+                self._drop(leaf)
         parameter.grad_sample = None  # type: ignore[attr-defined]
         if self.leaves.sharded and is_shard(parameter):
             for gathered in self.leaves:
                 if gathered.location is not None and gathered.location.shard is parameter:
-                    self._forget(gathered)
+                    self._drop(gathered)
 
-    def forget_all(self, parameters: Sequence[Tensor], *, grads: bool) -> None:
+    def drop_all(self, parameters: Sequence[Tensor], *, grads: bool) -> None:
         """Drops the rows of parameters, and their `.grad` if `grads`."""
         for parameter in parameters if self.leaves.sharded else ():
-            self.forget(parameter)
+            self.drop(parameter)
         self.store.drop_all(self.leaves.clear(parameters, grads=grads))
 
-    def _forget_stale(self, leaves: Iterable[Leaf], *, beside_held: bool = False) -> None:
+    def _drop_stale(self, leaves: Iterable[Leaf], *, beside_held: bool = False) -> None:
         for leaf in stale(leaves, self.name_of, beside_held=beside_held):
             leaf.clipped_grad, leaf.is_scaled, leaf.has_foreign_part = None, False, False
-            self._forget(leaf)
+            self._drop(leaf)
 
-    def _forget(self, leaf: Leaf) -> None:
+    def _drop(self, leaf: Leaf) -> None:
         self.store.drop(leaf)
         leaf.publish(None)
 
     def close(self, leaving: Iterable[nn.Module]) -> None:
-        """Removes the hooks and drops the rows, whose graph may lead back here; goes on for the modules that stay.
-
-        Args:
-            leaving: The modules that use this recorder no more.
-        """
+        """Removes hooks and drops rows, whose graph may lead back here; goes on for modules that are not `leaving`."""
         for leaf in self.leaves:
             if leaf.handle is not None:
                 leaf.handle.remove()
@@ -512,7 +499,7 @@ class Recorder:
             leaf.expected.clear()
         self.leaves, self.passes = Leaves(), Passes()
         self.expanded.clear()
-        self.store.clear()
+        self.store.drop_every_pass()
         leaving = set(leaving)
         self.roots = [weakref.ref(root) for root in self.living_roots() if root not in leaving]
         self.watch_all()

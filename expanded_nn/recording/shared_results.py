@@ -25,29 +25,16 @@ _TAKE = ("SelectBackward", "UnbindBackward", *_SHORTEN, *_REDUCE)
 
 
 class SharedResult(NamedTuple):
-    """The result of a layer for an input that all samples share.
-
-    Attributes:
-        layer: The layer.
-        node: The result's node in the graph.
-        dim: The dimension of the samples.
-        rank: The number of dimensions.
-    """
+    """A result of a layer for an input that all samples share: its node in the graph, and where its samples stand."""
 
     layer: nn.Module
     node: Any
-    dim: int
-    rank: int
+    dim: int  # of the samples
+    rank: int  # the number of dimensions
 
 
 def taken_apart(results: Sequence[SharedResult], ends: Iterable[Tensor], batch: int) -> tuple[nn.Module, str] | None:
-    """The first layer whose result is taken apart along the samples, and the operation that does so.
-
-    Args:
-        results: The results of layers for inputs that all samples share.
-        ends: The tensors that the forward returns.
-        batch: B.
-    """
+    """The first layer whose result is taken apart along the samples on the way to `ends`, and by which operation."""
     consumers: dict[Any, list[Any]] = {}
     for end in ends:
         for node in graph_of(end.grad_fn):

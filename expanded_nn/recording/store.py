@@ -36,7 +36,7 @@ class Store:
         held: The rows.
         rows_before: What `undo` restores: for each parameter and pass that the running backward has delivered to, the
             rows from before it, `None` where there were none.
-        tasks: The numbers of the backwards that have delivered: the running one, and those inside of it.
+        backwards: The numbers of the backwards that have delivered: the running one, and those inside of it.
         suspended: The rows held, and what was published of them, while those of a `torch.autograd.grad` stand alone.
         materialize: Whether `grad_sample` is to be dense.
     """
@@ -44,7 +44,7 @@ class Store:
     def __init__(self, materialize: bool) -> None:
         self.held: Held = {}
         self.rows_before: dict[Leaf, dict[Pass, Tensor | None]] = {}
-        self.tasks: set[int] = set()
+        self.backwards: set[int] = set()
         self.suspended: tuple[Held, dict[Leaf, Published]] | None = None
         self.materialize = materialize
 
@@ -58,7 +58,7 @@ class Store:
             if not in_order:
                 self.held = dict(sorted(self.held.items(), key=lambda item: item[0].number))
         pass_rows = self.held[pass_]
-        self.tasks.add(running_backward())
+        self.backwards.add(running_backward())
         before = self.rows_before.get(leaf)
         if before is None or not leaf.grad_is_as_noted():  # the rows so far are a part of `.grad` by now
             if before is not None:
@@ -72,9 +72,7 @@ class Store:
     def publish(self, leaf: Leaf, first_new: Pass | None = None) -> None:
         """Sets `grad_sample` to the rows of all passes, with what the user has changed in it.
 
-        Args:
-            leaf: The parameter.
-            first_new: The first pass whose rows are not in `grad_sample` yet, if those before it are.
+        `first_new` is the first pass whose rows are not there yet, if those before it are.
         """
         self._take_over_edits(leaf)
         self._publish(leaf, first_new)
@@ -110,17 +108,17 @@ class Store:
             zeros_for_none = [parameter.new_zeros(n, *parameter.shape) if part is None else part for n, part in pairs]
             leaf.publish(torch.cat(zeros_for_none), passes)
             return
-        behind = 0 if first_new is None else passes.index(first_new)
-        start = sum(batches[:behind])
-        room = _room(published, start, sum(batches), parameter) if published.passes == passes[:behind] else None
+        first = 0 if first_new is None else passes.index(first_new)
+        start = sum(batches[:first])
+        room = _room(published, start, sum(batches), parameter) if published.passes == passes[:first] else None
         if room is None:
             room = parameter.detach().new_empty(2 * sum(batches), *parameter.shape)
-            if behind and published.passes == passes[:behind] and published.rows is not None:
+            if first and published.passes == passes[:first] and published.rows is not None:
                 _from(room, 0, start).copy_(materialized(published.rows))  # with what the user has written to zero rows
             else:
-                behind, start = 0, 0
+                first, start = 0, 0
         rows = _from(room, 0, sum(batches))
-        for batch, part in list(zip(batches, parts, strict=True))[behind:]:
+        for batch, part in list(zip(batches, parts, strict=True))[first:]:
             slice_ = _from(room, start, batch)
             if part is None:
                 slice_.zero_()
@@ -140,12 +138,7 @@ class Store:
             self._hold_slices(leaf, edited=True)
 
     def _hold_slices(self, leaf: Leaf, *, edited: bool = False) -> None:
-        """Holds slices of the published rows.
-
-        Args:
-            leaf: The parameter.
-            edited: Whether the user may have changed them: then zero rows that are no longer zero are held, too.
-        """
+        """Holds slices of the published rows; where the user has `edited` them also zero rows that are zero no more."""
         rows, sizes = leaf.published.rows, [pass_.batch for pass_ in leaf.published.passes]
         assert rows is not None
         parts = parted(rows, sizes) if isinstance(rows, FactoredTensor) else rows.split(sizes)
@@ -161,13 +154,13 @@ class Store:
         for leaf in leaves:
             published = leaf.published
             if published.rows is not None and published.passes != passes:
-                behind = len(published.passes)
-                self.publish(leaf, passes[behind] if published.passes == passes[:behind] else None)
+                count = len(published.passes)
+                self.publish(leaf, passes[count] if published.passes == passes[:count] else None)
 
     def begin(self) -> None:
         """Begins a backward: from here on `undo` goes back to the rows held."""
         self.rows_before.clear()
-        self.tasks.clear()
+        self.backwards.clear()
 
     def undo(self) -> None:
         """Takes back the rows of a failed backward whose gradient was not added to `.grad`.
@@ -178,7 +171,7 @@ class Store:
         Where other backwards ran inside of this one, as in reentrant checkpoints, a `.grad` may have got the gradients
         of some rows and not of others: clipping refuses it until it is cleared.
         """
-        for leaf in self.rows_before if len(self.tasks) > 1 else ():
+        for leaf in self.rows_before if len(self.backwards) > 1 else ():
             leaf.note_incomplete()
         lost = {leaf: before for leaf, before in self.rows_before.items() if leaf.grad_is_as_noted()}
         for leaf, before in lost.items():
@@ -199,7 +192,7 @@ class Store:
         return not self.held and self.suspended is None
 
     def drop(self, leaf: Leaf) -> None:
-        """Forgets the rows of a parameter; its `grad_sample` is left to the caller."""
+        """Drops the rows of a parameter; its `grad_sample` is left to the caller."""
         held, published = self.suspended if self.suspended is not None else ({}, {})
         for pass_rows in (*self.held.values(), *held.values()):
             pass_rows.pop(leaf, None)
@@ -247,8 +240,8 @@ class Store:
             else:
                 leaf.publish_again(published.get(leaf, Published()))
 
-    def clear(self) -> None:
-        """Lets go of all rows."""
+    def drop_every_pass(self) -> None:
+        """Drops all rows, suspended ones as well."""
         self.held, self.suspended = {}, None
         self.rows_before.clear()
 

@@ -16,7 +16,7 @@ from expanded_nn.recording.expand import Expand
 from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.owner import Owner
 
-_LISTS = (nn.ParameterList, nn.ParameterDict, parametrize.ParametrizationList)  # of the module that holds them
+_LISTS = (nn.ParameterList, nn.ParameterDict, parametrize.ParametrizationList)  # parts of a layer
 
 
 class Watch:
@@ -91,7 +91,7 @@ def refuse_outside_use(owner: Owner, result: Any) -> None:
 
 def used_outside(name: str, parameter: Tensor) -> PerSampleError:
     """The error about a parameter that is used where no expansion sees it."""
-    how = (
+    use = (
         "(weight), as in expanded_nn.functional.linear(x, expanded(weight))"
         if parameter.dim()
         else "(weight).view(-1, 1, ...), with as many dimensions as the tensor that it meets"
@@ -100,7 +100,7 @@ def used_outside(name: str, parameter: Tensor) -> PerSampleError:
         name,
         "the parameter is also used outside of its module's forward, so a part of its gradient is not per sample",
         "every use inside the forward of the module that holds it",
-        f"Use it through expanded_nn.expanded{how}, and in a method other than forward within "
+        f"Use it through expanded_nn.expanded{use}, and in a method other than forward within "
         "one_pass(model, batch_size). Or give the second use a layer of its own that shares the parameter "
         "(head.weight = embedding.weight). For a penalty on the weights alone take the optimizer's weight_decay. If "
         "per_sample(True) came after the forward, call the model again. If this backward needs no per-sample "

@@ -62,8 +62,8 @@ def fail(error: BaseException) -> Callable[..., Any]:
 def last_called(model: nn.Module) -> nn.Module:
     """The last layer that is called; attention multiplies by the weight of its `out_proj` without calling that."""
     out = nn.modules.linear.NonDynamicallyQuantizableLinear
-    called = [each for each in model.modules() if not isinstance(each, out)]
-    return [each for each in called if all(isinstance(child, out) for child in each.children())][-1]
+    called = [module for module in model.modules() if not isinstance(module, out)]
+    return [module for module in called if all(isinstance(child, out) for child in module.children())][-1]
 
 
 def in_a_forward_hook(model: nn.Module, call: Call, error: BaseException) -> None:
@@ -169,7 +169,7 @@ def test_state_of_the_library_after_a_fault_in_each_forward() -> None:
         assert {name: id(p) for name, p in model.named_parameters()} == before
         assert model._recorder.settings is settings
         assert model._recorder.forward is None
-        assert model._recorder.originals is None
+        assert model._recorder.general_rule is None
         assert torch.backends.mha.get_fastpath_enabled() == fast_path
 
 
@@ -274,7 +274,7 @@ def alive() -> tuple[int, int]:
     """How many objects Python knows of, and how many tensors among them."""
     gc.collect()
     objects = gc.get_objects()
-    return len(objects), sum(issubclass(type(each), Tensor) for each in objects)
+    return len(objects), sum(issubclass(type(item), Tensor) for item in objects)
 
 
 def grows(step: Callable[[int], None], steps: int) -> tuple[int, int, int]:
@@ -390,7 +390,7 @@ def test_dropping_the_model_frees_it(family: Family) -> None:
     plain(model, call).backward()
     out = call.on(model)
     kept = [*model.parameters(), out, *(p.grad_sample for p in model.parameters()), call.args[0]]
-    refs = [weakref.ref(each) for each in kept]
+    refs = [weakref.ref(item) for item in kept]
     del kept, out, model, call
     gc.collect()
     assert [ref() for ref in refs if ref() is not None] == []
@@ -452,14 +452,14 @@ def test_rows_of_an_older_step_never_change(family: Family, hold: Callable[[Tens
     model, module = on(family.module(), materialize=materialize), family.module()
     plain(model, family.call(SAMPLES)).backward()
     held = {name: hold(rows) for name, rows in rows_of(model).items()}
-    before = {name: value_of(each) for name, each in held.items()}
+    before = {name: value_of(value) for name, value in held.items()}
     for seed in range(3):
         model.zero_grad()
         plain(model, family.call(SAMPLES, seed)).backward()
         for rows in rows_of(model).values():
             rows.mul_(3)  # what is done to the new rows does not reach the old ones
-    for name, each in held.items():
-        assert torch.equal(value_of(each), before[name]), name
+    for name, value in held.items():
+        assert torch.equal(value_of(value), before[name]), name
     model.zero_grad()
     plain(model, family.call(SAMPLES, 9)).backward()
     assert_close_rows(rows_of(model), loop(module, family.call(SAMPLES, 9), SAMPLES))
@@ -482,7 +482,7 @@ def test_snapshot_of_an_older_step_never_changes() -> None:
             model.zero_grad()
             plain(model, family.call(SAMPLES, seed)).backward()
         assert_close_rows(rows, expected)
-        assert_close_rows(grads.sum(), {name: each.sum(0) for name, each in expected.items()})
+        assert_close_rows(grads.sum(), {name: rows.sum(0) for name, rows in expected.items()})
 
 
 def test_plain_gradient_of_an_older_step_never_changes() -> None:

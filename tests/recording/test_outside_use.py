@@ -267,7 +267,7 @@ def test_two_passes_and_two_uses() -> None:
     first, second = Call((words(3),)), Call((words(2, 5),))
     (plain(model, first) + plain(model, second)).backward()
     both = [loop(module, first, 3), loop(module, second, 2)]
-    assert_close_rows(rows_of(model), {name: torch.cat([each[name] for each in both]) for name in both[0]})
+    assert_close_rows(rows_of(model), {name: torch.cat([rows[name] for rows in both]) for name in both[0]})
 
 
 def test_without_accumulation_and_clipping() -> None:
@@ -276,7 +276,7 @@ def test_without_accumulation_and_clipping() -> None:
     model = enn.convert(module).per_sample(loss_reduction="sum", accumulate_grad=False)
     plain(model, call).backward()
     expected = loop(module, call, B)
-    norms = torch.stack([each.flatten(1).norm(dim=1) for each in expected.values()]).norm(dim=0)
+    norms = torch.stack([rows.flatten(1).norm(dim=1) for rows in expected.values()]).norm(dim=0)
     assert_close(enn.clip_grad_sample_norms_(model, 1.0), norms)
     weights = (1.0 / norms).clamp(max=1.0)
     for name, grad in grads_of(model).items():

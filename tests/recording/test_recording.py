@@ -75,7 +75,7 @@ def test_the_stages_of_a_pass(events: list[str], stage: PassStage, is_joined: bo
 def test_passes_are_numbered_in_the_order_of_their_forwards() -> None:
     passes = Passes()
     opened = [passes.joined_or_new(3), passes.joined_or_new(3), passes.new(3), passes.joined_or_new(4)]
-    assert [each.number for each in opened] == [0, 0, 1, 2]
+    assert [pass_.number for pass_ in opened] == [0, 0, 1, 2]
     assert repr(opened[2]) == "Pass(batch=3, number=1, stage=OPEN)"
 
 
@@ -86,11 +86,11 @@ def test_a_new_pass_is_joined_by_none() -> None:
     assert passes.joined_or_new(3) is before
 
 
-def test_a_pass_that_is_done_is_current_no_more() -> None:
+def test_a_pass_that_is_done_is_joined_no_more() -> None:
     passes = Passes()
     passes.joined_or_new(3).stage = REACHED
     passes.backward_is_over()
-    assert passes.current is None
+    assert passes.last is None
 
 
 def test_passes_live_as_long_as_a_graph_keeps_them() -> None:
@@ -109,7 +109,7 @@ def test_kept_passes_are_let_go_once_they_are_done() -> None:
     passes.kept = [passes.new(3), passes.new(4)]
     passes.kept[0].stage = REACHED
     passes.backward_is_over()
-    assert [each.batch for each in passes.kept] == [4]
+    assert [pass_.batch for pass_ in passes.kept] == [4]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_the_pass_of_a_recomputation(
     for pass_, stage in zip(all_passes, stages, strict=True):
         pass_.stage = stage
     candidates = passes.recomputed(batch, [all_passes[number] for number in behind])
-    assert [each.number for each in candidates] == fitting
+    assert [pass_.number for pass_ in candidates] == fitting
 
 
 # A backward: when it begins to deliver, when it is over, whether it failed.
@@ -803,7 +803,7 @@ def test_clear_lets_go_of_all_rows(make: Callable[[int], Tensor]) -> None:
     rows.backward(2, 0, 1)
     rows.store.suspend(rows.leaves)
     rows.backward(2, 0)
-    rows.store.clear()
+    rows.store.drop_every_pass()
     assert (rows.store.held, rows.store.rows_before, rows.store.suspended) == ({}, {}, None)
 
 

@@ -49,7 +49,7 @@ def test_a_smaller_batch_fits_into_the_memory_of_a_larger_one() -> None:
     for batch in (8, 5, 8, 1, 0, 8):
         x = torch.randn(batch, 40)
         rows = step(model, x)
-        expected = [torch.autograd.grad(plain(each).square().sum(), plain.weight)[0] for each in x]
+        expected = [torch.autograd.grad(plain(sample).square().sum(), plain.weight)[0] for sample in x]
         assert rows.shape == (batch, 30, 40)
         assert torch.allclose(rows, torch.stack(expected) if expected else rows)
 
@@ -73,12 +73,12 @@ def test_memory_of_a_convolution_is_used_again() -> None:
         model.zero_grad()
         model(x).square().sum((1, 2, 3)).mean().backward()
         rows = model.weight.grad_sample
-        expected = [torch.autograd.grad(reference(each[None]).square().sum(), reference.weight)[0] for each in x]
+        expected = [torch.autograd.grad(reference(sample[None]).square().sum(), reference.weight)[0] for sample in x]
         assert torch.allclose(rows, torch.stack(expected))
         places.add(rows.data_ptr())
         if turn == 0:
             held = [rows, rows.clone()]
         del rows
     assert len(places) == 2
-    assert places <= {each.data_ptr() for leaf in model._recorder.leaves for each in leaf.memory.kept}
+    assert places <= {memory.data_ptr() for leaf in model._recorder.leaves for memory in leaf.memory.kept}
     assert torch.equal(*held)

@@ -298,12 +298,12 @@ def test_clipping_without_a_backward_since_the_gradients_were_cleared(clear: Cal
 
 def test_clipping_where_some_gradients_were_cleared_in_place() -> None:
     model, reference = on(parts()), on(parts())
-    for each in (model, reference):
-        each(values()).sum().backward()
+    for trained in (model, reference):
+        trained(values()).sum().backward()
     torch.optim.SGD(model.enc.parameters()).zero_grad(set_to_none=False)
     for parameter in reference.enc.parameters():
         parameter.grad_sample = parameter.grad = None
-    norms = [enn.clip_grad_sample_norms_(each, 1.0) for each in (model, reference)]
+    norms = [enn.clip_grad_sample_norms_(trained, 1.0) for trained in (model, reference)]
     assert torch.equal(*norms)
     assert not any(p.grad.any() for p in model.enc.parameters())
     for name in ("head.weight", "head.bias", "shift"):
@@ -766,7 +766,7 @@ def test_gradients_enabled_inside_of_no_grad_have_rows(earlier: bool) -> None:
     with torch.no_grad():
         model(values(B, 5, D))
     rows = loop(inner, Call((values(B, 5, D),)), B)
-    expected = {name.replace("0.", "block.").replace("2.", "last."): each for name, each in rows.items()}
+    expected = {name.replace("0.", "block.").replace("2.", "last."): own for name, own in rows.items()}
     assert_close_rows(rows_of(model), expected)
 
 
@@ -1099,7 +1099,7 @@ def noise_of_its_own(m: Any, x: Tensor) -> Tensor:
 def start(m: Any, seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
-    for own in [each for each in m.modules() if isinstance(each, Own)]:
+    for own in [part for part in m.modules() if isinstance(part, Own)]:
         own.noise, own.count = np.random.default_rng(seed), 0
 
 
@@ -1238,7 +1238,7 @@ def test_backward_inside_a_hook_of_another_one(same: bool, place: str) -> None:
     both = {name: torch.cat([rows[name], outer[name]]) for name in rows}
     for m, expected in [(model, both)] if same else [(model, outer), (second, rows)]:
         assert_close_rows(rows_of(m), expected)
-        assert_close_rows(grads_of(m), {name: each.sum(0) for name, each in expected.items()})
+        assert_close_rows(grads_of(m), {name: own.sum(0) for name, own in expected.items()})
 
 
 # --- false alarms, 5: passes that nobody asks for any more ---------------------------------------------------------
@@ -1310,7 +1310,7 @@ def test_bags_in_a_checkpoint_after_skipped_batches(skipped: list[int], reentran
 
 def objects_of_passes() -> int:
     gc.collect()
-    return sum(type(each).__name__ == "Pass" for each in gc.get_objects())
+    return sum(type(item).__name__ == "Pass" for item in gc.get_objects())
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -1500,10 +1500,10 @@ def test_derivatives_of_rows_through_a_parametrization(register: Callable[[nn.Mo
         return functional_call(module, parameters, (row.unsqueeze(0),)).sin().sum()
 
     rows = vmap(grad(own_loss), in_dims=(None, 0))(given, x)
-    expected = torch.autograd.grad(sum(each.pow(3).sum() for each in rows.values()), [*given.values(), x])
+    expected = torch.autograd.grad(sum(own.pow(3).sum() for own in rows.values()), [*given.values(), x])
     model(x).sin().sum().backward(create_graph=True)
     mine = rows_of(model)
-    assert_close_rows(mine, {name: each.detach() for name, each in rows.items()})
+    assert_close_rows(mine, {name: own.detach() for name, own in rows.items()})
     parameters = dict(model.named_parameters())
     loss = sum(mine[name].pow(3).sum() for name in given)
     found = torch.autograd.grad(loss, [*(parameters[name] for name in given), x])
