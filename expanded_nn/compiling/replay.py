@@ -37,6 +37,10 @@ class Sizes:
                 if first != dim:
                     self.alike.append((first, dim))
 
+    def is_free(self, symbol: Any) -> bool:
+        """Whether tracing has not made a number of it."""
+        return symbol not in self.shape_env.replacements
+
     def fit(self, shapes: Sequence[torch.Size]) -> bool:
         """Whether the graph is right for arguments of such shapes."""
         free = {*self.symbols.values(), *(dim for pair in self.alike for dim in pair)}
@@ -62,6 +66,7 @@ class Graph:
         with_grad: The parameters and arguments that had a gradient.
         constants: The tensors that are neither arguments nor gradients, such as parameters and buffers.
         draws: Whether it draws random numbers.
+        free_dims: The dimensions of arguments whose sizes are inputs of their own.
         changed: The indices of the inputs that it changes.
         copied: The indices of the gradients that share their memory with another tensor, and so are cloned; `None`
             before the first run.
@@ -78,10 +83,14 @@ class Graph:
         self.sizes = Sizes(traced, shapes, varying)
         self.outcome: Outcome = traced.outcome
         self.with_grad, self.constants, self.draws = traced.with_grad, traced.constants, traced.draws
+        free = {symbol: dim for symbol, dim in self.sizes.symbols.items() if self.sizes.is_free(symbol)}
+        self.free_dims = list(free.values())
+        examples = [traced.examples[number].shape[dim] for number, dim in self.free_dims]
+        _add_inputs(traced.graph, examples)
         self.changed = _changed(traced.graph)
         self.copied: set[int] | None = None
         with torch.no_grad():
-            self.function = backend(traced.graph, traced.examples)
+            self.function = backend(traced.graph, [*examples, *traced.examples])
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[str | None, Any]:
         """Runs the step; which of the graph's assumptions did not hold, or `None` and what the step returns.
@@ -89,6 +98,7 @@ class Graph:
         If one did not hold, nothing has changed.
         """
         inputs: list[Any] = [
+            *(tensors[number].shape[dim] for number, dim in self.free_dims),
             *tensors,
             *(leaf(tensors).grad for leaf in self.with_grad),
             *(find(tensors) for find in self.constants),
@@ -127,6 +137,20 @@ class Graph:
         for values, name in outcome.removed:
             values.pop(name, None)
         return None, outcome.result(results)
+
+
+def _add_inputs(graph: fx.GraphModule, sizes: Sequence[Any]) -> None:
+    """Puts sizes in front of a graph's inputs.
+
+    It does not use them, but the cache of inductor keeps only those conditions on sizes that are inputs: taken from the
+    cache, a graph that was compiled for up to 4096 samples would run for more.
+    """
+    for size in reversed(sizes):
+        first = next(iter(graph.graph.nodes))
+        with graph.graph.inserting_before(first):
+            node = graph.graph.placeholder(f"size_{size}")
+        node.meta["val"] = size
+    graph.recompile()
 
 
 def _with_shared_memory(grads: Sequence[Tensor | None], others: Sequence[Any]) -> set[int]:

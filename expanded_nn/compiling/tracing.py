@@ -159,19 +159,20 @@ class _Operations(TorchDispatchMode):
         result = func(*args, **kwargs)
         line = _line_of_user()
         for tensor in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not any(tensor is arg for arg in args):  # no argument changed in place
                 self.made.append((TensorWeakRef(tensor), line))
         return result
 
     def line_of_kept(self) -> str | None:
         """The line that made a tensor to which something refers still, after the trace."""
-        for _ in range(2):
-            kept = [(file, number) for ref, (file, number) in self.made if ref() is not None]
-            if not kept:
-                return None
-            gc.collect()  # it takes long where much is in memory, and is seldom needed
-        file, number = kept[-1]
-        return f"line {number} of {file}: {linecache.getline(file, number).strip()}"
+        if all(ref() is None for ref, _ in self.made):
+            return None
+        gc.collect()  # it takes long where much is in memory, and is seldom needed
+        for ref, (file, number) in reversed(self.made):
+            tensor = ref()
+            if tensor is not None and gc.get_referrers(tensor):  # none: autograd alone, which a checkpoint may leave
+                return f"line {number} of {file}: {linecache.getline(file, number).strip()}"
+        return None
 
 
 class _Readings(TorchFunctionMode):
@@ -305,7 +306,6 @@ def trace(
     drawn = RandomStates()
     try:
         with no_optimizer, no_grads, _attributes_kept(modules, kept), mode, enable_python_dispatcher():
-            counts = [*map(sys.getrefcount, fakes)]
             graph = tracer(*fakes, *grads)
     except (PerSampleError, FirstEager, LookFirst, OnlyEager):
         raise
@@ -315,7 +315,8 @@ def trace(
         raise _reading(_line_in(traceback.extract_tb(error.__traceback__))) from error
     if drawn.restore():
         raise OnlyEager("it draws random numbers of Python or NumPy, which a graph does not draw anew")
-    kept_line = operations.line_of_kept() or _kept_argument(fakes, counts)
+    # the gradients of arguments would look as if they were kept
+    kept_line = None if any(tensor.requires_grad for tensor in tensors) else operations.line_of_kept()
     used = {node.meta["val"].node.expr for node in graph.graph.nodes if node.target is _READ and node.users}
     unused = [line for value, line in operations.values.items() if value not in used]
     if unused:  # it was printed, or kept outside of the step, where it would be the same symbol for ever
@@ -394,15 +395,6 @@ def _reading(line: str) -> PerSampleError:
         "Use torch.where in place of an if, return the tensor and look at it after the step, or call the step "
         "without enn.compile.",
     )
-
-
-def _kept_argument(fakes: list[Tensor], counts: list[int]) -> str | None:
-    """What says that something refers to an argument after the trace that did not before."""
-    for _ in range(2):
-        if [*map(sys.getrefcount, fakes)] == counts:
-            return None
-        gc.collect()
-    return "the call, as an argument"
 
 
 def _line_of_user() -> tuple[str, int]:
