@@ -23,7 +23,7 @@ from expanded_nn._lift import lifted
 from expanded_nn._meanwhile import meanwhile
 from expanded_nn._shared import owned
 from expanded_nn.recording.expand import Recompute
-from expanded_nn.recording.order import pauses_order
+from expanded_nn.recording.order import order_paused
 from expanded_nn.recording.recorder import Forward, Recorder, Settings
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -249,8 +249,12 @@ class Expanded(PerSampleModule):
                 recorder.note_plain_forward()
             if self._own_batch() is not None:
                 return self.expanded_forward(*args, **kwargs)
-            with pauses_order():
+            if recorder is None or recorder.escalation.order is None:
                 output = super().forward(*args, **kwargs)
+            else:
+                with order_paused(args, kwargs) as results:
+                    output = super().forward(*args, **kwargs)
+                    results.append(output)
             return owned(output) if self.returns_fresh and recorder is not None and recorder.in_forward else output
         if torch.compiler.is_compiling():
             return _uncompiled(self, args, kwargs)
@@ -261,6 +265,8 @@ class Expanded(PerSampleModule):
         """The forward as a part of the one that runs, or in a pass."""
         recorder = self._recorder
         assert recorder is not None
+        if recorder.escalation.order is not None:
+            recorder.escalation.order.look_at(self, (args, kwargs))
         if recorder.forward is not None:
             return self._noting_what_is_shared(recorder.forward, args, kwargs)
         with recorder.open_forward(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:

@@ -20,7 +20,7 @@ from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shar
 from expanded_nn._twins import expand_modules, raise_for
 from expanded_nn.layers.linear import Linear, linear, outer_rows, positions
 from expanded_nn.recording.expand import keeps_factors
-from expanded_nn.recording.order import pauses_order
+from expanded_nn.recording.order import order_paused
 from expanded_nn.recording.recorder import Recorder
 
 
@@ -318,9 +318,11 @@ class _Container(_Converted, Root):
                 return self.forward(*args, **kwargs)
             finally:
                 torch.backends.mha.set_fastpath_enabled(True)
-        if not self._rows_are_due():
-            with pauses_order():
-                return self._forward(*args, **kwargs)
+        recorder = self._recorder
+        if recorder is not None and recorder.escalation.order is not None and not self._rows_are_due():
+            with order_paused(args, kwargs) as results:
+                results.append(self._forward(*args, **kwargs))
+            return results[0]
         return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

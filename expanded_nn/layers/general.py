@@ -269,7 +269,7 @@ class General(Expanded):
         assert recorder is not None
         assert recorder.forward is not None
         own, heard = self._own(), recorder.forward.notes.inputs_shared
-        before, run = len(heard), Run(recorder.forward.own_pass.batch)
+        before, run = len(heard), Run(recorder.forward.own_pass.batch, recorder.escalation.order)
         try:
             weights = [run.batched(recorder.expand(parameter)) for _, parameter, _ in own]
             with swapped([place for place, _, _ in own], weights):

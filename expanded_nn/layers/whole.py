@@ -71,6 +71,7 @@ class Run:
 
     Attributes:
         batch: B.
+        order: What looks at the order of the samples, if that is looked at.
         way: What was done with the parameters, and whether with a tensor of B rows, and where values were read: another
             forward that goes this way does the same with its samples.
         joins: What is done with other tensors that may join samples or move them. How often does not count: a layer
@@ -79,8 +80,8 @@ class Run:
         made: The tensors that must not outlive the forward.
     """
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
+    def __init__(self, batch: int, order: Any = None) -> None:
+        self.batch, self.order = batch, order
         self.way: list[Any] = []
         self.joins: set[str] = set()
         self.failed = False
@@ -160,7 +161,8 @@ class Batched(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = TABLE.get(func)
         try:
-            if rule is None:
+            order = _RUNNING.runs[-1].order if _RUNNING.runs else None
+            if rule is None or (order is not None and order.moved and order.has_moved((args, kwargs))):
                 raise NotInTable(func)
             return rule(func, args, kwargs or {})
         except Exception:

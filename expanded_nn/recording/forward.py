@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._batch import contents, has_derivatives, tensors
-from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._batch import batch_dim, contents, has_derivatives, tensors
+from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn._modes import is_of_checkpoint
+from expanded_nn._traced import is_traced
 from expanded_nn.recording.checkpoints import note_pass
 from expanded_nn.recording.owner import Owner
 from expanded_nn.recording.passes import Pass
@@ -81,6 +82,11 @@ class Forward:
         return self._pass
 
     @property
+    def batch_so_far(self) -> int | None:
+        """B as it is known at this moment; that chooses no pass."""
+        return self.batch if self._pass is None else self._pass.batch
+
+    @property
     def samples(self) -> list[Tensor]:
         """The tensors among the arguments whose first or second dimension has size B."""
         batch = self.own_pass.batch
@@ -105,15 +111,50 @@ class Forward:
         """Looks at what the forward returns; notes its pass in the graph if the backward will run layers again.
 
         Raises:
-            PerSampleError: If a result that all samples share was taken apart as if it were a single one.
+            PerSampleError: If a result that all samples share was taken apart as if it were a single one; or if the
+                first argument has one row, and all else has as many as the result.
         """
         if self.notes.shared_results:
             self._refuse_taken_apart(result)
+        if not self.is_explicit and self.recorder.settings.batch_size is None and not is_traced():
+            self._refuse_other_rows(result)
         if not self.will_run_again or (self._pass is None and self.batch is None):
             return
         kept = self.recorder.passes.kept
         if not note_pass(contents(result), self.own_pass) and self.own_pass not in kept:
             kept.append(self.own_pass)
+
+    def _refuse_other_rows(self, result: Any) -> None:
+        """Looks whether the result speaks of another number of samples than the first tensor among the arguments."""
+        batch = self.batch_so_far
+        if batch is None or hasattr(self.module, "batch_first"):  # which says where samples stand in the tensors there
+            return
+        results = [x for x in tensors(result) if isinstance(x, Tensor) and x.requires_grad and x.numel() > 1]
+        counts = set(map(self._rows_in, results))
+        if batch == 1:
+            rows = {self._rows_in(x) for x in tensors(self.inputs) if isinstance(x, Tensor) and x.dim()} - {1}
+            if len(rows) == 1 and counts == rows:
+                (count,) = rows
+                raise complaint(
+                    self.recorder.name_of(self.module),
+                    "the first tensor among its arguments has one row, so that there is one per-sample gradient, but "
+                    f"the others have {count}, as its result has",
+                    "the number of samples",
+                    f"Say it: per_sample(batch_size={count}), or per_sample(batch_size=1) if it is one sample; or put "
+                    "the samples' tensor first.",
+                )
+        elif counts and max(counts) < batch and not any(batch in x.shape for x in results):
+            name, count = self.recorder.name_of(self.module), max(counts)
+            warn(
+                f"{name} is called with {batch} samples, as the first tensor among its arguments has {batch} rows, and "
+                f"returns {count}: there are {batch} per-sample gradients. If these are not your samples, clipping "
+                "does not bound what one of yours adds. Give it an input with a row for each sample, filled up if need "
+                "be."
+            )
+
+    def _rows_in(self, x: Tensor) -> int:
+        dim = batch_dim(x.dim(), batch_first=self.recorder.settings.batch_first)
+        return x.shape[dim] if x.dim() else 1
 
     def note_shared(self, layer: nn.Module, result: Any, dim: int) -> None:
         """Notes a layer's result for an input that all samples share."""

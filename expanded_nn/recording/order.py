@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
-from expanded_nn._batch import batch_dim
-from expanded_nn._errors import LIBRARIES, PerSampleError, complaint
+from expanded_nn._batch import batch_dim, tensors
+from expanded_nn._errors import LIBRARIES, complaint
 from expanded_nn._traced import assume, is_traced, wait_for_values
 from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.owner import Settings
@@ -52,86 +52,169 @@ class Move(NamedTuple):
     index: Any = None
 
 
+class Moved(NamedTuple):
+    """What has put samples in another order.
+
+    Attributes:
+        operation: Its name.
+        place: The line of it, as a part of an error.
+        stays: In a trace, the condition that each sample has stayed in its place.
+    """
+
+    operation: str
+    place: str
+    stays: Tensor | None
+
+
 class Order(TorchFunctionMode):
-    """Raises where a forward gives samples that have gone through a layer another order.
+    """Follows samples that take each other's places, and raises where they reach a layer.
 
     Attributes:
         recorder: The recorder of the model.
         found: Whether there was an operation that may do so for other values.
+        moved: The tensors whose samples stand in another order, by their ids, and what did it.
+        weights_are_outside: Whether the forward has used expanded weights outside of layers, which nobody looks at.
     """
 
     def __init__(self, recorder: Recording) -> None:
         super().__init__()
         self.recorder = recorder
         self.found = False
+        self.moved: dict[int, tuple[Tensor, list[Moved]]] = {}
+        self.weights_are_outside = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         move_of = _MOVES.get(func)
+        moved = None
         if move_of is not None:
             try:
                 move = move_of(*args, **kwargs)
             except (TypeError, ValueError):  # torch says what is wrong with the call
                 move = None
-            if move is not None:
-                self._look(move, func)
-        return func(*args, **kwargs)
+            moved = None if move is None else self._moved_by(move, func)
+        result = func(*args, **kwargs)
+        if moved is not None or self.moved:
+            changed = args[:1] if func is Tensor.__setitem__ else ()
+            self.follow((args, kwargs), (result, changed), *([] if moved is None else [moved]))
+        return result
 
-    def _look(self, move: Move, func: Any) -> None:
+    def follow(self, given: Any, results: Any, *more: Moved) -> None:
+        """Notes that what is computed from samples in another order has them in that order."""
+        reasons = [*self._reasons(given), *more]
+        if reasons and self.weights_are_outside:
+            self.refuse(None, reasons)
+        for result in tensors(results) if reasons else ():
+            if isinstance(result, Tensor):
+                self.moved[id(result)] = result, reasons
+            else:
+                self.moved[id(result.data)] = result.data, reasons
+
+    def has_moved(self, given: Any) -> bool:
+        """Whether samples stand in another order in any of some tensors."""
+        return bool(self._reasons(given))
+
+    def look_at(self, layer: nn.Module, given: Any) -> None:
+        """Raises if samples in another order reach a layer whose parameters get rows."""
+        if self.moved and self.recorder.general_rule is None:  # there each sample is alone
+            self.refuse(layer, self._reasons(given))
+
+    def note_outside_use(self) -> None:
+        """Notes that an expanded weight is used outside of layers."""
+        self.weights_are_outside = True
+        self.refuse(None, [reason for _, reasons in self.moved.values() for reason in reasons])
+
+    def _reasons(self, given: Any) -> list[Moved]:
+        found: list[list[Moved]] = []
+        for each in tensors(given) if self.moved else ():
+            tensor = each if isinstance(each, Tensor) else each.data
+            if id(tensor) in self.moved:
+                found.append(self.moved[id(tensor)][1])
+        return list({id(reason): reason for reasons in found for reason in reasons}.values())
+
+    def _moved_by(self, move: Move, func: Any) -> Moved | None:
+        """Whether an operation gives the samples another order."""
         recorder = self.recorder
         forward = recorder.forward
-        if forward is None or recorder.general_rule is not None:  # there each sample is alone
-            return
+        if forward is None or recorder.general_rule is not None:
+            return None
         rows, whole = move.rows, move.whole
-        if type(rows) not in _PLAIN or type(whole) not in _PLAIN or rows.grad_fn is None or rows.is_meta:
-            return
-        batch, dims = forward.own_pass.batch, whole.dim()
+        if type(rows) not in _PLAIN or type(whole) not in _PLAIN or rows.is_meta:
+            return None
+        batch, dims = forward.batch_so_far, whole.dim()
         dim = batch_dim(dims, batch_first=recorder.settings.batch_first)
-        if batch < 2 or dims <= dim or whole.shape[dim] != batch or dim not in [each % dims for each in move.dims]:
-            return
+        if (
+            batch is None
+            or batch < 2
+            or dims <= dim
+            or whole.shape[dim] != batch
+            or dim not in [each % dims for each in move.dims]
+        ):
+            return None
         index = _index_of(move.index, dim, dims) if isinstance(move.index, tuple) else move.index
-        if index is NotImplemented or _is_called_by_libraries():
-            return
+        if index is NotImplemented or _is_called_by_libraries() or not self._are_samples(rows):
+            return None
+        stays = None
         if index is not None:
             index = index.movedim(dim, 0) if index.dim() == dims else index
-            if index.dim() == 0 or index.shape[0] != batch or not comes_from_rows(rows):
-                return
+            if index.dim() == 0 or index.shape[0] != batch:
+                return None
             own = torch.arange(batch, device=index.device).view(-1, *[1] * (index.dim() - 1))
             stays = (index % batch == own).all()
             self.found = True
-            if is_traced():
-                assume(stays, "call after call samples take each other's places between its layers")
-                return
-            if bool(stays):
-                return
-        elif not comes_from_rows(rows):
+            if not is_traced() and bool(stays):
+                return None
+        frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((*LIBRARIES, "<"))]
+        place = f", line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
+        return Moved(getattr(func, "__name__", str(func)), place, stays)
+
+    def _are_samples(self, x: Tensor) -> bool:
+        """Whether a tensor is an argument of the forward, or comes from a layer; others may have B rows by chance."""
+        base = x if x._base is None else x._base
+        arguments = [each for each in tensors(self.recorder.forward.inputs) if isinstance(each, Tensor)]
+        is_argument = any(each is base or each is x or each._base is base for each in arguments)
+        return is_argument or id(x) in self.moved or comes_from_rows(x)
+
+    def refuse(self, layer: nn.Module | None, reasons: Sequence[Moved]) -> None:
+        """Raises for the first reason, if there is any; a trace assumes that samples have stayed in their places."""
+        if is_traced() and all(reason.stays is not None for reason in reasons):
+            for reason in reasons:
+                assume(
+                    cast(Tensor, reason.stays), "call after call samples take each other's places between its layers"
+                )
+            return
+        if not reasons:
             return
         wait_for_values("it puts samples in another order")
-        raise self._refusal(getattr(func, "__name__", str(func)))
-
-    def _refusal(self, operation: str) -> PerSampleError:
-        frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((*LIBRARIES, "<"))]
-        where = f", line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
+        operation, place, _ = reasons[0]
         assert self.recorder.forward is not None
         error = complaint(
-            self.recorder.name_of(self.recorder.forward.module),
-            f"between two of its layers samples take each other's places ({operation}{where}), so that row i of one "
-            "layer's parameters would be of another sample than row i of the other's",
+            self.recorder.name_of(self.recorder.forward.module if layer is None else layer),
+            f"in its input samples have taken each other's places ({operation}{place}), so that row i of its "
+            "parameters would be of another sample than row i of other layers'",
             "sample i in row i of every layer's input",
             "Leave the order as it is: pack_padded_sequence(..., enforce_sorted=False) sorts by itself, and brings "
             "what comes out back in order. Or sort the batch before the model. What compares samples with each other "
             "belongs into the loss.",
         )
-        error.refused_by = self  # which module is around both layers is not known: the one that was called
-        return error
+        error.refused_by = self  # which module is around all of it is not known: the one that was called
+        raise error
 
 
-def pauses_order() -> AbstractContextManager[object]:
-    """Takes the look at operations off, as torch's layers have no fused inference below it."""
-    count = torch._C._len_torch_function_stack()
-    if count and isinstance(torch._C._get_function_stack_at(count - 1), Order):
-        return _pop_mode_temporarily()
-    return nullcontext()
+@contextmanager
+def order_paused(*given: Any) -> Iterator[list[Any]]:
+    """Takes the look at operations off, as torch's layers have no fused inference below it.
+
+    Args:
+        given: What the operations are given; what they give goes into the list.
+    """
+    count, results = torch._C._len_torch_function_stack(), list[Any]()
+    mode = torch._C._get_function_stack_at(count - 1) if count else None
+    order = mode if isinstance(mode, Order) else None
+    with _pop_mode_temporarily() if order is not None else nullcontext():
+        yield results
+    if order is not None and order.moved:
+        order.follow(given, results)
 
 
 def _is_called_by_libraries() -> bool:

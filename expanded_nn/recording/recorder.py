@@ -23,7 +23,6 @@ from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recom
 from expanded_nn.recording.forward import Forward as Forward
 from expanded_nn.recording.leaf import NO_ROWS, Leaf, Leaves, Location
 from expanded_nn.recording.linked import refuse_other_samples
-from expanded_nn.recording.order import Order
 from expanded_nn.recording.owner import Settings as Settings
 from expanded_nn.recording.passes import Pass, Passes, PassStage
 from expanded_nn.recording.sharded import is_shard
@@ -223,9 +222,8 @@ class Recorder:
     @contextmanager
     def _watched_pass(self, forward: Forward) -> Iterator[Forward]:
         """A pass of several calls, between which samples keep their places."""
-        with Order(self) as order, forward:
+        with self.escalation.looking_at_order(self), forward:
             yield forward
-        self.escalation.moves_samples |= order.found
 
     def choose_pass(self, forward: Forward) -> Pass:
         """The pass that a forward belongs to, a new one if need be."""
@@ -292,6 +290,8 @@ class Recorder:
 
     def expand_outside(self, weight: Tensor) -> Tensor:
         """`expand`, for a use of a weight outside of the layers: in the forward that runs, or after the last one."""
+        if self.escalation.order is not None:
+            self.escalation.order.note_outside_use()
         if self.forward is not None:
             return self.expand(weight)
         model = next(iter(self.living_roots()), None)

@@ -1654,6 +1654,29 @@ def test_samples_made_of_another_models_samples() -> None:
         decoder(encoder(values()).detach().repeat_interleave(2, 0)).sum().backward()
 
 
+class Pooled(nn.Module):
+    """Adds up rows by an index, as those of sets that lie side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, which: Tensor, count: int) -> Tensor:
+        return torch.zeros(count, D).index_add(0, which, self.first(x))
+
+
+def test_fewer_results_than_samples() -> None:
+    """What the model takes for samples may be parts of the user's."""
+    model = on(Pooled())
+    with pytest.warns(enn.PerSampleWarning, match="Pooled is called with 6 samples.* and returns 2: there are 6 per-s"):
+        model(values(6, D), torch.arange(6) // 3, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(values(6, D), torch.arange(6), 6)
+        model(values(6, D), torch.arange(6) // 3, 12)
+        on(Pooled(), batch_size=6)(values(6, D), torch.arange(6) // 3, 2)
+
+
 def test_two_calls_of_other_sizes_that_do_not_meet() -> None:
     model = on(parts())
     small, large = model(values()), model(values(B + 2, D))
@@ -1758,9 +1781,9 @@ MOVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 def test_samples_in_another_order(move: tuple[Any, Any]) -> None:
     """Their rows in the layer between would be those of other samples: the model goes sample by sample."""
     module = Moved(*move)
-    with pytest.warns(enn.PerSampleWarning, match="samples take each other's places .*test_trust.py"):
+    with pytest.warns(enn.PerSampleWarning, match="samples have taken each other's places .*test_trust.py"):
         right(on(module), module, forward)
-    with pytest.raises(enn.PerSampleError, match="samples take each other's places"):
+    with pytest.raises(enn.PerSampleError, match="samples have taken each other's places"):
         on(module, escalate=False)(values())
 
 
@@ -1775,6 +1798,53 @@ def test_samples_that_are_in_order_by_chance_at_first(own: bool) -> None:
     model.zero_grad()
     with nullcontext() if own else pytest.warns(enn.PerSampleWarning, match="each other's places"):
         right(model, module, forward, x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_arguments_in_another_order(*, frozen: bool) -> None:
+    """Before the first layer with rows: those would be in another order than the samples of the call."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            order = x[:, 0].argsort(descending=True)
+            return self.second(self.first(x[order]).tanh())[order.argsort()]
+
+    module, x = Model(), values()
+    module.first.requires_grad_(not frozen)
+    x = x[x[:, 0].argsort()]
+    with pytest.warns(
+        enn.PerSampleWarning, match=r"(first|second) \(Linear\): in its input samples have taken each oth"
+    ):
+        right(on(module), module, forward, x)
+
+
+def test_samples_compared_with_each_other_have_shares() -> None:
+    """What follows no layer any more is a loss, be it in the forward or in one_pass."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return (h * h[[1, 2, 0]]).sum(1) - (h * h.roll(1, 0)).sum(1)
+
+    module, x = Model(), values()
+    model, layer = on(module), on(module.first)
+    model(x).sum().backward()
+    with enn.one_pass(layer, B):
+        h = layer(x)
+        ((h * h[[1, 2, 0]]).sum() - (h * h.roll(1, 0)).sum()).backward()
+    for weight in (model.first.weight, layer.weight):
+        module.zero_grad()
+        module(x).sum().backward()
+        assert len(weight.grad_sample) == B
+        assert_close(weight.grad_sample.sum(0), module.first.weight.grad)
 
 
 class ByLength(nn.Module):
