@@ -38,7 +38,7 @@ from expanded_nn._traced import FirstEager, LookFirst, OnlyEager, assumptions, n
 from expanded_nn.compiling.packing import Remake, packed
 from expanded_nn.factored import FactoredTensor, is_hidden
 from expanded_nn.recording.isolation import Grads, has_hidden_rows, isolated
-from expanded_nn.recording.leaf import Leaf
+from expanded_nn.recording.leaf import Leaf, Published
 from expanded_nn.recording.passes import PassStage
 from expanded_nn.recording.recorder import Recorder
 
@@ -170,9 +170,17 @@ class _Operations(TorchDispatchMode):
         gc.collect()  # it takes long where much is in memory, and is seldom needed
         for ref, (file, number) in reversed(self.made):
             tensor = ref()
-            if tensor is not None and gc.get_referrers(tensor):  # none: autograd alone, which a checkpoint may leave
+            # none: autograd alone, which a checkpoint may leave
+            if tensor is not None and not all(map(_is_of_rows, gc.get_referrers(tensor))):
                 return f"line {number} of {file}: {linecache.getline(file, number).strip()}"
         return None
+
+
+def _is_of_rows(holder: object) -> bool:
+    """Whether an object holds rows, for a recorder that the step itself has made by `per_sample`."""
+    if isinstance(holder, dict):
+        return "grad_sample" in holder or any(isinstance(key, Leaf) for key in holder)
+    return isinstance(holder, Published)
 
 
 class _Readings(TorchFunctionMode):
