@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._errors import complaint, refuse_no_positive_number
+from expanded_nn._errors import complaint, refuse_no_positive_number, warn
 from expanded_nn._held import (
     Part,
     batch_size_of,
@@ -25,9 +25,13 @@ from expanded_nn._held import (
 from expanded_nn._modes import no_torch_function
 from expanded_nn._rows import widened
 from expanded_nn._traced import assume, is_traced
+from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.sharded import added_over_ranks, is_shard, scattered
+from expanded_nn.recording.stale import holds_more
 
-MaxNorm = float | Callable[[Tensor], Tensor]  # a norm to clip to, or a function of the norms that gives the factors
+MaxNorm = (
+    float | Tensor | Callable[[Tensor], Tensor]
+)  # a norm to clip to, or a function of the norms that gives the factors
 
 
 def clip_grad_sample_norms_(
@@ -42,10 +46,11 @@ def clip_grad_sample_norms_(
 
     Args:
         model: A model in per-sample mode, after a backward; the model itself, not `model.parameters()`.
-        max_norm: The norm to clip to, over all parameters together. Or a function of the norms `(B,)` that gives the
-            number by which each row is multiplied, `(B,)`: `lambda norms: 1 / (norms + 0.01)` is automatic clipping
-            (Bu et al., 2022). Or a mapping to either from names of parameters or modules: the parameters of a
-            module are clipped together, except those with a nearer name; `""` is the model.
+        max_norm: The norm to clip to, over all parameters together, as a number or a tensor of one. Or a function of
+            the norms `(B,)` that gives the number by which each row is multiplied, `(B,)`:
+            `lambda norms: 1 / (norms + 0.01)` is automatic clipping (Bu et al., 2022). Or a mapping to any of these
+            from names of parameters or modules: the parameters of a module are clipped together, except those with a
+            nearer name; `""` is the model.
         reduction: `"sum"`, or `"mean"` to divide by the number of rows.
 
     Returns:
@@ -70,7 +75,9 @@ def clip_grad_sample_norms_(
     if reduction not in ("sum", "mean"):
         raise ValueError(f'clip_grad_sample_norms_: reduction is {reduction!r}; wanted "sum" or "mean".')
     for name, limit in max_norm.items() if isinstance(max_norm, Mapping) else [(None, max_norm)]:
-        if not callable(limit):
+        if isinstance(limit, Tensor) and limit.numel() == 1 and is_traced():
+            assume((limit > 0).all(), "call after call max_norm is not above 0")
+        elif not callable(limit):
             argument = "max_norm" if name is None else f"max_norm[{name!r}]"
             wanted = "a number above 0, or a function of the norms"
             refuse_no_positive_number("clip_grad_sample_norms_", argument, limit, wanted)
@@ -94,6 +101,8 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
             "those of a backward in per-sample mode; an empty batch has them as well, of shape (0, *shape)",
             "Clip after backward and before zero_grad, and with accumulate_grad=False once after each backward.",
         )
+    if not adds and not is_traced():
+        _warn_of_what_is_replaced(parameters, held, recorders)
     count = batch_size_of(held)
     shards = [parameters[name] for name in held if is_shard(parameters[name])]
     together = not isinstance(max_norm, Mapping)
@@ -122,6 +131,20 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     for recorder in recorders:
         recorder.note_grads()
     return norms[""] if together else norms
+
+
+def _warn_of_what_is_replaced(
+    parameters: Mapping[str, Tensor], held: Iterable[str], recorders: Iterable[Recorder]
+) -> None:
+    """Says that clipping replaces more than the sum of rows, such as the gradient of a penalty."""
+    leaves = ((name, recorder.leaves.get(parameters[name])) for recorder in recorders for name in held)
+    more = [name for name, leaf in leaves if leaf is not None and holds_more(leaf)]
+    if more:
+        warn(
+            f"clip_grad_sample_norms_: .grad of the parameters {first_few(more)} is more than the sum of the "
+            "per-sample gradients, as with that of a penalty, and is replaced as a whole. Add what is to stay after "
+            "the clipping."
+        )
 
 
 def _norms(parts: list[Part], groups: Mapping[str, str], limits: Iterable[str]) -> dict[str, Tensor]:

@@ -1123,3 +1123,23 @@ def test_a_pass_of_any_size_in_one_graph() -> None:
         compiled(torch.randn(size, 3))
         assert len(model[0].weight.grad_sample) == size
     assert [len(family.graphs) for family in compiled.families.values()] == [2]
+
+
+def test_a_bound_that_is_a_tensor() -> None:
+    """It changes from call to call, and is no value that the step reads."""
+    (x, y), *_ = samples(4)
+    model, other = (enn.convert(nn.Linear(x.shape[1], 3)).per_sample() for _ in range(2))
+    other.load_state_dict(model.state_dict())
+
+    def clipped(model: Any, bound: Tensor) -> Tensor:
+        F.cross_entropy(model(x), y % 3).backward()
+        return enn.clip_grad_sample_norms_(model, bound)  # type: ignore[return-value]
+
+    step = enn.compile(lambda bound: clipped(model, bound), backend="eager")
+    for bound in (1.0, 0.5, 0.1, 0.01):
+        model.zero_grad(), other.zero_grad()
+        torch.testing.assert_close(step(torch.tensor(bound)), clipped(other, torch.tensor(bound)))
+        torch.testing.assert_close(model.weight.grad, other.weight.grad)
+    assert len(graphs(step)) == 1
+    with pytest.raises(ValueError, match=r"max_norm is .*wanted a number above 0"):
+        step(torch.tensor(-1.0))

@@ -78,6 +78,16 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_he
     return stale_leaves + [leaf for leaf in zeros if not _rows_cancel(leaf)]
 
 
+def holds_more(leaf: Leaf) -> bool:
+    """Whether `.grad` was changed after the backward, and is not the sum of rows any more, nor that sum scaled."""
+    grad = leaf.grad
+    if grad is None or leaf.published.rows is None or is_shard(grad) or leaf.was_reset():
+        return False
+    if leaf.was_scaled_or_clipped() or leaf.grad_is_as_noted() or leaf.noted_grad is None or vanishes(grad):
+        return False
+    return not _is_multiple(grad, leaf)
+
+
 def _in_doubt(where: str, state: str, wanted: str) -> PerSampleError:
     return complaint(
         where,

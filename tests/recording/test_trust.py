@@ -1654,6 +1654,27 @@ def test_samples_made_of_another_models_samples() -> None:
         decoder(encoder(values()).detach().repeat_interleave(2, 0)).sum().backward()
 
 
+def test_clipping_says_that_it_replaces_other_gradients() -> None:
+    model, x = on(nn.Linear(D, 2)), values()
+    replaced = r"clip_grad_sample_norms_: .grad of the parameters \['weight'\] is more than the sum"
+
+    def step(after: Callable[[Tensor], Any] = lambda grad: None) -> Tensor:
+        model.zero_grad()
+        model(x).sum().backward()
+        after(model.weight.grad)
+        enn.clip_grad_sample_norms_(model, 1.0)
+        return model.weight.grad.clone()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        right_grad = step()
+        for harmless in (lambda grad: grad.mul_(0.5), lambda grad: grad.add_(grad)):
+            assert_close(step(harmless), right_grad)
+        enn.clip_grad_sample_norms_(model, 1.0)
+    with pytest.warns(enn.PerSampleWarning, match=replaced):
+        assert_close(step(lambda grad: grad.add_(100.0)), right_grad)
+
+
 class Pooled(nn.Module):
     """Adds up rows by an index, as those of sets that lie side by side."""
 
