@@ -25,8 +25,9 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_he
     | zero, scaled or clipped before, and `beside_held`  | refused, as it may be a sum that cancels. Held, if    |
     |                                                    | all rows are zero                                     |
     | zero, and the rows do not add up to zero           | stale                                                 |
-    | zero, as is the sum of the rows (they cancel)      | stale if no `.grad` is held and another parameter's   |
-    |                                                    | zero is stale: they were cleared together. Held else  |
+    | zero, and the rows add up to zero, too             | held, as the rows cancel. Stale, if another `.grad`   |
+    |                                                    | is a stale zero and none is held: all were cleared    |
+    |                                                    | together                                              |
     | another tensor, no multiple of the sum of the rows | stale: it was set anew. A shard's is held, as its sum |
     |                                                    | is known on all ranks together only                   |
     | changed in place, no multiple of the sum           | refused: they may be a part of it or not. Held, if it |
