@@ -49,8 +49,8 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
     What they find in another way, as by `getattr` or in a file, is that of the trace. Sizes that change from call to
     call, as that of the batch, become symbols of one graph where the step reads them by `x.shape[0]`; `len(x)` is a
     plain number, with a graph for each. New values of parameters, by an optimizer or `load_state_dict`, and of buffers
-    are seen. What else Python does happens in the first two calls of a kind, and not again; a tensor that the step keeps
-    outside, as in a list, has no values, and a `PerSampleWarning` names the line.
+    are seen. What else Python does happens in the first two calls of a kind, and not again. A tensor that the step
+    keeps outside, as in a list, has no values then; a `PerSampleWarning` names the line.
 
     Where a graph cannot be right the step runs eagerly: a `PerSampleWarning` says why if it is for good (rows of
     earlier calls that it looks at, random numbers within a backward, sparse gradients, sequences of different
