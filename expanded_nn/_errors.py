@@ -84,6 +84,12 @@ def complaint(who: str, found: str, wanted: str, remedy: str) -> PerSampleError:
     return PerSampleError(f"{who}: {found}; wanted {wanted}. {remedy}")
 
 
+def sentence(text: str) -> str:
+    """The text of an error, which may not be ours, as a whole sentence on one line."""
+    text = " ".join(text.split())
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
 def shown(value: object) -> str:
     """A wrong argument in the words of an error."""
     if value is None or isinstance(value, str | Real) or str(type(value)).startswith("<class 'numpy.bool"):

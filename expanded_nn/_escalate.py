@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from expanded_nn._errors import PerSampleError, warn
+from expanded_nn._errors import PerSampleError, sentence, warn
 from expanded_nn._meanwhile import meanwhile
 from expanded_nn._modes import as_it_is, checkpoint_hooks, is_of_checkpoint
 from expanded_nn._steady import StateBefore
@@ -181,7 +181,7 @@ class _Attempts:
         if kind is None or (loops and learned is not None and learned.loops):
             return False
         self.before.setdefault(module, learned)
-        module._learn(Learned(str(self.refused), kind, loops))
+        module._learn(Learned(sentence(str(self.refused)), kind, loops))
         self.escalation.on_trial = module
         return True
 

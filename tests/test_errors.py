@@ -403,6 +403,13 @@ def a_convolution_without_space() -> None:
     enn.functional.conv1d(torch.randn(3, 4), torch.randn(3, 5, 4, 3))
 
 
+@refused(
+    r"functional\.conv2d: x has shape \(3, 2, 4, 6, 6\), .*A task of several shots is not one sample.*repeat_inter"
+)
+def a_convolution_of_tasks() -> None:
+    enn.functional.conv2d(torch.randn(3, 2, 4, 6, 6), torch.randn(3, 5, 4, 3, 3))
+
+
 @refused(r"functional\.linear: the input has shape \(2, 4\), the weight \(3, 5, 4\); .*unflatten a folded batch")
 def weights_of_other_samples() -> None:
     enn.functional.linear(torch.randn(2, 4), torch.randn(3, 5, 4))
@@ -867,11 +874,28 @@ def second_derivatives_of_a_restless_weight() -> None:
     torch.autograd.grad(model(torch.randn(3, 4)).square().sum(), list(model.parameters()), create_graph=True)
 
 
-@refused(r"A weight was computed from the output of a model in per-sample mode.*per_sample\(False\)")
+@refused(r"^0\.weight: the weight was computed from the output of a model in per-sample mode.*per_sample\(False\)")
 def a_weight_made_of_samples() -> None:
     model = on(nn.Linear(4, 4))
     weight = model(torch.randn(SAMPLES, 4)).mean(0).expand(4, 4)
     torch.func.functional_call(model, {"0.weight": weight}, (torch.randn(SAMPLES, 4),))
+
+
+@refused(r"^0\.weight: .* or from a gradient of its loss, so it mixes the samples.*per_sample\(False\)")
+def a_step_that_learns_to_reweight() -> None:
+    model, x = on(nn.Linear(4, 4)), torch.randn(SAMPLES, 4)
+    weights = torch.zeros(SAMPLES, requires_grad=True)
+    loss = (weights * model(x).square().sum(1)).sum()
+    named = dict(model.named_parameters())
+    grads = torch.autograd.grad(loss, list(named.values()), create_graph=True)
+    after = {name: each - 0.1 * grad for (name, each), grad in zip(named.items(), grads, strict=True)}
+    torch.func.functional_call(model, after, (x,))
+
+
+@refused(r"^expanded\(weight\): the weight was computed from the output of a model in per-sample mode")
+def a_weight_made_of_samples_used_outside() -> None:
+    model = on(nn.Linear(4, 4))
+    enn.expanded(model(torch.randn(SAMPLES, 4)).mean(0))
 
 
 @refused(r"A vmapped backward \(is_grads_batched=True.*per_sample\(False\)")

@@ -620,6 +620,12 @@ def test_a_checkpoint_ends_a_recomputation_early(shape: tuple[int, ...]) -> None
     assert learned(model) == set()
 
 
+def test_the_warning_quotes_an_error_of_torch_as_a_sentence() -> None:
+    module = positions(lambda p: p.permute(1, 0).T, torch.arange)
+    with pytest.warns(enn.PerSampleWarning, match=r"The reason: permute.*= 2\. alone\(ItsClass\) before convert"):
+        assert_right(on(module), module, Call((torch.randn(B, T, D),)))
+
+
 def test_the_warning_points_to_the_call() -> None:
     """And not into this library, or torch."""
     model = enn.convert(folded(linear=nn.Linear(D, D))).per_sample()

@@ -163,11 +163,17 @@ def _per_dimension(value: Sizes, dims: int) -> tuple[int, ...]:
 
 def _check_samples(name: str, x: Tensor, weight: Tensor, dims: int) -> None:
     if x.dim() != dims + 2 or weight.dim() != dims + 3 or x.shape[0] != weight.shape[0]:
+        remedy = "Expand the weight over the batch: weight.expand(len(x), *weight.shape)."
+        if x.dim() == dims + 3 and weight.dim() == dims + 3:
+            remedy = (
+                "A task of several shots is not one sample of a convolution: give each shot a row of its own, "
+                "x.flatten(0, 1) with weight.repeat_interleave(x.shape[1], 0), and unflatten the result."
+            )
         raise complaint(
             f"functional.{name}",
             f"x has shape {tuple(x.shape)}, weight {tuple(weight.shape)}",
             f"x of {dims + 2} and weight of {dims + 3} dimensions with the same batch dimension first",
-            "Expand the weight over the batch: weight.expand(len(x), *weight.shape).",
+            remedy,
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from expanded_nn._errors import PerSampleError
+from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._lift import quiet_fallbacks
 from expanded_nn._meanwhile import meanwhile
 from expanded_nn._modes import in_own_dtype, no_torch_function, refuse_batched
@@ -96,7 +96,7 @@ class Computed:
 
     def __init__(self, weight: Tensor, owner: Owner, recompute: Recompute | None = None) -> None:
         self.weight, self.owner, self.recompute = weight, owner, recompute
-        self.leaves = leaves_of(weight)
+        self.leaves = leaves_of(weight, owner)
 
     def differentiable(self, expanded: Sequence[Tensor], rows: Tensor) -> Sequence[Tensor]:
         """The rows of the leaves, with a graph: each sample's weight is computed from parameters of its own."""
@@ -117,13 +117,16 @@ class Computed:
         return torch.autograd.grad(weights, expanded, rows, create_graph=True)
 
 
-def leaves_of(weight: Tensor) -> list[Tensor]:
-    """The leaf tensors that `weight` was computed from."""
+def leaves_of(weight: Tensor, owner: Owner | None = None) -> list[Tensor]:
+    """The leaf tensors that `weight` was computed from; errors name it as the model of `owner` does."""
     nodes = list(graph_of(weight.grad_fn))
     if any(map(_is_expansion, nodes)):
-        raise PerSampleError(
-            "A weight was computed from the output of a model in per-sample mode, so its samples are mixed. "
-            "Compute it with per_sample(False), or give each sample its own weight, (B, *shape)."
+        raise complaint(
+            "expanded(weight)" if owner is None else owner.name_of(weight),
+            "the weight was computed from the output of a model in per-sample mode, or from a gradient of its loss, so "
+            "it mixes the samples",
+            "a weight that no samples went into, or one for each sample, (B, *shape)",
+            "Compute it with per_sample(False).",
         )
     return list(dict.fromkeys(node.variable for node in nodes if hasattr(node, "variable")))
 
