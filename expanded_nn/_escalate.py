@@ -125,6 +125,10 @@ class Escalation:
             if forward is not None:
                 forward.finish(result)
             return result
+        except Exception as error:
+            if forward is not None:
+                forward.blame(error)
+            raise
         finally:
             self.runs = False
 
@@ -163,7 +167,11 @@ class _Attempts:
             return None
         else:
             trial._learn(self.before[trial])
-        return None if any(map(self._make_general, self.larger)) else self.refused
+        if any(map(self._make_general, self.larger)):
+            return None
+        if error is not self.refused and isinstance(error, PerSampleError) and hasattr(self.refused, "add_note"):
+            self.refused.add_note(f"expanded_nn: sample by sample it is not possible either: {error}")
+        return self.refused
 
     def _around(self, by: nn.Module | None) -> Iterator[Any]:
         """The modules around the module `by`, nearest first, up to the one that was called."""

@@ -911,6 +911,19 @@ class TestLora:
         assert all(parameter.requires_grad for parameter in converted._recorder.expanded)
 
 
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning", "ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_prompts_that_are_learned(kind: str) -> None:
+    """All but the last have one row of prompts, which `peft` itself repeats for the samples."""
+    peft = pytest.importorskip("peft")
+    architecture = replace(ARCHITECTURES["gpt2"], inputs=without_cache(padded_text))
+    hidden = {"encoder_hidden_size": 8} if kind == "PromptEncoderConfig" else {}
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=2, **hidden)
+    model = peft.get_peft_model(architecture.build(), config).double().eval()
+    converted = assert_rows_are_right(architecture, model, architecture.call(), 3)
+    assert all(each.norm() > 1e-3 for each in rows_of(converted).values())
+
+
 def kept_bytes(architecture: Architecture, model: nn.Module) -> int:
     """What a forward keeps for its backward, each storage once."""
     storages: dict[int, int] = {}

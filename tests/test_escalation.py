@@ -3,9 +3,11 @@
 import linecache
 import pickle
 import random
+import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -618,6 +620,64 @@ def test_a_checkpoint_ends_a_recomputation_early(shape: tuple[int, ...]) -> None
     with silent():
         assert_right(model, module, call)
     assert learned(model) == set()
+
+
+class Prompts(nn.Module):
+    """One row of prompts, which the model itself repeats for the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear, self.after = nn.Embedding(3, D), nn.Linear(D, D), nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        prompts = self.linear(self.table(torch.arange(3)[None])).tanh()
+        return self.after(torch.cat([prompts.repeat(len(x), 1, 1), x], 1))
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["a call", "one_pass"])
+def test_a_row_that_the_model_repeats_for_the_samples(watched: bool) -> None:
+    module, call = nn.Sequential(Prompts(), nn.Linear(2, 2)), Call((torch.randn(B, T, D),))
+    model = on(module)
+    words = r"0 \(Prompts\): runs sample by sample.*Sizes of tensors must match"
+    with pytest.warns(enn.PerSampleWarning, match=words), enn.one_pass(model, B) if watched else nullcontext():
+        plain(model, call).backward()
+    assert_close_rows(rows(model), loop(module, call, B))
+    assert learned(model) == {"0"}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="add_note is new in Python 3.11")
+def test_a_row_that_the_model_repeats_without_escalation() -> None:
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match") as info:
+        on(Prompts(), escalate=False)(torch.randn(B, T, D))
+    assert re.search(
+        r"table \(Embedding\) was called with an input that all samples share.*alone", *info.value.__notes__
+    )
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="add_note is new in Python 3.11")
+def test_the_error_says_why_no_module_can_go_sample_by_sample() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.cache = m.linear(x.flatten(0, 1))
+        return m.cache.unflatten(0, x.shape[:2])
+
+    with pytest.raises(enn.PerSampleError, match="folded batch of 3 x 5") as info:
+        on(Does(forward, linear=nn.Linear(D, D)))(torch.randn(B, T, D))
+    (note,) = info.value.__notes__
+    assert re.search(r"not possible either: Does: its forward keeps tensors in attribute 'cache'.*use_cache", note)
+
+
+def test_an_error_that_is_not_of_shapes_behind_a_shared_row() -> None:
+    """The forward does not start over for it."""
+    calls: list[int] = []
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        calls.append(1)
+        m.table(torch.arange(3)[None])
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        on(Does(forward, table=nn.Embedding(3, D)))(torch.randn(B, T, D))
+    assert len(calls) == 1
 
 
 def test_the_warning_quotes_an_error_of_torch_as_a_sentence() -> None:

@@ -18,6 +18,9 @@ from expanded_nn.recording.owner import Owner
 from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.shared_results import SharedResult, taken_apart
 
+# the errors of torch, and of models that look for themselves, where sizes do not fit
+_OF_SHAPES = (RuntimeError, ValueError, IndexError)
+
 
 @dataclass
 class InputNotes:
@@ -190,14 +193,24 @@ class Forward:
             self.recorder.passes.last = None
             if self.will_run_again and self._pass is not None:
                 self.recorder.passes.kept.append(self._pass)
-        broadcast = self.notes.broadcast
-        if not broadcast or error is None or isinstance(error, PerSampleError) or is_of_checkpoint(error):
+        if error is not None:
+            self.blame(error)
+
+    def blame(self, error: BaseException) -> None:
+        """Names the layer whose result for what all samples share may have led to an error that is not ours."""
+        if isinstance(error, PerSampleError) or is_of_checkpoint(error) or hasattr(error, "refused_by"):
             return
-        error.refused_by = broadcast[0]  # type: ignore[attr-defined]
+        if self.notes.broadcast:
+            layer, what = self.notes.broadcast[0], "an index without a batch dimension"
+        elif self.notes.shared_results and isinstance(error, _OF_SHAPES):
+            layer, what = self.notes.shared_results[0].layer, "an input that all samples share"
+        else:
+            return
+        error.refused_by = layer  # type: ignore[attr-defined]
         if hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(
-                f"expanded_nn: before this, {self.recorder.name_of(broadcast[0])} has looked up an index without a "
-                "batch dimension, and returned a result per sample, (B, *index.shape, dim). If that is the reason, let "
-                "what follows broadcast over the samples, or run the module around it sample by sample: "
-                "alone(ItsClass) before convert."
+                f"expanded_nn: before this, {self.recorder.name_of(layer)} was called with {what}, and returned a "
+                "result for each sample, (B, ...). If that is the reason, let what follows broadcast over the samples, "
+                "without a repeat of its own, or run the module around it sample by sample: alone(ItsClass) before "
+                "convert."
             )
