@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
@@ -501,6 +502,52 @@ def test_refused_by_name(forward: Callable[..., Any], words: str) -> None:
     model = enn.convert(Around(Own(forward, layer=Running()))).per_sample()
     with pytest.raises(enn.PerSampleError, match=words):
         model(values(B, T, D))
+
+
+class Packed(nn.Module):
+    """A recurrent layer with a learned first state, on sequences of different lengths."""
+
+    def __init__(self, total_length: int | None = None, *, after: nn.Module | None = None) -> None:
+        super().__init__()
+        self.gru, self.after = nn.GRU(D, D, batch_first=True), after or nn.Tanh()
+        self.h0, self.total_length = nn.Parameter(torch.linspace(-1, 1, D).view(1, 1, D)), total_length
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        packed, _ = self.gru(packed, self.h0.expand(-1, len(x), -1).contiguous())
+        return self.after(pad_packed_sequence(packed, batch_first=True, total_length=self.total_length)[0])
+
+
+def no_padding(module: Callable[..., Any], call: Call, first: int = 0) -> Tensor:
+    """A loss of the steps that each sample has."""
+    lengths = call.args[1]
+    y = call.on(module)
+    return (y.sin() * (torch.arange(y.shape[1]) < lengths.view(-1, 1)).unsqueeze(-1)).sum()
+
+
+@pytest.mark.parametrize(
+    "module", [Packed(), Packed(T, after=nn.Linear(D, 2))], ids=["filled up with zeros", "of the length that is said"]
+)
+def test_samples_of_different_lengths(module: nn.Module) -> None:
+    module, call = module.double(), Call((values(B, T, D), torch.tensor([3, T, 1])))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    with pytest.warns(enn.PerSampleWarning, match=r"in a loop.*of one size: pad_packed_sequence\(\.\.\., total_length"):
+        output = call.on(model)
+    assert_close(output, call.on(module).detach())
+    no_padding(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, B, objective=no_padding))
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.from_numpy(np.random.default_rng().normal(size=x.shape))
+
+
+@pytest.mark.parametrize("after", [nn.Linear(D, 2), Noise()], ids=["linear", "noise that nothing can fix"])
+def test_samples_of_different_lengths_that_zeros_do_not_fill_up(after: nn.Module) -> None:
+    model = enn.convert(Packed(after=after).double()).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"Packed: .*vmap cannot follow.*pad_packed_sequence\(.*total_length"):
+        model(values(B, T, D), torch.tensor([3, T, 1]))
 
 
 def test_cache_in_an_argument_is_refused() -> None:

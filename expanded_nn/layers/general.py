@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -29,6 +29,7 @@ from expanded_nn._module import Expanded
 from expanded_nn._steady import OURS, attributes_of
 from expanded_nn._traced import FirstEager, OnlyEager, wait_for_values
 from expanded_nn.core import cost
+from expanded_nn.layers.looped import in_a_loop
 from expanded_nn.layers.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
 from expanded_nn.layers.trial import Compared, Mapped, Trial, Verdict, Way, Ways, flatten
 from expanded_nn.layers.whole import Run, reads_of_its_own
@@ -332,14 +333,16 @@ class General(Expanded):
 
         over_samples = torch.vmap(one_sample, in_dims=(0, dims), randomness="different")
         if self.goes_in_a_loop():
-            over_samples = self._in_a_loop(one_sample, dims, returned)
+            over_samples = in_a_loop(self, one_sample, dims, returned)
         try:
             results = over_samples(expanded, leaves)
         except RuntimeError as error:
             if isinstance(error, PerSampleError) or not re.search(_OF_VMAP, str(error)):
                 raise
             remedy = "Write its per-sample forward with @expands, or keep the parameters in modules of torch.nn."
-            if "setup_context" in str(error):
+            if "stack expects" in str(error):
+                remedy = "Let all samples give results of one size: pad_packed_sequence(..., total_length=x.shape[1])."
+            elif "setup_context" in str(error):
                 remedy = "Give a checkpoint use_reentrant=False, and an autograd Function of your own a setup_context."
             raise self._vmap_refusal(
                 f"its forward does what vmap cannot follow ({error})",
@@ -347,41 +350,7 @@ class General(Expanded):
                 remedy,
             ) from error
         moved = [each.movedim(0, first) for each, (first, *_) in zip(results, ones, strict=True)]
-        return Mapped(returned[0], moved, ones)
-
-    def _in_a_loop(
-        self, one_sample: Callable[..., list[Tensor]], dims: Sequence[int | None], returned: list[Any]
-    ) -> Callable[..., list[Tensor]]:
-        """What `vmap` does, for one sample after the other."""
-
-        def over_samples(expanded: list[Tensor], leaves: list[Any]) -> list[Tensor]:
-            mapped = [
-                [leaf] * self.pass_batch_size if dim is None else leaf.unbind(dim)
-                for leaf, dim in zip(leaves, dims, strict=True)
-            ]
-            weights = [each.unbind() for each in expanded]
-            results, others = [], []
-            for i in range(self.pass_batch_size):
-                results.append(one_sample([each[i] for each in weights], [each[i] for each in mapped]))
-                leaves = flatten(returned)[0]
-                if any(isinstance(each, Tensor) for leaf in leaves for each in contents(leaf) if each is not leaf):
-                    raise self._keeping("an object that it returns")
-                others.append([each for each in leaves if isinstance(each, bool | int | float | str)])
-            if any(each != others[0] for each in others):
-                raise self._refusal(
-                    "its forward returns numbers that differ from sample to sample", "tensors", "Return tensors."
-                )
-            ends = (result.grad_fn for of_sample in results for result in of_sample)
-            if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_of(*ends)):
-                raise complaint(  # not seen: what `vmap` could not follow is said instead
-                    self.qualified_name,
-                    "its samples go through it one after the other, and it holds a reentrant checkpoint",
-                    "a checkpoint that is not reentrant",
-                    "Give the checkpoint use_reentrant=False.",
-                )
-            return list(map(torch.stack, zip(*results, strict=True)))
-
-        return over_samples
+        return Mapped(returned[0], moved, ones, is_filled_up=len(returned) > 1)
 
     @contextmanager
     def _leaving_nothing(self, leaves: list[Any]) -> Iterator[None]:

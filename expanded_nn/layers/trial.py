@@ -85,17 +85,19 @@ class Mapped:
         returned: What the forward has returned, with the tensors of one sample.
         tensors: Those of all samples.
         ones: For each of them, where the samples may stand, likeliest first.
+        is_filled_up: Whether a result was shorter for some samples.
     """
 
     returned: Any
     tensors: list[Tensor]
     ones: list[list[int]]
+    is_filled_up: bool = False
 
     def with_samples_in(self, dims: Sequence[int]) -> Mapped:
         """The same with the samples in these dimensions."""
         moves = zip(self.tensors, self.ones, dims, strict=True)
         moved = [each.transpose(first, dim) if dim != first else each for each, (first, *_), dim in moves]
-        return Mapped(self.returned, moved, self.ones)
+        return dataclasses.replace(self, tensors=moved)
 
     def result(self) -> Any:
         """What the forward returns for the whole batch."""
@@ -180,7 +182,8 @@ class Trial:
             self.states.restore()
             repeats = all(map(_near, expected, self.plain(hooks=self.hooks)))
         self.states.restore()
-        if (repeats and not self.is_random) or self._mixes(dims, repeats=repeats):
+        is_other = (repeats and not self.is_random) or found.is_filled_up
+        if is_other or self._mixes(dims, repeats=repeats):
             error = complaint(
                 self.module.qualified_name,
                 "on the whole batch its forward gives another result than sample by sample",
