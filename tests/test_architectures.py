@@ -870,6 +870,15 @@ def test_clip_embeddings_with_a_frozen_temperature() -> None:
     assert_rows_are_right(CLIP, model, CLIP.call(), 3)
 
 
+def test_a_cache_that_nobody_reads() -> None:
+    """Sample by sample it is of one sample alone, and does not keep the rows from being right."""
+    architecture = ARCHITECTURES["gpt2"]
+    model = architecture.build()
+    model.unused = nn.Parameter(torch.zeros(1))
+    assert architecture.call().on(model).past_key_values is not None
+    assert_rows_are_right(architecture, model, Call((), text(3, 5)), 3)
+
+
 class TestLora:
     """Only the adapters have rows; frozen layers are plain ones."""
 

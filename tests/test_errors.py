@@ -866,6 +866,20 @@ class Restless(nn.Module):
         return weight * self.calls
 
 
+class Gaussian(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> torch.distributions.Normal:
+        return torch.distributions.Normal(x, self.scale)
+
+
+@refused(r"^0 \(Gaussian\): its forward returns tensors inside of a Normal; .* make the Normal of them outside")
+def a_distribution_that_is_returned() -> None:
+    on(Gaussian())(torch.randn(SAMPLES, 4))
+
+
 @refused(r"^create_graph=True reached a parametrization that gives another weight .*Remove what is random in it")
 def second_derivatives_of_a_restless_weight() -> None:
     layer = nn.Linear(4, 4)

@@ -471,6 +471,19 @@ def reduce_over_the_samples(m: Any, x: Tensor) -> Tensor:
     return (m.scale * x).sum()
 
 
+def return_a_distribution(m: Any, x: Tensor) -> torch.distributions.Distribution:
+    return torch.distributions.Normal(x, m.scale.exp())
+
+
+class Box:
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+
+def return_an_object(m: Any, x: Tensor) -> tuple[Tensor, Box]:
+    return m.scale * x, Box([m.scale * x])
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "buffer in place": (write_into_a_buffer, r"part \(Own\): .*the buffer 'layer\.running'"),
     "buffer replaced": (replace_a_buffer, r"part \(Own\): its forward keeps tensors in the buffer 'running'"),
@@ -478,6 +491,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "attribute": (keep_an_attribute, r"part \(Own\): its forward keeps tensors in attribute 'last'"),
     "branch": (branch_on_a_value, r"part \(Own\): its forward does what vmap cannot follow.*@expands"),
     "item": (take_an_item, r"part \(Own\): its forward does what vmap cannot follow.*@expands"),
+    "distribution": (
+        return_a_distribution,
+        r"part \(Own\): .*returns tensors inside of a Normal.*Return the tensors",
+    ),
+    "object": (return_an_object, r"part \(Own\): .*returns tensors inside of a Box; .*small module of its own"),
     "no batch dimension": (reduce_over_the_samples, r"part \(Own\): for one sample its forward returns.*shape \(\)"),
 }
 

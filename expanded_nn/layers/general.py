@@ -327,6 +327,7 @@ class General(Expanded):
                 result = self._plain_forward(*args, **kwargs)
             if Counter(ids_of_one_sample((args, kwargs))) - Counter(ids_of_one_sample(alone)):
                 raise self._keeping("an argument")
+            self._refuse_objects(result)
             outputs, returned[:] = [each for each in flatten(result)[0] if isinstance(each, Tensor)], [result]
             ones[:] = [self._dims_of_one(each, told=told) for each in outputs]
             return [each.squeeze(dims[0]) for each, dims in zip(outputs, ones, strict=True)]
@@ -365,6 +366,19 @@ class General(Expanded):
         after = kept()
         if len(before) != len(after) or any(a is not b or v != w for (a, v), (b, w) in zip(before, after, strict=True)):
             raise self._keeping("an attribute, a buffer or an argument")
+
+    def _refuse_objects(self, result: Any) -> None:
+        """Raises where tensors of one sample are inside of objects, where nothing can put all samples together."""
+        unknown = [leaf for leaf in flatten(result)[0] if not isinstance(leaf, Tensor)]
+        holders = [type(leaf).__name__ for leaf in unknown if any(map(is_of_one_sample, contents(leaf)))]
+        holders = [name for name in holders if "Cache" not in name]  # of models of `transformers`: no loss reads them
+        if holders:
+            raise self._refusal(
+                f"its forward returns tensors inside of a {holders[0]}",
+                "tensors, or lists, tuples, dicts and dataclasses of them",
+                f"Return the tensors and make the {holders[0]} of them outside; or hold the parameter in a small "
+                "module of its own, so that this forward is not run sample by sample.",
+            )
 
     def _vmap_refusal(self, *said: str) -> PerSampleError:
         """What to say where `vmap` cannot follow the forward, but a loop over the samples may."""
