@@ -69,6 +69,11 @@ def batch_dim(dims: int, *, batch_first: bool) -> int:
     return 0 if batch_first or dims < 2 else 1
 
 
+def is_like_a_state(x: Any, batch: int) -> bool:
+    """Whether it may be the state of a recurrent layer, `(layers, B, hidden)`."""
+    return isinstance(x, Tensor) and x.dim() > 2 and x.shape[1] == batch
+
+
 _OF_ATTENTION = (
     nn.Transformer,
     nn.TransformerEncoder,

@@ -22,7 +22,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 # The attributes that the library sets on modules: by `per_sample`, by the general rule, by what layers have seen of
 # inputs. All others are the user's, and what a forward that starts over has changed in them is put back; so is an
 # Embedding's `_takes_labels`, which is none of these. `OURS` are those that nobody puts back.
-OWN_STATE = ("_recorder", "_settings", "_compared", "_ways", "_ranks", "_shared_seen", "_learned", "_layout_is_clear")
+OWN_STATE = (
+    "_recorder",
+    "_settings",
+    "_compared",
+    "_readings",
+    "_ways",
+    "_ranks",
+    "_shared_seen",
+    "_learned",
+    "_layout_is_clear",
+)
 OURS = {"_parameters", "_modules", "_flat_weights", "_flat_weight_refs", *OWN_STATE}
 _ATOMS = {bool, int, float, str, type(None)}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -167,7 +177,7 @@ def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
         yield
     finally:
         for member, attributes in before:
-            learned = {key: vars(member)[key] for key in ("_compared", "_ways") if key in vars(member)}
+            learned = {key: vars(member)[key] for key in ("_compared", "_readings", "_ways") if key in vars(member)}
             vars(member).clear()
             vars(member).update(attributes, **learned)
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import expanded_nn as enn
 from expanded_nn._registry import EXPANDED
 from expanded_nn.layers.general import General
-from oracle import Call, assert_close, assert_close_rows, coefficients, grads_of, loop, plain, rows_of
+from oracle import Call, assert_close, assert_close_rows, coefficients, grads_of, loop, plain, rows_of, sample_losses
 
 B, T, D = 3, 5, 4
 
@@ -520,6 +520,57 @@ def test_refused_by_name(forward: Callable[..., Any], words: str) -> None:
     model = enn.convert(Around(Own(forward, layer=Running()))).per_sample()
     with pytest.raises(enn.PerSampleError, match=words):
         model(values(B, T, D))
+
+
+class Policy(nn.Module):
+    def __init__(self, layers: int, *, results: int) -> None:
+        super().__init__()
+        self.gru, self.mean = nn.GRU(D, 6, layers, batch_first=True), nn.Linear(6, 2)
+        self.log_std, self.results = nn.Parameter(torch.tensor([0.3, -0.2])), results
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        y, h = self.gru(x, h)
+        return (self.mean(y) * self.log_std.exp(), h * self.log_std.exp().sum())[: self.results]
+
+
+def of_policy(module: Callable[..., Any], call: Call, first: int = 0) -> Tensor:
+    results = call.on(module)
+    return sum(sample_losses(each.transpose(0, dim), first).sum() for dim, each in enumerate(results))
+
+
+@pytest.mark.parametrize("steps", [T, B, 1])
+@pytest.mark.parametrize("results", [1, 2])
+@pytest.mark.parametrize("layers", [1, 2, B])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_states_have_their_samples_second(layers: int, results: int, steps: int, zeros: bool) -> None:
+    """Also where there are as many layers as samples, and where the first state, of zeros, tells nothing."""
+    module = Policy(layers, results=results).double()
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for seed in (1, 2):
+        h = values(layers, B, 6, seed=seed) * (0 if zeros and seed == 1 else 1)
+        call = Call((values(B, steps, D), h))
+        for result, expected in zip(call.on(model), call.on(module), strict=True):
+            assert_close(result, expected.detach())
+        of_policy(model, call).backward()
+        alone = loop(
+            module,
+            call,
+            B,
+            take=lambda c, i: Call((c.args[0][i : i + 1], c.args[1][:, i : i + 1])),
+            objective=of_policy,
+        )
+        assert_close_rows(rows_of(model), alone)
+        model.zero_grad()
+
+
+def test_an_argument_that_looks_like_states() -> None:
+    """A table that all samples share, whose second dimension has B entries by chance."""
+    module = Own(lambda m, x, table: m.scale * x + (m.layer(table) * m.scale).sin().mean((0, 1)), layer=nn.Linear(D, D))
+    table = values(2, B, D)
+    model, x = enn.convert(module).per_sample(loss_reduction="sum"), values(B, T, D)
+    plain(model, Call((x, table))).backward()
+    alone = loop(module, Call((x, table)), B, take=lambda c, i: Call((c.args[0][i : i + 1], c.args[1])))
+    assert_close_rows(rows_of(model), alone)
 
 
 class Packed(nn.Module):

@@ -20,18 +20,18 @@ from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_structure, tree_unflatten
 
-from expanded_nn._batch import batch_dim, contents, has_derivatives
+from expanded_nn._batch import batch_dim, contents, has_derivatives, is_like_a_state
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn._layout import note_input, refuse_square
 from expanded_nn._lift import Slot, quiet_fallbacks, swapped
 from expanded_nn._modes import as_it_is, checkpoint_hooks, running_backward
 from expanded_nn._module import Expanded
-from expanded_nn._steady import OURS, attributes_of
+from expanded_nn._steady import OURS, RandomStates, attributes_of
 from expanded_nn._traced import FirstEager, OnlyEager, wait_for_values
 from expanded_nn.core import cost
 from expanded_nn.layers.looped import in_a_loop
 from expanded_nn.layers.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
-from expanded_nn.layers.trial import Compared, Mapped, Trial, Verdict, Way, Ways, flatten
+from expanded_nn.layers.trial import Called, Compared, Mapped, Trial, Verdict, Way, Ways, flatten
 from expanded_nn.layers.whole import Run, reads_of_its_own
 from expanded_nn.recording.backward import graph_of
 from expanded_nn.recording.forward import InputNotes
@@ -47,38 +47,6 @@ PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)  # their parameters belon
 
 
 @dataclass
-class _Call:
-    """What a forward is called with.
-
-    Attributes:
-        args: So is `kwargs`.
-        batch: B.
-        leaves: What is in them.
-        dims: Where the samples stand in each leaf, if it has any.
-        given: The tensors among them, but for numbers.
-        kind: What a trial is good for: calls of this kind.
-    """
-
-    args: Any
-    kwargs: Any
-    batch: int
-    leaves: list[Any]
-    dims: list[int | None]
-    given: list[Tensor]
-    kind: Any
-
-    def kind_of_ways(self) -> Any:
-        """What a comparison with the forward on the whole batch is good for.
-
-        A checkpoint counts what is saved, also for a result that is given up: sizes that are equal by chance, and may
-        lead another way, are another kind in it.
-        """
-        if checkpoint_hooks() is None:
-            return self.kind
-        return self.kind, *(bool(n == self.batch) for each in self.given for n in each.shape)
-
-
-@dataclass
 class _Mapper:
     """Sends arguments like those of a call through a forward, sample by sample.
 
@@ -91,7 +59,7 @@ class _Mapper:
     """
 
     module: General
-    call: _Call
+    call: Called
     originals: Mapping[Slot, Tensor]
     expanded: list[Tensor]
     guests: set[int]
@@ -115,6 +83,7 @@ class General(Expanded):
     """
 
     _compared: Mapping[Any, Compared] = {}  # by the way to read the arguments and results
+    _readings: Mapping[Any, list[int | None]] = {}  # by the kind of a call: where samples stand in its arguments
     _ways: Mapping[Any, Ways] = {}  # likewise: those by which it may run on the whole batch
     _alone: ClassVar[bool] = False  # whether it goes sample by sample in any case,
     _loops: ClassVar[bool] = False  # and in a loop
@@ -183,7 +152,7 @@ class General(Expanded):
         batch = self.pass_batch_size
         is_plain = not kwargs and all(type(each) is Tensor for each in args)
         leaves = list(args) if is_plain else tree_leaves((args, kwargs))
-        dims = [self._sample_dim(leaf, batch) for leaf in leaves]
+        dims = self._read(args, kwargs, leaves, [self._sample_dim(leaf, batch) for leaf in leaves])
         note_input(self, shared=batch > 1 and all(dim is None for dim in dims))
         if self._learned is not None and batch > 1 and all(dim is None for dim in dims):
             raise self._refusal(
@@ -193,12 +162,52 @@ class General(Expanded):
         if given and has_derivatives(given[0]):
             self.checked(given[0], 0, dim=self._dim_of(given[0]), argument="the first tensor")
         kind = (self.training, *dims, bool(batch == 1), *(tuple(bool(n == 1) for n in each.shape) for each in given))
-        call = _Call(args, kwargs, batch, leaves, dims, given, kind)
+        call = Called(args, kwargs, batch, leaves, dims, given, kind)
         with reads_of_its_own():
             result = self._on_whole_batch(call) if self._may_run_whole(call) else NotImplemented
             return self._sample_by_sample(call) if result is NotImplemented else result
 
-    def _sample_by_sample(self, call: _Call) -> Any:
+    def _read(self, args: Any, kwargs: Any, leaves: list[Any], dims: list[int | None]) -> list[int | None]:
+        """Where the samples stand: as usual or, if that is not right, second in states `(layers, B, hidden)`."""
+        batch = self.pass_batch_size
+        second = [batch > 1 and dim != 1 and is_like_a_state(x, batch) for x, dim in zip(leaves, dims, strict=True)]
+        first = dims.index(0) + 1 if 0 in dims else len(dims)  # the argument that says B has them first
+        second[:first] = [False] * first
+        if not any(second) or cost.is_symbol(batch):
+            return dims
+        given = [each for each in leaves if isinstance(each, Tensor)]
+        kind = (self.training, *dims, *second, *(tuple(bool(n == 1) for n in each.shape) for each in given))
+        if kind not in self._readings:
+            wait_for_values("a module of the general rule is compared with its plain forward first")
+            sure = [1 if is_second and dim is None else dim for is_second, dim in zip(second, dims, strict=True)]
+            states = [1 if is_second else dim for is_second, dim in zip(second, dims, strict=True)]
+            calls = (Called(args, kwargs, batch, leaves, each, given, kind) for each in (dims, sure, states))
+            self._readings = {**self._readings, kind: next((c.dims for c in calls if self._reads_well(c)), dims)}
+        return self._readings[kind]
+
+    def _reads_well(self, call: Called) -> bool:
+        """Whether the plain forward of the whole batch says so; if not, all is as it was before."""
+        forward = None if self._recorder is None else self._recorder.forward
+        if forward is None:
+            return True
+        notes, forward.notes = forward.notes, InputNotes()
+        states = RandomStates([*self.modules(), call.args, call.kwargs])
+        try:
+            with saved_tensors_hooks(as_it_is, as_it_is) if checkpoint_hooks() is not None else nullcontext():
+                mapper = self._mapper(call)
+                if not mapper.guests:
+                    trial = Trial(self, call.args, call.kwargs, call.batch, mapper)
+                    trial.compared(trial.mapped_again(self._refuse_mutation)[0])
+                return True
+        except Exception as error:
+            if isinstance(error, _NOT_OF_THE_FORWARD):
+                raise
+            return False
+        finally:
+            states.restore()
+            forward.notes = notes
+
+    def _sample_by_sample(self, call: Called) -> Any:
         """The result, by a `vmap` over the samples."""
         batch, mapper = call.batch, self._mapper(call)
         if batch == 0:
@@ -222,7 +231,7 @@ class General(Expanded):
             self._refuse_square(call.given[1:], batch)
         return found.with_samples_in(compared.dims).result()
 
-    def _mapper(self, call: _Call) -> _Mapper:
+    def _mapper(self, call: Called) -> _Mapper:
         self._refuse_backward_hooks()
         originals = {
             (module, name): each
@@ -234,7 +243,7 @@ class General(Expanded):
         expanded = [self._expanded_of(module, name, guests) for module, name in originals]
         return _Mapper(self, call, originals, expanded, guests)
 
-    def _may_run_whole(self, call: _Call) -> bool:
+    def _may_run_whole(self, call: Called) -> bool:
         """Whether the forward may run on the whole batch, if its first trial says so."""
         if self._alone or not torch.is_grad_enabled() or not self._ranks or cost.is_symbol(call.batch):
             return False
@@ -245,7 +254,7 @@ class General(Expanded):
         is_plain = self._learned is None and not parametrize.is_parametrized(self)
         return is_plain and call.batch > 0 and any(dim == 0 for dim in call.dims) and not any(call.dims)
 
-    def _on_whole_batch(self, call: _Call) -> Any:
+    def _on_whole_batch(self, call: Called) -> Any:
         """The result of the forward on the whole batch, or `NotImplemented` where that is not known to be right."""
         kind = call.kind_of_ways()
         ways = self._ways.get(kind, Ways())
@@ -287,7 +296,7 @@ class General(Expanded):
             return None, None
         return result, (*run.way, frozenset(run.joins), *heard[before:])
 
-    def _judged(self, call: _Call, *, hooks: bool) -> tuple[Verdict, Way | None]:
+    def _judged(self, call: Called, *, hooks: bool) -> tuple[Verdict, Way | None]:
         """Compares the forward on the whole batch with that sample by sample."""
         recorder = self._recorder
         assert recorder is not None

@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree
 
 from expanded_nn._batch import has_derivatives
 from expanded_nn._errors import complaint
+from expanded_nn._modes import checkpoint_hooks
 from expanded_nn._steady import RandomStates, WithoutChance, copies, without_traces
 from expanded_nn.factored import FactoredTensor
 
@@ -104,6 +105,38 @@ class Mapped:
         tensors = iter(self.tensors)
         leaves, structure = flatten(self.returned)
         return tree_unflatten([next(tensors) if isinstance(each, Tensor) else each for each in leaves], structure)
+
+
+@dataclasses.dataclass
+class Called:
+    """What a forward is called with.
+
+    Attributes:
+        args: So is `kwargs`.
+        batch: B.
+        leaves: What is in them.
+        dims: Where the samples stand in each leaf, if it has any.
+        given: The tensors among them, but for numbers.
+        kind: What a trial is good for: calls of this kind.
+    """
+
+    args: Any
+    kwargs: Any
+    batch: int
+    leaves: list[Any]
+    dims: list[int | None]
+    given: list[Tensor]
+    kind: Any
+
+    def kind_of_ways(self) -> Any:
+        """What a comparison with the forward on the whole batch is good for.
+
+        A checkpoint counts what is saved, also for a result that is given up: sizes that are equal by chance, and may
+        lead another way, are another kind in it.
+        """
+        if checkpoint_hooks() is None:
+            return self.kind
+        return self.kind, *(bool(n == self.batch) for each in self.given for n in each.shape)
 
 
 class Trial:
