@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +29,14 @@ def is_autocast() -> bool:
 def in_own_dtype(rows: Tensor) -> AbstractContextManager[object]:
     """Switches autocast off, so that what is computed from the rows has their dtype."""
     return torch.autocast(rows.device.type, enabled=False) if is_autocast() else nullcontext()
+
+
+def autocast_as_now(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """What switches autocast on or off for a device, as it is now, when a computation is repeated."""
+    if not is_autocast():
+        return partial(torch.autocast, device.type, enabled=False)
+    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    return partial(torch.autocast, device.type, dtype=dtype, enabled=enabled)
 
 
 def checkpoint_hooks() -> Any:

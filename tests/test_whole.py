@@ -1,6 +1,7 @@
 """Modules with parameters of their own whose forward runs on the whole batch; and those that must not."""
 
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
+from expanded_nn.core import cost
+from expanded_nn.layers._batched import RULES
 from expanded_nn.layers.general import General
 from oracle import Call, assert_close, assert_close_rows, gradient_penalty, grads_of, loop, plain, rows_of
 
@@ -104,6 +107,47 @@ def standardized(self: Any, x: Tensor) -> Tensor:
     return F.conv2d(x, weight, self.bias, self.stride, self.padding)
 
 
+def standardized_by_std(m: Any, x: Tensor) -> Tensor:
+    weight = (m.w - m.w.mean((1, 2, 3), keepdim=True)) / (m.w.std((1, 2, 3), keepdim=True) + 1e-3) * m.v
+    return F.conv2d(x, weight, None, 1, 1)
+
+
+def standardized_in_steps(m: Any, x: Tensor) -> Tensor:
+    """As in the first implementations."""
+    weight = m.w - m.w.mean(dim=1, keepdim=True).mean(dim=2, keepdim=True).mean(dim=3, keepdim=True)
+    std = weight.view(weight.size(0), -1).std(dim=1).view(-1, 1, 1, 1) + 1e-5
+    return F.conv2d(x, weight / std.expand_as(weight))
+
+
+def standardized_by_batch_norm(m: Any, x: Tensor) -> Tensor:
+    """As in timm."""
+    gain = (m.v * 0.3).view(-1)
+    weight = F.batch_norm(m.w.reshape(1, 2, -1), None, None, weight=gain, training=True, momentum=0.0, eps=1e-6)
+    return F.conv2d(x, weight.reshape_as(m.w), m.u)
+
+
+def standardized_over_the_first(m: Any, x: Tensor) -> Tensor:
+    return F.linear(x, F.batch_norm(m.w, None, None, training=True))
+
+
+def weight_norm(m: Any, x: Tensor) -> Tensor:
+    return F.linear(x, m.w * (m.v.exp() / m.w.square().sum(1, keepdim=True).sqrt()))
+
+
+def used_in_two_ways(m: Any, x: Tensor) -> Tensor:
+    weight = (m.w @ m.v).tanh()
+    first, second = weight.chunk(2)
+    return F.linear(x, weight) + F.linear(F.linear(x, first), second.t() * m.w.sum()).sum(-1, keepdim=True) + m.w[0, 0]
+
+
+def joined_and_resized(m: Any, x: Tensor) -> Tensor:
+    return F.conv2d(x, F.interpolate(torch.cat([m.w.exp(), m.v.sin()]), size=(3, 3)))
+
+
+def detached_in_part(m: Any, x: Tensor) -> Tensor:
+    return F.linear(x, m.w / m.w.detach().square().sum(1, keepdim=True)) * m.v.detach().exp() + m.v
+
+
 def parameter_list(m: Any, x: Tensor) -> Tensor:
     return sum((x * weight for weight in m.list), start=x)
 
@@ -137,6 +181,20 @@ WHOLE: dict[str, Case] = {
     ),
     "convolution": (of_class(nn.Conv2d, lambda m, x: F.conv2d(x, m.weight, m.bias, 1, 1), 4, 2, 3), IMAGE),
     "standardized convolution": (of_class(nn.Conv2d, standardized, 4, 2, 3), IMAGE),
+    "standardized by std, gain": (own(standardized_by_std, (2, 4, 3, 3), (2, 1, 1, 1)), IMAGE),
+    "standardized in steps": (own(standardized_in_steps, (2, 4, 3, 3)), IMAGE),
+    "standardized by batch norm": (own(standardized_by_batch_norm, (2, 4, 3, 3), (2, 1, 1, 1), (2,)), IMAGE),
+    "standardized over the first": (own(standardized_over_the_first, (6, D)), X),
+    "weight norm by hand": (own(weight_norm, (6, D), (6, 1)), X),
+    "low rank": (own(lambda m, x: F.linear(x, m.w + m.v @ m.u * 0.5), (6, D), (6, 2), (2, D)), X),
+    "computed, used in two ways": (own(used_in_two_ways, (6, 2), (2, D)), X),
+    "computed, detached in part": (own(detached_in_part, (D, D), (D,)), X),
+    "computed, stacked and resized": (
+        own(
+            lambda m, x: F.conv2d(x, F.interpolate(torch.cat([m.w.exp(), m.v.sin()]), size=(3, 3))), *[(1, 4, 2, 2)] * 2
+        ),
+        IMAGE,
+    ),
     "transposed convolution": (
         of_class(nn.ConvTranspose1d, lambda m, x: F.conv_transpose1d(x.mT, m.weight, m.bias, 2), D, 2, 3),
         X,
@@ -189,6 +247,128 @@ def test_runs_whole(make: Callable[[], nn.Module], args: Any) -> None:
     if isinstance(getattr(module, "inner", None), Own) and hasattr(module, "w"):
         module.inner.w = module.w
     assert runs_whole(assert_right(module, Call(args)))
+
+
+# --- what is computed from weights alone, once for all samples ------------------------------------------------------
+
+
+@pytest.fixture(params=[1, 1 << 20], ids=["row by row", "all rows"])
+def once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of any size are computed once."""
+    monkeypatch.setattr(cost, "DERIVED_NUMEL", 0)
+    monkeypatch.setattr(cost, "DERIVED_AT_ONCE", request.param)
+
+
+@pytest.mark.usefixtures("once")
+@pytest.mark.parametrize(("make", "args"), WHOLE.values(), ids=WHOLE)
+def test_computed_once(make: Callable[[], nn.Module], args: Any) -> None:
+    module = make()
+    if isinstance(getattr(module, "inner", None), Own) and hasattr(module, "w"):
+        module.inner.w = module.w
+    assert runs_whole(assert_right(module, Call(args)))
+
+
+def sines(module: nn.Module, call: Call, first: int = 0) -> Tensor:
+    return call.on(module).sin().sum()
+
+
+COMPUTED = {name: WHOLE[name] for name in WHOLE if re.search("standardized|weight norm|low rank|computed", name)}
+
+
+@pytest.mark.usefixtures("once")
+@pytest.mark.parametrize(("make", "args"), COMPUTED.values(), ids=COMPUTED)
+class TestComputedOnce:
+    def test_weights_are_shared(
+        self, make: Callable[[], nn.Module], args: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No product is with a weight for each sample."""
+        model = enn.convert(make()).per_sample()
+        step(model, *args)
+        seen: list[Tensor] = []
+        for name in ("conv2d", "linear"):
+            rule = RULES[getattr(F, name)]
+
+            def noting(func: Any, args: Any, kwargs: Any, rule: Any = rule) -> Tensor:
+                seen.append(args[1].value)
+                return rule(func, args, kwargs)  # type: ignore[no-any-return]
+
+            monkeypatch.setitem(RULES, getattr(F, name), noting)
+        step(model, *args)
+        assert seen
+        assert all(weight.stride(0) == 0 for weight in seen)
+
+    def test_second_derivatives(self, make: Callable[[], nn.Module], args: Any) -> None:
+        module = make()
+        model = enn.convert(module).per_sample(loss_reduction="sum")
+        call = Call((args[0].clone().requires_grad_(),))
+        for _ in range(2):
+            model.zero_grad()
+            gradient_penalty(model, call).backward()
+            assert_close_rows(rows_of(model), loop(module, call, B, objective=gradient_penalty))
+        assert runs_whole(model)
+
+    @pytest.mark.filterwarnings("ignore:Using backward")
+    def test_derivatives_of_the_rows(self, make: Callable[[], nn.Module], args: Any) -> None:
+        module = make()
+        model = enn.convert(module).per_sample(loss_reduction="sum")
+        step(model, *args)
+        model.zero_grad()
+        plain(model, Call(args)).backward(create_graph=True)
+        size = sum((rows**3).sum() for rows in rows_of(model).values())
+        rows = loop(module, Call(args), B, create_graph=True)
+        expected = torch.autograd.grad(sum((each**3).sum() for each in rows.values()), list(module.parameters()))
+        for found, wanted in zip(torch.autograd.grad(size, list(model.parameters())), expected, strict=True):
+            assert_close(found, wanted)
+        model.zero_grad()
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_inside_of_a_checkpoint(self, make: Callable[[], nn.Module], args: Any, reentrant: bool) -> None:
+        module = make()
+        model = enn.convert(nn.Sequential(module, nn.Flatten())).per_sample(loss_reduction="sum")
+        x = args[0].clone().requires_grad_()
+        step(model, x)
+        for _ in range(2):
+            model.zero_grad()
+            checkpoint(model, x * 1, use_reentrant=reentrant).sin().sum().backward()
+            expected = loop(nn.Sequential(module, nn.Flatten()), Call((x,)), B, objective=sines)
+            assert_close_rows(rows_of(model), expected)
+
+    def test_frozen_in_part(self, make: Callable[[], nn.Module], args: Any) -> None:
+        module = make()
+        for frozen in list(module.parameters())[:-1]:
+            frozen.requires_grad_(False)
+        model = assert_right(module, Call(args))
+        for each in (module, model):
+            each.requires_grad_(True)
+        step(model, *args)
+        assert_close_rows(rows_of(model), loop(module, Call(args), B))
+
+    @pytest.mark.filterwarnings("ignore:Using backward")
+    def test_autocast(self, make: Callable[[], nn.Module], args: Any) -> None:
+        module, x = make().float(), args[0].float()
+        model = enn.convert(module).per_sample(loss_reduction="sum")
+        for create_graph in (False, False, True):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                result = plain(model, Call((x,)))
+            result.backward(create_graph=create_graph)
+            for name, rows in loop(module, Call((x,)), B).items():
+                assert_close(rows_of(model)[name].detach(), rows, 0.1, name)
+        model.zero_grad()
+
+    def test_compiled(self, make: Callable[[], nn.Module], args: Any) -> None:
+        module = make()
+        model = enn.convert(module).per_sample(loss_reduction="sum")
+
+        @enn.compile(backend="eager")
+        def training(x: Tensor) -> None:
+            model.zero_grad()
+            model(x).sin().sum().backward()
+
+        expected = loop(module, Call(args), B, objective=sines)
+        for _ in range(3):
+            training(*args)
+            assert_close_rows(rows_of(model), expected)
 
 
 @pytest.mark.parametrize(("make", "args"), WHOLE.values(), ids=WHOLE)

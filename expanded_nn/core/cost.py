@@ -28,6 +28,31 @@ def rows_at_once(numel: int) -> int:
     return max(1, CHUNK_NUMEL // max(1, numel))
 
 
+DERIVED_NUMEL = 1 << 14
+
+
+def derives_once(numel: int) -> bool:
+    """Whether what a module computes from weights alone, the largest of `numel` numbers, is computed only once.
+
+    It trades a weight for each sample, and products with it, against calls. Measured on steps of linear layers: 1.2 to
+    2.3 with 2^8 numbers, 0.6 to 2.3 with 2^12, 0.2 to 0.4 from 2^16 on; of norms that scale by `1 + weight`, which
+    gain nothing by it, 1.1 to 2 with up to 2^10.
+    """
+    return numel >= DERIVED_NUMEL
+
+
+DERIVED_AT_ONCE = 1 << 17
+
+
+def derived_at_once(numel: int) -> int:
+    """How many rows of `numel` numbers go back through such a computation at once.
+
+    It trades the cache and fresh pages against calls. Chosen; for all rows at once a step of a residual network took
+    1.5 times as long.
+    """
+    return max(1, DERIVED_AT_ONCE // max(1, numel))
+
+
 SMALL_ROWS_NUMEL = 1 << 15
 
 

@@ -1,0 +1,232 @@
+"""A forward on the whole batch, and the tensors that stand for parameters in it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from threading import local
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from expanded_nn._modes import checkpoint_hooks
+from expanded_nn._shared import is_shared
+from expanded_nn.core import cost
+from expanded_nn.layers._derived import Derived
+from expanded_nn.layers.trial import flatten
+from expanded_nn.layers.ways import JOINS, READS, along, is_of_a_layer
+
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+RULES: dict[Any, Rule] = {}  # what may be done with a parameter, and by which rule: the table in whole.py
+
+
+class NotInTable(Exception):
+    """A parameter was used in a way, or with a shape, that the table does not have."""
+
+
+class _Reads(TorchFunctionMode):
+    """Notes what the innermost forward on the whole batch does with other tensors than its parameters.
+
+    It may read values: one sample may lead elsewhere than another. Or it may join samples or move them, as it does not
+    in the forward that was compared.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in READS:
+            _RUNNING.runs[-1].way.append(func.__name__)
+        elif func in JOINS:
+            joins, operation = _RUNNING.runs[-1].joins, along(func, args, kwargs)
+            if operation not in joins and not is_of_a_layer():
+                joins.add(operation)
+        return func(*args, **kwargs)
+
+
+class _Running(local):
+    """The forwards on the whole batch that run in a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self.reads = _Reads()
+
+
+_RUNNING = _Running()
+
+
+class Run:
+    """One forward on the whole batch.
+
+    Attributes:
+        batch: B.
+        order: What looks at the order of the samples, if that is looked at.
+        way: What was done with the parameters, and whether with a tensor of B rows, and where values were read: another
+            forward that goes this way does the same with its samples.
+        joins: What is done with other tensors that may join samples or move them. How often does not count: a layer
+            may be dropped by chance.
+        failed: Whether something was not in the table, even if the forward caught the error.
+        numel: Of the largest tensor so far.
+        made: The tensors that must not outlive the forward.
+    """
+
+    def __init__(self, batch: int, order: Any = None) -> None:
+        self.batch, self.order = batch, order
+        self.way: list[Any] = []
+        self.joins: set[str] = set()
+        self.failed, self.numel = False, 0
+        self.made: list[weakref.ref[Tensor]] = []
+        self.hooks = checkpoint_hooks()
+
+    def __enter__(self) -> None:
+        if not _RUNNING.runs:
+            _RUNNING.reads.__enter__()  # type: ignore[no-untyped-call]
+        _RUNNING.runs.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        _RUNNING.runs.pop()
+        if not _RUNNING.runs:
+            _RUNNING.reads.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def batched(self, value: Tensor | Derived) -> Batched:
+        made = Batched(value, self)
+        self.made.append(weakref.ref(made))
+        self.numel = max(self.numel, (value.one if isinstance(value, Derived) else value)[0].numel())
+        return made
+
+    def derived(self, function: Callable[..., Tensor], *given: Any, begins: bool = True) -> Batched:
+        """What is computed from parameters: once for all samples, where it pays.
+
+        Args:
+            function: Of values `(B, *shape)`, for any B; it must not hold a `Batched` tensor.
+            given: `Batched` tensors, and tensors `(B, *shape)` that all samples share.
+            begins: Whether it is worth it by itself, or only for what has been computed so already, as a view is.
+        """
+        own = [each for each in given if is_own(each)]
+        if cost.derives_once(self.numel) and (begins or any(each.is_computed for each in own)):
+            sources = [each.source if is_own(each) else source_of(each) for each in given]
+            known = [source for source in sources if source is not None]
+            if len(known) == len(sources):
+                return self.batched(Derived.computed(function, known))
+        return self.batched(function(*(each.value if is_own(each) else each for each in given)))
+
+    def note(self, func: Any, *, whole: bool) -> None:
+        """Something is done with a parameter: with a tensor of B rows, or not."""
+        if not torch.is_grad_enabled() or checkpoint_hooks() != self.hooks:
+            raise NotInTable("a checkpoint inside, which computes it again when the parameters are what they were")
+        self.way.append((func.__name__, whole))
+
+    def returned(self, result: Any) -> Any:
+        """What the forward returns: of a parameter with one row there is one for each sample."""
+        if type(result) is Tensor:
+            self.way.append(result.shape[:1] == (self.batch,))
+            return result
+        leaves, structure = flatten(result)
+        leaves = [beside(leaf, leaf.rank) if is_own(leaf) else leaf for leaf in leaves]
+        self.way += [leaf.shape[:1] == (self.batch,) for leaf in leaves if isinstance(leaf, Tensor)]
+        return tree_unflatten(leaves, structure)
+
+    def leaves_something(self) -> bool:
+        """Whether a tensor of the forward that is over still lives: something keeps it for the next one."""
+        return any(made() is not None for made in self.made)
+
+
+@contextmanager
+def reads_of_its_own() -> Iterator[None]:
+    """Keeps what a module inside of another one reads, or what is read to compare it, out of the other one's way."""
+    run = _RUNNING.runs[-1] if _RUNNING.runs else None
+    length, joins = (len(run.way), set(run.joins)) if run is not None else (0, set())
+    yield
+    if run is not None:
+        run.joins = joins
+        run.way[length:] = [entry for entry in run.way[length:] if not isinstance(entry, str)]
+
+
+class Batched(Tensor):
+    """What looks like a parameter and has a value for each sample.
+
+    Attributes:
+        value: `(B, *shape)`.
+        source: What it is computed from once for all samples; `None` if that is not possible.
+        is_computed: Whether it is.
+        run: The forward that it belongs to.
+        rank: The number of dimensions of `shape`.
+    """
+
+    run: Run
+    rank: int
+    is_computed: bool
+
+    @staticmethod
+    def __new__(cls, value: Tensor | Derived, run: Run) -> Batched:
+        one = value.one if isinstance(value, Derived) else value
+        made: Batched = Tensor._make_wrapper_subclass(cls, one.shape[1:], dtype=one.dtype, device=one.device)
+        made.run, made.rank, made.is_computed = run, one.dim() - 1, isinstance(value, Derived)
+        made.__dict__["source" if made.is_computed else "value"] = value
+        return made
+
+    def __init__(self, value: Tensor | Derived, run: Run) -> None:
+        pass
+
+    @cached_property
+    def value(self) -> Tensor:
+        assert self.source is not None
+        return self.source.expanded(self.run.batch)
+
+    @cached_property
+    def source(self) -> Derived | None:
+        return source_of(self.value)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule = RULES.get(func)
+        try:
+            order = _RUNNING.runs[-1].order if _RUNNING.runs else None
+            if rule is None or (order is not None and order.moved and order.has_moved((args, kwargs))):
+                raise NotInTable(func)
+            return rule(func, args, kwargs or {})
+        except Exception:
+            for value in tree_leaves((args, kwargs)):
+                if type(value) is Batched:
+                    value.run.failed = True
+            raise
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise NotInTable(func)
+
+
+def source_of(value: Tensor) -> Derived | None:
+    return Derived.weight(value) if len(value) > 1 and is_shared(value) else None
+
+
+def is_own(value: Any) -> bool:
+    return type(value) is Batched
+
+
+def refuse_unless(condition: bool) -> None:
+    if not condition:
+        raise NotInTable
+
+
+def lifted(own: Batched, dims: int) -> Tensor:
+    """The value `(B, 1, …, 1, *shape)` with `dims` dimensions behind the samples."""
+    return with_dims(own.value, dims)
+
+
+def with_dims(value: Tensor, dims: int) -> Tensor:
+    missing = dims + 1 - value.dim()
+    return value.reshape(value.shape[0], *[1] * missing, *value.shape[1:]) if missing else value
+
+
+def beside(own: Batched, dims: int) -> Tensor:
+    """The value with as many dimensions as a tensor of B rows has, the samples first."""
+    if own.rank < dims:
+        return lifted(own, dims - 1)
+    refuse_unless(own.rank == dims > 0 and own.value.shape[1] == 1)
+    return own.value.squeeze(1)

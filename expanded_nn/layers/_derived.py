@@ -1,0 +1,118 @@
+"""What a forward computes from its weights alone: once, for all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expanded_nn._lift import quiet_fallbacks
+from expanded_nn._modes import autocast_as_now, refuse_batched
+from expanded_nn._traced import is_traced
+from expanded_nn.core import cost
+from expanded_nn.factored import materialized
+
+Function = Callable[..., Tensor]  # of tensors (B, *shape), for any B; it treats each sample alone
+
+
+class Derived:
+    """A weight that all samples share, or what is computed from such, for one sample.
+
+    Attributes:
+        one: `(1, *shape)`, with its graph.
+        value: `(B, *shape)`, expanded; `None` for what is computed.
+        function: What computes it,
+        of: and from what.
+        autocast: How autocast was set then.
+    """
+
+    def __init__(
+        self, one: Tensor, value: Tensor | None = None, function: Function | None = None, of: Sequence[Derived] = ()
+    ) -> None:
+        self.one, self.value, self.function, self.of = one, value, function, of
+        self.autocast = autocast_as_now(one.device)
+
+    @classmethod
+    def weight(cls, value: Tensor) -> Derived:
+        return cls(value.detach()[:1].requires_grad_(value.requires_grad), value)
+
+    @classmethod
+    def computed(cls, function: Function, of: Sequence[Derived]) -> Derived:
+        return cls(function(*(each.one for each in of)), None, function, of)
+
+    def weights(self) -> list[Derived]:
+        """The weights that it is computed from."""
+        if self.value is not None:
+            return [self]
+        return list(dict.fromkeys(weight for each in self.of for weight in each.weights()))
+
+    def expanded(self, batch: int) -> Tensor:
+        """The value `(B, *shape)`."""
+        weights = self.weights()
+        return _Expanded.apply(self, weights, batch, *(weight.value for weight in weights))  # type: ignore[no-untyped-call,no-any-return]
+
+    def again(self, values: dict[Derived, Tensor]) -> Tensor:
+        """The same, from other values `(B, *shape)` of the weights."""
+        if self not in values:
+            assert self.function is not None
+            of = [each.again(values) for each in self.of]
+            with self.autocast():
+                values[self] = self.function(*of)
+        return values[self]
+
+
+class _Expanded(torch.autograd.Function):
+    """What is computed from weights, expanded; the backward takes each row to rows of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, derived: Derived, weights: list[Derived], batch: int, *values: Tensor) -> Tensor:
+        ctx.derived, ctx.weights = derived, weights
+        ctx.save_for_backward(*values)
+        return derived.one.detach().expand(batch, *derived.one.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_batched(rows)
+        needed = [place for place, needs in enumerate(ctx.needs_input_grad[3:]) if needs]
+        grads: list[Tensor | None] = [None] * len(ctx.weights)
+        if not ctx.derived.one.requires_grad:
+            return None, None, None, *grads
+        if torch.is_grad_enabled():  # a second derivative is that of each sample's own weight
+            values = [value.view_as(value) for value in ctx.saved_tensors]  # of which none comes from another
+            result = ctx.derived.again(dict(zip(ctx.weights, values, strict=True)))
+            of = [values[place] for place in needed]
+            found: Sequence[Tensor | None] = torch.autograd.grad(
+                result, of, materialized(rows), create_graph=True, allow_unused=True
+            )
+        else:
+            found = _rows(ctx.derived.one, [ctx.weights[place].one for place in needed], rows)
+        for place, grad in zip(needed, found, strict=True):
+            grads[place] = grad
+        return None, None, None, *grads
+
+
+def _rows(result: Tensor, weights: list[Tensor], rows: Tensor) -> Sequence[Tensor | None]:
+    """The rows of the weights, some samples at once."""
+    batch = rows.shape[0]
+    at_once = batch if is_traced() else cost.derived_at_once(result.numel())
+    found: list[Tensor | None] = []
+    for first in range(0, batch, at_once):
+        grads: Sequence[Tensor | None]
+        part = materialized(rows if at_once >= batch else rows[first : first + at_once])
+        if len(part) == 1:
+            grads = torch.autograd.grad(result, weights, part, retain_graph=True, allow_unused=True)
+        else:
+            with quiet_fallbacks():
+                grads = torch.autograd.grad(
+                    result, weights, part[:, None], retain_graph=True, allow_unused=True, is_grads_batched=True
+                )
+            grads = [None if grad is None else grad.squeeze(1) for grad in grads]
+        if at_once >= batch:
+            return grads
+        found = found or [None if grad is None else grad.new_empty(batch, *grad.shape[1:]) for grad in grads]
+        for whole, grad in zip(found, grads, strict=True):
+            if whole is not None and grad is not None:
+                whole[first : first + at_once] = grad
+    return found
