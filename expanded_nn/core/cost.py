@@ -47,8 +47,8 @@ DERIVED_AT_ONCE = 1 << 17
 def derived_at_once(numel: int) -> int:
     """How many rows of `numel` numbers go back through such a computation at once.
 
-    It trades the cache and fresh pages against calls. Chosen; for all rows at once a step of a residual network took
-    1.5 times as long.
+    It trades the cache and fresh pages against calls. Measured on steps of a standardized WRN-16-4 with 16 samples,
+    relative to this: 1.2 with 2^15, 1.05 with 2^19, 1.3 with 2^21.
     """
     return max(1, DERIVED_AT_ONCE // max(1, numel))
 
