@@ -112,6 +112,12 @@ def standardized_by_std(m: Any, x: Tensor) -> Tensor:
     return F.conv2d(x, weight, None, 1, 1)
 
 
+def standardized_by_var_mean(m: Any, x: Tensor) -> Tensor:
+    var, mean = torch.var_mean(m.w, dim=(1, 2, 3), keepdim=True, unbiased=False)
+    scale = torch.rsqrt(torch.clamp(var * 36, min=1e-4)) * m.v
+    return F.conv2d(x, m.w * scale - mean * scale)
+
+
 def standardized_in_steps(m: Any, x: Tensor) -> Tensor:
     """As in the first implementations."""
     weight = m.w - m.w.mean(dim=1, keepdim=True).mean(dim=2, keepdim=True).mean(dim=3, keepdim=True)
@@ -182,6 +188,7 @@ WHOLE: dict[str, Case] = {
     "convolution": (of_class(nn.Conv2d, lambda m, x: F.conv2d(x, m.weight, m.bias, 1, 1), 4, 2, 3), IMAGE),
     "standardized convolution": (of_class(nn.Conv2d, standardized, 4, 2, 3), IMAGE),
     "standardized by std, gain": (own(standardized_by_std, (2, 4, 3, 3), (2, 1, 1, 1)), IMAGE),
+    "standardized by var_mean": (own(standardized_by_var_mean, (2, 4, 3, 3), (2, 1, 1, 1)), IMAGE),
     "standardized in steps": (own(standardized_in_steps, (2, 4, 3, 3)), IMAGE),
     "standardized by batch norm": (own(standardized_by_batch_norm, (2, 4, 3, 3), (2, 1, 1, 1), (2,)), IMAGE),
     "standardized over the first": (own(standardized_over_the_first, (6, D)), X),

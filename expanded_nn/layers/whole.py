@@ -142,6 +142,11 @@ def _by_dims(func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(map(own.run.batched, found))
 
 
+def _var_mean(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    options = {name: value for name, value in kwargs.items() if name in ("dim", "keepdim")}
+    return _by_dims(torch.var, args, kwargs), _by_dims(torch.mean, args, options)
+
+
 def _same(func: Any, args: Any, kwargs: Any) -> Batched:
     """A copy, or another layout in memory: nothing is changed in place."""
     own = args[0]
@@ -357,6 +362,7 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys(named("to", "type_as", "float", "double", "half", "bfloat16"), _cast),
     **dict.fromkeys(named("unsqueeze", "squeeze", "transpose", "unbind", "split", "chunk"), _by_dims),
     **dict.fromkeys(named("softmax", "sum", "mean", "std", "var"), _by_dims),
+    torch.var_mean: _var_mean,
     **dict.fromkeys(named("permute"), _permute),
     **dict.fromkeys([Tensor.t, torch.t, *attributes("T", "mT")], _matrix_transposed),
     **dict.fromkeys(named("flatten"), _flatten),
