@@ -86,7 +86,8 @@ def holds_more(leaf: Leaf) -> bool:
         return False
     if leaf.was_scaled_or_clipped() or leaf.grad_is_as_noted() or leaf.noted_grad is None or vanishes(grad):
         return False
-    return not _is_multiple(grad, leaf)
+    total, rounding = _sum_of_rows(leaf)
+    return bool(total.norm() > rounding) and not _is_multiple(grad, leaf)  # rows that cancel tell nothing
 
 
 def _in_doubt(where: str, state: str, wanted: str) -> PerSampleError:
