@@ -90,7 +90,7 @@ class Graph:
         self.changed = _changed(traced.graph)
         self.copied: set[int] | None = None
         with torch.no_grad():
-            self.function = backend(traced.graph, [*examples, *traced.examples])
+            self.function = backend(traced.graph, [*traced.examples, *examples])
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[str | None, Any]:
         """Runs the step; which of the graph's assumptions did not hold, or `None` and what the step returns.
@@ -98,10 +98,10 @@ class Graph:
         If one did not hold, nothing has changed.
         """
         inputs: list[Any] = [
-            *(tensors[number].shape[dim] for number, dim in self.free_dims),
             *tensors,
             *(leaf(tensors).grad for leaf in self.with_grad),
             *(find(tensors) for find in self.constants),
+            *(tensors[number].shape[dim] for number, dim in self.free_dims),
         ]
         before = [(tensor, tensor.detach().clone()) for tensor in map(inputs.__getitem__, self.changed)]
         states = RandomStates(()) if self.draws else None
@@ -140,13 +140,13 @@ class Graph:
 
 
 def _add_inputs(graph: fx.GraphModule, sizes: Sequence[Any]) -> None:
-    """Puts sizes in front of a graph's inputs.
+    """Puts sizes behind a graph's inputs: in front of them, inductor's `cpp_wrapper` takes one for another.
 
     It does not use them, but the cache of inductor keeps only those conditions on sizes that are inputs: taken from the
     cache, a graph that was compiled for up to 4096 samples would run for more.
     """
-    for size in reversed(sizes):
-        first = next(iter(graph.graph.nodes))
+    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    for size in sizes:
         with graph.graph.inserting_before(first):
             node = graph.graph.placeholder(f"size_{size}")
         node.meta["val"] = size
