@@ -29,9 +29,8 @@ from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.sharded import added_over_ranks, is_shard, scattered
 from expanded_nn.recording.stale import holds_more
 
-MaxNorm = (
-    float | Tensor | Callable[[Tensor], Tensor]
-)  # a norm to clip to, or a function of the norms that gives the factors
+# a norm to clip to, or a function of the norms that gives the factors
+MaxNorm = float | Tensor | Callable[[Tensor], Tensor]
 
 
 def clip_grad_sample_norms_(

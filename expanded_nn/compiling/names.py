@@ -16,6 +16,7 @@ from expanded_nn._errors import LIBRARIES
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 MOST_ITEMS = 64  # of a list or a dict; a longer one counts by its identity
+_WHOLE = Tensor | nn.Module | torch.optim.Optimizer | FunctionType  # what counts by its identity, whatever it holds
 _NOT_THE_USERS = (*LIBRARIES, *(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib")), "<")
 
 
@@ -152,7 +153,7 @@ def key_of(value: Any, names: Collection[str], depth: int = 3) -> Hashable:
     kind = type(value)
     if kind in PLAIN:
         return kind, value
-    if depth == 0 or isinstance(value, Tensor | nn.Module | torch.optim.Optimizer | FunctionType):
+    if depth == 0 or isinstance(value, _WHOLE):
         return by_identity(value)
     if kind in (list, tuple) and len(value) <= MOST_ITEMS:
         return kind, tuple(key_of(item, names, depth - 1) for item in value)
@@ -170,7 +171,7 @@ def is_fixed(value: Any) -> bool:
         return all(map(is_fixed, value))
     if isinstance(value, ModuleType):
         return not _is_the_users(value)
-    is_known = type(value) in PLAIN or isinstance(value, Tensor | nn.Module | torch.optim.Optimizer | FunctionType)
+    is_known = type(value) in PLAIN or isinstance(value, _WHOLE)
     return is_known or not (isinstance(value, list | dict) or hasattr(value, "__dict__"))
 
 

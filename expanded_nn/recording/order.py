@@ -1,4 +1,4 @@
-"""Operations that put a sample in another one's place, between layers whose rows are those of the samples.
+"""Operations that put a sample in another one's place, before a layer whose rows are those of the samples.
 
 A model may sort its sequences by length, run a layer, and go back: every result is right, but row i of that layer's
 parameters is another sample's than row i of the others. So a sample would be in two rows that are clipped apart.
@@ -104,11 +104,8 @@ class Order(TorchFunctionMode):
         reasons = [*self._reasons(given), *more]
         if reasons and self.weights_are_outside:
             self.refuse(None, reasons)
-        for result in tensors(results) if reasons else ():
-            if isinstance(result, Tensor):
-                self.moved[id(result)] = result, reasons
-            else:
-                self.moved[id(result.data)] = result.data, reasons
+        for result in _tensors(results) if reasons else ():
+            self.moved[id(result)] = result, reasons
 
     def has_moved(self, given: Any) -> bool:
         """Whether samples stand in another order in any of some tensors."""
@@ -125,11 +122,7 @@ class Order(TorchFunctionMode):
         self.refuse(None, [reason for _, reasons in self.moved.values() for reason in reasons])
 
     def _reasons(self, given: Any) -> list[Moved]:
-        found: list[list[Moved]] = []
-        for each in tensors(given) if self.moved else ():
-            tensor = each if isinstance(each, Tensor) else each.data
-            if id(tensor) in self.moved:
-                found.append(self.moved[id(tensor)][1])
+        found = [self.moved[id(x)][1] for x in _tensors(given) if id(x) in self.moved] if self.moved else []
         return list({id(reason): reason for reasons in found for reason in reasons}.values())
 
     def _moved_by(self, move: Move, func: Any) -> Moved | None:
@@ -171,7 +164,7 @@ class Order(TorchFunctionMode):
     def _are_samples(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of the forward, or comes from a layer; others may have B rows by chance."""
         base = x if x._base is None else x._base
-        arguments = [each for each in tensors(self.recorder.forward.inputs) if isinstance(each, Tensor)]
+        arguments = list(_tensors(self.recorder.forward.inputs))
         is_argument = any(each is base or each is x or each._base is base for each in arguments)
         return is_argument or id(x) in self.moved or comes_from_rows(x)
 
@@ -199,6 +192,11 @@ class Order(TorchFunctionMode):
         )
         error.refused_by = self  # which module is around all of it is not known: the one that was called
         raise error
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors inside of a value; of packed sequences their data."""
+    return (x if isinstance(x, Tensor) else x.data for x in tensors(value))
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_he
                 )
         elif leaf.noted_grad is None or leaf.grad_is_as_noted() or is_shard(parameter):
             some_held = True
-        elif _is_multiple(parameter.grad, leaf):
+        elif _is_scaled_sum(parameter.grad, leaf):
             some_held = leaf.is_scaled = True
         elif not leaf.grad_is_another() and (
             leaf.has_foreign_part or leaf.was_scaled_or_clipped() or leaf.lacks_rows()
@@ -87,7 +87,7 @@ def holds_more(leaf: Leaf) -> bool:
     if leaf.was_scaled_or_clipped() or leaf.grad_is_as_noted() or leaf.noted_grad is None or vanishes(grad):
         return False
     total, rounding = _sum_of_rows(leaf)
-    return bool(total.norm() > rounding) and not _is_multiple(grad, leaf)  # rows that cancel tell nothing
+    return bool(total.norm() > rounding) and not _is_multiple(grad, total, rounding)  # rows that cancel tell nothing
 
 
 def _in_doubt(where: str, state: str, wanted: str) -> PerSampleError:
@@ -132,10 +132,14 @@ def _rows_cancel(leaf: Leaf) -> bool:
     return bool(total.norm() <= rounding)
 
 
-def _is_multiple(grad: Tensor, leaf: Leaf) -> bool:
+def _is_scaled_sum(grad: Tensor, leaf: Leaf) -> bool:
     """Whether a gradient is the sum of the rows times a number, as one that was scaled is."""
     refuse_values("a gradient is changed between two backwards")
-    total, rounding = _sum_of_rows(leaf)
+    return _is_multiple(grad, *_sum_of_rows(leaf))
+
+
+def _is_multiple(grad: Tensor, total: Tensor, rounding: Tensor) -> bool:
+    """Whether a gradient is a sum times a number; `rounding` bounds the norm of the sum's rounding error."""
     grad = grad.detach().to_dense() if grad.is_sparse else grad.detach()
     if grad.shape != total.shape:
         return False
