@@ -18,7 +18,7 @@ from expanded_nn._module import PerSampleModule
 from expanded_nn._traced import FirstEager, LookFirst, OnlyEager, recorders_met
 from expanded_nn.compiling.backends import Backend, backend_of
 from expanded_nn.compiling.kinds import of_arguments, of_gradients, of_models, of_surroundings
-from expanded_nn.compiling.names import StepValues
+from expanded_nn.compiling.looks import StepValues
 from expanded_nn.compiling.repeated import Repeated
 from expanded_nn.compiling.replay import Graph
 from expanded_nn.compiling.tracing import trace
@@ -45,8 +45,8 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
 
     There is a graph for each kind of call: the models' flags (`train`, `eval`), settings, frozen parameters and numbers
     among their attributes, the arguments' dtypes and layouts, autocast, and numbers and strings that are arguments, or
-    that the step and the functions of yours that it calls refer to by names: variables, attributes, items of a dict.
-    What they find in another way, as by `getattr` or in a file, is that of the trace. Sizes that change from call to
+    that the step and the functions of yours that it calls refer to by names: variables, attributes, items. What they
+    find in another way, as in a file or by the time, is that of the trace. Sizes that change from call to
     call, as that of the batch, become symbols of one graph where the step reads them by `x.shape[0]`; `len(x)` is a
     plain number, with a graph for each. New values of parameters, by an optimizer or `load_state_dict`, and of buffers
     are seen. What else Python does happens in the first two calls of a kind, and not again. A tensor that the step
@@ -184,19 +184,21 @@ class CompiledStep:
         """Runs the step."""
         if not torch.is_grad_enabled() or running_backward() >= 0 or torch.compiler.is_compiling():
             return self.step(*args, **kwargs)
-        by_id: dict[int, Tensor] = {}
         last = self.last
         if last is not None and not kwargs and last[0].holds(args):
             return self._run(last[1], last[2], [arg for arg in args if isinstance(arg, Tensor)], args, kwargs)
+        by_id: dict[int, Tensor] = {}
+        objects: list[Any] = []
         try:
-            key = of_arguments((args, kwargs), by_id), self.step_values(), of_surroundings()
+            of_args = of_arguments((args, kwargs), by_id, objects)
+            key = of_args, self.step_values.key(objects), of_surroundings()
         except OnlyEager as reason:
             self._warn(str(reason))
             return self.step(*args, **kwargs)
         tensors = list(by_id.values())
         shapes = tuple(tensor.shape for tensor in tensors)
         if not self.modules:
-            return self._run_eagerly(key, shapes, args, kwargs)
+            return self._run_eagerly(key, shapes, objects, args, kwargs)
         kind = *key, of_models(self.modules, self.recorders)
         family = self.families.get(kind)
         if family is None:
@@ -205,12 +207,12 @@ class CompiledStep:
             family = self.families[kind] = Family(by_shapes=dict.fromkeys(self.first_shapes.pop(key, ())))
         if not family.by_shapes:  # the first of its kind
             family.by_shapes[shapes] = None
-            return self._run_eagerly(None, shapes, args, kwargs)
+            return self._run_eagerly(None, shapes, objects, args, kwargs)
         try:
             family, graph = self._graph(kind, family, shapes, tensors, args, kwargs)
         except FirstEager as reason:
             self._fault(family, str(reason))
-            return self._run_eagerly(None, shapes, args, kwargs)
+            return self._run_eagerly(None, shapes, objects, args, kwargs)
         if graph is None:
             return self.step(*args, **kwargs)
         self._note_call(family, graph, args, kwargs)
@@ -239,12 +241,14 @@ class CompiledStep:
             family.by_shapes = dict.fromkeys(family.by_shapes)
         return result
 
-    def _run_eagerly(self, key: tuple[Hashable, ...] | None, shapes: Shapes, args: Any, kwargs: Any) -> Any:
+    def _run_eagerly(
+        self, key: tuple[Hashable, ...] | None, shapes: Shapes, objects: list[Any], args: Any, kwargs: Any
+    ) -> Any:
         """Runs the step eagerly, and notes which models take part."""
         self.last = self.last_graph = None
         modules: dict[nn.Module, None] = {}
         noting = register_module_forward_pre_hook(lambda module, _: modules.setdefault(module))
-        with noting, recorders_met() as recorders, self.step_values.noting_changes():
+        with noting, recorders_met() as recorders, self.step_values.noting_changes(objects):
             result = self.step(*args, **kwargs)
         for recorder in recorders:
             modules.update(dict.fromkeys(recorder.modules()))
@@ -255,7 +259,7 @@ class CompiledStep:
         self.recorders = list(dict.fromkeys([*self.recorders, *new_recorders]))
         if key is not None:
             if self.step_values.changing:
-                key = key[0], self.step_values(), key[2]
+                key = key[0], self.step_values.key(objects), key[2]
             self.first_shapes.setdefault(key, []).append(shapes)
         return result
 
@@ -335,8 +339,8 @@ class CompiledStep:
         """Lets go of the kinds that came once: what they hold may be a batch."""
         self.families = {kind: family for kind, family in self.families.items() if family.graphs or family.is_eager}
         self._warn(
-            "call after call is of another kind (make what changes an argument of the step: a tensor, or tensors in "
-            "tuples, lists, dicts or dataclasses)"
+            f"call after call is of another kind{self.step_values.changed()} (make what changes an argument of the "
+            "step: a tensor, or tensors in tuples, lists, dicts or dataclasses)"
         )
 
     def _warn(self, reason: str) -> None:

@@ -8,7 +8,6 @@ import functools
 import linecache
 import random
 import warnings
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -22,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from cases import CASES, EVEN_SAME, Case
-from expanded_nn.compile import MOST_KINDS
 
 pytestmark = pytest.mark.filterwarnings(EVEN_SAME, "ignore:Using backward\\(\\) with create_graph=True:UserWarning")
 
@@ -282,212 +280,6 @@ def test_modes_and_frozen_layers_have_graphs_of_their_own() -> None:
     model.per_sample(False)
     with pytest.raises(enn.PerSampleError, match="no per-sample gradients"):
         step(x, y)
-
-
-def test_what_the_step_finds_by_its_names() -> None:
-    """A number of a function around it, and a tensor that is another one now."""
-    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
-    equal = torch.ones(3)
-    limit, weights = 1.0, equal
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        F.cross_entropy(model(x), y, weights).backward()
-        enn.clip_grad_sample_norms_(model, limit)
-        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-
-    compiled = enn.compile(step, backend="eager")
-    for limit, weights in ((1.0, equal), (0.1, equal), (0.1, torch.tensor([1.0, 2.0, 3.0]))):  # noqa: B007
-        for _ in range(3):
-            model.zero_grad()
-            left = compiled(x, y)
-            model.zero_grad()
-            torch.testing.assert_close(left, step(x, y))
-    assert len(graphs(compiled)) == 3
-
-
-LIMIT = 1.0
-
-
-class Limits:
-    """Settings of a step, of the class and of an object."""
-
-    of_class = 1.0
-
-    def __init__(self) -> None:
-        self.limit, self.steps = 1.0, 0
-
-
-def limit_of_module(model: nn.Module) -> float:
-    del model
-    return LIMIT
-
-
-class Trainer:
-    """Has the step as a method, and its limit in several places."""
-
-    def __init__(self, model: nn.Module, limit: Callable[[Any], float]) -> None:
-        self.model, self.limit = model, limit
-        self.settings, self.by_name, self.steps = Limits(), {"limit": 1.0, "steps": 0}, [0]
-        self.nested = {"all": [self.settings]}
-
-    def clip(self, limit: float = 1.0) -> Tensor:
-        return enn.clip_grad_sample_norms_(self.model, limit * self.limit(self))  # type: ignore[return-value]
-
-    def step(self, x: Tensor, y: Tensor) -> Any:
-        F.cross_entropy(self.model(x), y).backward()
-        return self.clip(), [parameter.grad for parameter in self.model.parameters()]
-
-
-def halve_global(trainer: Trainer) -> None:
-    del trainer
-    globals()["LIMIT"] *= 0.1
-
-
-def halve_class(trainer: Trainer) -> None:
-    del trainer
-    Limits.of_class *= 0.1
-
-
-def halve_defaults(trainer: Trainer) -> None:
-    del trainer
-    (limit,) = Trainer.clip.__defaults__ or (1.0,)
-    Trainer.clip.__defaults__ = (0.1 * limit,)
-
-
-def halve_attribute(trainer: Trainer) -> None:
-    trainer.settings.limit *= 0.1
-
-
-def halve_item(trainer: Trainer) -> None:
-    trainer.by_name["limit"] *= 0.1
-
-
-KEPT: dict[str, tuple[Callable[[Any], float], Callable[[Trainer], None]]] = {
-    "global_of_a_function": (limit_of_module, halve_global),
-    "class": (lambda trainer: Limits.of_class, halve_class),
-    "default": (lambda trainer: 1.0, halve_defaults),
-    "object": (lambda trainer: trainer.settings.limit, halve_attribute),
-    "nested": (lambda trainer: trainer.nested["all"][0].limit, halve_attribute),
-    "dict": (lambda trainer: trainer.by_name["limit"], halve_item),
-}
-
-
-@pytest.mark.parametrize(("limit", "halve"), KEPT.values(), ids=KEPT)
-def test_numbers_that_are_kept_elsewhere(limit: Any, halve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They count where the step, or a function that it calls, names them; others may change at each call."""
-    monkeypatch.setitem(globals(), "LIMIT", 1.0)
-    monkeypatch.setattr(Limits, "of_class", 1.0)
-    monkeypatch.setattr(Trainer.clip, "__defaults__", (1.0,))
-    trainer, (x, y) = Trainer(enn.convert(perceptron()).per_sample(), limit), samples(4)[0]
-    compiled = enn.compile(trainer.step, backend="eager")
-    for number in range(6):
-        if number == 3:
-            halve(trainer)
-        trainer.settings.steps = trainer.by_name["steps"] = number
-        results = []
-        for step in (compiled, trainer.step):
-            trainer.model.zero_grad()
-            results.append(step(x, y))
-        assert_same(*results)
-    assert len(graphs(compiled)) == 2
-
-
-class Scaled(nn.Module):
-    """Has numbers in a list, in a dict and in an object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scales, self.by_name, self.config = nn.Linear(8, 3), [1.0, 1.0], {"scale": 1.0}, Limits()
-
-    def forward(self, x: Tensor) -> Tensor:
-        scaled: Tensor = self.layer(x) * self.scales[1] * self.by_name["scale"] * self.config.limit
-        return scaled
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.scales.__setitem__(1, 3.0),
-        lambda model: model.by_name.update(scale=3.0),
-        lambda model: setattr(model.config, "limit", 3.0),
-    ],
-    ids=["list", "dict", "object"],
-)
-def test_numbers_that_a_module_keeps(change: Callable[[Any], Any]) -> None:
-    model, (x, y) = enn.convert(Scaled()).per_sample(), samples(4)[0]
-    compiled = enn.compile(lambda x, y: classified(model, x, y), backend="eager")
-    for number in range(6):
-        if number == 3:
-            change(model)
-        results = []
-        for step in (compiled, lambda x, y: classified(model, x, y)):
-            model.zero_grad()
-            results.append(step(x, y))
-        assert_same(*results)
-    assert len(graphs(compiled)) == 2
-
-
-def test_what_the_step_itself_changes_makes_no_other_kind() -> None:
-    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
-    log, counts = [], {"steps": 0}
-
-    def step(x: Tensor, y: Tensor) -> None:
-        log.append("a step")
-        counts["steps"] += 1
-        classified(model, x, y)
-
-    compiled = enn.compile(step, backend="eager")
-    for _ in range(5):
-        model.zero_grad()
-        compiled(x, y)
-    assert len(graphs(compiled)) == 1
-    assert len(log) == counts["steps"] == 2  # the eager call, and the trace
-
-
-class Batch:
-    """An object that holds tensors."""
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
-
-
-def test_batches_in_objects_run_eagerly() -> None:
-    """The next call may find other tensors in the same object, or the same in another one; none is held."""
-    model = enn.convert(perceptron()).per_sample()
-    compiled = enn.compile(lambda batch: classified(model, batch.x, batch.y), backend="eager")
-    batch, held = Batch(*samples(4)[0]), []
-    for number in range(4):
-        batch.x = torch.randn(4, 8)
-        held.append(weakref.ref(batch.x))
-        model.zero_grad()
-        with pytest.warns(enn.PerSampleWarning, match="a Batch that holds tensors") if not number else nullcontext():
-            _, norms = compiled(batch)
-        model.zero_grad()
-        torch.testing.assert_close(norms, classified(model, batch.x, batch.y)[1])
-    model.zero_grad()
-    del batch
-    assert [ref() for ref in held] == [None] * 4
-
-
-def test_tensors_that_are_found_by_names_run_eagerly() -> None:
-    """A key holds each, so they are let go of after a while."""
-    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
-    found: dict[str, Any] = {}
-
-    def step() -> Any:
-        return classified(model, found["x"], y)
-
-    compiled, held = enn.compile(step, backend="eager"), []
-    for number in range(70):
-        found["x"] = torch.randn_like(x)
-        held.append(weakref.ref(found["x"]))
-        model.zero_grad()
-        words = "call after call is of another kind .*an argument of the step"
-        with pytest.warns(enn.PerSampleWarning, match=words) if number == MOST_KINDS + 1 else nullcontext():
-            _, norms = compiled()
-        model.zero_grad()
-        torch.testing.assert_close(norms, step()[1])
-    assert sum(ref() is not None for ref in held) < 10
 
 
 LEGACY = np.random.mtrand  # the generator that all share, which most scripts use
@@ -1008,31 +800,6 @@ def test_attributes_of_modules() -> None:
     model.factors, model.last = (1.0, 30.0), torch.zeros(3)
     model.zero_grad()
     assert not torch.isclose(compiled(x, y)[0], before)
-
-
-class Clips:
-    """A step that is an object."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.limit = model, 1.0
-
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        F.cross_entropy(self.model(x), y).backward()
-        enn.clip_grad_sample_norms_(self.model, self.limit)
-        return torch.cat([parameter.grad.flatten() for parameter in self.model.parameters()])
-
-
-def test_a_step_that_is_an_object() -> None:
-    step, (x, y) = Clips(enn.convert(perceptron()).per_sample()), samples(4)[0]
-    compiled = enn.compile(step, backend="eager")
-    for limit in (1.0, 0.1):
-        step.limit = limit
-        for _ in range(3):
-            step.model.zero_grad()
-            left = compiled(x, y)
-            step.model.zero_grad()
-            torch.testing.assert_close(left, step(x, y))
-    assert len(graphs(compiled)) == 2
 
 
 LOG: list[Any] = []

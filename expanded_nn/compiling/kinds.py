@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from expanded_nn._batch import contents
 from expanded_nn._modes import is_autocast
 from expanded_nn._traced import OnlyEager
-from expanded_nn.compiling.names import PLAIN, by_identity, key_of, names_in_class
+from expanded_nn.compiling.looks import PLAIN, Look, by_identity
+from expanded_nn.compiling.names import Names, names_in_class
 from expanded_nn.recording.isolation import Grads, look_at_grads
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.watch import Watch
@@ -25,8 +26,13 @@ _GLOBAL_HOOKS: list[Mapping[int, Any]] = [
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def of_arguments(value: Any, tensors: dict[int, Tensor]) -> Hashable:
-    """A key for a call's arguments but for the sizes and values of tensors; adds the tensors to `tensors`, by id.
+def of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) -> Hashable:
+    """A key for a call's arguments but for the sizes and values of tensors.
+
+    Args:
+        value: The arguments.
+        tensors: To which the tensors are added, by their ids.
+        objects: To which objects of other classes are added.
 
     Raises:
         OnlyEager: If tensors are within an object of a class that is not known, and may be others at the next call.
@@ -41,15 +47,16 @@ def of_arguments(value: Any, tensors: dict[int, Tensor]) -> Hashable:
     if kind in PLAIN:
         return kind, value
     if isinstance(value, Mapping):
-        return kind, tuple((key, of_arguments(item, tensors)) for key, item in value.items())
+        return kind, tuple((key, of_arguments(item, tensors, objects)) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return kind, tuple(of_arguments(item, tensors) for item in value)
+        return kind, tuple(of_arguments(item, tensors, objects) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return kind, tuple(of_arguments(getattr(value, field.name), tensors) for field in fields(value))
+        return kind, tuple(of_arguments(getattr(value, field.name), tensors, objects) for field in fields(value))
     if any(isinstance(part, Tensor) for part in contents(value)):
         raise OnlyEager(
             f"an argument is a {kind.__name__} that holds tensors (give these, in tuples, lists, dicts or dataclasses)"
         )
+    objects.append(value)
     return kind, by_identity(value)
 
 
@@ -77,7 +84,7 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
         key += map(id, attributes["_modules"].values())
         key += map(_of_tensor, attributes["_buffers"].values())
         own = attributes.keys() - OF_EVERY_MODULE
-        names = names_in_class(cast(Any, type(module))) if own else frozenset()
+        names = names_in_class(cast(Any, type(module))) if own else Names()
         for name in own:
             value = attributes[name]
             if isinstance(value, Tensor):
@@ -86,7 +93,7 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
                 add((name, type(value), value))
             else:  # a configuration that many modules have
                 once = id(value), id(names)
-                add((name, id(value)) if once in looked_into else (name, key_of(value, names)))
+                add((name, id(value)) if once in looked_into else (name, Look([value], names).key))
                 looked_into.add(once)
         for name in HOOKS:
             if attributes[name]:

@@ -1,72 +1,85 @@
-"""Keys for the values that a function refers to by names."""
+"""What the functions of a step refer to by names: variables, attributes, items of a dict."""
 
 from __future__ import annotations
 
+import dis
+import sys
 import sysconfig
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
+from itertools import pairwise
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import LIBRARIES
 
-PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
-MOST_ITEMS = 64  # of a list or a dict; a longer one counts by its identity
-_WHOLE = Tensor | nn.Module | torch.optim.Optimizer | FunctionType  # what counts by its identity, whatever it holds
 _NOT_THE_USERS = (*LIBRARIES, *(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib")), "<")
 
-
-def by_identity(value: Any) -> Hashable:
-    """A key that is equal for the same object alone, and holds it, so that its id stays its own."""
-    kind: Any = type(value)
-    return value if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__ else Identity(value)
-
-
-class Identity:
-    """An object whose class says itself what it is equal to, as equal to itself alone."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+# special methods that a step does not call, or that tell it nothing
+_NOT_CALLED = {"__init__", "__new__", "__del__", "__repr__", "__setattr__", "__delattr__", "__init_subclass__"}
+_TAKE_ANY_ATTRIBUTE = {"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple", "fields", "eval", "exec"}
+_TAKE_ANY_ITEM = {"get", "pop", "values", "items", "keys", "copy", "update", "itemgetter"}
+_SPREAD = {"DICT_MERGE", "DICT_UPDATE", "CALL_FUNCTION_EX"}
+_NO_COMPUTED_KEY = {"LOAD_CONST", "LOAD_SMALL_INT", "BUILD_SLICE", "BUILD_TUPLE"}  # before the index is applied
 
 
-class StepValues:
-    """The values that a step refers to by names: variables of enclosing functions, globals, attributes of its object.
-
-    The same for the user's functions and methods that it names. Numbers and strings count by their values; so do those
-    in lists, and those that these functions name in a dict or an object; anything else counts by its identity.
+class Names(NamedTuple):
+    """What functions refer to.
 
     Attributes:
-        owners: The attributes of the step's objects.
+        words: The names in them, and the strings, which may be keys.
+        any_item: Whether they find items by what is computed, as `settings[key]` and `**settings` do.
+        any_attribute: Whether they find attributes so, as `getattr(settings, name)` does.
+    """
+
+    words: frozenset[str] = frozenset()
+    any_item: bool = False
+    any_attribute: bool = False
+
+    def joined(self, other: Names) -> Names:
+        """What these functions and those refer to."""
+        words = self.words | other.words
+        return Names(words, self.any_item or other.any_item, self.any_attribute or other.any_attribute)
+
+
+class Referred:
+    """The functions of the user's that a step calls, and what they refer to by names.
+
+    Those are the step itself, functions and methods that these name, and methods of objects that Python calls without
+    their names, as `__getitem__`.
+
+    Attributes:
+        owners: The step's objects.
         cells: The variables of enclosing functions.
         globals: The global namespaces, each with a name in it.
-        functions: The functions that were looked at.
-        names: The names in them, those of attributes and keys included.
-        changing: The lists, dicts and objects that the step changes itself, by their ids.
+        functions: The functions.
+        names: What they refer to.
         places: Where other functions may be found by these names: what objects and modules have, by their ids.
     """
 
     def __init__(self, step: Any) -> None:
-        self.owners: list[dict[str, Any]] = []
+        self.owners: list[Any] = []
         self.cells: list[CellType] = []
         self.globals: list[tuple[dict[str, Any], str]] = []
         self.functions: dict[FunctionType, None] = {}
-        self.names: frozenset[str] = frozenset()
-        self.changing: dict[int, Any] = {}
+        self.names = Names()
         self.places: dict[int, list[Mapping[str, Any]]] = {}
         while step is not None:
             self._look(step)
             inner = step.func if isinstance(step, partial) else getattr(step, "__func__", None)
             step = inner or getattr(step, "__wrapped__", None)
+        self._read_all()
+
+    def add(self, value: Any) -> None:
+        """An object that the step is given as an argument, as a method is."""
+        if id(value) not in self.places:
+            self._note_places(value)
+            self._read_all()
+
+    def _read_all(self) -> None:
+        """Reads the functions that are named in those that were read."""
         known = -1
         while known < len(self.functions):  # a function may be an object's that was met before its name
             known = len(self.functions)
@@ -77,128 +90,124 @@ class StepValues:
         if isinstance(step, FunctionType):
             self._read(step)
         for owner in (step, getattr(step, "__self__", None)):
-            if not isinstance(owner, FunctionType | partial) and hasattr(owner, "__dict__"):
-                self.owners.append(vars(owner))
-                self._follow(owner)
+            if not isinstance(owner, FunctionType | MethodType) and hasattr(owner, "__dict__"):
+                self.owners.append(owner)
+                self._note_places(owner)
 
     def _read(self, function: FunctionType) -> None:
         if function in self.functions:
             return
         self.functions[function] = None
-        self.names |= _words(function.__code__)
-        names, cells = _names(function.__code__), function.__closure__ or ()
+        self.names = self.names.joined(_names_in(function.__code__))
+        names, cells = _globals_of(function.__code__), function.__closure__ or ()
         self.cells += cells
         self.globals += [(function.__globals__, name) for name in names]
         for value in [*map(_content, cells), *map(function.__globals__.get, names)]:
             self._follow(value)
 
     def _follow(self, value: Any) -> None:
-        """Reads the user's function that a value is; notes an object or a module, where there may be others."""
+        """Reads the user's function that a value is; notes an object, class or module, where there may be others."""
         if isinstance(value, MethodType):
             self._follow(value.__self__)
             value = value.__func__
+        if isinstance(value, partial):
+            value = value.func
         if isinstance(value, FunctionType):
             if not value.__code__.co_filename.startswith(_NOT_THE_USERS):
                 self._read(value)
         elif isinstance(value, ModuleType):
-            if _is_the_users(value):
+            if is_the_users(value):
                 self.places[id(value)] = [vars(value)]
-        elif not isinstance(value, nn.Module | Tensor | type):
-            of_classes = [vars(base) for base in type(value).__mro__]
-            self.places[id(value)] = [getattr(value, "__dict__", {}), *of_classes]
+        elif not isinstance(value, nn.Module | Tensor):
+            self._note_places(value)
+
+    def _note_places(self, value: Any) -> None:
+        """Notes where an object or a class may have functions, and reads those that Python calls without names."""
+        if id(value) in self.places:
+            return
+        classes = (value if isinstance(value, type) else type(value)).__mro__
+        of_classes = [vars(base) for base in classes]
+        self.places[id(value)] = [getattr(value, "__dict__", {}), *of_classes]
+        for namespace in of_classes:
+            for name in namespace:
+                if name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED:
+                    self._follow_function(namespace[name])
+
+    def _follow_function(self, member: Any) -> None:
+        """Reads the function behind a member of a class, as that of a property."""
+        for name in ("fget", "func", "__func__"):
+            member = getattr(member, name, member)
+        if isinstance(member, FunctionType):
+            self._follow(member)
 
     def _read_named(self, namespaces: Iterable[Mapping[str, Any]]) -> None:
         for namespace in namespaces:
-            for value in [namespace[name] for name in self.names if name in namespace]:
-                if isinstance(value, FunctionType):
-                    self._follow(value)
+            for member in [namespace[name] for name in self.names.words if name in namespace]:
+                self._follow_function(member)
 
-    def __call__(self) -> Hashable:
-        """A key for their values at this moment."""
-        return tuple(
-            by_identity(value) if id(value) in self.changing else key_of(value, self.names) for value in self.now()
-        )
-
-    def now(self) -> list[Any]:
-        """Their values at this moment."""
+    def values(self) -> list[Any]:
+        """The values of these names at this moment, but for those of attributes and items."""
         try:
             values = [cell.cell_contents for cell in self.cells]
         except ValueError:  # one is not filled yet
             values = [_content(cell) for cell in self.cells]
         values += [namespace.get(name) for namespace, name in self.globals]
-        for owner in self.owners:
-            values += owner.values()
         for function in self.functions:
             values += function.__defaults__ or ()
+            values += (function.__kwdefaults__ or {}).values()
         return values
-
-    @contextmanager
-    def noting_changes(self) -> Iterator[None]:
-        """Notes what the step itself changes, such as a list of losses: from now on it counts by its identity."""
-        held = [value for value in self.now() if type(value) not in PLAIN and id(value) not in self.changing]
-        before = [key_of(value, self.names) for value in held]
-        yield
-        after = [key_of(value, self.names) for value in held]
-        self.changing |= {id(v): v for v, old, new in zip(held, before, after, strict=True) if old != new}
-
-
-def key_of(value: Any, names: Collection[str], depth: int = 3) -> Hashable:
-    """A key for a value, and for what is named in it.
-
-    Args:
-        value: The value.
-        names: The names of keys and attributes that count.
-        depth: How far to look into it.
-    """
-    kind = type(value)
-    if kind in PLAIN:
-        return kind, value
-    if depth == 0 or isinstance(value, _WHOLE):
-        return by_identity(value)
-    if kind in (list, tuple) and len(value) <= MOST_ITEMS:
-        return kind, tuple(key_of(item, names, depth - 1) for item in value)
-    within: Any = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    if within is None or (isinstance(value, ModuleType) and not _is_the_users(value)):
-        return by_identity(value)
-    fewer, more = (names, within) if len(names) < len(within) else (within, names)
-    found = [name for name in fewer if name in more]
-    return by_identity(value), tuple((name, key_of(within[name], names, depth - 1)) for name in found)
-
-
-def is_fixed(value: Any) -> bool:
-    """Whether `key_of` is the same at any time for the same object, as nothing in it counts that may change."""
-    if type(value) is tuple:
-        return all(map(is_fixed, value))
-    if isinstance(value, ModuleType):
-        return not _is_the_users(value)
-    is_known = type(value) in PLAIN or isinstance(value, _WHOLE)
-    return is_known or not (isinstance(value, list | dict) or hasattr(value, "__dict__"))
 
 
 @cache
-def names_in_class(kind: Any) -> frozenset[str]:
-    """The names in the methods of a class that are the user's, or of another library."""
-    values = [value for base in kind.__mro__ for value in vars(base).values()]
-    codes = [value.__code__ for value in values if isinstance(value, FunctionType)]
-    return frozenset().union(*(_words(code) for code in codes if not code.co_filename.startswith(LIBRARIES)))
+def names_in_class(kind: Any) -> Names:
+    """What the methods of a class refer to that are the user's, or of another library."""
+    names = Names()
+    for member in (member for base in kind.__mro__ for member in vars(base).values()):
+        if isinstance(member, FunctionType) and not member.__code__.co_filename.startswith(LIBRARIES):
+            names = names.joined(_names_in(member.__code__))
+    return names
+
+
+def is_the_users(value: ModuleType | type) -> bool:
+    """Whether a module or a class is the user's, and of no library."""
+    module = sys.modules.get(value.__module__) if isinstance(value, type) else value
+    return module is None or _is_the_users(module)
 
 
 @cache
 def _is_the_users(module: ModuleType) -> bool:
-    return not (getattr(module, "__file__", None) or "<").startswith(_NOT_THE_USERS)
+    is_built_in = module.__name__ in sys.builtin_module_names
+    return not is_built_in and not (getattr(module, "__file__", None) or "").startswith(_NOT_THE_USERS)
 
 
-def _names(code: CodeType) -> list[str]:
-    """The names in a function, and in the functions within it."""
-    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
-    return list(dict.fromkeys([*code.co_names, *inner]))
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
 
 
-def _words(code: CodeType) -> frozenset[str]:
-    """The names in a function, and the strings, which may be keys."""
-    constants = [each for each in code.co_consts if isinstance(each, str)]
-    inner = [word for each in code.co_consts if isinstance(each, CodeType) for word in _words(each)]
-    return frozenset((*code.co_names, *constants, *inner))
+def _globals_of(code: CodeType) -> list[str]:
+    return list(dict.fromkeys(name for each in _codes(code) for name in each.co_names))
+
+
+@cache
+def _names_in(code: CodeType) -> Names:
+    words = frozenset(
+        word for each in _codes(code) for word in (*each.co_names, *each.co_consts) if isinstance(word, str)
+    )
+    by_key = not words.isdisjoint(_TAKE_ANY_ITEM) or any(map(_computes_keys, _codes(code)))
+    return Names(words, by_key, not words.isdisjoint(_TAKE_ANY_ATTRIBUTE))
+
+
+def _computes_keys(code: CodeType) -> bool:
+    """Whether it finds items by keys that are no constants, or gives a dict as keyword arguments."""
+    for before, each in pairwise(dis.get_instructions(code)):
+        is_item = each.opname == "BINARY_SUBSCR" or (each.opname == "BINARY_OP" and each.argrepr == "[]")
+        if (is_item and before.opname not in _NO_COMPUTED_KEY) or each.opname in _SPREAD:
+            return True
+    return False
 
 
 def _content(cell: CellType) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from expanded_nn._steady import OWN_STATE
 from expanded_nn.compiling.kinds import HOOKS, OF_EVERY_MODULE, of_surroundings
-from expanded_nn.compiling.names import PLAIN, StepValues, is_fixed
+from expanded_nn.compiling.looks import PLAIN, StepValues, is_fixed
 from expanded_nn.recording.recorder import Recorder
 
 _LOOKED_AT = "training", "_parameters", "_buffers", "_modules", *HOOKS
@@ -30,9 +30,9 @@ class Repeated:
     Attributes:
         arguments: The arguments; of tensors the facts and strides.
         surroundings: The key of torch's global state.
-        step_values: Gives the values that the step refers to by names.
+        referred: Gives the values that the step refers to by names.
         values: These values.
-        values_key: The key of these values, `None` if it is the same as long as they are the same objects.
+        look: What is in them.
         recorders: The recorders, with their settings.
         modules: The modules, with the number of attributes and what gets those that are looked at.
         attributes: These attributes, of one module after the other.
@@ -50,8 +50,8 @@ class Repeated:
         self, args: Sequence[Any], step_values: StepValues, modules: Sequence[nn.Module], recorders: Sequence[Recorder]
     ) -> None:
         self.arguments = [(type(arg), (arg.stride(), _FACTS(arg)) if type(arg) is Tensor else arg) for arg in args]
-        self.surroundings, self.step_values, self.values = of_surroundings(), step_values, step_values.now()
-        self.values_key = None if all(map(is_fixed, self.values)) else step_values()
+        self.surroundings, self.referred = of_surroundings(), step_values.referred
+        self.values, self.look = self.referred.values(), step_values.look()
         self.recorders = [(recorder, recorder.settings) for recorder in recorders]
         self.modules: list[tuple[nn.Module, int, Any]] = []
         self.mappings: list[dict[Any, Any]] = []
@@ -108,10 +108,10 @@ class Repeated:
                     return False
             elif arg is not facts:
                 return False
-        values = self.step_values.now()
+        values = self.referred.values()
         if len(values) != len(self.values) or not all(map(is_, values, self.values)):
             return False
-        if self.values_key is not None and self.step_values() != self.values_key:
+        if not self.look.holds():
             return False
         for recorder, settings in self.recorders:
             if recorder.settings is not settings or recorder.rows_stand_alone:

@@ -1,0 +1,259 @@
+"""What values are at a moment: a key for them, and whether they still are what they were."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from io import IOBase
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from types import FunctionType, MemberDescriptorType, ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from expanded_nn._errors import shown
+from expanded_nn._traced import OnlyEager
+from expanded_nn.compiling.names import Names, Referred, is_the_users, names_in_class
+
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
+MOST_ITEMS = 1000  # of a list or an array; a longer one counts by its identity, of a dict what is named counts
+MOST_PARTS = 1000  # that are looked into; others count by their identity
+_WHOLE = Tensor | nn.Module | FunctionType  # what counts by its identity, whatever it holds
+
+
+def by_identity(value: Any) -> Hashable:
+    """A key that is equal for the same object alone, and holds it, so that its id stays its own."""
+    kind: Any = type(value)
+    return value if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__ else Identity(value)
+
+
+class Identity:
+    """An object whose class says itself what it is equal to, as equal to itself alone."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class Look:
+    """A look at values and into them.
+
+    Numbers and strings count by their values; tensors, modules and functions by their identity. Lists, dicts, arrays of
+    numbers and objects are looked into. Of an object those attributes count that the functions name; of a dict those
+    items, or all of them where functions compute keys, or name none of its keys; of lists and sets all items.
+
+    Attributes:
+        key: Equal for the same objects with equal numbers in them.
+        items: What counts in each list, dict and object, by its id and the name or key there; of an item that is such
+            itself only which one it is.
+        numbers: The place of each list, dict and object in the order in which they were looked into, by its id.
+        iterator: The class of an iterator that is referred to, which gives something else at each call.
+    """
+
+    def __init__(self, values: Iterable[Any], names: Names, changing: Collection[Any] = (), owners: Any = ()) -> None:
+        self.items: dict[tuple[int, Any], tuple[Any, Hashable]] = {}
+        self.numbers: dict[int, int] = {}
+        self.iterator: str | None = None
+        self._names, self._changing = names, changing
+        self._views: list[Collection[Any]] = []  # lists and dicts, to go over their items
+        self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []  # of attributes and items, and of what
+        self._arrays: list[tuple[Any, bytes]] = []
+        of_owners = tuple(self._of_object(owner) for owner in owners)
+        self.key: Hashable = (*map(self._key, values), *of_owners)
+        self._lengths = [*map(len, self._views)]
+        self._contents = [*chain.from_iterable(self._views)]
+        self._found = [value for get, owner in self._getters for value in get(owner)]
+
+    def holds(self) -> bool:
+        """Whether all is as it was; stricter than a comparison of keys, as objects have to be the same, and cheaper."""
+        try:
+            found = [get(owner) for get, owner in self._getters]
+        except (AttributeError, KeyError):
+            return False
+        return (
+            [*map(len, self._views)] == self._lengths
+            and all(map(is_, chain.from_iterable(self._views), self._contents))
+            and all(map(is_, chain.from_iterable(found), self._found))
+            and all(array.tobytes() == numbers for array, numbers in self._arrays)
+        )
+
+    def _key(self, value: Any) -> Hashable:
+        kind: Any = type(value)
+        if kind in PLAIN:
+            return kind, value
+        if isinstance(value, _WHOLE) or len(self.numbers) >= MOST_PARTS:
+            return by_identity(value)
+        if id(value) in self.numbers:
+            return kind, self.numbers[id(value)]
+        self.numbers[id(value)] = len(self.numbers)
+        of_object = self._of_object(value) if hasattr(value, "__dict__") or _slots(kind) else ()
+        if isinstance(value, partial):
+            return kind, self._key(value.func), self._key(value.args), *map(self._key, value.keywords.values())
+        if isinstance(value, list | tuple | set | frozenset | deque):
+            return kind, self._of_items(value), of_object
+        if isinstance(value, dict):
+            return by_identity(value), self._of_dict(value), of_object
+        if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
+            return self._of_array(value)
+        if isinstance(value, Iterator) and not isinstance(value, IOBase):
+            self.iterator = kind.__name__
+        return by_identity(value), of_object
+
+    def _of_items(self, value: Collection[Any]) -> Hashable:
+        if len(value) > MOST_ITEMS or (id(value), None) in self._changing:
+            return by_identity(value)
+        self._views.append(value)
+        join = frozenset if isinstance(value, set | frozenset) else tuple
+        self.items[id(value), None] = value, join(map(_outside, value))
+        return join(map(self._key, value))
+
+    def _of_dict(self, value: dict[Any, Any]) -> Hashable:
+        words = self._names.words
+        named = [key for key in value if isinstance(key, str) and key in words]
+        by_key = len(value) > MOST_ITEMS or (named and not self._names.any_item)
+        return self._of_places(value, value, itemgetter, named if by_key else list(value))
+
+    def _of_object(self, value: Any) -> Hashable:
+        """The key of what counts among the attributes."""
+        if isinstance(value, ModuleType | type) and not is_the_users(value):
+            return ()
+        names, kind = self._names, cast(Any, type(value))
+        if isinstance(value, Optimizer):
+            names = Names(names.words & {"param_groups"})
+        elif _finds_attributes(kind) and not is_the_users(kind):
+            names = names.joined(names_in_class(kind))
+        classes = value.__mro__ if isinstance(value, type) else kind.__mro__
+        found: list[Hashable] = []
+        if not isinstance(value, type) and hasattr(value, "__dict__"):
+            own = vars(value)
+            counts = own if names.any_attribute and not isinstance(value, ModuleType) else own.keys() & names.words
+            found.append(self._of_places(value, own, itemgetter, [name for name in own if name in counts]))
+        slots = [name for name in _slots(kind) if name in names.words and hasattr(value, name)]
+        found.append(self._of_places(value, None, attrgetter, slots))
+        for base in filter(is_the_users, classes[:-1]):
+            own = vars(base)
+            constants = [name for name in own.keys() & names.words if not _is_computed(own[name])]
+            found.append(self._of_places(base, own, itemgetter, sorted(constants)))
+        return tuple(found)
+
+    def _of_places(self, value: Any, mapping: Any, getter: Callable[..., Any], places: list[Any]) -> Hashable:
+        """The key of what is in some places of a dict, or of an object, whose attributes may be in a mapping."""
+        if mapping is not None:
+            self._views.append(mapping)
+        if not places:
+            return ()
+        source = value if mapping is None else mapping
+        get = getter(*places, places[0])  # one more, as of one alone there is no tuple
+        self._getters.append((get, source))
+        found = []
+        for place, item in zip(places, get(source), strict=False):
+            if (id(value), place) not in self._changing:
+                self.items[id(value), place] = value, _outside(item)
+                found.append((place, self._key(item)))
+        return tuple(found)
+
+    def _of_array(self, value: Any) -> Hashable:
+        if not hasattr(value, "__array_interface__") or value.size > MOST_ITEMS:
+            return by_identity(value)
+        numbers = value.tobytes()
+        self._arrays.append((value, numbers))
+        self.items[id(value), None] = value, numbers
+        return type(value), value.shape, value.dtype.str, numbers
+
+
+class StepValues:
+    """The values that a step refers to by names, and what counts in them.
+
+    Attributes:
+        referred: The step's functions, and what they refer to.
+        changing: What the step changes itself, such as a list of losses, by the id of a list or dict and the key there.
+        looks: The last look and the one before it.
+    """
+
+    def __init__(self, step: Any) -> None:
+        self.referred = Referred(step)
+        self.changing: dict[tuple[int, Any], Any] = {}
+        self.looks: tuple[Look, ...] = ()
+
+    def look(self, objects: Sequence[Any] = ()) -> Look:
+        """A look at them at this moment, and at objects that are arguments."""
+        referred = self.referred
+        for value in objects:
+            referred.add(value)
+        return Look(referred.values(), referred.names, self.changing, (*referred.owners, *objects))
+
+    def key(self, objects: Sequence[Any]) -> Hashable:
+        """A key for them at this moment.
+
+        Raises:
+            OnlyEager: If the step refers to an iterator.
+        """
+        look = self.look(objects)
+        self.looks = (*self.looks[-1:], look)
+        if look.iterator is not None:
+            raise OnlyEager(
+                f"it refers to an iterator, a {look.iterator}, which gives something else at each call (take the next "
+                "item before the step, and give it to the step)"
+            )
+        return look.key
+
+    def changed(self) -> str:
+        """The first thing that is not what it was at the call before, as a part of a warning."""
+        items = [look.items for look in self.looks]
+        for place, (value, key) in items[-1].items() if len(items) > 1 else ():
+            if items[0].get(place, (value, key))[1] != key:
+                name = getattr(value, "__name__", f"a {type(value).__name__}")
+                return f", as {shown(place[1])} of {name} changes" if place[1] is not None else f", as {name} changes"
+        return ""
+
+    @contextmanager
+    def noting_changes(self, objects: Sequence[Any]) -> Iterator[None]:
+        """Notes what the step itself changes in lists and dicts: it does not count from now on."""
+        before = self.look(objects)
+        yield
+        after = self.look(objects)
+        for place in before.items.keys() | after.items.keys():
+            value, _ = before.items.get(place) or after.items[place]
+            is_changed = place[0] in before.numbers and before.items.get(place) != after.items.get(place)
+            if is_changed and isinstance(value, list | dict | set | deque):
+                self.changing[place] = value
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether its key is the same at any time for the same object, as nothing in it counts that may change."""
+    if type(value) is tuple:
+        return all(map(is_fixed, value))
+    return type(value) in PLAIN or isinstance(value, _WHOLE)
+
+
+@cache
+def _slots(kind: type) -> list[str]:
+    return [
+        name for base in kind.__mro__ for name, member in vars(base).items() if type(member) is MemberDescriptorType
+    ]
+
+
+@cache
+def _finds_attributes(kind: type) -> bool:
+    """Whether a class finds attributes or items by methods of its own, and keeps them under other names."""
+    return any(hasattr(kind, name) for name in ("__getattr__", "__getitem__"))
+
+
+def _outside(value: Any) -> Hashable:
+    """A key for a value without what is in it."""
+    return (type(value), value) if type(value) in PLAIN else by_identity(value)
+
+
+def _is_computed(member: Any) -> bool:
+    """Whether a member of a class is a function or gives its value by one."""
+    return hasattr(member, "__get__")

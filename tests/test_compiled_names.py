@@ -1,0 +1,456 @@
+"""`enn.compile`: the numbers that a step finds by names, in whatever holds them, are those of the call."""
+
+import operator
+import weakref
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import expanded_nn as enn
+from cases import EVEN_SAME
+from expanded_nn.compile import MOST_KINDS
+from test_compiled_step import assert_same, classified, graphs, perceptron, samples
+
+pytestmark = pytest.mark.filterwarnings(EVEN_SAME)
+
+
+def test_what_the_step_finds_by_its_names() -> None:
+    """A number of a function around it, and a tensor that is another one now."""
+    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    equal = torch.ones(3)
+    limit, weights = 1.0, equal
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        F.cross_entropy(model(x), y, weights).backward()
+        enn.clip_grad_sample_norms_(model, limit)
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    compiled = enn.compile(step, backend="eager")
+    for limit, weights in ((1.0, equal), (0.1, equal), (0.1, torch.tensor([1.0, 2.0, 3.0]))):  # noqa: B007
+        for _ in range(3):
+            model.zero_grad()
+            left = compiled(x, y)
+            model.zero_grad()
+            torch.testing.assert_close(left, step(x, y))
+    assert len(graphs(compiled)) == 3
+
+
+LIMIT = 1.0
+
+
+class Limits:
+    """Settings of a step, of the class and of an object."""
+
+    of_class = 1.0
+
+    def __init__(self) -> None:
+        self.limit, self.steps = 1.0, 0
+
+
+def limit_of_module(model: nn.Module) -> float:
+    del model
+    return LIMIT
+
+
+class Trainer:
+    """Has the step as a method, and its limit in several places."""
+
+    def __init__(self, model: nn.Module, limit: Callable[[Any], float]) -> None:
+        self.model, self.limit = model, limit
+        self.settings, self.by_name, self.steps = Limits(), {"limit": 1.0, "steps": 0}, [0]
+        self.nested = {"all": [self.settings]}
+
+    def clip(self, limit: float = 1.0) -> Tensor:
+        return enn.clip_grad_sample_norms_(self.model, limit * self.limit(self))  # type: ignore[return-value]
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        F.cross_entropy(self.model(x), y).backward()
+        return self.clip(), [parameter.grad for parameter in self.model.parameters()]
+
+
+def halve_global(trainer: Trainer) -> None:
+    del trainer
+    globals()["LIMIT"] *= 0.1
+
+
+def halve_class(trainer: Trainer) -> None:
+    del trainer
+    Limits.of_class *= 0.1
+
+
+def halve_limit(owner: Any) -> None:
+    owner.limit *= 0.1
+
+
+def halve_defaults(trainer: Trainer) -> None:
+    del trainer
+    (limit,) = Trainer.clip.__defaults__ or (1.0,)
+    Trainer.clip.__defaults__ = (0.1 * limit,)
+
+
+def halve_attribute(trainer: Trainer) -> None:
+    trainer.settings.limit *= 0.1
+
+
+def halve_item(trainer: Trainer) -> None:
+    trainer.by_name["limit"] *= 0.1
+
+
+KEPT: dict[str, tuple[Callable[[Any], float], Callable[[Trainer], None]]] = {
+    "global_of_a_function": (limit_of_module, halve_global),
+    "class": (lambda trainer: Limits.of_class, halve_class),
+    "default": (lambda trainer: 1.0, halve_defaults),
+    "object": (lambda trainer: trainer.settings.limit, halve_attribute),
+    "nested": (lambda trainer: trainer.nested["all"][0].limit, halve_attribute),
+    "dict": (lambda trainer: trainer.by_name["limit"], halve_item),
+}
+
+
+@pytest.mark.parametrize(("limit", "halve"), KEPT.values(), ids=KEPT)
+def test_numbers_that_are_kept_elsewhere(limit: Any, halve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count where the step, or a function that it calls, names them; others may change at each call."""
+    monkeypatch.setitem(globals(), "LIMIT", 1.0)
+    monkeypatch.setattr(Limits, "of_class", 1.0)
+    monkeypatch.setattr(Trainer.clip, "__defaults__", (1.0,))
+    trainer, (x, y) = Trainer(enn.convert(perceptron()).per_sample(), limit), samples(4)[0]
+    compiled = enn.compile(trainer.step, backend="eager")
+    for number in range(6):
+        if number == 3:
+            halve(trainer)
+        trainer.settings.steps = trainer.by_name["steps"] = number
+        results = []
+        for step in (compiled, trainer.step):
+            trainer.model.zero_grad()
+            results.append(step(x, y))
+        assert_same(*results)
+    assert len(graphs(compiled)) == 2
+
+
+class OfProperty:
+    """Has its number behind a property, and behind methods that Python calls without their names."""
+
+    def __init__(self) -> None:
+        self._kept = [1.0]
+
+    @property
+    def limit(self) -> float:
+        return self._kept[0]
+
+    def __call__(self) -> float:
+        return self._kept[0]
+
+    def __getitem__(self, index: int) -> float:
+        return self._kept[index]
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._kept)
+
+    def __getattr__(self, name: str) -> float:
+        if name == "limits":
+            return self._kept[0]
+        raise AttributeError(name)
+
+    @staticmethod
+    def of_global() -> float:
+        return LIMIT
+
+    @classmethod
+    def of_class(cls) -> float:
+        return cls.of_global()
+
+
+@dataclass(slots=True)
+class InSlots:
+    limit: float = 1.0
+
+
+class Pair(NamedTuple):
+    name: str
+    kept: dict[str, float]
+
+
+class OfClass:
+    limit = 1.0
+
+
+def scale(values: Any, place: Any) -> None:
+    values[place] = 0.1 * values[place]
+
+
+def scale_kept(held: OfProperty) -> None:
+    scale(held._kept, 0)
+
+
+def scale_set(held: set[float]) -> None:
+    held.add(0.1 * held.pop())
+
+
+class Chain:
+    """Objects in objects."""
+
+    def __init__(self, depth: int) -> None:
+        self.limit, self.next = 1.0, Chain(depth - 1) if depth else None
+
+
+def scale_key(held: Any) -> None:
+    scale(held, KEY)
+
+
+def fourth(chain: Any) -> Any:
+    return chain.next.next.next.next
+
+
+def made_by_keywords(end: float) -> float:
+    return end
+
+
+KEY, ATTRIBUTE = "the key", "li" + "mit"
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any], Any]]] = {
+    "property": (OfProperty, lambda held: held.limit, scale_kept),
+    "call": (OfProperty, lambda held: held(), scale_kept),
+    "getitem": (OfProperty, lambda held: held[0], scale_kept),
+    "iter": (OfProperty, lambda held: next(iter(held)), scale_kept),
+    "getattr": (OfProperty, lambda held: held.limits, scale_kept),
+    "static_method": (OfProperty, lambda held: held.of_global(), halve_global),
+    "class_method": (OfProperty, lambda held: held.of_class(), halve_global),
+    "class_attribute": (OfClass, lambda held: held.limit, lambda held: setattr(OfClass, "limit", 0.1)),
+    "slots": (InSlots, lambda held: held.limit, halve_limit),
+    "any_attribute": (Limits, lambda held: getattr(held, ATTRIBUTE), halve_limit),
+    "deep": (lambda: Chain(5), lambda held: fourth(held).limit, lambda held: halve_limit(fourth(held))),
+    "named_tuple": (lambda: Pair("", {KEY: 1.0}), lambda held: held.kept[KEY], lambda held: scale_key(held.kept)),
+    "deque": (lambda: deque([1.0]), lambda held: held[0], lambda held: scale(held, 0)),
+    "set": (lambda: {1.0}, max, scale_set),
+    "array": (lambda: np.ones(2), lambda held: float(held[1]), lambda held: scale(held, 1)),
+    "computed_key": (lambda: {KEY: 1.0}, lambda held: held[KEY], scale_key),
+    "values": (lambda: {KEY: 1.0}, lambda held: sum(held.values()), scale_key),
+    "keywords": (lambda: {"end": 1.0}, lambda held: made_by_keywords(**held), lambda held: scale(held, "end")),
+    "user_dict": (lambda: UserDict({KEY: 1.0}), lambda held: held[KEY], scale_key),
+    "partial": (
+        lambda: partial(operator.getitem, {KEY: 1.0}, KEY),
+        lambda held: held(),
+        lambda held: scale_key(held.args[0]),
+    ),
+    "optimizer": (
+        lambda: torch.optim.SGD([torch.zeros(1)], lr=1.0),
+        lambda held: held.param_groups[0]["lr"],
+        lambda held: scale(held.param_groups[0], "lr"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "read", "change"), HELD.values(), ids=HELD)
+def test_numbers_that_are_found_in_other_ways(
+    make: Callable[[], Any], read: Callable[[Any], float], change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "LIMIT", 1.0)
+    monkeypatch.setattr(OfClass, "limit", 1.0)
+    model, held, (x, y) = enn.convert(perceptron()).per_sample(), make(), samples(4)[0]
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        F.cross_entropy(model(x), y).backward()
+        return enn.clip_grad_sample_norms_(model, read(held)), [parameter.grad for parameter in model.parameters()]
+
+    compiled = enn.compile(step, backend="eager")
+    for number in range(8):
+        if number == 5:
+            assert compiled.last is not None
+            model.zero_grad()
+            assert compiled.last[0].holds((x, y))
+            change(held)
+            assert not compiled.last[0].holds((x, y))
+        results = []
+        for run in (compiled, step):
+            model.zero_grad()
+            results.append(run(x, y))
+        assert_same(*results)
+    assert len(graphs(compiled)) == 2
+
+
+class Decorated:
+    """Has a compiled method, which gets the object as an argument."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.limit, self.settings, self.calls = model, 1.0, InSlots(), 0
+
+    def clipped(self) -> Any:
+        return enn.clip_grad_sample_norms_(self.model, self.limit * self.settings.limit)
+
+    def plain(self, x: Tensor, y: Tensor) -> Any:
+        F.cross_entropy(self.model(x), y).backward()
+        return self.clipped(), [parameter.grad for parameter in self.model.parameters()]
+
+    step = enn.compile(plain, backend="eager")
+
+
+@pytest.mark.parametrize("place", ["limit", "settings"])
+def test_a_method_that_is_compiled_in_its_class(place: str) -> None:
+    """Numbers of its object count where it names them; a count of calls does not."""
+    trainer, (x, y) = Decorated(enn.convert(perceptron()).per_sample()), samples(4)[0]
+    before = len(graphs(Decorated.step))
+    for number in range(6):
+        trainer.calls += 1
+        if number == 3:
+            halve_limit(trainer if place == "limit" else trainer.settings)
+        results = []
+        for run in (trainer.step, trainer.plain):
+            trainer.model.zero_grad()
+            results.append(run(x, y))
+        assert_same(*results)
+    assert len(graphs(Decorated.step)) == before + 2
+
+
+def test_an_iterator_runs_eagerly() -> None:
+    """It gives something else at each call."""
+    model, batches = enn.convert(perceptron()).per_sample(), iter(samples(4) * 3)
+    step = enn.compile(lambda: classified(model, *next(batches)), backend="eager")
+    with pytest.warns(enn.PerSampleWarning, match="it refers to an iterator, a list_iterator, .*next item before"):
+        norms = [(model.zero_grad(), step()[1])[1] for _ in range(3)]
+    for (x, y), found in zip(samples(4) * 3, norms, strict=False):
+        model.zero_grad()
+        torch.testing.assert_close(found, classified(model, x, y)[1])
+
+
+def test_what_makes_each_call_another_kind_is_named() -> None:
+    trainer, (x, y) = Decorated(enn.convert(perceptron()).per_sample()), samples(4)[0]
+    step = enn.compile(trainer.plain, backend="eager")
+
+    def call_with_other_limits() -> None:
+        for number in range(MOST_KINDS + 2):
+            trainer.limit = 1.0 + number
+            trainer.model.zero_grad()
+            step(x, y)
+
+    with pytest.warns(enn.PerSampleWarning, match="another kind, as 'limit' of a Decorated changes"):
+        call_with_other_limits()
+
+
+class Scaled(nn.Module):
+    """Has numbers in a list, in a dict and in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scales, self.by_name, self.config = nn.Linear(8, 3), [1.0, 1.0], {"scale": 1.0}, Limits()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.layer(x) * self.scales[1] * self.by_name["scale"] * self.config.limit
+        return scaled
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.scales.__setitem__(1, 3.0),
+        lambda model: model.by_name.update(scale=3.0),
+        lambda model: setattr(model.config, "limit", 3.0),
+    ],
+    ids=["list", "dict", "object"],
+)
+def test_numbers_that_a_module_keeps(change: Callable[[Any], Any]) -> None:
+    model, (x, y) = enn.convert(Scaled()).per_sample(), samples(4)[0]
+    compiled = enn.compile(lambda x, y: classified(model, x, y), backend="eager")
+    for number in range(6):
+        if number == 3:
+            change(model)
+        results = []
+        for step in (compiled, lambda x, y: classified(model, x, y)):
+            model.zero_grad()
+            results.append(step(x, y))
+        assert_same(*results)
+    assert len(graphs(compiled)) == 2
+
+
+def test_what_the_step_itself_changes_makes_no_other_kind() -> None:
+    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    log, counts = [], {"steps": 0}
+
+    def step(x: Tensor, y: Tensor) -> None:
+        log.append("a step")
+        counts["steps"] += 1
+        classified(model, x, y)
+
+    compiled = enn.compile(step, backend="eager")
+    for _ in range(5):
+        model.zero_grad()
+        compiled(x, y)
+    assert len(graphs(compiled)) == 1
+    assert len(log) == counts["steps"] == 2  # the eager call, and the trace
+
+
+class Batch:
+    """An object that holds tensors."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+
+def test_batches_in_objects_run_eagerly() -> None:
+    """The next call may find other tensors in the same object, or the same in another one; none is held."""
+    model = enn.convert(perceptron()).per_sample()
+    compiled = enn.compile(lambda batch: classified(model, batch.x, batch.y), backend="eager")
+    batch, held = Batch(*samples(4)[0]), []
+    for number in range(4):
+        batch.x = torch.randn(4, 8)
+        held.append(weakref.ref(batch.x))
+        model.zero_grad()
+        with pytest.warns(enn.PerSampleWarning, match="a Batch that holds tensors") if not number else nullcontext():
+            _, norms = compiled(batch)
+        model.zero_grad()
+        torch.testing.assert_close(norms, classified(model, batch.x, batch.y)[1])
+    model.zero_grad()
+    del batch
+    assert [ref() for ref in held] == [None] * 4
+
+
+def test_tensors_that_are_found_by_names_run_eagerly() -> None:
+    """A key holds each, so they are let go of after a while."""
+    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    found: dict[str, Any] = {}
+
+    def step() -> Any:
+        return classified(model, found["x"], y)
+
+    compiled, held = enn.compile(step, backend="eager"), []
+    for number in range(70):
+        found["x"] = torch.randn_like(x)
+        held.append(weakref.ref(found["x"]))
+        model.zero_grad()
+        words = "call after call is of another kind, as 'x' of a dict changes .*an argument of the step"
+        with pytest.warns(enn.PerSampleWarning, match=words) if number == MOST_KINDS + 1 else nullcontext():
+            _, norms = compiled()
+        model.zero_grad()
+        torch.testing.assert_close(norms, step()[1])
+    assert sum(ref() is not None for ref in held) < 10
+
+
+class Clips:
+    """A step that is an object."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.limit = model, 1.0
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        F.cross_entropy(self.model(x), y).backward()
+        enn.clip_grad_sample_norms_(self.model, self.limit)
+        return torch.cat([parameter.grad.flatten() for parameter in self.model.parameters()])
+
+
+def test_a_step_that_is_an_object() -> None:
+    step, (x, y) = Clips(enn.convert(perceptron()).per_sample()), samples(4)[0]
+    compiled = enn.compile(step, backend="eager")
+    for limit in (1.0, 0.1):
+        step.limit = limit
+        for _ in range(3):
+            step.model.zero_grad()
+            left = compiled(x, y)
+            step.model.zero_grad()
+            torch.testing.assert_close(left, step(x, y))
+    assert len(graphs(compiled)) == 2
