@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, TypeVar
@@ -16,12 +16,12 @@ from expanded_nn._errors import PerSampleError, complaint, shown, warn
 from expanded_nn._modes import running_backward
 from expanded_nn._module import PerSampleModule
 from expanded_nn._traced import FirstEager, LookFirst, OnlyEager, recorders_met
-from expanded_nn.compiling.backends import Backend, backend_of
+from expanded_nn.compiling.backends import Backend, CompilerError, backend_of
 from expanded_nn.compiling.kinds import of_arguments, of_gradients, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
 from expanded_nn.compiling.repeated import Repeated
-from expanded_nn.compiling.replay import Graph
-from expanded_nn.compiling.tracing import trace
+from expanded_nn.compiling.replay import ArgumentDim, Graph
+from expanded_nn.compiling.tracing import Traced, trace
 from expanded_nn.recording.isolation import Grads
 from expanded_nn.recording.recorder import Recorder
 
@@ -70,7 +70,7 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
         PerSampleError: At the call that is traced, if the step reads values of tensors (the line is named), takes the
             step of an optimizer, returns a tensor whose backward it has not run, or trains a tensor that is neither an
             argument nor a parameter of a module that it calls. Models and rows are then as before.
-        TypeError: If `step` is a model or no function, or `options` are not inductor's.
+        TypeError: If `step` is a model or no function, or `options` are not inductor's, which the first graph finds.
 
     Example:
         >>> import torch, expanded_nn as enn
@@ -297,17 +297,7 @@ class CompiledStep:
                     "take sizes from x.shape, not from len(x))"
                 )
             with _ONE_AT_A_TIME:
-                traced = trace(
-                    self.step,
-                    (args, kwargs),
-                    tensors,
-                    family.varying,
-                    self.modules,
-                    self.recorders,
-                    thorough=family.is_thorough,
-                    known=family.grads,
-                )
-                graph = Graph(traced, shapes, family.varying, self.backend)
+                traced, graph = self._compiled(family, family.varying, shapes, tensors, (args, kwargs))
         except OnlyEager as reason:
             self._give_up(family, str(reason))
             return None
@@ -324,6 +314,26 @@ class CompiledStep:
         family.graphs.append(graph)
         family.by_shapes[shapes] = graph
         return graph
+
+    def _compiled(
+        self,
+        family: Family,
+        varying: Collection[ArgumentDim],
+        shapes: Shapes,
+        tensors: Sequence[Tensor],
+        arguments: Any,
+    ) -> tuple[Traced, Graph]:
+        """A traced step and its graph; where a compiler fails for any size, for these sizes alone."""
+        of_step = self.step, arguments, tensors, varying, self.modules, self.recorders
+        traced = trace(*of_step, thorough=family.is_thorough, known=family.grads)
+        try:
+            return traced, Graph(traced, shapes, varying, self.backend)
+        except CompilerError as error:
+            if varying:
+                return self._compiled(family, (), shapes, tensors, arguments)
+            raise OnlyEager(
+                f'its compiler raises {error} (backend="eager" replays the graph without a compiler)'
+            ) from error
 
     def _fault(self, family: Family, reason: str) -> None:
         """Counts a call for which no graph could be made, or whose graph was not right."""

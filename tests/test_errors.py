@@ -950,10 +950,10 @@ def clipping_where_some_gradients_were_cleared() -> None:
 # --- compiled steps ---------------------------------------------------------------------------------------------
 
 
-def compiled_twice(change: Callable[[nn.Module, Tensor], Any]) -> None:
+def compiled_twice(change: Callable[[nn.Module, Tensor], Any], backend: str = "eager", **options: Any) -> None:
     """Runs a compiled step twice, so that it is traced."""
     model, x = on(nn.Linear(4, 4)), torch.randn(SAMPLES, 4)
-    step = enn.compile(lambda x: change(model, x), backend="eager")
+    step = enn.compile(lambda x: change(model, x), backend=backend, **options)
     for _ in range(2):
         model.zero_grad()
         step(x)
@@ -1050,6 +1050,11 @@ def compiling_a_number() -> None:
 @refused(r"^enn\.compile: backend is 3; wanted a name, such as \"inductor\", or a function", TypeError)
 def compiling_by_a_number() -> None:
     enn.compile(print, backend=3)  # type: ignore[arg-type]
+
+
+@refused(r"^enn\.compile: inductor has no options \['max_autotun'\]; wanted those that .* Leave them out", TypeError)
+def compiling_with_a_misspelled_option() -> None:
+    compiled_twice(lambda model, x: model(x).sum().backward(), backend="inductor", max_autotun=True)
 
 
 @refused(
@@ -1594,6 +1599,7 @@ NEVER_SEEN = (
     "raise AssertionError(",
     "raise AttributeError(",
     "raise OnlyEager(",
+    "raise CompilerError(",
     "raise NotInTable",
     "raise FirstEager(",
     "raise LookFirst",

@@ -7,7 +7,10 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, fx
+
+from expanded_nn._errors import complaint
 
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
@@ -30,10 +33,25 @@ def _eager(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Callable[..., A
 def _of_torch(
     backend: str | Backend, options: dict[str, Any], graph: fx.GraphModule, examples: list[Tensor]
 ) -> Callable[..., Any]:
-    chosen: Any = backend
+    if not isinstance(backend, str):
+        return backend(graph, examples)
+    chosen: Any = None
     if backend == "inductor":
+        unknown = sorted(options.keys() - import_module("torch._inductor").list_options())
+        if unknown:
+            found, wanted = f"inductor has no options {unknown}", "those that torch._inductor.list_options() names"
+            raise TypeError(str(complaint("enn.compile", found, wanted, "Leave them out.")))
         chosen = partial(import_module("torch._inductor.compile_fx").compile_fx, config_patches=OPTIONS | options)
-    elif isinstance(backend, str):
+    else:
         chosen = import_module("torch._dynamo").lookup_backend(backend)
-    function: Callable[..., Any] = chosen(graph, examples)
+    try:
+        function: Callable[..., Any] = chosen(graph, examples)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise CompilerError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
     return function
+
+
+class CompilerError(Exception):
+    """A compiler of torch's has failed; the text says how."""
