@@ -974,22 +974,22 @@ def test_a_mean_over_all_tokens() -> None:
 
 @pytest.mark.parametrize("samples", [3, 5])
 @pytest.mark.parametrize(
-    ("factor", "kind", "words"),
+    ("is_direct", "kind", "words"),
     [
-        (1, "layer", "its input is shared by all"),
-        (2, "rows", "its input of shape (1, 5) is shared, so that its output has one row per sample"),
+        (True, "layer", "its input is shared by all"),
+        (False, "rows", "its input of shape (1, 5) is shared, so that its output has one row per sample"),
     ],
     ids=["direct", "behind_an_operation"],
 )
-def test_the_first_of_a_shared_result(samples: int, factor: int, kind: str, words: str) -> None:
+def test_the_first_of_a_shared_result(samples: int, is_direct: bool, kind: str, words: str) -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
-        shared = m.pos(m.ids) if factor == 1 else factor * m.pos(m.ids)
+        shared = m.pos(m.ids) if is_direct else m.pos(m.ids).tril(5)
         return m.lin(x) + shared[0]
 
     model = Model(forward, lin=nn.Linear(4, 6), pos=nn.Embedding(9, 6))
     model.register_buffer("ids", torch.arange(5).unsqueeze(0))
     for loss in (None, lambda m, x: m(x).square().mean((1, 2))):
-        assert enn.check(model, torch.randn(samples, 5, 4), loss=loss).ok == (factor == 1)
+        assert enn.check(model, torch.randn(samples, 5, 4), loss=loss).ok == is_direct
         report = enn.check(strict(model), torch.randn(samples, 5, 4), loss=loss)
         assert of_kind(report, kind) == ["pos (Embedding)"]
         assert words in str(report)

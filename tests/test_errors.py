@@ -1171,6 +1171,11 @@ def the_first_of_a_shared_result() -> None:
     feed(nn.Embedding(9, 4), lambda layer, x: x + layer(torch.arange(6)[None])[0])
 
 
+@refused(r"layer \(Embedding\): its input is shared by all 3 samples, .*\(its size over the samples\).*the len that")
+def the_length_of_a_shared_result() -> None:
+    feed(nn.Embedding(9, 4), lambda layer, x: x + layer(torch.arange(6)) / len(layer(torch.arange(6))))
+
+
 class SharedFirst(nn.Module):
     """Its first argument is one for all samples."""
 

@@ -174,18 +174,21 @@ class Forward:
         ends = [x for x in tensors(result) if isinstance(x, Tensor) and x.requires_grad]
         layer_and_operation = taken_apart(results, ends, self.own_pass.batch)
         if layer_and_operation is not None:
-            layer, operation = layer_and_operation
-            error = complaint(
-                self.recorder.name_of(layer),
-                f"its input is shared by all {self.own_pass.batch} samples, so its result has a copy for each of "
-                f"them, and the model takes a part of these ({operation} over the samples)",
-                "the whole result",
-                "Leave out the index [0], or the mean over a dimension of one, that follows; or run the module around "
-                "it sample by sample: alone(ItsClass) before convert.",
-            )
-            error.refused_by = layer
-            raise error
+            raise self.taking_apart(*layer_and_operation)
         seen.add(key)
+
+    def taking_apart(self, layer: nn.Module, operation: str) -> PerSampleError:
+        """What to say of a result that all samples share, and that the model does not take as a whole."""
+        error = complaint(
+            self.recorder.name_of(layer),
+            f"its input is shared by all {self.own_pass.batch} samples, so its result has a copy for each of "
+            f"them, and the model takes a part of these ({operation} over the samples)",
+            "the whole result",
+            "Leave out the index [0], the mean over a dimension of one, or the len that follows; or run the module "
+            "around it sample by sample: alone(ItsClass) before convert.",
+        )
+        error.refused_by = layer
+        return error
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.recorder.forward = None

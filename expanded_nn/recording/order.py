@@ -6,10 +6,12 @@ parameters is another sample's than row i of the others. So a sample would be in
 
 from __future__ import annotations
 
+import dis
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -85,6 +87,8 @@ class Order(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _SIZES and args:
+            self._look_at_size(func, *args, **kwargs)
         move_of = _MOVES.get(func)
         moved = None
         if move_of is not None:
@@ -98,6 +102,18 @@ class Order(TorchFunctionMode):
             changed = args[:1] if func is Tensor.__setitem__ else ()
             self.follow((args, kwargs), (result, changed), *([] if moved is None else [moved]))
         return result
+
+    def _look_at_size(self, func: Any, x: Tensor, dim: int | None = None) -> None:
+        """Raises where the forward asks for a size that the samples' dimension has made another one."""
+        forward = self.recorder.forward
+        results = () if forward is None or self.recorder.general_rule is not None else forward.notes.shared_results
+        shared = next((result for result in results if result.node is x.grad_fn), None) if results else None
+        if shared is None or _is_called_by_libraries():
+            return
+        if func in (_SHAPE, Tensor.size) and dim is None:
+            dim = _constant_index(_calling_frame())
+        if dim is None or dim >= 0 or dim % shared.rank <= shared.dim:
+            raise forward.taking_apart(shared.layer, "its size")
 
     def follow(self, given: Any, results: Any, *more: Moved) -> None:
         """Notes that what is computed from samples in another order has them in that order."""
@@ -215,12 +231,28 @@ def order_paused(*given: Any) -> Iterator[list[Any]]:
         order.follow(given, results)
 
 
+def _calling_frame() -> FrameType:
+    """The frame that has called the operation."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name in _BETWEEN:
+        frame = frame.f_back
+    return frame
+
+
 def _is_called_by_libraries() -> bool:
     """Whether the operation is torch's or ours: `pack_padded_sequence`, which notes the order, or a layer."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # this mode's, and other modes'
-        frame = frame.f_back
-    return frame.f_code.co_filename.startswith(LIBRARIES)
+    return _calling_frame().f_code.co_filename.startswith(LIBRARIES)
+
+
+def _constant_index(frame: FrameType) -> int | None:
+    """The index that the code applies next, or its begin, if it is a constant: -1 in `x.shape[-1]` and `[-1:]`."""
+    after = [each for each in dis.get_instructions(frame.f_code) if each.offset > frame.f_lasti][:4]
+    names = [each.opname for each in after]
+    is_slice = names[2:3] in (["BUILD_SLICE"], ["BINARY_SLICE"]) and after[1].argval is None
+    is_index = len(after) > 1 and (names[1] == "BINARY_SUBSCR" or after[1].argrepr == "[]")
+    found = after[0].argval if is_slice or is_index else None
+    found = found.start if isinstance(found, slice) and found.stop is None else found
+    return found if type(found) is int else None
 
 
 def _index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
@@ -305,6 +337,9 @@ def _named(move_of: Callable[..., Any], *names: str) -> dict[Any, Callable[..., 
     return {function: move_of for function in functions if function is not None}
 
 
+_BETWEEN = {"_look_at_size", "_moved_by", "__torch_function__", "handle_torch_function", "__len__"}
+_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
+_SIZES = {_SHAPE, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.ndim.__get__}  # type: ignore[attr-defined]
 _MOVES: dict[Any, Callable[..., Move | None]] = {
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,

@@ -15,13 +15,27 @@ from torch import Tensor, nn
 from expanded_nn.recording.backward import graph_of
 
 _SAME = ("CloneBackward", "ToCopyBackward", "AliasBackward", "UnsafeViewBackward")
-# operations that take a part of a dimension, or reduce it
-_REDUCE = (
-    *("MeanBackward1", "SumBackward1", "AmaxBackward", "AminBackward", "MaxBackward0", "MinBackward0", "ProdBackward1"),
-    *("LogsumexpBackward", "LinalgVectorNormBackward", "StdBackward", "VarBackward"),
+# of each number by itself, or of numbers in the same place
+_OF_EACH_NUMBER = tuple(
+    f"{name}Backward"
+    for name in (
+        *("Mul", "Div", "Add", "Sub", "Rsub", "Neg", "Pow", "Abs", "Exp", "Log", "Sqrt", "Rsqrt", "Sin", "Cos"),
+        *("Tanh", "Sigmoid", "Relu", "Gelu", "Silu", "Elu", "LeakyRelu", "Softplus", "Clamp", "NativeDropout"),
+    )
 )
-_SHORTEN = ("IndexSelectBackward", "SplitBackward", "SplitWithSizesBackward", "SliceBackward")
-_TAKE = ("SelectBackward", "UnbindBackward", *_SHORTEN, *_REDUCE)
+# operations that take a part of a dimension, reduce it, or join what is in it
+_REDUCE = (
+    *("MeanBackward", "SumBackward", "AmaxBackward", "AminBackward", "MaxBackward", "MinBackward", "ProdBackward"),
+    *("LogsumexpBackward", "LinalgVectorNormBackward", "NormBackward", "StdBackward", "VarBackward"),
+    *("StdMeanBackward", "VarMeanBackward", "MedianBackward", "KthvalueBackward", "ModeBackward"),
+)
+_SHORTEN = ("IndexSelectBackward", "SplitBackward", "SplitWithSizesBackward", "SliceBackward", "TopkBackward")
+_JOIN = (
+    *("SoftmaxBackward", "LogSoftmaxBackward", "CumsumBackward", "CumprodBackward", "LogcumsumexpBackward"),
+    *("CummaxBackward", "CumminBackward", "FlipBackward", "RollBackward", "SortBackward", "GatherBackward"),
+    *("CatBackward", "UnfoldBackward"),
+)
+_TAKE = ("SelectBackward", "UnbindBackward", *_SHORTEN, *_REDUCE, *_JOIN)
 
 
 class SharedResult(NamedTuple):
@@ -36,22 +50,28 @@ class SharedResult(NamedTuple):
 def taken_apart(results: Sequence[SharedResult], ends: Iterable[Tensor], batch: int) -> tuple[nn.Module, str] | None:
     """The first layer whose result is taken apart along the samples on the way to `ends`, and by which operation."""
     consumers: dict[Any, list[Any]] = {}
+    layouts: dict[Any, tuple[int, int, nn.Module]] = {}  # of what is computed from such results alone
     for end in ends:
         for node in graph_of(end.grad_fn):
             for parent, _ in node.next_functions:
                 if parent is not None:
                     consumers.setdefault(parent, []).append(node)
-    for result in results:
-        waiting = [(result.node, result.dim, result.rank)]
-        while waiting:
-            node, dim, rank = waiting.pop()
-            for consumer in consumers.get(node, ()):
-                name = consumer.name()
-                if _takes(consumer, name, dim, rank, batch):
-                    return result.layer, name.rstrip("01").removesuffix("Backward").lower()
-                after = _after(consumer, name, dim, rank)
-                if after is not None:
-                    waiting.append((consumer, *after))
+    for result in results:  # those of the same layout may meet
+        layouts[result.node] = result.dim, result.rank, result.layer
+    waiting = list(layouts)
+    while waiting:
+        node = waiting.pop()
+        dim, rank, layer = layouts[node]
+        for consumer in consumers.get(node, ()):
+            name = consumer.name()
+            if _takes(consumer, name, dim, rank, batch):
+                return layer, name.rstrip("01").removesuffix("Backward").lower()
+            after = _after(consumer, name, dim, rank)
+            parents = [parent for parent, _ in consumer.next_functions if parent is not None]
+            stays_whole = all(layouts.get(parent, ())[:2] == (dim, rank) for parent in parents)
+            if after is not None and stays_whole and consumer not in layouts:
+                layouts[consumer] = *after, layer
+                waiting.append(consumer)
     return None
 
 
@@ -69,9 +89,10 @@ def _takes(node: Any, name: str, dim: int, rank: int, batch: int) -> bool:
 
 
 def _dims(node: Any, rank: int) -> list[int]:
-    """The dimensions that an operation is about."""
-    saved = node._saved_dim
-    return [_signed(number) % rank for number in ([saved] if isinstance(saved, int) else saved or [])]
+    """The dimensions that an operation is about: all, if it names none."""
+    names = ("_saved_dim", "_saved_dims", "_saved_dimension")
+    saved = next((getattr(node, name) for name in names if hasattr(node, name)), None)
+    return [_signed(number) % rank for number in ([saved] if isinstance(saved, int) else saved or range(rank))]
 
 
 def _signed(number: int) -> int:
@@ -84,7 +105,7 @@ def _after(node: Any, name: str, dim: int, rank: int) -> tuple[int, int] | None:
 
     It rearranges, or takes a part of another dimension.
     """
-    if name.startswith((*_SAME, *_SHORTEN)):
+    if name.startswith((*_SAME, *_SHORTEN, *_JOIN, *_OF_EACH_NUMBER)):
         return dim, rank
     if name.startswith(_TAKE):
         gone = [] if getattr(node, "_saved_keepdim", False) else _dims(node, rank)

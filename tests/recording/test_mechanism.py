@@ -423,6 +423,63 @@ def test_a_part_of_each_row_of_what_all_samples_share(kind: str) -> None:
     assert_close_rows(rows_of(model), expected)
 
 
+class Placed(nn.Module):
+    """Adds what is made of a table of positions, `(T, 4)`, which the samples share without a dimension for them."""
+
+    def __init__(self, use: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.table, self.out, self.use = nn.Embedding(5, 4), nn.Linear(4, 2), use
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 5, 4)
+        return self.out(x + self.use(self.table(torch.arange(5)))).mean(1)  # type: ignore[no-any-return]
+
+
+ALONG_THE_COPIES: dict[str, Callable[[Tensor], Any]] = {
+    "softmax": lambda table: table.softmax(0),
+    "cumsum": lambda table: table.cumsum(0),
+    "mean": lambda table: table.mean(),
+    "norm": lambda table: table.norm(),
+    "first_of_doubled": lambda table: (2 * table)[0],
+    "first_of_activated": lambda table: torch.relu(table + 1)[0],
+    "first_of_a_sum": lambda table: (table.sin() + 2 * table)[0],
+    "standardized": lambda table: (table - table.mean(0)) / table.var(0),
+    "len": lambda table: table / len(table),
+    "shape": lambda table: table / table.shape[0],
+    "size": lambda table: table / table.size(0),
+    "numel": lambda table: table / table.numel(),
+    "dim": lambda table: table / table.dim(),
+    "normalized_shape": lambda table: F.layer_norm(table, table.shape),
+}
+WITHIN_A_COPY: dict[str, Callable[[Tensor], Any]] = {
+    "softmax": lambda table: table.softmax(-1),
+    "mean": lambda table: table.mean(-1, keepdim=True),
+    "features": lambda table: table / table.shape[-1],
+    "positions": lambda table: table / table.size(-2),
+    "layer_norm": lambda table: F.layer_norm(table, table.shape[-1:]),
+    "pairs": lambda table: (table @ table.mT).softmax(-1) @ table,
+}
+
+
+@pytest.mark.parametrize("use", ALONG_THE_COPIES.values(), ids=ALONG_THE_COPIES)
+def test_what_a_forward_does_along_the_copies_goes_sample_by_sample(use: Callable[[Tensor], Any]) -> None:
+    """In the plain model there is no such dimension: it would be that of the positions."""
+    module, call = Placed(use), Call((torch.randn(3, 5, 4),))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    with pytest.warns(enn.PerSampleWarning, match=r"table \(Embedding\): its input is shared by all 3 samples"):
+        plain(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, 3))
+    with pytest.raises(enn.PerSampleError, match="the mean over a dimension of one, or the len that follows"):
+        enn.convert(module).per_sample(escalate=False)(*call.args)
+
+
+@pytest.mark.parametrize("use", WITHIN_A_COPY.values(), ids=WITHIN_A_COPY)
+def test_what_a_forward_does_within_each_copy_is_right(use: Callable[[Tensor], Any]) -> None:
+    module, call = Placed(use), Call((torch.randn(3, 5, 4),))
+    model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
+    plain(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, 3))
+
+
 def lstm() -> nn.Module:
     return nn.LSTM(4, 4, 2, batch_first=True, bidirectional=True, proj_size=2)
 
