@@ -160,7 +160,7 @@ class PerSampleModule(nn.Module):
                 seen.add(module)
                 waiting += module._modules.values()
                 parameters += module._parameters.values()
-        recorder.drop_all([parameter for parameter in parameters if parameter is not None], grads=is_torchs)
+        recorder.drop([parameter for parameter in parameters if parameter is not None], grads=is_torchs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from expanded_nn._steady import RandomStates
 from expanded_nn.compiling.tracing import Outcome, Traced
-from expanded_nn.recording.isolation import append_rows, note_results, set_rows
+from expanded_nn.recording.isolation import set_rows
 
 ArgumentDim = tuple[int, int]  # the number of a tensor among the arguments, and of one of its dimensions
 
@@ -130,8 +130,8 @@ class Graph:
             of_recorder.is_scaled, of_recorder.has_foreign_part = is_scaled, has_foreign_part
         for rows in outcome.rows:
             held = [{leaf: remake(results) for leaf, remake in pass_rows.items()} for pass_rows in rows.passes]
-            (append_rows if rows.appends else set_rows)(rows.recorder, held)
-            note_results(rows.recorder, rows.clipped)
+            set_rows(rows.recorder, held, appends=rows.appends)
+            rows.recorder.note_grads(rows.clipped)
         for values, name, remake in outcome.attributes:
             values[name] = remake(results)
         for values, name in outcome.removed:

@@ -256,6 +256,7 @@ def trace(
     finds: list[Find] = [partial(_itself, leaf) for leaf in leaves]
     finds += [itemgetter(number) for number, tensor in enumerate(tensors) if tensor.requires_grad]
     have_grad = [find for find in finds if find(tensors).grad is not None]
+    # gradients known to be zero are no inputs: the graph makes zeros, and what it adds up is copied into them
     zeros = [find for find in have_grad if known is not None and known.get(id(find(tensors)), (False,))[0]]
     if any(cast(Tensor, find(tensors).grad).layout is not torch.strided for find in zeros):
         raise OnlyEager("a sparse gradient is there already")
@@ -263,7 +264,7 @@ def trace(
     clipped = {id(leaf) for leaf in leaves if any(recorder.is_clipped(leaf) for recorder in recorders)}
     owned = {id(leaf.parameter()) for recorder in recorders for leaf in recorder.leaves}
     grads = [without_values(cast(Tensor, find(tensors).grad).detach()) for find in with_grad]
-    kept = [(dict(vars(module)), dict(module._buffers)) for module in modules]
+    kept = [(values, dict(values)) for module in modules for values in (vars(module), module._buffers)]
     outcome, operations, readings = Outcome(), _Operations(), _Readings()
 
     def body(*inputs: Tensor) -> list[Any]:
@@ -280,7 +281,7 @@ def trace(
                 stack.enter_context(isolated(recorder, lambda parameter: id(parameter) in clipped, known or {}))
             conditions = stack.enter_context(assumptions(thorough=thorough, looked=known is not None))
             held = {recorder: sum(map(has_hidden_rows, recorder.leaves)) for recorder in recorders}
-            for find in have_grad:
+            for find in have_grad:  # noted: a question whether it is zero is answered, or raises `LookFirst`
                 key = id(find(tensors))
                 if key in (owned if known is None else known):
                     note_gradient(cast(Tensor, find(own).grad), None if known is None else known[key][0])
@@ -301,7 +302,7 @@ def trace(
                 _note_rows(recorder, outcome, results, held[recorder])
                 if known is not None and not any(map(has_hidden_rows, recorder.leaves)):
                     outcome.flags += [(leaf, leaf.is_scaled, leaf.has_foreign_part) for leaf in recorder.leaves]
-            _note_attributes(modules, kept, outcome, results)
+            _note_attributes(kept, outcome, results)
             if conditions:
                 outcome.assumed, outcome.otherwise = len(results), [otherwise for _, otherwise in conditions]
                 results.append(torch.stack([condition for condition, _ in conditions]))
@@ -313,7 +314,7 @@ def trace(
     no_grads = meanwhile(*leaves, grad=None)
     drawn = RandomStates()
     try:
-        with no_optimizer, no_grads, _attributes_kept(modules, kept), mode, enable_python_dispatcher():
+        with no_optimizer, no_grads, _attributes_kept(kept), mode, enable_python_dispatcher():
             graph = tracer(*fakes, *grads)
     except (PerSampleError, FirstEager, LookFirst, OnlyEager):
         raise
@@ -434,16 +435,14 @@ def _itself(leaf: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def _attributes_kept(
-    modules: Sequence[nn.Module], kept: Sequence[tuple[dict[str, Any], dict[str, Tensor | None]]]
-) -> Iterator[None]:
+def _attributes_kept(kept: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[None]:
+    """Puts dictionaries of attributes and buffers, each given with a copy of it, back as they were."""
     try:
         yield
     finally:
-        for module, (attributes, buffers) in zip(modules, kept, strict=True):
-            for values, before in ((vars(module), attributes), (module._buffers, buffers)):
-                values.clear()
-                values.update(before)
+        for values, before in kept:
+            values.clear()
+            values.update(before)
 
 
 def _refuse_missing_backward(parts: Sequence[Any], recorders: Sequence[Recorder]) -> None:
@@ -482,17 +481,13 @@ def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any], before:
 
 
 def _note_attributes(
-    modules: Sequence[nn.Module],
-    kept: Sequence[tuple[dict[str, Any], dict[str, Tensor | None]]],
-    outcome: Outcome,
-    results: list[Any],
+    kept: Sequence[tuple[dict[str, Any], dict[str, Any]]], outcome: Outcome, results: list[Any]
 ) -> None:
-    for module, (attributes, buffers) in zip(modules, kept, strict=True):
-        for values, before in ((vars(module), attributes), (module._buffers, buffers)):
-            for name, value in values.items():
-                if name not in before or value is not before[name]:
-                    outcome.attributes.append((values, name, packed(value, results)))
-            outcome.removed += [(values, name) for name in before if name not in values]
+    for values, before in kept:
+        for name, value in values.items():
+            if name not in before or value is not before[name]:
+                outcome.attributes.append((values, name, packed(value, results)))
+        outcome.removed += [(values, name) for name in before if name not in values]
 
 
 def _lifted(graph: fx.GraphModule) -> list[Tensor]:

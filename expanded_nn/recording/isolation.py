@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -90,14 +89,15 @@ def _begin_anew(leaf: Leaf, is_clipped: Callable[[Tensor], bool], is_stale: bool
     place = {"location": leaf.location, "handle": leaf.handle}
     new = Leaf(leaf.parameter, leaf.is_member, leaf.scales_rows, Published(rows), memory=None, **place)
     vars(leaf).update(vars(new))
+    leaf.note_grad()
     if parameter is not None:
         shown = hidden(own) if was_reset and own is not None else None
         parameter.grad_sample = shown if was_reset else rows  # type: ignore[attr-defined]
-        if parameter.grad is not None and is_clipped(parameter):
-            leaf.note_clipped(parameter.grad)
-        if parameter.grad is not None and is_stale:
-            leaf.clipped_grad = weakref.ref(parameter.grad), parameter.grad._version - 1  # it was changed since
-    leaf.note_grad()
+        if leaf.noted_grad is not None and is_stale:
+            grad, version = leaf.noted_grad
+            leaf.clipped_grad = grad, version - 1  # it was changed since
+        elif is_clipped(parameter):
+            leaf.clipped_grad = leaf.noted_grad
 
 
 def has_hidden_rows(leaf: Leaf) -> bool:
@@ -105,52 +105,28 @@ def has_hidden_rows(leaf: Leaf) -> bool:
     return leaf.published.rows is not None and is_hidden(leaf.published.rows)
 
 
-def append_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> None:
-    """Appends the rows that a graph has made to those held, pass by pass."""
-    before = tuple(recorder.store.held)
-    _hold(recorder, passes)
-    for leaf in recorder.leaves:
-        first_new = len(before) if leaf.published.passes == before else 0
-        recorder.store.publish(leaf, list(recorder.store.held)[first_new])
-
-
-def _hold(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> None:
+def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]], *, appends: bool) -> None:
+    """Holds the rows that a graph has made, pass by pass: in place of those from before, or behind them."""
+    store = recorder.store
+    if not appends:
+        store.drop_every_pass()
+    before = tuple(store.held)
     for pass_rows in passes:
         pass_ = recorder.passes.new(next(iter(pass_rows.values())).shape[0])
         pass_.stage = PassStage.DONE
-        recorder.store.held[pass_] = dict(pass_rows)
+        store.held[pass_] = dict(pass_rows)
     recorder.passes.last = None
     recorder.expanded.clear()
-
-
-def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> None:
-    """Replaces the rows held by those that a graph has made, pass by pass."""
-    recorder.store.drop_every_pass()
-    _hold(recorder, passes)
-    store = recorder.store
-    only = passes[0] if len(passes) == 1 and not recorder.leaves.sharded else {}
     held = tuple(store.held)
+    only = passes[0] if len(held) == 1 and not recorder.leaves.sharded else {}
     for leaf in recorder.leaves:
         rows, parameter = only.get(leaf), leaf.parameter()
         if rows is not None and parameter is not None:  # what `publish` comes to
             rows = materialized(rows, leaf.memory) if store.materialize else rows
             leaf.published = Published(rows, held, rows._version)
             parameter.grad_sample = rows  # type: ignore[attr-defined]
+        elif appends:
+            store.publish(leaf, held[len(before) if leaf.published.passes == before else 0])
         elif passes or leaf.published.rows is not None or leaf.was_reset():
             leaf.published = NO_ROWS
             store.publish(leaf)
-
-
-def note_results(recorder: Recorder, clipped: Collection[Leaf]) -> None:
-    """Notes each `.grad` that a graph has left.
-
-    Args:
-        recorder: The recorder.
-        clipped: The parameters whose `.grad` clipping has set.
-    """
-    recorder.note_grads()
-    for leaf in clipped:
-        leaf.clipped_grad, leaf.incomplete_grad = leaf.noted_grad, None
-        leaf.has_foreign_part = leaf.has_foreign_part and not recorder.settings.accumulate_grad
-    if clipped:
-        recorder.store.suspended = None
