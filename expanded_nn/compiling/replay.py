@@ -37,10 +37,6 @@ class Sizes:
                 if first != dim:
                     self.alike.append((first, dim))
 
-    def is_free(self, symbol: Any) -> bool:
-        """Whether tracing has not made a number of it."""
-        return symbol not in self.shape_env.replacements
-
     def fit(self, shapes: Sequence[torch.Size]) -> bool:
         """Whether the graph is right for arguments of such shapes."""
         free = {*self.symbols.values(), *(dim for pair in self.alike for dim in pair)}
@@ -83,8 +79,8 @@ class Graph:
         self.sizes = Sizes(traced, shapes, varying)
         self.outcome: Outcome = traced.outcome
         self.with_grad, self.constants, self.draws = traced.with_grad, traced.constants, traced.draws
-        free = {symbol: dim for symbol, dim in self.sizes.symbols.items() if self.sizes.is_free(symbol)}
-        self.free_dims = list(free.values())
+        numbers = traced.shape_env.replacements  # what tracing has made of some symbols
+        self.free_dims = [dim for symbol, dim in self.sizes.symbols.items() if symbol not in numbers]
         examples = [traced.examples[number].shape[dim] for number, dim in self.free_dims]
         _add_inputs(traced.graph, examples)
         self.changed = _changed(traced.graph)

@@ -278,7 +278,7 @@ def trace(
         results: list[Any] = []
         with ExitStack() as stack:
             for recorder in recorders:
-                stack.enter_context(isolated(recorder, lambda parameter: id(parameter) in clipped, known or {}))
+                stack.enter_context(isolated(recorder, clipped, known or {}))
             conditions = stack.enter_context(assumptions(thorough=thorough, looked=known is not None))
             held = {recorder: sum(map(has_hidden_rows, recorder.leaves)) for recorder in recorders}
             for find in have_grad:  # noted: a question whether it is zero is answered, or raises `LookFirst`

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -39,14 +39,14 @@ def look_at_grads(recorder: Recorder) -> Grads:
 
 
 @contextmanager
-def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool], grads: Grads) -> Iterator[None]:
+def isolated(recorder: Recorder, clipped: Collection[int], grads: Grads) -> Iterator[None]:
     """Gives the recorder a state of its own, and its old one back afterwards.
 
     The rows that were held are there meanwhile, but hidden: they can be dropped or appended to, not looked at.
 
     Args:
         recorder: The recorder.
-        is_clipped: Whether the `.grad` of a parameter counts as set by clipping.
+        clipped: The ids of the parameters whose `.grad` counts as set by clipping.
         grads: What is known of the gradients.
 
     Raises:
@@ -62,7 +62,7 @@ def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool], grads: Gr
     recorder.settings = replace(recorder.settings, materialize=False)
     recorder.begin_anew()
     for leaf in leaves:
-        _begin_anew(leaf, is_clipped, grads.get(id(leaf.parameter()), (False, False))[1])
+        _begin_anew(leaf, clipped, grads.get(id(leaf.parameter()), (False, False))[1])
     held = {leaf: leaf.published.rows for leaf in leaves if leaf.published.rows is not None}
     if held:  # in a pass of no forward, which holds the hidden rows and nothing else
         recorder.store.held[recorder.passes.new(0)] = held
@@ -81,7 +81,7 @@ def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool], grads: Gr
         vars(recorder).update(before)
 
 
-def _begin_anew(leaf: Leaf, is_clipped: Callable[[Tensor], bool], is_stale: bool) -> None:
+def _begin_anew(leaf: Leaf, clipped: Collection[int], is_stale: bool) -> None:
     """Leaves a parameter without a past: its `.grad` counts as new, and its rows are hidden."""
     parameter, was_reset = leaf.parameter(), leaf.was_reset()
     rows = None if leaf.published.rows is None else hidden(leaf.published.rows)
@@ -96,7 +96,7 @@ def _begin_anew(leaf: Leaf, is_clipped: Callable[[Tensor], bool], is_stale: bool
         if leaf.noted_grad is not None and is_stale:
             grad, version = leaf.noted_grad
             leaf.clipped_grad = grad, version - 1  # it was changed since
-        elif is_clipped(parameter):
+        elif id(parameter) in clipped:
             leaf.clipped_grad = leaf.noted_grad
 
 

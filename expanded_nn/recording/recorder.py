@@ -427,9 +427,9 @@ class Recorder:
             if self.settings.accumulate_grad and not self.rows_stand_alone:
                 held = self.leaves.with_rows()
                 cleared = [leaf for leaf in held if leaf.was_cleared()]
-                not_cleared = set(held).difference(cleared)
-                self._drop_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in not_cleared))
                 if cleared:
+                    others = set(held).difference(cleared)
+                    self._drop_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in others))
                     self._drop_passes_without_parameters()
 
     def _make_room(self) -> None:
