@@ -48,6 +48,7 @@ class Sizes:
             return False
         sizes = {symbol: shapes[i][j] for symbol, (i, j) in self.symbols.items()}
         ranges = self.shape_env.var_to_range
+        # tracing starts with sizes from 2 on, and compiling may add bounds
         if any(size not in ranges[symbol] for symbol, size in sizes.items() if symbol in ranges):
             return False
         return all(guard.expr.subs(sizes) == True for guard in self.shape_env.guards)  # noqa: E712 (sympy's own)

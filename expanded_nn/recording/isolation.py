@@ -95,7 +95,8 @@ def _begin_anew(leaf: Leaf, clipped: Collection[int], is_stale: bool) -> None:
         parameter.grad_sample = shown if was_reset else rows  # type: ignore[attr-defined]
         if leaf.noted_grad is not None and is_stale:
             grad, version = leaf.noted_grad
-            leaf.clipped_grad = grad, version - 1  # it was changed since
+            # as one that was cleared after clipping: `stale` asks no rows then, which are hidden
+            leaf.clipped_grad = grad, version - 1
         elif id(parameter) in clipped:
             leaf.clipped_grad = leaf.noted_grad
 

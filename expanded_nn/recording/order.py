@@ -148,7 +148,7 @@ class Order(TorchFunctionMode):
             if index.dim() == 0 or index.shape[0] != batch:
                 return None
             own = torch.arange(batch, device=index.device).view(-1, *[1] * (index.dim() - 1))
-            stays = (index % batch == own).all()  # a negative index counts from the end
+            stays = (index % batch == own).all()
             self.found = True
             if not is_traced() and bool(stays):
                 return None

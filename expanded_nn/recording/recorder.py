@@ -145,7 +145,7 @@ class Recorder:
             self._forget_lost()  # a parameter that is gone may have had the same id
             leaf = self.leaves.add(parameter)
             leaf.scales_rows = self.settings.loss_reduction == "mean"
-            if module is None and self.leaves.sharded:
+            if module is None and self.leaves.sharded:  # where its shard will be found again after the forward
                 module = self.holder_of(parameter)
                 names = () if module is None else module._parameters.items()
                 name = next((own_name for own_name, own in names if own is parameter), "")
@@ -278,6 +278,7 @@ class Recorder:
         if not parameter.is_leaf:
             computed = Computed(parameter, self, recompute)
             return ExpandComputed.apply(computed, pass_.batch, *map(self.expand, computed.leaves))  # type: ignore[no-untyped-call,no-any-return]
+        # `parameter.data = ...` changes the address and not the version, an optimizer's step the version alone
         former_pass, version, pointer, expanded = self.expanded.get(parameter, (None, -1, -1, parameter))
         if former_pass is not pass_ or version != parameter._version or pointer != parameter.data_ptr():
             expanded = Expand.apply(parameter, pass_, self._watched_leaf(parameter), weakref.ref(self))  # type: ignore[no-untyped-call]

@@ -60,8 +60,8 @@ class Store:
         pass_rows = self.held[pass_]
         self.backwards.add(running_backward())
         before = self.rows_before.get(leaf)
-        if before is None or not leaf.grad_is_as_noted():  # the rows so far are a part of `.grad` by now
-            if before is not None:
+        if before is None or not leaf.grad_is_as_noted():
+            if before is not None:  # a backward inside of this one has added the rows so far to `.grad`, so they stay
                 leaf.note_grad()
             self.rows_before[leaf] = {pass_: pass_rows.get(leaf)}
         else:
