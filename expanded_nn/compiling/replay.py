@@ -60,7 +60,7 @@ class Graph:
     Attributes:
         sizes: The shapes.
         outcome: What to do with the results.
-        with_grad: The parameters and arguments that had a gradient.
+        grad_inputs: The parameters and arguments whose `.grad` is an input.
         constants: The tensors that are neither arguments nor gradients, such as parameters and buffers.
         draws: Whether it draws random numbers.
         free_dims: The dimensions of arguments whose sizes are inputs of their own.
@@ -79,7 +79,7 @@ class Graph:
     ) -> None:
         self.sizes = Sizes(traced, shapes, varying)
         self.outcome: Outcome = traced.outcome
-        self.with_grad, self.constants, self.draws = traced.with_grad, traced.constants, traced.draws
+        self.grad_inputs, self.constants, self.draws = traced.grad_inputs, traced.constants, traced.draws
         numbers = traced.shape_env.replacements  # what tracing has made of some symbols
         self.free_dims = [dim for symbol, dim in self.sizes.symbols.items() if symbol not in numbers]
         examples = [traced.examples[number].shape[dim] for number, dim in self.free_dims]
@@ -96,7 +96,7 @@ class Graph:
         """
         inputs: list[Any] = [
             *tensors,
-            *(leaf(tensors).grad for leaf in self.with_grad),
+            *(leaf(tensors).grad for leaf in self.grad_inputs),
             *(find(tensors) for find in self.constants),
             *(tensors[number].shape[dim] for number, dim in self.free_dims),
         ]
