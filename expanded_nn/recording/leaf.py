@@ -232,8 +232,10 @@ class Leaf:
 
     def lacks_rows(self) -> bool:
         """Whether `.grad` still has a part whose rows were dropped; that ends when `.grad` is cleared or replaced."""
+        if self.incomplete_grad is None:
+            return False
         grad = self.grad
-        if self.incomplete_grad is not None and (grad is None or self.incomplete_grad() is not grad or vanishes(grad)):
+        if grad is None or self.incomplete_grad() is not grad or vanishes(grad):
             self.incomplete_grad = None
         return self.incomplete_grad is not None
 
