@@ -97,7 +97,12 @@ class Escalation:
     def _result_of(
         self, attempts: _Attempts, args: tuple[Any, ...], kwargs: dict[str, Any], state: StateBefore | None
     ) -> Any:
-        """The result of the first attempt that succeeds; an early error, if it stays, is left to the backward."""
+        """The result of the first attempt that succeeds.
+
+        A use of a parameter outside of its module is looked for in the first forward of a kind, where a module can
+        still be sent through the general rule for it. If none helps, the forward is right nevertheless: it is run once
+        more without that look, and the error is left to the backward.
+        """
         looks_for_outside_use = state is not None
         while True:
             try:
@@ -107,14 +112,16 @@ class Escalation:
                 return result
             except Exception as error:
                 final = attempts.send_another_module(error)
-                again = checkpoint_hooks() is None and _is_plain(args, kwargs) if state is None else state.restore()
-                if final is None and again:
+                may_start_over = (
+                    checkpoint_hooks() is None and _is_plain(args, kwargs) if state is None else state.restore()
+                )
+                if final is None and may_start_over:
                     continue
                 attempts.undo()
                 final = final or attempts.refused
-                looks_for_outside_use = not getattr(final, "is_early", False)
-                if looks_for_outside_use or not again:
+                if not may_start_over or not getattr(final, "is_early", False):
                     raise final from final.__cause__
+                looks_for_outside_use = False
 
     def _called(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward, which may be a part of a `one_pass`."""
@@ -156,16 +163,17 @@ class _Attempts:
         by, trial = getattr(error, "refused_by", None), self.escalation.on_trial
         is_foreign = by is None and (trial is None or isinstance(error, PerSampleError))
         if is_foreign or isinstance(error, torch.OutOfMemoryError) or is_of_checkpoint(error):
-            return error
+            return error  # it is no layer's refusal: the user's own, as it seems
         clear_frames(error.__traceback__)  # they hold what the forward has computed
         by_vmap = getattr(error, "by_vmap", False)
-        if trial is None or by not in (None, trial, self.refused.refused_by):  # the one on trial has succeeded
+        if trial is None or by not in (None, trial, self.refused.refused_by):
+            # nothing was on trial, or it has succeeded, and now another layer refuses: the search begins anew
             self.refused, self.larger = error, self._around(by)
             if by_vmap and self._make_general(by, loops=True):
                 return None
         elif by_vmap and self._make_general(trial, loops=True):
-            return None
-        else:
+            return None  # only `vmap` fails in it: its samples go one after the other
+        else:  # the one on trial has failed, so a larger one is next
             trial._learn(self.before[trial])
         if any(map(self._make_general, self.larger)):
             return None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils import checkpoint
 
 from expanded_nn._errors import PerSampleError
@@ -37,6 +38,12 @@ def autocast_as_now(device: torch.device) -> Callable[[], AbstractContextManager
         return partial(torch.autocast, device.type, enabled=False)
     enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return partial(torch.autocast, device.type, dtype=dtype, enabled=enabled)
+
+
+@_disable_dynamo
+def outside_of_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls what makes rows outside of the graphs of `torch.compile`: `enn.compile` takes the whole step."""
+    return function(*args, **kwargs)
 
 
 def checkpoint_hooks() -> Any:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
@@ -21,6 +20,7 @@ from expanded_nn._errors import PerSampleError, complaint, named, refuse_other_k
 from expanded_nn._escalate import Learned
 from expanded_nn._lift import lifted
 from expanded_nn._meanwhile import meanwhile
+from expanded_nn._modes import outside_of_graph
 from expanded_nn._shared import owned
 from expanded_nn.recording.expand import Recompute
 from expanded_nn.recording.order import order_paused
@@ -160,7 +160,7 @@ class PerSampleModule(nn.Module):
                 seen.add(module)
                 waiting += module._modules.values()
                 parameters += module._parameters.values()
-        recorder.drop_all([parameter for parameter in parameters if parameter is not None], grads=is_torchs)
+        recorder.drop([parameter for parameter in parameters if parameter is not None], grads=is_torchs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -193,7 +193,7 @@ class Root(PerSampleModule):
             with recorder.without_gradients(self, self.samples_in(*args, **kwargs), (args, kwargs)):
                 return super().forward(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return _uncompiled(self, args, kwargs)
+            return outside_of_graph(self.forward, *args, **kwargs)
         recorder.refuse_other_thread(self)
         return self._in_pass(args, kwargs) if recorder.escalation.runs else recorder.escalation.run(self, args, kwargs)
 
@@ -257,7 +257,7 @@ class Expanded(PerSampleModule):
                     results.append(output)
             return owned(output) if self.returns_fresh and recorder is not None and recorder.in_forward else output
         if torch.compiler.is_compiling():
-            return _uncompiled(self, args, kwargs)
+            return outside_of_graph(self.forward, *args, **kwargs)
         recorder.refuse_other_thread(self)
         return self._in_pass(args, kwargs) if recorder.escalation.runs else recorder.escalation.run(self, args, kwargs)
 
@@ -401,12 +401,6 @@ class Expanded(PerSampleModule):
     def _has_rows(self) -> bool:
         """Whether a parameter of this layer asks for gradients."""
         return any(parameter is not None and parameter.requires_grad for parameter in all_parameters(self))
-
-
-@_disable_dynamo
-def _uncompiled(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The forward in per-sample mode, which `torch.compile` leaves as it is: `enn.compile` takes the whole step."""
-    return module.forward(*args, **kwargs)
 
 
 def all_parameters(module: nn.Module) -> Iterable[Tensor | None]:

@@ -10,9 +10,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from expanded_nn._errors import complaint, refuse_no_count, refuse_no_model, refuse_other_kind
+from expanded_nn._modes import outside_of_graph
 from expanded_nn._module import recorders_of
 from expanded_nn.recording.recorder import recorder_of
 
@@ -97,7 +97,7 @@ def expanded(weight: Tensor) -> Tensor:
         torch.Size([2, 7, 3])
     """
     if torch.compiler.is_compiling():
-        return _outside_of_graph(expanded, weight)
+        return cast(Tensor, outside_of_graph(expanded, weight))
     refuse_other_kind("expanded", "weight", weight, Tensor, "a parameter", "Give it as in expanded(model.fc.weight).")
     if torch._C._functorch.is_batchedtensor(weight) or not torch.is_grad_enabled():
         return weight  # inside the general rule: the weight of one sample
@@ -123,13 +123,7 @@ def with_plain_weights(operation: Operation, plain: Callable[..., Tensor], rank:
                 "Keep the samples in the first dimension of both; unflatten a folded batch.",
             )
         if torch.compiler.is_compiling() and weight.requires_grad:
-            return _outside_of_graph(operation, *bound.args, **bound.kwargs)
+            return cast(Tensor, outside_of_graph(operation, *bound.args, **bound.kwargs))
         return operation(*bound.args, **bound.kwargs)
 
     return cast(Operation, call)
-
-
-@_disable_dynamo
-def _outside_of_graph(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Calls a function that makes rows outside of a graph of `torch.compile`."""
-    return function(*args, **kwargs)

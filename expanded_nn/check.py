@@ -114,14 +114,10 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
             else _StepCheck(Step(plain, loss), Step(expanded, loss), settings, call)
         )
         checking.run(model)
-        if chance.met:
-            checking.findings.notes.append(
-                "dropout was switched off in all runs, so that a sample alone can be compared."
-            )
-        if isinstance(chance, WithoutChance) and chance.has_drawn:
-            checking.findings.notes.append(
-                "random numbers were the same in all runs, so that a sample alone can be compared."
-            )
+        has_drawn = isinstance(chance, WithoutChance) and chance.has_drawn
+        for is_met, what in ((chance.met, "dropout was switched off"), (has_drawn, "random numbers were the same")):
+            if is_met:
+                checking.findings.notes.append(f"{what} in all runs, so that a sample alone can be compared.")
         return checking.findings.report(is_ambiguous=call.is_ambiguous())
 
 

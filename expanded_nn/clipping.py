@@ -92,7 +92,7 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     for name, parameter in parameters.items():
         if not parameter.requires_grad and name not in held and getattr(parameter, "grad_sample", None) is not None:
             for recorder in recorders:  # it is not clipped with the others, and must not come back when it is thawed
-                recorder.drop(parameter)
+                recorder.drop([parameter])
     if not held and any(parameter.requires_grad for parameter in parameters.values()):
         raise complaint(
             "clip_grad_sample_norms_",
@@ -123,12 +123,11 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
         del part, rows
         for name, total in totals.items():
             _set_grad(parameters[name], total, add=adds)
-            for recorder in recorders:
-                if adds:
-                    recorder.drop(parameters[name])
-                recorder.note_clipped(parameters[name])
+            for recorder in recorders if adds else ():
+                recorder.drop([parameters[name]])
     for recorder in recorders:
-        recorder.note_grads()
+        leaves = (recorder.leaves.get(parameters[name]) for name in groups)
+        recorder.note_grads([leaf for leaf in leaves if leaf is not None])
     return norms[""] if together else norms
 
 

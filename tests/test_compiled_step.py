@@ -10,6 +10,7 @@ import random
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -489,6 +490,37 @@ def under_autocast(model: nn.Module, x: Tensor, y: Tensor) -> Any:
 STEPS = [
     classified, algebra, several_backwards, one_graph_twice, laplacian, checkpointed, by_hand, under_autocast,
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a step is given, and what it returns."""
+
+    x: Tensor
+    y: Tensor
+    note: str
+
+
+def test_a_step_takes_and_returns_a_frozen_dataclass() -> None:
+    plain = nn.Linear(8, 3)
+    model = enn.convert(plain).per_sample()
+
+    @enn.compile(backend="eager")
+    def step(batch: Example) -> Example:
+        loss = F.cross_entropy(model(batch.x), batch.y)
+        loss.backward()
+        return Example(loss.detach(), model.weight.grad_sample.flatten(1).norm(dim=1), batch.note)
+
+    returned = []
+    for x, y in samples(4, 4, 4):
+        model.zero_grad()
+        returned.append(step(Example(x, y, "given")))
+        losses = F.cross_entropy(plain(x), y, reduction="none")
+        alone = [torch.autograd.grad(loss, plain.weight, retain_graph=True)[0].norm() for loss in losses]
+        torch.testing.assert_close(returned[-1].x, losses.mean().detach())
+        torch.testing.assert_close(returned[-1].y, torch.stack(alone))
+    assert len(graphs(step)) == 1
+    assert {example.note for example in returned} == {"given"}
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -22,12 +22,8 @@ OPTIONS = {"fallback_random": True, "layout_optimization": False}
 def backend_of(backend: str | Backend, options: dict[str, Any]) -> Backend:
     """The backend of a name; those of torch take seconds to import, so that waits for the first graph."""
     if backend == "eager":
-        return _eager
+        return lambda graph, examples: graph
     return partial(_of_torch, backend, options)
-
-
-def _eager(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Callable[..., Any]:
-    return graph
 
 
 def _of_torch(

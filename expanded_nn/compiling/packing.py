@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from operator import setitem
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def packed(value: Any, parts: list[Any]) -> Remake:
         rows = packed(dict(value), parts)
         return lambda new_parts: PerSampleGrads(rows(new_parts))
     if isinstance(value, Mapping):
-        return _packed_mapping(value, parts)
+        return _packed_items(value, value, setitem, parts)
     if isinstance(value, list | tuple):
         kind: Any = type(value)
         items = [packed(item, parts) for item in value]
@@ -47,35 +48,24 @@ def packed(value: Any, parts: list[Any]) -> Remake:
             return lambda new_parts: kind(*(item(new_parts) for item in items))
         return lambda new_parts: kind(item(new_parts) for item in items)
     if is_dataclass(value) and not isinstance(value, type):
-        return _packed_attributes(value, [field.name for field in fields(value)], parts)
+        attributes = {field.name: getattr(value, field.name) for field in fields(value)}
+        return _packed_items(value, attributes, object.__setattr__, parts)  # that of a frozen one refuses
     return lambda new_parts: value
 
 
-def _packed_mapping(value: Mapping[Any, Any], parts: list[Any]) -> Remake:
-    items = {key: packed(item, parts) for key, item in value.items()}
-    emptied: Any = copy.copy(value)  # so that nothing of the trace lives on
-    for key in items:
-        emptied[key] = None
+def _packed_items(
+    value: Any, items: Mapping[Any, Any], put: Callable[[Any, Any, Any], None], parts: list[Any]
+) -> Remake:
+    """Packs what a value holds under some keys, where `put` puts it."""
+    remakes = {key: packed(item, parts) for key, item in items.items()}
+    emptied = copy.copy(value)  # so that nothing of the trace lives on
+    for key in remakes:
+        put(emptied, key, None)
 
     def remake(new_parts: Parts) -> Any:
         made = copy.copy(emptied)
-        for key, item in items.items():
-            made[key] = item(new_parts)
-        return made
-
-    return remake
-
-
-def _packed_attributes(value: Any, names: Sequence[str], parts: list[Any]) -> Remake:
-    items = {name: packed(getattr(value, name), parts) for name in names}
-    emptied = copy.copy(value)
-    for name in names:
-        object.__setattr__(emptied, name, None)
-
-    def remake(new_parts: Parts) -> Any:
-        made = copy.copy(emptied)
-        for name, item in items.items():
-            object.__setattr__(made, name, item(new_parts))
+        for key, remake_item in remakes.items():
+            put(made, key, remake_item(new_parts))
         return made
 
     return remake

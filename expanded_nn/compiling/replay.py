@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from expanded_nn._steady import RandomStates
 from expanded_nn.compiling.tracing import Outcome, Traced
-from expanded_nn.recording.isolation import append_rows, note_results, set_rows
+from expanded_nn.recording.isolation import set_rows
 
 ArgumentDim = tuple[int, int]  # the number of a tensor among the arguments, and of one of its dimensions
 
@@ -37,10 +37,6 @@ class Sizes:
                 if first != dim:
                     self.alike.append((first, dim))
 
-    def is_free(self, symbol: Any) -> bool:
-        """Whether tracing has not made a number of it."""
-        return symbol not in self.shape_env.replacements
-
     def fit(self, shapes: Sequence[torch.Size]) -> bool:
         """Whether the graph is right for arguments of such shapes."""
         free = {*self.symbols.values(), *(dim for pair in self.alike for dim in pair)}
@@ -52,6 +48,7 @@ class Sizes:
             return False
         sizes = {symbol: shapes[i][j] for symbol, (i, j) in self.symbols.items()}
         ranges = self.shape_env.var_to_range
+        # tracing starts with sizes from 2 on, and compiling may add bounds
         if any(size not in ranges[symbol] for symbol, size in sizes.items() if symbol in ranges):
             return False
         return all(guard.expr.subs(sizes) == True for guard in self.shape_env.guards)  # noqa: E712 (sympy's own)
@@ -63,7 +60,7 @@ class Graph:
     Attributes:
         sizes: The shapes.
         outcome: What to do with the results.
-        with_grad: The parameters and arguments that had a gradient.
+        grad_inputs: The parameters and arguments whose `.grad` is an input.
         constants: The tensors that are neither arguments nor gradients, such as parameters and buffers.
         draws: Whether it draws random numbers.
         free_dims: The dimensions of arguments whose sizes are inputs of their own.
@@ -82,9 +79,9 @@ class Graph:
     ) -> None:
         self.sizes = Sizes(traced, shapes, varying)
         self.outcome: Outcome = traced.outcome
-        self.with_grad, self.constants, self.draws = traced.with_grad, traced.constants, traced.draws
-        free = {symbol: dim for symbol, dim in self.sizes.symbols.items() if self.sizes.is_free(symbol)}
-        self.free_dims = list(free.values())
+        self.grad_inputs, self.constants, self.draws = traced.grad_inputs, traced.constants, traced.draws
+        numbers = traced.shape_env.replacements  # what tracing has made of some symbols
+        self.free_dims = [dim for symbol, dim in self.sizes.symbols.items() if symbol not in numbers]
         examples = [traced.examples[number].shape[dim] for number, dim in self.free_dims]
         _add_inputs(traced.graph, examples)
         self.changed = _changed(traced.graph)
@@ -99,7 +96,7 @@ class Graph:
         """
         inputs: list[Any] = [
             *tensors,
-            *(leaf(tensors).grad for leaf in self.with_grad),
+            *(leaf(tensors).grad for leaf in self.grad_inputs),
             *(find(tensors) for find in self.constants),
             *(tensors[number].shape[dim] for number, dim in self.free_dims),
         ]
@@ -130,8 +127,8 @@ class Graph:
             of_recorder.is_scaled, of_recorder.has_foreign_part = is_scaled, has_foreign_part
         for rows in outcome.rows:
             held = [{leaf: remake(results) for leaf, remake in pass_rows.items()} for pass_rows in rows.passes]
-            (append_rows if rows.appends else set_rows)(rows.recorder, held)
-            note_results(rows.recorder, rows.clipped)
+            set_rows(rows.recorder, held, appends=rows.appends)
+            rows.recorder.note_grads(rows.clipped)
         for values, name, remake in outcome.attributes:
             values[name] = remake(results)
         for values, name in outcome.removed:

@@ -101,13 +101,14 @@ class Traced:
     """A traced step.
 
     Attributes:
-        graph: The operations; the inputs are the tensors among the arguments, their gradients and those of parameters,
-            the constants.
+        graph: The operations; the inputs are the tensors among the arguments, the gradients of `grad_inputs`, the
+            constants.
         constants: The tensors that are neither arguments nor gradients: parameters, and buffers and attributes of
             modules, which may be other tensors at each call.
         examples: The inputs, without values.
         outcome: What to do with the results.
-        with_grad: The parameters and arguments that had a gradient.
+        grad_inputs: The parameters and arguments whose `.grad` is an input: there is one, and it is not known to be
+            zero.
         draws: Whether it draws random numbers.
         shape_env: What the sizes are known to be.
         lengths: The user's lines that make a number of a size that changes.
@@ -118,7 +119,7 @@ class Traced:
     constants: list[Find]
     examples: list[Tensor]
     outcome: Outcome
-    with_grad: list[Find]
+    grad_inputs: list[Find]
     draws: bool
     shape_env: Any
     lengths: list[str]
@@ -255,20 +256,21 @@ def trace(
         raise OnlyEager("a parameter of a model is among its arguments")
     finds: list[Find] = [partial(_itself, leaf) for leaf in leaves]
     finds += [itemgetter(number) for number, tensor in enumerate(tensors) if tensor.requires_grad]
-    have_grad = [find for find in finds if find(tensors).grad is not None]
-    zeros = [find for find in have_grad if known is not None and known.get(id(find(tensors)), (False,))[0]]
+    having_grad = [find for find in finds if find(tensors).grad is not None]
+    # gradients known to be zero are no inputs: the graph makes zeros, and what it adds up is copied into them
+    zeros = [find for find in having_grad if known is not None and known.get(id(find(tensors)), (False,))[0]]
     if any(cast(Tensor, find(tensors).grad).layout is not torch.strided for find in zeros):
         raise OnlyEager("a sparse gradient is there already")
-    with_grad = [find for find in have_grad if find not in zeros]
+    grad_inputs = [find for find in having_grad if find not in zeros]
     clipped = {id(leaf) for leaf in leaves if any(recorder.is_clipped(leaf) for recorder in recorders)}
     owned = {id(leaf.parameter()) for recorder in recorders for leaf in recorder.leaves}
-    grads = [without_values(cast(Tensor, find(tensors).grad).detach()) for find in with_grad]
-    kept = [(dict(vars(module)), dict(module._buffers)) for module in modules]
+    grads = [without_values(cast(Tensor, find(tensors).grad).detach()) for find in grad_inputs]
+    kept = [(values, dict(values)) for module in modules for values in (vars(module), module._buffers)]
     outcome, operations, readings = Outcome(), _Operations(), _Readings()
 
     def body(*inputs: Tensor) -> list[Any]:
         own = inputs[: len(fakes)]
-        for find, grad in zip(with_grad, inputs[len(fakes) :], strict=True):
+        for find, grad in zip(grad_inputs, inputs[len(fakes) :], strict=True):
             find(own).grad = grad
         for find in zeros:
             find(own).grad = torch.zeros_like(find(own).detach())
@@ -277,14 +279,14 @@ def trace(
         results: list[Any] = []
         with ExitStack() as stack:
             for recorder in recorders:
-                stack.enter_context(isolated(recorder, lambda parameter: id(parameter) in clipped, known or {}))
+                stack.enter_context(isolated(recorder, clipped, known or {}))
             conditions = stack.enter_context(assumptions(thorough=thorough, looked=known is not None))
             held = {recorder: sum(map(has_hidden_rows, recorder.leaves)) for recorder in recorders}
-            for find in have_grad:
+            for find in having_grad:  # noted: a question whether it is zero is answered, or raises `LookFirst`
                 key = id(find(tensors))
                 if key in (owned if known is None else known):
                     note_gradient(cast(Tensor, find(own).grad), None if known is None else known[key][0])
-            filled_before = [cast(Tensor, find(own).grad)._version for find in zeros]
+            versions = {find: cast(Tensor, find(own).grad)._version for find in zeros}
             stack.enter_context(operations)
             stack.enter_context(register_module_forward_pre_hook(partial(_refuse_new_module, set(modules))))
             with readings:
@@ -295,13 +297,13 @@ def trace(
                 new = find(own).grad
                 if new is not old:
                     outcome.grads.append((find, None if new is None else packed(new, results)))
-                elif new is not None and find in zeros and new._version != filled_before[zeros.index(find)]:
+                elif new is not None and find in versions and new._version != versions[find]:
                     outcome.filled.append((find, packed(new, results)))
             for recorder in recorders:
                 _note_rows(recorder, outcome, results, held[recorder])
                 if known is not None and not any(map(has_hidden_rows, recorder.leaves)):
                     outcome.flags += [(leaf, leaf.is_scaled, leaf.has_foreign_part) for leaf in recorder.leaves]
-            _note_attributes(modules, kept, outcome, results)
+            _note_attributes(kept, outcome, results)
             if conditions:
                 outcome.assumed, outcome.otherwise = len(results), [otherwise for _, otherwise in conditions]
                 results.append(torch.stack([condition for condition, _ in conditions]))
@@ -313,7 +315,7 @@ def trace(
     no_grads = meanwhile(*leaves, grad=None)
     drawn = RandomStates()
     try:
-        with no_optimizer, no_grads, _attributes_kept(modules, kept), mode, enable_python_dispatcher():
+        with no_optimizer, no_grads, _attributes_kept(kept), mode, enable_python_dispatcher():
             graph = tracer(*fakes, *grads)
     except (PerSampleError, FirstEager, LookFirst, OnlyEager):
         raise
@@ -344,7 +346,7 @@ def trace(
         for constant in constants
     ]
     return Traced(
-        graph, find_constants, examples, outcome, with_grad, operations.draws, shape_env, readings.lengths, kept_line
+        graph, find_constants, examples, outcome, grad_inputs, operations.draws, shape_env, readings.lengths, kept_line
     )
 
 
@@ -434,16 +436,14 @@ def _itself(leaf: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def _attributes_kept(
-    modules: Sequence[nn.Module], kept: Sequence[tuple[dict[str, Any], dict[str, Tensor | None]]]
-) -> Iterator[None]:
+def _attributes_kept(kept: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[None]:
+    """Puts dictionaries of attributes and buffers, each given with a copy of it, back as they were."""
     try:
         yield
     finally:
-        for module, (attributes, buffers) in zip(modules, kept, strict=True):
-            for values, before in ((vars(module), attributes), (module._buffers, buffers)):
-                values.clear()
-                values.update(before)
+        for values, before in kept:
+            values.clear()
+            values.update(before)
 
 
 def _refuse_missing_backward(parts: Sequence[Any], recorders: Sequence[Recorder]) -> None:
@@ -482,17 +482,13 @@ def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any], before:
 
 
 def _note_attributes(
-    modules: Sequence[nn.Module],
-    kept: Sequence[tuple[dict[str, Any], dict[str, Tensor | None]]],
-    outcome: Outcome,
-    results: list[Any],
+    kept: Sequence[tuple[dict[str, Any], dict[str, Any]]], outcome: Outcome, results: list[Any]
 ) -> None:
-    for module, (attributes, buffers) in zip(modules, kept, strict=True):
-        for values, before in ((vars(module), attributes), (module._buffers, buffers)):
-            for name, value in values.items():
-                if name not in before or value is not before[name]:
-                    outcome.attributes.append((values, name, packed(value, results)))
-            outcome.removed += [(values, name) for name in before if name not in values]
+    for values, before in kept:
+        for name, value in values.items():
+            if name not in before or value is not before[name]:
+                outcome.attributes.append((values, name, packed(value, results)))
+        outcome.removed += [(values, name) for name in before if name not in values]
 
 
 def _lifted(graph: fx.GraphModule) -> list[Tensor]:

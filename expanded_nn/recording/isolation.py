@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -40,14 +39,14 @@ def look_at_grads(recorder: Recorder) -> Grads:
 
 
 @contextmanager
-def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool], grads: Grads) -> Iterator[None]:
+def isolated(recorder: Recorder, clipped: Collection[int], grads: Grads) -> Iterator[None]:
     """Gives the recorder a state of its own, and its old one back afterwards.
 
     The rows that were held are there meanwhile, but hidden: they can be dropped or appended to, not looked at.
 
     Args:
         recorder: The recorder.
-        is_clipped: Whether the `.grad` of a parameter counts as set by clipping.
+        clipped: The ids of the parameters whose `.grad` counts as set by clipping.
         grads: What is known of the gradients.
 
     Raises:
@@ -63,7 +62,7 @@ def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool], grads: Gr
     recorder.settings = replace(recorder.settings, materialize=False)
     recorder.begin_anew()
     for leaf in leaves:
-        _begin_anew(leaf, is_clipped, grads.get(id(leaf.parameter()), (False, False))[1])
+        _begin_anew(leaf, clipped, grads.get(id(leaf.parameter()), (False, False))[1])
     held = {leaf: leaf.published.rows for leaf in leaves if leaf.published.rows is not None}
     if held:  # in a pass of no forward, which holds the hidden rows and nothing else
         recorder.store.held[recorder.passes.new(0)] = held
@@ -82,7 +81,7 @@ def isolated(recorder: Recorder, is_clipped: Callable[[Tensor], bool], grads: Gr
         vars(recorder).update(before)
 
 
-def _begin_anew(leaf: Leaf, is_clipped: Callable[[Tensor], bool], is_stale: bool) -> None:
+def _begin_anew(leaf: Leaf, clipped: Collection[int], is_stale: bool) -> None:
     """Leaves a parameter without a past: its `.grad` counts as new, and its rows are hidden."""
     parameter, was_reset = leaf.parameter(), leaf.was_reset()
     rows = None if leaf.published.rows is None else hidden(leaf.published.rows)
@@ -90,14 +89,16 @@ def _begin_anew(leaf: Leaf, is_clipped: Callable[[Tensor], bool], is_stale: bool
     place = {"location": leaf.location, "handle": leaf.handle}
     new = Leaf(leaf.parameter, leaf.is_member, leaf.scales_rows, Published(rows), memory=None, **place)
     vars(leaf).update(vars(new))
+    leaf.note_grad()
     if parameter is not None:
         shown = hidden(own) if was_reset and own is not None else None
         parameter.grad_sample = shown if was_reset else rows  # type: ignore[attr-defined]
-        if parameter.grad is not None and is_clipped(parameter):
-            leaf.note_clipped(parameter.grad)
-        if parameter.grad is not None and is_stale:
-            leaf.clipped_grad = weakref.ref(parameter.grad), parameter.grad._version - 1  # it was changed since
-    leaf.note_grad()
+        if leaf.noted_grad is not None and is_stale:
+            grad, version = leaf.noted_grad
+            # as one that was cleared after clipping: `stale` asks no rows then, which are hidden
+            leaf.clipped_grad = grad, version - 1
+        elif id(parameter) in clipped:
+            leaf.clipped_grad = leaf.noted_grad
 
 
 def has_hidden_rows(leaf: Leaf) -> bool:
@@ -105,52 +106,28 @@ def has_hidden_rows(leaf: Leaf) -> bool:
     return leaf.published.rows is not None and is_hidden(leaf.published.rows)
 
 
-def append_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> None:
-    """Appends the rows that a graph has made to those held, pass by pass."""
-    before = tuple(recorder.store.held)
-    _hold(recorder, passes)
-    for leaf in recorder.leaves:
-        first_new = len(before) if leaf.published.passes == before else 0
-        recorder.store.publish(leaf, list(recorder.store.held)[first_new])
-
-
-def _hold(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> None:
+def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]], *, appends: bool) -> None:
+    """Holds the rows that a graph has made, pass by pass: in place of those from before, or behind them."""
+    store = recorder.store
+    if not appends:
+        store.drop_every_pass()
+    before = tuple(store.held)
     for pass_rows in passes:
         pass_ = recorder.passes.new(next(iter(pass_rows.values())).shape[0])
         pass_.stage = PassStage.DONE
-        recorder.store.held[pass_] = dict(pass_rows)
+        store.held[pass_] = dict(pass_rows)
     recorder.passes.last = None
     recorder.expanded.clear()
-
-
-def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]]) -> None:
-    """Replaces the rows held by those that a graph has made, pass by pass."""
-    recorder.store.drop_every_pass()
-    _hold(recorder, passes)
-    store = recorder.store
-    only = passes[0] if len(passes) == 1 and not recorder.leaves.sharded else {}
     held = tuple(store.held)
+    only = passes[0] if len(held) == 1 and not recorder.leaves.sharded else {}
     for leaf in recorder.leaves:
         rows, parameter = only.get(leaf), leaf.parameter()
         if rows is not None and parameter is not None:  # what `publish` comes to
             rows = materialized(rows, leaf.memory) if store.materialize else rows
             leaf.published = Published(rows, held, rows._version)
             parameter.grad_sample = rows  # type: ignore[attr-defined]
+        elif appends:
+            store.publish(leaf, held[len(before) if leaf.published.passes == before else 0])
         elif passes or leaf.published.rows is not None or leaf.was_reset():
             leaf.published = NO_ROWS
             store.publish(leaf)
-
-
-def note_results(recorder: Recorder, clipped: Collection[Leaf]) -> None:
-    """Notes each `.grad` that a graph has left.
-
-    Args:
-        recorder: The recorder.
-        clipped: The parameters whose `.grad` clipping has set.
-    """
-    recorder.note_grads()
-    for leaf in clipped:
-        leaf.clipped_grad, leaf.incomplete_grad = leaf.noted_grad, None
-        leaf.has_foreign_part = leaf.has_foreign_part and not recorder.settings.accumulate_grad
-    if clipped:
-        recorder.store.suspended = None

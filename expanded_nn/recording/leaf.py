@@ -97,15 +97,6 @@ class Location:
     name: str
     shard: Tensor | None = None
 
-    def find_shard(self) -> bool:
-        """Looks whether the module holds a shard at this moment, and notes it."""
-        module = self.module()
-        parameter = None if module is None else module._parameters.get(self.name)
-        if not is_shard(parameter):
-            return False
-        self.shard = parameter
-        return True
-
 
 @dataclass(eq=False)
 class Leaf:
@@ -180,8 +171,11 @@ class Leaf:
 
     def publish_on_shard(self) -> None:
         """Sets `grad_sample` of the shard that has replaced a parameter that FSDP had gathered."""
-        if self.location is not None and self.published.rows is not None and self.location.find_shard():
-            self.location.shard.grad_sample = self.published.rows  # type: ignore[union-attr]
+        location, rows = self.location, self.published.rows
+        module = None if location is None or rows is None else location.module()
+        parameter: Any = None if location is None or module is None else module._parameters.get(location.name)
+        if location is not None and is_shard(parameter):
+            location.shard, parameter.grad_sample = parameter, rows
 
     def was_reset(self) -> bool:
         """Whether the user has set `grad_sample`."""
@@ -236,15 +230,12 @@ class Leaf:
         if grad is not None:
             self.incomplete_grad = weakref.ref(grad)
 
-    def note_clipped(self, grad: Tensor) -> None:
-        """Notes that clipping has set `.grad`, all of it."""
-        self.clipped_grad = weakref.ref(grad), grad._version
-        self.incomplete_grad = None
-
     def lacks_rows(self) -> bool:
         """Whether `.grad` still has a part whose rows were dropped; that ends when `.grad` is cleared or replaced."""
+        if self.incomplete_grad is None:
+            return False
         grad = self.grad
-        if self.incomplete_grad is not None and (grad is None or self.incomplete_grad() is not grad or vanishes(grad)):
+        if grad is None or self.incomplete_grad() is not grad or vanishes(grad):
             self.incomplete_grad = None
         return self.incomplete_grad is not None
 

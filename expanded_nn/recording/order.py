@@ -11,8 +11,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +24,9 @@ from expanded_nn._batch import batch_dim, tensors
 from expanded_nn._errors import LIBRARIES, complaint
 from expanded_nn._traced import assume, is_traced, wait_for_values
 from expanded_nn.recording.expand import comes_from_rows
-from expanded_nn.recording.owner import Settings
+from expanded_nn.recording.owner import Owner
 
 _PLAIN = (Tensor, FakeTensor)
-
-
-class Recording(Protocol):
-    """A recorder, as far as it is needed here."""
-
-    forward: Any
-    general_rule: Any
-    settings: Settings
-
-    def name_of(self, member: nn.Module | Tensor) -> str: ...
 
 
 class Move(NamedTuple):
@@ -78,7 +69,7 @@ class Order(TorchFunctionMode):
         weights_are_outside: Whether the forward has used expanded weights outside of layers, which nobody looks at.
     """
 
-    def __init__(self, recorder: Recording) -> None:
+    def __init__(self, recorder: Owner) -> None:
         super().__init__()
         self.recorder = recorder
         self.found = False
@@ -142,7 +133,11 @@ class Order(TorchFunctionMode):
         return list({id(reason): reason for reasons in found for reason in reasons}.values())
 
     def _moved_by(self, move: Move, func: Any) -> Moved | None:
-        """Whether an operation gives the samples another order."""
+        """How an operation gives the samples another order, `None` if it does not.
+
+        It is about samples if it chooses places in their dimension, in a tensor that has B of them there. An index that
+        leaves sample i in place i moves nobody, but may do so at the next call, which `found` tells.
+        """
         recorder = self.recorder
         forward = recorder.forward
         if forward is None or recorder.general_rule is not None:
@@ -319,10 +314,6 @@ def _flip(input: Any, *dims: Any, **named: Any) -> Move:
     return Move(input, input, [dims] if isinstance(dims, int) else dims)
 
 
-def _flipud(input: Any) -> Move:
-    return Move(input, input, [0])
-
-
 def _roll(input: Any, shifts: Any, dims: Any = ()) -> Move:
     return Move(input, input, [dims] if isinstance(dims, int) else dims)
 
@@ -349,7 +340,7 @@ _MOVES: dict[Any, Callable[..., Move | None]] = {
     **_named(_written, "scatter", "scatter_", "scatter_add", "scatter_add_"),
     **_named(_take_along_dim, "take_along_dim"),
     **_named(_flip, "flip"),
-    **_named(_flipud, "flipud"),
+    **_named(partial(_flip, dims=0), "flipud"),
     **_named(_roll, "roll"),
     **_named(_sort, "sort"),
 }

@@ -42,6 +42,7 @@ class Owner(Protocol):
 
     settings: Settings
     forward: Any  # a `Forward`, which stands above this file
+    general_rule: Any
     passes: Passes
     backward: Backward
     leaves: Leaves

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from threading import get_ident
 from typing import Any
@@ -25,7 +25,6 @@ from expanded_nn.recording.leaf import NO_ROWS, Leaf, Leaves, Location
 from expanded_nn.recording.linked import refuse_other_samples
 from expanded_nn.recording.owner import Settings as Settings
 from expanded_nn.recording.passes import Pass, Passes, PassStage
-from expanded_nn.recording.sharded import is_shard
 from expanded_nn.recording.stale import stale
 from expanded_nn.recording.store import Store
 from expanded_nn.recording.watch import Watch
@@ -136,8 +135,8 @@ class Recorder:
         return leaf
 
     def _forget_lost(self) -> None:
-        for leaf in self.leaves.forget_lost():
-            self.store.drop(leaf)
+        if self.leaves.lost:
+            self.store.drop(self.leaves.forget_lost())
 
     def _leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
         """The leaf of a parameter, a new one if need be; `module` holds it under that name, if it is at hand."""
@@ -146,7 +145,7 @@ class Recorder:
             self._forget_lost()  # a parameter that is gone may have had the same id
             leaf = self.leaves.add(parameter)
             leaf.scales_rows = self.settings.loss_reduction == "mean"
-            if module is None and self.leaves.sharded:
+            if module is None and self.leaves.sharded:  # where its shard will be found again after the forward
                 module = self.holder_of(parameter)
                 names = () if module is None else module._parameters.items()
                 name = next((own_name for own_name, own in names if own is parameter), "")
@@ -205,25 +204,22 @@ class Recorder:
         """The pass of the forward that runs; otherwise the one that the next forward may join."""
         return self.passes.last if self.forward is None else self.forward.own_pass
 
-    def one_pass(self, module: nn.Module, batch: int) -> AbstractContextManager[object]:
+    @contextmanager
+    def one_pass(self, module: nn.Module, batch: int) -> Iterator[None]:
         """Makes all calls meanwhile one pass of `batch` samples; inside of a forward they are a part of that."""
         self.refuse_other_thread(module)
         if self.forward is None:
-            return self._watched_pass(Forward(self, module, batch, (), is_explicit=True))
-        if self.forward.own_pass.batch != batch:
+            with self.escalation.looking_at_order(self), Forward(self, module, batch, (), is_explicit=True):
+                yield
+        elif self.forward.own_pass.batch == batch:
+            yield
+        else:
             raise complaint(
                 "one_pass",
                 f"batch_size is {batch}, inside of a forward of {self.forward.own_pass.batch} samples",
                 "the same number of samples",
                 "Enter one_pass outside of the other forward, or leave it out.",
             )
-        return nullcontext()
-
-    @contextmanager
-    def _watched_pass(self, forward: Forward) -> Iterator[Forward]:
-        """A pass of several calls, between which samples keep their places."""
-        with self.escalation.looking_at_order(self), forward:
-            yield forward
 
     def choose_pass(self, forward: Forward) -> Pass:
         """The pass that a forward belongs to, a new one if need be."""
@@ -282,6 +278,7 @@ class Recorder:
         if not parameter.is_leaf:
             computed = Computed(parameter, self, recompute)
             return ExpandComputed.apply(computed, pass_.batch, *map(self.expand, computed.leaves))  # type: ignore[no-untyped-call,no-any-return]
+        # `parameter.data = ...` changes the address and not the version, an optimizer's step the version alone
         former_pass, version, pointer, expanded = self.expanded.get(parameter, (None, -1, -1, parameter))
         if former_pass is not pass_ or version != parameter._version or pointer != parameter.data_ptr():
             expanded = Expand.apply(parameter, pass_, self._watched_leaf(parameter), weakref.ref(self))  # type: ignore[no-untyped-call]
@@ -351,16 +348,13 @@ class Recorder:
         self.store.resume(self.leaves)
         held = self.leaves.with_rows()
         if stand_alone:
-            for leaf in held:
-                if leaf.was_reset():
-                    self._drop(leaf)
+            self._drop([leaf for leaf in held if leaf.was_reset()])
             self.store.suspend(self.leaves)
             return
         if self.settings.accumulate_grad:
             self._drop_stale(self.rows_in_question(held))
         else:
-            for leaf in held:
-                self._drop(leaf)
+            self._drop(held)
         self._drop_passes_without_parameters()
         for leaf in self.leaves:
             leaf.note_grad()
@@ -397,10 +391,10 @@ class Recorder:
         self.passes.backward_is_over()
         if any(entry[0].stage is not PassStage.OPEN for entry in self.expanded.values()):
             self.expanded = {key: entry for key, entry in self.expanded.items() if entry[0].stage is PassStage.OPEN}
-        for leaf in self.leaves if failed else ():
-            leaf.expected.clear()
-            if leaf.was_reset():
-                self._drop(leaf)
+        if failed:
+            for leaf in self.leaves:
+                leaf.expected.clear()
+            self._drop([leaf for leaf in self.leaves if leaf.was_reset()])
         if not self.rows_stand_alone:
             if failed and delivered:
                 self.store.undo()
@@ -413,10 +407,14 @@ class Recorder:
         if delivered and not self.rows_stand_alone:
             self.note_grads()
 
-    def note_grads(self) -> None:
-        """Notes each `.grad`, so that a change is seen."""
+    def note_grads(self, clipped: Iterable[Leaf] = ()) -> None:
+        """Notes each `.grad`, so that a change is seen; those of the leaves `clipped` are what clipping has set."""
         for leaf in self.leaves:
             leaf.note_grad()
+        for leaf in clipped:
+            leaf.clipped_grad, leaf.incomplete_grad = leaf.noted_grad, None
+            leaf.has_foreign_part = leaf.has_foreign_part and not self.settings.accumulate_grad
+            self.store.suspended = None  # the rows that stood alone are what `.grad` is made of now
 
     @property
     def rows_stand_alone(self) -> bool:
@@ -430,9 +428,9 @@ class Recorder:
             if self.settings.accumulate_grad and not self.rows_stand_alone:
                 held = self.leaves.with_rows()
                 cleared = [leaf for leaf in held if leaf.was_cleared()]
-                not_cleared = set(held).difference(cleared)
-                self._drop_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in not_cleared))
                 if cleared:
+                    others = set(held).difference(cleared)
+                    self._drop_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in others))
                     self._drop_passes_without_parameters()
 
     def _make_room(self) -> None:
@@ -440,14 +438,6 @@ class Recorder:
         held = self.leaves.with_rows()
         if held and all(leaf.grad is None for leaf in held):
             self.drop_outdated_rows()
-
-    def note_clipped(self, parameter: Tensor) -> None:
-        """Notes that clipping has set `.grad`."""
-        leaf = self.leaves.get(parameter)
-        if leaf is not None and parameter.grad is not None:
-            leaf.note_clipped(parameter.grad)
-            leaf.has_foreign_part = leaf.has_foreign_part and not self.settings.accumulate_grad
-            self.store.suspended = None  # the rows that stood alone are what `.grad` is made of now
 
     def is_clipped(self, parameter: Tensor) -> bool:
         """Whether `.grad` is what clipping has set, and no backward has added to it."""
@@ -462,33 +452,25 @@ class Recorder:
         leaf = self.leaves.get(parameter)
         return self.settings.accumulate_grad and leaf is not None and leaf.lacks_rows()
 
-    def drop(self, parameter: Tensor) -> None:
-        """Drops the rows of one parameter."""
-        leaf = self.leaves.get(parameter)
-        if leaf is not None:
-            leaf.clipped_grad = None
-            if leaf.published.rows is not None or not self.store.is_empty:
-                self._drop(leaf)
-        parameter.grad_sample = None  # type: ignore[attr-defined]
-        if self.leaves.sharded and is_shard(parameter):
-            for gathered in self.leaves:
-                if gathered.location is not None and gathered.location.shard is parameter:
-                    self._drop(gathered)
-
-    def drop_all(self, parameters: Sequence[Tensor], *, grads: bool) -> None:
+    def drop(self, parameters: Sequence[Tensor], *, grads: bool = False) -> None:
         """Drops the rows of parameters, and their `.grad` if `grads`."""
-        for parameter in parameters if self.leaves.sharded else ():
-            self.drop(parameter)
-        self.store.drop_all(self.leaves.clear(parameters, grads=grads))
+        leaves = self.leaves.clear(parameters, grads=grads)
+        if not self.leaves.sharded:
+            self.store.drop(leaves)
+            return
+        shards = set(map(id, parameters))  # the rows are held by the leaves of what FSDP had gathered from them
+        self._drop(leaves.union(leaf for leaf in self.leaves if leaf.location and id(leaf.location.shard) in shards))
 
     def _drop_stale(self, leaves: Iterable[Leaf], *, beside_held: bool = False) -> None:
-        for leaf in stale(leaves, self.name_of, beside_held=beside_held):
+        stale_leaves = stale(leaves, self.name_of, beside_held=beside_held)
+        for leaf in stale_leaves:
             leaf.clipped_grad, leaf.is_scaled, leaf.has_foreign_part = None, False, False
-            self._drop(leaf)
+        self._drop(stale_leaves)
 
-    def _drop(self, leaf: Leaf) -> None:
-        self.store.drop(leaf)
-        leaf.publish(None)
+    def _drop(self, leaves: Collection[Leaf]) -> None:
+        self.store.drop(leaves)
+        for leaf in leaves:
+            leaf.publish(None)
 
     def close(self, leaving: Iterable[nn.Module]) -> None:
         """Removes hooks and drops rows, whose graph may lead back here; goes on for modules that are not `leaving`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_he
                 "is no multiple of the per-sample gradients held",
                 "a .grad that was cleared, scaled or left alone before the next backward adds to it",
             )
-    zeros.sort(key=_size)
+    zeros.sort(key=lambda leaf: cast(Tensor, leaf.published.rows).numel())
     if not some_held and any(not _rows_cancel(leaf) for leaf in zeros):  # one that was cleared tells of all
         return stale_leaves + zeros
     return stale_leaves + [leaf for leaf in zeros if not _rows_cancel(leaf)]
@@ -97,10 +98,6 @@ def _in_doubt(where: str, state: str, wanted: str) -> PerSampleError:
         wanted,
         "Clear it, optimizer.zero_grad(), or change it once all backwards of the step are done.",
     )
-
-
-def _size(leaf: Leaf) -> int:
-    return 0 if leaf.published.rows is None else leaf.published.rows.numel()
 
 
 def _sum_of_rows(leaf: Leaf) -> tuple[Tensor, Tensor]:

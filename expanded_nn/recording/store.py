@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -60,8 +60,8 @@ class Store:
         pass_rows = self.held[pass_]
         self.backwards.add(running_backward())
         before = self.rows_before.get(leaf)
-        if before is None or not leaf.grad_is_as_noted():  # the rows so far are a part of `.grad` by now
-            if before is not None:
+        if before is None or not leaf.grad_is_as_noted():
+            if before is not None:  # a backward inside of this one has added the rows so far to `.grad`, so they stay
                 leaf.note_grad()
             self.rows_before[leaf] = {pass_: pass_rows.get(leaf)}
         else:
@@ -186,21 +186,8 @@ class Store:
         for leaf in lost:
             self._publish(leaf)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are no rows, suspended ones included."""
-        return not self.held and self.suspended is None
-
-    def drop(self, leaf: Leaf) -> None:
-        """Drops the rows of a parameter; its `grad_sample` is left to the caller."""
-        held, published = self.suspended if self.suspended is not None else ({}, {})
-        for pass_rows in (*self.held.values(), *held.values()):
-            pass_rows.pop(leaf, None)
-        published.pop(leaf, None)
-        self._without_empty_passes()
-
-    def drop_all(self, leaves: Collection[Leaf]) -> None:
-        """`drop` for several parameters."""
+    def drop(self, leaves: Iterable[Leaf]) -> None:
+        """Drops the rows of parameters, suspended ones as well; their `grad_sample` is left to the caller."""
         held, published = self.suspended if self.suspended is not None else ({}, {})
         mappings: list[dict[Leaf, Any]] = [*self.held.values(), *held.values(), published]
         for mapping in mappings:
@@ -235,7 +222,7 @@ class Store:
         (self.held, published), self.suspended = self.suspended, None
         for leaf in list(leaves):
             if leaf.was_reset():
-                self.drop(leaf)
+                self.drop((leaf,))
                 leaf.publish(None)
             else:
                 leaf.publish_again(published.get(leaf, Published()))

@@ -654,7 +654,7 @@ def test_dropping_a_parameters_rows_leaves_the_others(make: Callable[[int], Tens
     rows = Rows(make)
     only_first = rows.backward(2, 0)
     rows.backward(3, 0, 1)
-    rows.store.drop(rows.leaves[0])
+    rows.store.drop([rows.leaves[0]])
     rows.leaves[0].publish(None)
     rows.forget(only_first)  # a pass that nothing has rows in is none
     del rows.wanted[1][0]
@@ -667,7 +667,7 @@ def test_dropping_reaches_what_was_set_aside(make: Callable[[int], Tensor]) -> N
     rows = Rows(make)
     rows.backward(2, 0, 1)
     rows.store.suspend(rows.leaves)
-    rows.store.drop(rows.leaves[0])
+    rows.store.drop([rows.leaves[0]])
     assert rows.store.suspended is not None
     assert [list(pass_rows) for pass_rows in rows.store.suspended[0].values()] == [[rows.leaves[1]]]
     rows.store.resume(rows.leaves)
@@ -812,6 +812,6 @@ def test_rows_of_a_parameter_that_is_no_more_are_held_without_being_shown() -> N
     rows.backward(2, 0, 1)
     del rows.parameters[0]
     rows.store.add(rows.opened(3), rows.leaves[0], dense(3))
-    rows.store.drop(rows.leaves[0])
+    rows.store.drop([rows.leaves[0]])
     rows.store.complete(rows.leaves)
     assert torch.allclose(rows.numbers(0), rows.wanted[0][1])
