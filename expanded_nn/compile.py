@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +108,14 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
     return CompiledStep(step, backend_of(backend, options))
 
 
+class CallKey(NamedTuple):
+    """What a call depends on, but for the models."""
+
+    arguments: Hashable
+    values: Hashable  # those that the step refers to by names
+    surroundings: Hashable
+
+
 @dataclass
 class Family:
     """The graphs for calls that differ in nothing but the sizes of tensors.
@@ -118,8 +126,9 @@ class Family:
         varying: The dimensions that had different sizes: the number of a tensor among the arguments, and that of the
             dimension.
         is_eager: Whether such calls run eagerly for good.
-        looks: Whether there is a family for each kind of gradients that are there before the call.
-        grads: The kind of these gradients, if it is a family for one.
+        by_gradients: Whether there is a family for each kind of gradients that are there before the call.
+        grads: The kind of these gradients, if it is such a family.
+        is_thorough: Whether its graphs test more assumptions, as one of the usual ones has failed.
         faults: How often in a row there was no graph whose assumptions held.
     """
 
@@ -127,7 +136,7 @@ class Family:
     by_shapes: dict[Shapes, Graph | None] = field(default_factory=dict)
     varying: set[tuple[int, int]] = field(default_factory=set)
     is_eager: bool = False
-    looks: bool = False
+    by_gradients: bool = False
     grads: Grads | None = None
     is_thorough: bool = False
     faults: int = 0
@@ -191,7 +200,7 @@ class CompiledStep:
         objects: list[Any] = []
         try:
             of_args = of_arguments((args, kwargs), by_id, objects)
-            key = of_args, self.step_values.key(objects), of_surroundings()
+            key = CallKey(of_args, self.step_values.key(objects), of_surroundings())
         except OnlyEager as reason:
             self._warn(str(reason))
             return self.step(*args, **kwargs)
@@ -241,10 +250,8 @@ class CompiledStep:
             family.by_shapes = dict.fromkeys(family.by_shapes)
         return result
 
-    def _run_eagerly(
-        self, key: tuple[Hashable, ...] | None, shapes: Shapes, objects: list[Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Runs the step eagerly, and notes which models take part."""
+    def _run_eagerly(self, key: CallKey | None, shapes: Shapes, objects: list[Any], args: Any, kwargs: Any) -> Any:
+        """Runs the step eagerly, and notes which models take part; the key is that of a call before any was known."""
         self.last = self.last_graph = None
         modules: dict[nn.Module, None] = {}
         noting = register_module_forward_pre_hook(lambda module, _: modules.setdefault(module))
@@ -259,7 +266,7 @@ class CompiledStep:
         self.recorders = list(dict.fromkeys([*self.recorders, *new_recorders]))
         if key is not None:
             if self.step_values.changing:
-                key = key[0], self.step_values.key(objects), key[2]
+                key = key._replace(values=self.step_values.look(objects).key)
             self.first_shapes.setdefault(key, []).append(shapes)
         return result
 
@@ -267,14 +274,14 @@ class CompiledStep:
         self, kind: Hashable, family: Family, shapes: Shapes, tensors: Sequence[Tensor], args: Any, kwargs: Any
     ) -> tuple[Family, Graph | None]:
         """The graph for a call, a new one if need be, `None` if there is none; and the family that it is of."""
-        if not family.looks:
+        if not family.by_gradients:
             graph = family.find(shapes)
             if graph is not None or family.is_eager:
                 return family, None if family.is_eager else graph
             try:
                 return family, self._traced(family, shapes, tensors, args, kwargs)
             except LookFirst:
-                family.looks = True
+                family.by_gradients = True
         try:
             grads = of_gradients(self.recorders)
         except PerSampleError:  # the step raises as well, unless it clears the gradients first
@@ -284,6 +291,7 @@ class CompiledStep:
         if inner is None:
             inner = Family(by_shapes=dict.fromkeys(family.by_shapes), varying=set(family.varying), grads=grads)
             self.families[kind] = inner
+        # which asks no more: it knows the gradients
         return self._graph(kind, inner, shapes, tensors, args, kwargs)
 
     def _traced(

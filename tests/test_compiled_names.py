@@ -1,5 +1,6 @@
 """`enn.compile`: the numbers that a step finds by names, in whatever holds them, are those of the call."""
 
+import itertools
 import operator
 import weakref
 from collections import UserDict, deque
@@ -317,6 +318,23 @@ def test_an_iterator_runs_eagerly() -> None:
     for (x, y), found in zip(samples(4) * 3, norms, strict=False):
         model.zero_grad()
         torch.testing.assert_close(found, classified(model, x, y)[1])
+
+
+def test_an_iterator_that_the_step_makes() -> None:
+    model, held = enn.convert(perceptron()).per_sample(), Limits()
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        held.limit = held.limit if isinstance(held.limit, Iterator) else itertools.repeat(1.0)  # type: ignore[assignment]
+        return classified(model, x, y)[1]
+
+    compiled, (x, y) = enn.compile(step, backend="eager"), samples(4)[0]
+    for number in range(3):
+        words = "it refers to an iterator, a repeat"
+        with pytest.warns(enn.PerSampleWarning, match=words) if number == 1 else nullcontext():
+            model.zero_grad()
+            norms = compiled(x, y)
+        model.zero_grad()
+        torch.testing.assert_close(norms, classified(model, x, y)[1])
 
 
 def test_what_makes_each_call_another_kind_is_named() -> None:
