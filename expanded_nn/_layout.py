@@ -89,11 +89,11 @@ def note_input(layer: Member, *, shared: bool) -> None:
         forward.notes.inputs_shared.append(shared)
 
 
-def note_shared_result(layer: Reader, result: Tensor) -> None:
+def note_shared_result(layer: Reader, result: Tensor, *, is_new: bool) -> None:
     """A result for what all samples share has its samples first, though they stand second in larger inputs."""
     forward = forward_of(layer)
     if forward is not None and layer.pass_batch_size > 1:
-        forward.note_shared(cast(nn.Module, layer), result, 0)
+        forward.note_shared(cast(nn.Module, layer), result, 0, is_new=is_new)
 
 
 def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str) -> Tensor:

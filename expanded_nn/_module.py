@@ -277,7 +277,7 @@ class Expanded(PerSampleModule):
     def _noting_what_is_shared(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """The forward inside of another, which hears of results that all samples share."""
         notes = forward.notes
-        before, noted = len(notes.inputs_shared), len(notes.shared_results)
+        before, noted, broadcast = len(notes.inputs_shared), len(notes.shared_results), len(notes.broadcast)
         result = self.expanded_forward(*args, **kwargs)
         inputs_shared = notes.inputs_shared[before:]
         if inputs_shared and all(inputs_shared) and len(notes.shared_results) == noted:
@@ -286,7 +286,7 @@ class Expanded(PerSampleModule):
             results = list(tensors(result)) if says_dims else [result]
             dims = [self._samples_dim, *self.sample_dims(len(results))[1:]]
             for shared_result, dim in zip(results, dims, strict=False):
-                forward.note_shared(self, shared_result, dim)
+                forward.note_shared(self, shared_result, dim, is_new=len(notes.broadcast) > broadcast)
         return result
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
@@ -371,7 +371,7 @@ class Expanded(PerSampleModule):
             return function(*(x.transpose(0, dim) for x in moved)).transpose(0, dim)
         result = function(*moved)
         if self._samples_dim and all(x.shape[0] == 1 for x in inputs.values()):
-            _layout.note_shared_result(self, result)
+            _layout.note_shared_result(self, result, is_new=False)
         return result
 
     def checked(self, x: Tensor, feature_dims: int, *, dim: int = 0, argument: str = "input") -> Tensor:

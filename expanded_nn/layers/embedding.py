@@ -215,7 +215,7 @@ class Embedding(Expanded, nn.Embedding):
         options = (self.padding_idx, max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
         out = embedding(index, self.expanded("weight"), *options)
         if input.dim() == 0:
-            note_shared_result(self, out)
+            note_shared_result(self, out, is_new=True)
         return out.transpose(0, dim).contiguous() if dim else out
 
 

@@ -159,10 +159,13 @@ class Forward:
         dim = batch_dim(x.dim(), batch_first=self.recorder.settings.batch_first)
         return x.shape[dim] if x.dim() else 1
 
-    def note_shared(self, layer: nn.Module, result: Any, dim: int) -> None:
-        """Notes a layer's result for an input that all samples share."""
+    def note_shared(self, layer: nn.Module, result: Any, dim: int, *, is_new: bool) -> None:
+        """Notes a layer's result for an input that all samples share, and where its samples stand.
+
+        `is_new` says that the plain result has no such dimension.
+        """
         if isinstance(result, Tensor) and result.grad_fn is not None and result.dim() > dim:
-            self.notes.shared_results.append(SharedResult(layer, result.grad_fn, dim, result.dim()))
+            self.notes.shared_results.append(SharedResult(layer, result.grad_fn, dim, result.dim(), is_new))
 
     def _refuse_taken_apart(self, result: Any) -> None:
         """Looks through the graph for it, once for each mode and each list of layers with shared results."""

@@ -98,7 +98,7 @@ class Order(TorchFunctionMode):
         """Raises where the forward asks for a size that the samples' dimension has made another one."""
         forward = self.recorder.forward
         results = () if forward is None or self.recorder.general_rule is not None else forward.notes.shared_results
-        shared = next((result for result in results if result.node is x.grad_fn), None) if results else None
+        shared = next((result for result in results if result.is_new and result.node is x.grad_fn), None)
         if shared is None or _is_called_by_libraries():
             return
         if func in (_SHAPE, Tensor.size) and dim is None:

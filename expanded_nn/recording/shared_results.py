@@ -45,6 +45,7 @@ class SharedResult(NamedTuple):
     node: Any
     dim: int  # of the samples
     rank: int  # the number of dimensions
+    is_new: bool  # whether the plain result has no such dimension, not even of size 1
 
 
 def taken_apart(results: Sequence[SharedResult], ends: Iterable[Tensor], batch: int) -> tuple[nn.Module, str] | None:

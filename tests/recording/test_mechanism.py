@@ -480,6 +480,24 @@ def test_what_a_forward_does_within_each_copy_is_right(use: Callable[[Tensor], A
     assert_close_rows(rows_of(model), loop(module, call, 3))
 
 
+def test_the_shape_of_a_shared_result_with_a_batch_dimension_is_not_asked_for() -> None:
+    """A dimension of size 1 is there in the plain model as well, and code keeps it."""
+
+    class Timed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.time, self.out = nn.Linear(1, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            time = self.time(torch.ones(1, 1))
+            return self.out(x + time.view(time.shape[0], 1, time.shape[1])).mean(1)  # type: ignore[no-any-return]
+
+    module, call = Timed(), Call((torch.randn(3, 5, 4),))
+    model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
+    plain(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, 3))
+
+
 def lstm() -> nn.Module:
     return nn.LSTM(4, 4, 2, batch_first=True, bidirectional=True, proj_size=2)
 
