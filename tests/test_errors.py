@@ -244,6 +244,12 @@ def samples_made_of_other_samples() -> None:
     model[1](model[0](torch.randn(3, 4)).repeat_interleave(2, 0))
 
 
+@refused(r"^1 \(Linear\): since an earlier call .* each other's places \(flip\).*sort the batch before.*detach")
+def samples_in_another_order_between_two_calls() -> None:
+    model = on(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[1](model[0](torch.randn(3, 4)).flip(0))
+
+
 @refused(r"^Sequential: a transform of torch\.func.*per_sample\(False\)")
 def a_transform() -> None:
     torch.func.jacrev(on(nn.Linear(4, 2)))(torch.randn(SAMPLES, 4))

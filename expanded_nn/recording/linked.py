@@ -64,16 +64,16 @@ def linked_pass(owner: Owner, forward: Forward, batch: int, models: Iterable[Own
     orders = [order for x in given if isinstance(x, PackedSequence) for order in orders_of(x)]
     found: list[Pass] = []
     moves: list[Moved] = []
-    for pass_, of_sequences, moved in _passes_behind(ends, own | others, dim, batch):
-        if pass_ in others:
-            _warn_of_other_samples(owner, forward, batch, pass_)
-            others = set()
-        elif pass_ in own:
+    for pass_, of_sequences, moved in _passes_behind(ends, own, dim, batch):
+        if pass_ in own:
             if pass_.batch != batch:
                 raise _other_samples(owner, forward, batch, pass_)
             found.append(pass_)
             orders += of_sequences
             moves += [moved] if moved is not None else []
+        elif pass_ in others:
+            _warn_of_other_samples(owner, forward, batch, pass_)
+            others = set()
     for moved in moves:
         if moved.places is None or not any(torch.equal(moved.places, order) for order in orders):
             _refuse(owner, forward, moved)
@@ -81,9 +81,9 @@ def linked_pass(owner: Owner, forward: Forward, batch: int, models: Iterable[Own
 
 
 def _passes_behind(
-    ends: Iterable[Any], wanted: set[Pass], dim: Callable[[int], int], batch: int
+    ends: Iterable[Any], own: set[Pass], dim: Callable[[int], int], batch: int
 ) -> Iterator[tuple[Pass, list[Tensor], Moved | None]]:
-    """The nearest of the wanted passes behind some nodes, and what has moved samples on the way from there."""
+    """The passes behind some nodes, up to the nearest of the model's own; and what has moved samples on the way."""
     waiting: deque[tuple[Any, Moved | None]] = deque((end, None) for end in ends)
     seen: set[Any] = set()
     while waiting:
@@ -92,9 +92,10 @@ def _passes_behind(
             continue
         seen.add((node, moved is None))
         pass_, orders = pass_of(node)
-        if pass_ is not None and pass_ in wanted:
+        if pass_ is not None:
             yield pass_, orders, moved
-            continue
+            if pass_ in own:
+                continue
         edge, here = (-1, None) if moved is not None else _moved_by(node, dim, batch)
         for number, (parent, _) in enumerate(node.next_functions):
             waiting.append((parent, here if moved is None and number == edge else moved))

@@ -1675,6 +1675,29 @@ def test_clipping_says_that_it_replaces_other_gradients() -> None:
         assert_close(step(lambda grad: grad.add_(100.0)), right_grad)
 
 
+def test_clipping_says_that_it_replaces_what_was_there_before() -> None:
+    """A backward with the mode off, or one whose rows `per_sample` has dropped."""
+    model, x = on(nn.Linear(D, 2)), values()
+    replaced = r"\['weight', 'bias'\] is more than the sum.*with per-sample mode off"
+    for first in (False, True):
+        model.zero_grad()
+        model.per_sample(first)
+        model(x).square().sum().backward()
+        model.per_sample(True)
+        model(x).sum().backward()
+        with pytest.warns(enn.PerSampleWarning, match=replaced):
+            enn.clip_grad_sample_norms_(model, 1.0)
+        enn.clip_grad_sample_norms_(model, 1.0)
+    for clear in (lambda p: p.grad.zero_(), lambda p: setattr(p, "grad", None)):
+        model.per_sample(False)
+        model(x).square().sum().backward()
+        model.per_sample(True)
+        for parameter in model.parameters():
+            clear(parameter)
+        model(x).sum().backward()
+        enn.clip_grad_sample_norms_(model, 1.0)
+
+
 class Pooled(nn.Module):
     """Adds up rows by an index, as those of sets that lie side by side."""
 
