@@ -122,7 +122,8 @@ class Forward:
         if not self.is_explicit and self.recorder.settings.batch_size is None and not is_traced():
             self._refuse_other_rows(result)
         if self._pass is not None:
-            note_result(tensors(result), self._pass)
+            given = [id(x) for x in tensors(self.inputs)]  # may be returned as it is, and comes from elsewhere
+            note_result([x for x in tensors(result) if id(x) not in given], self._pass)
         if not self.will_run_again or (self._pass is None and self.batch is None):
             return
         kept = self.recorder.passes.kept

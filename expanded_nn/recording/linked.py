@@ -5,6 +5,7 @@ Between two models, each of which has rows of its own, nothing is joined, and on
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -21,6 +22,19 @@ from expanded_nn.recording.forward import Forward
 from expanded_nn.recording.order import all_stay, index_of
 from expanded_nn.recording.owner import Owner
 from expanded_nn.recording.passes import Pass, PassStage
+
+
+class _Recomputed(Exception):
+    """A checkpoint runs layers again, for a value that was asked for here; it is done without."""
+
+
+class _Reading(threading.local):
+    """What each thread has for itself."""
+
+    runs = False  # whether values that the graph has saved are read, for which a checkpoint may run layers again
+
+
+_READING = _Reading()
 
 
 class Moved(NamedTuple):
@@ -47,6 +61,8 @@ def linked_pass(owner: Owner, forward: Forward, batch: int, models: Iterable[Own
     Raises:
         PerSampleError: If the samples of that pass are others in number, or have taken each other's places.
     """
+    if _READING.runs:
+        raise _Recomputed
     given = list(tensors(forward.inputs))
     nodes: list[Any] = [(x.data if isinstance(x, PackedSequence) else x).grad_fn for x in given]
     ends = [node for node in nodes if node is not None]
@@ -108,6 +124,7 @@ def _moved_by(node: Any, dim: Callable[[int], int], batch: int) -> tuple[int, Mo
     if not len(shape):
         return -1, None
     index = None
+    _READING.runs = True
     try:
         if operation in ("Index", "IndexPut", "IndexPutImpl"):
             dims = len(getattr(node, "_saved_self_sym_sizes", shape))
@@ -123,8 +140,10 @@ def _moved_by(node: Any, dim: Callable[[int], int], batch: int) -> tuple[int, Mo
             if shape[where] != batch or where not in [((each + 2**63) % 2**64 - 2**63) % dims for each in chosen]:
                 return -1, None
             index = node._saved_indices if operation == "Sort" else getattr(node, "_saved_index", None)
-    except RuntimeError:  # a backward has freed it, so none will come this way again
+    except (RuntimeError, _Recomputed):  # where a backward has freed it, none will come this way again
         return -1, None
+    finally:
+        _READING.runs = False
     stays = None
     if index is not None:
         stays = all_stay(index, where, dims, batch)

@@ -2016,6 +2016,31 @@ def test_samples_that_stay_in_their_places_between_two_calls(move: Callable[[Ten
     assert_close(model.first.weight.grad_sample.sum(0), module.first.weight.grad)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_around_two_calls_and_an_index(*, reentrant: bool) -> None:
+    """The index is a value that the checkpoint would have to run the layers again for, without an end."""
+    module = Moved(*MOVES["index"])
+
+    def first(m: Any, x: Tensor) -> Tensor:
+        return m.first(x).index_select(0, torch.arange(len(x)))
+
+    def both(m: Any, x: Tensor) -> Tensor:
+        return m.second(first(m, x).tanh())
+
+    def checkpointed(m: Any, x: Tensor, *, whole: bool) -> Tensor:
+        x = x.clone().requires_grad_()
+        if whole:
+            return checkpoint(lambda x: both(m, x), x, use_reentrant=reentrant)
+        return m.second(checkpoint(lambda x: first(m, x), x, use_reentrant=reentrant).tanh())
+
+    expected = loop(module, Call((values(),)), B, objective=objective_of(both))
+    for whole in (True, False):
+        model = on(module)
+        sample_losses(checkpointed(model, values(), whole=whole)).sum().backward()
+        for name in ("first.weight", "second.weight"):
+            assert_close(model.get_parameter(name).grad_sample, expected[name])
+
+
 class Sequences(nn.ModuleDict):
     def __init__(self, *, batch_first: bool = True) -> None:
         first = nn.LSTM(D, D, batch_first=batch_first)
@@ -2134,3 +2159,21 @@ def test_other_samples_made_of_those_of_a_pass_that_is_done() -> None:
     model.head(h).sum().backward(retain_graph=True)
     with pytest.raises(enn.PerSampleError, match=r"head \(Linear\): it is called with 6 samples.*the 3 samples of"):
         model.head(h.repeat_interleave(2, 0))
+
+
+def test_argument_that_is_returned_says_nothing_of_the_call() -> None:
+    """It comes from elsewhere, and a second call with it has rows of its own."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(D, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x), x
+
+    model, made = on(Model()), nn.Linear(D, D)(values())
+    for count in (B, 2 * B):
+        result, _ = model(made)
+        result.sum().backward(retain_graph=True)
+        assert len(model.layer.weight.grad_sample) == count
