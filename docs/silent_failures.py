@@ -368,6 +368,16 @@ STEPS = [
         f"{TRUST}test_sequences_sorted_by_hand",
     ),
     (
+        "Samples are shuffled or folded between two submodules that the training loop calls",
+        "error, by name",
+        f"{TRUST}test_samples_in_another_order_between_two_calls",
+    ),
+    (
+        "Each of several heads has a backward of its own, with `retain_graph=True`",
+        "right",
+        f"{TRUST}test_heads_with_a_backward_each",
+    ),
+    (
         "A module with parameters of its own begins to join its samples in a later step",
         "error, by name",
         "tests/test_whole.py::test_samples_that_are_joined_later",

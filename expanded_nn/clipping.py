@@ -140,8 +140,8 @@ def _warn_of_what_is_replaced(
     if more:
         warn(
             f"clip_grad_sample_norms_: .grad of the parameters {first_few(more)} is more than the sum of the "
-            "per-sample gradients, as with that of a penalty, and is replaced as a whole. Add what is to stay after "
-            "the clipping."
+            "per-sample gradients, as with that of a penalty or of a backward with per-sample mode off, and is "
+            "replaced as a whole. Add what is to stay after the clipping."
         )
 
 

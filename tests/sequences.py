@@ -21,6 +21,7 @@ import gc
 import itertools
 import math
 import random
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -562,7 +563,7 @@ class Clear(Step):
                 parameter.grad_sample = None
             contract.drop(keys)
             contract.raw -= keys
-            contract.bare |= {key for key in keys if contract.grads[key] is not None}
+            contract.bare |= {key for key in keys if (grad := contract.grads[key]) is not None and not vanishes(grad)}
             return
         to_zero = self.how in ("optimizer_to_zero", "model_to_zero", "zero", "data_zero")
         if to_zero and any(self.is_zero_anyway(run, key) for key in keys):
@@ -727,7 +728,7 @@ class PerSample(Step):
     def take(self, run: Run) -> None:
         contract = run.contract
         run.model.per_sample(self.on, **dict(self.said))
-        graded = {key for key, gradient in contract.grads.items() if gradient is not None}
+        graded = {key for key, gradient in contract.grads.items() if gradient is not None and not vanishes(gradient)}
         contract.settings = {**contract.settings, **dict(self.said)}
         contract.on, contract.last, contract.moved = self.on, None, False
         contract.passes, contract.touched = [], []
@@ -785,8 +786,11 @@ class Clip(Step):
         of_trainable = {key: shown for key, shown in rows.items() if key in trainable}
         lacking, uncertain = run.lacking(), run.uncertain()
         refusal = "there are no rows" if not of_trainable and (gone or not uncertain) else run.refusal()
+        foreign = contract.bare | contract.doubtful
         try:
-            norms = enn.clip_grad_sample_norms_(run.model, self.max_norm, reduction=self.reduction)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always" if foreign else "error")
+                norms = enn.clip_grad_sample_norms_(run.model, self.max_norm, reduction=self.reduction)
         except enn.PerSampleError as error:
             run.happened[f"clipping refused{', as is due' if refusal else ''}"] += 1
             if not refusal and not uncertain and not lacking:
@@ -794,7 +798,10 @@ class Clip(Step):
             return
         if refusal:
             raise Wrong("no error", f"clipping went through where {refusal}")
-        run.happened["clipped"] += 1
+        run.happened[f"clipped{', with a warning of what it replaces' if said else ''}"] += 1
+        replaced = {key for key in contract.bare - contract.doubtful - contract.cleared if key in of_trainable}
+        if replaced and contract.accumulates and not said:
+            raise Wrong("no warning", "clipping has replaced gradients of which there were no rows")
         if contract.doubtful & trainable and contract.accumulates:
             run.refuse_lawless(of_trainable)
         # rows of frozen parameters may count or not, and those whose gradient is zero may have gone with it

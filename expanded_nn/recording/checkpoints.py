@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._errors import complaint
 from expanded_nn.recording.backward import graph_of, in_transform, running_node
@@ -14,7 +15,9 @@ from expanded_nn.recording.expand import Expand, passes_behind
 from expanded_nn.recording.owner import Owner
 from expanded_nn.recording.passes import Pass, PassStage
 
-_NOTE = "expanded_nn"  # the key in the metadata of a node of the graph
+# keys in the metadata of a node of the graph
+_NOTE = "expanded_nn"
+_RESULT = "expanded_nn.result"
 
 
 def pass_of_recomputation(recorder: Owner, module: nn.Module, batch: int | None) -> Pass:
@@ -81,11 +84,29 @@ def note_pass(outputs: Iterable[Any], pass_: Pass) -> bool:
     return bool(nodes)
 
 
-def pass_of(node: Any) -> Pass | None:
-    """The pass that a node of the graph tells: that of its expansion, or of its reentrant checkpoint."""
+def note_result(outputs: Iterable[Any], pass_: Pass) -> None:
+    """Notes a forward's pass on the nodes of what it returns, for those that are called with that later."""
+    for value in outputs:
+        x = value.data if isinstance(value, PackedSequence) else value
+        node: Any = x.grad_fn if isinstance(x, Tensor) else None
+        if node is not None:
+            node.metadata[_RESULT] = pass_, orders_of(value) if isinstance(value, PackedSequence) else []
+
+
+def orders_of(packed: PackedSequence) -> list[Tensor]:
+    """How torch has sorted the sequences, and how it brings them back in order."""
+    return [order for order in (packed.sorted_indices, packed.unsorted_indices) if order is not None]
+
+
+def pass_of(node: Any) -> tuple[Pass | None, list[Tensor]]:
+    """The pass that a node of the graph tells: that of a result, of its expansion, or of its reentrant checkpoint.
+
+    With it come the `orders_of` a result that is a packed sequence.
+    """
     if isinstance(node, Expand._backward_cls):
-        return cast(Any, node).pass_  # type: ignore[no-any-return]
-    return node.metadata.get(_NOTE) if _is_custom(node) else None
+        return cast(Any, node).pass_, []
+    notes = node.metadata
+    return notes.get(_RESULT) or (notes.get(_NOTE) if _is_custom(node) else None, [])
 
 
 def _is_custom(node: Any) -> bool:

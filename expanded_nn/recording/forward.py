@@ -13,7 +13,7 @@ from expanded_nn._batch import batch_dim, contents, has_derivatives, tensors
 from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn._modes import is_of_checkpoint
 from expanded_nn._traced import is_traced
-from expanded_nn.recording.checkpoints import note_pass
+from expanded_nn.recording.checkpoints import note_pass, note_result
 from expanded_nn.recording.owner import Owner
 from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.shared_results import SharedResult, taken_apart
@@ -121,6 +121,9 @@ class Forward:
             self._refuse_taken_apart(result)
         if not self.is_explicit and self.recorder.settings.batch_size is None and not is_traced():
             self._refuse_other_rows(result)
+        if self._pass is not None:
+            given = [id(x) for x in tensors(self.inputs)]  # may be returned as it is, and comes from elsewhere
+            note_result([x for x in tensors(result) if id(x) not in given], self._pass)
         if not self.will_run_again or (self._pass is None and self.batch is None):
             return
         kept = self.recorder.passes.kept

@@ -155,16 +155,14 @@ class Order(TorchFunctionMode):
             or dim not in [each % dims for each in move.dims]
         ):
             return None
-        index = _index_of(move.index, dim, dims) if isinstance(move.index, tuple) else move.index
+        index = index_of(move.index, dim, dims) if isinstance(move.index, tuple) else move.index
         if index is NotImplemented or _is_called_by_libraries() or not self._are_samples(rows):
             return None
         stays = None
         if index is not None:
-            index = index.movedim(dim, 0) if index.dim() == dims else index
-            if index.dim() == 0 or index.shape[0] != batch:
+            stays = all_stay(index, dim, dims, batch)
+            if stays is None:
                 return None
-            own = torch.arange(batch, device=index.device).view(-1, *[1] * (index.dim() - 1))
-            stays = (index % batch == own).all()
             self.found = True
             if not is_traced() and bool(stays):
                 return None
@@ -250,7 +248,7 @@ def _constant_index(frame: FrameType) -> int | None:
     return found if type(found) is int else None
 
 
-def _index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
+def index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
     """The integers that an index has for a dimension; `NotImplemented` if it has none, or chooses there by another."""
     if len(keys) == 1 and isinstance(keys[0], list):
         keys = (torch.tensor(keys[0]),)
@@ -269,6 +267,15 @@ def _index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
         if any(torch.equal(key, torch.arange(len(key), device=key.device)) for key in counts if not is_traced()):
             return NotImplemented
     return next((key for place, key in integers if place == dim), NotImplemented)
+
+
+def all_stay(index: Tensor, dim: int, dims: int, batch: int) -> Tensor | None:
+    """Whether an index for a dimension of a tensor leaves each sample in its place; `None` if it is not for samples."""
+    index = index.movedim(dim, 0) if index.dim() == dims else index
+    if index.dim() == 0 or index.shape[0] != batch:
+        return None
+    own = torch.arange(batch, device=index.device).view(-1, *[1] * (index.dim() - 1))
+    return (index % batch == own).all()
 
 
 def _length(key: Any) -> int:

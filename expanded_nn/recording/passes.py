@@ -29,6 +29,7 @@ class Pass:
     | OPEN    | a backward that did not reach it ends or fails     | OPEN                              |
     | REACHED | that backward ends or fails                        | DONE                              |
     | DONE    | a second backward on the same graph                | DONE: its rows are added          |
+    | any     | a forward goes on from what one of it has returned | the same: it belongs to it        |
 
     A pass lives as long as it may be needed: the graph of its forwards refers to it by the nodes of the expansions,
     `Passes.last` until the next pass begins, `Store.held` while it holds rows of it.

@@ -22,7 +22,7 @@ from expanded_nn.recording.checkpoints import noted_pass, pass_of_recomputation
 from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recompute, leaves_of
 from expanded_nn.recording.forward import Forward as Forward
 from expanded_nn.recording.leaf import NO_ROWS, Leaf, Leaves, Location
-from expanded_nn.recording.linked import refuse_other_samples
+from expanded_nn.recording.linked import linked_pass
 from expanded_nn.recording.owner import Settings as Settings
 from expanded_nn.recording.passes import Pass, Passes, PassStage
 from expanded_nn.recording.stale import stale
@@ -258,8 +258,9 @@ class Recorder:
         if forward.is_explicit:
             pass_ = self.passes.new(batch)
         else:
-            refuse_other_samples(self, forward, batch, _LIVE)
-            pass_ = self.passes.joined_or_new(batch)
+            pass_ = linked_pass(self, forward, batch, _LIVE) or self.passes.joined_or_new(batch)
+            if pass_.stage is PassStage.OPEN:
+                self.passes.last = pass_
         if pass_ is not last:
             self.watch_all()
             self.expanded.clear()

@@ -81,10 +81,12 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_he
 
 
 def holds_more(leaf: Leaf) -> bool:
-    """Whether `.grad` was changed after the backward, and is not the sum of rows any more, nor that sum scaled."""
+    """Whether `.grad` is not the sum of rows, nor that sum scaled: something was in it before, or came after them."""
     grad = leaf.grad
     if grad is None or leaf.published.rows is None or is_shard(grad) or leaf.was_reset():
         return False
+    if leaf.has_foreign_part:
+        return not vanishes(grad)
     if leaf.was_scaled_or_clipped() or leaf.grad_is_as_noted() or leaf.noted_grad is None or vanishes(grad):
         return False
     total, rounding = _sum_of_rows(leaf)

@@ -1675,6 +1675,29 @@ def test_clipping_says_that_it_replaces_other_gradients() -> None:
         assert_close(step(lambda grad: grad.add_(100.0)), right_grad)
 
 
+def test_clipping_says_that_it_replaces_what_was_there_before() -> None:
+    """A backward with the mode off, or one whose rows `per_sample` has dropped."""
+    model, x = on(nn.Linear(D, 2)), values()
+    replaced = r"\['weight', 'bias'\] is more than the sum.*with per-sample mode off"
+    for first in (False, True):
+        model.zero_grad()
+        model.per_sample(first)
+        model(x).square().sum().backward()
+        model.per_sample(True)
+        model(x).sum().backward()
+        with pytest.warns(enn.PerSampleWarning, match=replaced):
+            enn.clip_grad_sample_norms_(model, 1.0)
+        enn.clip_grad_sample_norms_(model, 1.0)
+    for clear in (lambda p: p.grad.zero_(), lambda p: setattr(p, "grad", None)):
+        model.per_sample(False)
+        model(x).square().sum().backward()
+        model.per_sample(True)
+        for parameter in model.parameters():
+            clear(parameter)
+        model(x).sum().backward()
+        enn.clip_grad_sample_norms_(model, 1.0)
+
+
 class Pooled(nn.Module):
     """Adds up rows by an index, as those of sets that lie side by side."""
 
@@ -1929,3 +1952,228 @@ def test_samples_in_another_order_between_two_calls_of_one_pass() -> None:
 
 def two_calls(m: Any, x: Tensor) -> Tensor:
     return m.second(m.first(x))  # type: ignore[no-any-return]
+
+
+def moved_between(move: Callable[[Tensor], Tensor]) -> Step:
+    return lambda m, x: m.second(move(m.first(x)).tanh())
+
+
+ORDER = torch.tensor([1, 2, 0])
+BETWEEN_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "flip": lambda h: h.flip(0),
+    "flip_behind": lambda h: h.flip(-2),
+    "roll": lambda h: h.roll(1, -2),
+    "sort": lambda h: h.sort(-2)[0],
+    "stable_sort": lambda h: h.sort(dim=-2, stable=True)[0],
+    "index": lambda h: h[ORDER],
+    "index_of_two": lambda h: h[ORDER, :].tanh(),
+    "list": lambda h: h[[2, 0, 1]],
+    "index_select": lambda h: h.index_select(-2, ORDER),
+    "gather": lambda h: h.gather(-2, across(h, ORDER)),
+    "take_along_dim": lambda h: h.take_along_dim(ORDER[:, None], 0),
+    "set": lambda h: written(h, ORDER),
+    "scatter": lambda h: torch.zeros_like(h).scatter(0, across(h, ORDER), h),
+    "scatter_add": lambda h: torch.zeros_like(h).scatter_add(0, across(h, ORDER), h),
+    "index_copy": lambda h: torch.zeros_like(h).index_copy(0, ORDER, h),
+    "index_add": lambda h: torch.zeros_like(h).index_add(0, ORDER, h),
+    "index_put": lambda h: torch.zeros_like(h).index_put((ORDER,), h),
+    "mixed": lambda h: 0.7 * h + 0.3 * h[ORDER],
+    "another_model": lambda h: on(nn.Linear(D, D))(h.flip(0)),
+}
+
+
+@pytest.mark.parametrize("move", BETWEEN_CALLS.values(), ids=BETWEEN_CALLS)
+def test_samples_in_another_order_between_two_calls(move: Callable[[Tensor], Tensor]) -> None:
+    """In a training loop: the rows of the second call would be those of other samples."""
+    model = on(Moved(*MOVES["index"]))
+    with pytest.raises(enn.PerSampleError, match=r"second \(Linear\): since an earlier call .*each other's places \("):
+        moved_between(move)(model, values())
+    model.second(move(model.first(values()).detach()))
+
+
+STAYING: dict[str, Callable[[Tensor], Tensor]] = {
+    "index": lambda h: h[torch.arange(B)],
+    "index_of_two": lambda h: h[:, None].expand(-1, 2, -1)[torch.arange(B), torch.tensor([1, 0, 0])],
+    "mask": lambda h: h[torch.ones(B, dtype=torch.bool)],
+    "gather": lambda h: h.gather(0, across(h, torch.arange(B))),
+    "sort": lambda h: (h.cumsum(1).abs() + 9 * torch.arange(B)[:, None]).sort(0)[0],
+    "flip": lambda h: h.flip(1),
+    "roll": lambda h: h.roll(1, 1).roll(0),
+    "index_behind": lambda h: h[:, [3, 2, 1, 0]].index_select(1, torch.tensor([0, 2, 1, 3])),
+    "scatter": lambda h: torch.zeros_like(h).scatter(1, h.argsort(1), h),
+    "constant": lambda h: h.index_put((ORDER,), torch.randn(B, D)).scatter(0, across(h, ORDER), 0.5 * h.detach()) + h,
+}
+
+
+@pytest.mark.parametrize("move", STAYING.values(), ids=STAYING)
+def test_samples_that_stay_in_their_places_between_two_calls(move: Callable[[Tensor], Tensor]) -> None:
+    module = Moved(*MOVES["index"])
+    torch.manual_seed(0)
+    objective_of(moved_between(move))(model := on(module), Call((values(),))).backward()
+    torch.manual_seed(0)
+    objective_of(moved_between(move))(module, Call((values(),))).backward()
+    assert len(model.second.weight.grad_sample) == B
+    assert_close(model.first.weight.grad_sample.sum(0), module.first.weight.grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_around_two_calls_and_an_index(*, reentrant: bool) -> None:
+    """The index is a value that the checkpoint would have to run the layers again for, without an end."""
+    module = Moved(*MOVES["index"])
+
+    def first(m: Any, x: Tensor) -> Tensor:
+        return m.first(x).index_select(0, torch.arange(len(x)))
+
+    def both(m: Any, x: Tensor) -> Tensor:
+        return m.second(first(m, x).tanh())
+
+    def checkpointed(m: Any, x: Tensor, *, whole: bool) -> Tensor:
+        x = x.clone().requires_grad_()
+        if whole:
+            return checkpoint(lambda x: both(m, x), x, use_reentrant=reentrant)
+        return m.second(checkpoint(lambda x: first(m, x), x, use_reentrant=reentrant).tanh())
+
+    expected = loop(module, Call((values(),)), B, objective=objective_of(both))
+    for whole in (True, False):
+        model = on(module)
+        sample_losses(checkpointed(model, values(), whole=whole)).sum().backward()
+        for name in ("first.weight", "second.weight"):
+            assert_close(model.get_parameter(name).grad_sample, expected[name])
+
+
+class Sequences(nn.ModuleDict):
+    def __init__(self, *, batch_first: bool = True) -> None:
+        first = nn.LSTM(D, D, batch_first=batch_first)
+        super().__init__({"first": first, "second": nn.GRU(D, D, batch_first=batch_first), "last": nn.Linear(D, 2)})
+
+
+def packed_in_the_loop(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    packed = pack_padded_sequence(m.last(x).repeat(1, 1, 2), lengths.tolist(), batch_first=True, enforce_sorted=False)
+    out, (hidden, _) = m.first(packed)
+    out, _ = pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])
+    out, last = m.second(pack_padded_sequence(out, lengths.tolist(), batch_first=True, enforce_sorted=False))
+    out, _ = pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])
+    return m.last(out).sum(1) + m.last(hidden[-1]) + m.last(last[-1]) + m.last(out[torch.arange(len(x)), lengths - 1])
+
+
+def test_order_that_torch_keeps_account_of_between_two_calls() -> None:
+    module = Sequences()
+    right(on(module), module, packed_in_the_loop, values(B, 5, D), torch.tensor([2, 5, 3]))
+
+
+@pytest.mark.parametrize("steps", [B, B + 1])
+def test_time_reversed_between_two_calls(steps: int) -> None:
+    """Of samples that stand second, even where there are as many of them as steps."""
+    module = Sequences(batch_first=False)
+    model, x = on(module), values(steps, B, D)
+    for m in (model, module):
+        m["second"](m["first"](x)[0].flip(0))[0].square().sum().backward()
+    weight = model["second"].weight_hh_l0
+    assert len(weight.grad_sample) == B
+    assert_close(weight.grad_sample.sum(0), module["second"].weight_hh_l0.grad)
+    with pytest.raises(enn.PerSampleError, match=r"second .*each other's places"):
+        model["second"](model["first"](x)[0].flip(1))
+
+
+def test_samples_in_another_order_between_two_models() -> None:
+    """Each has rows of its own samples, as the discriminator of images that were shuffled."""
+    made, seen = on(nn.Linear(D, D)), on(nn.Linear(D, 2))
+    seen(values())
+    seen(made(values())[ORDER]).sum().backward()
+    assert len(made.weight.grad_sample) == len(seen.weight.grad_sample) == B
+
+
+# --- calls that go on from an earlier one -----------------------------------------------------------------------------
+
+
+def another_call_between(m: Any, x: Tensor) -> Tensor:
+    h = m.enc(x)
+    m.part(values(B + 2, D))
+    return m.head(h)
+
+
+def after_one_pass(m: Any, x: Tensor) -> Tensor:
+    with enn.one_pass(m, len(x)):
+        h = m.enc(x)
+    m.part(values(seed=2))
+    return m.head(h)
+
+
+@pytest.mark.parametrize("step", [another_call_between, after_one_pass], ids=ids_of)
+def test_call_that_goes_on_from_an_earlier_one_is_in_its_pass(step: Step) -> None:
+    """Whatever came between: in two passes a sample would have two rows, and clipping would not bound what it adds."""
+    module, model, x = parts(), on(parts()), values()
+    expected = loop(module, Call((x,)), B, objective=objective_of(lambda m, x: m.head(m.enc(x))))
+    objective_of(step)(model, Call((x,))).backward()
+    for name in ("enc.weight", "head.weight"):
+        rows = model.get_parameter(name).grad_sample
+        assert_close(rows[:B], expected[name])
+        assert not rows[B:].any()
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_heads_with_a_backward_each(*, cleared: bool) -> None:
+    """On one graph: the rows of the second head are added to those of the first, as with two losses."""
+    module, model, x = parts(), on(parts()), values()
+    h = model.enc(x)
+    sample_losses(model.head(h)).sum().backward(retain_graph=True)
+    if cleared:
+        torch.optim.SGD(model.parameters()).zero_grad()
+    sample_losses(model.part(h)).sum().backward()
+    first = loop(module, Call((x,)), B, objective=objective_of(lambda m, x: m.head(m.enc(x))))
+    second = loop(module, Call((x,)), B, objective=objective_of(lambda m, x: m.part(m.enc(x))))
+    assert_close(model.part.scale.grad_sample, second["part.scale"])
+    encoder = second["enc.weight"] if cleared else first["enc.weight"] + second["enc.weight"]
+    assert_close(model.enc.weight.grad_sample, encoder)
+    if not cleared:
+        assert_close(model.head.weight.grad_sample, first["head.weight"])
+    norms = enn.clip_grad_sample_norms_(model, 1.0)
+    assert len(norms) == B
+
+
+def test_state_that_goes_from_step_to_step_without_detach() -> None:
+    module, model, x = parts(), on(parts()), values(3, B, D)
+
+    def states(m: Any, *inputs: Tensor) -> list[Tensor]:
+        states = [inputs[0].new_zeros(inputs[0].shape)]
+        for each in inputs:
+            states.append(m.enc(each + states[-1]).tanh())
+        return states[1:]
+
+    state = torch.zeros(B, D)
+    for each in x:
+        state = model.enc(each + state).tanh()
+        sample_losses(state).sum().backward(retain_graph=True)
+    expected = loop(
+        module,
+        Call(tuple(x)),
+        B,
+        objective=lambda m, call, first=0: sum(sample_losses(state, first).sum() for state in states(m, *call.args)),
+    )
+    assert_close(model.enc.weight.grad_sample, expected["enc.weight"])
+
+
+def test_other_samples_made_of_those_of_a_pass_that_is_done() -> None:
+    model = on(parts())
+    h = model.enc(values())
+    model.head(h).sum().backward(retain_graph=True)
+    with pytest.raises(enn.PerSampleError, match=r"head \(Linear\): it is called with 6 samples.*the 3 samples of"):
+        model.head(h.repeat_interleave(2, 0))
+
+
+def test_argument_that_is_returned_says_nothing_of_the_call() -> None:
+    """It comes from elsewhere, and a second call with it has rows of its own."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(D, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x), x
+
+    model, made = on(Model()), nn.Linear(D, D)(values())
+    for count in (B, 2 * B):
+        result, _ = model(made)
+        result.sum().backward(retain_graph=True)
+        assert len(model.layer.weight.grad_sample) == count
