@@ -15,35 +15,12 @@ from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, shared, shared_or_none
 from expanded_nn.core.geometry import Geometry, cropped
 from expanded_nn.core.patches import Patches
-from expanded_nn.factored import FactoredTensor
+from expanded_nn.factored import from_factors
 
 aten = torch.ops.aten
 Sizes = int | Sequence[int]
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-
-
-class _PatchRows(torch.autograd.Function):
-    """The rows of a convolution's weight, held as their factors; differentiable in both."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, g: Tensor, x: Tensor, row_shape: tuple[int, ...], dtype: torch.dtype, geometry: Geometry
-    ) -> Tensor:
-        ctx.save_for_backward(g, x)
-        ctx.geometry = geometry
-        return FactoredTensor.of(Patches.of(g, x, row_shape, geometry, dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        g, x = ctx.saved_tensors
-        weight = cast_shared(grad, g.dtype)
-        grad_g = grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_g = _apply(x, weight, None, ctx.geometry, None)
-        if ctx.needs_input_grad[1]:
-            grad_x = _input_gradient(g, x, weight, ctx.geometry, transposed=False)
-        return grad_g, grad_x, None, None, None
 
 
 def patch_rows(
@@ -58,9 +35,14 @@ def patch_rows(
     if any(more >= stride for more, stride in zip(excess, geometry.stride, strict=True)):
         # Only the output_padding of a dilated transposed convolution reaches so far.
         x, geometry = geometry.padded(x, cut=excess)
-    if torch.is_grad_enabled():
-        return _PatchRows.apply(g, x, row_shape, dtype, geometry)  # type: ignore[no-untyped-call,no-any-return]
-    return FactoredTensor.of(Patches.of(g, x, row_shape, geometry, dtype))
+
+    def of_g(grad: Tensor, g: Tensor, x: Tensor) -> Tensor:
+        return _apply(x, cast_shared(grad, g.dtype), None, geometry, None)
+
+    def of_x(grad: Tensor, g: Tensor, x: Tensor) -> Tensor:
+        return _input_gradient(g, x, cast_shared(grad, g.dtype), geometry, transposed=False)
+
+    return from_factors(lambda g, x: Patches.of(g, x, row_shape, geometry, dtype), (g, x), (of_g, of_x))
 
 
 class _Convolution(torch.autograd.Function):

@@ -17,22 +17,7 @@ from expanded_nn._registry import expands
 from expanded_nn._shared import is_constant, is_shared, owned, shared
 from expanded_nn._traced import refuse_values
 from expanded_nn.core.terms import OneHot, SparseOneHot
-from expanded_nn.factored import FactoredTensor
-
-
-class _OneHotRows(torch.autograd.Function):
-    """`sum_t e[index[b,t]] (x) v[b,t,:]`, held as its factors; differentiable in the values."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, index: Tensor, entries: int, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.dtype = values.dtype
-        return FactoredTensor.of(OneHot.of(values, index, entries, dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (index,) = ctx.saved_tensors
-        return embedding(index, grad).to(ctx.dtype), None, None, None
+from expanded_nn.factored import FactoredTensor, from_factors
 
 
 def one_hot_rows(
@@ -44,10 +29,14 @@ def one_hot_rows(
     sparse: bool = False,
 ) -> Tensor:  # (B, entries, dim)
     """The rows of an embedding's weight, factored; a `sparse` gradient that has a derivative itself is not sparse."""
-    if torch.is_grad_enabled() and values.requires_grad:
-        return _OneHotRows.apply(values, index, entries, dtype)  # type: ignore[no-untyped-call,no-any-return]
-    kind = SparseOneHot if sparse else OneHot
-    return FactoredTensor.of(kind.of(values, index, entries, dtype))
+    kind = OneHot if not sparse or (torch.is_grad_enabled() and values.requires_grad) else SparseOneHot
+
+    def of_values(grad: Tensor, values: Tensor, index: Tensor) -> Tensor:
+        return embedding(index, grad).to(values.dtype)
+
+    return from_factors(
+        lambda values, index: kind.of(values, index, entries, dtype), (values, index), (of_values, of_values)
+    )
 
 
 def _wrapped(padding_idx: int | None, entries: int) -> int | None:
