@@ -155,13 +155,13 @@ def embedding(
     _refuse_other_rows("embedding", input.shape[0], weight)
     padding_idx = _wrapped(padding_idx, weight.shape[1])
     if max_norm is not None:
-        _renormalise(weight, input, None, max_norm, norm_type)
+        _renormalize(weight, input, None, max_norm, norm_type)
     if is_constant(weight):
         return _looked_up(input, shared(weight))
     return _Embedding.apply(input, weight, padding_idx, scale_grad_by_freq, sparse, None)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _renormalise(weight: Tensor, index: Tensor, valid: Tensor | None, max_norm: float, norm_type: float) -> None:
+def _renormalize(weight: Tensor, index: Tensor, valid: Tensor | None, max_norm: float, norm_type: float) -> None:
     """Scales the entries looked up down to `max_norm`, in place: of the one weight, or of each sample's own."""
     chosen = [index] if is_shared(weight) else index.unbind()
     if valid is not None:
@@ -171,7 +171,7 @@ def _renormalise(weight: Tensor, index: Tensor, valid: Tensor | None, max_norm: 
         torch.embedding_renorm_(table, entries.reshape(-1), max_norm, norm_type)
 
 
-def _renormalise_once(module: Embedding | EmbeddingBag, index: Tensor) -> float | None:
+def _renormalize_once(module: Embedding | EmbeddingBag, index: Tensor) -> float | None:
     """Scales down the entries of the one weight before it is expanded; gives the `max_norm` left for the op to do."""
     weight = module.weight
     if module.max_norm is None or weight.dim() == 3:
@@ -200,7 +200,7 @@ class Embedding(Expanded, nn.Embedding):
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         index, dim = index_by_sample(self, input)
-        max_norm = _renormalise_once(self, input)
+        max_norm = _renormalize_once(self, input)
         options = (self.padding_idx, max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
         out = embedding(index, self.expanded("weight"), *options)
         if input.dim() == 0:
@@ -341,13 +341,13 @@ def embedding_bag(
     padding_idx = _wrapped(padding_idx, weight.shape[1])
     if mode != "max" and is_shared(weight):
         if max_norm is not None:
-            _renormalise(weight, input, None, max_norm, norm_type)
+            _renormalize(weight, input, None, max_norm, norm_type)
         tensors = (weight, per_sample_weights, input, offsets)
         options = (scale_grad_by_freq, mode, sparse, include_last_offset, padding_idx)
         return _EmbeddingBag.apply(*tensors, *options)  # type: ignore[no-untyped-call,no-any-return]
     bags = _Bags.of(input, offsets, include_last_offset)
     if max_norm is not None:
-        _renormalise(weight, bags.index, bags.valid, max_norm, norm_type)
+        _renormalize(weight, bags.index, bags.valid, max_norm, norm_type)
     dropped = _dropped(bags.index, bags.valid, padding_idx)
     entries: Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
         bags.index, weight, padding_idx, scale_grad_by_freq, sparse, bags.valid
@@ -436,7 +436,7 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
             bags = _bag_count(input, offsets, include_last_offset)
             remedy = "Say the number of bags: per_sample(batch_size=...), or give the input as (B, N)."
             refuse_other_count(self, bags, f"offsets say {bags} bags", remedy)
-        max_norm = _renormalise_once(self, input)
+        max_norm = _renormalize_once(self, input)
         options = (max_norm, self.norm_type, self.scale_grad_by_freq, self.mode, self.sparse)
         entries = (per_sample_weights, include_last_offset, self.padding_idx)
         return embedding_bag(input, self.expanded("weight"), offsets, *options, *entries)
