@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from expanded_nn._batch import own_batch_first, tensors
 from expanded_nn._errors import complaint
-from expanded_nn._layout import refuse_other_than_sequences, refuse_unclear_layout
+from expanded_nn._layout import refuse_other_than_sequences
 from expanded_nn._module import Expanded, PerSampleModule, Root
 from expanded_nn._registry import expands
 from expanded_nn._shared import owned
@@ -255,8 +255,6 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
     def _samples_first(self, argument: str, x: Tensor) -> Tensor:
         """`x` as `(B, T, features)`."""
         refuse_other_than_sequences(self, argument, x, self._samples_dim)
-        if self._samples_dim:
-            refuse_unclear_layout(self, x)
         return self.checked(x, 2, dim=self._samples_dim, argument=argument).transpose(0, self._samples_dim)
 
     def _refuse_other_shape(self, argument: str, x: Tensor, wanted: tuple[int, ...]) -> None:
@@ -306,8 +304,6 @@ class _Container(_Converted, Root):
             first = next((x for x in tensors((args, kwargs)) if isinstance(x, Tensor)), None)
             if first is not None:
                 refuse_other_than_sequences(self, "input", first, 0 if batch_first else 1)
-                if not batch_first:
-                    refuse_unclear_layout(self, first)
         if recorder.settings.batch_first == batch_first:
             return super().forward(*args, **kwargs)
         with recorder.layout(batch_first=batch_first):

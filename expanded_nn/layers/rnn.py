@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from expanded_nn._layout import refuse_other_count, refuse_other_than_sequences, refuse_unclear_layout
+from expanded_nn._layout import refuse_other_count, refuse_other_than_sequences
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._traced import refuse_values
@@ -102,8 +102,6 @@ class _Layers(Expanded, nn.RNNBase):
         if input.dim() not in (2, 3):
             super(Expanded, self).forward(input)  # torch's own error
         refuse_other_than_sequences(self, "input", input, self._samples_dim)
-        if self._samples_dim:
-            refuse_unclear_layout(self, input)
         return self.checked(input, 2, dim=self._samples_dim)
 
 
