@@ -196,19 +196,15 @@ class Trial:
         if hooks:
             self.expected = self.plain(hooks=True)
             self.states.restore()
-        dims = self._dims(found)
-        if not self.is_random and self._agree(found, dims, self.expected):
-            return Compared(True, dims)
-        self.states.restore()
-        if self.is_random:
-            with WithoutChance():
-                fixed = self._found_again()
-                self.states.restore()
-                if self._agree(fixed, dims, self.plain(hooks=hooks)):
-                    return Compared(True, dims)
-            found = fixed
-            self.states.restore()
+        dims, expected = self._dims(found), self.expected
         with WithoutChance() if self.is_random else nullcontext():
+            if self.is_random:
+                found = self._found_again()
+                self.states.restore()
+                expected = self.plain(hooks=hooks)
+            if self._agree(found, dims, expected):
+                return Compared(True, dims)
+            self.states.restore()
             expected = self.plain(hooks=self.hooks)
             if self._agree(found, dims, expected):
                 return Compared(True, dims)
@@ -401,21 +397,20 @@ def _compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_o
     size, verdict = max(sizes, default=0.0), Verdict.RIGHT
     if not size < float("inf"):
         return Verdict.UNCLEAR
-    for (one, other), own in zip(pairs, is_own, strict=True):
-        if one is None and other is None:
+    for pair, own in zip(pairs, is_own, strict=True):
+        there = [rows for rows in pair if rows is not None]
+        if not there:
             continue
-        one = torch.zeros_like(other) if one is None and other is not None else one
-        other = torch.zeros_like(one) if other is None and one is not None else other
-        assert one is not None
-        assert other is not None
-        epsilon = torch.finfo(one.dtype).eps
-        scale = float(one.abs().max()) if one.numel() else 0.0
-        if one.shape != other.shape:
+        expected, actual = (torch.zeros_like(there[0]) if rows is None else rows for rows in pair)
+        if expected.shape != actual.shape:
             return Verdict.WRONG
-        far, limit = float((one - other).abs().max()) if one.numel() else 0.0, min(100 * epsilon**0.5, 0.05) * scale
+        if not expected.numel():
+            continue
+        epsilon, scale = torch.finfo(expected.dtype).eps, float(expected.abs().max())
+        far, limit = float((expected - actual).abs().max()), min(100 * epsilon**0.5, 0.05) * scale
         if far > limit + min(30 * epsilon, 0.01) * size:
             return Verdict.WRONG
-        if own and one.numel() and (far > limit or scale == 0):
+        if own and (far > limit or scale == 0):
             verdict = Verdict.UNCLEAR
     return verdict
 
