@@ -129,7 +129,7 @@ class _Cell(Expanded, nn.RNNCellBase):
     mode: str
 
     def sample_dims(self, tensors: int) -> list[int]:
-        return [0] * tensors
+        return [0] * tensors  # the default, but said: so it is known of each of several results
 
     def samples_in(self, input: Tensor, hx: Any = None) -> int | None:
         return super().samples_in(input)
