@@ -168,14 +168,15 @@ class Trial:
         self.arguments = copies((args, kwargs))  # as the forward may change its own
         self.states = RandomStates([*module.modules(), self.arguments])
         self.expected = self.plain(hooks=False)
-        self.is_random = self.states.restore()
+        self.is_random = self.has_drawn
 
     @torch.no_grad()
     def plain(self, *, hooks: bool, arguments: Any = None) -> list[Tensor]:
-        """The tensors that the plain forward returns for the whole batch, from its own arguments or from others."""
+        """The plain forward's tensors for the whole batch, from these arguments or others; random states stay."""
         args, kwargs = copies(self.arguments if arguments is None else arguments)
         with without_traces(self.module, hooks=hooks), self.module._children_inside({}):
             leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
+        self.has_drawn = self.states.restore()
         return [each for each in leaves if isinstance(each, Tensor)]
 
     @torch.no_grad()
@@ -195,22 +196,17 @@ class Trial:
         hooks = len(found.tensors) != len(self.expected)  # those of its children add to what it returns
         if hooks:
             self.expected = self.plain(hooks=True)
-            self.states.restore()
         dims, expected = self._dims(found), self.expected
         with WithoutChance() if self.is_random else nullcontext():
             if self.is_random:
-                found = self._found_again()
-                self.states.restore()
+                found, _ = self.mapped_again()
                 expected = self.plain(hooks=hooks)
             if self._agree(found, dims, expected):
                 return Compared(True, dims)
-            self.states.restore()
             expected = self.plain(hooks=self.hooks)
             if self._agree(found, dims, expected):
                 return Compared(True, dims)
-            self.states.restore()
             repeats = all(map(_near, expected, self.plain(hooks=self.hooks)))
-        self.states.restore()
         is_other = (repeats and not self.is_random) or found.is_filled_up
         if is_other or self._mixes(dims, repeats=repeats):
             error = complaint(
@@ -225,14 +221,7 @@ class Trial:
             raise error
         return Compared(False, dims)
 
-    @torch.no_grad()
-    def _found_again(self) -> Mapped:
-        """The samples' results once more, in the mode that is on now."""
-        leaves, _ = tree_flatten(copies(self.arguments))
-        with without_traces(self.module, hooks=self.hooks):
-            return self.mapped(leaves)
-
-    def mapped_again(self, look: Callable[..., None]) -> tuple[Mapped, list[Tensor]]:
+    def mapped_again(self, look: Callable[..., None] | None = None) -> tuple[Mapped, list[Tensor]]:
         """The samples' results from arguments like those of the call, and the inputs that they have derivatives by.
 
         Args:
@@ -242,7 +231,8 @@ class Trial:
         leaves, _ = tree_flatten((args, kwargs))
         with without_traces(self.module, hooks=self.hooks):
             found = self.mapped(leaves)
-            look(leaves, thorough=True)
+            if look is not None:
+                look(leaves, thorough=True)
         self.states.restore()
         return found, inputs
 
@@ -265,7 +255,7 @@ class Trial:
         states = RandomStates([*self.module.modules(), self.arguments])
         try:
             with WithoutChance() if self.is_random else nullcontext():
-                mapped, inputs = found if not self.is_random else self.mapped_again(lambda *_, **__: None)
+                mapped, inputs = found if not self.is_random else self.mapped_again()
                 leaves, structure = flatten(mapped.with_samples_in(dims).result())
                 wanted = _derivatives(leaves, [*expanded, *inputs])  # which lets go of what the graph holds
                 if wanted is None:
@@ -332,9 +322,7 @@ class Trial:
         if all(dim is None or torch.equal(*pair) for dim, *pair in zip(places, leaves, alike, strict=True)):
             return True
         before = self.plain(hooks=self.hooks)
-        self.states.restore()
         after = self.plain(hooks=self.hooks, arguments=tree_unflatten(alike, structure))
-        self.states.restore()
         first = [(x.select(dim, 0), y.select(dim, 0)) for x, y, dim in zip(before, after, dims, strict=True) if x.dim()]
         return not all(torch.equal(*pair) for pair in first)
 
