@@ -56,8 +56,6 @@ class Reader(Member, Protocol):
     @property
     def _samples_dim(self) -> int: ...
 
-    def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError: ...
-
 
 class IndexReader(Reader, Protocol):
     """A layer that looks entries up."""
@@ -100,7 +98,8 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
     """`x` with B rows in dimension `dim`, one per sample; one that all share is expanded, any others are refused."""
     batch = layer.pass_batch_size
     if x.dim() <= feature_dims:
-        raise layer._refusal(
+        raise refusal(
+            layer,
             f"{argument} has shape {tuple(x.shape)}, no batch dimension",
             f"{feature_dims + 1} dimensions or more, the samples in dimension {dim}",
             f"Call it with {argument}.unsqueeze({dim}) for one sample, or for one that all samples share.",
@@ -115,7 +114,8 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
     if _is_slice(layer, x):
         raise _slice_refusal(layer, x, argument)
     if x.requires_grad and comes_from_rows(x):
-        raise layer._refusal(
+        raise refusal(
+            layer,
             f"{argument} of shape {tuple(x.shape)} has one row, but was computed from {batch} rows",
             "one row per sample",
             "A layer's output has one row per sample even where its input is shared: leave out an unsqueeze(0) "
@@ -137,7 +137,8 @@ def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleE
     if forward is not None and forward.is_explicit:
         guess, said = f"B = {batch} comes from one_pass: if there are {rows} samples, say so there. {guess}", ""
     fold = f"folded batch of {batch} x {rows // batch}" if batch and rows % batch == 0 else "other rows"
-    return layer._refusal(
+    return refusal(
+        layer,
         f"{argument} has shape {tuple(x.shape)}, {rows} rows in dimension {dim} ({fold})",
         f"{batch} rows, one per sample, or 1 that all share",
         f"{guess}Keep the batch in a dimension of its own (unflatten it); or send the module that folds it through the "
@@ -147,7 +148,7 @@ def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleE
 
 
 def refuse_other_than_sequences(module: Member, argument: str, x: Tensor, dim: int) -> None:
-    """Raises where `x` is no batch of sequences, with the samples in dimension `dim`."""
+    """Raises where `x` is no batch of sequences, or where it is not clear that its samples stand in dimension `dim`."""
     if x.is_nested or x.dim() != 3:
         remedy = "Pad it (key_padding_mask)" if x.is_nested else f"Call it with {argument}.unsqueeze({dim})"
         raise refusal(
@@ -156,26 +157,11 @@ def refuse_other_than_sequences(module: Member, argument: str, x: Tensor, dim: i
             f"a batch of sequences, {'(T, B, features)' if dim else '(B, T, features)'}",
             f"{remedy}, or switch per_sample(False).",
         )
+    if dim:
+        _refuse_unclear_layout(module, x)
 
 
-def refuse_other_count(layer: Reader, count: int, found: str, remedy: str) -> None:
-    """Raises where an input says otherwise than by its shape that it has not B samples."""
-    if count != layer.pass_batch_size:
-        raise layer._refusal(found, f"{layer.pass_batch_size}, one per sample", remedy)
-
-
-def refuse_square(layer: Reader, x: Tensor) -> None:
-    """Raises for `(B, B)` in a time-first model: samples by features, or positions by samples."""
-    if tuple(x.shape) == (layer.pass_batch_size, layer.pass_batch_size) and layer.pass_batch_size > 1:
-        raise layer._refusal(
-            f"input of shape {tuple(x.shape)} in a model with batch_first=False may have its samples first or second",
-            "a shape that says which",
-            "Say it with another dimension: input.unsqueeze(0) where the samples stand first, and input.unsqueeze(-1) "
-            "where they stand second.",
-        )
-
-
-def refuse_unclear_layout(module: Member, x: Tensor) -> None:
+def _refuse_unclear_layout(module: Member, x: Tensor) -> None:
     """Raises where the samples of `(T, B, features)` may be the positions of the model's own input, as T = B.
 
     The module has a `batch_first=False` of its own, and the model takes the first dimension of its input for the
@@ -190,7 +176,7 @@ def refuse_unclear_layout(module: Member, x: Tensor) -> None:
     ):
         return
     settings, batch = recorder.settings, forward.own_pass.batch
-    if not settings.batch_first or settings.says_layout or batch < 2 or x.dim() != 3 or x.shape[1] != batch:
+    if not settings.batch_first or settings.says_layout or batch < 2 or x.shape[1] != batch:
         return
     if x.shape[0] != batch:
         vars(module)["_layout_is_clear"] = True
@@ -202,6 +188,24 @@ def refuse_unclear_layout(module: Member, x: Tensor) -> None:
             "to know where the samples stand in what the model is called with",
             "Say it: per_sample(batch_first=False) if they stand second there, as in (T, B, ...), and "
             "per_sample(batch_first=True) if they stand first and the model itself moves them.",
+        )
+
+
+def refuse_other_count(layer: Reader, count: int, found: str, remedy: str) -> None:
+    """Raises where an input says otherwise than by its shape that it has not B samples."""
+    if count != layer.pass_batch_size:
+        raise refusal(layer, found, f"{layer.pass_batch_size}, one per sample", remedy)
+
+
+def refuse_square(layer: Reader, x: Tensor) -> None:
+    """Raises for `(B, B)` in a time-first model: samples by features, or positions by samples."""
+    if tuple(x.shape) == (layer.pass_batch_size, layer.pass_batch_size) and layer.pass_batch_size > 1:
+        raise refusal(
+            layer,
+            f"input of shape {tuple(x.shape)} in a model with batch_first=False may have its samples first or second",
+            "a shape that says which",
+            "Say it with another dimension: input.unsqueeze(0) where the samples stand first, and input.unsqueeze(-1) "
+            "where they stand second.",
         )
 
 
@@ -230,7 +234,8 @@ def _leaves_out(x: Tensor, whole: Tensor, batch: int) -> bool:
 
 def _slice_refusal(layer: Reader, x: Tensor, argument: str) -> PerSampleError:
     base = () if x._base is None else tuple(x._base.shape)
-    return layer._refusal(
+    return refusal(
+        layer,
         f"{argument} of shape {tuple(x.shape)} is a slice of a tensor of shape {base}",
         f"all {layer.pass_batch_size} samples at once",
         "Call the layer on the whole batch; for a loop over the samples, switch per_sample(False). Expand a slice "
@@ -251,7 +256,8 @@ def index_by_sample(layer: IndexReader, index: Tensor) -> tuple[Tensor, int]:
     dim = layer._samples_dim if index.dim() > 1 else 0
     rows = index.shape[dim] if index.dim() else None
     if batch > 1 and (index.shape == (1,) or (rows == batch and _may_be_positions(layer, index))):
-        raise layer._refusal(
+        raise refusal(
+            layer,
             f"input has shape {tuple(index.shape)} and may be positions that all {batch} samples share, or one row "
             "per sample",
             "an index that can be read in one way only",
@@ -308,7 +314,8 @@ def _refuse_other_batch(layer: Reader, index: Tensor, dim: int) -> None:
     sizes = [size for size in index.shape[: dim + 1] if size > 1 and (size % batch == 0 or batch % size == 0)]
     if sizes and not _are_positions(index, usually=True):
         kind = f"folded batch of {batch} x {sizes[0] // batch}" if sizes[0] > batch else f"part of {batch}"
-        raise layer._refusal(
+        raise refusal(
+            layer,
             f"input has shape {tuple(index.shape)}, {sizes[0]} rows ({kind})",
             f"{batch} rows, one per sample, or an index without a batch dimension that all share",
             f"Keep the batch in a dimension of its own (unflatten it); call it with index.unsqueeze({dim}) if all "

@@ -15,7 +15,7 @@ from torch import Tensor
 from expanded_nn._cell import Cell
 from expanded_nn._modes import running_backward
 from expanded_nn._rows import R, Rows, average, refuse_in_place, scaled_blocks, widened
-from expanded_nn.core.terms import Outer
+from expanded_nn.core.terms import Outer, Term
 
 aten = torch.ops.aten
 
@@ -180,21 +180,36 @@ def _index_selected(rows: Rows, dim: int, index: Tensor) -> Any:
     return _chosen(rows, lambda factor: factor[index], alias=False)
 
 
+def _are_outer_products(rows: Rows) -> bool:
+    """Whether the rows are matrices, held as outer products of vectors of their two sides."""
+    if rows.dim() != 3 or rows.is_dense or rows._cell.kind.row_shape != tuple(rows.shape[1:]):
+        return False
+    return all(isinstance(term, Outer) for term in rows.terms())
+
+
+def _of_matrices(rows: R, change: Callable[[Outer], Term], shape: Sequence[int]) -> R:
+    """Rows `shape`, by a change of each term of such rows."""
+    blocks = rows._remade(cast(Callable[[Term], Term], change))
+    return type(rows)(Cell(blocks, rows._cell.kind._replace(row_shape=tuple(shape[1:]))), tuple(shape))
+
+
 def _transposed(rows: Rows, first: int = -2, second: int = -1) -> Any:
     """Each row transposed, within a backward only: there nobody sees that the result is no alias."""
-    if {first % rows.dim(), second % rows.dim()} != {1, 2} or rows.dim() != 3 or running_backward() < 0:
+    if {first % rows.dim(), second % rows.dim()} != {1, 2} or not _are_outer_products(rows) or running_backward() < 0:
         return NotImplemented
-    if rows.is_dense or rows._cell.kind.row_shape != tuple(rows.shape[1:]):
-        return NotImplemented
-    if not all(isinstance(term, Outer) for term in rows.terms()):
-        return NotImplemented
-    blocks = rows._remade(lambda term: cast(Outer, term).transposed())
-    row_shape = (rows.shape[2], rows.shape[1])
-    return type(rows)(Cell(blocks, rows._cell.kind._replace(row_shape=row_shape)), (rows.shape[0], *row_shape))
+    return _of_matrices(rows, Outer.transposed, (rows.shape[0], rows.shape[2], rows.shape[1]))
 
 
 def _permuted(rows: Rows, dims: Sequence[int]) -> Any:
     return _transposed(rows, 1, 2) if [dim % rows.dim() for dim in dims] == [0, 2, 1] else NotImplemented
+
+
+def _padded(rows: Rows, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
+    """The rows of a matrix from those of some of its lines, one after the other: the gradient of a slice."""
+    if dim % rows.dim() != 1 or step != 1 or not _are_outer_products(rows):
+        return NotImplemented
+    start, end, _ = slice(start, end).indices(sizes[1])
+    return _of_matrices(rows, lambda term: term.padded((start, sizes[1] - end)), sizes)
 
 
 def _times_vector(rows: Any, vector: Any) -> Any:
@@ -259,6 +274,7 @@ TABLE: dict[Any, Callable[..., Any]] = {  # operator -> function on the factors
     aten._to_copy.default: _converted,
     aten.cat.default: _catenated,
     aten.slice.Tensor: _sliced,
+    aten.slice_backward.default: _padded,
     aten.index.Tensor: _indexed,
     aten.index_select.default: _index_selected,
     Tensor.__setitem__: _assigned,

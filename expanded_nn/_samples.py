@@ -12,6 +12,7 @@ from expanded_nn._batch import batch_dim
 from expanded_nn._running import Call
 from expanded_nn._trace import Trace
 
+# where the samples stand: in which dimension, and whether they change fastest in it, as in `(T * B, ...)`
 SampleAxis = tuple[int, bool]
 
 
@@ -20,10 +21,7 @@ def candidate_splits(
     shape: Sequence[int],
     batch: int,
 ) -> dict[SampleAxis, Tensor]:  # each (B, ...)
-    """All ways to split `whole` into B tensors, each of such a shape or a larger one.
-
-    A way is the dimension in which the samples stand, and whether they change fastest in it, as in `(T * B, ...)`.
-    """
+    """All ways to split `whole` into B tensors, each of such a shape or a larger one."""
     by_axis: dict[SampleAxis, Tensor] = {}
     if whole.dim() == len(shape) + 1 and whole.numel() == batch * prod(shape):  # squeeze() took the batch of one away
         shape = next((s for s in ((1, *shape), (*shape[:1], 1, *shape[1:])) if _grown(whole, s, batch)), ())
@@ -76,24 +74,23 @@ class Layout:
 
     Attributes:
         alone: The outputs of each sample alone.
-        places: Of each output; `None` if there are no samples in it.
+        axes: That of each output; `None` if there are no samples in it.
         unclear: The first output, if any, in which no one dimension is B times as large as for one sample.
     """
 
     def __init__(self, outputs: list[Tensor], alone: list[list[Tensor]]) -> None:
         self.batch, self.alone = len(alone), alone
         self.shapes = [[output.shape for output in own] for own in alone]
-        self.places: list[SampleAxis | None] = []
+        self.axes: list[SampleAxis | None] = []
         self.unclear: int | None = None
         for n, output in enumerate(outputs):
             own = [outputs_alone[n] for outputs_alone in alone if n < len(outputs_alone)]
-            ways = [candidate_splits(output, x.shape, self.batch) for x in own]
-            common = [place for place in (ways[0] if ways else {}) if all(place in way for way in ways)]
+            splits = [candidate_splits(output, x.shape, self.batch) for x in own]
+            common = [axis for axis in (splits[0] if splits else {}) if all(axis in by_axis for by_axis in splits)]
             if len(own) == self.batch and all(x.shape == output.shape for x in own):
-                self.places.append(None)
+                self.axes.append(None)
             elif len(own) == self.batch and len({dim for dim, _ in common}) == 1:
-                errors = [sum(_errors(ways, own, place)) for place in common]
-                self.places.append(common[errors.index(min(errors))])
+                self.axes.append(min(common, key=lambda axis: _error(splits, own, axis)))
             else:
                 self.unclear = n
                 return
@@ -101,14 +98,14 @@ class Layout:
     def parts(self, outputs: list[Tensor], i: int) -> list[Tensor]:
         """What is of sample `i`."""
         return [
-            of_sample(candidate_splits(output, shape, self.batch)[place], i, shape)
-            for output, shape, place in zip(outputs, self.shapes[i], self.places, strict=True)
-            if place is not None
+            of_sample(candidate_splits(output, shape, self.batch)[axis], i, shape)
+            for output, shape, axis in zip(outputs, self.shapes[i], self.axes, strict=True)
+            if axis is not None
         ]
 
     def kept(self, alone: list[Tensor]) -> list[Tensor]:
         """The same of a sample's own outputs."""
-        return [output for output, place in zip(alone, self.places, strict=True) if place is not None]
+        return [output for output, axis in zip(alone, self.axes, strict=True) if axis is not None]
 
     def difference(self, outputs: list[Tensor], own: list[Tensor], i: int) -> float:
         """The largest relative difference of an output for sample `i` in the batch and alone."""
@@ -172,8 +169,10 @@ class GivenLosses(Layout):
         )
 
 
-def _errors(ways: list[dict[SampleAxis, Tensor]], own: list[Tensor], place: SampleAxis) -> list[float]:
-    return [difference(of_sample(way[place], i, x.shape), x) for i, (way, x) in enumerate(zip(ways, own, strict=True))]
+def _error(splits: list[dict[SampleAxis, Tensor]], own: list[Tensor], axis: SampleAxis) -> float:
+    """How far the samples are from their own outputs, where they stand on this axis."""
+    pairs = enumerate(zip(splits, own, strict=True))
+    return sum(difference(of_sample(by_axis[axis], i, x.shape), x) for i, (by_axis, x) in pairs)
 
 
 def sample_loss(parts: list[Tensor], i: int) -> Tensor:
@@ -192,9 +191,9 @@ def first_mixed(whole: Trace, lone: Trace, i: int, batch: int, tolerance: float)
     """The place of the first event whose values for sample `i` are others in the batch than alone."""
 
     def agree(in_batch: Tensor, alone: Tensor) -> bool:
-        ways = candidate_splits(in_batch, alone.shape, batch).values()
-        if ways:
-            return any(difference(of_sample(view, i, alone.shape), alone) <= tolerance for view in ways)
+        splits = candidate_splits(in_batch, alone.shape, batch).values()
+        if splits:
+            return any(difference(of_sample(split, i, alone.shape), alone) <= tolerance for split in splits)
         return in_batch.shape != alone.shape or in_batch.dim() == 0 or difference(in_batch, alone) <= tolerance
 
     place = whole.first_difference(lone, agree)
@@ -234,8 +233,8 @@ def lone_shape(whole: Trace, lone: Trace, k: int, n: int) -> torch.Size | None:
 def _reaches(grad: Tensor, shape: torch.Size | None, others: Tensor) -> bool:
     precision = torch.finfo(grad.dtype).eps
     grad = _plain(grad)
-    ways = [] if shape is None else list(candidate_splits(grad, shape, len(others)).values())
-    return bool(ways) and all(bool(view[others].norm() > precision * view.norm()) for view in ways)
+    splits = [] if shape is None else list(candidate_splits(grad, shape, len(others)).values())
+    return bool(splits) and all(bool(split[others].norm() > precision * split.norm()) for split in splits)
 
 
 def layer_without_samples(whole: Trace, lone: Trace, parameter: str, call: Call) -> tuple[str, str, int]:

@@ -360,7 +360,7 @@ class _Check:
             wanted = f"one dimension {self.call.batch} times as large in output {unclear}"
             self.complain("mixing", self.who, found, wanted, "Keep the samples apart, in one dimension.")
             return False
-        left_out = [str(tuple(x.shape)) for x, place in zip(self.outputs, self.layout.places, strict=True) if not place]
+        left_out = [str(tuple(x.shape)) for x, axis in zip(self.outputs, self.layout.axes, strict=True) if not axis]
         if len(left_out) == len(self.outputs):
             found = f"none of its floating outputs ({', '.join(left_out)}) has one row per sample"
             remedy = "Return tensors, in tuples, lists, dicts or dataclasses, from before they are reduced to a loss."

@@ -6,7 +6,7 @@ other makes the rows dense, once, and they stay dense from then on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from expanded_nn.core.geometry import Geometry
 from expanded_nn.core.patches import Patches
 from expanded_nn.core.terms import Dense, OneHot, Outer, SparseOneHot, Term
 
+Gradient = Callable[..., Tensor]
 SAVED_VERSION = 1  # of what `__reduce_ex__` hands to `rebuilt`
 SAVED_KINDS = {kind.__name__: kind for kind in (Dense, Outer, OneHot, SparseOneHot, Patches)}
 
@@ -132,6 +133,35 @@ def _saved(kind: str, factors: list[Tensor], row_shape: tuple[int, ...], *rest: 
     dtype, coefficient, geometry = rest
     options = {"geometry": Geometry(*geometry)} if geometry else {}
     return SAVED_KINDS[kind](factors, row_shape, dtype, coefficient, **options)
+
+
+class _FromFactors(torch.autograd.Function):
+    """Rows that are held as their factors; differentiable in those."""
+
+    @staticmethod
+    def forward(ctx: Any, term: Callable[..., Term], gradients: Sequence[Gradient], *factors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        ctx.save_for_backward(*factors)
+        return FactoredTensor.of(term(*factors))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = zip(ctx.gradients, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(gradient(grad, *ctx.saved_tensors) if needs else None for gradient, needs in needed)
+
+
+def from_factors(term: Callable[..., Term], factors: Sequence[Tensor], gradients: Sequence[Gradient]) -> Tensor:
+    """The rows of a weight, held as the factors that a layer's backward has.
+
+    Args:
+        term: Makes the term of the factors.
+        factors: What the rows are made of, each `(B, ...)`.
+        gradients: How each factor's gradient is made of that of the rows, `(B, *shape)`, and the factors: by operations
+            that have derivatives themselves.
+    """
+    if torch.is_grad_enabled():
+        return _FromFactors.apply(term, gradients, *factors)  # type: ignore[no-untyped-call,no-any-return]
+    return FactoredTensor.of(term(*factors))
 
 
 def as_factored(rows: Tensor) -> FactoredTensor:

@@ -28,14 +28,30 @@ class Bad:
 
 @dataclass(frozen=True)
 class Case:
+    """A layer with some arguments, and an input: `Case("linear", lambda: nn.Linear(4, 5), randn(4))`.
+
+    All laws run on it. The test's name has that of the case, as in `pytest tests/test_layers.py -k linear_no_bias`.
+
+    Attributes:
+        name: That of the class, in torch's functional spelling, and what is special.
+        build: Makes the torch.nn module.
+        call: Makes the arguments for so many samples; `randn(*shape)` makes one tensor `(B, *shape)`.
+        take: Takes one sample out of such arguments.
+        twin: Makes the same module in plain operations, where torch has no second derivative or a wrong one.
+        training: Whether the module is in train mode.
+        sum_of_rows: Whether torch's own batch gradient is the sum over the samples.
+        torch_is_wrong: Whether the rows are compared with the twin's, as torch's first derivative is wrong, too.
+        bad: Arguments that the layer must refuse, with the words of the refusal: `(bad("linear.*", (4,)),)`.
+    """
+
     name: str
     build: Callable[[], nn.Module]
     call: Callable[[int], Call]
     take: Take = take_rows
-    twin: Callable[[], nn.Module] | None = None  # the same in plain operations, with right second derivatives
+    twin: Callable[[], nn.Module] | None = None
     training: bool = True
-    sum_of_rows: bool = True  # is torch's own batch gradient the sum over the samples?
-    torch_is_wrong: bool = False  # then the twin is what the rows are compared with
+    sum_of_rows: bool = True
+    torch_is_wrong: bool = False
     bad: tuple[Bad, ...] = ()
 
     def module(self) -> nn.Module:
@@ -86,12 +102,21 @@ def randn(*shape: int) -> Callable[[int], Call]:
     return lambda batch: Call((torch.randn(batch, *shape),))
 
 
-def lay_out(make: Callable[[int], Call], change: Callable[[Tensor], Tensor]) -> Callable[[int], Call]:
-    """The same input in another layout of memory."""
-    return lambda batch: make(batch).map(change)
+def randn_as(change: Callable[[Tensor], Tensor], *shape: int) -> Callable[[int], Call]:
+    """The same in another layout of memory: what `change` makes of `(B, *shape)`."""
+    return lambda batch: randn(*shape)(batch).map(change)
+
+
+def channels_second(x: Tensor) -> Tensor:
+    return x.movedim(-1, 1)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.to(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
 
 
 def bad(match: str, *shapes: tuple[int, ...]) -> Bad:
+    """Random tensors of such shapes must be refused."""
     return Bad(lambda: Call(tuple(torch.randn(shape) for shape in shapes)), match)
 
 
@@ -107,8 +132,8 @@ LINEAR = [
     Case("linear_wide", lambda: nn.Linear(40, 50), randn(2, 40)),
     Case("linear_long", lambda: nn.Linear(4, 2), randn(40, 4)),
     Case("linear_one_feature", lambda: nn.Linear(1, 1), randn(1)),
-    Case("linear_transposed", lambda: nn.Linear(4, 5), lay_out(randn(4, 6), lambda x: x.mT)),
-    Case("linear_strided", lambda: nn.Linear(4, 5), lay_out(randn(6, 8), lambda x: x[..., ::2])),
+    Case("linear_transposed", lambda: nn.Linear(4, 5), randn_as(lambda x: x.mT, 4, 6)),
+    Case("linear_strided", lambda: nn.Linear(4, 5), randn_as(lambda x: x[..., ::2], 6, 8)),
     Case("linear_no_positions", lambda: nn.Linear(4, 5), randn(0, 4)),
     Case(
         "bilinear",
@@ -145,11 +170,8 @@ def conv(d: int, name: str, channels: int = 4, out: int = 6, kernel: object = 3,
 
 
 def conv_laid_out(d: int, name: str, change: Callable[[Tensor], Tensor], *shape: int, **arguments: object) -> Case:
-    return Case(
-        f"conv{d}d_{name}",
-        lambda: CONV[d](4, 6, 3, **arguments),
-        lay_out(randn(*(shape or (4, *SPACE[d]))), change),
-    )
+    call = randn_as(change, *(shape or (4, *SPACE[d])))
+    return Case(f"conv{d}d_{name}", lambda: CONV[d](4, 6, 3, **arguments), call)
 
 
 def conv_cases(d: int) -> list[Case]:
@@ -190,21 +212,20 @@ def conv_cases(d: int) -> list[Case]:
                 ("same_even", "same", 4, 1),
             )
         ),
-        conv_laid_out(d, "permuted", lambda x: x.movedim(-1, 1), *space, 4),
-        conv_laid_out(d, "permuted_groups", lambda x: x.movedim(-1, 1), *space, 4, groups=2, padding=1),
+        conv_laid_out(d, "permuted", channels_second, *space, 4),
+        conv_laid_out(d, "permuted_groups", channels_second, *space, 4, groups=2, padding=1),
         conv_laid_out(d, "transposed_space", lambda x: x.transpose(2, -1), padding=1, stride=2),
         conv_laid_out(d, "strided", lambda x: x[:, ::2, ..., ::2], 8, *space[:-1], 14),
         conv_laid_out(d, "expanded", lambda x: x.expand(-1, 4, *space), 1, *space),
     ]
     if d == 2:
-        last = torch.channels_last
         cases += [
-            conv_laid_out(d, "channels_last", lambda x: x.to(memory_format=last)),
-            conv_laid_out(d, "channels_last_groups", lambda x: x.to(memory_format=last), groups=2, stride=2),
-            conv_laid_out(d, "channels_last_same", lambda x: x.to(memory_format=last), padding="same"),
+            conv_laid_out(d, "channels_last", channels_last),
+            conv_laid_out(d, "channels_last_groups", channels_last, groups=2, stride=2),
+            conv_laid_out(d, "channels_last_same", channels_last, padding="same"),
             Case(
                 f"conv{d}d_channels_last_weight",
-                lambda: CONV[d](4, 6, 3).to(memory_format=last),
+                lambda: CONV[d](4, 6, 3).to(memory_format=torch.channels_last),
                 randn(4, *space),
             ),
         ]
@@ -251,7 +272,7 @@ def conv_transpose_cases(d: int) -> list[Case]:
         Case(
             f"conv_transpose{d}d_permuted",
             lambda: CONV_TRANSPOSE[d](4, 6, 3, stride=2),
-            lay_out(randn(*space, 4), lambda x: x.movedim(-1, 1)),
+            randn_as(channels_second, *space, 4),
         ),
     ]
     if d == 2:
@@ -259,14 +280,10 @@ def conv_transpose_cases(d: int) -> list[Case]:
             Case(
                 f"conv_transpose{d}d_channels_last",
                 lambda: CONV_TRANSPOSE[d](4, 6, 3, groups=2, padding=1),
-                lay_out(randn(4, *space), lambda x: x.to(memory_format=torch.channels_last)),
+                randn_as(channels_last, 4, *space),
             )
         )
     return cases
-
-
-def channels_last_3d(x: Tensor) -> Tensor:
-    return x.to(memory_format=torch.channels_last_3d)
 
 
 # What one and two dimensions cannot show: a third number in each argument, torch's own kernels for it, its layout.
@@ -277,7 +294,7 @@ CONVOLUTIONS_3D = [
         randn(4, *SPACE[3]),
         bad=(bad(r"[Cc]onv3d.*\(4, ", (4, *SPACE[3])),),
     ),
-    conv_laid_out(3, "channels_last_groups", channels_last_3d, groups=2, stride=(1, 2, 3)),
+    conv_laid_out(3, "channels_last_groups", channels_last, groups=2, stride=(1, 2, 3)),
     conv(3, "replicate_uneven", kernel=UNEVEN, stride=2, padding=(1, 2, 0), padding_mode="replicate"),
     conv(3, "same_uneven", kernel=UNEVEN, dilation=2, padding="same"),
     Case(
@@ -471,58 +488,37 @@ BATCH_NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d}
 INSTANCE_NORM = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d}
 
 
-def norm(name: str, build: Callable[[], nn.Module], *shape: int, training: bool = True, **fields: object) -> Case:
-    return Case(name, build, randn(*shape), training=training, **fields)
+def norm(name: str, build: Callable[[], nn.Module], *shape: int, **fields: object) -> Case:
+    return Case(name, build, randn(*shape), **fields)
 
 
 def norm_cases(d: int) -> list[Case]:
     batch_norm, instance_norm, space = BATCH_NORM[d], INSTANCE_NORM[d], (5, 2)[:d]
     b, i = f"batch_norm{d}d", f"instance_norm{d}d"
+    tracks = {"affine": True, "track_running_stats": True}
     cases = [
         norm(b, lambda: batch_norm(4), 4, *space, training=False),
         norm(f"{b}_eps", lambda: batch_norm(4, eps=0.1, momentum=None), 4, *space, training=False),
         norm(f"{b}_no_affine", lambda: batch_norm(4, affine=False), 4, *space, training=False),
         norm(f"{b}_no_bias", lambda: batch_norm(4, bias=False), 4, *space, training=False),
-        Case(
-            f"{b}_permuted",
-            lambda: batch_norm(4),
-            lay_out(randn(*space, 4), lambda x: x.movedim(-1, 1)),
-            training=False,
-        ),
+        Case(f"{b}_permuted", lambda: batch_norm(4), randn_as(channels_second, *space, 4), training=False),
         norm(i, lambda: instance_norm(4), 4, *space),
         norm(f"{i}_affine", lambda: instance_norm(4, affine=True), 4, *space),
         norm(f"{i}_affine_no_bias", lambda: instance_norm(4, eps=0.1, affine=True, bias=False), 4, *space),
         norm(f"{i}_affine_eval", lambda: instance_norm(4, affine=True), 4, *space, training=False),
-        norm(f"{i}_track", lambda: instance_norm(4, affine=True, track_running_stats=True), 4, *space),
-        norm(
-            f"{i}_track_momentum",
-            lambda: instance_norm(4, momentum=None, affine=True, track_running_stats=True),
-            4,
-            *space,
-        ),
-        norm(
-            f"{i}_track_eval",
-            lambda: instance_norm(4, affine=True, track_running_stats=True),
-            4,
-            *space,
-            training=False,
-        ),
+        norm(f"{i}_track", lambda: instance_norm(4, **tracks), 4, *space),
+        norm(f"{i}_track_momentum", lambda: instance_norm(4, **tracks, momentum=None), 4, *space),
+        norm(f"{i}_track_eval", lambda: instance_norm(4, **tracks), 4, *space, training=False),
         Case(
             f"{i}_permuted",
             lambda: instance_norm(4, affine=True),
-            lay_out(randn(*space, 4), lambda x: x.movedim(-1, 1)),
+            randn_as(channels_second, *space, 4),
             bad=(bad(rf"(?i)instance_?norm{d}d", (4, *space)),),
         ),
     ]
     if d == 2:
-        cases.append(
-            Case(
-                f"{b}_channels_last",
-                lambda: batch_norm(4),
-                lay_out(randn(4, *space), lambda x: x.to(memory_format=torch.channels_last)),
-                training=False,
-            )
-        )
+        call = randn_as(channels_last, 4, *space)
+        cases.append(Case(f"{b}_channels_last", lambda: batch_norm(4), call, training=False))
     return cases
 
 
@@ -532,16 +528,9 @@ NORMS = [
     norm("layer_norm_4d", lambda: nn.LayerNorm(4, eps=0.1), 2, 5, 4),
     norm("layer_norm_no_bias", lambda: nn.LayerNorm(4, bias=False), 6, 4),
     norm("layer_norm_no_affine", lambda: nn.LayerNorm(4, elementwise_affine=False), 6, 4),
-    norm(
-        "layer_norm_shape",
-        lambda: nn.LayerNorm((5, 4)),
-        2,
-        5,
-        4,
-        bad=(bad(r"(?i)layer_?norm.*\(5, 4\)", (5, 4)),),
-    ),
+    norm("layer_norm_shape", lambda: nn.LayerNorm((5, 4)), 2, 5, 4, bad=(bad(r"(?i)layer_?norm.*\(5, 4\)", (5, 4)),)),
     norm("layer_norm_shape_whole", lambda: nn.LayerNorm([5, 4], bias=False), 5, 4),
-    Case("layer_norm_transposed", lambda: nn.LayerNorm(4), lay_out(randn(4, 6), lambda x: x.mT)),
+    Case("layer_norm_transposed", lambda: nn.LayerNorm(4), randn_as(lambda x: x.mT, 4, 6)),
     norm("rms_norm", lambda: nn.RMSNorm(4), 6, 4, bad=(bad(r"(?i)rms_?norm.*\(4,\)", (4,)),)),
     norm("rms_norm_2d", lambda: nn.RMSNorm(4, eps=0.1), 4),
     norm("rms_norm_shape", lambda: nn.RMSNorm((5, 4)), 2, 5, 4),
@@ -553,27 +542,15 @@ NORMS = [
     norm("group_norm_one_group", lambda: nn.GroupNorm(1, 4), 4, 5, 6),
     norm("group_norm_no_bias", lambda: nn.GroupNorm(2, 4, bias=False), 4, 5),
     norm("group_norm_no_affine", lambda: nn.GroupNorm(2, 4, affine=False), 4, 5),
-    Case(
-        "group_norm_channels_last",
-        lambda: nn.GroupNorm(2, 4),
-        lay_out(randn(4, 5, 6), lambda x: x.to(memory_format=torch.channels_last)),
-    ),
-    Case("group_norm_permuted", lambda: nn.GroupNorm(2, 4), lay_out(randn(5, 6, 4), lambda x: x.movedim(-1, 1))),
+    Case("group_norm_channels_last", lambda: nn.GroupNorm(2, 4), randn_as(channels_last, 4, 5, 6)),
+    Case("group_norm_permuted", lambda: nn.GroupNorm(2, 4), randn_as(channels_second, 5, 6, 4)),
     norm("batch_norm1d_2d", lambda: nn.BatchNorm1d(4), 4, training=False),
     *(case for d in (1, 2) for case in norm_cases(d)),
+    Case("batch_norm3d_channels_last", lambda: nn.BatchNorm3d(4), randn_as(channels_last, 4, 5, 2, 6), training=False),
     Case(
-        "batch_norm3d_channels_last",
-        lambda: nn.BatchNorm3d(4),
-        lay_out(randn(4, 5, 2, 6), channels_last_3d),
-        training=False,
-    ),
-    norm(
         "instance_norm3d_affine",
         lambda: nn.InstanceNorm3d(4, affine=True),
-        4,
-        5,
-        2,
-        6,
+        randn(4, 5, 2, 6),
         bad=(bad(r"(?i)instance_?norm3d", (4, 5, 2, 6)),),
     ),
     norm("prelu", lambda: nn.PReLU(), 6, 4),
@@ -581,7 +558,7 @@ NORMS = [
     norm("prelu_channels", lambda: nn.PReLU(4, init=0.1), 4, 6),
     norm("prelu_channels_2d", lambda: nn.PReLU(4), 4),
     norm("prelu_channels_4d", lambda: nn.PReLU(4), 4, 5, 6),
-    Case("prelu_permuted", lambda: nn.PReLU(4), lay_out(randn(6, 4), lambda x: x.mT)),
+    Case("prelu_permuted", lambda: nn.PReLU(4), randn_as(lambda x: x.mT, 6, 4)),
 ]
 
 # --- recurrent layers -----------------------------------------------------------------------------------------

@@ -19,19 +19,19 @@ class Family:
     """A model, and its input for so many samples.
 
     Attributes:
-        makes: The model, plain.
+        build: Makes the torch.nn model.
         shape: The shape of one sample's input; of words, where `words` is set.
         words: Whether the input is an index.
     """
 
     name: str
-    makes: Callable[[], nn.Module]
+    build: Callable[[], nn.Module]
     shape: tuple[int, ...]
     words: bool = False
 
     def module(self, seed: int = 5) -> nn.Module:
         torch.manual_seed(seed)
-        return self.makes()
+        return self.build()
 
     def call(self, samples: int, seed: int = 1) -> Call:
         generator = torch.Generator().manual_seed(seed)

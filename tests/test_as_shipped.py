@@ -120,7 +120,7 @@ FIRST_OF_CLASS = {case.torch_class: case for case in reversed(CASES) if case.has
 WITHOUT_A_CASE = ("attention", "transformer")
 EVERY = [
     *reversed(FIRST_OF_CLASS.values()),
-    *(Case(family.name, family.makes, family.call) for family in FAMILIES if family.name in WITHOUT_A_CASE),
+    *(Case(family.name, family.build, family.call) for family in FAMILIES if family.name in WITHOUT_A_CASE),
     *(at.case(size) for at in THRESHOLDS for size in (at.last, at.last + 1)),
 ]
 

@@ -157,6 +157,7 @@ LAWS: dict[str, tuple[Callable[[Term], Tensor], Callable[[Tensor, Term], Tensor]
 OF_ONE_KIND = {  # what one kind of term has beside
     "matrix": ("dense", lambda t: t.matrix(), lambda rows, t: rows.flatten(1) / t.coefficient),
     "transposed": ("outer, few positions", lambda t: t.transposed().dense(), lambda rows, t: rows.mT),
+    "padded": ("outer, few positions", lambda t: t.padded((1, 2)).dense(), lambda rows, t: F.pad(rows, (0, 0, 1, 2))),
 }
 SIZES = {"numel", "positions", "fills_memory", "norms_take_rows", "gram_takes_rows", "batch", "padded_size", "of"}
 

@@ -197,6 +197,7 @@ def test_every_entry_of_the_table_has_a_case() -> None:
             operation(make("outer_2")[0])
         make("outer_2")[0].sub_(make("outer_2")[0])
         make("outer_2")[0].float()
+        torch.ops.aten.slice_backward(make("outer_2")[0], [B, 7, 5], 1, 2, 5, 1)
     finally:
         TABLE.update(table)
     in_backward = {torch.ops.aten.transpose.int, torch.ops.aten.permute.default}  # by the laws of second order
@@ -238,6 +239,16 @@ def test_rows_chosen_from_changed_ones_are_refused() -> None:
     rows.mul_(2)
     with pytest.raises(PerSampleError, match=r"changed in place.*Choose the rows again"):
         chosen.sum(0)
+
+
+def test_the_gradient_of_some_lines_of_a_matrix_stays_factored() -> None:
+    rows, twin = make("outer+outer")
+    given = (torch.Size([B, 7, 5]), 1, 2, 5, 1)
+    padded = torch.ops.aten.slice_backward(3 * rows, *given)
+    assert isinstance(padded, FactoredTensor)
+    assert not padded.is_dense
+    same(padded, torch.ops.aten.slice_backward(3 * twin, *given))
+    same(torch.ops.aten.slice_backward(rows, [B, 3, 9], 2, 4, 9, 1)[..., 4:], twin)
 
 
 def test_a_changed_factor_is_refused() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import expanded_nn as enn
@@ -629,3 +630,37 @@ def test_means_of_bags_take_the_weight_s_dtype() -> None:
         torch.testing.assert_close(found.weight.grad, model.weight.grad, rtol=1e-12, atol=1e-14)
     finally:
         torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kind", ["embedding", "bags", "maxima of bags by offsets"])
+def test_operations_scale_entries_down(kind: str, shared: bool) -> None:
+    """Of each sample's own weight those that the sample looks up; of one weight those that any of them does."""
+    weight = torch.randn(7, 4).expand(BATCH, 7, 4) if shared else torch.randn(BATCH, 7, 4)
+    alone, index = [own.clone() for own in weight], torch.randint(7, (BATCH, 3))
+    name, options = ("embedding", {"norm_type": 1.0}) if kind == "embedding" else ("embedding_bag", {})
+    options["max_norm"], samples, given = 0.5, index.split(1), {"input": index}
+    if "offsets" in kind:
+        options["mode"], index = "max", index.flatten()
+        samples, given = (
+            [index[None, :4], index[None, 4:5], index[None, 5:]],
+            {"input": index, "offsets": torch.tensor([0, 4, 5])},
+        )
+    expected = [getattr(F, name)(own_index, own, **options) for own_index, own in zip(samples, alone, strict=True)]
+    assert_close(getattr(enn.functional, name)(weight=weight, **given, **options), torch.cat(expected))
+    if not shared:
+        assert_close(weight, torch.stack(alone))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_as_a_nested_tensor(mode: str) -> None:
+    """They are those of the same entries by offsets."""
+    layer, words, sizes = nn.EmbeddingBag(7, 4, mode=mode), torch.tensor([1, 2, 2, 5, 0, 3]), [3, 1, 2]
+    of_entries = [torch.arange(6.0)] if mode == "sum" else []  # what each counts for
+    nested = [torch.nested.nested_tensor(list(x.split(sizes)), layout=torch.jagged) for x in (words, *of_entries)]
+    calls = (
+        Call((nested[0], None, *nested[1:])),
+        Call((words, torch.tensor([0, 3, 4]), *of_entries)),
+    )
+    actual, expected = (rows_after(enn.convert(layer).per_sample(), call, BATCH) for call in calls)
+    assert_close_rows(actual, {name: rows.dense() for name, rows in expected.items()})

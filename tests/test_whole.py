@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from expanded_nn.core import cost
-from expanded_nn.layers._batched import RULES
+from expanded_nn.layers import whole
+from expanded_nn.layers._batched import RULES, Rule
 from expanded_nn.layers.general import General
 from oracle import Call, assert_close, assert_close_rows, gradient_penalty, grads_of, loop, plain, rows_of
 
@@ -154,6 +155,11 @@ def detached_in_part(m: Any, x: Tensor) -> Tensor:
     return F.linear(x, m.w / m.w.detach().square().sum(1, keepdim=True)) * m.v.detach().exp() + m.v
 
 
+def laid_out_anew(m: Any, x: Tensor) -> Tensor:
+    weight = m.w.permute(2, 0, 1).contiguous().flatten(-2)
+    return x @ weight.clone() + m.v.flatten() + m.v.flatten(1).flatten(0, 1) + m.u.repeat(2)
+
+
 def parameter_list(m: Any, x: Tensor) -> Tensor:
     return sum((x * weight for weight in m.list), start=x)
 
@@ -196,6 +202,7 @@ WHOLE: dict[str, Case] = {
     "low rank": (own(lambda m, x: F.linear(x, m.w + m.v @ m.u * 0.5), (6, D), (6, 2), (2, D)), X),
     "computed, used in two ways": (own(used_in_two_ways, (6, 2), (2, D)), X),
     "computed, detached in part": (own(detached_in_part, (D, D), (D,)), X),
+    "laid out anew": (own(laid_out_anew, (2, 3, D), (2, 1, 3), (3,)), X),
     "computed, stacked and resized": (
         own(
             lambda m, x: F.conv2d(x, F.interpolate(torch.cat([m.w.exp(), m.v.sin()]), size=(3, 3))), *[(1, 4, 2, 2)] * 2
@@ -238,6 +245,7 @@ WHOLE: dict[str, Case] = {
     "joined": (own(lambda m, x: x + torch.cat([m.w, m.v], 1), (1, 2, D), (1, 3, D)), X),
     "used twice": (own(lambda m, x: (x * m.w + m.w).sin() * m.w, (D,)), X),
     "branch": (own(lambda m, x: x * m.w if m.training else x + m.w, (D,)), X),
+    "cast, and asked": (own(lambda m, x: (m.w.requires_grad, x * m.w.to(x.dtype))[1], (D,)), X),
     "a list": (with_list, X),
     "layers inside": (
         own(lambda m, x: m.w * m.norm(m.linear(x)).relu(), (6,), linear=nn.Linear(D, 6), norm=nn.LayerNorm(6)),
@@ -254,6 +262,27 @@ def test_runs_whole(make: Callable[[], nn.Module], args: Any) -> None:
     if isinstance(getattr(module, "inner", None), Own) and hasattr(module, "w"):
         module.inner.w = module.w
     assert runs_whole(assert_right(module, Call(args)))
+
+
+def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = set()
+
+    def noting(rule: Rule) -> Rule:
+        def noted(func: Any, args: Any, kwargs: Any) -> Any:
+            result = rule(func, args, kwargs)
+            reached.add(rule)
+            return result
+
+        return noted
+
+    for func, rule in list(RULES.items()):
+        monkeypatch.setitem(RULES, func, noting(rule))
+    rules = set(whole.TABLE.values())
+    of_layers = {rule for rule in rules if rule.__name__ == "rule"}  # those of further dimensions are alike
+    for make, args in WHOLE.values():
+        enn.convert(make()).per_sample()(*args)
+    assert reached >= rules - of_layers
+    assert len(reached & of_layers) >= 8
 
 
 # --- what is computed from weights alone, once for all samples ------------------------------------------------------
@@ -623,6 +652,13 @@ def test_a_hook_that_adds_to_the_result(comparisons: list[Any], chance: float) -
             assert_close_rows(rows, expected)
     assert len(comparisons) == 2
     assert runs_whole(model)
+
+
+def test_a_hook_that_changes_the_result() -> None:
+    """Where the samples go one by one: the table has no cumulative sum of a parameter."""
+    module = Own(lambda m, x: m.layer(x) * m.w.cumsum(0), (D,), layer=nn.Linear(D, D)).double()
+    module.layer.register_forward_hook(lambda layer, args, output: 3 * output)
+    assert not runs_whole(assert_right(module, Call(X)))
 
 
 def looks_at_values(m: Any, x: Tensor) -> Tensor:

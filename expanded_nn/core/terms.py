@@ -335,6 +335,11 @@ class Outer(Term):
             return not cost.gram_by_pairs(self.positions, other.positions, *self.row_shape)
         return not isinstance(other, OneHot)
 
+    def padded(self, ends: tuple[int, int]) -> Outer:
+        """Rows `(B, ends[0] + out + ends[1], in)`, with zeros at the ends."""
+        g, a = self.factors
+        return Outer((F.pad(g, ends), a), (sum(ends, g.shape[-1]), a.shape[-1]), self.dtype, self.coefficient)
+
     def transposed(self) -> Outer:
         """Rows `(B, in, out)`."""
         g, a = self.factors

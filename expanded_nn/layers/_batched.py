@@ -97,14 +97,16 @@ class Run:
         self.numel = max(self.numel, (value.one if isinstance(value, Derived) else value)[0].numel())
         return made
 
-    def derived(self, function: Callable[..., Tensor], *given: Any, begins: bool = True) -> Batched:
-        """What is computed from parameters: once for all samples, where it pays.
+    def derived(self, func: Any, function: Callable[..., Tensor], *given: Any, begins: bool = True) -> Batched:
+        """What is computed from parameters alone: once for all samples, where it pays.
 
         Args:
-            function: Of values `(B, *shape)`, for any B; it must not hold a `Batched` tensor.
+            func: What the forward calls.
+            function: The same, of values `(B, *shape)`, for any B; it must not hold a `Batched` tensor.
             given: `Batched` tensors, and tensors `(B, *shape)` that all samples share.
             begins: Whether it is worth it by itself, or only for what has been computed so already, as a view is.
         """
+        self.note(func, whole=False)
         own = [each for each in given if is_own(each)]
         if cost.derives_once(self.numel) and (begins or any(each.is_computed for each in own)):
             sources = [each.source if is_own(each) else source_of(each) for each in given]

@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward knows of the forward, all but `x` as rows."""
+    """What a backward knows of the forward, all but `x` flat."""
 
     steps: Steps
     x: Tensor  # (T, B, in), or (N, in)
@@ -168,7 +168,7 @@ class Lstm(Recurrence):
         steps, x, h, c, weights = given
         assert c is not None
         size, outputs = c.shape[1], []
-        z, weight_hh = self._of_x(steps.rows(x), weights), weights.hh.t()
+        z, weight_hh = self._of_x(steps.flat(x), weights), weights.hh.t()
         gates = z.unflatten(1, (4, size))
         n, cells = z.new_empty(len(z), size), z.new_empty(len(z), size)
         for z_now, i, f, third, o, n_now, c_now in zip(*map(steps.split, (z, *gates.unbind(1), n, cells)), strict=True):
@@ -181,7 +181,7 @@ class Lstm(Recurrence):
                 h = F.linear(h, weights.hr)
             outputs.append(h)
         y = torch.stack(outputs) if steps.packed is None else torch.cat(outputs)
-        return y, steps.last(steps.from_rows(cells)).clone(), (z, n, cells)
+        return y, steps.last(steps.unflattened(cells)).clone(), (z, n, cells)
 
     def backward(self, loops: Loops, saved: Saved, gates: Gates, g: Tensor, g_c: Tensor | None) -> Gradients:
         steps, c0 = saved.steps, saved.c0
@@ -221,7 +221,7 @@ class Lstm(Recurrence):
         """The gates i, f, the tanh of the new cell states in place of n, and o; n; and the new cell states."""
         steps, weights = saved.steps, saved.weights
         assert saved.c0 is not None
-        z = self._of_x(steps.rows(saved.x), weights).addmm_(saved.h, weights.hh.t())
+        z = self._of_x(steps.flat(saved.x), weights).addmm_(saved.h, weights.hh.t())
         i, f, third, _ = z.unflatten(1, (4, saved.c0.shape[1])).unbind(1)
         n = third.tanh()
         z.sigmoid_()
@@ -249,7 +249,7 @@ class Gru(Recurrence):
     def saving(self, given: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
         steps, x, h, _, weights = given
         size, weight_hh, outputs = h.shape[1], weights.hh.t(), []
-        of_h = F.linear(steps.rows(x), weights.ih, weights.bias_ih)  # that of x, so far
+        of_h = F.linear(steps.flat(x), weights.ih, weights.bias_ih)  # that of x, so far
         rz, h_n = of_h.split([2 * size, size], 1)
         n = h_n.clone(memory_format=torch.contiguous_format)
         h_n.zero_()
@@ -293,7 +293,7 @@ class Gru(Recurrence):
     def gates(self, saved: Saved) -> Gates:
         """The gates r and z and `weight_hn h + bias_hn`; and n."""
         size, weights = saved.h.shape[1], saved.weights
-        of_x = F.linear(saved.steps.rows(saved.x), weights.ih, weights.bias_ih)
+        of_x = F.linear(saved.steps.flat(saved.x), weights.ih, weights.bias_ih)
         of_h = F.linear(saved.h, weights.hh, weights.bias_hh)
         of_h[:, : 2 * size].add_(of_x[:, : 2 * size]).sigmoid_()
         r, _, h_n = of_h.chunk(3, 1)

@@ -43,7 +43,7 @@ class _Recurrent(torch.autograd.Function):
         given, loops = Inputs(steps, x, h0, c0, _shared_weights(weights)), _loops(recurrence)
         y, c, gates = loops.saving(given) if saving else (*loops.fused(given), ())
         # a copy of the outputs, as the next layer may change them in place
-        ctx.save_for_backward(x, h0, c0, steps.copied_rows(y, y.dtype), *weights, *gates)
+        ctx.save_for_backward(x, h0, c0, steps.flat_copy(y, y.dtype), *weights, *gates)
         return owned(y), c
 
     @staticmethod
@@ -87,13 +87,13 @@ def _gradients(
     one, y, first_c = _shared_weights(weights, dtype), y.to(dtype), None if c0 is None else c0.to(dtype)
     saved = Saved(steps, x.to(dtype), steps.previous(h0.to(dtype), y), y, first_c, one)
     reached_hr = g is not None or len(steps.sizes) > 1  # the cell state after the first step does not depend on it
-    g = torch.zeros_like(y) if g is None else steps.copied_rows(g, dtype)
+    g = torch.zeros_like(y) if g is None else steps.flat_copy(g, dtype)
     loops, g_c = _loops(recurrence), None if g_c is None else g_c.to(dtype)
     found = recurrence.backward(loops, saved, gates or loops.gates(saved), g, g_c)
 
     grads: list[Tensor | None] = [None] * len(needed)
     if needed[0]:
-        grads[0] = steps.from_rows(F.linear(found.ih, one.ih.t())).to(x.dtype)
+        grads[0] = steps.unflattened(F.linear(found.ih, one.ih.t())).to(x.dtype)
     if needed[1]:
         grads[1] = found.h0.to(h0.dtype)
     if needed[2] and c0 is not None and found.c0 is not None:
@@ -133,11 +133,11 @@ def _composite_gradients(
         given = Inputs(steps, x.to(dtype), h0.to(dtype), first_c, Weights(*weights))
         y, c = _composite(recurrence, given)
     outputs = [(output, grad) for output, grad in ((y, g), (c, g_c)) if output is not None and grad is not None]
-    wanted = [alias for alias, is_needed in zip(aliases, needed, strict=True) if is_needed and alias is not None]
     ends, gradients = [output for output, _ in outputs], [grad.to(output.dtype) for output, grad in outputs]
-    grads = iter(torch.autograd.grad(ends, wanted, gradients, create_graph=again, allow_unused=True))
-    wants = (is_needed and alias is not None for alias, is_needed in zip(aliases, needed, strict=True))
-    return tuple(next(grads) if is_wanted else None for is_wanted in wants)
+    wanted = [place for place, is_needed in enumerate(needed) if is_needed]
+    sources = [aliases[place] for place in wanted]
+    grads = torch.autograd.grad(ends, sources, gradients, create_graph=again, allow_unused=True)
+    return tuple(map(dict(zip(wanted, grads, strict=True)).get, range(len(needed))))
 
 
 def _composite(recurrence: Recurrence, given: Inputs) -> States:

@@ -15,10 +15,10 @@ from torch.nn.utils.rnn import PackedSequence
 class Steps:
     """Where the steps of B sequences lie in memory.
 
-    A layer's inputs and outputs are `(T, B, features)` where all sequences are equally long, and rows `(N, features)`
-    as in a `PackedSequence` where they are not: all first steps, then all second steps, and so on, the longest
-    sequence first. `samples` says whose a sequence is. The *rows* `(N, features)` that the backward works on are in
-    that order for both.
+    A layer's inputs and outputs are `(T, B, features)` where all sequences are equally long, and *flat*, `(N,
+    features)`, as in a `PackedSequence` where they are not: all first steps, then all second steps, and so on, the
+    longest sequence first. `samples` says whose a sequence is. The backward works on flat tensors of that order in both
+    cases.
 
     Attributes:
         sizes: For each step, how many sequences have it.
@@ -26,7 +26,7 @@ class Steps:
         packed: `sizes` as the tensor that torch's kernels take, `None` where all sequences are equally long.
         samples: For each sequence the sample it belongs to, `None` where that is its own number.
         cell: Whether there is one step, and it is a cell's.
-        device: Where the rows are.
+        device: Where the tensors are.
     """
 
     sizes: list[int]
@@ -50,8 +50,8 @@ class Steps:
         return cls(sizes, sizes[0], packed, samples, device=data.device)
 
     @cached_property
-    def _of_rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For each row its step and its sequence; for each step its first row; for each sequence its length."""
+    def _of_steps(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Each flat entry's step and sequence; each step's first entry; each sequence's length."""
         assert self.packed is not None
         count = torch.arange(len(self.sizes))
         first = self.packed.cumsum(0) - self.packed
@@ -62,21 +62,21 @@ class Steps:
 
     @cached_property
     def _places(self) -> Tensor:
-        """For each row its place in `(B * T, features)`, samples in the user's order."""
-        step, sequence, _, _ = self._of_rows
+        """For each entry of a flat tensor its place in `(B * T, features)`, samples in the user's order."""
+        step, sequence, _, _ = self._of_steps
         sample = sequence if self.samples is None else self.samples.cpu()[sequence]
         return (sample * len(self.sizes) + step).to(self.device)
 
     @cached_property
     def _mirror(self) -> Tensor:
-        """For each row the row of the same sequence as far from its end."""
-        step, sequence, first, lengths = self._of_rows
+        """For each entry of a flat tensor that of the same sequence as far from its end."""
+        step, sequence, first, lengths = self._of_steps
         return (first[lengths[sequence] - 1 - step] + sequence).to(self.device)
 
     @cached_property
     def _last(self) -> Tensor:
-        """The last row of each sequence."""
-        _, sequence, first, lengths = self._of_rows
+        """Where each sequence ends in a flat tensor."""
+        _, sequence, first, lengths = self._of_steps
         return (first[lengths - 1] + sequence[: self.batch]).to(self.device)
 
     @cached_property
@@ -91,34 +91,34 @@ class Steps:
         done = torch.zeros(self.batch * len(self.sizes), dtype=torch.bool, device=self.device)
         return done.index_fill(0, self._places, True).view(self.batch, len(self.sizes))
 
-    def rows(
+    def flat(
         self,
         steps: Tensor,  # (T, B, features), or (N, features)
     ) -> Tensor:  # (N, features)
-        """A layer's input or output as rows."""
+        """A layer's input or output, flat."""
         return steps.flatten(0, -2)
 
-    def copied_rows(
+    def flat_copy(
         self,
         steps: Tensor,  # (T, B, features), or (N, features)
         dtype: torch.dtype,
     ) -> Tensor:  # (N, features)
-        """A layer's input or output as rows in memory of their own."""
-        return self.rows(steps.to(dtype, copy=True, memory_format=torch.contiguous_format))
+        """A layer's input or output, flat, in memory of its own."""
+        return self.flat(steps.to(dtype, copy=True, memory_format=torch.contiguous_format))
 
-    def from_rows(
+    def unflattened(
         self,
-        rows: Tensor,  # (N, features)
+        flat: Tensor,  # (N, features)
     ) -> Tensor:  # (T, B, features), or (N, features)
-        """The way back from `rows`."""
-        return rows if self.packed is not None else rows.reshape(len(self.sizes), self.batch, rows.shape[-1])
+        """The way back from `flat`."""
+        return flat if self.packed is not None else flat.reshape(len(self.sizes), self.batch, flat.shape[-1])
 
     def split(
         self,
-        rows: Tensor,  # (N, *)
+        flat: Tensor,  # (N, *)
     ) -> Sequence[Tensor]:  # each (sequences, *)
-        """The rows of each step, as views."""
-        views: Sequence[Tensor] = rows.split(self.sizes)
+        """The parts of each step, as views."""
+        views: Sequence[Tensor] = flat.split(self.sizes)
         return views
 
     def by_sample(
@@ -127,7 +127,7 @@ class Steps:
     ) -> Tensor:  # (B, T, features)
         """The steps of each sample, in the user's order; zeros behind the end of its sequence."""
         if self.packed is None:
-            return self.from_rows(steps).transpose(0, 1)
+            return self.unflattened(steps).transpose(0, 1)
         places = steps.new_zeros(self.batch * len(self.sizes), steps.shape[-1])
         return places.index_copy(0, self._places, steps).view(self.batch, len(self.sizes), steps.shape[-1])
 
@@ -142,27 +142,27 @@ class Steps:
 
     def reversed(
         self,
-        rows: Tensor,  # (N, features), or (T, B, features)
-    ) -> Tensor:
+        steps: Tensor,  # (T, B, features), or (N, features)
+    ) -> Tensor:  # as steps
         """Each sequence from its end to its beginning."""
-        return rows.flip(0) if self.packed is None else rows.index_select(0, self._mirror)
+        return steps.flip(0) if self.packed is None else steps.index_select(0, self._mirror)
 
     def last(
         self,
-        rows: Tensor,  # (N, features), or (T, B, features)
+        steps: Tensor,  # (T, B, features), or (N, features)
     ) -> Tensor:  # (B, features)
         """The last step of each sequence."""
-        return rows[-1] if self.packed is None else rows.index_select(0, self._last)
+        return steps[-1] if self.packed is None else steps.index_select(0, self._last)
 
     def previous(
         self,
         initial: Tensor,  # (B, features)
-        rows: Tensor,  # (N, features)
+        flat: Tensor,  # (N, features)
     ) -> Tensor:  # (N, features)
-        """For each row the row of the step before."""
+        """For each step what there is at the step before."""
         if self.packed is None:
-            return torch.cat([initial, rows[: rows.shape[0] - self.batch]])
-        before = (initial, *rows.split(self.sizes))
+            return torch.cat([initial, flat[: flat.shape[0] - self.batch]])
+        before = (initial, *flat.split(self.sizes))
         return torch.cat([step[:size] for step, size in zip(before, self.sizes, strict=False)])
 
     def in_samples_order(self, states: Tensor, dim: int = 0) -> Tensor:

@@ -13,41 +13,14 @@ from torch import Tensor, nn
 
 from expanded_nn._batch import own_batch_first, tensors
 from expanded_nn._errors import complaint
-from expanded_nn._layout import refuse_other_than_sequences, refuse_unclear_layout
+from expanded_nn._layout import refuse_other_than_sequences
 from expanded_nn._module import Expanded, PerSampleModule, Root
 from expanded_nn._registry import expands
-from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared
+from expanded_nn._shared import owned
 from expanded_nn._twins import expand_modules, raise_for
-from expanded_nn.layers.linear import Linear, linear, outer_rows, positions
-from expanded_nn.recording.expand import keeps_factors
+from expanded_nn.layers.linear import Linear, linear
 from expanded_nn.recording.order import order_paused
 from expanded_nn.recording.recorder import Recorder
-
-
-class _Part(torch.autograd.Function):
-    """A linear map by a slice of a shared weight; the gradient of the rest of the weight is zero, and factored, too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: slice) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.part, ctx.bias_dtype = part, None if bias is None else bias.dtype
-        return owned(F.linear(x, shared(weight)[part], None if bias is None else shared(bias)[part]))
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = None
-        around = (ctx.part.start, weight.shape[1] - ctx.part.stop)
-        if ctx.needs_input_grad[0]:
-            if torch.is_grad_enabled():
-                grad_x = linear(g, cast_shared(weight, g.dtype)[:, ctx.part].transpose(1, 2)).to(x.dtype)
-            else:
-                grad_x = torch.matmul(g, shared(weight)[ctx.part].to(g.dtype)).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight = outer_rows(F.pad(g, around), x.to(g.dtype), weight.dtype, keep_factors=keeps_factors(weight))
-        if ctx.needs_input_grad[2]:
-            grad_bias = F.pad(positions(g).sum(1, dtype=ctx.bias_dtype), around)
-        return grad_x, grad_weight, grad_bias, None
 
 
 class _TwiceDifferentiable(torch.autograd.Function):
@@ -229,9 +202,7 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         weight, bias = self.expanded("in_proj_weight"), self.expanded("in_proj_bias")
         if stop - start == 3:
             return linear(x, weight, bias)
-        part = slice(start * self.embed_dim, stop * self.embed_dim)
-        if is_shared(weight, bias) and not is_constant(weight, bias):
-            return _Part.apply(x, weight, bias, part)  # type: ignore[no-untyped-call,no-any-return]
+        part = slice(start * self.embed_dim, stop * self.embed_dim)  # rows of such a part stay factored
         return linear(x, weight[:, part], None if bias is None else bias[:, part])
 
     def _mask(
@@ -284,8 +255,6 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
     def _samples_first(self, argument: str, x: Tensor) -> Tensor:
         """`x` as `(B, T, features)`."""
         refuse_other_than_sequences(self, argument, x, self._samples_dim)
-        if self._samples_dim:
-            refuse_unclear_layout(self, x)
         return self.checked(x, 2, dim=self._samples_dim, argument=argument).transpose(0, self._samples_dim)
 
     def _refuse_other_shape(self, argument: str, x: Tensor, wanted: tuple[int, ...]) -> None:
@@ -335,8 +304,6 @@ class _Container(_Converted, Root):
             first = next((x for x in tensors((args, kwargs)) if isinstance(x, Tensor)), None)
             if first is not None:
                 refuse_other_than_sequences(self, "input", first, 0 if batch_first else 1)
-                if not batch_first:
-                    refuse_unclear_layout(self, first)
         if recorder.settings.batch_first == batch_first:
             return super().forward(*args, **kwargs)
         with recorder.layout(batch_first=batch_first):

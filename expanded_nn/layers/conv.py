@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,35 +16,12 @@ from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, shared, shared_or_none
 from expanded_nn.core.geometry import Geometry, cropped
 from expanded_nn.core.patches import Patches
-from expanded_nn.factored import FactoredTensor
+from expanded_nn.factored import from_factors
 
 aten = torch.ops.aten
 Sizes = int | Sequence[int]
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-
-
-class _PatchRows(torch.autograd.Function):
-    """The rows of a convolution's weight, held as their factors; differentiable in both."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, g: Tensor, x: Tensor, row_shape: tuple[int, ...], dtype: torch.dtype, geometry: Geometry
-    ) -> Tensor:
-        ctx.save_for_backward(g, x)
-        ctx.geometry = geometry
-        return FactoredTensor.of(Patches.of(g, x, row_shape, geometry, dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        g, x = ctx.saved_tensors
-        weight = cast_shared(grad, g.dtype)
-        grad_g = grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_g = _apply(x, weight, None, ctx.geometry, None)
-        if ctx.needs_input_grad[1]:
-            grad_x = _input_gradient(g, x, weight, ctx.geometry, transposed=False)
-        return grad_g, grad_x, None, None, None
 
 
 def patch_rows(
@@ -58,9 +36,14 @@ def patch_rows(
     if any(more >= stride for more, stride in zip(excess, geometry.stride, strict=True)):
         # Only the output_padding of a dilated transposed convolution reaches so far.
         x, geometry = geometry.padded(x, cut=excess)
-    if torch.is_grad_enabled():
-        return _PatchRows.apply(g, x, row_shape, dtype, geometry)  # type: ignore[no-untyped-call,no-any-return]
-    return FactoredTensor.of(Patches.of(g, x, row_shape, geometry, dtype))
+
+    def of_g(grad: Tensor, g: Tensor, x: Tensor) -> Tensor:
+        return _apply(x, cast_shared(grad, g.dtype), None, geometry, None)
+
+    def of_x(grad: Tensor, g: Tensor, x: Tensor) -> Tensor:
+        return _input_gradient(g, x, cast_shared(grad, g.dtype), geometry, transposed=False)
+
+    return from_factors(lambda g, x: Patches.of(g, x, row_shape, geometry, dtype), (g, x), (of_g, of_x))
 
 
 class _Convolution(torch.autograd.Function):
@@ -177,23 +160,6 @@ def _check_samples(name: str, x: Tensor, weight: Tensor, dims: int) -> None:
         )
 
 
-def _conv(
-    dims: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sizes,
-    padding: Sizes | str,
-    dilation: Sizes,
-    groups: int,
-) -> Tensor:
-    _check_samples(f"conv{dims}d", x, weight, dims)
-    stride, dilation = _per_dimension(stride, dims), _per_dimension(dilation, dims)
-    if isinstance(padding, str):
-        x, padding = _padded_by_name(x, padding, weight.shape[3:], stride, dilation)
-    return _apply(x, weight, bias, Geometry(stride, _per_dimension(padding, dims), dilation, groups), None)
-
-
 def _padded_by_name(
     x: Tensor, padding: str, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[Tensor, tuple[int, ...]]:
@@ -210,50 +176,13 @@ def _padded_by_name(
     return x, tuple(both // 2 for both in total)
 
 
-def _conv_transpose(
-    dims: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sizes,
-    padding: Sizes,
-    output_padding: Sizes,
-    groups: int,
-    dilation: Sizes,
-) -> Tensor:
-    _check_samples(f"conv_transpose{dims}d", x, weight, dims)
-    stride, padding, dilation = (_per_dimension(size, dims) for size in (stride, padding, dilation))
-    geometry = Geometry(stride, padding, dilation, groups)
-    return _apply(x, weight, bias, geometry, _per_dimension(output_padding, dims))
-
-
-def conv1d(
-    x: Tensor,  # (B, in, length)
-    weight: Tensor,  # (B, out, in / groups, k)
-    bias: Tensor | None = None,  # (B, out)
-    stride: Sizes = 1,
-    padding: Sizes | str = 0,
-    dilation: Sizes = 1,
-    groups: int = 1,
-) -> Tensor:
-    """Each sample's own `torch.nn.functional.conv1d`; see `conv2d`."""
-    return _conv(1, x, weight, bias, stride, padding, dilation, groups)
-
-
-def conv2d(
-    x: Tensor,  # (B, in, height, width)
-    weight: Tensor,  # (B, out, in / groups, kh, kw)
-    bias: Tensor | None = None,  # (B, out)
-    stride: Sizes = 1,
-    padding: Sizes | str = 0,
-    dilation: Sizes = 1,
-    groups: int = 1,
-) -> Tensor:
-    """Applies each sample's own convolution, as `torch.nn.functional.conv2d` does the one of all.
+@dataclass(frozen=True)
+class _ConvOp:
+    """Applies each sample's own convolution, as torch's function of the same name does the one of all.
 
     Args:
-        x: `(B, in, height, width)`.
-        weight: `(B, out, in / groups, kh, kw)`; expanded over the batch (stride 0) it runs as torch's one kernel.
+        x: `(B, in, *size)`: of `conv2d` `(B, in, height, width)`.
+        weight: `(B, out, in / groups, *kernel)`; expanded over the batch (stride 0) it runs as torch's one kernel.
         bias: `(B, out)`, or `None`.
         stride: The step of the kernel, one number or one a dimension; so are `padding` and `dilation`.
         padding: Zeros at both ends of each dimension, or `"valid"` (none), or `"same"` (as many as keep the size).
@@ -263,51 +192,37 @@ def conv2d(
     Returns:
         `(B, out, *positions)`.
     """
-    return _conv(2, x, weight, bias, stride, padding, dilation, groups)
+
+    dims: int
+
+    @property
+    def __name__(self) -> str:
+        return f"conv{self.dims}d"
+
+    def __call__(
+        self,
+        x: Tensor,  # (B, in, *size)
+        weight: Tensor,  # (B, out, in / groups, *kernel)
+        bias: Tensor | None = None,  # (B, out)
+        stride: Sizes = 1,
+        padding: Sizes | str = 0,
+        dilation: Sizes = 1,
+        groups: int = 1,
+    ) -> Tensor:  # (B, out, *positions)
+        _check_samples(self.__name__, x, weight, self.dims)
+        stride, dilation = _per_dimension(stride, self.dims), _per_dimension(dilation, self.dims)
+        if isinstance(padding, str):
+            x, padding = _padded_by_name(x, padding, weight.shape[3:], stride, dilation)
+        return _apply(x, weight, bias, Geometry(stride, _per_dimension(padding, self.dims), dilation, groups), None)
 
 
-def conv3d(
-    x: Tensor,  # (B, in, depth, height, width)
-    weight: Tensor,  # (B, out, in / groups, kd, kh, kw)
-    bias: Tensor | None = None,  # (B, out)
-    stride: Sizes = 1,
-    padding: Sizes | str = 0,
-    dilation: Sizes = 1,
-    groups: int = 1,
-) -> Tensor:
-    """Each sample's own `torch.nn.functional.conv3d`; see `conv2d`."""
-    return _conv(3, x, weight, bias, stride, padding, dilation, groups)
-
-
-def conv_transpose1d(
-    x: Tensor,  # (B, in, length)
-    weight: Tensor,  # (B, in, out / groups, k)
-    bias: Tensor | None = None,  # (B, out)
-    stride: Sizes = 1,
-    padding: Sizes = 0,
-    output_padding: Sizes = 0,
-    groups: int = 1,
-    dilation: Sizes = 1,
-) -> Tensor:
-    """Each sample's own `torch.nn.functional.conv_transpose1d`; see `conv_transpose2d`."""
-    return _conv_transpose(1, x, weight, bias, stride, padding, output_padding, groups, dilation)
-
-
-def conv_transpose2d(
-    x: Tensor,  # (B, in, height, width)
-    weight: Tensor,  # (B, in, out / groups, kh, kw)
-    bias: Tensor | None = None,  # (B, out)
-    stride: Sizes = 1,
-    padding: Sizes = 0,
-    output_padding: Sizes = 0,
-    groups: int = 1,
-    dilation: Sizes = 1,
-) -> Tensor:
-    """Applies each sample's own transposed convolution, as `torch.nn.functional.conv_transpose2d` does the one of all.
+@dataclass(frozen=True)
+class _ConvTransposeOp:
+    """Applies each sample's own transposed convolution, as torch's function of the same name does the one of all.
 
     Args:
-        x: `(B, in, height, width)`.
-        weight: `(B, in, out / groups, kh, kw)`; expanded over the batch (stride 0) it runs as torch's one kernel.
+        x: `(B, in, *size)`: of `conv_transpose2d` `(B, in, height, width)`.
+        weight: `(B, in, out / groups, *kernel)`; expanded over the batch (stride 0) it runs as torch's one kernel.
         bias: `(B, out)`, or `None`.
         stride: The step of the kernel, one number or one a dimension; so are all others but `groups`.
         padding: What is taken off at both ends of each dimension of the output.
@@ -318,21 +233,32 @@ def conv_transpose2d(
     Returns:
         `(B, out, *positions)`.
     """
-    return _conv_transpose(2, x, weight, bias, stride, padding, output_padding, groups, dilation)
+
+    dims: int
+
+    @property
+    def __name__(self) -> str:
+        return f"conv_transpose{self.dims}d"
+
+    def __call__(
+        self,
+        x: Tensor,  # (B, in, *size)
+        weight: Tensor,  # (B, in, out / groups, *kernel)
+        bias: Tensor | None = None,  # (B, out)
+        stride: Sizes = 1,
+        padding: Sizes = 0,
+        output_padding: Sizes = 0,
+        groups: int = 1,
+        dilation: Sizes = 1,
+    ) -> Tensor:  # (B, out, *positions)
+        _check_samples(self.__name__, x, weight, self.dims)
+        stride, padding, dilation = (_per_dimension(size, self.dims) for size in (stride, padding, dilation))
+        geometry = Geometry(stride, padding, dilation, groups)
+        return _apply(x, weight, bias, geometry, _per_dimension(output_padding, self.dims))
 
 
-def conv_transpose3d(
-    x: Tensor,  # (B, in, depth, height, width)
-    weight: Tensor,  # (B, in, out / groups, kd, kh, kw)
-    bias: Tensor | None = None,  # (B, out)
-    stride: Sizes = 1,
-    padding: Sizes = 0,
-    output_padding: Sizes = 0,
-    groups: int = 1,
-    dilation: Sizes = 1,
-) -> Tensor:
-    """Each sample's own `torch.nn.functional.conv_transpose3d`; see `conv_transpose2d`."""
-    return _conv_transpose(3, x, weight, bias, stride, padding, output_padding, groups, dilation)
+conv1d, conv2d, conv3d = map(_ConvOp, (1, 2, 3))
+conv_transpose1d, conv_transpose2d, conv_transpose3d = map(_ConvTransposeOp, (1, 2, 3))
 
 
 class _ConvNd(Expanded, nn.modules.conv._ConvNd):
@@ -348,7 +274,8 @@ class _ConvNd(Expanded, nn.modules.conv._ConvNd):
         if self.padding_mode != "zeros":
             x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
         weight, bias = self.expanded("weight"), self.expanded("bias")
-        return _conv(len(self.kernel_size), x, weight, bias, self.stride, padding, self.dilation, self.groups)
+        op = _ConvOp(len(self.kernel_size))
+        return op(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
 
 @expands(nn.Conv1d)
@@ -385,9 +312,8 @@ class _ConvTransposeNd(Expanded, nn.modules.conv._ConvTransposeNd):
             sizes: list[Any] = [self.stride, padding, self.kernel_size, dims, self.dilation]
             output_padding = self._output_padding(x, output_size, *sizes)
             weight, bias = self.expanded("weight"), self.expanded("bias")
-            return _conv_transpose(
-                dims, x, weight, bias, self.stride, padding, output_padding, self.groups, self.dilation
-            )
+            op = _ConvTransposeOp(dims)
+            return op(x, weight, bias, self.stride, padding, output_padding, self.groups, self.dilation)
 
         return self.by_sample(op, dims + 1, input=input)
 

@@ -17,22 +17,7 @@ from expanded_nn._registry import expands
 from expanded_nn._shared import is_constant, is_shared, owned, shared
 from expanded_nn._traced import refuse_values
 from expanded_nn.core.terms import OneHot, SparseOneHot
-from expanded_nn.factored import FactoredTensor
-
-
-class _OneHotRows(torch.autograd.Function):
-    """`sum_t e[index[b,t]] (x) v[b,t,:]`, held as its factors; differentiable in the values."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, index: Tensor, entries: int, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.dtype = values.dtype
-        return FactoredTensor.of(OneHot.of(values, index, entries, dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (index,) = ctx.saved_tensors
-        return embedding(index, grad).to(ctx.dtype), None, None, None
+from expanded_nn.factored import FactoredTensor, from_factors
 
 
 def one_hot_rows(
@@ -44,10 +29,14 @@ def one_hot_rows(
     sparse: bool = False,
 ) -> Tensor:  # (B, entries, dim)
     """The rows of an embedding's weight, factored; a `sparse` gradient that has a derivative itself is not sparse."""
-    if torch.is_grad_enabled() and values.requires_grad:
-        return _OneHotRows.apply(values, index, entries, dtype)  # type: ignore[no-untyped-call,no-any-return]
-    kind = SparseOneHot if sparse else OneHot
-    return FactoredTensor.of(kind.of(values, index, entries, dtype))
+    kind = OneHot if not sparse or (torch.is_grad_enabled() and values.requires_grad) else SparseOneHot
+
+    def of_values(grad: Tensor, values: Tensor, index: Tensor) -> Tensor:
+        return embedding(index, grad).to(values.dtype)
+
+    return from_factors(
+        lambda values, index: kind.of(values, index, entries, dtype), (values, index), (of_values, of_values)
+    )
 
 
 def _wrapped(padding_idx: int | None, entries: int) -> int | None:
@@ -166,13 +155,13 @@ def embedding(
     _refuse_other_rows("embedding", input.shape[0], weight)
     padding_idx = _wrapped(padding_idx, weight.shape[1])
     if max_norm is not None:
-        _renormalise(weight, input, None, max_norm, norm_type)
+        _renormalize(weight, input, None, max_norm, norm_type)
     if is_constant(weight):
         return _looked_up(input, shared(weight))
     return _Embedding.apply(input, weight, padding_idx, scale_grad_by_freq, sparse, None)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _renormalise(weight: Tensor, index: Tensor, valid: Tensor | None, max_norm: float, norm_type: float) -> None:
+def _renormalize(weight: Tensor, index: Tensor, valid: Tensor | None, max_norm: float, norm_type: float) -> None:
     """Scales the entries looked up down to `max_norm`, in place: of the one weight, or of each sample's own."""
     chosen = [index] if is_shared(weight) else index.unbind()
     if valid is not None:
@@ -182,7 +171,7 @@ def _renormalise(weight: Tensor, index: Tensor, valid: Tensor | None, max_norm: 
         torch.embedding_renorm_(table, entries.reshape(-1), max_norm, norm_type)
 
 
-def _renormalise_once(module: Embedding | EmbeddingBag, index: Tensor) -> float | None:
+def _renormalize_once(module: Embedding | EmbeddingBag, index: Tensor) -> float | None:
     """Scales down the entries of the one weight before it is expanded; gives the `max_norm` left for the op to do."""
     weight = module.weight
     if module.max_norm is None or weight.dim() == 3:
@@ -211,7 +200,7 @@ class Embedding(Expanded, nn.Embedding):
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         index, dim = index_by_sample(self, input)
-        max_norm = _renormalise_once(self, input)
+        max_norm = _renormalize_once(self, input)
         options = (self.padding_idx, max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
         out = embedding(index, self.expanded("weight"), *options)
         if input.dim() == 0:
@@ -352,13 +341,13 @@ def embedding_bag(
     padding_idx = _wrapped(padding_idx, weight.shape[1])
     if mode != "max" and is_shared(weight):
         if max_norm is not None:
-            _renormalise(weight, input, None, max_norm, norm_type)
+            _renormalize(weight, input, None, max_norm, norm_type)
         tensors = (weight, per_sample_weights, input, offsets)
         options = (scale_grad_by_freq, mode, sparse, include_last_offset, padding_idx)
         return _EmbeddingBag.apply(*tensors, *options)  # type: ignore[no-untyped-call,no-any-return]
     bags = _Bags.of(input, offsets, include_last_offset)
     if max_norm is not None:
-        _renormalise(weight, bags.index, bags.valid, max_norm, norm_type)
+        _renormalize(weight, bags.index, bags.valid, max_norm, norm_type)
     dropped = _dropped(bags.index, bags.valid, padding_idx)
     entries: Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
         bags.index, weight, padding_idx, scale_grad_by_freq, sparse, bags.valid
@@ -447,7 +436,7 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
             bags = _bag_count(input, offsets, include_last_offset)
             remedy = "Say the number of bags: per_sample(batch_size=...), or give the input as (B, N)."
             refuse_other_count(self, bags, f"offsets say {bags} bags", remedy)
-        max_norm = _renormalise_once(self, input)
+        max_norm = _renormalize_once(self, input)
         options = (max_norm, self.norm_type, self.scale_grad_by_freq, self.mode, self.sparse)
         entries = (per_sample_weights, include_last_offset, self.padding_idx)
         return embedding_bag(input, self.expanded("weight"), offsets, *options, *entries)

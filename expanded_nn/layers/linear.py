@@ -16,23 +16,8 @@ from expanded_nn._registry import expands
 from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
 from expanded_nn.core import cost
 from expanded_nn.core.terms import Outer
-from expanded_nn.factored import FactoredTensor
+from expanded_nn.factored import from_factors
 from expanded_nn.recording.expand import keeps_factors
-
-
-class _OuterRows(torch.autograd.Function):
-    """`sum_t g[b,t,:] (x) a[b,t,:]`, held as its factors; differentiable in both."""
-
-    @staticmethod
-    def forward(ctx: Any, g: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(g, a)
-        return FactoredTensor.of(Outer.of(g, a, dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        g, a = ctx.saved_tensors
-        grad = grad.to(g.dtype)
-        return torch.bmm(a, grad.transpose(1, 2)), torch.bmm(g, grad), None
 
 
 def outer_rows(
@@ -48,9 +33,15 @@ def outer_rows(
     if (small and not keep_factors) or is_batched(g):
         with in_own_dtype(g):
             return torch.bmm(g.transpose(1, 2), a)
-    if torch.is_grad_enabled():
-        return _OuterRows.apply(g, a, dtype)  # type: ignore[no-untyped-call,no-any-return]
-    return FactoredTensor.of(Outer.of(g, a, dtype))
+    return from_factors(lambda g, a: Outer.of(g, a, dtype), (g, a), (_gradient_of_g, _gradient_of_a))
+
+
+def _gradient_of_g(grad: Tensor, g: Tensor, a: Tensor) -> Tensor:
+    return torch.bmm(a, grad.to(g.dtype).transpose(1, 2))
+
+
+def _gradient_of_a(grad: Tensor, g: Tensor, a: Tensor) -> Tensor:
+    return torch.bmm(g, grad.to(g.dtype))
 
 
 def positions(

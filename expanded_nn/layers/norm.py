@@ -57,41 +57,52 @@ def _widest(*dtypes: torch.dtype) -> torch.dtype:
     return reduce(torch.promote_types, dtypes, torch.float32)
 
 
-def _standardised(x: Tensor, dims: int, eps: float, *, centred: bool) -> tuple[Tensor, Tensor]:
+def _standardized(x: Tensor, dims: int, eps: float, *, centered: bool) -> tuple[Tensor, Tensor]:
     """`x` with mean square 1 over its last `dims` dimensions, and the factor that made it so."""
     last = list(range(-dims, 0))
-    if centred:
+    if centered:
         x = x - x.mean(last, keepdim=True)
     rstd = torch.rsqrt(x.square().mean(last, keepdim=True) + eps)
     return x * rstd, rstd
 
 
 def _input_grad(
-    g: Tensor,  # of the standardised input
+    g: Tensor,  # of the standardized input
     xhat: Tensor,
     rstd: Tensor,
     dims: int,
     *,
-    centred: bool,
+    centered: bool,
 ) -> Tensor:
-    """The vector-Jacobian product of `_standardised`."""
+    """The vector-Jacobian product of `_standardized`."""
     last = list(range(-dims, 0))
     inner = g - xhat * (g * xhat).mean(last, keepdim=True)
-    if centred:
+    if centered:
         inner = inner - g.mean(last, keepdim=True)
     return inner * rstd
 
 
-class _LayerNorm(torch.autograd.Function):
-    """A layer norm whose weight and bias are one, expanded over the batch."""
+class _OfPositions(torch.autograd.Function):
+    """A layer norm or, where not centered, an RMS norm; its weight is one, expanded over the batch."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, normalized_shape: Sequence[int], eps: float
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        normalized_shape: Sequence[int],
+        eps: float | None,
+        centered: bool,
     ) -> Tensor:
-        y, mean, rstd = torch.native_layer_norm(x, normalized_shape, shared(weight), shared_or_none(bias), eps)
+        mean = rstd = None
+        ctx.eps = torch.finfo(_widest(x.dtype)).eps if eps is None else eps
+        if centered:
+            y, mean, rstd = torch.native_layer_norm(x, normalized_shape, shared(weight), shared_or_none(bias), ctx.eps)
+        else:
+            y = F.rms_norm(x, list(normalized_shape), shared(weight), eps)
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.eps, ctx.bias_dtype = eps, None if bias is None else bias.dtype
+        ctx.centered, ctx.bias_dtype = centered, None if bias is None else bias.dtype
         return y
 
     @staticmethod
@@ -100,13 +111,7 @@ class _LayerNorm(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         dims = weight.dim() - 1
         dtype = _widest(x.dtype, weight.dtype, g.dtype)
-        if torch.is_grad_enabled():
-            xhat, rstd = _standardised(x.to(dtype), dims, ctx.eps, centred=True)
-            if ctx.needs_input_grad[0]:
-                gw = g.to(dtype) * _over_positions(weight, g.dim())
-                grad_x = _input_grad(gw, xhat, rstd, dims, centred=True).to(x.dtype)
-            terms = g * xhat
-        else:
+        if ctx.centered and not torch.is_grad_enabled():
             if ctx.needs_input_grad[0]:
                 same_weight = shared(weight).to(torch.promote_types(weight.dtype, g.dtype))
                 grad_x, _, _ = aten.native_layer_norm_backward(
@@ -114,11 +119,17 @@ class _LayerNorm(torch.autograd.Function):
                 )
                 grad_x = grad_x.to(x.dtype)
             terms = _times((x.to(dtype) - mean).mul_(rstd), g) if ctx.needs_input_grad[1] else g
+        else:  # not by torch's own backward: the derivative of that of its layer norm is wrong
+            xhat, rstd = _standardized(x.to(dtype), dims, ctx.eps, centered=ctx.centered)
+            if ctx.needs_input_grad[0]:
+                gw = g.to(dtype) * _over_positions(weight, g.dim())
+                grad_x = _input_grad(gw, xhat, rstd, dims, centered=ctx.centered).to(x.dtype)
+            terms = g * xhat
         if ctx.needs_input_grad[1]:
             grad_weight = _rows(terms, dims, weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = _rows(g, dims, ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def layer_norm(
@@ -143,35 +154,11 @@ def layer_norm(
     if is_constant(weight, bias):
         return F.layer_norm(x, list(normalized_shape), shared_or_none(weight), shared_or_none(bias), eps)
     if weight is not None and is_shared(weight, bias):
-        return _LayerNorm.apply(x, weight, bias, normalized_shape, eps)  # type: ignore[no-untyped-call,no-any-return]
+        return _OfPositions.apply(x, weight, bias, normalized_shape, eps, True)  # type: ignore[no-untyped-call,no-any-return]
     y = F.layer_norm(x, list(normalized_shape), eps=eps)
     if weight is not None:
         y = y * _over_positions(weight, x.dim())
     return y if bias is None else y + _over_positions(bias, x.dim())
-
-
-class _RMSNorm(torch.autograd.Function):
-    """An RMS norm whose weight is one, expanded over the batch."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, normalized_shape: Sequence[int], eps: float | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = torch.finfo(_widest(x.dtype)).eps if eps is None else eps
-        return F.rms_norm(x, list(normalized_shape), shared(weight), eps)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad_x = grad_weight = None
-        dims = weight.dim() - 1
-        dtype = _widest(x.dtype, weight.dtype, g.dtype)
-        xhat, rstd = _standardised(x.to(dtype), dims, ctx.eps, centred=False)
-        if ctx.needs_input_grad[0]:
-            gw = g.to(dtype) * _over_positions(weight, g.dim())
-            grad_x = _input_grad(gw, xhat, rstd, dims, centred=False).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight = _rows(g * xhat, dims, weight.dtype)
-        return grad_x, grad_weight, None, None
 
 
 def rms_norm(
@@ -194,7 +181,7 @@ def rms_norm(
     if is_constant(weight):
         return F.rms_norm(x, list(normalized_shape), shared_or_none(weight), eps)
     if weight is not None and is_shared(weight):
-        return _RMSNorm.apply(x, weight, normalized_shape, eps)  # type: ignore[no-untyped-call,no-any-return]
+        return _OfPositions.apply(x, weight, None, normalized_shape, eps, False)  # type: ignore[no-untyped-call,no-any-return]
     y = F.rms_norm(x, list(normalized_shape), eps=eps)
     return y if weight is None else y * _over_positions(weight, x.dim())
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from expanded_nn._layout import refuse_other_count, refuse_other_than_sequences, refuse_unclear_layout
+from expanded_nn._layout import refuse_other_count, refuse_other_than_sequences
 from expanded_nn._module import Expanded
 from expanded_nn._registry import expands
 from expanded_nn._traced import refuse_values
@@ -102,8 +102,6 @@ class _Layers(Expanded, nn.RNNBase):
         if input.dim() not in (2, 3):
             super(Expanded, self).forward(input)  # torch's own error
         refuse_other_than_sequences(self, "input", input, self._samples_dim)
-        if self._samples_dim:
-            refuse_unclear_layout(self, input)
         return self.checked(input, 2, dim=self._samples_dim)
 
 
@@ -131,7 +129,7 @@ class _Cell(Expanded, nn.RNNCellBase):
     mode: str
 
     def sample_dims(self, tensors: int) -> list[int]:
-        return [0] * tensors
+        return [0] * tensors  # the default, but said: so it is known of each of several results
 
     def samples_in(self, input: Tensor, hx: Any = None) -> int | None:
         return super().samples_in(input)

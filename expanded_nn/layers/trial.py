@@ -168,14 +168,15 @@ class Trial:
         self.arguments = copies((args, kwargs))  # as the forward may change its own
         self.states = RandomStates([*module.modules(), self.arguments])
         self.expected = self.plain(hooks=False)
-        self.is_random = self.states.restore()
+        self.is_random = self.has_drawn
 
     @torch.no_grad()
     def plain(self, *, hooks: bool, arguments: Any = None) -> list[Tensor]:
-        """The tensors that the plain forward returns for the whole batch, from its own arguments or from others."""
+        """The plain forward's tensors for the whole batch, from these arguments or others; random states stay."""
         args, kwargs = copies(self.arguments if arguments is None else arguments)
         with without_traces(self.module, hooks=hooks), self.module._children_inside({}):
             leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
+        self.has_drawn = self.states.restore()
         return [each for each in leaves if isinstance(each, Tensor)]
 
     @torch.no_grad()
@@ -195,26 +196,17 @@ class Trial:
         hooks = len(found.tensors) != len(self.expected)  # those of its children add to what it returns
         if hooks:
             self.expected = self.plain(hooks=True)
-            self.states.restore()
-        dims = self._dims(found)
-        if not self.is_random and self._agree(found, dims, self.expected):
-            return Compared(True, dims)
-        self.states.restore()
-        if self.is_random:
-            with WithoutChance():
-                fixed = self._found_again()
-                self.states.restore()
-                if self._agree(fixed, dims, self.plain(hooks=hooks)):
-                    return Compared(True, dims)
-            found = fixed
-            self.states.restore()
+        dims, expected = self._dims(found), self.expected
         with WithoutChance() if self.is_random else nullcontext():
+            if self.is_random:
+                found, _ = self.mapped_again()
+                expected = self.plain(hooks=hooks)
+            if self._agree(found, dims, expected):
+                return Compared(True, dims)
             expected = self.plain(hooks=self.hooks)
             if self._agree(found, dims, expected):
                 return Compared(True, dims)
-            self.states.restore()
             repeats = all(map(_near, expected, self.plain(hooks=self.hooks)))
-        self.states.restore()
         is_other = (repeats and not self.is_random) or found.is_filled_up
         if is_other or self._mixes(dims, repeats=repeats):
             error = complaint(
@@ -229,14 +221,7 @@ class Trial:
             raise error
         return Compared(False, dims)
 
-    @torch.no_grad()
-    def _found_again(self) -> Mapped:
-        """The samples' results once more, in the mode that is on now."""
-        leaves, _ = tree_flatten(copies(self.arguments))
-        with without_traces(self.module, hooks=self.hooks):
-            return self.mapped(leaves)
-
-    def mapped_again(self, look: Callable[..., None]) -> tuple[Mapped, list[Tensor]]:
+    def mapped_again(self, look: Callable[..., None] | None = None) -> tuple[Mapped, list[Tensor]]:
         """The samples' results from arguments like those of the call, and the inputs that they have derivatives by.
 
         Args:
@@ -246,7 +231,8 @@ class Trial:
         leaves, _ = tree_flatten((args, kwargs))
         with without_traces(self.module, hooks=self.hooks):
             found = self.mapped(leaves)
-            look(leaves, thorough=True)
+            if look is not None:
+                look(leaves, thorough=True)
         self.states.restore()
         return found, inputs
 
@@ -269,7 +255,7 @@ class Trial:
         states = RandomStates([*self.module.modules(), self.arguments])
         try:
             with WithoutChance() if self.is_random else nullcontext():
-                mapped, inputs = found if not self.is_random else self.mapped_again(lambda *_, **__: None)
+                mapped, inputs = found if not self.is_random else self.mapped_again()
                 leaves, structure = flatten(mapped.with_samples_in(dims).result())
                 wanted = _derivatives(leaves, [*expanded, *inputs])  # which lets go of what the graph holds
                 if wanted is None:
@@ -336,9 +322,7 @@ class Trial:
         if all(dim is None or torch.equal(*pair) for dim, *pair in zip(places, leaves, alike, strict=True)):
             return True
         before = self.plain(hooks=self.hooks)
-        self.states.restore()
         after = self.plain(hooks=self.hooks, arguments=tree_unflatten(alike, structure))
-        self.states.restore()
         first = [(x.select(dim, 0), y.select(dim, 0)) for x, y, dim in zip(before, after, dims, strict=True) if x.dim()]
         return not all(torch.equal(*pair) for pair in first)
 
@@ -401,21 +385,20 @@ def _compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_o
     size, verdict = max(sizes, default=0.0), Verdict.RIGHT
     if not size < float("inf"):
         return Verdict.UNCLEAR
-    for (one, other), own in zip(pairs, is_own, strict=True):
-        if one is None and other is None:
+    for pair, own in zip(pairs, is_own, strict=True):
+        there = [rows for rows in pair if rows is not None]
+        if not there:
             continue
-        one = torch.zeros_like(other) if one is None and other is not None else one
-        other = torch.zeros_like(one) if other is None and one is not None else other
-        assert one is not None
-        assert other is not None
-        epsilon = torch.finfo(one.dtype).eps
-        scale = float(one.abs().max()) if one.numel() else 0.0
-        if one.shape != other.shape:
+        expected, actual = (torch.zeros_like(there[0]) if rows is None else rows for rows in pair)
+        if expected.shape != actual.shape:
             return Verdict.WRONG
-        far, limit = float((one - other).abs().max()) if one.numel() else 0.0, min(100 * epsilon**0.5, 0.05) * scale
+        if not expected.numel():
+            continue
+        epsilon, scale = torch.finfo(expected.dtype).eps, float(expected.abs().max())
+        far, limit = float((expected - actual).abs().max()), min(100 * epsilon**0.5, 0.05) * scale
         if far > limit + min(30 * epsilon, 0.01) * size:
             return Verdict.WRONG
-        if own and one.numel() and (far > limit or scale == 0):
+        if own and (far > limit or scale == 0):
             verdict = Verdict.UNCLEAR
     return verdict
 

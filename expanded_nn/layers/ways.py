@@ -31,40 +31,14 @@ READS = set(
 _BY_KEY = set(named("__getitem__", "__setitem__"))
 JOINS = _BY_KEY | set(
     named(
-        *(
-            "sum",
-            "mean",
-            "prod",
-            "max",
-            "min",
-            "amax",
-            "amin",
-            "median",
-            "std",
-            "var",
-            "norm",
-            "logsumexp",
-            "any",
-            "all",
-        ),
+        *("sum", "mean", "prod", "max", "min", "amax", "amin", "median", "std", "var", "norm", "logsumexp", "any"),
         *("softmax", "log_softmax", "normalize", "cumsum", "cumprod", "sort", "argsort", "topk", "flip", "roll"),
         *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "cdist"),
         *("transpose", "permute", "movedim", "swapaxes", "t", "view", "reshape", "flatten", "unflatten", "repeat"),
         *("index_select", "gather", "scatter", "scatter_add", "index_add", "index_copy", "index_put", "take_along_dim"),
         *("scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_", "repeat_interleave"),
-        *(
-            "all",
-            "batch_norm",
-            "cat",
-            "concat",
-            "stack",
-            "split",
-            "chunk",
-            "unbind",
-            "select",
-            "narrow",
-            "scaled_dot_product_attention",
-        ),
+        *("all", "cat", "concat", "stack", "split", "chunk", "unbind", "select", "narrow", "batch_norm"),
+        "scaled_dot_product_attention",
     )
 ).union(attributes("T", "mT"))
 _TORCH, _LAYERS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}"

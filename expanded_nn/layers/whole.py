@@ -40,6 +40,11 @@ _STATISTICS = ("input", "running_mean", "running_var", *_BOTH)
 _BATCH_NORM = (*_STATISTICS, "training", "momentum", "eps")
 
 
+def _own(value: Any) -> Batched:
+    refuse_unless(is_own(value))
+    return value  # type: ignore[no-any-return]
+
+
 def _run_of(args: Any) -> Run:
     run: Run = next(value.run for value in args if is_own(value))
     return run
@@ -75,8 +80,8 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     in_place = getattr(func, "__name__", "")
     if in_place.startswith("__i") or (in_place.endswith("_") and not in_place.endswith("__")):
         refuse_unless(whole and not is_own(args[0]))
-    run.note(func, whole=whole)
     if whole:
+        run.note(func, whole=True)
         return func(*(beside(operand, dims) if is_own(operand) else operand for operand in args), **kwargs)
     if any(operand.dim() for operand in plain):  # what all samples share, but no larger than the parameter
         shapes = [operand.value.shape[1:] for operand in own]
@@ -90,24 +95,24 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
 
     refuse_unless(not any(isinstance(number, Tensor) and number.requires_grad for number in numbers))
     given = [args[place] for place in places]
-    return run.derived(of_values, *(each if is_own(each) else each.expand(run.batch, *each.shape) for each in given))
+    spread = (each if is_own(each) else each.expand(run.batch, *each.shape) for each in given)
+    return run.derived(func, of_values, *spread)
 
 
 def _of_each_number(func: Any, args: Any, kwargs: Any) -> Batched:
-    own, *rest = args
-    refuse_unless(is_own(own) and not any(isinstance(value, Tensor) for value in chain(rest, kwargs.values())))
-    own.run.note(func, whole=False)
-    return own.run.derived(lambda value: func(value, *rest, **kwargs), own)  # type: ignore[no-any-return]
+    own, rest = _own(args[0]), args[1:]
+    refuse_unless(not any(isinstance(value, Tensor) for value in chain(rest, kwargs.values())))
+    return own.run.derived(func, lambda value: func(value, *rest, **kwargs), own)
 
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Batched:
     """Another dtype; a value that is expanded stays so."""
-    own, *rest = args
-    refuse_unless(is_own(own) and not any(map(is_own, rest)))
+    own, rest = _own(args[0]), args[1:]
+    refuse_unless(not any(map(is_own, rest)))
     own.run.note(func, whole=False)
     like = func(own.value.new_empty(()), *rest, **kwargs)
     refuse_unless(like.device == own.value.device)
-    return own.run.batched(cast_shared(own.value, like.dtype))  # type: ignore[no-any-return]
+    return own.run.batched(cast_shared(own.value, like.dtype))
 
 
 def _numbers(values: tuple[Any, ...]) -> list[int]:
@@ -125,19 +130,19 @@ def _behind(dim: int) -> int:
 
 def _by_dims(func: Any, args: Any, kwargs: Any) -> Any:
     """Operations that name one dimension or some, after the tensor and, for `split`, the sizes."""
-    own, *rest = args
-    refuse_unless(is_own(own) and own.rank > 0)
-    before = rest[:1] if func in _SIZES_FIRST else []
-    dims = (kwargs["dim"],) if "dim" in kwargs else tuple(rest[len(before) :])
+    own, rest = _own(args[0]), args[1:]
+    refuse_unless(own.rank > 0)
+    before = rest[:1] if func in _SIZES_FIRST else ()
+    dims = (kwargs["dim"],) if "dim" in kwargs else rest[len(before) :]
     if not dims and func in _HAVE_DEFAULT:
         dims = tuple(range(own.rank)) if func in _REDUCTIONS else (0,)
     behind = [_behind(dim) for dim in _numbers(dims)]
     options = {name: value for name, value in kwargs.items() if name != "dim"}
-    own.run.note(func, whole=False)
     if func in _REDUCTIONS:
-        return own.run.derived(lambda value: func(value, *before, behind, **options), own)
+        return own.run.derived(func, lambda value: func(value, *before, behind, **options), own)
     if func not in _SEVERAL:
-        return own.run.derived(lambda value: func(value, *behind, **options), own, begins=func in _SOFTMAX)
+        return own.run.derived(func, lambda value: func(value, *behind, **options), own, begins=func in _SOFTMAX)
+    own.run.note(func, whole=False)
     found = func(own.value, *before, *behind, **options)
     return tuple(map(own.run.batched, found))
 
@@ -149,40 +154,40 @@ def _var_mean(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _same(func: Any, args: Any, kwargs: Any) -> Batched:
     """A copy, or another layout in memory: nothing is changed in place."""
-    own = args[0]
+    own = _own(args[0])
     own.run.note(func, whole=False)
-    return own.run.batched(own.value)  # type: ignore[no-any-return]
+    return own.run.batched(own.value)
 
 
 def _permute(func: Any, args: Any, kwargs: Any) -> Batched:
-    own, *dims = args
-    refuse_unless(is_own(own) and not kwargs)
-    own.run.note(func, whole=False)
-    places = [dim % own.rank + 1 for dim in _numbers(tuple(dims))]
-    return own.run.derived(lambda value: value.permute(0, *places), own, begins=False)  # type: ignore[no-any-return]
+    own, dims = _own(args[0]), args[1:]
+    refuse_unless(not kwargs)
+    places = [dim % own.rank + 1 for dim in _numbers(dims)]
+    return own.run.derived(func, lambda value: value.permute(0, *places), own, begins=False)
 
 
 def _matrix_transposed(func: Any, args: Any, kwargs: Any) -> Batched:
-    (own,) = args
+    own = _own(args[0])
     refuse_unless(own.rank == 2)
-    own.run.note(func, whole=False)
-    return own.run.derived(lambda value: value.mT, own, begins=False)  # type: ignore[no-any-return]
+    return own.run.derived(func, lambda value: value.mT, own, begins=False)
 
 
 def _flatten(func: Any, args: Any, kwargs: Any) -> Batched:
-    own, *dims = args
+    own, dims = _own(args[0]), args[1:]
     refuse_unless(not kwargs and own.rank > 0)
-    start, end = [*dims, 0, -1][:2] if len(dims) != 1 else (dims[0], -1)
-    own.run.note(func, whole=False)
-    return own.run.derived(lambda value: value.flatten(_behind(start), _behind(end)), own, begins=False)  # type: ignore[no-any-return]
+    start, end = (_behind(dim) for dim in (*dims, *(0, -1)[len(dims) :]))
+    return own.run.derived(func, lambda value: value.flatten(start, end), own, begins=False)
+
+
+def _sizes(values: tuple[Any, ...]) -> list[int]:
+    """Sizes, given one by one, as one list, or as a tensor that has them."""
+    return list(values[0].shape) if isinstance(values[0], Tensor) else _numbers(values)
 
 
 def _reshape(func: Any, args: Any, kwargs: Any) -> Batched:
-    own, *sizes = args
-    refuse_unless(is_own(own) and not kwargs)
-    shape = list(sizes[0].shape) if isinstance(sizes[0], Tensor) else _numbers(tuple(sizes))
-    own.run.note(func, whole=False)
-    return own.run.derived(lambda value: value.reshape(len(value), *shape), own, begins=False)  # type: ignore[no-any-return]
+    own, shape = _own(args[0]), _sizes(args[1:])
+    refuse_unless(not kwargs)
+    return own.run.derived(func, lambda value: value.reshape(len(value), *shape), own, begins=False)
 
 
 def _to_rows(own: Batched, sizes: list[int]) -> bool:
@@ -192,51 +197,43 @@ def _to_rows(own: Batched, sizes: list[int]) -> bool:
 
 def _expand(func: Any, args: Any, kwargs: Any) -> Tensor:
     """To B rows, one for each sample, or to a larger parameter."""
-    own, *sizes = args
-    refuse_unless(is_own(own) and not kwargs)
-    sizes = list(sizes[0].shape) if isinstance(sizes[0], Tensor) else _numbers(tuple(sizes))
-    whole = _to_rows(own, sizes)
-    own.run.note(func, whole=whole)
-    if whole:
+    own, sizes = _own(args[0]), _sizes(args[1:])
+    refuse_unless(not kwargs)
+    if _to_rows(own, sizes):
+        own.run.note(func, whole=True)
         return beside(own, len(sizes)).expand(own.run.batch, *sizes[1:])
-    dims = len(sizes)
-    return own.run.derived(lambda value: with_dims(value, dims).expand(-1, *sizes), own, begins=False)  # type: ignore[no-any-return]
+    return own.run.derived(func, lambda value: with_dims(value, len(sizes)).expand(-1, *sizes), own, begins=False)
 
 
 def _repeat(func: Any, args: Any, kwargs: Any) -> Tensor:
-    own, *times = args
+    own, times = _own(args[0]), _numbers(args[1:])
     refuse_unless(not kwargs)
-    times = _numbers(tuple(times))
-    whole = _to_rows(own, times)
-    own.run.note(func, whole=whole)
-    if whole:
+    if _to_rows(own, times):
+        own.run.note(func, whole=True)
         return beside(own, len(times)).repeat(1, *times[1:])
-    return own.run.derived(lambda value: with_dims(value, len(times)).repeat(1, *times), own, begins=False)  # type: ignore[no-any-return]
+    return own.run.derived(func, lambda value: with_dims(value, len(times)).repeat(1, *times), own, begins=False)
 
 
 def _index(func: Any, args: Any, kwargs: Any) -> Batched:
-    own, key = args
-    refuse_unless(is_own(own))
+    own, key = _own(args[0]), args[1]
     keys = key if isinstance(key, tuple) else (key,)
-    if len(keys) == 1 and isinstance(keys[0], Tensor):  # rows of a table, by an index that all samples share
+    if len(keys) == 1 and isinstance(keys[0], Tensor):  # entries of a table, by an index that all samples share
         (index,) = keys
         refuse_unless(not is_own(index) and index.dtype == torch.int64 and not _has_rows(index, own.run, 1))
     else:
         refuse_unless(all(part is None or part is Ellipsis or type(part) in (int, slice) for part in keys))
-    own.run.note(func, whole=False)
-    return own.run.derived(lambda value: value[(slice(None), *keys)], own, begins=False)  # type: ignore[no-any-return]
+    return own.run.derived(func, lambda value: value[(slice(None), *keys)], own, begins=False)
 
 
 def _resized(func: Any, args: Any, kwargs: Any) -> Batched:
     """Images `(N, C, …)`, as a table of positions is, at another size."""
-    own, *rest = args
-    refuse_unless(is_own(own) and own.rank > 2)
-    own.run.note(func, whole=False)
+    own, rest = _own(args[0]), args[1:]
+    refuse_unless(own.rank > 2)
 
     def resized(value: Tensor) -> Tensor:
         return func(value.flatten(0, 1), *rest, **kwargs).unflatten(0, value.shape[:2])  # type: ignore[no-any-return]
 
-    return own.run.derived(resized, own, begins=False)  # type: ignore[no-any-return]
+    return own.run.derived(func, resized, own, begins=False)
 
 
 def _join(func: Any, args: Any, kwargs: Any) -> Batched:
@@ -244,9 +241,7 @@ def _join(func: Any, args: Any, kwargs: Any) -> Batched:
     given, *rest = args
     dim = rest[0] if rest else kwargs.get("dim", 0)
     refuse_unless(all(map(is_own, given)) and len({own.rank for own in given}) == 1)
-    run = _run_of(given)
-    run.note(func, whole=False)
-    return run.derived(lambda *values: func(values, _behind(dim)), *given)
+    return _run_of(given).derived(func, lambda *values: func(values, _behind(dim)), *given)
 
 
 def _with_weights(op: Callable[..., Tensor], dims: int, names: Sequence[str], weights: Sequence[str]) -> Rule:
@@ -292,21 +287,20 @@ def _batch_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
         flat = func(x.transpose(0, 1).flatten(1, 2), **{**named, **weights})
         return flat.unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)  # type: ignore[no-any-return]
 
-    own[0].run.note(func, whole=False)
-    return own[0].run.derived(standardized, *own)  # type: ignore[no-any-return]
+    return own[0].run.derived(func, standardized, *own)  # type: ignore[no-any-return]
 
 
 def _look_up(func: Any, args: Any, kwargs: Any) -> Tensor:
     """By one index per sample, or by one that all samples share."""
     named = {**dict(zip(("input", "weight", *_LOOK_UP), args, strict=False)), **kwargs}
-    index, own = named.pop("input"), named.pop("weight")
-    refuse_unless(is_own(own) and isinstance(index, Tensor) and not is_own(index) and named.get("max_norm") is None)
+    index, own = named.pop("input"), _own(named.pop("weight"))
+    refuse_unless(isinstance(index, Tensor) and not is_own(index) and named.get("max_norm") is None)
     run = own.run
     whole = _has_rows(index, run, 1)
     run.note(func, whole=whole)
     if whole:
         return embedding(index, own.value, **named)
-    return run.batched(embedding(index.expand(run.batch, *index.shape), own.value, **named))  # type: ignore[no-any-return]
+    return run.batched(embedding(index.expand(run.batch, *index.shape), own.value, **named))
 
 
 def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -316,8 +310,7 @@ def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
     run = _run_of(args)
     if is_own(left) and is_own(right):
         refuse_unless(left.rank == right.rank >= 2)
-        run.note(func, whole=False)
-        return run.derived(torch.matmul, left, right)
+        return run.derived(func, torch.matmul, left, right)
     own, x = (right, left) if is_own(right) else (left, right)
     refuse_unless(own.rank >= 2 and _has_rows(x, run, 2 if own is right and own.rank == 2 else 3))
     run.note(func, whole=True)
