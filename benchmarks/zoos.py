@@ -421,7 +421,7 @@ REASONS = {
     "another result on the batch": "on the whole batch its forward gives another result",
     "a shared result taken apart": "shared by all|has one row, but was computed",
     "used outside of its module": "outside of its module",
-    "keeps tensors": "keeps tensors|writes what belongs",
+    "keeps tensors": "keeps tensors|writes what is of one sample",
 }
 
 

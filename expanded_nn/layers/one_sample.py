@@ -57,7 +57,8 @@ class OneSample(TorchFunctionMode):
     def _refuse_change(self, tensor: Tensor) -> None:
         names = [f"the buffer {name!r}" for name, buffer in self.module.named_buffers() if buffer is tensor]
         raise self.module._vmap_refusal(
-            f"its forward writes what belongs to one sample into {names[0] if names else 'a tensor that all share'}",
+            "its forward writes what is of one sample, or computed from a parameter, into "
+            f"{names[0] if names else 'a tensor that all share'}",
             "a forward that changes nothing that samples share",
             "Do without that buffer or cache in per-sample mode (use_cache=False), or write the per-sample forward "
             "with @expands.",
