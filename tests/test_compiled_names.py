@@ -240,6 +240,11 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any],
         lambda held: held(),
         lambda held: scale_key(held.args[0]),
     ),
+    "keyword_of_a_partial": (
+        lambda: partial(made_by_keywords, end=1.0),
+        lambda held: held(),
+        lambda held: scale(held.keywords, "end"),
+    ),
     "optimizer": (
         lambda: torch.optim.SGD([torch.zeros(1)], lr=1.0),
         lambda held: held.param_groups[0]["lr"],

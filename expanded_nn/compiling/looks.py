@@ -98,7 +98,8 @@ class Look:
         self.numbers[id(value)] = len(self.numbers)
         of_object = self._of_object(value) if hasattr(value, "__dict__") or _slots(kind) else ()
         if isinstance(value, partial):
-            return kind, self._key(value.func), self._key(value.args), *map(self._key, value.keywords.values())
+            of_keywords = self._of_places(value.keywords, value.keywords, itemgetter, list(value.keywords))
+            return kind, self._key(value.func), self._key(value.args), of_keywords
         if isinstance(value, list | tuple | set | frozenset | deque):
             return kind, self._of_items(value), of_object
         if isinstance(value, dict):
