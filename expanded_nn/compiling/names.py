@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dis
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
-from itertools import pairwise
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from expanded_nn._bytecode import computes_keys
 from expanded_nn._errors import LIBRARIES
 
 _NOT_THE_USERS = (*LIBRARIES, *(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib")), "<")
@@ -21,8 +20,6 @@ _NOT_THE_USERS = (*LIBRARIES, *(sysconfig.get_paths()[kind] for kind in ("stdlib
 _NOT_CALLED = {"__init__", "__new__", "__del__", "__repr__", "__setattr__", "__delattr__", "__init_subclass__"}
 _TAKE_ANY_ATTRIBUTE = {"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple", "fields", "eval", "exec"}
 _TAKE_ANY_ITEM = {"get", "pop", "values", "items", "keys", "copy", "update", "itemgetter"}
-_SPREAD = {"DICT_MERGE", "DICT_UPDATE", "CALL_FUNCTION_EX"}
-_NO_COMPUTED_KEY = {"LOAD_CONST", "LOAD_SMALL_INT", "BUILD_SLICE", "BUILD_TUPLE"}  # before the index is applied
 
 
 class Names(NamedTuple):
@@ -197,17 +194,8 @@ def _names_in(code: CodeType) -> Names:
     words = frozenset(
         word for each in _codes(code) for word in (*each.co_names, *each.co_consts) if isinstance(word, str)
     )
-    by_key = not words.isdisjoint(_TAKE_ANY_ITEM) or any(map(_computes_keys, _codes(code)))
+    by_key = not words.isdisjoint(_TAKE_ANY_ITEM) or any(map(computes_keys, _codes(code)))
     return Names(words, by_key, not words.isdisjoint(_TAKE_ANY_ATTRIBUTE))
-
-
-def _computes_keys(code: CodeType) -> bool:
-    """Whether it finds items by keys that are no constants, or gives a dict as keyword arguments."""
-    for before, each in pairwise(dis.get_instructions(code)):
-        is_item = each.opname == "BINARY_SUBSCR" or (each.opname == "BINARY_OP" and each.argrepr == "[]")
-        if (is_item and before.opname not in _NO_COMPUTED_KEY) or each.opname in _SPREAD:
-            return True
-    return False
 
 
 def _content(cell: CellType) -> Any:

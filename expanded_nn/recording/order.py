@@ -6,7 +6,6 @@ parameters is another sample's than row i of the others. So a sample would be in
 
 from __future__ import annotations
 
-import dis
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from expanded_nn._batch import batch_dim, tensors
+from expanded_nn._bytecode import constant_index
 from expanded_nn._errors import LIBRARIES, complaint
 from expanded_nn._traced import assume, is_traced, wait_for_values
 from expanded_nn.recording.expand import comes_from_rows
@@ -102,7 +102,7 @@ class Order(TorchFunctionMode):
         if shared is None or _is_called_by_libraries():
             return
         if func in (_SHAPE, Tensor.size) and dim is None:
-            dim = _constant_index(_calling_frame())
+            dim = constant_index(_calling_frame())
         if dim is None or dim >= 0 or dim % shared.rank <= shared.dim:
             raise forward.taking_apart(shared.layer, "its size")
 
@@ -235,17 +235,6 @@ def _calling_frame() -> FrameType:
 def _is_called_by_libraries() -> bool:
     """Whether the operation is torch's or ours: `pack_padded_sequence`, which notes the order, or a layer."""
     return _calling_frame().f_code.co_filename.startswith(LIBRARIES)
-
-
-def _constant_index(frame: FrameType) -> int | None:
-    """The index that the code applies next, or its begin, if it is a constant: -1 in `x.shape[-1]` and `[-1:]`."""
-    after = [each for each in dis.get_instructions(frame.f_code) if each.offset > frame.f_lasti][:4]
-    names = [each.opname for each in after]
-    is_slice = names[2:3] in (["BUILD_SLICE"], ["BINARY_SLICE"]) and after[1].argval is None
-    is_index = len(after) > 1 and (names[1] == "BINARY_SUBSCR" or after[1].argrepr == "[]")
-    found = after[0].argval if is_slice or is_index else None
-    found = found.start if isinstance(found, slice) and found.stop is None else found
-    return found if type(found) is int else None
 
 
 def index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:

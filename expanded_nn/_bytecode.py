@@ -1,0 +1,33 @@
+"""What the code of the user's functions does with indices, as far as its instructions say it."""
+
+from __future__ import annotations
+
+from dis import Instruction, get_instructions
+from itertools import pairwise
+from types import CodeType, FrameType
+
+_NO_COMPUTED_KEY = {"LOAD_CONST", "LOAD_SMALL_INT", "BUILD_SLICE", "BUILD_TUPLE"}  # before the index is applied
+_SPREAD = {"DICT_MERGE", "DICT_UPDATE", "CALL_FUNCTION_EX"}
+
+
+def computes_keys(code: CodeType) -> bool:
+    """Whether it finds items by keys that are no constants, or gives a dict as keyword arguments."""
+    return any(
+        (_applies_index(each) and before.opname not in _NO_COMPUTED_KEY) or each.opname in _SPREAD
+        for before, each in pairwise(get_instructions(code))
+    )
+
+
+def constant_index(frame: FrameType) -> int | None:
+    """The index that the code applies next, or its begin, if it is a constant: -1 in `x.shape[-1]` and `[-1:]`."""
+    after = [each for each in get_instructions(frame.f_code) if each.offset > frame.f_lasti][:4]
+    is_slice = len(after) > 2 and after[2].opname in ("BUILD_SLICE", "BINARY_SLICE") and after[1].argval is None
+    is_index = len(after) > 1 and _applies_index(after[1])
+    found = after[0].argval if is_slice or is_index else None
+    found = found.start if isinstance(found, slice) and found.stop is None else found
+    return found if type(found) is int else None
+
+
+def _applies_index(instruction: Instruction) -> bool:
+    """In Python 3.14 an index is one of the binary operations."""
+    return instruction.opname == "BINARY_SUBSCR" or (instruction.opname == "BINARY_OP" and instruction.argrepr == "[]")
