@@ -31,7 +31,7 @@ def _of_torch(
 ) -> Callable[..., Any]:
     if not isinstance(backend, str):
         return backend(graph, examples)
-    chosen: Any = None
+    chosen: Any
     if backend == "inductor":
         unknown = sorted(options.keys() - import_module("torch._inductor").list_options())
         if unknown:

@@ -51,7 +51,7 @@ class Repeated:
     ) -> None:
         self.arguments = [(type(arg), (arg.stride(), _FACTS(arg)) if type(arg) is Tensor else arg) for arg in args]
         self.surroundings, self.referred = of_surroundings(), step_values.referred
-        self.values, self.look = self.referred.values(), step_values.look()
+        self.values, self.look = self.referred.values(), step_values.looks[-1]  # that of this call's key
         self.recorders = [(recorder, recorder.settings) for recorder in recorders]
         self.modules: list[tuple[nn.Module, int, Any]] = []
         self.mappings: list[dict[Any, Any]] = []
