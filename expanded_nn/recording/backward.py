@@ -57,6 +57,18 @@ def graph_of(*ends: Any) -> Iterator[Any]:
             nodes.extend(parent for parent, _ in node.next_functions)
 
 
+def saved_number(number: int) -> int:
+    """A number that a node has saved; torch shows a negative one as one without a sign."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def saved_dims(node: Any, rank: int) -> list[int]:
+    """The dimensions that a node's operation on a tensor of so many dimensions names."""
+    names = ("_saved_dim", "_saved_dims", "_saved_dimension")
+    saved = next((getattr(node, name) for name in names if hasattr(node, name)), None)
+    return [saved_number(number) % rank for number in ([saved] if isinstance(saved, int) else saved or ())]
+
+
 class BackwardStage(Enum):
     """What the running backward has done with one model: nothing, run forwards again, or delivered rows."""
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._batch import batch_dim, own_batch_first, tensors
 from expanded_nn._errors import PerSampleError, complaint, warn
-from expanded_nn._traced import assume, is_traced, wait_for_values
+from expanded_nn._traced import is_traced
+from expanded_nn.recording.backward import saved_dims, saved_number
 from expanded_nn.recording.checkpoints import orders_of, pass_of
 from expanded_nn.recording.forward import Forward
-from expanded_nn.recording.order import all_stay, index_of
 from expanded_nn.recording.owner import Owner
 from expanded_nn.recording.passes import Pass, PassStage
+from expanded_nn.recording.places import Moved, all_stay, index_of
 
 
 class _Recomputed(Exception):
@@ -35,20 +36,6 @@ class _Reading(threading.local):
 
 
 _READING = _Reading()
-
-
-class Moved(NamedTuple):
-    """A node of the graph that has put samples in another order.
-
-    Attributes:
-        operation: Its name.
-        places: Which ones it has given them; `None` where the operation itself says it.
-        stays: Whether each sample has stayed in its place; `None` where none can have.
-    """
-
-    operation: str
-    places: Tensor | None
-    stays: Tensor | None
 
 
 def linked_pass(owner: Owner, forward: Forward, batch: int, models: Iterable[Owner]) -> Pass | None:
@@ -112,17 +99,17 @@ def _passes_behind(
             yield pass_, orders, moved
             if pass_ in own:
                 continue
-        edge, here = (-1, None) if moved is not None else _moved_by(node, dim, batch)
+        edges, here = ((), None) if moved is not None else _moved_by(node, dim, batch)
         for number, (parent, _) in enumerate(node.next_functions):
-            waiting.append((parent, here if moved is None and number == edge else moved))
+            waiting.append((parent, here if number in edges else moved))
 
 
-def _moved_by(node: Any, dim: Callable[[int], int], batch: int) -> tuple[int, Moved | None]:
-    """The argument of a node that holds samples, by its number, and whether the node gives them another order."""
-    operation, edge = _OPERATIONS.get(type(node).__name__, ("", -1))
+def _moved_by(node: Any, dim: Callable[[int], int], batch: int) -> tuple[Sequence[int], Moved | None]:
+    """The arguments of a node that hold samples, by their numbers, and whether the node gives them another order."""
+    operation, edge = _OPERATIONS.get(type(node).__name__, ("", 0))
     shape = node._input_metadata[0].shape if operation else ()
     if not len(shape):
-        return -1, None
+        return (), None
     index = None
     _READING.runs = True
     try:
@@ -132,37 +119,72 @@ def _moved_by(node: Any, dim: Callable[[int], int], batch: int) -> tuple[int, Mo
             keys = tuple(slice(None) if key is None else key for key in node._saved_indices)
             index = index_of(keys, where, dims)
             if index is NotImplemented:
-                return -1, None
+                return (), None
         else:
             dims, where = len(shape), dim(len(shape))
-            chosen = node._saved_dims if hasattr(node, "_saved_dims") else (node._saved_dim,)
-            # torch shows negative numbers as unsigned ones
-            if shape[where] != batch or where not in [((each + 2**63) % 2**64 - 2**63) % dims for each in chosen]:
-                return -1, None
+            if shape[where] != batch or where not in saved_dims(node, dims):
+                return (), None
+            if operation in ("Cat", "Stack"):
+                moved = Moved(operation.lower(), None) if _joins_elsewhere(node, where, batch) else None
+                return range(len(node.next_functions)), moved
             index = node._saved_indices if operation == "Sort" else getattr(node, "_saved_index", None)
     except (RuntimeError, _Recomputed):  # where a backward has freed it, none will come this way again
-        return -1, None
+        return (), None
     finally:
         _READING.runs = False
     stays = None
     if index is not None:
         stays = all_stay(index, where, dims, batch)
         if stays is None or (not is_traced() and bool(stays)):
-            return -1, None
-    return edge, Moved(operation, index, stays)
+            return (), None
+    return (edge,), Moved(operation.lower(), stays, index)
 
 
-# nodes that may move samples: the operation, and the number of the argument that holds them
+def _joins_elsewhere(node: Any, dim: int, batch: int) -> bool:
+    """Whether `cat` or `stack` puts a part of a tensor of B samples in another place than it had there."""
+    place = 0
+    for parent, number in node.next_functions:
+        if parent is None:  # a constant, of which the graph does not say how long it is
+            return False
+        if _place_of(parent, number, dim, batch) not in (None, place):
+            return True
+        place += parent._input_metadata[number].shape[dim] if node.name().startswith("Cat") else 1
+    return False
+
+
+def _place_of(node: Any, number: int, dim: int, batch: int) -> int | None:
+    """Where the samples of a node's result begin in the tensor of B samples that it is a part of; `None` if in none."""
+    name = node.name().removesuffix("Backward0")
+    if name == "Unsqueeze" and node._saved_dim == dim:
+        parent, number = node.next_functions[0]
+        return _place_of(parent, number, dim, batch)
+    sizes = getattr(node, "_saved_self_sym_sizes", ())
+    if name not in _PARTS or (sizes and (len(sizes) <= dim or sizes[dim] != batch)):
+        return None
+    if dim not in saved_dims(node, len(sizes) or len(node._input_metadata[number].shape) + 1):
+        return None
+    return _PARTS[name](node, number) % batch
+
+
+# nodes that may move samples: the operation, and the numbers of the arguments that hold them
 _OPERATIONS = {
     f"{operation}Backward0": (operation, edge)
     for edge, operations in enumerate(
         (
-            ("Flip", "Roll", "Sort", "Index", "IndexSelect", "Gather"),
+            ("Flip", "Roll", "Sort", "Index", "IndexSelect", "Gather", "Cat", "Stack"),
             ("Scatter", "ScatterAdd", "IndexCopy", "IndexAdd", "IndexPut", "IndexPutImpl"),
         )
     )
     for operation in operations
 } | {"SortBackward1": ("Sort", 0)}  # with stable=True
+# nodes that take a part, and where it begins
+_PARTS: dict[str, Callable[[Any, int], int]] = {
+    "Slice": lambda node, number: saved_number(node._saved_start),
+    "Split": lambda node, number: number * node._saved_split_size,
+    "SplitWithSizes": lambda node, number: sum(node._saved_split_sizes[:number]),
+    "Select": lambda node, number: saved_number(node._saved_index),
+    "Unbind": lambda node, number: number,
+}
 
 
 def _dim_of_samples(owner: Owner, forward: Forward) -> Callable[[int], int]:
@@ -173,14 +195,12 @@ def _dim_of_samples(owner: Owner, forward: Forward) -> Callable[[int], int]:
 
 
 def _refuse(owner: Owner, forward: Forward, moved: Moved) -> None:
-    """Raises for samples in another order; a trace assumes that they have stayed in their places."""
-    if is_traced() and moved.stays is not None:
-        assume(moved.stays, "call after call samples take each other's places between two calls of the model")
+    """Raises for samples in another order, unless a trace can assume them away."""
+    if moved.may_be_assumed_away("two calls of the model"):
         return
-    wait_for_values("it puts samples in another order")
     raise complaint(
         owner.name_of(forward.module),
-        f"since an earlier call of the model its samples have taken each other's places ({moved.operation.lower()}), "
+        f"since an earlier call of the model its samples have taken each other's places ({moved.operation}), "
         "so that row i of its parameters would be of another sample than row i of those called before",
         "sample i in row i of every call",
         "Leave the order as it is, or sort the batch before the first call; or detach the argument, if the earlier "

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,41 +21,12 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from expanded_nn._batch import batch_dim, tensors
 from expanded_nn._bytecode import constant_index
 from expanded_nn._errors import LIBRARIES, complaint
-from expanded_nn._traced import assume, is_traced, wait_for_values
+from expanded_nn._traced import is_traced
 from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.owner import Owner
+from expanded_nn.recording.places import Move, Moved, all_stay, index_of, move_of
 
 _PLAIN = (Tensor, FakeTensor)
-
-
-class Move(NamedTuple):
-    """What an operation does with a tensor's places.
-
-    Attributes:
-        rows: The tensor whose rows are taken, or written elsewhere.
-        whole: The tensor in which places are chosen.
-        dims: The dimensions in which they are.
-        index: Which places: a tensor, an index of several dimensions, or `None` where the operation itself says it.
-    """
-
-    rows: Any
-    whole: Any
-    dims: Sequence[int]
-    index: Any = None
-
-
-class Moved(NamedTuple):
-    """What has put samples in another order.
-
-    Attributes:
-        operation: Its name.
-        place: The line of it, as a part of an error.
-        stays: In a trace, the condition that each sample has stayed in its place.
-    """
-
-    operation: str
-    place: str
-    stays: Tensor | None
 
 
 class Order(TorchFunctionMode):
@@ -80,14 +50,8 @@ class Order(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _SIZES and args:
             self._look_at_size(func, *args, **kwargs)
-        move_of = _MOVES.get(func)
-        moved = None
-        if move_of is not None:
-            try:
-                move = move_of(*args, **kwargs)
-            except (TypeError, ValueError):  # torch says what is wrong with the call
-                move = None
-            moved = None if move is None else self._moved_by(move, func)
+        move = move_of(func, args, kwargs)
+        moved = None if move is None else self._moved_by(move, func)
         result = func(*args, **kwargs)
         if moved is not None or self.moved:
             changed = args[:1] if func is Tensor.__setitem__ else ()
@@ -142,16 +106,16 @@ class Order(TorchFunctionMode):
         forward = recorder.forward
         if forward is None or recorder.general_rule is not None:
             return None
-        rows, whole = move.rows, move.whole
-        if type(rows) not in _PLAIN or type(whole) not in _PLAIN or rows.is_meta:
+        rows, shape = move.rows, move.shape
+        if type(rows) not in _PLAIN or rows.is_meta:
             return None
-        batch, dims = forward.batch_so_far, whole.dim()
+        batch, dims = forward.batch_so_far, len(shape)
         dim = batch_dim(dims, batch_first=recorder.settings.batch_first)
         if (
             batch is None
             or batch < 2
             or dims <= dim
-            or whole.shape[dim] != batch
+            or shape[dim] != batch
             or dim not in [each % dims for each in move.dims]
         ):
             return None
@@ -167,8 +131,8 @@ class Order(TorchFunctionMode):
             if not is_traced() and bool(stays):
                 return None
         frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((*LIBRARIES, "<"))]
-        place = f", line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
-        return Moved(getattr(func, "__name__", str(func)), place, stays)
+        line = f", line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
+        return Moved(getattr(func, "__name__", str(func)), stays, line=line)
 
     def _are_samples(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of the forward, or comes from a layer; others may have B rows by chance."""
@@ -178,22 +142,15 @@ class Order(TorchFunctionMode):
         return is_argument or id(x) in self.moved or comes_from_rows(x)
 
     def refuse(self, layer: nn.Module | None, reasons: Sequence[Moved]) -> None:
-        """Raises for the first reason, if there is any; a trace assumes that samples have stayed in their places."""
-        if is_traced() and all(reason.stays is not None for reason in reasons):
-            for reason in reasons:
-                assume(
-                    cast(Tensor, reason.stays), "call after call samples take each other's places between its layers"
-                )
+        """Raises for the first reason, if there is any that a trace cannot assume away."""
+        moved = next((reason for reason in reasons if not reason.may_be_assumed_away("its layers")), None)
+        if moved is None:
             return
-        if not reasons:
-            return
-        wait_for_values("it puts samples in another order")
-        operation, place, _ = reasons[0]
         assert self.recorder.forward is not None
         error = complaint(
             self.recorder.name_of(self.recorder.forward.module if layer is None else layer),
-            f"in its input samples have taken each other's places ({operation}{place}), so that row i of its "
-            "parameters would be of another sample than row i of other layers'",
+            f"in its input samples have taken each other's places ({moved.operation}{moved.line}), so that row i of "
+            "its parameters would be of another sample than row i of other layers'",
             "sample i in row i of every layer's input",
             "Leave the order as it is: pack_padded_sequence(..., enforce_sorted=False) sorts by itself, and brings "
             "what comes out back in order. Or sort the batch before the model. What compares samples with each other "
@@ -237,106 +194,6 @@ def _is_called_by_libraries() -> bool:
     return _calling_frame().f_code.co_filename.startswith(LIBRARIES)
 
 
-def index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
-    """The integers that an index has for a dimension; `NotImplemented` if it has none, or chooses there by another."""
-    if len(keys) == 1 and isinstance(keys[0], list):
-        keys = (torch.tensor(keys[0]),)
-    lengths = [0 if key is None or isinstance(key, bool) else _length(key) for key in keys]
-    places, place = [], 0
-    for key, length in zip(keys, lengths, strict=True):
-        places.append(place)
-        place += dims - sum(lengths) if key is Ellipsis else length
-    integers = [
-        (place, key)
-        for place, key in zip(places, keys, strict=True)
-        if isinstance(key, Tensor) and key.dim() and key.dtype not in (torch.bool, torch.uint8)
-    ]
-    if len(integers) > 1:  # an element for each sample, as in h[torch.arange(B), lengths - 1]
-        counts = [key for _, key in integers if key.dim() == 1]
-        if any(torch.equal(key, torch.arange(len(key), device=key.device)) for key in counts if not is_traced()):
-            return NotImplemented
-    return next((key for place, key in integers if place == dim), NotImplemented)
-
-
-def all_stay(index: Tensor, dim: int, dims: int, batch: int) -> Tensor | None:
-    """Whether an index for a dimension of a tensor leaves each sample in its place; `None` if it is not for samples."""
-    index = index.movedim(dim, 0) if index.dim() == dims else index
-    if index.dim() == 0 or index.shape[0] != batch:
-        return None
-    own = torch.arange(batch, device=index.device).view(-1, *[1] * (index.dim() - 1))
-    return (index % batch == own).all()
-
-
-def _length(key: Any) -> int:
-    """How many dimensions a part of an index is for."""
-    if key is Ellipsis:
-        return 0
-    return key.dim() if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8) else 1
-
-
-# Operations, called as torch's are
-
-
-def _getitem(input: Any, key: Any) -> Move | None:
-    keys = key if isinstance(key, tuple) else (key,)
-    if not any(isinstance(each, Tensor | list) for each in keys):
-        return None
-    return Move(input, input, range(input.dim()), keys)
-
-
-def _setitem(input: Any, key: Any, value: Any) -> Move | None:
-    move = _getitem(input, key)
-    return None if move is None else move._replace(rows=value)
-
-
-def _index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Move:
-    return Move(values, input, range(input.dim()), tuple(slice(None) if each is None else each for each in indices))
-
-
-def _chosen(input: Any, dim: Any, index: Any, **options: Any) -> Move:
-    return Move(input, input, [dim], index)
-
-
-def _written(input: Any, dim: Any, index: Any, source: Any = None, **options: Any) -> Move:
-    return Move(options.get("src", source), input, [dim], index)
-
-
-def _take_along_dim(input: Any, indices: Any, dim: Any = None) -> Move:
-    return Move(input, input, [] if dim is None else [dim], indices)
-
-
-def _flip(input: Any, *dims: Any, **named: Any) -> Move:
-    (dims,) = (named["dims"],) if named else dims if len(dims) == 1 else (dims,)
-    return Move(input, input, [dims] if isinstance(dims, int) else dims)
-
-
-def _roll(input: Any, shifts: Any, dims: Any = ()) -> Move:
-    return Move(input, input, [dims] if isinstance(dims, int) else dims)
-
-
-def _sort(input: Any, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Move:
-    return Move(input, input, [dim])
-
-
-def _named(move_of: Callable[..., Any], *names: str) -> dict[Any, Callable[..., Any]]:
-    """The functions of torch of these names, and methods of tensors."""
-    functions = [getattr(place, name, None) for name in names for place in (torch, Tensor)]
-    return {function: move_of for function in functions if function is not None}
-
-
 _BETWEEN = {"_look_at_size", "_moved_by", "__torch_function__", "handle_torch_function", "__len__"}
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZES = {_SHAPE, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.ndim.__get__}  # type: ignore[attr-defined]
-_MOVES: dict[Any, Callable[..., Move | None]] = {
-    Tensor.__getitem__: _getitem,
-    Tensor.__setitem__: _setitem,
-    **_named(_index_put, "index_put", "index_put_"),
-    **_named(_chosen, "index_select", "gather"),
-    **_named(_written, "index_copy", "index_copy_", "index_add", "index_add_"),
-    **_named(_written, "scatter", "scatter_", "scatter_add", "scatter_add_"),
-    **_named(_take_along_dim, "take_along_dim"),
-    **_named(_flip, "flip"),
-    **_named(partial(_flip, dims=0), "flipud"),
-    **_named(_roll, "roll"),
-    **_named(_sort, "sort"),
-}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from expanded_nn.recording.backward import graph_of
+from expanded_nn.recording.backward import graph_of, saved_dims, saved_number
 
 _SAME = ("CloneBackward", "ToCopyBackward", "AliasBackward", "UnsafeViewBackward")
 # of each number by itself, or of numbers in the same place
@@ -85,20 +85,13 @@ def _takes(node: Any, name: str, dim: int, rank: int, batch: int) -> bool:
     if dim not in _dims(node, rank):
         return False
     if name.startswith("SliceBackward"):
-        return len(range(*slice(_signed(node._saved_start), _signed(node._saved_end)).indices(batch))) < batch
+        return len(range(*slice(saved_number(node._saved_start), saved_number(node._saved_end)).indices(batch))) < batch
     return True
 
 
 def _dims(node: Any, rank: int) -> list[int]:
     """The dimensions that an operation is about: all, if it names none."""
-    names = ("_saved_dim", "_saved_dims", "_saved_dimension")
-    saved = next((getattr(node, name) for name in names if hasattr(node, name)), None)
-    return [_signed(number) % rank for number in ([saved] if isinstance(saved, int) else saved or range(rank))]
-
-
-def _signed(number: int) -> int:
-    """A negative number, which torch saves as one without a sign."""
-    return number - (1 << 64) if number >= 1 << 63 else number
+    return saved_dims(node, rank) or list(range(rank))
 
 
 def _after(node: Any, name: str, dim: int, rank: int) -> tuple[int, int] | None:
@@ -112,10 +105,10 @@ def _after(node: Any, name: str, dim: int, rank: int) -> tuple[int, int] | None:
         gone = [] if getattr(node, "_saved_keepdim", False) else _dims(node, rank)
         return dim - sum(gone_dim < dim for gone_dim in gone), rank - len(gone)
     if name.startswith("UnsqueezeBackward"):
-        return dim + (_signed(node._saved_dim) % (rank + 1) <= dim), rank + 1
+        return dim + (saved_number(node._saved_dim) % (rank + 1) <= dim), rank + 1
     if name.startswith("TransposeBackward"):
-        first, second = _signed(node._saved_dim0) % rank, _signed(node._saved_dim1) % rank
+        first, second = saved_number(node._saved_dim0) % rank, saved_number(node._saved_dim1) % rank
         return second if dim == first else first if dim == second else dim, rank
     if name.startswith("PermuteBackward"):
-        return [_signed(number) % rank for number in node._saved_dims].index(dim), rank
+        return [saved_number(number) % rank for number in node._saved_dims].index(dim), rank
     return None

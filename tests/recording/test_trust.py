@@ -1809,6 +1809,18 @@ MOVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "flip": (lambda h, order: h.flip(0), lambda h, order: torch.flip(h, [0, 1]).flip(1)),
     "flipud": (lambda h, order: h.flipud(), lambda h, order: torch.flipud(h)),
     "roll": (lambda h, order: h.roll(1, 0), lambda h, order: torch.roll(h, -1, dims=(0,))),
+    "cat": (
+        lambda h, order: torch.cat([h[1:], h[:1]]),
+        lambda h, order: torch.concat([h.tensor_split([-1])[i] for i in (1, 0)], dim=-2),
+    ),
+    "cat_of_views": (
+        lambda h, order: torch.cat([h.view(len(h), 2, -1)[-1:], h.view(len(h), 2, -1)[:-1]]).view(h.shape),
+        lambda h, order: torch.concatenate([h.t()[:, 1:], h.t()[:, :1]], axis=1).t(),
+    ),
+    "stack": (
+        lambda h, order: torch.stack(h.unbind()[::-1]),
+        lambda h, order: torch.stack([h[-1 - i] for i in range(len(h))], dim=0),
+    ),
     "set": (lambda h, order: h[order], lambda h, order: written(h, order.argsort())),
     "index_copy": (
         lambda h, order: torch.zeros_like(h).index_copy(0, order.argsort(), h),
@@ -1977,6 +1989,13 @@ BETWEEN_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "index_copy": lambda h: torch.zeros_like(h).index_copy(0, ORDER, h),
     "index_add": lambda h: torch.zeros_like(h).index_add(0, ORDER, h),
     "index_put": lambda h: torch.zeros_like(h).index_put((ORDER,), h),
+    "cat": lambda h: torch.cat([h[1:], h[:1]]),
+    "cat_of_rows": lambda h: torch.cat([h[-1][None], h[0][None], h[1][None]], -2),
+    "cat_of_parts": lambda h: torch.cat(h.split([1, 2])[::-1]),
+    "cat_of_halves": lambda h: torch.cat(h.split(2)[::-1]),
+    "cat_with_a_constant": lambda h: torch.cat([h[2:], torch.zeros(2, D).requires_grad_()]),
+    "stack": lambda h: torch.stack(h.unbind()[::-1]),
+    "stack_of_rows": lambda h: torch.stack([h[2], h[0], h[1]]),
     "mixed": lambda h: 0.7 * h + 0.3 * h[ORDER],
     "another_model": lambda h: on(nn.Linear(D, D))(h.flip(0)),
 }
@@ -2001,6 +2020,9 @@ STAYING: dict[str, Callable[[Tensor], Tensor]] = {
     "roll": lambda h: h.roll(1, 1).roll(0),
     "index_behind": lambda h: h[:, [3, 2, 1, 0]].index_select(1, torch.tensor([0, 2, 1, 3])),
     "scatter": lambda h: torch.zeros_like(h).scatter(1, h.argsort(1), h),
+    "cat": lambda h: torch.cat([h[:1], h[1:]]) + torch.cat(h.split([1, 2])) + torch.cat([h[:, 1:], h[:, :1]], 1),
+    "cat_of_new_ones": lambda h: torch.cat([h[:1].exp(), h[1:2], h[2:]]),
+    "stack": lambda h: torch.stack(h.unbind()) + torch.stack([h[0], h[1], h[-1]]) + torch.stack(h.unbind(1), 1),
     "constant": lambda h: h.index_put((ORDER,), torch.randn(B, D)).scatter(0, across(h, ORDER), 0.5 * h.detach()) + h,
 }
 

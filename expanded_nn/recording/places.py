@@ -1,0 +1,199 @@
+"""What operations do with the places in a tensor: which ones they choose, in which dimensions, and by which index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from expanded_nn._traced import assume, is_traced, wait_for_values
+
+
+class Move(NamedTuple):
+    """What an operation does with a tensor's places.
+
+    Attributes:
+        rows: The tensor whose rows are taken, or written elsewhere.
+        shape: The shape of the tensor in which places are chosen.
+        dims: The dimensions in which they are.
+        index: Which places: a tensor, an index of several dimensions, or `None` where the operation itself says it.
+    """
+
+    rows: Any
+    shape: Sequence[int]
+    dims: Sequence[int]
+    index: Any = None
+
+
+class Moved(NamedTuple):
+    """An operation that has put samples in another order.
+
+    Attributes:
+        operation: Its name.
+        stays: Whether each sample has stayed in its place; `None` where none can have.
+        places: Which ones it has given them; `None` where the operation itself says it.
+        line: Where it stands, as a part of an error; empty where that is not known.
+    """
+
+    operation: str
+    stays: Tensor | None
+    places: Tensor | None = None
+    line: str = ""
+
+    def may_be_assumed_away(self, between: str) -> bool:
+        """In a trace, whether the step may go on; it assumes that each sample has stayed in its place."""
+        if is_traced() and self.stays is not None:
+            assume(self.stays, f"call after call samples take each other's places between {between}")
+            return True
+        wait_for_values("it puts samples in another order")
+        return False
+
+
+def move_of(operation: Any, args: Any, kwargs: Any) -> Move | None:
+    """What a call of one of torch's functions does with places; `None` if it leaves them as they are."""
+    of_call = _MOVES.get(operation)
+    if of_call is None:
+        return None
+    try:
+        return of_call(*args, **kwargs)
+    except (AttributeError, IndexError, TypeError, ValueError):  # torch says what is wrong with the call
+        return None
+
+
+def index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
+    """The integers that an index has for a dimension; `NotImplemented` if it has none, or chooses there by another."""
+    if len(keys) == 1 and isinstance(keys[0], list):
+        keys = (torch.tensor(keys[0]),)
+    lengths = [0 if key is None or isinstance(key, bool) else _length(key) for key in keys]
+    places, place = [], 0
+    for key, length in zip(keys, lengths, strict=True):
+        places.append(place)
+        place += dims - sum(lengths) if key is Ellipsis else length
+    integers = [
+        (place, key)
+        for place, key in zip(places, keys, strict=True)
+        if isinstance(key, Tensor) and key.dim() and key.dtype not in (torch.bool, torch.uint8)
+    ]
+    if len(integers) > 1:  # an element for each sample, as in h[torch.arange(B), lengths - 1]
+        counts = [key for _, key in integers if key.dim() == 1]
+        if any(torch.equal(key, torch.arange(len(key), device=key.device)) for key in counts if not is_traced()):
+            return NotImplemented
+    return next((key for place, key in integers if place == dim), NotImplemented)
+
+
+def all_stay(index: Tensor, dim: int, dims: int, batch: int) -> Tensor | None:
+    """Whether an index for a dimension of a tensor leaves each sample in its place; `None` if it is not for samples."""
+    index = index.movedim(dim, 0) if index.dim() == dims else index
+    if index.dim() == 0 or index.shape[0] != batch:
+        return None
+    own = torch.arange(batch, device=index.device).view(-1, *[1] * (index.dim() - 1))
+    return (index % batch == own).all()
+
+
+def _length(key: Any) -> int:
+    """How many dimensions a part of an index is for."""
+    if key is Ellipsis:
+        return 0
+    return key.dim() if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8) else 1
+
+
+# Operations, called as torch's are
+
+
+def _getitem(input: Any, key: Any) -> Move | None:
+    keys = key if isinstance(key, tuple) else (key,)
+    if not any(isinstance(each, Tensor | list) for each in keys):
+        return None
+    return Move(input, input.shape, range(input.dim()), keys)
+
+
+def _setitem(input: Any, key: Any, value: Any) -> Move | None:
+    move = _getitem(input, key)
+    return None if move is None else move._replace(rows=value)
+
+
+def _index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Move:
+    keys = tuple(slice(None) if each is None else each for each in indices)
+    return Move(values, input.shape, range(input.dim()), keys)
+
+
+def _chosen(input: Any, dim: Any, index: Any, **options: Any) -> Move:
+    return Move(input, input.shape, [dim], index)
+
+
+def _written(input: Any, dim: Any, index: Any, source: Any = None, **options: Any) -> Move:
+    return Move(options.get("src", source), input.shape, [dim], index)
+
+
+def _take_along_dim(input: Any, indices: Any, dim: Any = None) -> Move:
+    return Move(input, input.shape, [] if dim is None else [dim], indices)
+
+
+def _flip(input: Any, *dims: Any, **named: Any) -> Move:
+    (dims,) = (named["dims"],) if named else dims if len(dims) == 1 else (dims,)
+    return Move(input, input.shape, [dims] if isinstance(dims, int) else dims)
+
+
+def _roll(input: Any, shifts: Any, dims: Any = ()) -> Move:
+    return Move(input, input.shape, [dims] if isinstance(dims, int) else dims)
+
+
+def _sort(input: Any, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Move:
+    return Move(input, input.shape, [dim])
+
+
+def _cat(tensors: Any, dim: int = 0, **options: Any) -> Move | None:
+    """Of parts of a tensor, as `h[1:]` and `h[:1]`: their places in memory tell which rows they are."""
+    shape = list(tensors[0].shape)
+    dim = options.get("axis", dim) % len(shape)
+    shape[dim], place = sum(part.shape[dim] for part in tensors), 0
+    for part in tensors:
+        if part._base is not None and part.numel() and _place(part, part.stride(dim), shape[dim]) != place:
+            return Move(part, shape, [dim])
+        place += part.shape[dim]
+    return None
+
+
+def _stack(tensors: Any, dim: int = 0, **options: Any) -> Move | None:
+    """Of single rows, as `h[1]` and `h[0]`."""
+    count, shape = len(tensors), list(tensors[0].shape)
+    dim %= len(shape) + 1
+    shape.insert(dim, count)
+    for place, part in enumerate(tensors):
+        base = part._base
+        strides = [] if base is None else [base.stride(i) for i, size in enumerate(base.shape) if size == count]
+        if len(strides) == 1 and _place(part, strides[0], count) != place:
+            return Move(part, shape, [dim])
+    return None
+
+
+def _place(part: Tensor, stride: int, count: int) -> int | None:
+    """Which of so many rows of a tensor a view of it begins with."""
+    assert part._base is not None
+    return (part.storage_offset() - part._base.storage_offset()) // stride % count if stride else None
+
+
+def _named(move_of: Callable[..., Any], *names: str) -> dict[Any, Callable[..., Any]]:
+    """The functions of torch of these names, and methods of tensors."""
+    functions = [getattr(place, name, None) for name in names for place in (torch, Tensor)]
+    return {function: move_of for function in functions if function is not None}
+
+
+_MOVES: dict[Any, Callable[..., Move | None]] = {
+    Tensor.__getitem__: _getitem,
+    Tensor.__setitem__: _setitem,
+    **_named(_index_put, "index_put", "index_put_"),
+    **_named(_chosen, "index_select", "gather"),
+    **_named(_written, "index_copy", "index_copy_", "index_add", "index_add_"),
+    **_named(_written, "scatter", "scatter_", "scatter_add", "scatter_add_"),
+    **_named(_take_along_dim, "take_along_dim"),
+    **_named(_flip, "flip"),
+    **_named(partial(_flip, dims=0), "flipud"),
+    **_named(_roll, "roll"),
+    **_named(_sort, "sort"),
+    **_named(_cat, "cat", "concat", "concatenate"),
+    **_named(_stack, "stack"),
+}
