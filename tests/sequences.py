@@ -692,6 +692,8 @@ class Load(Step):
         if self.assign:
             run.contract.moved = True
             drop_checkpoints(run)
+            # a backward of the old weights with the mode off is one that the model hears nothing of
+            run.sent = [sent for sent in run.sent if sent.pass_ is not None]
             run.find_parameters()
         else:
             changed_in_place(run)
