@@ -188,17 +188,18 @@ class Lstm(Recurrence):
         assert c0 is not None
         kept, n, cells = gates
         i, f, tanh, o = kept.unflatten(1, (4, c0.shape[1])).unbind(1)  # of the new cell states
-        entering, forgotten, hidden = i * n, steps.previous(c0, cells) * f, o * tanh
-        by_i = torch.addcmul(entering, entering, i, value=-1)  # of the cell state by the gate's pre-activation
-        by_f = torch.addcmul(forgotten, forgotten, f, value=-1)
-        by_n = torch.addcmul(i, entering, n, value=-1)
-        by_o = torch.addcmul(hidden, hidden, o, value=-1)  # of h
-        z = torch.stack((by_i, by_f, by_n, by_o), 1).flatten(1)
+        entering, forgotten, hidden = i * n, steps.previous(c0, cells).mul_(f), o * tanh
         slope = torch.addcmul(o, hidden, tanh, value=-1)  # of h by c
+        hr = None if saved.weights.hr is None else (g, hidden.clone())
+        by_n = torch.addcmul(i, entering, n, value=-1)  # of the cell state by the gate's pre-activation
+        by_i, by_f = entering.addcmul_(entering, i, value=-1), forgotten.addcmul_(forgotten, f, value=-1)
+        by_o = hidden.addcmul_(hidden, o, value=-1)  # of h
+        z = torch.stack((by_i, by_f, by_n, by_o), 1).flatten(1)
+        del entering, forgotten, hidden, by_i, by_f, by_n, by_o  # memory that the loop need not hold
         g_h0 = g.new_zeros(steps.batch, g.shape[1])
         g_c0 = torch.zeros_like(c0) if g_c is None else g_c.clone()
         loops.loop(LoopInputs(steps, saved.weights, z, (slope, f), g, g_h0, g_c0))
-        return Gradients(z, z, g_h0, g_c0, None if saved.weights.hr is None else (g, hidden))
+        return Gradients(z, z, g_h0, g_c0, hr)
 
     def loop(self, given: LoopInputs) -> None:
         steps, weights, z, factors, g, g_h, g_c = given
