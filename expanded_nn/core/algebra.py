@@ -62,8 +62,8 @@ def _block_norms(size: int, terms: Sequence[Term], kind: Kind, products: Product
     total: Tensor | None = None
     for i, term in enumerate(terms):
         total = _plus(total, term.squared_norms(products))
-        for other in terms[:i]:
-            total = total + 2 * term.inner(other)
+        for earlier in terms[:i]:
+            total = total + 2 * term.inner(earlier)
     return kind.zeros(size) if total is None else total
 
 
@@ -76,13 +76,13 @@ def weighted_sum(
     total: Tensor | None = None
     start = 0
     for size, terms in blocks:
-        part = None if weights is None else weights[start : start + size]
+        block_weights = None if weights is None else weights[start : start + size]
         start += size
         for term in terms:
             if total is None:
-                total = term.weighted_sum(part)
+                total = term.weighted_sum(block_weights)
             else:  # of tied embeddings each sum is as large as the weight
-                total = term.add_weighted_sum(total.view(term.row_shape), part)
+                total = term.add_weighted_sum(total.view(term.row_shape), block_weights)
     return kind.zeros(*kind.row_shape) if total is None else total.reshape(kind.row_shape)
 
 
@@ -109,7 +109,7 @@ def gram(
                 total = _plus(total, term.gram(other))
         return kind.zeros(size, width) if total is None else total
 
-    return _cat([_cat([block(*own, *columns) for columns in other_blocks], 1) for own in blocks])
+    return _cat([_cat([block(*rows, *columns) for columns in other_blocks], 1) for rows in blocks])
 
 
 def merged(terms: Sequence[Term]) -> tuple[Term, ...]:

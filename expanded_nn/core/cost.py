@@ -32,7 +32,7 @@ DERIVED_NUMEL = 1 << 14
 
 
 def derives_once(numel: int) -> bool:
-    """Whether what a module computes from weights alone, the largest of `numel` numbers, is computed only once.
+    """Whether what a module computes from weights alone is computed only once; the largest result has `numel` numbers.
 
     It trades a weight for each sample, and products with it, against calls. Measured on steps of linear layers: 1.2 to
     2.3 with 2^8 numbers, 0.6 to 2.3 with 2^12, 0.2 to 0.4 from 2^16 on; of norms that scale by `1 + weight`, which
@@ -82,13 +82,13 @@ KEPT_ROWS_PER_FACTOR = 4
 
 def keeps_rows_of_norms(
     numel: int,  # of the dense rows
-    held: int,  # of their factors
+    factor_numel: int,  # of their factors
 ) -> bool:
     """Whether dense rows, made for the norms, are kept for the weighted sum.
 
-    It trades memory against time: measured at 0.5. Up to how many numbers per number of the factors was chosen.
+    It trades memory against time. Measured: 0.5. The limit, in numbers per number of the factors, was chosen.
     """
-    return numel <= min(CHUNK_NUMEL, KEPT_ROWS_PER_FACTOR * held)
+    return numel <= min(CHUNK_NUMEL, KEPT_ROWS_PER_FACTOR * factor_numel)
 
 
 MANY_POSITIONS = 16
@@ -146,7 +146,7 @@ ROWS_PER_FACTOR, ROWS_PER_FACTOR_OF_MANY_CHANNELS, MANY_CHANNELS = 8, 2, 128
 
 def rows_by_columns(
     numel: int,  # of the rows
-    held: int,  # of their factors
+    factor_numel: int,  # of their factors
     channels: int,  # of the output
     entries: int,  # of the kernel
     dtype: torch.dtype,
@@ -159,8 +159,8 @@ def rows_by_columns(
     groups in other dtypes than float32 and for kernels of one entry, and up to twice as fast where rows are much larger
     than factors, sooner if there are many channels to multiply a column with. Nothing was measured on a GPU.
     """
-    most = ROWS_PER_FACTOR_OF_MANY_CHANNELS if channels >= MANY_CHANNELS else ROWS_PER_FACTOR
-    return dtype != torch.float32 or device != "cpu" or entries == 1 or numel > most * held
+    ratio = ROWS_PER_FACTOR_OF_MANY_CHANNELS if channels >= MANY_CHANNELS else ROWS_PER_FACTOR
+    return dtype != torch.float32 or device != "cpu" or entries == 1 or numel > ratio * factor_numel
 
 
 COLUMNS_NUMEL = 1 << 18

@@ -44,7 +44,7 @@ class Geometry:
         if not any(self.padding) and not any(cut):
             return x, self
         ends = [(padding, padding - less) for padding, less in zip(self.padding, cut, strict=True)]
-        return F.pad(x, [end for both in reversed(ends) for end in both]), replace(self, padding=(0,) * self.dims)
+        return F.pad(x, [end for pair in reversed(ends) for end in pair]), replace(self, padding=(0,) * self.dims)
 
 
 def rows_by_columns(
@@ -56,17 +56,17 @@ def rows_by_columns(
 ) -> Tensor:
     """The rows as products of `g` with the windows of the input as columns, for a few samples at once."""
     rows = g.new_empty(g.shape[0], *row_shape) if out is None else out
-    seen = windows(x, g.shape[2:], row_shape[2:], geometry)
+    x_windows = windows(x, g.shape[2:], row_shape[2:], geometry)
     g = by_group(g, geometry.groups)
     rows_by_group = rows.view(*g.shape[:2], prod(row_shape[1:]))
-    if cost.is_symbol(seen.shape[0]):
-        columns = seen.reshape(g.shape[0], rows_by_group.shape[2], g.shape[2])
+    if cost.is_symbol(x_windows.shape[0]):
+        columns = x_windows.reshape(g.shape[0], rows_by_group.shape[2], g.shape[2])
         return torch.bmm(g, columns.mT).view(rows.shape)
-    size = cost.samples_by_columns(g.device.type, seen[0].numel())
-    for start in range(0, seen.shape[0], size):
-        part = slice(start * geometry.groups, (start + size) * geometry.groups)
-        columns = seen[start : start + size].reshape(-1, rows_by_group.shape[2], g.shape[2])
-        torch.bmm(g[part], columns.mT, out=rows_by_group[part])
+    size = cost.samples_by_columns(g.device.type, x_windows[0].numel())
+    for start in range(0, x_windows.shape[0], size):
+        chunk = slice(start * geometry.groups, (start + size) * geometry.groups)
+        columns = x_windows[start : start + size].reshape(-1, rows_by_group.shape[2], g.shape[2])
+        torch.bmm(g[chunk], columns.mT, out=rows_by_group[chunk])
     return rows
 
 
@@ -77,12 +77,12 @@ def rows_by_groups(g: Tensor, x: Tensor, row_shape: tuple[int, ...], geometry: G
     """
     rows = g.new_empty(g.shape[0], *row_shape)
     size = cost.samples_by_group(g[0].numel() + x[0].numel() + prod(row_shape))
-    for some_g, some_x, some_rows in zip(g.split(size), x.split(size), rows.split(size), strict=True):
-        batch = some_g.shape[0]
-        one_g, one_x = (factor.flatten(0, 1)[None].contiguous() for factor in (some_g, some_x))
+    for chunk_g, chunk_x, chunk_rows in zip(g.split(size), x.split(size), rows.split(size), strict=True):
+        batch = chunk_g.shape[0]
+        joined_g, joined_x = (factor.flatten(0, 1)[None].contiguous() for factor in (chunk_g, chunk_x))
         shape = (batch * row_shape[0], *row_shape[1:])
-        gradient = weight_gradient(one_g, one_x, shape, replace(geometry, groups=batch * geometry.groups))
-        torch.mul(gradient.reshape(some_rows.shape), coefficient, out=some_rows)
+        gradient = weight_gradient(joined_g, joined_x, shape, replace(geometry, groups=batch * geometry.groups))
+        torch.mul(gradient.reshape(chunk_rows.shape), coefficient, out=chunk_rows)
     return rows
 
 
@@ -103,8 +103,8 @@ def weight_gradient(g: Tensor, x: Tensor, shape: tuple[int, ...], geometry: Geom
     """The gradient of a convolution's weight by torch's own fused kernel."""
     if not g.numel():
         return g.new_zeros(shape)
-    wanted = (False, True, False)
-    gradients = torch.ops.aten.convolution_backward(g, x, g.new_empty(shape), None, *geometry.arguments(), wanted)
+    output_mask = (False, True, False)
+    gradients = torch.ops.aten.convolution_backward(g, x, g.new_empty(shape), None, *geometry.arguments(), output_mask)
     return cast(Tensor, gradients[1])
 
 

@@ -97,8 +97,8 @@ def has_factors(blocks: Sequence[Block], kind: Kind) -> bool:
     return all(_has_sides(term, sides(kind.row_shape)) for _, terms in blocks for term in terms)
 
 
-def _has_sides(term: Term, wanted: tuple[int, int]) -> bool:
-    return isinstance(term, Outer | Patches) and sides(term.row_shape) == wanted
+def _has_sides(term: Term, sizes: tuple[int, int]) -> bool:
+    return isinstance(term, Outer | Patches) and sides(term.row_shape) == sizes
 
 
 def factors(blocks: Sequence[Block], kind: Kind, total: KroneckerFactors | None = None) -> KroneckerFactors:
@@ -133,10 +133,10 @@ def _in_order(
 def _add_patches(term: Patches, total: KroneckerFactors) -> None:
     """Adds those of a convolution, whose groups are linear maps: to `A` their mean, to `G` a block for each."""
     groups = term.geometry.groups
-    for part in term.chunks(prod(term.row_shape[1:]) * term.positions * groups):
-        if not part.batch:
+    for chunk in term.chunks(prod(term.row_shape[1:]) * term.positions * groups):
+        if not chunk.batch:
             continue
-        g, columns = as_linear(part).unscaled()  # (B * groups, T, out / groups), (B * groups, T, in * kernel)
+        g, columns = as_linear(chunk).unscaled()  # (B * groups, T, out / groups), (B * groups, T, in * kernel)
         _add_product(total.A, columns.flatten(0, 1), 1 / groups)
         size = len(total.G) // groups
         for group in range(groups):
@@ -174,11 +174,11 @@ def damped_inverse(
 
 def between(term: Term, left: Tensor, right: Tensor) -> Term:
     """The term of the rows `left @ row @ right`, of square matrices; in memory of its own."""
-    wanted = len(left), len(right)
-    if isinstance(term, Patches) and term.geometry.groups == 1 and term.positions * sum(wanted) < prod(wanted):
+    sizes = len(left), len(right)
+    if isinstance(term, Patches) and term.geometry.groups == 1 and term.positions * sum(sizes) < prod(sizes):
         term = as_linear(term)
-    if isinstance(term, Outer) and _has_sides(term, wanted):
+    if isinstance(term, Outer) and _has_sides(term, sizes):
         g, a = term.unscaled()
-        return Outer((g @ left.t(), a @ right), wanted, term.dtype, term.coefficient)
-    parts = [left @ part.dense().reshape(part.batch, *wanted) @ right for part in term.chunks()]
-    return Dense.of(torch.cat(parts))
+        return Outer((g @ left.t(), a @ right), sizes, term.dtype, term.coefficient)
+    chunks = [left @ chunk.dense().reshape(chunk.batch, *sizes) @ right for chunk in term.chunks()]
+    return Dense.of(torch.cat(chunks))

@@ -112,8 +112,8 @@ class Patches(Term):
 
     def gram(self, other: Term) -> Tensor:
         if isinstance(other, Patches) and self._gram_by_pairs(other):
-            other_map = as_linear(other)
-            return torch.cat([as_linear(chunk).gram(other_map) for chunk in self.chunks()])
+            other_linear = as_linear(other)
+            return torch.cat([as_linear(chunk).gram(other_linear) for chunk in self.chunks()])
         return super().gram(other)
 
     def gram_takes_rows(self, other: Term) -> bool:
@@ -159,17 +159,17 @@ def inner_by_windows(term: Patches, other: Patches) -> Tensor:
 def inner_by_entries(term: Patches, other: Patches) -> Tensor:
     """`<row[b], other_row[b]>`, `(B,)`, without windows: products of windows are sums of products of entries."""
     (g, x), (h, z) = term.unscaled(), other.unscaled()
-    (x, of_x), (z, of_z) = term.geometry.padded(x), other.geometry.padded(z)
-    groups, kernel = of_x.groups, term.row_shape[2:]
+    (x, x_geometry), (z, z_geometry) = term.geometry.padded(x), other.geometry.padded(z)
+    groups, kernel = x_geometry.groups, term.row_shape[2:]
     entries = torch.bmm(by_group(x, groups).mT, by_group(z, groups))
     entries = entries.view(-1, *x.shape[2:], *z.shape[2:])
-    strides, dilations = of_x.stride + of_z.stride, of_x.dilation + of_z.dilation
+    strides, dilations = x_geometry.stride + z_geometry.stride, x_geometry.dilation + z_geometry.dilation
     sizes = (*g.shape[2:], *h.shape[2:])
     pairs = g.new_zeros(entries.shape[0], *sizes)
-    for place in product(*map(range, kernel)):
-        starts = [k * dilation for k, dilation in zip(place * 2, dilations, strict=True)]
-        moved = zip(starts, sizes, strides, strict=True)
-        window = [slice(start, start + (t - 1) * stride + 1, stride) for start, t, stride in moved]
+    for kernel_index in product(*map(range, kernel)):
+        starts = [k * dilation for k, dilation in zip(kernel_index * 2, dilations, strict=True)]
+        ranges = zip(starts, sizes, strides, strict=True)
+        window = [slice(start, start + (t - 1) * stride + 1, stride) for start, t, stride in ranges]
         pairs += entries[(slice(None), *window)]
     gradients = torch.bmm(by_group(g, groups).mT, by_group(h, groups))
     inner = (gradients * pairs.view(gradients.shape)).sum((1, 2)).reshape(term.batch, groups).sum(1)
@@ -179,7 +179,7 @@ def inner_by_entries(term: Patches, other: Patches) -> Tensor:
 def as_linear(term: Patches) -> Outer:
     """Each group of each sample as a linear map: rows `(B * groups, out / groups, in / groups * prod(kernel))`."""
     g, x = term.unscaled()
-    seen = windows(x, g.shape[2:], term.row_shape[2:], term.geometry)
+    x_windows = windows(x, g.shape[2:], term.row_shape[2:], term.geometry)
     g = by_group(g, term.geometry.groups)
-    columns = seen.reshape(g.shape[0], prod(term.row_shape[1:]), g.shape[2])
+    columns = x_windows.reshape(g.shape[0], prod(term.row_shape[1:]), g.shape[2])
     return Outer((g.mT, columns.mT), (g.shape[1], columns.shape[1]), term.dtype, term.coefficient)

@@ -46,16 +46,16 @@ def _columns(term: Term, other: Term) -> Iterator[Tensor]:
     """For each row of `other` its inner products with each position of the term's rows, `(B, T)`."""
     first, second = term.weighted()
     takes_rows = _takes_rows(term, other)
-    for part in other.chunks(None if takes_rows else sum(factor[0].numel() for factor in other.factors)):
+    for chunk in other.chunks(None if takes_rows else sum(factor[0].numel() for factor in other.factors)):
         if takes_rows:
-            for row in part.dense().reshape(part.batch, *term.row_shape):
+            for row in chunk.dense().reshape(chunk.batch, *term.row_shape):
                 if isinstance(term, Outer):
                     yield ((first @ row) * second).sum(2)
                 else:
                     yield (F.embedding(second, row) * first).sum(2)
             continue
-        for h, c in zip(*part.weighted(), strict=True):
-            yield products_of_positions(term, part, (first, second), h, c).sum(2)
+        for h, c in zip(*chunk.weighted(), strict=True):
+            yield products_of_positions(term, chunk, (first, second), h, c).sum(2)
 
 
 def _takes_rows(term: Term, other: Term) -> bool:

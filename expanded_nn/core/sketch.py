@@ -19,7 +19,7 @@ from expanded_nn.core.terms import Dense, OneHot, Outer, Term, sides
 
 
 class Totals:
-    """The projections of one batch, as they add up: numbers, and the Fourier transform of others.
+    """The projections of one batch while they add up: in buckets, and as a Fourier transform.
 
     Attributes:
         buckets: The numbers, `(B, dim)`.
@@ -109,9 +109,9 @@ class Sketch:
     def add(self, term: Term, totals: Totals, start: int) -> None:
         """Adds the sketches of a term's rows to those from sample `start` on."""
         if isinstance(term, Patches) and self._fits(term) and self._is_faster_by_factors(term, totals.length):
-            for part in term.chunks(prod(term.row_shape[1:]) * term.positions):
-                self._add_by_factors(as_linear(part), totals, start)
-                start += part.batch
+            for chunk in term.chunks(prod(term.row_shape[1:]) * term.positions):
+                self._add_by_factors(as_linear(chunk), totals, start)
+                start += chunk.batch
         elif isinstance(term, Outer) and self._fits(term):
             add = self._add_by_factors if self._is_faster_by_factors(term, totals.length) else self._add_by_rows
             add(term, totals, start)
@@ -130,11 +130,11 @@ class Sketch:
 
     def _add_by_factors(self, term: Outer, totals: Totals, start: int) -> None:
         """Adds the sketches, from Fourier transforms of the sketches of the factors, position by position."""
-        for part in term.chunks(2 * term.positions * totals.length):
-            g, a = part.weighted()
+        for chunk in term.chunks(2 * term.positions * totals.length):
+            g, a = chunk.weighted()
             spectrum = self._transform(g, 0, totals.length).mul_(self._transform(a, 1, totals.length)).sum(1)
-            totals.spectrum[start : start + part.batch] += spectrum
-            start += part.batch
+            totals.spectrum[start : start + chunk.batch] += spectrum
+            start += chunk.batch
 
     def _transform(self, factor: Tensor, side: int, length: int) -> Tensor:
         """The transform of the sketch of a factor `(B, T, features)`, `(B, T, length / 2 + 1)`."""
@@ -152,21 +152,21 @@ class Sketch:
         """Adds the sketches, from shuffled rows, which are made from shuffled factors, a bounded number at once."""
         lines = min(self.sizes)
         lines_at_once = min(lines, cost.shuffled_at_once(self.width))
-        for part in term.chunks(max(lines_at_once * self.width, term.positions * (lines + self.width))):
-            factors = part.weighted()
+        for chunk in term.chunks(max(lines_at_once * self.width, term.positions * (lines + self.width))):
+            factors = chunk.weighted()
             across = self._shuffled(factors[1 - self.along], 1 - self.along, lines)
             along = self._shuffled(factors[self.along], self.along, self.width)
             count = cost.shuffled_at_once(lines_at_once * self.width)
-            count = ceil(part.batch / ceil(part.batch / count))  # so that the last group is no small one
-            for first in range(0, part.batch, count):
-                samples = slice(first, min(first + count, part.batch))
+            count = ceil(chunk.batch / ceil(chunk.batch / count))  # so that the last group is no small one
+            for first in range(0, chunk.batch, count):
+                samples = slice(first, min(first + count, chunk.batch))
                 for line in range(0, lines, lines_at_once):
                     lines_across = across[samples, :, line : line + lines_at_once].mT
                     rows = totals.scratch(len(lines_across), lines_across.shape[1], self.width)
                     folded = _folded(torch.bmm(lines_across, along[samples], out=rows).flatten(1), self.dim)
                     numbers = totals.buckets[start + samples.start : start + samples.stop]
                     _add_shifted(numbers, folded, (self.shift + line * self.width) % self.dim)
-            start += part.batch
+            start += chunk.batch
 
     def _shuffled(
         self,
@@ -190,32 +190,32 @@ class Sketch:
     def _add_by_entries(self, term: OneHot, totals: Totals, start: int) -> None:
         """Adds the values of an embedding's rows to their buckets."""
         out_buckets, in_buckets = self._buckets(0), self._buckets(1)
-        for part in term.chunks(term.factors[0][0].numel()):
-            values, index = part.weighted()
+        for chunk in term.chunks(term.factors[0][0].numel()):
+            values, index = chunk.weighted()
             out_signs, in_signs = (side.signs.to(values.dtype) for side in self.sides)
             signs = out_signs[index][..., None] * in_signs
             buckets = (out_buckets[index][..., None] + in_buckets) % self.dim
-            totals.buckets[start : start + part.batch].scatter_add_(1, buckets.flatten(1), (values * signs).flatten(1))
-            start += part.batch
+            totals.buckets[start : start + chunk.batch].scatter_add_(1, buckets.flatten(1), (values * signs).flatten(1))
+            start += chunk.batch
 
     def _add_numbers(self, term: Term, totals: Totals, start: int) -> None:
         """Adds the numbers of the dense rows to their buckets."""
         out, in_ = self.sizes
         if not out * in_:
             return
-        parts: Iterable[Term] = [term] if isinstance(term, Dense) else term.chunks()
+        chunks: Iterable[Term] = [term] if isinstance(term, Dense) else term.chunks()
         blocks = list(_blocks(out, in_, cost.rows_at_once(term.batch if isinstance(term, Dense) else 1)))
-        kept = self._buckets_of(*blocks[0]) if len(blocks) == 1 else None
-        for part in parts:
-            rows = part.matrix() if isinstance(part, Dense) else part.dense()
-            rows = rows.reshape(part.batch, out, in_)
+        of_only_block = self._buckets_of(*blocks[0]) if len(blocks) == 1 else None
+        for chunk in chunks:
+            rows = chunk.matrix() if isinstance(chunk, Dense) else chunk.dense()
+            rows = rows.reshape(chunk.batch, out, in_)
             for lines, columns in blocks:
-                buckets, signs = kept or self._buckets_of(lines, columns)
+                buckets, signs = of_only_block or self._buckets_of(lines, columns)
                 signed = rows[:, lines, columns].flatten(1) * signs.to(rows.dtype)
-                if isinstance(part, Dense) and part.coefficient != 1.0:
-                    signed *= part.coefficient
-                totals.buckets[start : start + part.batch].scatter_add_(1, buckets.expand_as(signed), signed)
-            start += part.batch
+                if isinstance(chunk, Dense) and chunk.coefficient != 1.0:
+                    signed *= chunk.coefficient
+                totals.buckets[start : start + chunk.batch].scatter_add_(1, buckets.expand_as(signed), signed)
+            start += chunk.batch
 
     def _buckets_of(self, lines: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """The buckets and the signs of a part of the matrix, flat."""
@@ -241,17 +241,17 @@ class TwoSided:
         left, right = self.left.to(term.dtype), self.right.to(term.dtype)
         sizes = left.shape[1], right.shape[1]
         fits = sides(term.row_shape) == sizes
-        for part in term.chunks(self._numel(term) if fits else None):
-            if isinstance(part, Outer) and fits:
-                g, a = part.weighted()
+        for chunk in term.chunks(self._numel(term) if fits else None):
+            if isinstance(chunk, Outer) and fits:
+                g, a = chunk.weighted()
                 projected = torch.bmm((g @ left.t()).mT, a @ right.t())
-            elif isinstance(part, OneHot) and fits:
-                values, index = part.weighted()
+            elif isinstance(chunk, OneHot) and fits:
+                values, index = chunk.weighted()
                 projected = torch.bmm(left.t()[index].mT, values @ right.t())
             else:
-                projected = left @ part.dense().reshape(part.batch, *sizes) @ right.t()
-            totals.buckets[start : start + part.batch] += projected.flatten(1)[:, : totals.dim]
-            start += part.batch
+                projected = left @ chunk.dense().reshape(chunk.batch, *sizes) @ right.t()
+            totals.buckets[start : start + chunk.batch] += projected.flatten(1)[:, : totals.dim]
+            start += chunk.batch
 
     def _numel(self, term: Term) -> int | None:
         """How many numbers are needed in passing for one row; `None` for those of the dense row."""
@@ -262,11 +262,11 @@ class TwoSided:
 
 def transform_length(dim: int) -> int:
     """The length of the Fourier transforms: `dim`, or if that has large prime factors, room for a whole convolution."""
-    rest = dim
+    cofactor = dim
     for prime in (2, 3, 5, 7):
-        while rest % prime == 0:
-            rest //= prime
-    return dim if rest == 1 else 1 << (2 * dim - 2).bit_length()
+        while cofactor % prime == 0:
+            cofactor //= prime
+    return dim if cofactor == 1 else 1 << (2 * dim - 2).bit_length()
 
 
 def _folded(
@@ -275,11 +275,11 @@ def _folded(
 ) -> Tensor:  # (B, dim)
     """The numbers wrapped around after `dim`, and added up."""
     length = numbers.shape[1]
-    whole = length // dim * dim
-    if whole == length == dim:
+    multiple = length // dim * dim
+    if multiple == length == dim:
         return numbers
-    folded: Tensor = numbers[:, :whole].unflatten(1, (length // dim, dim)).sum(1)
-    folded[:, : length - whole] += numbers[:, whole:]
+    folded: Tensor = numbers[:, :multiple].unflatten(1, (length // dim, dim)).sum(1)
+    folded[:, : length - multiple] += numbers[:, multiple:]
     return folded
 
 
@@ -289,9 +289,9 @@ def _add_shifted(
     shift: int,
 ) -> None:
     """`total += numbers.roll(shift, 1)`."""
-    rest = total.shape[1] - shift
-    total[:, shift:] += numbers[:, :rest]
-    total[:, :shift] += numbers[:, rest:]
+    split = total.shape[1] - shift
+    total[:, shift:] += numbers[:, :split]
+    total[:, :shift] += numbers[:, split:]
 
 
 def _blocks(out: int, in_: int, numel: int) -> Iterator[tuple[slice, slice]]:

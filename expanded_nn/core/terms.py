@@ -27,26 +27,26 @@ class Products:
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Tensor, Tensor]] = []  # a factor, which keeps its memory, and its products (B, T, T)
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # a factor, which keeps its memory, and its products (B, T, T)
 
     def of(self, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """The products, `(B, T, T)`, of a factor `(B, T, features)`, computed in `dtype`."""
-        pair = next((pair for pair in self._kept if pair[1].dtype == dtype and _is_same(pair[0], factor)), None)
+        pair = next((pair for pair in self._pairs if pair[1].dtype == dtype and _is_same_view(pair[0], factor)), None)
         if pair is None:
             positions = factor.to(dtype)
             pair = factor, torch.bmm(positions, positions.mT)
-        self._kept = [*(kept for kept in self._kept if kept is not pair), pair][-2:]
+        self._pairs = [*(earlier for earlier in self._pairs if earlier is not pair), pair][-2:]
         return pair[1]
 
 
-def _is_same(factor: Tensor, kept: Tensor) -> bool:
+def _is_same_view(factor: Tensor, other: Tensor) -> bool:
     """Whether two detached tensors are the same part of the same memory."""
     return (
-        factor.untyped_storage() is kept.untyped_storage()
-        and factor.storage_offset() == kept.storage_offset()
-        and factor.shape == kept.shape
-        and factor.stride() == kept.stride()
-        and factor.dtype == kept.dtype
+        factor.untyped_storage() is other.untyped_storage()
+        and factor.storage_offset() == other.storage_offset()
+        and factor.shape == other.shape
+        and factor.stride() == other.stride()
+        and factor.dtype == other.dtype
     )
 
 
@@ -119,10 +119,8 @@ class Term(ABC):
         """`<row[b], other_row[b']>`, `(B, B')`."""
         other_matrices = [_matrix(chunk.dense()).t() for chunk in other.chunks()]
         matrices = (_matrix(chunk.dense()) for chunk in self.chunks())
-        parts = [[rows @ columns for columns in other_matrices] for rows in matrices]
-        return (
-            parts[0][0] if len(parts) == len(other_matrices) == 1 else torch.cat([torch.cat(row, 1) for row in parts])
-        )
+        grid = [[rows @ columns for columns in other_matrices] for rows in matrices]
+        return grid[0][0] if len(grid) == len(other_matrices) == 1 else torch.cat([torch.cat(row, 1) for row in grid])
 
     def gram_takes_rows(self, other: Term) -> bool:
         """Whether `gram(other)` makes the rows of this term dense."""
@@ -204,14 +202,14 @@ def _weighted(factors: Sequence[Tensor], numbers: float | Tensor, dtype: torch.d
 
     In float16 the first is, the gradient: it is small enough to be multiplied by B, an input may not be.
     """
-    at = 0
+    index = 0
     if dtype != torch.float16:
         candidates = (i for i, factor in enumerate(factors) if factor.is_floating_point() or factor.is_complex())
-        at = min(candidates, key=lambda i: factors[i].numel())
-    factor = factors[at].to(dtype)
+        index = min(candidates, key=lambda i: factors[i].numel())
+    factor = factors[index].to(dtype)
     if isinstance(numbers, Tensor):
         numbers = numbers.to(_wide(dtype)).reshape(-1, *[1] * (factor.dim() - 1))
-    return (*factors[:at], (factor * numbers).to(dtype), *factors[at + 1 :])
+    return (*factors[:index], (factor * numbers).to(dtype), *factors[index + 1 :])
 
 
 class Dense(Term):
@@ -300,8 +298,8 @@ class Outer(Term):
     def squared_norms(self, products: Products | None = None) -> Tensor:
         if self.positions == 1 or self.norms_take_rows:
             return self.inner(self)
-        kept = Products() if products is None else products
-        by_g, by_a = (kept.of(factor, self.dtype) for factor in self.factors)
+        products = Products() if products is None else products
+        by_g, by_a = (products.of(factor, self.dtype) for factor in self.factors)
         return (by_g * by_a).sum((1, 2)).mul_(self.coefficient).mul_(self.coefficient)
 
     def inner(self, other: Term) -> Tensor:
@@ -386,8 +384,8 @@ class OneHot(Term):
         values, index = self.weighted()
         ordered, order = index.sort(1)
         values = values.gather(1, order[..., None].expand_as(values))
-        new = torch.cat([torch.zeros_like(ordered[:, :1]), ordered.diff(dim=1).ne(0).long()], 1)
-        return _added_by_index(values, new.cumsum(1), index.shape[1]).square().sum((1, 2))
+        is_new = torch.cat([torch.zeros_like(ordered[:, :1]), ordered.diff(dim=1).ne(0).long()], 1)
+        return _added_by_index(values, is_new.cumsum(1), index.shape[1]).square().sum((1, 2))
 
     def inner(self, other: Term) -> Tensor:
         if isinstance(other, OneHot):
