@@ -13,19 +13,19 @@ _SPREAD = {"DICT_MERGE", "DICT_UPDATE", "CALL_FUNCTION_EX"}
 def computes_keys(code: CodeType) -> bool:
     """Whether it finds items by keys that are no constants, or gives a dict as keyword arguments."""
     return any(
-        (_applies_index(each) and before.opname not in _NO_COMPUTED_KEY) or each.opname in _SPREAD
-        for before, each in pairwise(get_instructions(code))
+        (_applies_index(instruction) and previous.opname not in _NO_COMPUTED_KEY) or instruction.opname in _SPREAD
+        for previous, instruction in pairwise(get_instructions(code))
     )
 
 
 def constant_index(frame: FrameType) -> int | None:
     """The index that the code applies next, or its begin, if it is a constant: -1 in `x.shape[-1]` and `[-1:]`."""
-    after = [each for each in get_instructions(frame.f_code) if each.offset > frame.f_lasti][:4]
-    is_slice = len(after) > 2 and after[2].opname in ("BUILD_SLICE", "BINARY_SLICE") and after[1].argval is None
-    is_index = len(after) > 1 and _applies_index(after[1])
-    found = after[0].argval if is_slice or is_index else None
-    found = found.start if isinstance(found, slice) and found.stop is None else found
-    return found if type(found) is int else None
+    ahead = [instruction for instruction in get_instructions(frame.f_code) if instruction.offset > frame.f_lasti][:4]
+    is_slice = len(ahead) > 2 and ahead[2].opname in ("BUILD_SLICE", "BINARY_SLICE") and ahead[1].argval is None
+    is_index = len(ahead) > 1 and _applies_index(ahead[1])
+    index = ahead[0].argval if is_slice or is_index else None
+    index = index.start if isinstance(index, slice) and index.stop is None else index
+    return index if type(index) is int else None
 
 
 def _applies_index(instruction: Instruction) -> bool:

@@ -37,7 +37,7 @@ class _State:
             version, and whether they are zero, `None` if nobody has looked.
         has_looked: Whether somebody has looked at the gradients from before the trace.
         is_thorough: Whether the trace assumes less than usual, at a cost.
-        met: The recorders that have taken part in the step, `None` if they are not looked for.
+        recorders: The recorders that have taken part in the step, `None` if they are not looked for.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _State:
         self.gradients: dict[int, tuple[Tensor, int, bool | None]] = {}
         self.is_thorough = False
         self.has_looked = False
-        self.met: dict[Any, None] | None = None
+        self.recorders: dict[Any, None] | None = None
 
 
 _STATE = _State()
@@ -84,8 +84,8 @@ def assume(condition: Tensor, otherwise: str, thorough: Callable[[], Tensor] | N
         thorough: Computes a weaker condition that is enough, at a cost: for steps whose usual graph has been wrong.
     """
     assert _STATE.assumed is not None
-    chosen = thorough() if thorough is not None and _STATE.is_thorough else condition
-    _STATE.assumed.append((chosen, otherwise))
+    condition = thorough() if thorough is not None and _STATE.is_thorough else condition
+    _STATE.assumed.append((condition, otherwise))
 
 
 def note_gradient(grad: Tensor, is_zero: bool | None) -> None:
@@ -116,8 +116,8 @@ def known_zero(grad: Tensor) -> bool | None:
     """
     if not is_traced():
         return None
-    noted, version, is_zero = _STATE.gradients.get(id(grad), (None, 0, None))
-    if noted is not grad or version != grad._version:
+    noted_grad, version, is_zero = _STATE.gradients.get(id(grad), (None, 0, None))
+    if noted_grad is not grad or version != grad._version:
         return None
     if is_zero is None:
         raise LookFirst
@@ -147,15 +147,15 @@ def wait_for_values(reason: str) -> None:
 @contextmanager
 def recorders_met() -> Iterator[dict[Any, None]]:
     """Collects the recorders that take part in a step."""
-    met: dict[Any, None] = {}
-    _STATE.met = met
+    recorders: dict[Any, None] = {}
+    _STATE.recorders = recorders
     try:
-        yield met
+        yield recorders
     finally:
-        _STATE.met = None
+        _STATE.recorders = None
 
 
 def note_recorder(recorder: Any) -> None:
     """Notes that a recorder takes part in the step."""
-    if _STATE.met is not None:
-        _STATE.met[recorder] = None
+    if _STATE.recorders is not None:
+        _STATE.recorders[recorder] = None

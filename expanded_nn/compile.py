@@ -97,14 +97,14 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
         raise TypeError(str(complaint("enn.compile", f"step is {shown(step)}", wanted, remedy)))
     if not isinstance(backend, str) and not callable(backend):
         raise TypeError(f'enn.compile: backend is {shown(backend)}; wanted a name, such as "inductor", or a function.')
-    strange = sorted(options if backend != "inductor" else options.keys() & {"mode", "fullgraph", "dynamic", "options"})
-    if strange:
-        found, wanted = (
-            f"the options {strange} are given with backend={shown(backend)}",
+    refused = sorted(options if backend != "inductor" else options.keys() & {"mode", "fullgraph", "dynamic", "options"})
+    if refused:
+        problem, wanted = (
+            f"the options {refused} are given with backend={shown(backend)}",
             'those of inductor, for "inductor"',
         )
         remedy = "Write inductor's by name: enn.compile(step, max_autotune=True)."
-        raise TypeError(str(complaint("enn.compile", found, wanted, remedy)))
+        raise TypeError(str(complaint("enn.compile", problem, wanted, remedy)))
     return CompiledStep(step, backend_of(backend, options))
 
 
@@ -146,10 +146,10 @@ class Family:
         graph = self.by_shapes.get(shapes)
         if graph is None:
             graph = next((graph for graph in self.graphs if graph.sizes.fit(shapes)), None)
-            for before in self.by_shapes:
+            for former_shapes in self.by_shapes:
                 self.varying |= {
                     (number, dim)
-                    for number, (shape, former_shape) in enumerate(zip(shapes, before, strict=True))
+                    for number, (shape, former_shape) in enumerate(zip(shapes, former_shapes, strict=True))
                     for dim, (size, former) in enumerate(zip(shape, former_shape, strict=True))
                     if size != former
                 }
@@ -186,8 +186,8 @@ class CompiledStep:
         self.last_graph: Graph | None = None
         self.reasons: set[str] = set()
 
-    def __get__(self, owner: Any, kind: Any = None) -> Any:
-        return self if owner is None else functools.partial(self, owner)
+    def __get__(self, instance: Any, owner_class: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step."""
@@ -199,8 +199,8 @@ class CompiledStep:
         by_id: dict[int, Tensor] = {}
         objects: list[Any] = []
         try:
-            of_args = of_arguments((args, kwargs), by_id, objects)
-            key = CallKey(of_args, self.step_values.key(objects), of_surroundings())
+            arguments_key = of_arguments((args, kwargs), by_id, objects)
+            key = CallKey(arguments_key, self.step_values.key(objects), of_surroundings())
         except OnlyEager as reason:
             self._warn(str(reason))
             return self.step(*args, **kwargs)
@@ -259,10 +259,10 @@ class CompiledStep:
             result = self.step(*args, **kwargs)
         for recorder in recorders:
             modules.update(dict.fromkeys(recorder.modules()))
-        members = dict.fromkeys(part for module in modules for part in module.modules())
-        own_recorders = [module._recorder for module in members if isinstance(module, PerSampleModule)]
+        members = dict.fromkeys(member for module in modules for member in module.modules())
+        member_recorders = [module._recorder for module in members if isinstance(module, PerSampleModule)]
         self.modules = list(dict.fromkeys([*self.modules, *members]))
-        new_recorders = [*recorders, *(recorder for recorder in own_recorders if recorder is not None)]
+        new_recorders = [*recorders, *(recorder for recorder in member_recorders if recorder is not None)]
         self.recorders = list(dict.fromkeys([*self.recorders, *new_recorders]))
         if key is not None:
             if self.step_values.changing:
@@ -309,15 +309,15 @@ class CompiledStep:
         except OnlyEager as reason:
             self._give_up(family, str(reason))
             return None
-        if traced.lengths:
+        if traced.len_lines:
             warn(
-                f"enn.compile: each size takes a graph of its own, as a size is made a number in {traced.lengths[0]}. "
-                "Write x.shape[0] in place of len(x)."
+                f"enn.compile: each size takes a graph of its own, as a size is made a number in {traced.len_lines[0]}."
+                " Write x.shape[0] in place of len(x)."
             )
-        if traced.kept:
+        if traced.kept_line:
             warn(
                 f"enn.compile: a tensor of the step is kept outside of it, where it has no values, and later calls add "
-                f"none; it was made in {traced.kept}. Return it from the step, and keep it after the call."
+                f"none; it was made in {traced.kept_line}. Return it from the step, and keep it after the call."
             )
         family.graphs.append(graph)
         family.by_shapes[shapes] = graph
@@ -333,7 +333,7 @@ class CompiledStep:
     ) -> tuple[Traced, Graph]:
         """A traced step and its graph; where a compiler fails for any size, for these sizes alone."""
         of_step = self.step, arguments, tensors, varying, self.modules, self.recorders
-        traced = trace(*of_step, thorough=family.is_thorough, known=family.grads)
+        traced = trace(*of_step, thorough=family.is_thorough, states=family.grads)
         try:
             return traced, Graph(traced, shapes, varying, self.backend)
         except CompilerError as error:

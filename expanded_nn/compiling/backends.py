@@ -31,17 +31,17 @@ def _of_torch(
 ) -> Callable[..., Any]:
     if not isinstance(backend, str):
         return backend(graph, examples)
-    chosen: Any
+    compiler: Any
     if backend == "inductor":
         unknown = sorted(options.keys() - import_module("torch._inductor").list_options())
         if unknown:
-            found, wanted = f"inductor has no options {unknown}", "those that torch._inductor.list_options() names"
-            raise TypeError(str(complaint("enn.compile", found, wanted, "Leave them out.")))
-        chosen = partial(import_module("torch._inductor.compile_fx").compile_fx, config_patches=OPTIONS | options)
+            problem, wanted = f"inductor has no options {unknown}", "those that torch._inductor.list_options() names"
+            raise TypeError(str(complaint("enn.compile", problem, wanted, "Leave them out.")))
+        compiler = partial(import_module("torch._inductor.compile_fx").compile_fx, config_patches=OPTIONS | options)
     else:
-        chosen = import_module("torch._dynamo").lookup_backend(backend)
+        compiler = import_module("torch._dynamo").lookup_backend(backend)
     try:
-        function: Callable[..., Any] = chosen(graph, examples)
+        function: Callable[..., Any] = compiler(graph, examples)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -43,36 +43,37 @@ def of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) -> 
         layout = None if value.is_contiguous() else value.stride()
         traits = (value.dtype, value.device, value.dim(), value.requires_grad, layout)
         return number, type(value), traits, value.requires_grad and value.grad is not None
-    kind = type(value)
-    if kind in PLAIN:
-        return kind, value
+    cls = type(value)
+    if cls in PLAIN:
+        return cls, value
     if isinstance(value, Mapping):
-        return kind, tuple((key, of_arguments(item, tensors, objects)) for key, item in value.items())
+        return cls, tuple((key, of_arguments(item, tensors, objects)) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return kind, tuple(of_arguments(item, tensors, objects) for item in value)
+        return cls, tuple(of_arguments(item, tensors, objects) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return kind, tuple(of_arguments(getattr(value, field.name), tensors, objects) for field in fields(value))
+        return cls, tuple(of_arguments(getattr(value, field.name), tensors, objects) for field in fields(value))
     if any(isinstance(part, Tensor) for part in contents(value)):
         raise OnlyEager(
-            f"an argument is a {kind.__name__} that holds tensors (give these, in tuples, lists, dicts or dataclasses)"
+            f"an argument is a {cls.__name__} that holds tensors (give these, in tuples, lists, dicts or dataclasses)"
         )
     objects.append(value)
-    return kind, by_identity(value)
+    return cls, by_identity(value)
 
 
 def of_surroundings() -> Hashable:
     """Autocast, the dtype of new tensors, and the hooks of all modules."""
     devices = ("cpu", "cuda") if is_autocast() else ()
     autocast = tuple(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in devices)
-    hooks = tuple(by_identity(hook) for place in _GLOBAL_HOOKS for hook in place.values())
+    hooks = tuple(by_identity(hook) for registry in _GLOBAL_HOOKS for hook in registry.values())
     return autocast, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), hooks
 
 
 def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Hashable:
     """A key for the state of modules: their children, attributes and hooks, and which gradients and rows they hold.
 
-    Modules and parameters count by their ids, which are their own as long as the modules are kept; buffers and tensors
-    among the attributes by their shapes and dtypes; other attributes as in `StepValues`, by the names in the methods.
+    Modules and parameters count by their ids, which no other object has as long as the modules are kept; buffers and
+    tensors among the attributes by their shapes and dtypes; other attributes as in `StepValues`, by the names in the
+    methods.
     """
     key: list[Any] = [(recorder.settings, recorder.rows_stand_alone) for recorder in recorders]
     add = key.append
@@ -83,18 +84,18 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
         add(id(attributes.get("_recorder")))
         key += map(id, attributes["_modules"].values())
         key += map(_of_tensor, attributes["_buffers"].values())
-        own = attributes.keys() - OF_EVERY_MODULE
-        names = names_in_class(cast(Any, type(module))) if own else Names()
-        for name in own:
+        attribute_names = attributes.keys() - OF_EVERY_MODULE
+        names = names_in_class(cast(Any, type(module))) if attribute_names else Names()
+        for name in attribute_names:
             value = attributes[name]
             if isinstance(value, Tensor):
                 add((name, _of_tensor(value)))
             elif type(value) in PLAIN:
                 add((name, type(value), value))
             else:  # a configuration that many modules have
-                once = id(value), id(names)
-                add((name, id(value)) if once in looked_into else (name, Look([value], names).key))
-                looked_into.add(once)
+                look = id(value), id(names)
+                add((name, id(value)) if look in looked_into else (name, Look([value], names).key))
+                looked_into.add(look)
         for name in HOOKS:
             if attributes[name]:
                 key += map(by_identity, attributes[name].values())

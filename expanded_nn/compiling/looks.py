@@ -28,8 +28,8 @@ _WHOLE = Tensor | nn.Module | FunctionType  # what counts by its identity, whate
 
 def by_identity(value: Any) -> Hashable:
     """A key that is equal for the same object alone, and holds it, so that its id stays its own."""
-    kind: Any = type(value)
-    return value if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__ else Identity(value)
+    cls: Any = type(value)
+    return value if cls.__eq__ is object.__eq__ and cls.__hash__ is object.__hash__ else Identity(value)
 
 
 class Identity:
@@ -54,9 +54,9 @@ class Look:
 
     Attributes:
         key: Equal for the same objects with equal numbers in them.
-        items: What counts in each list, dict and object, by its id and the name or key there; of an item that is such
-            itself only which one it is.
-        numbers: The place of each list, dict and object in the order in which they were looked into, by its id.
+        items: What counts in each list, dict and object, by its id and the name or key there; an item that is a list,
+            dict or object itself by its identity.
+        numbers: The number of each list, dict and object in the order in which they were looked into, by its id.
         iterator: The class of an iterator that is referred to, which gives something else at each call.
     """
 
@@ -72,42 +72,42 @@ class Look:
         self.key: Hashable = (*map(self._key, values), *of_owners)
         self._lengths = [*map(len, self._views)]
         self._contents = [*chain.from_iterable(self._views)]
-        self._found = [value for get, owner in self._getters for value in get(owner)]
+        self._looked_up = [value for get, owner in self._getters for value in get(owner)]
 
     def holds(self) -> bool:
         """Whether all is as it was; stricter than a comparison of keys, as objects have to be the same, and cheaper."""
         try:
-            found = [get(owner) for get, owner in self._getters]
+            looked_up = [get(owner) for get, owner in self._getters]
         except (AttributeError, KeyError):
             return False
         return (
             [*map(len, self._views)] == self._lengths
             and all(map(is_, chain.from_iterable(self._views), self._contents))
-            and all(map(is_, chain.from_iterable(found), self._found))
+            and all(map(is_, chain.from_iterable(looked_up), self._looked_up))
             and all(array.tobytes() == numbers for array, numbers in self._arrays)
         )
 
     def _key(self, value: Any) -> Hashable:
-        kind: Any = type(value)
-        if kind in PLAIN:
-            return kind, value
+        cls: Any = type(value)
+        if cls in PLAIN:
+            return cls, value
         if isinstance(value, _WHOLE) or len(self.numbers) >= MOST_PARTS:
             return by_identity(value)
         if id(value) in self.numbers:
-            return kind, self.numbers[id(value)]
+            return cls, self.numbers[id(value)]
         self.numbers[id(value)] = len(self.numbers)
-        of_object = self._of_object(value) if hasattr(value, "__dict__") or _slots(kind) else ()
+        of_object = self._of_object(value) if hasattr(value, "__dict__") or _slots(cls) else ()
         if isinstance(value, partial):
             of_keywords = self._of_places(value.keywords, value.keywords, itemgetter, list(value.keywords))
-            return kind, self._key(value.func), self._key(value.args), of_keywords
+            return cls, self._key(value.func), self._key(value.args), of_keywords
         if isinstance(value, list | tuple | set | frozenset | deque):
-            return kind, self._of_items(value), of_object
+            return cls, self._of_items(value), of_object
         if isinstance(value, dict):
             return by_identity(value), self._of_dict(value), of_object
-        if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
+        if cls.__module__ == "numpy" and hasattr(value, "tobytes"):
             return self._of_array(value)
         if isinstance(value, Iterator) and not isinstance(value, IOBase):
-            self.iterator = kind.__name__
+            self.iterator = cls.__name__
         return by_identity(value), of_object
 
     def _of_items(self, value: Collection[Any]) -> Hashable:
@@ -128,24 +128,25 @@ class Look:
         """The key of what counts among the attributes."""
         if isinstance(value, ModuleType | type) and not is_the_users(value):
             return ()
-        names, kind = self._names, cast(Any, type(value))
+        names, cls = self._names, cast(Any, type(value))
         if isinstance(value, Optimizer):
             names = Names(names.words & {"param_groups"})
-        elif _finds_attributes(kind) and not is_the_users(kind):
-            names = names.joined(names_in_class(kind))
-        classes = value.__mro__ if isinstance(value, type) else kind.__mro__
-        found: list[Hashable] = []
+        elif _finds_attributes(cls) and not is_the_users(cls):
+            names = names.joined(names_in_class(cls))
+        classes = value.__mro__ if isinstance(value, type) else cls.__mro__
+        keys: list[Hashable] = []
         if not isinstance(value, type) and hasattr(value, "__dict__"):
-            own = vars(value)
-            counts = own if names.any_attribute and not isinstance(value, ModuleType) else own.keys() & names.words
-            found.append(self._of_places(value, own, itemgetter, [name for name in own if name in counts]))
-        slots = [name for name in _slots(kind) if name in names.words and hasattr(value, name)]
-        found.append(self._of_places(value, None, attrgetter, slots))
+            attributes = vars(value)
+            takes_all = names.any_attribute and not isinstance(value, ModuleType)
+            counted = [name for name in attributes if takes_all or name in names.words]
+            keys.append(self._of_places(value, attributes, itemgetter, counted))
+        slots = [name for name in _slots(cls) if name in names.words and hasattr(value, name)]
+        keys.append(self._of_places(value, None, attrgetter, slots))
         for base in filter(is_the_users, classes[:-1]):
-            own = vars(base)
-            constants = [name for name in own.keys() & names.words if not _is_computed(own[name])]
-            found.append(self._of_places(base, own, itemgetter, sorted(constants)))
-        return tuple(found)
+            attributes = vars(base)
+            constants = [name for name in attributes.keys() & names.words if not _is_computed(attributes[name])]
+            keys.append(self._of_places(base, attributes, itemgetter, sorted(constants)))
+        return tuple(keys)
 
     def _of_places(self, value: Any, mapping: Any, getter: Callable[..., Any], places: list[Any]) -> Hashable:
         """The key of what is in some places of a dict, or of an object, whose attributes may be in a mapping."""
@@ -154,14 +155,14 @@ class Look:
         if not places:
             return ()
         source = value if mapping is None else mapping
-        get = getter(*places, places[0])  # one more, as of one alone there is no tuple
+        get = getter(*places, places[0])  # one more, as for a single place it gives no tuple
         self._getters.append((get, source))
-        found = []
+        keys = []
         for place, item in zip(places, get(source), strict=False):
             if (id(value), place) not in self._changing:
                 self.items[id(value), place] = value, _outside(item)
-                found.append((place, self._key(item)))
-        return tuple(found)
+                keys.append((place, self._key(item)))
+        return tuple(keys)
 
     def _of_array(self, value: Any) -> Hashable:
         if not hasattr(value, "__array_interface__") or value.size > MOST_ITEMS:
@@ -238,16 +239,14 @@ def is_fixed(value: Any) -> bool:
 
 
 @cache
-def _slots(kind: type) -> list[str]:
-    return [
-        name for base in kind.__mro__ for name, member in vars(base).items() if type(member) is MemberDescriptorType
-    ]
+def _slots(cls: type) -> list[str]:
+    return [name for base in cls.__mro__ for name, member in vars(base).items() if type(member) is MemberDescriptorType]
 
 
 @cache
-def _finds_attributes(kind: type) -> bool:
+def _finds_attributes(cls: type) -> bool:
     """Whether a class finds attributes or items by methods of its own, and keeps them under other names."""
-    return any(hasattr(kind, name) for name in ("__getattr__", "__getitem__"))
+    return any(hasattr(cls, name) for name in ("__getattr__", "__getitem__"))
 
 
 def _outside(value: Any) -> Hashable:

@@ -77,9 +77,9 @@ class Referred:
 
     def _read_all(self) -> None:
         """Reads the functions that are named in those that were read."""
-        known = -1
-        while known < len(self.functions):  # a function may be an object's that was met before its name
-            known = len(self.functions)
+        read_count = -1
+        while read_count < len(self.functions):  # an object may be met before the name of its function
+            read_count = len(self.functions)
             for namespaces in list(self.places.values()):
                 self._read_named(namespaces)
 
@@ -156,10 +156,10 @@ class Referred:
 
 
 @cache
-def names_in_class(kind: Any) -> Names:
-    """What the methods of a class refer to that are the user's, or of another library."""
+def names_in_class(cls: Any) -> Names:
+    """What the methods of a class refer to, but for those of torch and of this library."""
     names = Names()
-    for member in (member for base in kind.__mro__ for member in vars(base).values()):
+    for member in (member for base in cls.__mro__ for member in vars(base).values()):
         if isinstance(member, FunctionType) and not member.__code__.co_filename.startswith(LIBRARIES):
             names = names.joined(_names_in(member.__code__))
     return names
@@ -186,13 +186,13 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _globals_of(code: CodeType) -> list[str]:
-    return list(dict.fromkeys(name for each in _codes(code) for name in each.co_names))
+    return list(dict.fromkeys(name for inner in _codes(code) for name in inner.co_names))
 
 
 @cache
 def _names_in(code: CodeType) -> Names:
     words = frozenset(
-        word for each in _codes(code) for word in (*each.co_names, *each.co_consts) if isinstance(word, str)
+        word for inner in _codes(code) for word in (*inner.co_names, *inner.co_consts) if isinstance(word, str)
     )
     by_key = not words.isdisjoint(_TAKE_ANY_ITEM) or any(map(computes_keys, _codes(code)))
     return Names(words, by_key, not words.isdisjoint(_TAKE_ANY_ATTRIBUTE))

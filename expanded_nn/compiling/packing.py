@@ -42,14 +42,14 @@ def packed(value: Any, parts: list[Any]) -> Remake:
     if isinstance(value, Mapping):
         return _packed_items(value, value, setitem, parts)
     if isinstance(value, list | tuple):
-        kind: Any = type(value)
+        cls: Any = type(value)
         items = [packed(item, parts) for item in value]
         if hasattr(value, "_fields"):
-            return lambda new_parts: kind(*(item(new_parts) for item in items))
-        return lambda new_parts: kind(item(new_parts) for item in items)
+            return lambda new_parts: cls(*(item(new_parts) for item in items))
+        return lambda new_parts: cls(item(new_parts) for item in items)
     if is_dataclass(value) and not isinstance(value, type):
         attributes = {field.name: getattr(value, field.name) for field in fields(value)}
-        return _packed_items(value, attributes, object.__setattr__, parts)  # that of a frozen one refuses
+        return _packed_items(value, attributes, object.__setattr__, parts)  # a frozen dataclass's own refuses
     return lambda new_parts: value
 
 
@@ -63,10 +63,10 @@ def _packed_items(
         put(emptied, key, None)
 
     def remake(new_parts: Parts) -> Any:
-        made = copy.copy(emptied)
+        result = copy.copy(emptied)
         for key, remake_item in remakes.items():
-            put(made, key, remake_item(new_parts))
-        return made
+            put(result, key, remake_item(new_parts))
+        return result
 
     return remake
 
@@ -79,8 +79,8 @@ def _packed_rows(rows: FactoredTensor, parts: list[Any]) -> Remake:
     _refuse_symbols(kind.row_shape, row_shape)
 
     def remake(new_parts: Parts) -> FactoredTensor:
-        made = [(size(new_parts), tuple(Guarded.of(term(new_parts)) for term in terms)) for size, terms in blocks]
-        return FactoredTensor(Cell(made, kind), (sum(size for size, _ in made), *row_shape))
+        new_blocks = [(size(new_parts), tuple(Guarded.of(term(new_parts)) for term in terms)) for size, terms in blocks]
+        return FactoredTensor(Cell(new_blocks, kind), (sum(size for size, _ in new_blocks), *row_shape))
 
     return remake
 

@@ -58,11 +58,11 @@ class Repeated:
         tensors: list[Tensor] = []
         for module in modules:
             attributes = vars(module)
-            own = [name for name in attributes if name not in OF_EVERY_MODULE or name == "_recorder"]
-            self.modules.append((module, len(attributes), itemgetter(*_LOOKED_AT, *own)))
+            names = [name for name in attributes if name not in OF_EVERY_MODULE or name == "_recorder"]
+            self.modules.append((module, len(attributes), itemgetter(*_LOOKED_AT, *names)))
             self.mappings += [attributes[name] for name in _LOOKED_AT[1:]]
             values = chain(
-                attributes["_parameters"].values(), attributes["_buffers"].values(), map(attributes.get, own)
+                attributes["_parameters"].values(), attributes["_buffers"].values(), map(attributes.get, names)
             )
             tensors += [value for value in values if isinstance(value, Tensor)]
         parameters = dict.fromkeys(tensor for tensor in tensors if isinstance(tensor, nn.Parameter))
@@ -100,10 +100,10 @@ class Repeated:
         """Whether a call is of this kind, and of the same shapes; at each step, so loops are in C."""
         if len(args) != len(self.arguments) or len({*map(id, args)}) < len(args):
             return False
-        for arg, (kind, facts) in zip(args, self.arguments, strict=True):
-            if type(arg) is not kind:
+        for arg, (cls, facts) in zip(args, self.arguments, strict=True):
+            if type(arg) is not cls:
                 return False
-            if kind is Tensor:
+            if cls is Tensor:
                 if _FACTS(arg) != facts[1] or arg.stride() != facts[0]:
                     return False
             elif arg is not facts:
@@ -116,17 +116,17 @@ class Repeated:
         for recorder, settings in self.recorders:
             if recorder.settings is not settings or recorder.rows_stand_alone:
                 return False
-        found: list[Any] = []
+        attributes: list[Any] = []
         for module, count, get in self.modules:
-            attributes = module.__dict__
-            if len(attributes) != count:
+            namespace = module.__dict__
+            if len(namespace) != count:
                 return False
             try:
-                found += get(attributes)
+                attributes += get(namespace)
             except KeyError:
                 return False
         return (
-            all(map(is_, found, self.attributes))
+            all(map(is_, attributes, self.attributes))
             and [*map(len, self.mappings)] == self.lengths
             and all(map(is_, chain.from_iterable(map(dict.values, self.filled)), self.contents))
             and [*map(_FACTS, self.tensors)] == self.facts

@@ -96,18 +96,18 @@ class Graph:
         """
         inputs: list[Any] = [
             *tensors,
-            *(leaf(tensors).grad for leaf in self.grad_inputs),
+            *(find(tensors).grad for find in self.grad_inputs),
             *(find(tensors) for find in self.constants),
             *(tensors[number].shape[dim] for number, dim in self.free_dims),
         ]
-        before = [(tensor, tensor.detach().clone()) for tensor in map(inputs.__getitem__, self.changed)]
+        saved = [(tensor, tensor.detach().clone()) for tensor in map(inputs.__getitem__, self.changed)]
         states = RandomStates(()) if self.draws else None
         torch._C._set_grad_enabled(False)  # torch.no_grad() takes eight times as long
         try:
             results = self.function(*inputs)
             assumed = self.outcome.assumed
             if assumed is not None and not bool(results[assumed + 1]):
-                for tensor, values in before:
+                for tensor, values in saved:
                     tensor.copy_(values)
                 if states is not None:
                     states.restore()
@@ -118,16 +118,16 @@ class Graph:
         grads = [None if remake is None else remake(results) for _, remake in outcome.grads]
         if self.copied is None:
             self.copied = _with_shared_memory(grads, [*inputs, *results])
-        for index, (leaf, _) in enumerate(outcome.grads):
+        for index, (find, _) in enumerate(outcome.grads):
             grad = grads[index]
-            leaf(tensors).grad = grad.clone() if grad is not None and index in self.copied else grad
-        for leaf, remake in outcome.filled:
-            cast(Tensor, leaf(tensors).grad).detach().copy_(remake(results))
-        for of_recorder, is_scaled, has_foreign_part in outcome.flags:
-            of_recorder.is_scaled, of_recorder.has_foreign_part = is_scaled, has_foreign_part
+            find(tensors).grad = grad.clone() if grad is not None and index in self.copied else grad
+        for find, remake in outcome.filled:
+            cast(Tensor, find(tensors).grad).detach().copy_(remake(results))
+        for leaf, is_scaled, has_foreign_part in outcome.flags:
+            leaf.is_scaled, leaf.has_foreign_part = is_scaled, has_foreign_part
         for rows in outcome.rows:
-            held = [{leaf: remake(results) for leaf, remake in pass_rows.items()} for pass_rows in rows.passes]
-            set_rows(rows.recorder, held, appends=rows.appends)
+            passes = [{leaf: remake(results) for leaf, remake in pass_rows.items()} for pass_rows in rows.passes]
+            set_rows(rows.recorder, passes, appends=rows.appends)
             rows.recorder.note_grads(rows.clipped)
         for values, name, remake in outcome.attributes:
             values[name] = remake(results)
@@ -150,10 +150,10 @@ def _add_inputs(graph: fx.GraphModule, sizes: Sequence[Any]) -> None:
     graph.recompile()
 
 
-def _with_shared_memory(grads: Sequence[Tensor | None], others: Sequence[Any]) -> set[int]:
+def _with_shared_memory(grads: Sequence[Tensor | None], values: Sequence[Any]) -> set[int]:
     """The indices of the gradients whose numbers are those of another tensor as well, as a compiler may decide."""
     spans: dict[int, tuple[int, int]] = {}  # of each tensor, the addresses from its first number to its last
-    for tensor in (*grads, *others):
+    for tensor in (*grads, *values):
         if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.numel():
             extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             spans[id(tensor)] = tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()

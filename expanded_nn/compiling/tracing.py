@@ -111,8 +111,8 @@ class Traced:
             zero.
         draws: Whether it draws random numbers.
         shape_env: What the sizes are known to be.
-        lengths: The user's lines that make a number of a size that changes.
-        kept: The user's line that made a tensor that is kept outside of the step, if there is one.
+        len_lines: The user's lines that make a number of a size that changes.
+        kept_line: The user's line that made a tensor that is kept outside of the step, if there is one.
     """
 
     graph: fx.GraphModule
@@ -122,8 +122,8 @@ class Traced:
     grad_inputs: list[Find]
     draws: bool
     shape_env: Any
-    lengths: list[str]
-    kept: str | None
+    len_lines: list[str]
+    kept_line: str | None
 
 
 class _Operations(TorchDispatchMode):
@@ -188,12 +188,12 @@ class _Readings(TorchFunctionMode):
     """Refuses to print a tensor, which a graph does not, and to read one that has values: they would stay the same.
 
     Attributes:
-        lengths: The user's lines that take `len` of a tensor whose size is a symbol, which makes a number of it.
+        len_lines: The user's lines that take `len` of a tensor whose size is a symbol, which makes a number of it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.lengths: list[str] = []
+        self.len_lines: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SHOWN or (func in _NUMBER and not isinstance(args[0], FakeTensor)):
@@ -204,7 +204,7 @@ class _Readings(TorchFunctionMode):
             frames = traceback.extract_stack()
             caller = max((i for i, frame in enumerate(frames) if frame.name == "__len__"), default=0) - 1
             if caller >= 0 and not frames[caller].filename.startswith(LIBRARIES):
-                self.lengths.append(_line_in(frames))
+                self.len_lines.append(_line_in(frames))
         return func(*args, **(kwargs or {}))
 
 
@@ -226,12 +226,12 @@ def trace(
     recorders: Sequence[Recorder],
     *,
     thorough: bool = False,
-    known: Grads | None = None,  # of the gradients before the call; the step may ask for it
+    states: Grads | None = None,  # of the gradients before the call; the step may ask for them
 ) -> Traced:
     """Runs a step on tensors without values.
 
     Raises:
-        LookFirst: If `known` is needed.
+        LookFirst: If `states` are needed.
         OnlyEager: If a step of this kind cannot be a graph, and eagerly it is right.
         PerSampleError: If it reads values, or takes a step of an optimizer.
     """
@@ -258,52 +258,52 @@ def trace(
     finds += [itemgetter(number) for number, tensor in enumerate(tensors) if tensor.requires_grad]
     having_grad = [find for find in finds if find(tensors).grad is not None]
     # gradients known to be zero are no inputs: the graph makes zeros, and what it adds up is copied into them
-    zeros = [find for find in having_grad if known is not None and known.get(id(find(tensors)), (False,))[0]]
+    zeros = [find for find in having_grad if states is not None and states.get(id(find(tensors)), (False,))[0]]
     if any(cast(Tensor, find(tensors).grad).layout is not torch.strided for find in zeros):
         raise OnlyEager("a sparse gradient is there already")
     grad_inputs = [find for find in having_grad if find not in zeros]
     clipped = {id(leaf) for leaf in leaves if any(recorder.is_clipped(leaf) for recorder in recorders)}
     owned = {id(leaf.parameter()) for recorder in recorders for leaf in recorder.leaves}
     grads = [without_values(cast(Tensor, find(tensors).grad).detach()) for find in grad_inputs]
-    kept = [(values, dict(values)) for module in modules for values in (vars(module), module._buffers)]
-    outcome, operations, readings = Outcome(), _Operations(), _Readings()
+    saved = [(values, dict(values)) for module in modules for values in (vars(module), module._buffers)]
+    outcome, ops, readings = Outcome(), _Operations(), _Readings()
 
     def body(*inputs: Tensor) -> list[Any]:
-        own = inputs[: len(fakes)]
+        traced = inputs[: len(fakes)]
         for find, grad in zip(grad_inputs, inputs[len(fakes) :], strict=True):
-            find(own).grad = grad
+            find(traced).grad = grad
         for find in zeros:
-            find(own).grad = torch.zeros_like(find(own).detach())
-        before: list[Tensor | None] = [find(own).grad for find in finds]
-        args, kwargs = remake([own[number] for number in numbers])
+            find(traced).grad = torch.zeros_like(find(traced).detach())
+        old_grads: list[Tensor | None] = [find(traced).grad for find in finds]
+        args, kwargs = remake([traced[number] for number in numbers])
         results: list[Any] = []
         with ExitStack() as stack:
             for recorder in recorders:
-                stack.enter_context(isolated(recorder, clipped, known or {}))
-            conditions = stack.enter_context(assumptions(thorough=thorough, looked=known is not None))
-            held = {recorder: sum(map(has_hidden_rows, recorder.leaves)) for recorder in recorders}
+                stack.enter_context(isolated(recorder, clipped, states or {}))
+            conditions = stack.enter_context(assumptions(thorough=thorough, looked=states is not None))
+            hidden_counts = {recorder: sum(map(has_hidden_rows, recorder.leaves)) for recorder in recorders}
             for find in having_grad:  # noted: a question whether it is zero is answered, or raises `LookFirst`
                 key = id(find(tensors))
-                if key in (owned if known is None else known):
-                    note_gradient(cast(Tensor, find(own).grad), None if known is None else known[key][0])
-            versions = {find: cast(Tensor, find(own).grad)._version for find in zeros}
-            stack.enter_context(operations)
+                if key in (owned if states is None else states):
+                    note_gradient(cast(Tensor, find(traced).grad), None if states is None else states[key][0])
+            versions = {find: cast(Tensor, find(traced).grad)._version for find in zeros}
+            stack.enter_context(ops)
             stack.enter_context(register_module_forward_pre_hook(partial(_refuse_new_module, set(modules))))
             with readings:
                 result = step(*args, **kwargs)
             outcome.result = packed(result, results)
             _refuse_missing_backward(results, recorders)
-            for find, old in zip(finds, before, strict=True):
-                new = find(own).grad
-                if new is not old:
-                    outcome.grads.append((find, None if new is None else packed(new, results)))
-                elif new is not None and find in versions and new._version != versions[find]:
-                    outcome.filled.append((find, packed(new, results)))
+            for find, old_grad in zip(finds, old_grads, strict=True):
+                new_grad = find(traced).grad
+                if new_grad is not old_grad:
+                    outcome.grads.append((find, None if new_grad is None else packed(new_grad, results)))
+                elif new_grad is not None and find in versions and new_grad._version != versions[find]:
+                    outcome.filled.append((find, packed(new_grad, results)))
             for recorder in recorders:
-                _note_rows(recorder, outcome, results, held[recorder])
-                if known is not None and not any(map(has_hidden_rows, recorder.leaves)):
+                _note_rows(recorder, outcome, results, hidden_counts[recorder])
+                if states is not None and not any(map(has_hidden_rows, recorder.leaves)):
                     outcome.flags += [(leaf, leaf.is_scaled, leaf.has_foreign_part) for leaf in recorder.leaves]
-            _note_attributes(kept, outcome, results)
+            _note_attributes(saved, outcome, results)
             if conditions:
                 outcome.assumed, outcome.otherwise = len(results), [otherwise for _, otherwise in conditions]
                 results.append(torch.stack([condition for condition, _ in conditions]))
@@ -315,7 +315,7 @@ def trace(
     no_grads = meanwhile(*leaves, grad=None)
     drawn = RandomStates()
     try:
-        with no_optimizer, no_grads, _attributes_kept(kept), mode, enable_python_dispatcher():
+        with no_optimizer, no_grads, _attributes_restored(saved), mode, enable_python_dispatcher():
             graph = tracer(*fakes, *grads)
     except (PerSampleError, FirstEager, LookFirst, OnlyEager):
         raise
@@ -326,9 +326,9 @@ def trace(
     if drawn.restore():
         raise OnlyEager("it draws random numbers of Python or NumPy, which a graph does not draw anew")
     # the gradients of arguments would look as if they were kept
-    kept_line = None if any(tensor.requires_grad for tensor in tensors) else operations.line_of_kept()
+    kept_line = None if any(tensor.requires_grad for tensor in tensors) else ops.line_of_kept()
     used = {node.meta["val"].node.expr for node in graph.graph.nodes if node.target is _READ and node.users}
-    unused = [line for value, line in operations.values.items() if value not in used]
+    unused = [line for value, line in ops.values.items() if value not in used]
     if unused:  # it was printed, or kept outside of the step, where it would be the same symbol for ever
         raise _reading(unused[0])
     constants = _lifted(graph)
@@ -346,7 +346,7 @@ def trace(
         for constant in constants
     ]
     return Traced(
-        graph, find_constants, examples, outcome, grad_inputs, operations.draws, shape_env, readings.lengths, kept_line
+        graph, find_constants, examples, outcome, grad_inputs, ops.draws, shape_env, readings.len_lines, kept_line
     )
 
 
@@ -391,7 +391,7 @@ def _refuse_other_leaves(constants: Sequence[Tensor], leaves: Sequence[Tensor]) 
 
 
 def _reads_values(error: Exception) -> bool:
-    names = {kind.__name__ for kind in type(error).__mro__}
+    names = {cls.__name__ for cls in type(error).__mro__}
     value_errors = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}
     texts = ("data is not allocated yet", "trying to get value", "passed to Sym")
     return bool(names & value_errors) or any(text in str(error) for text in texts)
@@ -422,9 +422,9 @@ def _called_by_user() -> bool:
 
 def _line_in(frames: traceback.StackSummary) -> str:
     """The innermost line of the user's code."""
-    own = [frame for frame in frames if not frame.filename.startswith((*LIBRARIES, "<string>"))]
-    where = (own or frames)[-1]
-    return f"line {where.lineno} of {where.filename}: {where.line}"
+    user_frames = [frame for frame in frames if not frame.filename.startswith((*LIBRARIES, "<string>"))]
+    innermost = (user_frames or frames)[-1]
+    return f"line {innermost.lineno} of {innermost.filename}: {innermost.line}"
 
 
 def _attribute(values: dict[str, Any], name: str, tensors: Sequence[Tensor]) -> Tensor:
@@ -436,12 +436,12 @@ def _itself(leaf: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def _attributes_kept(kept: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[None]:
+def _attributes_restored(saved: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[None]:
     """Puts dictionaries of attributes and buffers, each given with a copy of it, back as they were."""
     try:
         yield
     finally:
-        for values, before in kept:
+        for values, before in saved:
             values.clear()
             values.update(before)
 
@@ -460,19 +460,19 @@ def _refuse_missing_backward(parts: Sequence[Any], recorders: Sequence[Recorder]
         )
 
 
-def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any], before: int) -> None:
+def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any], hidden_before: int) -> None:
     recorder.drop_outdated_rows()
     if recorder.rows_stand_alone:
         raise OnlyEager("it ends with the rows of torch.autograd.grad(..., create_graph=True)")
     hidden = [leaf for leaf in recorder.leaves if has_hidden_rows(leaf)]
-    if hidden and (len(hidden) < len(recorder.leaves.with_rows()) or len(hidden) < before):
+    if hidden and (len(hidden) < len(recorder.leaves.with_rows()) or len(hidden) < hidden_before):
         raise OnlyEager(
             "it leaves some of the per-sample gradients from before the call (clear them all, model.zero_grad())"
         )
     passes = [
-        {leaf: packed(rows, results) for leaf, rows in held.items()}
-        for held in recorder.store.held.values()
-        if not any(map(is_hidden, held.values()))
+        {leaf: packed(rows, results) for leaf, rows in pass_rows.items()}
+        for pass_rows in recorder.store.held.values()
+        if not any(map(is_hidden, pass_rows.values()))
     ]
     if hidden and not passes:
         return
@@ -482,9 +482,9 @@ def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any], before:
 
 
 def _note_attributes(
-    kept: Sequence[tuple[dict[str, Any], dict[str, Any]]], outcome: Outcome, results: list[Any]
+    saved: Sequence[tuple[dict[str, Any], dict[str, Any]]], outcome: Outcome, results: list[Any]
 ) -> None:
-    for values, before in kept:
+    for values, before in saved:
         for name, value in values.items():
             if name not in before or value is not before[name]:
                 outcome.attributes.append((values, name, packed(value, results)))
