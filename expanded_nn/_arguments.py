@@ -22,40 +22,41 @@ def refuse_no_rows(who: str, argument: str, rows: Any) -> None:
             raise complaint(who, f"{argument}[{name!r}] has no dimensions", "a tensor (B, *shape)", remedy)
 
 
-def refuse_emptiness(what: str, rows: Mapping[str, Tensor]) -> None:
+def refuse_emptiness(method: str, rows: Mapping[str, Tensor]) -> None:
     """Raises if there are no rows at all, as before the first backward."""
     if not rows:
         raise complaint(
-            f"PerSampleGrads.{what}",
+            f"PerSampleGrads.{method}",
             "no parameter has per-sample gradients",
             "those of a backward in per-sample mode",
             "Call per_sample_grads(model) after backward and before zero_grad.",
         )
 
 
-def refuse_others(what: str, rows: Mapping[str, Tensor], other: Mapping[str, Tensor], dims: int) -> None:
+def refuse_others(method: str, rows: Mapping[str, Tensor], other: Mapping[str, Tensor], dims: int) -> None:
     """Raises if `other`, with so many dimensions before the parameters' own, is not of the same parameters."""
     if set(other) != set(rows):
         raise complaint(
-            f"PerSampleGrads.{what}",
+            f"PerSampleGrads.{method}",
             f"the names {sorted(map(str, set(other) ^ set(rows)))} are in one of the two only",
             "one entry for each parameter that has per-sample gradients",
             "Give both the same names.",
         )
-    for name, own in rows.items():
+    for name, parameter_rows in rows.items():
         shape = other[name].shape
-        if shape[dims:] != own.shape[1:]:
+        if shape[dims:] != parameter_rows.shape[1:]:
             raise complaint(
-                f"PerSampleGrads.{what}",
-                f"{name!r} has the shapes {tuple(own.shape[1:])} and {tuple(shape[dims:])}",
+                f"PerSampleGrads.{method}",
+                f"{name!r} has the shapes {tuple(parameter_rows.shape[1:])} and {tuple(shape[dims:])}",
                 "the same parameters",
                 "Take both from one model, or from copies of it.",
             )
 
 
-def refuse_no_vectors(what: str, vectors: Any) -> None:
+def refuse_no_vectors(method: str, vectors: Any) -> None:
     """Raises if an argument is no mapping from parameter name to a tensor."""
-    who, remedy = f"PerSampleGrads.{what}", "Give it as in {name: p.detach() for name, p in model.named_parameters()}."
+    who = f"PerSampleGrads.{method}"
+    remedy = "Give it as in {name: p.detach() for name, p in model.named_parameters()}."
     refuse_other_kind(who, "vectors", vectors, Mapping, "a mapping from parameter name to (*shape)", remedy)
     for name, value in vectors.items():
         refuse_other_kind(who, f"vectors[{name!r}]", value, Tensor, "a tensor (*shape)", remedy)
@@ -80,9 +81,9 @@ def refuse_no_index(index: Any) -> None:
         raise TypeError(str(complaint("PerSampleGrads.rows", f"index is {shown(index)}", wanted, remedy)))
 
 
-def refuse_no_factors(what: str, argument: str, factors: Any, *, eigen: bool) -> None:
+def refuse_no_factors(method: str, argument: str, factors: Any, *, eigen: bool) -> None:
     """Raises if an argument is no mapping from parameter name to Kronecker factors, or those of EK-FAC if `eigen`."""
-    who, wanted, remedy = f"PerSampleGrads.{what}", "factors by parameter name", "Give it what kronecker() returns."
+    who, wanted, remedy = f"PerSampleGrads.{method}", "factors by parameter name", "Give it what kronecker() returns."
     refuse_other_kind(who, argument, factors, Mapping, wanted, remedy)
     kinds = (KroneckerFactors, EigenFactors) if eigen else KroneckerFactors
     for name, value in factors.items():
@@ -90,29 +91,29 @@ def refuse_no_factors(what: str, argument: str, factors: Any, *, eigen: bool) ->
 
 
 def refuse_strange_factors(
-    what: str, rows: Mapping[str, Tensor], factors: Mapping[str, KroneckerFactors | EigenFactors]
+    method: str, rows: Mapping[str, Tensor], factors: Mapping[str, KroneckerFactors | EigenFactors]
 ) -> None:
     """Raises if there are factors of what has no rows, of nothing, or of other sizes."""
-    refuse_no_factors(what, "factors", factors, eigen=True)
+    refuse_no_factors(method, "factors", factors, eigen=True)
     for name, second_moment in factors.items():
         if name not in rows or second_moment.count < 1:
             raise complaint(
-                f"PerSampleGrads.{what}",
+                f"PerSampleGrads.{method}",
                 f"factors for {name!r} with count {second_moment.count}"
                 if name in rows
                 else f"{name!r} has no per-sample gradients",
                 "factors of parameters that have per-sample gradients, and of at least one sample",
                 "Leave this one out.",
             )
-        refuse_other_sizes(what, name, rows[name], second_moment)
+        refuse_other_sizes(method, name, rows[name], second_moment)
 
 
-def refuse_other_sizes(what: str, name: str, rows: Tensor, factors: KroneckerFactors | EigenFactors) -> None:
-    found, wanted = (len(factors.G), len(factors.A)), sides(rows.shape[1:])
-    if found != wanted:
+def refuse_other_sizes(method: str, name: str, rows: Tensor, factors: KroneckerFactors | EigenFactors) -> None:
+    sizes, wanted = (len(factors.G), len(factors.A)), sides(rows.shape[1:])
+    if sizes != wanted:
         raise complaint(
-            f"PerSampleGrads.{what}",
-            f"the factors of {name!r} are those of a matrix {found}",
+            f"PerSampleGrads.{method}",
+            f"the factors of {name!r} are those of a matrix {sizes}",
             f"{wanted}, as the parameter is",
             "Take the factors of kronecker() from the same model.",
         )

@@ -25,15 +25,15 @@ def tensors(value: Any) -> Iterator[Tensor | PackedSequence]:
         yield from tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
-def contents(value: Any, depth: int = 4, _seen: dict[int, int] | None = None) -> Iterator[Any]:
+def contents(value: Any, depth: int = 4, _depths: dict[int, int] | None = None) -> Iterator[Any]:
     """What is inside containers and plain objects, to some depth; an object that is there often is opened once."""
-    seen = {} if _seen is None else _seen  # id -> depth
+    depths = {} if _depths is None else _depths  # id -> depth
     for leaf in tree_leaves(value):
         yield leaf
         is_object = hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor | nn.Module | type)
-        if is_object and seen.get(id(leaf), 0) < depth:
-            seen[id(leaf)] = depth
-            yield from contents(list(vars(leaf).values()), depth - 1, seen)
+        if is_object and depths.get(id(leaf), 0) < depth:
+            depths[id(leaf)] = depth
+            yield from contents(list(vars(leaf).values()), depth - 1, depths)
 
 
 def batch_of(value: Any, *, batch_first: bool = True) -> int | None:
@@ -89,7 +89,7 @@ def own_batch_first(module: nn.Module) -> bool | None:
         return module.batch_first
     if not isinstance(module, (nn.MultiheadAttention, *_OF_ATTENTION)):
         return None
-    return next((part.batch_first for part in module.modules() if isinstance(part, nn.MultiheadAttention)), None)
+    return next((member.batch_first for member in module.modules() if isinstance(member, nn.MultiheadAttention)), None)
 
 
 def has_derivatives(tensor: Tensor) -> bool:

@@ -107,10 +107,10 @@ class Cell:
 
 def _merged(terms: tuple[Guarded, ...]) -> tuple[Guarded, ...]:
     """The terms with those of one kind added up, in memory of their own."""
-    before = {id(guarded.term): guarded for guarded in terms}
-    after = algebra.merged([guarded.term for guarded in terms])
-    kept = {id(term) for term in after}
+    guarded_of = {id(guarded.term): guarded for guarded in terms}
+    merged = algebra.merged([guarded.term for guarded in terms])
+    kept_ids = {id(term) for term in merged}
     for guarded in terms:
-        if id(guarded.term) not in kept:
+        if id(guarded.term) not in kept_ids:
             guarded.check()
-    return tuple(before.get(id(term)) or Guarded.of(term) for term in after)
+    return tuple(guarded_of.get(id(term)) or Guarded.of(term) for term in merged)

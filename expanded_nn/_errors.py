@@ -72,16 +72,16 @@ def named(path: str, module: object) -> str:
     return f"{path} ({kind})" if path else kind
 
 
-def complaint(who: str, found: str, wanted: str, remedy: str) -> PerSampleError:
+def complaint(who: str, problem: str, wanted: str, remedy: str) -> PerSampleError:
     """Builds an error in the library's form; `_layout.refusal` builds one after which a module around is tried.
 
     Args:
         who: The qualified name of the module or parameter.
-        found: The argument and the value found, as in `"input has shape (6, 3)"`.
+        problem: The argument and the value found, as in `"input has shape (6, 3)"`.
         wanted: The value wanted, as in `"4 rows (the batch size)"`.
         remedy: What the user can do, as one imperative sentence.
     """
-    return PerSampleError(f"{who}: {found}; wanted {wanted}. {remedy}")
+    return PerSampleError(f"{who}: {problem}; wanted {wanted}. {remedy}")
 
 
 def sentence(text: str) -> str:

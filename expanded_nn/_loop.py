@@ -26,24 +26,24 @@ class Loop:
 
     def compare(self, expanded: nn.Module, losses: list[Tensor], findings: Findings) -> None:
         """Finds the error of the rows of each parameter of `expanded`; `losses` are each sample's own in the batch."""
-        plain = [name for name, p in self.plain.module.named_parameters() if p.requires_grad]
+        names = [name for name, p in self.plain.module.named_parameters() if p.requires_grad]
         rows = {name: getattr(p, "grad_sample", None) for name, p in expanded.named_parameters()}
-        parts, norms, used = dict.fromkeys(plain, 0.0), dict.fromkeys(plain, 0.0), set()
-        for i, own in enumerate(self.gradients(self.call, losses)):
-            for name, (grad, was_used) in own.items():
-                held = rows[name]
-                part, _, norm = squares(torch.zeros_like(grad) if held is None else held[i], grad)
-                parts[name] += part
+        differences, norms, used = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0), set()
+        for i, gradients in enumerate(self.gradients(self.call, losses)):
+            for name, (grad, was_used) in gradients.items():
+                held_rows = rows[name]
+                difference, _, norm = squares(torch.zeros_like(grad) if held_rows is None else held_rows[i], grad)
+                differences[name] += difference
                 norms[name] += norm
                 used |= {name} if was_used else set()
-        unused = [name for name in plain if name not in used]
+        unused = [name for name in names if name not in used]
         if unused:
             findings.notes.append(f"never used: {listed(unused)}; no output depends on them, they get no rows.")
         # errors are relative to a gradient's norm, which may be nothing but rounding
         tolerance = findings.tolerance
         total = max(sum(norms.values()), torch.finfo(torch.float64).tiny)
-        least = (10 * tolerance) ** 2 * total
-        errors = {name: (parts[name] / max(norms[name], least)) ** 0.5 for name in used}
+        floor = (10 * tolerance) ** 2 * total
+        errors = {name: (differences[name] / max(norms[name], floor)) ** 0.5 for name in used}
         if 0 < max(errors.values(), default=0.0) - tolerance < torch.inf:
             noise = self.noise()
             scales = {name: noise[name] * (_ROUNDINGS / tolerance) ** 2 for name in used}
@@ -52,8 +52,8 @@ class Loop:
                 findings.notes.append("the gradients are no more than rounding errors, and were compared as such.")
             else:
                 scales = {name: min(total, scale) for name, scale in scales.items()}
-            errors = {name: (parts[name] / max(norms[name], least, scales[name])) ** 0.5 for name in used}
-        findings.errors = {name: errors[name] for name in plain if name in used}
+            errors = {name: (differences[name] / max(norms[name], floor, scales[name])) ** 0.5 for name in used}
+        findings.errors = {name: errors[name] for name in names if name in used}
 
     def gradients(self, call: Call, losses: list[Tensor]) -> Iterator[dict[str, tuple[Tensor, bool]]]:
         """For each sample, parameter name -> the gradient of its own loss, and whether the loss depends on it.
@@ -79,8 +79,8 @@ class Loop:
         """
         parameters = list(self.plain.module.parameters())
         values = [p.detach().clone() for p in parameters]
-        own = list(self.gradients(self.call, self.layout.losses(self.plain(self.call))))
-        most: dict[str, float] = {}
+        grads = list(self.gradients(self.call, self.layout.losses(self.plain(self.call))))
+        largest: dict[str, float] = {}
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
             call = self.call.nudged(generator)
@@ -89,11 +89,11 @@ class Loop:
                 nudged_grads = list(self.gradients(call, self.layout.losses(self.plain(call))))
             finally:
                 _fill(parameters, values)
-            for name in own[0]:
-                pairs = zip(own, nudged_grads, strict=True)
-                change = sum(squares(before[name][0], after[name][0])[0] for before, after in pairs)
-                most[name] = max(change, most.get(name, 0.0))
-        return most
+            for name in grads[0]:
+                pairs = zip(grads, nudged_grads, strict=True)
+                change = sum(squares(grad[name][0], nudged_grad[name][0])[0] for grad, nudged_grad in pairs)
+                largest[name] = max(change, largest.get(name, 0.0))
+        return largest
 
 
 def listed(names: list[str]) -> str:

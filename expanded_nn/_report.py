@@ -100,9 +100,9 @@ class Findings:
     dtype: torch.dtype = torch.float64
     tolerance: float = 0.0
 
-    def complain(self, kind: str, where: str, found: str, wanted: str, remedy: str) -> None:
+    def complain(self, kind: str, where: str, problem: str, wanted: str, remedy: str) -> None:
         """Adds a problem, in the form of the library's errors."""
-        self.problems.append(Problem(kind, where, str(complaint(where, found, wanted, remedy))))
+        self.problems.append(Problem(kind, where, str(complaint(where, problem, wanted, remedy))))
 
     def report(self, *, is_ambiguous: bool) -> Report:
         """The findings, each problem once; `is_ambiguous` says that B is the size of another dimension, too."""

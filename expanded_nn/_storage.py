@@ -20,20 +20,20 @@ class Recycled:
     """The memory that the dense rows of one parameter were written to."""
 
     def __init__(self) -> None:
-        self.kept: list[Tensor] = []  # pieces of memory, as bytes
+        self.pieces: list[Tensor] = []  # pieces of memory, as bytes
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """An uninitialized tensor; `None` on a device whose allocator recycles memory itself."""
         size = prod(shape) * dtype.itemsize
         if device.type != "cpu" or size == 0:
             return None
-        unused = [memory for memory in self.kept if _references(memory) == _ALONE]
+        unused = [memory for memory in self.pieces if _references(memory) == _ALONE]
         fitting = next((memory for memory in unused if cost.memory_serves(memory.numel(), size)), None)
         freed = {id(memory) for memory in unused if memory is not fitting}
-        self.kept = [memory for memory in self.kept if id(memory) not in freed]
+        self.pieces = [memory for memory in self.pieces if id(memory) not in freed]
         if fitting is None:
             fitting = torch.empty(size, dtype=torch.uint8)
-            self.kept.append(fitting)
+            self.pieces.append(fitting)
         return torch.empty(0, dtype=dtype).set_(fitting.untyped_storage(), 0, tuple(shape))  # type: ignore[call-overload,no-any-return]
 
 

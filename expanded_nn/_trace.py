@@ -101,10 +101,10 @@ class Trace:
 
         node.register_prehook(note)  # torch crashes at a hook of a view that was changed in place
 
-    def first_difference(self, other: Trace, same: Callable[[Tensor, Tensor], bool]) -> int | None:
+    def first_difference(self, other: Trace, is_same: Callable[[Tensor, Tensor], bool]) -> int | None:
         """The index of the first event that is not the same in `other`."""
         for index, (event, other_event) in enumerate(zip(self.events, other.events, strict=False)):
-            if str(event) != str(other_event) or not all(map(same, event.values, other_event.values)):
+            if str(event) != str(other_event) or not all(map(is_same, event.values, other_event.values)):
                 return index
         return None if len(self.events) == len(other.events) else min(len(self.events), len(other.events))
 
@@ -130,19 +130,19 @@ class ErrorCollector:
         self.failed: str | None = None
 
     def __enter__(self) -> ErrorCollector:
-        self.guarded = [
+        self.layers = [
             (path, module) for path, module in self.model.named_modules() if isinstance(module, PerSampleModule)
         ]
-        self.before = [vars(module).get("forward") for _, module in self.guarded]
-        for path, module in self.guarded:
+        self.forwards = [vars(module).get("forward") for _, module in self.layers]
+        for path, module in self.layers:
             module.forward = partial(self._forward, named(path, module), module, module.forward)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for (_, module), before in zip(self.guarded, self.before, strict=True):
+        for (_, module), forward in zip(self.layers, self.forwards, strict=True):
             del module.forward
-            if before is not None:
-                module.forward = before
+            if forward is not None:
+                module.forward = forward
 
     def _forward(self, who: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

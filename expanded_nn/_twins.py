@@ -98,16 +98,16 @@ def _kind_of(module: nn.Module) -> type[PerSampleModule]:
 def rebased(module_class: type[nn.Module], bases: tuple[type, ...]) -> type[nn.Module]:
     """The same class with other bases."""
     namespace = {key: value for key, value in vars(module_class).items() if key not in ("__dict__", "__weakref__")}
-    return new_class(module_class.__name__, bases, {}, lambda made: made.update(namespace))
+    return new_class(module_class.__name__, bases, {}, lambda body: body.update(namespace))
 
 
 def _overrides(module_class: type[nn.Module], base: type[nn.Module]) -> bool:
     """Whether a user's subclass changes what `base` computes, and not only how it is made or printed."""
-    own = module_class.__mro__[: module_class.__mro__.index(base)]
+    user_classes = module_class.__mro__[: module_class.__mro__.index(base)]
     return any(
         callable(getattr(base, name, None)) and (name == "__call__" or not (name in _HARMLESS or name.startswith("__")))
-        for kind in own
-        for name in vars(kind)
+        for user_class in user_classes
+        for name in vars(user_class)
     )
 
 
@@ -145,12 +145,12 @@ def _clash(module: nn.Module, kind: type[PerSampleModule]) -> tuple[str, str] | 
     """A name that both the user's class and its twin have given a meaning: one of the two would be lost."""
     module_class = parametrize.type_before_parametrizations(module)
     base = registered_base(module_class) or nn.Module
-    own_classes = module_class.__mro__[: module_class.__mro__.index(base)]
-    own = {*vars(module), *module._parameters, *module._modules, *module._buffers}
-    own.update(name for own_class in own_classes for name in vars(own_class))
-    our_classes = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == _PACKAGE]
-    ours = {name for our_class in our_classes for name in vars(our_class)}
-    both = sorted(name for name in own & (ours - set(dir(base))) if not name.startswith("__"))
-    if not both:
+    user_classes = module_class.__mro__[: module_class.__mro__.index(base)]
+    user_names = {*vars(module), *module._parameters, *module._modules, *module._buffers}
+    user_names.update(name for user_class in user_classes for name in vars(user_class))
+    library_classes = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == _PACKAGE]
+    library_names = {name for library_class in library_classes for name in vars(library_class)}
+    clashes = sorted(name for name in user_names & (library_names - set(dir(base))) if not name.startswith("__"))
+    if not clashes:
         return None
-    return f"it has a {both[0]!r} of its own, a name that converted modules use themselves", "rename it"
+    return f"it has a {clashes[0]!r} of its own, a name that converted modules use themselves", "rename it"

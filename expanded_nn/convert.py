@@ -131,12 +131,12 @@ def _copied(model: Model) -> Model:
             for attribute, value in vars(module).items()
             if isinstance(value, Tensor) and not value.is_leaf
         ]
-        why = str(error)
+        reason = str(error)
         if computed:
-            why = f"{', '.join(computed)} was computed, as by the hooks of torch.nn.utils.weight_norm and prune, in "
-            why += "place of which torch.nn.utils.parametrizations can be copied"
+            reason = f"{', '.join(computed)} was computed, as by the hooks of torch.nn.utils.weight_norm and prune, in "
+            reason += "place of which torch.nn.utils.parametrizations can be copied"
         raise ConversionError(
-            f"{type(model).__name__} cannot be copied ({why}). Convert it in place: convert(model, inplace=True)."
+            f"{type(model).__name__} cannot be copied ({reason}). Convert it in place: convert(model, inplace=True)."
         ) from error
 
 
@@ -145,11 +145,11 @@ def _refuse_closures(model: nn.Module) -> None:
 
     `copy.deepcopy` does not copy functions: one that an attribute or a hook holds still refers to the original.
     """
-    own = {id(module) for module in model.modules() if any(True for _ in module.parameters())}
-    own |= {id(parameter) for parameter in model.parameters()}
+    ids = {id(module) for module in model.modules() if any(True for _ in module.parameters())}
+    ids |= {id(parameter) for parameter in model.parameters()}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute not in ("_parameters", "_modules", "_buffers") and _refers_to(value, own):
+            if attribute not in ("_parameters", "_modules", "_buffers") and _refers_to(value, ids):
                 raise ConversionError(
                     f"{name or type(model).__name__}.{attribute} refers to this model or its weights, by a function or "
                     "a weak reference. In a copy it would go on using the original's. Convert the model in place, "
@@ -157,21 +157,21 @@ def _refuse_closures(model: nn.Module) -> None:
                 )
 
 
-def _refers_to(value: Any, own: set[int], depth: int = 3) -> bool:
+def _refers_to(value: Any, ids: set[int], depth: int = 3) -> bool:
     """Whether functions and weak references in a value refer to objects with these ids."""
     if isinstance(value, weakref.ref):
         # references to weights do not count: a copied RNN makes its own anew
-        return isinstance(value(), nn.Module) and id(value()) in own
+        return isinstance(value(), nn.Module) and id(value()) in ids
     if isinstance(value, dict | list | tuple | set):
         values = value.values() if isinstance(value, dict) else value
-        return depth > 0 and any(_refers_to(item, own, depth - 1) for item in values)
+        return depth > 0 and any(_refers_to(item, ids, depth - 1) for item in values)
     if isinstance(value, partial):
-        return _refers_to(value.func, own, depth)
+        return _refers_to(value.func, ids, depth)
     if not isinstance(value, FunctionType):
         return False
-    held = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-    held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    return any(id(item) in own or (depth > 0 and _refers_to(item, own, depth - 1)) for item in held)
+    contents = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+    contents += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    return any(id(item) in ids or (depth > 0 and _refers_to(item, ids, depth - 1)) for item in contents)
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:

@@ -115,7 +115,7 @@ def rebuilt(version: int, *saved: Any) -> FactoredTensor:
             "Update expanded_nn.",
         )
     shape, row_shape, like, blocks = saved
-    guarded = [(size, tuple(Guarded.of(_saved(*term)) for term in terms)) for size, terms in blocks]
+    guarded = [(size, tuple(Guarded.of(_from_saved(*term)) for term in terms)) for size, terms in blocks]
     return FactoredTensor(Cell(guarded, Kind(tuple(row_shape), like.dtype, like.device)), shape)
 
 
@@ -129,10 +129,11 @@ def _to_save(term: Term) -> tuple[Any, ...]:
     return type(term).__name__, factors, tuple(term.row_shape), term.dtype, term.coefficient, geometry
 
 
-def _saved(kind: str, factors: list[Tensor], row_shape: tuple[int, ...], *rest: Any) -> Term:
-    dtype, coefficient, geometry = rest
+def _from_saved(
+    name: str, factors: list[Tensor], row_shape: tuple[int, ...], dtype: torch.dtype, coefficient: float, geometry: Any
+) -> Term:
     options = {"geometry": Geometry(*geometry)} if geometry else {}
-    return SAVED_KINDS[kind](factors, row_shape, dtype, coefficient, **options)
+    return SAVED_KINDS[name](factors, row_shape, dtype, coefficient, **options)
 
 
 class _FromFactors(torch.autograd.Function):
@@ -193,9 +194,9 @@ def refuse_hidden(rows: Iterable[Tensor]) -> None:
     Raises:
         OnlyEager: If any are hidden.
     """
-    for one_parameter in rows:
-        if is_hidden(one_parameter):
-            as_factored(one_parameter).blocks  # noqa: B018 (it raises)
+    for parameter_rows in rows:
+        if is_hidden(parameter_rows):
+            as_factored(parameter_rows).blocks  # noqa: B018 (it raises)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

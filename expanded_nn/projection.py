@@ -103,9 +103,9 @@ class Projection:
                     Totals(self.dim, first.shape[0], dtype, device)
                     for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for tensor in rows.values())
                 ]
-                by_kind = {(total.dtype, total.device): total for total in totals}
+                totals_of = {(total.dtype, total.device): total for total in totals}
                 for name, tensor in rows.items():
-                    self._add(name, tensor, by_kind[tensor.dtype, tensor.device])
+                    self._add(name, tensor, totals_of[tensor.dtype, tensor.device])
                 # in the widest of the dtypes, on the first of the devices
                 return sum((total.result().to(first.device) for total in totals[1:]), start=totals[0].result())
 
@@ -140,12 +140,12 @@ class Projection:
             )
         for name, tensor in rows.items():
             shape = tuple(tensor.shape[1:])
-            before = self._shapes.setdefault(name, shape)
-            if before != shape:
+            first_shape = self._shapes.setdefault(name, shape)
+            if first_shape != shape:
                 raise complaint(
                     "Projection",
                     f"{name!r} has rows of shape {shape}",
-                    f"{before}, as in the first call",
+                    f"{first_shape}, as in the first call",
                     "Make one Projection for each model.",
                 )
 
@@ -164,20 +164,20 @@ class _Gaussian:
         size = max(1, DRAWN_NUMEL // max(1, prod(self.shape)))  # a draw depends on the sizes of those before
         for first in range(0, self.dim, size):
             count = min(size, self.dim - first)
-            drawn = torch.randn(count, *term.row_shape, generator=generator, dtype=torch.float32, device="cpu")
-            directions = Dense.of((drawn.to(totals.dtype) / sqrt(self.dim)).to(totals.device))
+            normals = torch.randn(count, *term.row_shape, generator=generator, dtype=torch.float32, device="cpu")
+            directions = Dense.of((normals.to(totals.dtype) / sqrt(self.dim)).to(totals.device))
             totals.buckets[start : start + term.batch, first : first + count] += term.gram(directions)
 
 
 def _drawn_sketch(seed: int, sizes: tuple[int, int], dim: int, device: torch.device) -> Sketch:
     generator = torch.Generator("cpu").manual_seed(seed)
-    order = [torch.randperm(size, generator=generator, device="cpu") for size in sizes]
+    orders = [torch.randperm(size, generator=generator, device="cpu") for size in sizes]
     signs = [_random_signs((size,), generator) for size in sizes]
     shift = int(torch.randint(dim, (), generator=generator, device="cpu"))
     width = next(width for width in range(max(1, *sizes), max(sizes) + dim + 1) if gcd(width, dim) == 1)
     out, in_ = (
-        Side(indices.to(device), indices.argsort().to(device), of_side.to(device))
-        for indices, of_side in zip(order, signs, strict=True)
+        Side(indices.to(device), indices.argsort().to(device), side_signs.to(device))
+        for indices, side_signs in zip(orders, signs, strict=True)
     )
     return Sketch((out, in_), dim, int(sizes[1] >= sizes[0]), width, shift)
 

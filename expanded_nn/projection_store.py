@@ -179,15 +179,15 @@ class ProjectionStore:
         """
         wanted = _as_ids(ids)
         numbers = torch.empty(len(wanted), self.projection.dim, dtype=torch.float32, device="cpu")
-        is_found = torch.zeros(len(wanted), dtype=torch.bool, device="cpu")
-        for own, theirs in self.parts():
-            own, order = own.sort()
-            places = torch.searchsorted(own, wanted).clamp(max=len(own) - 1)
-            is_here = own[places] == wanted
-            numbers[is_here] = theirs[order[places[is_here]]]
-            is_found |= is_here
-        if not is_found.all():
-            lacking = wanted[~is_found].tolist()
+        is_read = torch.zeros(len(wanted), dtype=torch.bool, device="cpu")
+        for part_ids, projections in self.parts():
+            part_ids, order = part_ids.sort()
+            places = torch.searchsorted(part_ids, wanted).clamp(max=len(part_ids) - 1)
+            is_in_part = part_ids[places] == wanted
+            numbers[is_in_part] = projections[order[places[is_in_part]]]
+            is_read |= is_in_part
+        if not is_read.all():
+            lacking = wanted[~is_read].tolist()
             raise _complaint(
                 self.folder,
                 f"{len(lacking)} samples are not done: {first_few(lacking)}",
@@ -200,32 +200,32 @@ class ProjectionStore:
         return sorted(path.parent for path in self.folder.glob(f"rank-*/{SETTINGS}"))
 
     def _settings(self) -> dict[str, Any] | None:
-        """Those of all parts, which have to be the same."""
-        settings = [json.loads((folder / SETTINGS).read_text()) for folder in self._folders()]
-        for more in settings:
-            if more["version"] > VERSION:
+        """The settings of all parts, which have to be the same."""
+        of_parts = [json.loads((folder / SETTINGS).read_text()) for folder in self._folders()]
+        for settings in of_parts:
+            if settings["version"] > VERSION:
                 raise _complaint(
                     self.folder,
-                    f"its format is version {more['version']}",
+                    f"its format is version {settings['version']}",
                     f"{VERSION}",
                     "Update expanded_nn.",
                 )
-            self._refuse_others(more, settings[0])
-        return settings[0] if settings else None
+            self._refuse_others(settings, of_parts[0])
+        return of_parts[0] if of_parts else None
 
     def _refuse_others(self, settings: dict[str, Any], wanted: dict[str, Any]) -> None:
-        before, now = _flat(settings), _flat(wanted)
-        differing = [name for name in before.keys() | now.keys() if before.get(name) != now.get(name)]
+        """Raises if the settings of the projections are others than those wanted, and names the first that differ."""
+        settings, wanted = _flat(settings), _flat(wanted)
+        differing = sorted(name for name in settings.keys() | wanted.keys() if settings.get(name) != wanted.get(name))
         if differing:
-            shown = sorted(differing)[:10]
-            held, asked_for = {name: before.get(name) for name in shown}, {name: now.get(name) for name in shown}
+            settings, wanted = ({name: flat.get(name) for name in differing[:10]} for flat in (settings, wanted))
             remedy = "Take another folder, or the projection and the model that this one was begun with."
             if differing == ["weights"]:
                 remedy = (
                     "The model has other weights than the one that this folder was begun with: load its checkpoint, or "
                     "seed the initialization (torch.manual_seed). For these weights take another folder."
                 )
-            raise _complaint(self.folder, f"it holds projections with {held}", f"{asked_for}", remedy)
+            raise _complaint(self.folder, f"it holds projections with {settings}", f"{wanted}", remedy)
 
 
 class _Part:
@@ -251,31 +251,31 @@ class _Part:
                 ) from None
             except OSError:  # a file system without locks
                 pass
-        done = _ids(folder).tolist()
-        self._done = set(done)
-        if len(self._done) < len(done):
+        ids = _ids(folder).tolist()
+        self._done_ids = set(ids)
+        if len(self._done_ids) < len(ids):
             raise _complaint(self.folder, "a sample is there twice", "each once", "Delete this part, which is damaged.")
         if not (folder / SETTINGS).exists():
-            whole = folder / f"{SETTINGS}.new"
-            whole.write_text(json.dumps(settings, indent=1))
-            whole.replace(folder / SETTINGS)
+            draft = folder / f"{SETTINGS}.new"
+            draft.write_text(json.dumps(settings, indent=1))
+            draft.replace(folder / SETTINGS)
 
     def add(self, ids: Tensor, numbers: Tensor) -> None:
         """Writes the numbers `(B, dim)`, and behind them the ids `(B,)`, by which they count as done."""
-        new = ids.tolist()
-        if len(new) != len(numbers) or len(set(new)) < len(new):
+        new_ids = ids.tolist()
+        if len(new_ids) != len(numbers) or len(set(new_ids)) < len(new_ids):
             raise _complaint(
                 self.folder,
-                f"it is given {len(numbers)} rows and the ids {first_few(new)}",
+                f"it is given {len(numbers)} rows and the ids {first_few(new_ids)}",
                 "as many ids as rows, and no id twice",
                 "Give the ids of the samples whose rows they are.",
             )
-        again = [i for i in new if i in self._done]
-        if again:
+        done = [i for i in new_ids if i in self._done_ids]
+        if done:
             raise _complaint(
-                self.folder, f"the ids {first_few(again)} are done already", "new ones", "Take the ids from batches()."
+                self.folder, f"the ids {first_few(done)} are done already", "new ones", "Take the ids from batches()."
             )
-        count = len(self._done)
+        count = len(self._done_ids)
         try:
             self._files[1].truncate(count * ids.itemsize)  # of a batch that failed: its numbers are written over
             for file, tensor in zip(self._files, (numbers, ids), strict=True):
@@ -283,15 +283,15 @@ class _Part:
         except OSError as error:
             raise _complaint(
                 self.folder,
-                f"{len(new)} samples could not be written ({error.strerror})",
+                f"{len(new_ids)} samples could not be written ({error.strerror})",
                 f"room for {numbers.nbytes + ids.nbytes} bytes",
                 f"Make room and add them again, or run again: the {count} samples before them are kept.",
             ) from error
-        self._done.update(new)
+        self._done_ids.update(new_ids)
 
 
-def _complaint(folder: Path, found: str, wanted: str, remedy: str) -> PerSampleError:
-    return complaint(f"ProjectionStore({str(folder)!r})", found, wanted, remedy)
+def _complaint(folder: Path, problem: str, wanted: str, remedy: str) -> PerSampleError:
+    return complaint(f"ProjectionStore({str(folder)!r})", problem, wanted, remedy)
 
 
 def _rank() -> tuple[int, int]:
@@ -313,7 +313,7 @@ def _as_ids(ids: Sequence[int] | Tensor) -> Tensor:
 
 def _ids(folder: Path) -> Tensor:
     data = (folder / IDS).read_bytes()
-    count = len(data) // 8  # of one that was cut off there is a rest
+    count = len(data) // 8  # without one that was cut off
     return torch.frombuffer(bytearray(data), dtype=torch.int64, count=count) if count else _as_ids([])
 
 
@@ -332,6 +332,7 @@ def _write(file: BinaryIO, start: int, tensor: Tensor) -> None:
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with an entry for the shape of each parameter."""
     shapes = {f"shape of {name}": shape for name, shape in settings["parameters"].items()}
     return {name: value for name, value in settings.items() if name != "parameters"} | shapes
 
@@ -345,8 +346,8 @@ def _of_model(model: nn.Module) -> dict[str, Any]:
     digest = hashlib.blake2b(digest_size=16)
     for name, value in sorted(model.state_dict().items()):
         if isinstance(value, Tensor):
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # sharded: the same on each rank
-            digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-            whole = whole.detach().cpu().contiguous()
-            digest.update(_bytes(whole) if whole.numel() else b"")
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value  # sharded: the same on each rank
+            digest.update(f"{name} {full.dtype} {tuple(full.shape)}".encode())
+            full = full.detach().cpu().contiguous()
+            digest.update(_bytes(full) if full.numel() else b"")
     return {"parameters": shapes, "weights": digest.hexdigest()}

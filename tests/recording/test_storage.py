@@ -80,5 +80,5 @@ def test_memory_of_a_convolution_is_used_again() -> None:
             held = [rows, rows.clone()]
         del rows
     assert len(places) == 2
-    assert places <= {memory.data_ptr() for leaf in model._recorder.leaves for memory in leaf.memory.kept}
+    assert places <= {memory.data_ptr() for leaf in model._recorder.leaves for memory in leaf.memory.pieces}
     assert torch.equal(*held)
