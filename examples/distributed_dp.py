@@ -44,8 +44,8 @@ def ddp(data: TensorDataset, engine: PrivacyEngine) -> tuple[nn.Module, torch.op
 def fsdp(data: TensorDataset, engine: PrivacyEngine) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
     """No process holds all weights, or any rows: the clipped sums are scattered, and each part gets its noise."""
     model = enn.convert(mlp()).per_sample(accumulate_grad=False)
-    for part in (model[0], model[2], model):
-        fully_shard(part)
+    for module in (model[0], model[2], model):
+        fully_shard(module)
     batches = DPDataLoader.from_data_loader(DataLoader(data, BATCH), distributed=True)
     optimizer = FSDPOptimizerFastGradientClipping(  # takes the sum over all processes
         torch.optim.SGD(model.parameters(), lr=RATE / BATCH), noise_multiplier=NOISE, max_grad_norm=MAX_NORM,
@@ -62,8 +62,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/images/distributed_dp.png"), help="the picture")
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        given = [f"--{name}={value}" for name, value in vars(args).items()]
-        return torchrun(["--standalone", f"--nproc-per-node={args.processes}", __file__, *given])
+        options = [f"--{name}={value}" for name, value in vars(args).items()]
+        return torchrun(["--standalone", f"--nproc-per-node={args.processes}", __file__, *options])
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     first, digits = dist.get_rank() == 0, load_digits()

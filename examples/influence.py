@@ -70,7 +70,7 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     (texts, modules), model = passages(), enn.convert(GPT())
-    (new, texts), (wanted, modules) = (each[: NEW + args.passages].tensor_split([NEW]) for each in (texts, modules))
+    (new, texts), (new_modules, modules) = (x[: NEW + args.passages].tensor_split([NEW]) for x in (texts, modules))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in track(range(args.steps), description="training"):
         optimizer.zero_grad()
@@ -83,11 +83,11 @@ def main() -> None:
         factors = matrices(model, batch).kronecker(factors)
     plain = matrices(model, new)
     queries = {"inner products": plain, "K-FAC": plain.precondition(factors, damping=1e-4)}
-    found = (matrices(model, batch) for batch in track(batches, description="influences"))
-    influences = torch.cat([torch.stack([grads.gram(query) for query in queries.values()]) for grads in found], 1)
-    shares = {"chance": float((modules[:, None] == wanted).float().mean())}
+    by_batch = (matrices(model, batch) for batch in track(batches, description="influences"))
+    influences = torch.cat([torch.stack([grads.gram(query) for query in queries.values()]) for grads in by_batch], 1)
+    shares = {"chance": float((modules[:, None] == new_modules).float().mean())}
     for name, best in zip(queries, influences.topk(TOP, dim=1).indices, strict=True):
-        shares[name] = float((modules[best] == wanted).float().mean())
+        shares[name] = float((modules[best] == new_modules).float().mean())
     print("Of the right module:", ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
     passage, query = divmod(int(influences[1].argmax()), NEW)
     pulls = matrices(model, texts[passage : passage + 1]).gram(queries["K-FAC"], per_position=True)[0, :, query]

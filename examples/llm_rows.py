@@ -53,7 +53,7 @@ def measure(model: GPT2LMHeadModel, texts: Tensor) -> Tensor:
         loss.mean().backward()
         norms = enn.per_sample_grads(model).norms(per_parameter=True)
         layers = [[norm for name, norm in norms.items() if f".{layer}." in name] for layer in LAYERS]
-        result.append(torch.stack([loss.detach(), *(torch.stack(each).norm(dim=0) for each in layers)], 1))
+        result.append(torch.stack([loss.detach(), *(torch.stack(layer).norm(dim=0) for layer in layers)], 1))
     return torch.cat(result)
 
 
@@ -62,9 +62,9 @@ def draw(loss: Tensor, norms: Tensor, marked: dict[str, int], path: Path) -> Non
     left, right = figure.subplots(1, 2)
     left.plot(loss, norms.norm(dim=1), ".", color="gray", alpha=0.5)
     right.plot(norms.median(0).values, LAYERS, "o-", color="gray", label="the median passage")
-    for what, i in marked.items():
+    for label, i in marked.items():
         left.plot(loss[i], norms[i].norm(), "o")
-        right.plot(norms[i], LAYERS, "o-", label=what)
+        right.plot(norms[i], LAYERS, "o-", label=label)
     left.set(xlabel="loss of a passage", ylabel="norm of its gradient", ylim=0)
     right.set(xlabel="norm of its gradient in a layer", xscale="log")
     right.legend(loc="lower left")
@@ -89,8 +89,8 @@ def main() -> None:
     loss, total = loss[:, 0], norms.norm(dim=1)
     print(f"The median of {len(texts)} passages: loss {loss.median():.1f}, norm {total.median():.1f}")
     marked = {"largest loss": int(loss.argmax()), "largest norm": int(total.argmax())}
-    for what, i in marked.items():
-        print(f"The {what}: loss {loss[i]:.1f}, norm {total[i]:.1f}, {bytes(texts[i].tolist())!r}")
+    for label, i in marked.items():
+        print(f"The {label}: loss {loss[i]:.1f}, norm {total[i]:.1f}, {bytes(texts[i].tolist())!r}")
     draw(loss, norms, marked, args.out)
     print(f"Loss against norm, and the norm layer by layer: {args.out}")
 

@@ -37,10 +37,10 @@ def after_a_step(model: nn.Module, x: Tensor, y: Tensor, rate: float = 0.02) -> 
     """What each task predicts once its own weights have made a step on its ten points."""
     start = dict(model.per_sample(True).named_parameters())
     torch.autograd.grad(F.mse_loss(model(x[:, :SHOTS]), y[:, :SHOTS]), list(start.values()), create_graph=True)
-    own = {name: weight - rate * weight.grad_sample for name, weight in start.items()}  # (B, *shape), differentiable
+    adapted = {name: weight - rate * weight.grad_sample for name, weight in start.items()}  # (B, *shape)
     model.zero_grad()
     model.per_sample(False)  # rows are wanted of the step, not of what comes after it
-    return functional_call(model, own, x)
+    return functional_call(model, adapted, x)
 
 
 def train(steps: int, meta: bool) -> tuple[nn.Module, list[float]]:
@@ -83,7 +83,7 @@ def main() -> None:
 
     torch.set_num_threads(1)  # too little work to share out between threads
     torch.manual_seed(args.seed)
-    (meta, meta_errors), (plain, plain_errors) = (train(args.steps, each) for each in (True, False))
+    (meta, meta_errors), (plain, plain_errors) = (train(args.steps, is_meta) for is_meta in (True, False))
     x, y = waves(500)
     steps = [after_a_step(plain, x, y, rate).detach() for rate in (0.005, 0.01, 0.02)]  # its best is smaller
     best = min(steps, key=lambda predicted: error(predicted, y))

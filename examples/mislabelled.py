@@ -56,18 +56,18 @@ def attribute(images: Tensor, labels: Tensor, epochs: int) -> dict[str, Tensor]:
     return {"self-influence": influence[:, None], "GraNd": grand[:, None], "harm": harm, "loss": loss[:, None]}
 
 
-def draw(images: Tensor, labels: Tensor, is_wrong: Tensor, found: dict[str, Tensor], harm: Tensor, path: Path) -> None:
+def draw(images: Tensor, labels: Tensor, is_wrong: Tensor, curves: dict[str, Tensor], harm: Tensor, path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=[1, 1.2])
     axes = left.subplots()
-    for name, count in found.items():
-        axes.plot(count, label=name, ls="--" if name == "loss" else "-")
+    for name, curve in curves.items():
+        axes.plot(curve, label=name, ls="--" if name == "loss" else "-")
     axes.axline((0, 0), slope=WRONG / TRAIN, color="gray", ls=":", label="chance")
     axes.set(xlabel=f"digits looked at, of {TRAIN}", ylabel=f"wrong labels found, of {WRONG}", xlim=(0, TRAIN / 2))
     axes.legend(loc="lower right")
-    asked = harm.clamp(min=0).sum(0).argmax()  # the clean digit that was harmed most
+    harmed = harm.clamp(min=0).sum(0).argmax()  # the clean digit that was harmed most
     right.suptitle("One clean digit, and the training digits that did it most harm")
-    shown = [TRAIN + int(asked), *harm[:, asked].argsort(descending=True)[:7].tolist()]
+    shown = [TRAIN + int(harmed), *harm[:, harmed].argsort(descending=True)[:7].tolist()]
     for axis, i in zip(right.subplots(2, 4).flat, shown, strict=True):
         axis.imshow(images[i].reshape(8, 8).numpy(), cmap="gray_r")
         word, color = ("wrong", "crimson") if is_wrong[i] else ("right", "black")
@@ -88,10 +88,10 @@ def main() -> None:
     torch.manual_seed(args.seed)
     images, labels, is_wrong = load()
     scores = attribute(images, labels, args.epochs)
-    found = {name: is_wrong[each.mean(1).argsort(descending=True)].cumsum(0) for name, each in scores.items()}
+    curves = {name: is_wrong[score.mean(1).argsort(descending=True)].cumsum(0) for name, score in scores.items()}
     print(f"Of the {WRONG} wrong labels this many have one of the {WRONG} highest scores of {TRAIN}:")
-    print(", ".join(f"{name} {counts[WRONG - 1]}" for name, counts in found.items()), f"(chance {WRONG**2 // TRAIN})")
-    draw(images, labels, is_wrong, found, scores["harm"], args.out)
+    print(", ".join(f"{name} {curve[WRONG - 1]}" for name, curve in curves.items()), f"(chance {WRONG**2 // TRAIN})")
+    draw(images, labels, is_wrong, curves, scores["harm"], args.out)
     print(f"The curves, and who harmed one digit: {args.out}")
 
 

@@ -30,7 +30,7 @@ def small_cnn() -> nn.Module:
 
 def moments(grads: enn.PerSampleGrads) -> Tensor:
     """Unbiased estimates of tr(Σ) and |G|², `(2,)`, from the norms and the mean of a batch of rows."""
-    size, square = grads.batch_size, sum(each.square().sum() for each in grads.mean().values())
+    size, square = grads.batch_size, sum(grad.square().sum() for grad in grads.mean().values())
     spread = (grads.norms().square().mean() - square) * size / (size - 1)
     return torch.stack([spread, square - spread / size])  # the mean of B rows has tr(Σ) / B of noise in it
 
@@ -80,12 +80,12 @@ def main() -> None:
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
     images = images.float().reshape(-1, 1, 8, 8) / 8 - 1
     model = enn.convert(small_cnn()).per_sample(True)
-    first = train(model, images, labels, epochs=2)
+    early = train(model, images, labels, epochs=2)
     batches = torch.randperm(len(images)).split(BATCH)[:-1]
-    small = torch.stack([moments(rows(model, images[each], labels[each])[1]) for each in batches]).mean(0)
+    small = torch.stack([moments(rows(model, images[batch], labels[batch])[1]) for batch in batches]).mean(0)
     large = moments(rows(model, images, labels)[1])
     print(f"After two epochs: {small[0] / small[1]:.0f} by batches, {large[0] / large[1]:.0f} by all samples at once.")
-    history = torch.cat([first, train(model, images, labels, args.epochs - 2)])
+    history = torch.cat([early, train(model, images, labels, args.epochs - 2)])
     losses, spread, square = history.unfold(0, WINDOW, 1).mean(2).T
     scale = spread / square  # means first: each moment is unbiased, their ratio is not
     print(f"From the first {WINDOW} steps to the last the noise scale goes from {scale[0]:.0f} to {scale[-1]:.0f}; "

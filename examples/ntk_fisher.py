@@ -22,8 +22,8 @@ WIDTHS, TRAIN = (512, 64, 16), 240
 def load() -> tuple[Tensor, Tensor]:
     """357 threes and eights `(N, 64)`, and -1 for each three, 1 for each eight `(N,)`."""
     digits = load_digits()
-    chosen = torch.tensor([i for i, digit in enumerate(digits.target) if digit in (3, 8)])[torch.randperm(357)]
-    return torch.tensor(digits.data)[chosen] / 8 - 1, torch.tensor(digits.target)[chosen].sub(5.0).sign()
+    indices = torch.tensor([i for i, digit in enumerate(digits.target) if digit in (3, 8)])[torch.randperm(357)]
+    return torch.tensor(digits.data)[indices] / 8 - 1, torch.tensor(digits.target)[indices].sub(5.0).sign()
 
 
 def gradients(model: nn.Module, images: Tensor, labels: Tensor | None = None) -> tuple[Tensor, enn.PerSampleGrads]:
@@ -52,7 +52,7 @@ def foretell_and_train(model: nn.Module, images: Tensor, labels: Tensor, steps: 
 def fisher(grads: enn.PerSampleGrads) -> tuple[Tensor, Tensor]:
     """The largest eigenvalues `(B,)` of F, and those of the Gram matrix divided by B; prints how they differ."""
     matrix, v = grads.flatten().T @ grads.flatten() / TRAIN, grads.mean()
-    ours, plain = (nn.utils.parameters_to_vector(each.values()) for each in (grads.sum(grads.matvec(v) / TRAIN), v))
+    ours, plain = (nn.utils.parameters_to_vector(named.values()) for named in (grads.sum(grads.matvec(v) / TRAIN), v))
     direct, by_gram = torch.linalg.eigvalsh(matrix)[-TRAIN:], torch.linalg.eigvalsh(grads.gram() / TRAIN)
     apart, error = (direct - by_gram).abs().max() / direct[-1], (ours - matrix @ plain).norm() / ours.norm()
     print(f"F's eigenvalues by the Gram matrix are {apart:.0e} off, F v by matvec and sum {error:.0e}.")
@@ -88,7 +88,7 @@ def main() -> None:
     for n in WIDTHS:
         model = enn.convert(nn.Sequential(nn.Linear(64, n), nn.ReLU(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, 1)))
         foretold, trained, _ = results[n] = foretell_and_train(model.double(), images, labels, args.steps)
-        network, kernel = ((each * labels[TRAIN:] > 0).double().mean() for each in (trained, foretold))
+        network, kernel = ((outputs * labels[TRAIN:] > 0).double().mean() for outputs in (trained, foretold))
         off = (foretold - trained).norm() / trained.norm()
         print(f"width {n}: {off:.0%} off the kernel's forecast; {network:.1%} right, the forecast {kernel:.1%}")
     draw(results, *fisher(gradients(model, images[:TRAIN], labels[:TRAIN])[1]), args.out)

@@ -57,9 +57,9 @@ def check_rows(model: nn.Module, inside: Tensor, edge: Tensor) -> tuple[Tensor, 
     model.per_sample(True).zero_grad()
     (residual(model, inside).mean() + (model(edge) ** 2).mean()).backward()
     rows = enn.per_sample_grads(model).flatten()
-    alone = [residual(model.per_sample(False), x[None]) for x in inside] + [model(x[None]) ** 2 for x in edge]
-    grads = [torch.autograd.grad(each, [*model.parameters()], materialize_grads=True) for each in alone]
-    loop = torch.stack([nn.utils.parameters_to_vector(each) for each in grads])
+    losses = [residual(model.per_sample(False), x[None]) for x in inside] + [model(x[None]) ** 2 for x in edge]
+    grads = [torch.autograd.grad(loss, [*model.parameters()], materialize_grads=True) for loss in losses]
+    loop = torch.stack([nn.utils.parameters_to_vector(grad) for grad in grads])
     return rows.norm(dim=1), float(((rows - loop).norm(dim=1) / loop.norm(dim=1)).max())
 
 

@@ -83,8 +83,8 @@ def main() -> None:
 
     is_wrong = labels != truth
     k = int(is_wrong.sum())
-    found = int(is_wrong[ranking[:k]].sum())
-    print(f"{found} of the {k} wrong labels are among the {k} largest gradient norms of {len(labels)}; "
+    hits = int(is_wrong[ranking[:k]].sum())
+    print(f"{hits} of the {k} wrong labels are among the {k} largest gradient norms of {len(labels)}; "
           f"chance would find {k * k / len(labels):.0f}.")  # fmt: skip
     draw(images, truth, labels, ranking, args.out)
     print(f"The 40 largest: {args.out}")

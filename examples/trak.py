@@ -79,14 +79,14 @@ def main() -> None:
     torch.manual_seed(args.seed)
     digits, order = load_digits(), torch.randperm(1797)[: TRAIN + NEW]
     images, labels = torch.tensor(digits.data, dtype=torch.float32)[order] / 8 - 1, torch.tensor(digits.target)[order]
-    halves, outcomes, found = torch.stack([torch.randperm(TRAIN) < TRAIN // 2 for _ in range(args.halves)]), [], []
+    halves, outcomes, runs = torch.stack([torch.randperm(TRAIN) < TRAIN // 2 for _ in range(args.halves)]), [], []
     for half in track(halves, description="training on halves"):
         outcomes.append(margins(fit(images[:TRAIN][half], labels[:TRAIN][half]), images[TRAIN:], labels[TRAIN:]))
     for _ in track(range(5), description="attributing"):
         with tempfile.TemporaryDirectory() as folder:
-            found.append(attribute(fit(images[:TRAIN], labels[:TRAIN]), images, labels, folder))
+            runs.append(attribute(fit(images[:TRAIN], labels[:TRAIN]), images, labels, folder))
     halves, outcomes = halves.float(), torch.stack(outcomes).detach()
-    totals = {name: torch.stack([each[name] for each in found]).cumsum(0) for name in found[0]}  # (5, TRAIN, NEW)
+    totals = {name: torch.stack([run[name] for run in runs]).cumsum(0) for name in runs[0]}  # (5, TRAIN, NEW)
     scores = {name: torch.stack([foretold(t, halves, outcomes) for t in total]) for name, total in totals.items()}
     for name, (first, *_, last) in scores.items():
         print(f"{name}: linear datamodeling score {first.mean():.2f}, of 5 networks {last.mean():.2f}")
