@@ -1,4 +1,4 @@
-"""What the methods of `PerSampleGrads` and its like are given, refused where it is something else."""
+"""Checks of the arguments that `PerSampleGrads` and the like take."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def refuse_emptiness(method: str, rows: Mapping[str, Tensor]) -> None:
 
 
 def refuse_others(method: str, rows: Mapping[str, Tensor], other: Mapping[str, Tensor], dims: int) -> None:
-    """Raises if `other`, with so many dimensions before the parameters' own, is not of the same parameters."""
+    """Raises if `other` is not of the same parameters; its tensors have `dims` dimensions before theirs."""
     if set(other) != set(rows):
         raise complaint(
             f"PerSampleGrads.{method}",
@@ -75,7 +75,7 @@ def refuse_other_weights(weights: Any, batch_size: int) -> None:
 
 
 def refuse_no_index(index: Any) -> None:
-    """Raises if an argument does not choose samples: by one number, the samples' dimension would be lost."""
+    """Raises if an argument does not choose samples: one number would take away the samples' dimension."""
     if not isinstance(index, slice | list) and getattr(index, "ndim", None) != 1:
         wanted, remedy = "a slice, numbers (n,) or a mask (B,)", "For one sample write rows([i])."
         raise TypeError(str(complaint("PerSampleGrads.rows", f"index is {shown(index)}", wanted, remedy)))
@@ -93,7 +93,7 @@ def refuse_no_factors(method: str, argument: str, factors: Any, *, eigen: bool) 
 def refuse_strange_factors(
     method: str, rows: Mapping[str, Tensor], factors: Mapping[str, KroneckerFactors | EigenFactors]
 ) -> None:
-    """Raises if there are factors of what has no rows, of nothing, or of other sizes."""
+    """Raises if there are factors of a parameter without rows, of no samples, or of other sizes."""
     refuse_no_factors(method, "factors", factors, eigen=True)
     for name, second_moment in factors.items():
         if name not in rows or second_moment.count < 1:

@@ -26,7 +26,7 @@ def tensors(value: Any) -> Iterator[Tensor | PackedSequence]:
 
 
 def contents(value: Any, depth: int = 4, _depths: dict[int, int] | None = None) -> Iterator[Any]:
-    """What is inside containers and plain objects, to some depth; an object that is there often is opened once."""
+    """What is inside containers and plain objects, to some depth; an object that is met again is not opened twice."""
     depths = {} if _depths is None else _depths  # id -> depth
     for leaf in tree_leaves(value):
         yield leaf

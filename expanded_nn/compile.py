@@ -291,7 +291,7 @@ class CompiledStep:
         if inner is None:
             inner = Family(by_shapes=dict.fromkeys(family.by_shapes), varying=set(family.varying), grads=grads)
             self.families[kind] = inner
-        # which asks no more: it knows the gradients
+        # no `LookFirst` this time: it knows the gradients
         return self._graph(kind, inner, shapes, tensors, args, kwargs)
 
     def _traced(

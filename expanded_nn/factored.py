@@ -211,7 +211,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def parted(rows: FactoredTensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The parts of joined rows, with in-place changes since."""
+    """The parts that `joined` has put together, with in-place changes since."""
     blocks = rows.blocks
     if rows.is_dense or [size for size, _ in blocks] != list(sizes):
         return list(rows.dense().split(list(sizes)))

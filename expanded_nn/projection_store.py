@@ -83,11 +83,11 @@ class ProjectionStore:
                 )
             projection = Projection(settings["dim"], kind=settings["kind"], seed=settings["seed"])
         elif settings is not None:
-            self._refuse_others(settings, settings | _of_map(projection))
+            self._refuse_other_settings(settings, settings | _map_settings(projection))
         self.projection = projection
         if model is not None:
-            wanted = {"version": VERSION} | _of_map(projection) | _of_model(model)
-            self._refuse_others(settings or wanted, wanted)
+            wanted = {"version": VERSION} | _map_settings(projection) | _model_settings(model)
+            self._refuse_other_settings(settings or wanted, wanted)
             self._part = _Part(self.folder / f"rank-{_rank()[0]}", wanted)
 
     def __repr__(self) -> str:
@@ -116,7 +116,7 @@ class ProjectionStore:
         """
         refuse_no_count("ProjectionStore.batches", "batch_size", batch_size, 1)
         rank, processes = _rank()
-        share = _as_ids(ids)[rank::processes]  # before those that are done are left out: other processes add some now
+        share = _as_ids(ids)[rank::processes]  # before the done ones are left out: other processes add to these
         is_done = torch.isin(share, self.ids)
         shows = progress and rank == 0 and find_spec("tqdm") is not None
         bar = import_module("tqdm").tqdm(total=len(share), initial=int(is_done.sum()), unit="sample") if shows else None
@@ -150,7 +150,7 @@ class ProjectionStore:
         refuse_no_rows("ProjectionStore.add", "grads", grads)
         shapes = {name: list(rows.shape[1:]) for name, rows in grads.items()}
         settings = self._part.settings
-        self._refuse_others(settings, settings | {"parameters": settings["parameters"] | shapes})
+        self._refuse_other_settings(settings, settings | {"parameters": settings["parameters"] | shapes})
         numbers = self.projection(grads).to("cpu", torch.float32)
         self._part.add(_as_ids(ids), numbers)
 
@@ -210,10 +210,10 @@ class ProjectionStore:
                     f"{VERSION}",
                     "Update expanded_nn.",
                 )
-            self._refuse_others(settings, of_parts[0])
+            self._refuse_other_settings(settings, of_parts[0])
         return of_parts[0] if of_parts else None
 
-    def _refuse_others(self, settings: dict[str, Any], wanted: dict[str, Any]) -> None:
+    def _refuse_other_settings(self, settings: dict[str, Any], wanted: dict[str, Any]) -> None:
         """Raises if the settings of the projections are others than those wanted, and names the first that differ."""
         settings, wanted = _flat(settings), _flat(wanted)
         differing = sorted(name for name in settings.keys() | wanted.keys() if settings.get(name) != wanted.get(name))
@@ -237,7 +237,7 @@ class _Part:
         self._files = []
         for path in (folder / NUMBERS, folder / IDS):
             path.touch()
-            self._files.append(path.open("r+b", buffering=0))  # a buffer would write what failed before, later
+            self._files.append(path.open("r+b", buffering=0))  # a buffer would write later what has failed now
             weakref.finalize(self, self._files[-1].close)
         if fcntl is not None:
             try:
@@ -277,7 +277,7 @@ class _Part:
             )
         count = len(self._done_ids)
         try:
-            self._files[1].truncate(count * ids.itemsize)  # of a batch that failed: its numbers are written over
+            self._files[1].truncate(count * ids.itemsize)  # those of a batch that failed; its numbers are written over
             for file, tensor in zip(self._files, (numbers, ids), strict=True):
                 _write(file, count * tensor[:1].nbytes, tensor)
         except OSError as error:
@@ -337,11 +337,11 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name != "parameters"} | shapes
 
 
-def _of_map(projection: Projection) -> dict[str, Any]:
+def _map_settings(projection: Projection) -> dict[str, Any]:
     return {"dim": projection.dim, "kind": projection.kind, "seed": projection.seed}
 
 
-def _of_model(model: nn.Module) -> dict[str, Any]:
+def _model_settings(model: nn.Module) -> dict[str, Any]:
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     digest = hashlib.blake2b(digest_size=16)
     for name, value in sorted(model.state_dict().items()):

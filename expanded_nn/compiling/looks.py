@@ -21,7 +21,7 @@ from expanded_nn._traced import OnlyEager
 from expanded_nn.compiling.names import Names, Referred, is_the_users, names_in_class
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
-MOST_ITEMS = 1000  # of a list or an array; a longer one counts by its identity, of a dict what is named counts
+MOST_ITEMS = 1000  # of a list or an array; a longer one counts by its identity, a longer dict by what is named
 MOST_PARTS = 1000  # that are looked into; others count by their identity
 _WHOLE = Tensor | nn.Module | FunctionType  # what counts by its identity, whatever it holds
 
@@ -33,7 +33,7 @@ def by_identity(value: Any) -> Hashable:
 
 
 class Identity:
-    """An object whose class says itself what it is equal to, as equal to itself alone."""
+    """Stands for an object whose class defines its own equality, and is equal for the same object alone."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -49,15 +49,15 @@ class Look:
     """A look at values and into them.
 
     Numbers and strings count by their values; tensors, modules and functions by their identity. Lists, dicts, arrays of
-    numbers and objects are looked into. Of an object those attributes count that the functions name; of a dict those
-    items, or all of them where functions compute keys, or name none of its keys; of lists and sets all items.
+    numbers and objects are looked into. Of an object, the attributes count that the functions name; of a dict, the
+    items that they name, or all where functions compute keys or name none of its keys; of lists and sets, all items.
 
     Attributes:
         key: Equal for the same objects with equal numbers in them.
         items: What counts in each list, dict and object, by its id and the name or key there; an item that is a list,
             dict or object itself by its identity.
         numbers: The number of each list, dict and object in the order in which they were looked into, by its id.
-        iterator: The class of an iterator that is referred to, which gives something else at each call.
+        iterator: The class of an iterator that is referred to: it would give something else at each call.
     """
 
     def __init__(self, values: Iterable[Any], names: Names, changing: Collection[Any] = (), owners: Any = ()) -> None:

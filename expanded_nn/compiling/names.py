@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from expanded_nn._bytecode import computes_keys
 from expanded_nn._errors import LIBRARIES
 
-_NOT_THE_USERS = (*LIBRARIES, *(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib")), "<")
+_NOT_THE_USERS = (*LIBRARIES, *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")), "<")
 
 # special methods that a step does not call, or that tell it nothing
 _NOT_CALLED = {"__init__", "__new__", "__del__", "__repr__", "__setattr__", "__delattr__", "__init_subclass__"}
@@ -53,7 +53,7 @@ class Referred:
         globals: The global namespaces, each with a name in it.
         functions: The functions.
         names: What they refer to.
-        places: Where other functions may be found by these names: what objects and modules have, by their ids.
+        places: Where more functions may be found by these names: the namespaces of objects and modules, by their ids.
     """
 
     def __init__(self, step: Any) -> None:
@@ -70,7 +70,7 @@ class Referred:
         self._read_all()
 
     def add(self, value: Any) -> None:
-        """An object that the step is given as an argument, as a method is."""
+        """Adds an object that the step takes as an argument, as a method does."""
         if id(value) not in self.places:
             self._note_places(value)
             self._read_all()

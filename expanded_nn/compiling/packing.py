@@ -22,7 +22,7 @@ Remake = Callable[[Parts], Any]
 
 
 def packed(value: Any, parts: list[Any]) -> Remake:
-    """Appends the tensors within a value to `parts`; returns a function that makes the value of new parts.
+    """Appends the tensors within a value to `parts`; returns a function that makes the value from new parts.
 
     Tensors are looked for in tuples, lists, dicts, dataclasses and `PerSampleGrads`; factored rows are taken apart into
     their factors.

@@ -90,7 +90,7 @@ class Graph:
             self.function = backend(traced.graph, [*traced.examples, *examples])
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[str | None, Any]:
-        """Runs the step; which of the graph's assumptions did not hold, or `None` and what the step returns.
+        """Runs the step. Returns which of the graph's assumptions did not hold, if any, and what the step returns.
 
         If one did not hold, nothing has changed.
         """

@@ -75,8 +75,8 @@ class Outcome:
         result: What the step returns.
         grads: The new `.grad` of parameters and arguments, where it is another tensor than before.
         filled: The new numbers of a `.grad` that was zero before.
-        flags: Parameters that no rows from before are held of, and whether their `.grad` is scaled and has a foreign
-            part; where a `.grad` was there before.
+        flags: Parameters without rows from before, and whether their `.grad` is scaled and has a foreign part; only
+            where a `.grad` was there before.
         rows: The rows that recorders hold.
         attributes: The new attributes and buffers of modules: the dictionary that has it, the name, and the value.
         removed: The attributes that the step has removed.
@@ -132,14 +132,14 @@ class _Operations(TorchDispatchMode):
     Attributes:
         draws: Whether random numbers are drawn.
         values: The symbols of values that the step has read, `tensor.item()`, with the line of each.
-        made: The tensors that were made, each with the line that made it.
+        tensors: The tensors that were made, each with the line that made it.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws = False
         self.values: dict[Any, str] = {}
-        self.made: list[tuple[TensorWeakRef, tuple[str, int]]] = []
+        self.tensors: list[tuple[TensorWeakRef, tuple[str, int]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -161,15 +161,15 @@ class _Operations(TorchDispatchMode):
         line = _line_of_user()
         for tensor in result if isinstance(result, list | tuple) else [result]:
             if isinstance(tensor, Tensor) and not any(tensor is arg for arg in args):  # no argument changed in place
-                self.made.append((TensorWeakRef(tensor), line))
+                self.tensors.append((TensorWeakRef(tensor), line))
         return result
 
     def line_of_kept(self) -> str | None:
         """The line that made a tensor to which something refers still, after the trace."""
-        if all(ref() is None for ref, _ in self.made):
+        if all(ref() is None for ref, _ in self.tensors):
             return None
         gc.collect()  # it takes long where much is in memory, and is seldom needed
-        for ref, (file, number) in reversed(self.made):
+        for ref, (file, number) in reversed(self.tensors):
             tensor = ref()
             # none: autograd alone, which a checkpoint may leave
             if tensor is not None and not all(map(_is_of_rows, gc.get_referrers(tensor))):
