@@ -33,7 +33,7 @@ def patch_rows(
 ) -> Tensor:  # (B, *row_shape)
     """The rows of a convolution's weight, factored."""
     excess = geometry.excess(x.shape[2:], row_shape[2:], g.shape[2:])
-    if any(more >= stride for more, stride in zip(excess, geometry.stride, strict=True)):
+    if any(size >= stride for size, stride in zip(excess, geometry.stride, strict=True)):
         # Only the output_padding of a dilated transposed convolution reaches so far.
         x, geometry = geometry.padded(x, cut=excess)
 
@@ -77,8 +77,8 @@ class _Convolution(torch.autograd.Function):
                 tensors, arguments = (g, x, shared(weight).to(g.dtype), None), geometry.arguments(ctx.output_padding)
                 grad_x = aten.convolution_backward(*tensors, *arguments, (True, False, False))[0].to(dtype)
         if ctx.needs_input_grad[1]:
-            moving, still = (x, g) if transposed else (g, x)
-            grad_weight = patch_rows(moving, still, tuple(weight.shape[1:]), weight.dtype, geometry)
+            factors: tuple[Tensor, Tensor] = (x, g) if transposed else (g, x)  # as `Patches` has them
+            grad_weight = patch_rows(*factors, tuple(weight.shape[1:]), weight.dtype, geometry)
         if ctx.needs_input_grad[2]:
             grad_bias = g.sum(tuple(range(2, g.dim())), dtype=ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None

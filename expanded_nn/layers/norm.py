@@ -47,9 +47,9 @@ def _rows(
     return terms.sum(positions, dtype=dtype) if positions else terms.to(dtype)
 
 
-def _times(own: Tensor, g: Tensor) -> Tensor:
-    """`own * g` in the memory of `own`, fresh memory being slow; a vmapped `g` has more values than fit there."""
-    return own * g if is_batched(g) else own.mul_(g)
+def _times(x: Tensor, g: Tensor) -> Tensor:
+    """`x * g` in the memory of `x`, fresh memory being slow; a vmapped `g` has more values than fit there."""
+    return x * g if is_batched(g) else x.mul_(g)
 
 
 def _widest(*dtypes: torch.dtype) -> torch.dtype:
@@ -324,9 +324,9 @@ def instance_norm(
         return _affine(x, weight, bias)
     mean, var = (None if running is None else running.repeat(batch) for running in statistics)
     y = F.instance_norm(_one_sample(x), mean, var, _flat(weight), _flat(bias), use_input_stats, momentum, eps)
-    for running, own in zip(statistics, (mean, var), strict=True):
-        if use_input_stats and running is not None and own is not None:
-            running.copy_(own.view(batch, -1).mean(0))
+    for running, updated in zip(statistics, (mean, var), strict=True):
+        if use_input_stats and running is not None and updated is not None:
+            running.copy_(updated.view(batch, -1).mean(0))
     return owned(y.view(x.shape))
 
 
