@@ -1,6 +1,7 @@
-"""The loops over time of the recurrences as single operations of a traced graph, which would take minutes to compile.
+"""The loops over time of the recurrences, each as one operation of a traced graph.
 
-They are there while a step is traced (`compile.py`), for sequences of one length.
+Unrolled they would take minutes to compile. They are used while a step is traced (`compile.py`), for sequences of equal
+length.
 """
 
 from __future__ import annotations

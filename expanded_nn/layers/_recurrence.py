@@ -25,7 +25,7 @@ from expanded_nn.recording.expand import keeps_factors
 
 
 class _Recurrent(torch.autograd.Function):
-    """One layer in one direction whose weights are one, expanded over the batch."""
+    """One layer in one direction, whose weights all samples share."""
 
     @staticmethod
     def forward(

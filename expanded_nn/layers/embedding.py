@@ -237,7 +237,7 @@ class _Bags:
         return cls(input.long()[place].masked_fill(~valid, 0), valid, place)
 
     def unpadded(self, padded: Tensor, shape: torch.Size) -> Tensor:
-        """A number an entry, in the input's own shape."""
+        """One number per entry, in the input's own shape."""
         if self.place is None or self.valid is None:
             return padded
         values = padded.masked_fill(~self.valid, 0.0)
@@ -256,7 +256,7 @@ class _Bags:
 
 
 class _EmbeddingBag(torch.autograd.Function):
-    """The sum or the mean of each bag's entries, whose weight is one, expanded over the batch."""
+    """The sum or the mean of each bag's entries, from a weight that all samples share."""
 
     @staticmethod
     def forward(

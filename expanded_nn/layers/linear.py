@@ -62,7 +62,7 @@ def bias_rows(
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map whose weight is one, expanded over the batch."""
+    """A linear map whose weight all samples share."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -124,7 +124,7 @@ class Linear(Expanded, nn.Linear):
 
 
 class _Bilinear(torch.autograd.Function):
-    """A bilinear map whose weight is one, expanded over the batch."""
+    """A bilinear map whose weight all samples share."""
 
     @staticmethod
     def forward(ctx: Any, x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -83,7 +83,7 @@ def _input_grad(
 
 
 class _OfPositions(torch.autograd.Function):
-    """A layer norm or, where not centered, an RMS norm; its weight is one, expanded over the batch."""
+    """A layer norm or, where not centered, an RMS norm, whose weight all samples share."""
 
     @staticmethod
     def forward(
@@ -251,7 +251,7 @@ def _affine(
     weight: Tensor | None,  # (B, C)
     bias: Tensor | None,  # (B, C)
 ) -> Tensor:  # (B, C, *)
-    """In plain operations, which no samples go through as well, so that parameters get no rows."""
+    """Applies weight and bias by plain operations, which work without samples, too."""
     y = x if weight is None else x * _beside_positions(weight, x)
     return y if bias is None else y + _beside_positions(bias, x)
 

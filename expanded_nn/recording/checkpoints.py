@@ -85,7 +85,7 @@ def note_pass(outputs: Iterable[Any], pass_: Pass) -> bool:
 
 
 def note_result(outputs: Iterable[Any], pass_: Pass) -> None:
-    """Notes a forward's pass on the nodes of what it returns, for those that are called with that later."""
+    """Notes a forward's pass on the nodes of what it returns, for forwards that are called with it later."""
     for value in outputs:
         x = value.data if isinstance(value, PackedSequence) else value
         node: Any = x.grad_fn if isinstance(x, Tensor) else None

@@ -80,9 +80,7 @@ def _takes_apart(node: Any, name: str, dim: int, rank: int, batch: int) -> bool:
     if name.startswith("IndexBackward"):
         indices = node._saved_indices
         return len(indices) > dim and indices[dim] is not None
-    if not name.startswith(_TAKE):
-        return False
-    if dim not in _dims(node, rank):
+    if not name.startswith(_TAKE) or dim not in _dims(node, rank):
         return False
     if name.startswith("SliceBackward"):
         return len(range(*slice(saved_number(node._saved_start), saved_number(node._saved_end)).indices(batch))) < batch
