@@ -76,7 +76,7 @@ class Escalation:
         """Looks at the order of the samples meanwhile."""
         with Order(recorder) as order, meanwhile(self, order=order):
             yield
-        self.moves_samples = self.moves_samples or order.found
+        self.moves_samples = self.moves_samples or order.may_move
 
     def _run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Any) -> Any:
         """The forward, started over where a layer refuses."""

@@ -23,7 +23,7 @@ from expanded_nn._meanwhile import meanwhile
 from expanded_nn._modes import outside_of_graph
 from expanded_nn._shared import owned
 from expanded_nn.recording.expand import Recompute
-from expanded_nn.recording.order import order_paused
+from expanded_nn.recording.order import as_one_operation
 from expanded_nn.recording.recorder import Forward, Recorder, Settings
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -252,9 +252,7 @@ class Expanded(PerSampleModule):
             if recorder is None or recorder.escalation.order is None:
                 output = super().forward(*args, **kwargs)
             else:
-                with order_paused(args, kwargs) as results:
-                    output = super().forward(*args, **kwargs)
-                    results.append(output)
+                output = as_one_operation(super().forward, args, kwargs)
             return owned(output) if self.returns_fresh and recorder is not None and recorder.in_forward else output
         if torch.compiler.is_compiling():
             return outside_of_graph(self.forward, *args, **kwargs)

@@ -94,7 +94,7 @@ class Run:
     def batched(self, value: Tensor | Derived) -> Batched:
         made = Batched(value, self)
         self.made.append(weakref.ref(made))
-        self.numel = max(self.numel, (value.one if isinstance(value, Derived) else value)[0].numel())
+        self.numel = max(self.numel, (value.shared if isinstance(value, Derived) else value)[0].numel())
         return made
 
     def derived(self, func: Any, function: Callable[..., Tensor], *given: Any, begins: bool = True) -> Batched:
@@ -164,7 +164,7 @@ class Batched(Tensor):
 
     @staticmethod
     def __new__(cls, value: Tensor | Derived, run: Run) -> Batched:
-        one = value.one if isinstance(value, Derived) else value
+        one = value.shared if isinstance(value, Derived) else value
         made: Batched = Tensor._make_wrapper_subclass(cls, one.shape[1:], dtype=one.dtype, device=one.device)
         made.run, made.rank, made.is_computed = run, one.dim() - 1, isinstance(value, Derived)
         made.__dict__["source" if made.is_computed else "value"] = value

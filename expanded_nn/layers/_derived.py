@@ -21,45 +21,45 @@ class Derived:
     """A weight that all samples share, or what is computed from such, for one sample.
 
     Attributes:
-        one: `(1, *shape)`, with its graph.
+        shared: `(1, *shape)`, with its graph.
         value: `(B, *shape)`, expanded; `None` for what is computed.
-        function: What computes it,
-        of: and from what.
-        autocast: How autocast was set then.
+        function: What computes it from the `sources`; `None` for a weight.
+        sources: What it is computed from.
+        autocast: How autocast was set when it was computed.
     """
 
     def __init__(
-        self, one: Tensor, value: Tensor | None = None, function: Function | None = None, of: Sequence[Derived] = ()
+        self, shared: Tensor, value: Tensor | None, function: Function | None = None, sources: Sequence[Derived] = ()
     ) -> None:
-        self.one, self.value, self.function, self.of = one, value, function, of
-        self.autocast = autocast_as_now(one.device)
+        self.shared, self.value, self.function, self.sources = shared, value, function, sources
+        self.autocast = autocast_as_now(shared.device)
 
     @classmethod
     def weight(cls, value: Tensor) -> Derived:
         return cls(value.detach()[:1].requires_grad_(value.requires_grad), value)
 
     @classmethod
-    def computed(cls, function: Function, of: Sequence[Derived]) -> Derived:
-        return cls(function(*(each.one for each in of)), None, function, of)
+    def computed(cls, function: Function, sources: Sequence[Derived]) -> Derived:
+        return cls(function(*(source.shared for source in sources)), None, function, sources)
 
     def weights(self) -> list[Derived]:
         """The weights that it is computed from."""
         if self.value is not None:
             return [self]
-        return list(dict.fromkeys(weight for each in self.of for weight in each.weights()))
+        return list(dict.fromkeys(weight for source in self.sources for weight in source.weights()))
 
     def expanded(self, batch: int) -> Tensor:
         """The value `(B, *shape)`."""
         weights = self.weights()
         return _Expanded.apply(self, weights, batch, *(weight.value for weight in weights))  # type: ignore[no-untyped-call,no-any-return]
 
-    def again(self, values: dict[Derived, Tensor]) -> Tensor:
-        """The same, from other values `(B, *shape)` of the weights."""
+    def recomputed(self, values: dict[Derived, Tensor]) -> Tensor:
+        """The same from other `values`, `(B, *shape)`, of the weights; those of what is computed are added to them."""
         if self not in values:
             assert self.function is not None
-            of = [each.again(values) for each in self.of]
+            inputs = [source.recomputed(values) for source in self.sources]
             with self.autocast():
-                values[self] = self.function(*of)
+                values[self] = self.function(*inputs)
         return values[self]
 
 
@@ -70,34 +70,34 @@ class _Expanded(torch.autograd.Function):
     def forward(ctx: Any, derived: Derived, weights: list[Derived], batch: int, *values: Tensor) -> Tensor:
         ctx.derived, ctx.weights = derived, weights
         ctx.save_for_backward(*values)
-        return derived.one.detach().expand(batch, *derived.one.shape[1:])
+        return derived.shared.detach().expand(batch, *derived.shared.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, ...]:
         refuse_batched(rows)
         needed = [place for place, needs in enumerate(ctx.needs_input_grad[3:]) if needs]
         grads: list[Tensor | None] = [None] * len(ctx.weights)
-        if not ctx.derived.one.requires_grad:
+        if not ctx.derived.shared.requires_grad:
             return None, None, None, *grads
         if torch.is_grad_enabled():  # a second derivative is that of each sample's own weight
             values = [value.view_as(value) for value in ctx.saved_tensors]  # of which none comes from another
-            result = ctx.derived.again(dict(zip(ctx.weights, values, strict=True)))
-            of = [values[place] for place in needed]
-            found: Sequence[Tensor | None] = torch.autograd.grad(
-                result, of, materialized(rows), create_graph=True, allow_unused=True
+            result = ctx.derived.recomputed(dict(zip(ctx.weights, values, strict=True)))
+            inputs = [values[place] for place in needed]
+            needed_grads: Sequence[Tensor | None] = torch.autograd.grad(
+                result, inputs, materialized(rows), create_graph=True, allow_unused=True
             )
         else:
-            found = _rows(ctx.derived.one, [ctx.weights[place].one for place in needed], rows)
-        for place, grad in zip(needed, found, strict=True):
+            needed_grads = _rows(ctx.derived.shared, [ctx.weights[place].shared for place in needed], rows)
+        for place, grad in zip(needed, needed_grads, strict=True):
             grads[place] = grad
         return None, None, None, *grads
 
 
 def _rows(result: Tensor, weights: list[Tensor], rows: Tensor) -> Sequence[Tensor | None]:
-    """The rows of the weights, some samples at once."""
+    """The rows of the weights from those of `result`, some samples at a time."""
     batch = rows.shape[0]
     at_once = batch if is_traced() else cost.derived_at_once(result.numel())
-    found: list[Tensor | None] = []
+    all_rows: list[Tensor | None] = []
     for first in range(0, batch, at_once):
         grads: Sequence[Tensor | None]
         part = materialized(rows if at_once >= batch else rows[first : first + at_once])
@@ -111,8 +111,8 @@ def _rows(result: Tensor, weights: list[Tensor], rows: Tensor) -> Sequence[Tenso
             grads = [None if grad is None else grad.squeeze(1) for grad in grads]
         if at_once >= batch:
             return grads
-        found = found or [None if grad is None else grad.new_empty(batch, *grad.shape[1:]) for grad in grads]
-        for whole, grad in zip(found, grads, strict=True):
+        all_rows = all_rows or [None if grad is None else grad.new_empty(batch, *grad.shape[1:]) for grad in grads]
+        for whole, grad in zip(all_rows, grads, strict=True):
             if whole is not None and grad is not None:
                 whole[first : first + at_once] = grad
-    return found
+    return all_rows

@@ -1,7 +1,7 @@
 """The equations of the recurrences, forward and backward: Elman's, LSTM and GRU.
 
-All steps' gates are computed at once, if the forward has not kept them, as the hidden states are known, and so are the
-derivatives of the states by the pre-activations; then a loop goes back over time for the gradients only.
+The backward knows the hidden states. So it computes the gates of all steps at once, if the forward has not kept them,
+and the derivatives of the states by the pre-activations; then a loop goes back over time for the gradients only.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class LoopInputs(NamedTuple):
 
     steps: Steps
     weights: Weights  # the shared ones
-    z: Tensor  # (N, gates): derivatives of the states by what weight_hh goes into; their gradients take their place
-    factors: Sequence[Tensor]  # each (N, hidden): what else gradients are multiplied by
+    z: Tensor  # (N, gates): derivatives of the states by weight_hh h + bias_hh, whose gradients take their place
+    multipliers: Sequence[Tensor]  # each (N, hidden): what else gradients are multiplied by
     g: Tensor  # (N, out): the gradient of the outputs; to each is added what comes from the step after it
     g_h: Tensor  # (B, out): zeros; the gradient of the first states is added
     g_c: Tensor | None = None  # (B, hidden): that of the last cell states; that of the first takes its place
@@ -78,26 +78,26 @@ Gates = tuple[Tensor, ...]  # each (N, features)
 
 
 class Loops(Protocol):
-    """What goes step by step: a recurrence's own, or each as one operation of a traced graph."""
+    """The loops over time: a recurrence's own, or each as one operation of a traced graph."""
 
-    def fused(self, given: Inputs) -> States:
+    def fused(self, inputs: Inputs) -> States:
         """Torch's own kernel: the outputs, laid out as `x`, and the last cell states."""
 
-    def saving(self, given: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
+    def with_gates(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
         """`fused`, and the gates of all steps, where they are cheaper here than in the backward."""
 
     def gates(self, saved: Saved) -> Gates:
-        """The gates that `saving` gives, from what `fused` does."""
+        """The gates that `with_gates` gives, from what `fused` does."""
 
-    def loop(self, given: LoopInputs) -> None:
+    def loop(self, inputs: LoopInputs) -> None:
         """Goes back over time, for the gradients of the pre-activations."""
 
 
 class Recurrence(ABC, Loops):
     """The equations of one step, forward and backward."""
 
-    def saving(self, given: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
-        return *self.fused(given), ()
+    def with_gates(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
+        return *self.fused(inputs), ()
 
     def gates(self, saved: Saved) -> Gates:
         return ()
@@ -120,12 +120,12 @@ class Elman(Recurrence):
     def __init__(self, *, relu: bool = False) -> None:
         self.relu = relu
 
-    def fused(self, given: Inputs) -> States:
-        if given.steps.cell:
+    def fused(self, inputs: Inputs) -> States:
+        if inputs.steps.cell:
             cell = torch.rnn_relu_cell if self.relu else torch.rnn_tanh_cell
-            return cell(given.x[0], given.h0, *given.weights[:4])[None], None
+            return cell(inputs.x[0], inputs.h0, *inputs.weights[:4])[None], None
         layer = torch.rnn_relu if self.relu else torch.rnn_tanh
-        return _run(layer, given, given.h0[None])[0], None
+        return _run(layer, inputs, inputs.h0[None])[0], None
 
     def step(self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None) -> States:
         z = of_x + of_h
@@ -138,23 +138,23 @@ class Elman(Recurrence):
         loops.loop(LoopInputs(saved.steps, saved.weights, z, (), g, g_h0))
         return Gradients(z, z, g_h0)
 
-    def loop(self, given: LoopInputs) -> None:
-        steps = given.steps
-        gs, zs = steps.split(given.g), steps.split(given.z)
+    def loop(self, inputs: LoopInputs) -> None:
+        steps = inputs.steps
+        gs, zs = steps.split(inputs.g), steps.split(inputs.z)
         for t in reversed(range(len(gs))):
             zs[t].mul_(gs[t])
-            _first(gs[t - 1] if t else given.g_h, steps.sizes[t]).addmm_(zs[t], given.weights.hh)
+            _first(gs[t - 1] if t else inputs.g_h, steps.sizes[t]).addmm_(zs[t], inputs.weights.hh)
 
 
 class Lstm(Recurrence):
     """`c' = f c + i n`, `h' = o tanh(c')`, or `weight_hr` times that."""
 
-    def fused(self, given: Inputs) -> States:
-        assert given.c0 is not None
-        if given.steps.cell:
-            y, c = torch.lstm_cell(given.x[0], (given.h0, given.c0), *given.weights[:4])
+    def fused(self, inputs: Inputs) -> States:
+        assert inputs.c0 is not None
+        if inputs.steps.cell:
+            y, c = torch.lstm_cell(inputs.x[0], (inputs.h0, inputs.c0), *inputs.weights[:4])
             return y[None], c
-        y, _, c = _run(torch.lstm, given, (given.h0[None], given.c0[None]))
+        y, _, c = _run(torch.lstm, inputs, (inputs.h0[None], inputs.c0[None]))
         return y, c[0]
 
     def step(self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None) -> States:
@@ -164,8 +164,8 @@ class Lstm(Recurrence):
         y = torch.sigmoid(o) * torch.tanh(c)
         return y if weight_hr is None else linear(y, weight_hr), c
 
-    def saving(self, given: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
-        steps, x, h, c, weights = given
+    def with_gates(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
+        steps, x, h, c, weights = inputs
         assert c is not None
         size, outputs = c.shape[1], []
         z, weight_hh = self._of_x(steps.flat(x), weights), weights.hh.t()
@@ -186,8 +186,8 @@ class Lstm(Recurrence):
     def backward(self, loops: Loops, saved: Saved, gates: Gates, g: Tensor, g_c: Tensor | None) -> Gradients:
         steps, c0 = saved.steps, saved.c0
         assert c0 is not None
-        kept, n, cells = gates
-        i, f, tanh, o = kept.unflatten(1, (4, c0.shape[1])).unbind(1)  # of the new cell states
+        stacked, n, cells = gates
+        i, f, tanh, o = stacked.unflatten(1, (4, c0.shape[1])).unbind(1)  # of the new cell states
         entering, forgotten, hidden = i * n, steps.previous(c0, cells).mul_(f), o * tanh
         slope = torch.addcmul(o, hidden, tanh, value=-1)  # of h by c
         hr = None if saved.weights.hr is None else (g, hidden.clone())
@@ -201,10 +201,10 @@ class Lstm(Recurrence):
         loops.loop(LoopInputs(steps, saved.weights, z, (slope, f), g, g_h0, g_c0))
         return Gradients(z, z, g_h0, g_c0, hr)
 
-    def loop(self, given: LoopInputs) -> None:
-        steps, weights, z, factors, g, g_h, g_c = given
+    def loop(self, inputs: LoopInputs) -> None:
+        steps, weights, z, multipliers, g, g_h, g_c = inputs
         assert g_c is not None
-        gs, zs, slopes, forgets = map(steps.split, (g, z, *factors))
+        gs, zs, slopes, forgets = map(steps.split, (g, z, *multipliers))
         for t in reversed(range(len(gs))):
             running = steps.sizes[t]
             by_h = gs[t] if weights.hr is None else torch.mm(gs[t], weights.hr)
@@ -226,9 +226,9 @@ class Lstm(Recurrence):
         i, f, third, _ = z.unflatten(1, (4, saved.c0.shape[1])).unbind(1)
         n = third.tanh()
         z.sigmoid_()
-        cells, before = i * n, saved.c0
-        for new, forget in zip(steps.split(cells), steps.split(f), strict=True):
-            before = new.addcmul_(forget, _first(before, len(new)))
+        cells, c = i * n, saved.c0
+        for c_now, f_now in zip(steps.split(cells), steps.split(f), strict=True):
+            c = c_now.addcmul_(f_now, _first(c, len(c_now)))
         torch.tanh(cells, out=third)
         return z, n, cells
 
@@ -236,10 +236,10 @@ class Lstm(Recurrence):
 class Gru(Recurrence):
     """`h' = (1 - z) n + z h` with `n = tanh(weight_in x + bias_in + r (weight_hn h + bias_hn))`."""
 
-    def fused(self, given: Inputs) -> States:
-        if given.steps.cell:
-            return torch.gru_cell(given.x[0], given.h0, *given.weights[:4])[None], None
-        return _run(torch.gru, given, given.h0[None])[0], None
+    def fused(self, inputs: Inputs) -> States:
+        if inputs.steps.cell:
+            return torch.gru_cell(inputs.x[0], inputs.h0, *inputs.weights[:4])[None], None
+        return _run(torch.gru, inputs, inputs.h0[None])[0], None
 
     def step(self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None) -> States:
         (x_r, x_z, x_n), (h_r, h_z, h_n) = of_x.chunk(3, 1), of_h.chunk(3, 1)
@@ -247,8 +247,8 @@ class Gru(Recurrence):
         n = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)
         return n + z * (h - n), None
 
-    def saving(self, given: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
-        steps, x, h, _, weights = given
+    def with_gates(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
+        steps, x, h, _, weights = inputs
         size, weight_hh, outputs = h.shape[1], weights.hh.t(), []
         of_h = F.linear(steps.flat(x), weights.ih, weights.bias_ih)  # that of x, so far
         rz, h_n = of_h.split([2 * size, size], 1)
@@ -268,8 +268,8 @@ class Gru(Recurrence):
         return y, None, (of_h, n)
 
     def backward(self, loops: Loops, saved: Saved, gates: Gates, g: Tensor, g_c: Tensor | None) -> Gradients:
-        h, size, (kept, n) = saved.h, saved.h.shape[1], gates
-        r, z, h_n = kept.unflatten(1, (3, size)).unbind(1)
+        h, size, (stacked, n) = saved.h, saved.h.shape[1], gates
+        r, z, h_n = stacked.unflatten(1, (3, size)).unbind(1)
         renew = 1 - z
         slope = torch.addcmul(renew, renew * n, n, value=-1)  # of h' by n's pre-activation
         by_h_n = slope * r
@@ -281,15 +281,15 @@ class Gru(Recurrence):
         of_x = torch.cat([of_h[:, : 2 * size], slope.mul_(g)], 1)
         return Gradients(of_x, of_h, g_h0)
 
-    def loop(self, given: LoopInputs) -> None:
-        steps, weights, z, (keep,), g, g_h, _ = given
+    def loop(self, inputs: LoopInputs) -> None:
+        steps, weights, z, (keep,), g, g_h, _ = inputs
         gs, keeps, zs = map(steps.split, (g, keep, z))
         by_h = steps.split(z.unflatten(1, (3, g.shape[1])))
         for t in reversed(range(len(gs))):
             by_h[t].mul_(gs[t].unsqueeze(1))
-            before = _first(gs[t - 1] if t else g_h, steps.sizes[t])
-            before.addcmul_(gs[t], keeps[t])
-            before.addmm_(zs[t], weights.hh)
+            g_before = _first(gs[t - 1] if t else g_h, steps.sizes[t])
+            g_before.addcmul_(gs[t], keeps[t])
+            g_before.addmm_(zs[t], weights.hh)
 
     def gates(self, saved: Saved) -> Gates:
         """The gates r and z and `weight_hn h + bias_hn`; and n."""
@@ -309,11 +309,11 @@ RECURRENCES: dict[str, Recurrence] = {
 }
 
 
-def _run(layer: Any, given: Inputs, states: Any) -> Any:
+def _run(layer: Any, inputs: Inputs, states: Any) -> Any:
     """One of torch's fused kernels, as one layer in one direction."""
-    steps, x, _, _, weights = given
-    given_weights = [weight for weight in weights if weight is not None]
-    options = (given_weights, weights.bias_ih is not None, 1, 0.0, False, False)
+    steps, x, _, _, weights = inputs
+    flat_weights = [weight for weight in weights if weight is not None]
+    options = (flat_weights, weights.bias_ih is not None, 1, 0.0, False, False)
     arguments = (x, states, *options, False) if steps.packed is None else (x, steps.packed, states, *options)
     if not x.is_cuda:
         return layer(*arguments)

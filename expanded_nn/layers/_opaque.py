@@ -1,6 +1,7 @@
-"""The loops over time of the recurrences as single operations of a traced graph, which would take minutes to compile.
+"""The loops over time of the recurrences, each as one operation of a traced graph.
 
-They are there while a step is traced (`compile.py`), for sequences of one length.
+Unrolled they would take minutes to compile. They are used while a step is traced (`compile.py`), for sequences of equal
+length.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ class Operations:
     """The loops of a recurrence, any but a user's own, each as one operation."""
 
     def __init__(self, recurrence: Recurrence) -> None:
-        self._kind = next(kind for kind, known in RECURRENCES.items() if known is recurrence)
+        self._kind = next(kind for kind in RECURRENCES if RECURRENCES[kind] is recurrence)
 
-    def fused(self, given: Inputs) -> States:
-        y, c, _ = self._forward(given, saving=False)
+    def fused(self, inputs: Inputs) -> States:
+        y, c, _ = self._forward(inputs, keep_gates=False)
         return y, c
 
-    def saving(self, given: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
-        return self._forward(given, saving=True)
+    def with_gates(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
+        return self._forward(inputs, keep_gates=True)
 
-    def _forward(self, given: Inputs, *, saving: bool) -> tuple[Tensor, Tensor | None, Gates]:
-        steps, x, h0, c0, weights = given
+    def _forward(self, inputs: Inputs, *, keep_gates: bool) -> tuple[Tensor, Tensor | None, Gates]:
+        steps, x, h0, c0, weights = inputs
         if steps.packed is not None:
             refuse_values("sequences have different lengths")
         if is_autocast():
             refuse_values("a recurrent layer runs under autocast")
-        y, *others = _operations().recurrence(self._kind, steps.cell, saving, x, h0, c0, list(weights))
-        c = None if c0 is None else others.pop(0)
-        return y, c, tuple(others)
+        y, *rest = _operations().recurrence(self._kind, steps.cell, keep_gates, x, h0, c0, list(weights))
+        c, gates = (None, rest) if c0 is None else (rest[0], rest[1:])
+        return y, c, tuple(gates)
 
     def gates(self, saved: Saved) -> Gates:
         steps, *tensors, weights = saved
         return tuple(_operations().recurrence_gates(self._kind, steps.cell, *tensors, list(weights)))
 
-    def loop(self, given: LoopInputs) -> None:
-        steps, weights, z, factors, *grads = given
+    def loop(self, inputs: LoopInputs) -> None:
+        steps, weights, z, multipliers, *grads = inputs
         sizes = len(steps.sizes), steps.batch
-        _operations().recurrence_loop(self._kind, *sizes, z, list(factors), list(weights), *grads)
+        _operations().recurrence_loop(self._kind, *sizes, z, list(multipliers), list(weights), *grads)
 
 
 @cache
@@ -57,7 +58,7 @@ def _operations() -> Any:
     library = torch.library.Library("expanded_nn", "FRAGMENT")
     operations: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = [
         (
-            "recurrence(str kind, bool cell, bool saving, Tensor x, Tensor h0, Tensor? c0, Tensor?[] weights) "
+            "recurrence(str kind, bool cell, bool keep_gates, Tensor x, Tensor h0, Tensor? c0, Tensor?[] weights) "
             "-> Tensor[]",
             _run,
             _shapes,
@@ -69,8 +70,8 @@ def _operations() -> Any:
             _shapes_of_gates,
         ),
         (
-            "recurrence_loop(str kind, SymInt steps, SymInt batch, Tensor(a!) z, Tensor[] factors, Tensor?[] weights, "
-            "Tensor(b!) g, Tensor(c!) g_h, Tensor(d!)? g_c) -> ()",
+            "recurrence_loop(str kind, SymInt steps, SymInt batch, Tensor(a!) z, Tensor[] multipliers, "
+            "Tensor?[] weights, Tensor(b!) g, Tensor(c!) g_h, Tensor(d!)? g_c) -> ()",
             _loop,
             lambda *_: None,
         ),
@@ -79,24 +80,24 @@ def _operations() -> Any:
         name = library.define(schema).partition("(")[0]
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"expanded_nn::{name}", fake, lib=library)
-    _KEPT.append(library)  # its operations go with it
+    _LIBRARIES.append(library)  # its operations go with it
     return torch.ops.expanded_nn
 
 
-_KEPT: list[torch.library.Library] = []
+_LIBRARIES: list[torch.library.Library] = []
 
 
-def _run(kind: str, cell: bool, saving: bool, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Any) -> list[Tensor]:
-    recurrence, given = RECURRENCES[kind], Inputs(Steps.of(x, cell=cell), x, h0, c0, Weights(*weights))
-    y, c, gates = recurrence.saving(given) if saving else (*recurrence.fused(given), ())
+def _run(kind: str, cell: bool, keep_gates: bool, x: Tensor, h0: Tensor, c0: Any, weights: Any) -> list[Tensor]:
+    recurrence, inputs = RECURRENCES[kind], Inputs(Steps.of(x, cell=cell), x, h0, c0, Weights(*weights))
+    y, c, gates = recurrence.with_gates(inputs) if keep_gates else (*recurrence.fused(inputs), ())
     return [y, *([] if c is None else [c.clone()]), *gates]
 
 
 def _shapes(
-    kind: str, cell: bool, saving: bool, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Any
+    kind: str, cell: bool, keep_gates: bool, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Any
 ) -> list[Tensor]:
     y = x.new_empty(*x.shape[:2], h0.shape[1])
-    gates = _shapes_of_gates(kind, cell, x, h0, y, c0, weights) if saving else []
+    gates = _shapes_of_gates(kind, cell, x, h0, y, c0, weights) if keep_gates else []
     return [y, *([] if c0 is None else [c0.new_empty(c0.shape)]), *gates]
 
 
@@ -104,11 +105,11 @@ def _gates(kind: str, cell: bool, x: Tensor, h: Tensor, y: Tensor, c0: Tensor | 
     return list(RECURRENCES[kind].gates(Saved(Steps.of(x, cell=cell), x, h, y, c0, Weights(*weights))))
 
 
-def _shapes_of_gates(kind: str, cell: bool, x: Tensor, *others: Any) -> list[Tensor]:
-    gates = others[-1][1].shape[0]  # of weight_hh
+def _shapes_of_gates(kind: str, cell: bool, x: Tensor, h: Any, y: Any, c0: Any, weights: Any) -> list[Tensor]:
+    gates = Weights(*weights).hh.shape[0]
     sizes = {"LSTM": [gates, gates // 4, gates // 4], "GRU": [gates, gates // 3]}.get(kind, [])
     return [x.new_empty(x.shape[0] * x.shape[1], size) for size in sizes]
 
 
-def _loop(kind: str, steps: int, batch: int, z: Tensor, factors: list[Tensor], weights: Any, *grads: Any) -> None:
-    RECURRENCES[kind].loop(LoopInputs(Steps([batch] * steps, batch), Weights(*weights), z, factors, *grads))
+def _loop(kind: str, steps: int, batch: int, z: Tensor, multipliers: list[Tensor], weights: Any, *grads: Any) -> None:
+    RECURRENCES[kind].loop(LoopInputs(Steps([batch] * steps, batch), Weights(*weights), z, multipliers, *grads))

@@ -25,14 +25,14 @@ from expanded_nn.recording.expand import keeps_factors
 
 
 class _Recurrent(torch.autograd.Function):
-    """One layer in one direction whose weights are one, expanded over the batch."""
+    """One layer in one direction, whose weights all samples share."""
 
     @staticmethod
     def forward(
         ctx: Any,
         recurrence: Recurrence,
         steps: Steps,
-        saving: bool,
+        keep_gates: bool,
         x: Tensor,
         h0: Tensor,
         c0: Tensor | None,
@@ -40,8 +40,8 @@ class _Recurrent(torch.autograd.Function):
     ) -> States:
         ctx.set_materialize_grads(False)
         ctx.recurrence, ctx.steps = recurrence, steps
-        given, loops = Inputs(steps, x, h0, c0, _shared_weights(weights)), _loops(recurrence)
-        y, c, gates = loops.saving(given) if saving else (*loops.fused(given), ())
+        inputs, loops = Inputs(steps, x, h0, c0, _shared_weights(weights)), _loops(recurrence)
+        y, c, gates = loops.with_gates(inputs) if keep_gates else (*loops.fused(inputs), ())
         # a copy of the outputs, as the next layer may change them in place
         ctx.save_for_backward(x, h0, c0, steps.flat_copy(y, y.dtype), *weights, *gates)
         return owned(y), c
@@ -51,8 +51,9 @@ class _Recurrent(torch.autograd.Function):
         needed = ctx.needs_input_grad[3:]
         if g is None and g_c is None:
             return (None,) * (3 + len(needed))
-        x, h0, c0, y, *others = ctx.saved_tensors
-        weights, gates = Weights(*others[: len(Weights._fields)]), tuple(others[len(Weights._fields) :])
+        x, h0, c0, y, *weights_and_gates = ctx.saved_tensors
+        weights = Weights(*weights_and_gates[: len(Weights._fields)])
+        gates = tuple(weights_and_gates[len(weights) :])
         with in_own_dtype(x):
             if torch.is_grad_enabled() or any(grad is not None and is_batched(grad) for grad in (g, g_c)):
                 all_inputs = (x, h0, c0, *weights)
@@ -66,8 +67,8 @@ def _loops(recurrence: Recurrence) -> Loops:
 
 
 def _shared_weights(weights: Sequence[Tensor | None], dtype: torch.dtype | None = None) -> Weights:
-    ones = [None if weight is None else shared(weight).to(dtype or weight.dtype) for weight in weights]
-    return Weights(*ones)  # type: ignore[arg-type]
+    tensors = [None if weight is None else shared(weight).to(dtype or weight.dtype) for weight in weights]
+    return Weights(*tensors)  # type: ignore[arg-type]
 
 
 def _gradients(
@@ -84,22 +85,22 @@ def _gradients(
     x, h0, c0, y = inputs
     row_dtype, keep_factors = weights.ih.dtype, keeps_factors(*weights)
     dtype = torch.promote_types(row_dtype, torch.float32)
-    one, y, first_c = _shared_weights(weights, dtype), y.to(dtype), None if c0 is None else c0.to(dtype)
-    saved = Saved(steps, x.to(dtype), steps.previous(h0.to(dtype), y), y, first_c, one)
+    shared_weights, y, first_c = _shared_weights(weights, dtype), y.to(dtype), None if c0 is None else c0.to(dtype)
+    saved = Saved(steps, x.to(dtype), steps.previous(h0.to(dtype), y), y, first_c, shared_weights)
     reached_hr = g is not None or len(steps.sizes) > 1  # the cell state after the first step does not depend on it
     g = torch.zeros_like(y) if g is None else steps.flat_copy(g, dtype)
     loops, g_c = _loops(recurrence), None if g_c is None else g_c.to(dtype)
-    found = recurrence.backward(loops, saved, gates or loops.gates(saved), g, g_c)
+    gradients = recurrence.backward(loops, saved, gates or loops.gates(saved), g, g_c)
 
     grads: list[Tensor | None] = [None] * len(needed)
     if needed[0]:
-        grads[0] = steps.unflattened(F.linear(found.ih, one.ih.t())).to(x.dtype)
+        grads[0] = steps.unflattened(F.linear(gradients.ih, shared_weights.ih.t())).to(x.dtype)
     if needed[1]:
-        grads[1] = found.h0.to(h0.dtype)
-    if needed[2] and c0 is not None and found.c0 is not None:
-        grads[2] = found.c0.to(c0.dtype)
-    ih = steps.by_sample(found.ih)
-    hh = ih if found.hh is found.ih else steps.by_sample(found.hh)
+        grads[1] = gradients.h0.to(h0.dtype)
+    if needed[2] and c0 is not None and gradients.c0 is not None:
+        grads[2] = gradients.c0.to(c0.dtype)
+    ih = steps.by_sample(gradients.ih)
+    hh = ih if gradients.hh is gradients.ih else steps.by_sample(gradients.hh)
     if needed[3]:
         grads[3] = outer_rows(ih, steps.by_sample(saved.x), row_dtype, keep_factors=keep_factors)
     if needed[4]:
@@ -108,8 +109,8 @@ def _gradients(
         grads[5] = ih.sum(1).to(row_dtype)
     if needed[6]:
         grads[6] = grads[5] if hh is ih and needed[5] else hh.sum(1).to(row_dtype)
-    if needed[7] and found.hr is not None and reached_hr:
-        g, hidden = found.hr
+    if needed[7] and gradients.hr is not None and reached_hr:
+        g, hidden = gradients.hr
         grads[7] = outer_rows(steps.by_sample(g), steps.by_sample(hidden), row_dtype, keep_factors=keep_factors)
     return tuple(grads)
 
@@ -123,26 +124,25 @@ def _composite_gradients(
     g_c: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The same gradients from differentiable operations, so that they have derivatives themselves."""
-    again = torch.is_grad_enabled()
+    create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # views, as one input may be computed from another, whose gradient must not go through the first
         aliases: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
         x, h0, c0, *weights = aliases
         dtype = weights[0].dtype
         first_c = None if c0 is None else c0.to(dtype)
-        given = Inputs(steps, x.to(dtype), h0.to(dtype), first_c, Weights(*weights))
-        y, c = _composite(recurrence, given)
+        y, c = _composite(recurrence, Inputs(steps, x.to(dtype), h0.to(dtype), first_c, Weights(*weights)))
     outputs = [(output, grad) for output, grad in ((y, g), (c, g_c)) if output is not None and grad is not None]
     ends, gradients = [output for output, _ in outputs], [grad.to(output.dtype) for output, grad in outputs]
     wanted = [place for place, is_needed in enumerate(needed) if is_needed]
     sources = [aliases[place] for place in wanted]
-    grads = torch.autograd.grad(ends, sources, gradients, create_graph=again, allow_unused=True)
+    grads = torch.autograd.grad(ends, sources, gradients, create_graph=create_graph, allow_unused=True)
     return tuple(map(dict(zip(wanted, grads, strict=True)).get, range(len(needed))))
 
 
-def _composite(recurrence: Recurrence, given: Inputs) -> States:
+def _composite(recurrence: Recurrence, inputs: Inputs) -> States:
     """One layer in one direction, step by step, each sample with its own weights."""
-    steps, x, h0, c0, weights = given
+    steps, x, h0, c0, weights = inputs
     of_x = linear(steps.by_sample(x), weights.ih, weights.bias_ih)
     h, c = steps.in_samples_order(h0), None if c0 is None else steps.in_samples_order(c0)
     outputs = []
@@ -160,7 +160,7 @@ def _composite(recurrence: Recurrence, given: Inputs) -> States:
     return y, None if c is None else steps.in_sequences_order(c)
 
 
-def _worth_saving(steps: Steps, *inputs: Tensor | None) -> bool:
+def _keeps_gates(steps: Steps, *inputs: Tensor | None) -> bool:
     """Whether a backward may follow, in the dtype of the forward, for which gates are worth keeping."""
     tensors = [x for x in inputs if x is not None]
     return (
@@ -191,8 +191,8 @@ def recurrent(
     """
     h0, c0 = initial[0], initial[1] if len(initial) > 1 else None
     if is_shared(*weights):
-        saving = _worth_saving(steps, x, h0, c0, *weights)
-        y, c = _Recurrent.apply(recurrence, steps, saving, x, h0, c0, *weights)  # type: ignore[no-untyped-call]
+        keep_gates = _keeps_gates(steps, x, h0, c0, *weights)
+        y, c = _Recurrent.apply(recurrence, steps, keep_gates, x, h0, c0, *weights)  # type: ignore[no-untyped-call]
     else:
         y, c = _composite(recurrence, Inputs(steps, x, h0, c0, weights))
     return y, [] if c is None else [c]

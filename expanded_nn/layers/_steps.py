@@ -53,9 +53,9 @@ class Steps:
     def _of_steps(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Each flat entry's step and sequence; each step's first entry; each sequence's length."""
         assert self.packed is not None
-        count = torch.arange(len(self.sizes))
+        numbers = torch.arange(len(self.sizes))
         first = self.packed.cumsum(0) - self.packed
-        step = count.repeat_interleave(self.packed)
+        step = numbers.repeat_interleave(self.packed)
         sequence = torch.arange(len(step)) - first[step]
         lengths = (self.packed[:, None] > torch.arange(self.batch)).sum(0)
         return step, sequence, first, lengths
@@ -88,8 +88,8 @@ class Steps:
     @cached_property
     def running(self) -> Tensor:  # (B, T)
         """Whether a sample has a step."""
-        done = torch.zeros(self.batch * len(self.sizes), dtype=torch.bool, device=self.device)
-        return done.index_fill(0, self._places, True).view(self.batch, len(self.sizes))
+        is_running = torch.zeros(self.batch * len(self.sizes), dtype=torch.bool, device=self.device)
+        return is_running.index_fill(0, self._places, True).view(self.batch, len(self.sizes))
 
     def flat(
         self,
@@ -128,8 +128,8 @@ class Steps:
         """The steps of each sample, in the user's order; zeros behind the end of its sequence."""
         if self.packed is None:
             return self.unflattened(steps).transpose(0, 1)
-        places = steps.new_zeros(self.batch * len(self.sizes), steps.shape[-1])
-        return places.index_copy(0, self._places, steps).view(self.batch, len(self.sizes), steps.shape[-1])
+        padded = steps.new_zeros(self.batch * len(self.sizes), steps.shape[-1])
+        return padded.index_copy(0, self._places, steps).view(self.batch, len(self.sizes), steps.shape[-1])
 
     def from_samples(
         self,
@@ -162,8 +162,8 @@ class Steps:
         """For each step what there is at the step before."""
         if self.packed is None:
             return torch.cat([initial, flat[: flat.shape[0] - self.batch]])
-        before = (initial, *flat.split(self.sizes))
-        return torch.cat([step[:size] for step, size in zip(before, self.sizes, strict=False)])
+        previous = (initial, *flat.split(self.sizes))
+        return torch.cat([step[:size] for step, size in zip(previous, self.sizes, strict=False)])
 
     def in_samples_order(self, states: Tensor, dim: int = 0) -> Tensor:
         """States by sequence, as states by sample."""

@@ -19,7 +19,7 @@ from expanded_nn._registry import expands
 from expanded_nn._shared import owned
 from expanded_nn._twins import expand_modules, raise_for
 from expanded_nn.layers.linear import Linear, linear
-from expanded_nn.recording.order import order_paused
+from expanded_nn.recording.order import as_one_operation
 from expanded_nn.recording.recorder import Recorder
 
 
@@ -54,8 +54,8 @@ class _TwiceDifferentiable(torch.autograd.Function):
         logits = _logits(query, key, mask)
         if ctx.is_causal:
             logits = logits.masked_fill(logits.new_ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-        nothing = (logits == -torch.inf).all(-1, keepdim=True)  # nowhere to attend: the output is zero
-        weights = logits.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+        nowhere = (logits == -torch.inf).all(-1, keepdim=True)  # to attend: the output is zero
+        weights = logits.masked_fill(nowhere, 0).softmax(-1).masked_fill(nowhere, 0)
         by_weights = g @ value.mT
         by_logits = weights * (by_weights - (by_weights * weights).sum(-1, keepdim=True))
         by_product = by_logits / sqrt(query.shape[-1])
@@ -67,7 +67,7 @@ class _TwiceDifferentiable(torch.autograd.Function):
         )
         return (
             None,
-            *(None if x is None or d is None else d.to(x.dtype) for d, x in zip(grads, inputs, strict=True)),
+            *(None if x is None or grad is None else grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)),
             None,
         )
 
@@ -144,8 +144,8 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
                 "the mask too, as torch does",
                 "Pass attn_mask.",
             )
-        inputs = zip((query, key, value), (self.embed_dim, self.kdim, self.vdim), strict=True)
-        if any(not x.is_nested and x.shape[-1] != features for x, features in inputs):
+        features = zip((query, key, value), (self.embed_dim, self.kdim, self.vdim), strict=True)
+        if any(not x.is_nested and x.shape[-1] != size for x, size in features):
             return super(Expanded, self).forward(query, key, value)  # raises
         is_causal = is_causal and key_padding_mask is None and not need_weights
         q, k, v = self._projected(query, key, value)
@@ -266,8 +266,8 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
             )
 
     def _own_batch(self) -> int | None:
-        own = super()._own_batch()
-        return self.out_proj._own_batch() if own is None and isinstance(self.out_proj, Expanded) else own
+        batch = super()._own_batch()
+        return self.out_proj._own_batch() if batch is None and isinstance(self.out_proj, Expanded) else batch
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
         if self.batch_first:
@@ -289,9 +289,7 @@ class _Container(_Converted, Root):
                 torch.backends.mha.set_fastpath_enabled(True)
         recorder = self._recorder
         if recorder is not None and recorder.escalation.order is not None and not self._rows_are_due():
-            with order_paused(args, kwargs) as results:
-                results.append(self._forward(*args, **kwargs))
-            return results[0]
+            return as_one_operation(self._forward, args, kwargs)
         return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

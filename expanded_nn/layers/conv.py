@@ -33,7 +33,7 @@ def patch_rows(
 ) -> Tensor:  # (B, *row_shape)
     """The rows of a convolution's weight, factored."""
     excess = geometry.excess(x.shape[2:], row_shape[2:], g.shape[2:])
-    if any(more >= stride for more, stride in zip(excess, geometry.stride, strict=True)):
+    if any(size >= stride for size, stride in zip(excess, geometry.stride, strict=True)):
         # Only the output_padding of a dilated transposed convolution reaches so far.
         x, geometry = geometry.padded(x, cut=excess)
 
@@ -47,7 +47,7 @@ def patch_rows(
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution, or a transposed one, whose weight is one, expanded over the batch."""
+    """A convolution, or a transposed one, whose weight all samples share."""
 
     @staticmethod
     def forward(
@@ -77,8 +77,8 @@ class _Convolution(torch.autograd.Function):
                 tensors, arguments = (g, x, shared(weight).to(g.dtype), None), geometry.arguments(ctx.output_padding)
                 grad_x = aten.convolution_backward(*tensors, *arguments, (True, False, False))[0].to(dtype)
         if ctx.needs_input_grad[1]:
-            moving, still = (x, g) if transposed else (g, x)
-            grad_weight = patch_rows(moving, still, tuple(weight.shape[1:]), weight.dtype, geometry)
+            factors: tuple[Tensor, Tensor] = (x, g) if transposed else (g, x)  # as `Patches` has them
+            grad_weight = patch_rows(*factors, tuple(weight.shape[1:]), weight.dtype, geometry)
         if ctx.needs_input_grad[2]:
             grad_bias = g.sum(tuple(range(2, g.dim())), dtype=ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None
@@ -139,7 +139,7 @@ def _apply(
 
 
 def _per_dimension(value: Sizes, dims: int) -> tuple[int, ...]:
-    """One number a spatial dimension."""
+    """One number per spatial dimension."""
     numbers = (value,) if isinstance(value, int) else tuple(value)
     return numbers * dims if len(numbers) == 1 else numbers
 
@@ -184,7 +184,7 @@ class _ConvOp:
         x: `(B, in, *size)`: of `conv2d` `(B, in, height, width)`.
         weight: `(B, out, in / groups, *kernel)`; expanded over the batch (stride 0) it runs as torch's one kernel.
         bias: `(B, out)`, or `None`.
-        stride: The step of the kernel, one number or one a dimension; so are `padding` and `dilation`.
+        stride: The step of the kernel, one number or one per dimension; so are `padding` and `dilation`.
         padding: Zeros at both ends of each dimension, or `"valid"` (none), or `"same"` (as many as keep the size).
         dilation: The distance of the kernel's entries.
         groups: The number of groups of channels that do not see each other.
@@ -224,7 +224,7 @@ class _ConvTransposeOp:
         x: `(B, in, *size)`: of `conv_transpose2d` `(B, in, height, width)`.
         weight: `(B, in, out / groups, *kernel)`; expanded over the batch (stride 0) it runs as torch's one kernel.
         bias: `(B, out)`, or `None`.
-        stride: The step of the kernel, one number or one a dimension; so are all others but `groups`.
+        stride: The step of the kernel, one number or one per dimension; so are all others but `groups`.
         padding: What is taken off at both ends of each dimension of the output.
         output_padding: What is added at the end of each dimension of the output.
         groups: The number of groups of channels that do not see each other.

@@ -196,7 +196,7 @@ class Embedding(Expanded, nn.Embedding):
 
     ranks: ClassVar[dict[str, int]] = {"weight": 2}
     positionwise: ClassVar[bool] = True
-    _takes_labels = False  # whether it was given one index per sample before
+    _takes_labels = False  # whether it was called with one index per sample before
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         index, dim = index_by_sample(self, input)
@@ -215,12 +215,12 @@ class _Bags:
     Attributes:
         index: `(B, T)`, int64; 0 where a bag has ended.
         valid: `(B, T)`, where a bag has not ended, or `None` if all are equally long.
-        entry: `(B, T)`, the place in the flat input, or `None` if that is `(B, T)` itself.
+        place: `(B, T)`, where the entry stands in the flat input, or `None` if that is `(B, T)` itself.
     """
 
     index: Tensor
     valid: Tensor | None
-    entry: Tensor | None
+    place: Tensor | None
 
     @classmethod
     def of(cls, input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> _Bags:
@@ -231,24 +231,24 @@ class _Bags:
         ends = offsets[1:] if include_last_offset else torch.cat([offsets[1:], offsets.new_full((1,), len(input))])
         lengths = (ends[: len(starts)] - starts)[:, None]
         longest = int(lengths.max()) if lengths.numel() else 0
-        place = torch.arange(longest, device=input.device)
-        valid = place < lengths
-        entry = (starts[:, None] + place).masked_fill(~valid, 0)
-        return cls(input.long()[entry].masked_fill(~valid, 0), valid, entry)
+        numbers = torch.arange(longest, device=input.device)
+        valid = numbers < lengths
+        place = (starts[:, None] + numbers).masked_fill(~valid, 0)
+        return cls(input.long()[place].masked_fill(~valid, 0), valid, place)
 
     def unpadded(self, padded: Tensor, shape: torch.Size) -> Tensor:
-        """A number an entry, in the input's own shape."""
-        if self.entry is None or self.valid is None:
+        """One number per entry, in the input's own shape."""
+        if self.place is None or self.valid is None:
             return padded
         values = padded.masked_fill(~self.valid, 0.0)
-        return padded.new_zeros(shape).scatter_add(0, self.entry.flatten(), values.flatten())
+        return padded.new_zeros(shape).scatter_add(0, self.place.flatten(), values.flatten())
 
     def coefficients(
         self, mode: str, per_sample_weights: Tensor | None, dropped: Tensor | None, dtype: torch.dtype
     ) -> Tensor | None:
         """What each entry counts for in its bag's result, `(B, T, 1)` or `(B, 1, 1)`; `None` where that is 1."""
         if per_sample_weights is not None:
-            return (per_sample_weights if self.entry is None else per_sample_weights[self.entry])[..., None].to(dtype)
+            return (per_sample_weights if self.place is None else per_sample_weights[self.place])[..., None].to(dtype)
         if mode != "mean":
             return None
         kept = torch.ones_like(self.index, dtype=torch.bool) if dropped is None else ~dropped
@@ -256,7 +256,7 @@ class _Bags:
 
 
 class _EmbeddingBag(torch.autograd.Function):
-    """The sum or the mean of each bag's entries, whose weight is one, expanded over the batch."""
+    """The sum or the mean of each bag's entries, from a weight that all samples share."""
 
     @staticmethod
     def forward(
@@ -376,9 +376,9 @@ def _as_strided_bags(
     if offsets is not None:
         refuse_values("bags of different lengths are looked up by offsets")
     if input.dim() not in (1, 2) or (input.dim() == 1) != (offsets is not None):
-        places = "no offsets" if offsets is None else f"offsets of shape {tuple(offsets.shape)}"
+        text = "no offsets" if offsets is None else f"offsets of shape {tuple(offsets.shape)}"
         raise ValueError(
-            f"embedding_bag: input has shape {tuple(input.shape)}, with {places}; wanted (B, N) without offsets or "
+            f"embedding_bag: input has shape {tuple(input.shape)}, with {text}; wanted (B, N) without offsets or "
             "(N,) with them."
         )
     if per_sample_weights is not None and per_sample_weights.shape != input.shape:
@@ -438,5 +438,5 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
             refuse_other_count(self, bags, f"offsets say {bags} bags", remedy)
         max_norm = _renormalize_once(self, input)
         options = (max_norm, self.norm_type, self.scale_grad_by_freq, self.mode, self.sparse)
-        entries = (per_sample_weights, include_last_offset, self.padding_idx)
-        return embedding_bag(input, self.expanded("weight"), offsets, *options, *entries)
+        bag_options = (per_sample_weights, include_last_offset, self.padding_idx)
+        return embedding_bag(input, self.expanded("weight"), offsets, *options, *bag_options)

@@ -62,7 +62,7 @@ def bias_rows(
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map whose weight is one, expanded over the batch."""
+    """A linear map whose weight all samples share."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -124,7 +124,7 @@ class Linear(Expanded, nn.Linear):
 
 
 class _Bilinear(torch.autograd.Function):
-    """A bilinear map whose weight is one, expanded over the batch."""
+    """A bilinear map whose weight all samples share."""
 
     @staticmethod
     def forward(ctx: Any, x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -137,14 +137,14 @@ class _Bilinear(torch.autograd.Function):
         x1, x2, weight = ctx.saved_tensors
         grad_x1 = grad_x2 = grad_weight = grad_bias = None
         if torch.is_grad_enabled():
-            axes, own = "b o i j", cast_shared(weight, g.dtype)
+            axes, w = "b o i j", cast_shared(weight, g.dtype)
         else:
-            axes, own = "o i j", shared(weight).to(g.dtype)
+            axes, w = "o i j", shared(weight).to(g.dtype)
         flat_g, flat_x1, flat_x2 = positions(g), positions(x1).to(g.dtype), positions(x2).to(g.dtype)
         if ctx.needs_input_grad[0]:
-            grad_x1 = einsum(flat_g, flat_x2, own, f"b t o, b t j, {axes} -> b t i").reshape(x1.shape).to(x1.dtype)
+            grad_x1 = einsum(flat_g, flat_x2, w, f"b t o, b t j, {axes} -> b t i").reshape(x1.shape).to(x1.dtype)
         if ctx.needs_input_grad[1]:
-            grad_x2 = einsum(flat_g, flat_x1, own, f"b t o, b t i, {axes} -> b t j").reshape(x2.shape).to(x2.dtype)
+            grad_x2 = einsum(flat_g, flat_x1, w, f"b t o, b t i, {axes} -> b t j").reshape(x2.shape).to(x2.dtype)
         if ctx.needs_input_grad[2]:
             pairs = _pairs(flat_x1, flat_x2)
             rows = outer_rows(flat_g, pairs, weight.dtype, keep_factors=keeps_factors(weight))
@@ -158,7 +158,7 @@ def _pairs(
     x1: Tensor,  # (B, T, in1)
     x2: Tensor,  # (B, T, in2)
 ) -> Tensor:  # (B, T, in1 * in2)
-    """All products of a feature of the one with a feature of the other."""
+    """All products of a feature of `x1` with a feature of `x2`."""
     return (x1[..., :, None] * x2[..., None, :]).flatten(2)
 
 

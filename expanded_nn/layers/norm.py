@@ -47,9 +47,9 @@ def _rows(
     return terms.sum(positions, dtype=dtype) if positions else terms.to(dtype)
 
 
-def _times(own: Tensor, g: Tensor) -> Tensor:
-    """`own * g` in the memory of `own`, fresh memory being slow; a vmapped `g` has more values than fit there."""
-    return own * g if is_batched(g) else own.mul_(g)
+def _times(x: Tensor, g: Tensor) -> Tensor:
+    """`x * g` in the memory of `x`, fresh memory being slow; a vmapped `g` has more values than fit there."""
+    return x * g if is_batched(g) else x.mul_(g)
 
 
 def _widest(*dtypes: torch.dtype) -> torch.dtype:
@@ -83,7 +83,7 @@ def _input_grad(
 
 
 class _OfPositions(torch.autograd.Function):
-    """A layer norm or, where not centered, an RMS norm; its weight is one, expanded over the batch."""
+    """A layer norm or, where not centered, an RMS norm, whose weight all samples share."""
 
     @staticmethod
     def forward(
@@ -251,7 +251,7 @@ def _affine(
     weight: Tensor | None,  # (B, C)
     bias: Tensor | None,  # (B, C)
 ) -> Tensor:  # (B, C, *)
-    """In plain operations, which no samples go through as well, so that parameters get no rows."""
+    """Applies weight and bias by plain operations, which work without samples, too."""
     y = x if weight is None else x * _beside_positions(weight, x)
     return y if bias is None else y + _beside_positions(bias, x)
 
@@ -324,9 +324,9 @@ def instance_norm(
         return _affine(x, weight, bias)
     mean, var = (None if running is None else running.repeat(batch) for running in statistics)
     y = F.instance_norm(_one_sample(x), mean, var, _flat(weight), _flat(bias), use_input_stats, momentum, eps)
-    for running, own in zip(statistics, (mean, var), strict=True):
-        if use_input_stats and running is not None and own is not None:
-            running.copy_(own.view(batch, -1).mean(0))
+    for running, updated in zip(statistics, (mean, var), strict=True):
+        if use_input_stats and running is not None and updated is not None:
+            running.copy_(updated.view(batch, -1).mean(0))
     return owned(y.view(x.shape))
 
 

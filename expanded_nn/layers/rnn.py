@@ -63,8 +63,8 @@ class _Layers(Expanded, nn.RNNBase):
                 along = steps.reversed(x) if direction else x
                 weights = self._weights_of(f"l{layer}_reverse" if direction else f"l{layer}")
                 y, cells = recurrent(RECURRENCES[self.mode], steps, along, first, weights)
-                for kept, state in zip(last, (steps.last(y), *cells), strict=True):
-                    kept.append(state)
+                for states, state in zip(last, (steps.last(y), *cells), strict=True):
+                    states.append(state)
                 outputs.append(steps.reversed(y) if direction else y)
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
             if self.dropout and layer < self.num_layers - 1:
@@ -95,9 +95,9 @@ class _Layers(Expanded, nn.RNNBase):
         """The input's tensor, whose samples are those of the pass."""
         if isinstance(input, PackedSequence):
             refuse_values("sequences have different lengths")
-            found = int(input.batch_sizes[0])
+            count = int(input.batch_sizes[0])
             remedy = "Pack one sequence per sample, or say per_sample(batch_size=...)."
-            refuse_other_count(self, found, f"input is a PackedSequence of {found} sequences", remedy)
+            refuse_other_count(self, count, f"input is a PackedSequence of {count} sequences", remedy)
             return input.data
         if input.dim() not in (2, 3):
             super(Expanded, self).forward(input)  # torch's own error
@@ -129,7 +129,7 @@ class _Cell(Expanded, nn.RNNCellBase):
     mode: str
 
     def sample_dims(self, tensors: int) -> list[int]:
-        return [0] * tensors  # the default, but said: so it is known of each of several results
+        return [0] * tensors  # the default, written out: so it is known to hold for several results, too
 
     def samples_in(self, input: Tensor, hx: Any = None) -> int | None:
         return super().samples_in(input)

@@ -32,8 +32,8 @@ class ScaledEmbedding(Embedding):
     embed_scale: Any  # a number or a tensor
 
     def expanded_forward(self, input_ids: Tensor) -> Tensor:
-        found, scale = super().expanded_forward(input_ids), self.embed_scale
-        return found * (scale.to(found.dtype) if isinstance(scale, Tensor) else scale)
+        out, scale = super().expanded_forward(input_ids), self.embed_scale
+        return out * (scale.to(out.dtype) if isinstance(scale, Tensor) else scale)
 
 
 class RelativeAttention(Root):

@@ -40,19 +40,19 @@ def pass_of_recomputation(recorder: Owner, module: nn.Module, batch: int | None)
         )
     recorder.backward.enter(delivers=False)
     node, noted = running_node(), noted_pass()
-    alive = recorder.passes.living()
-    is_sure = len(alive) == 1 and alive[0].stage is not PassStage.DONE
-    behind = [noted] if noted is not None else [] if is_sure else passes_behind(recorder, node)
-    if not behind and all(pass_.stage is PassStage.DONE for pass_ in alive):
+    living = recorder.passes.living()
+    is_sure = len(living) == 1 and living[0].stage is not PassStage.DONE
+    candidates = [noted] if noted is not None else [] if is_sure else passes_behind(recorder, node)
+    if not candidates and all(pass_.stage is PassStage.DONE for pass_ in living):
         # the pass of the last recomputation in this backward: of a checkpoint around this one, or beside it
-        behind = [pass_ for pass_ in recorder.backward.resumed[-1:] if batch in (pass_.batch, 1)]
-        if not behind and batch is not None:
+        candidates = [pass_ for pass_ in recorder.backward.resumed[-1:] if batch in (pass_.batch, 1)]
+        if not candidates and batch is not None:
             # The checkpoint is around the whole model: its first forward had no gradients, and so no pass. The new
             # pass is noted on the node, for a second backward on the same graph.
-            behind = [recorder.passes.new(batch)]
+            candidates = [recorder.passes.new(batch)]
             if _is_custom(node):
-                node.metadata[_NOTE] = behind[0]
-    fitting = recorder.passes.recomputed(batch, behind)
+                node.metadata[_NOTE] = candidates[0]
+    fitting = recorder.passes.recomputed(batch, candidates)
     if len(fitting) == 1:
         recorder.backward.resumed.append(fitting[0])
         return fitting[0]
@@ -85,7 +85,7 @@ def note_pass(outputs: Iterable[Any], pass_: Pass) -> bool:
 
 
 def note_result(outputs: Iterable[Any], pass_: Pass) -> None:
-    """Notes a forward's pass on the nodes of what it returns, for those that are called with that later."""
+    """Notes a forward's pass on the nodes of what it returns, for forwards that are called with it later."""
     for value in outputs:
         x = value.data if isinstance(value, PackedSequence) else value
         node: Any = x.grad_fn if isinstance(x, Tensor) else None

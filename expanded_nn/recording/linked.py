@@ -1,6 +1,6 @@
 """Calls whose samples come from those of an earlier call: the two are one pass, or refused.
 
-Between two models, each of which has rows of its own, nothing is joined, and only other numbers of samples are said.
+Two models have rows of their own: between them nothing is joined, and only other numbers of samples are warned of.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from expanded_nn.recording.places import Moved, all_stay, index_of
 
 
 class _Recomputed(Exception):
-    """A checkpoint runs layers again, for a value that was asked for here; it is done without."""
+    """A checkpoint runs layers again for a value that is read here, and that can be done without."""
 
 
 class _Reading(threading.local):
     """What each thread has for itself."""
 
-    runs = False  # whether values that the graph has saved are read, for which a checkpoint may run layers again
+    runs = False  # whether values are read that the graph has saved, for which a checkpoint may run layers again
 
 
 _READING = _Reading()
@@ -50,43 +50,46 @@ def linked_pass(owner: Owner, forward: Forward, batch: int, models: Iterable[Own
     """
     if _READING.runs:
         raise _Recomputed
-    given = list(tensors(forward.inputs))
-    nodes: list[Any] = [(x.data if isinstance(x, PackedSequence) else x).grad_fn for x in given]
+    arguments = list(tensors(forward.inputs))
+    nodes: list[Any] = [(x.data if isinstance(x, PackedSequence) else x).grad_fn for x in arguments]
     ends = [node for node in nodes if node is not None]
-    own = set(owner.passes.living()) if ends else set()
-    others = {
+    own_passes = set(owner.passes.living()) if ends else set()
+    other_passes = {
         pass_
         for model in (models if ends else ())
         if model is not owner
         for pass_ in model.passes.living()
         if pass_.stage is PassStage.OPEN and pass_.batch != batch
     }
-    if not own and not others:
+    if not own_passes and not other_passes:
         return None
-    dim = _dim_of_samples(owner, forward)
-    orders = [order for x in given if isinstance(x, PackedSequence) for order in orders_of(x)]
-    found: list[Pass] = []
+    samples_dim = _samples_dim(owner, forward)
+    orders = [order for x in arguments if isinstance(x, PackedSequence) for order in orders_of(x)]
+    linked: list[Pass] = []
     moves: list[Moved] = []
-    for pass_, of_sequences, moved in _passes_behind(ends, own, dim, batch):
-        if pass_ in own:
+    for pass_, of_sequences, moved in _passes_behind(ends, own_passes, samples_dim, batch):
+        if pass_ in own_passes:
             if pass_.batch != batch:
                 raise _other_samples(owner, forward, batch, pass_)
-            found.append(pass_)
+            linked.append(pass_)
             orders += of_sequences
             moves += [moved] if moved is not None else []
-        elif pass_ in others:
+        elif pass_ in other_passes:
             _warn_of_other_samples(owner, forward, batch, pass_)
-            others = set()
+            other_passes = set()
     for moved in moves:
         if moved.places is None or not any(torch.equal(moved.places, order) for order in orders):
             _refuse(owner, forward, moved)
-    return max(found, key=lambda pass_: pass_.number, default=None)
+    return max(linked, key=lambda pass_: pass_.number, default=None)
 
 
 def _passes_behind(
-    ends: Iterable[Any], own: set[Pass], dim: Callable[[int], int], batch: int
+    ends: Iterable[Any], own_passes: set[Pass], samples_dim: Callable[[int], int], batch: int
 ) -> Iterator[tuple[Pass, list[Tensor], Moved | None]]:
-    """The passes behind some nodes, up to the nearest of the model's own; and what has moved samples on the way."""
+    """The passes behind some nodes, up to the nearest of the model's own.
+
+    With each come the `orders_of` its sequences, and what has moved samples on the way.
+    """
     waiting: deque[tuple[Any, Moved | None]] = deque((end, None) for end in ends)
     seen: set[Any] = set()
     while waiting:
@@ -97,15 +100,15 @@ def _passes_behind(
         pass_, orders = pass_of(node)
         if pass_ is not None:
             yield pass_, orders, moved
-            if pass_ in own:
+            if pass_ in own_passes:
                 continue
-        edges, here = ((), None) if moved is not None else _moved_by(node, dim, batch)
-        for number, (parent, _) in enumerate(node.next_functions):
-            waiting.append((parent, here if number in edges else moved))
+        edges, moved_here = ((), None) if moved is not None else _moved_by(node, samples_dim, batch)
+        for edge, (parent, _) in enumerate(node.next_functions):
+            waiting.append((parent, moved_here if edge in edges else moved))
 
 
-def _moved_by(node: Any, dim: Callable[[int], int], batch: int) -> tuple[Sequence[int], Moved | None]:
-    """The arguments of a node that hold samples, by their numbers, and whether the node gives them another order."""
+def _moved_by(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple[Sequence[int], Moved | None]:
+    """The edges of a node that lead to samples, by their numbers, and whether the node gives these another order."""
     operation, edge = _OPERATIONS.get(type(node).__name__, ("", 0))
     shape = node._input_metadata[0].shape if operation else ()
     if not len(shape):
@@ -115,17 +118,17 @@ def _moved_by(node: Any, dim: Callable[[int], int], batch: int) -> tuple[Sequenc
     try:
         if operation in ("Index", "IndexPut", "IndexPutImpl"):
             dims = len(getattr(node, "_saved_self_sym_sizes", shape))
-            where = dim(dims)
+            dim = samples_dim(dims)
             keys = tuple(slice(None) if key is None else key for key in node._saved_indices)
-            index = index_of(keys, where, dims)
+            index = index_of(keys, dim, dims)
             if index is NotImplemented:
                 return (), None
         else:
-            dims, where = len(shape), dim(len(shape))
-            if shape[where] != batch or where not in saved_dims(node, dims):
+            dims, dim = len(shape), samples_dim(len(shape))
+            if shape[dim] != batch or dim not in saved_dims(node, dims):
                 return (), None
             if operation in ("Cat", "Stack"):
-                moved = Moved(operation.lower(), None) if _joins_elsewhere(node, where, batch) else None
+                moved = Moved(operation.lower(), None) if _joins_elsewhere(node, dim, batch) else None
                 return range(len(node.next_functions)), moved
             index = node._saved_indices if operation == "Sort" else getattr(node, "_saved_index", None)
     except (RuntimeError, _Recomputed):  # where a backward has freed it, none will come this way again
@@ -134,7 +137,7 @@ def _moved_by(node: Any, dim: Callable[[int], int], batch: int) -> tuple[Sequenc
         _READING.runs = False
     stays = None
     if index is not None:
-        stays = all_stay(index, where, dims, batch)
+        stays = all_stay(index, dim, dims, batch)
         if stays is None or (not is_traced() and bool(stays)):
             return (), None
     return (edge,), Moved(operation.lower(), stays, index)
@@ -166,7 +169,7 @@ def _place_of(node: Any, number: int, dim: int, batch: int) -> int | None:
     return _PARTS[name](node, number) % batch
 
 
-# nodes that may move samples: the operation, and the numbers of the arguments that hold them
+# nodes that may move samples: the operation, and the number of the edge that leads to them
 _OPERATIONS = {
     f"{operation}Backward0": (operation, edge)
     for edge, operations in enumerate(
@@ -187,10 +190,10 @@ _PARTS: dict[str, Callable[[Any, int], int]] = {
 }
 
 
-def _dim_of_samples(owner: Owner, forward: Forward) -> Callable[[int], int]:
+def _samples_dim(owner: Owner, forward: Forward) -> Callable[[int], int]:
     """Where the samples stand in a tensor of so many dimensions."""
-    own = own_batch_first(forward.module)
-    batch_first = owner.settings.batch_first if own is None else own
+    of_module = own_batch_first(forward.module)
+    batch_first = owner.settings.batch_first if of_module is None else of_module
     return lambda dims: batch_dim(dims, batch_first=batch_first)
 
 

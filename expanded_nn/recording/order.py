@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -34,7 +33,7 @@ class Order(TorchFunctionMode):
 
     Attributes:
         recorder: The recorder of the model.
-        found: Whether there was an operation that may do so for other values.
+        may_move: Whether there was an operation whose index may do so, if with other values.
         moved: The tensors whose samples stand in another order, by their ids, and what did it.
         weights_are_outside: Whether the forward has used expanded weights outside of layers, which nobody looks at.
     """
@@ -42,7 +41,7 @@ class Order(TorchFunctionMode):
     def __init__(self, recorder: Owner) -> None:
         super().__init__()
         self.recorder = recorder
-        self.found = False
+        self.may_move = False
         self.moved: dict[int, tuple[Tensor, list[Moved]]] = {}
         self.weights_are_outside = False
 
@@ -70,37 +69,38 @@ class Order(TorchFunctionMode):
         if dim is None or dim >= 0 or dim % shared.rank <= shared.dim:
             raise forward.taking_apart(shared.layer, "its size")
 
-    def follow(self, given: Any, results: Any, *more: Moved) -> None:
-        """Notes that what is computed from samples in another order has them in that order."""
-        reasons = [*self._reasons(given), *more]
+    def follow(self, arguments: Any, results: Any, *moves: Moved) -> None:
+        """Notes that the samples of results stand in another order: as those of the arguments, or after `moves`."""
+        reasons = [*self._reasons(arguments), *moves]
         if reasons and self.weights_are_outside:
             self.refuse(None, reasons)
         for result in _tensors(results) if reasons else ():
             self.moved[id(result)] = result, reasons
 
-    def has_moved(self, given: Any) -> bool:
+    def has_moved(self, arguments: Any) -> bool:
         """Whether samples stand in another order in any of some tensors."""
-        return bool(self._reasons(given))
+        return bool(self._reasons(arguments))
 
-    def look_at(self, layer: nn.Module, given: Any) -> None:
+    def look_at(self, layer: nn.Module, arguments: Any) -> None:
         """Raises if samples in another order reach a layer whose parameters get rows."""
         if self.moved and self.recorder.general_rule is None:  # there each sample is alone
-            self.refuse(layer, self._reasons(given))
+            self.refuse(layer, self._reasons(arguments))
 
     def note_outside_use(self) -> None:
         """Notes that an expanded weight is used outside of layers."""
         self.weights_are_outside = True
         self.refuse(None, [reason for _, reasons in self.moved.values() for reason in reasons])
 
-    def _reasons(self, given: Any) -> list[Moved]:
-        found = [self.moved[id(x)][1] for x in _tensors(given) if id(x) in self.moved] if self.moved else []
-        return list({id(reason): reason for reasons in found for reason in reasons}.values())
+    def _reasons(self, arguments: Any) -> list[Moved]:
+        """What has moved the samples in any of some tensors."""
+        moved = [x for x in _tensors(arguments) if id(x) in self.moved] if self.moved else []
+        return list({id(reason): reason for x in moved for reason in self.moved[id(x)][1]}.values())
 
     def _moved_by(self, move: Move, func: Any) -> Moved | None:
         """How an operation gives the samples another order, `None` if it does not.
 
         It is about samples if it chooses places in their dimension, in a tensor that has B of them there. An index that
-        leaves sample i in place i moves nobody, but may do so at the next call, which `found` tells.
+        leaves sample i in place i moves nobody, but may do so at the next call, which `may_move` tells.
         """
         recorder = self.recorder
         forward = recorder.forward
@@ -116,7 +116,7 @@ class Order(TorchFunctionMode):
             or batch < 2
             or dims <= dim
             or shape[dim] != batch
-            or dim not in [each % dims for each in move.dims]
+            or dim not in [move_dim % dims for move_dim in move.dims]
         ):
             return None
         index = index_of(move.index, dim, dims) if isinstance(move.index, tuple) else move.index
@@ -127,7 +127,7 @@ class Order(TorchFunctionMode):
             stays = all_stay(index, dim, dims, batch)
             if stays is None:
                 return None
-            self.found = True
+            self.may_move = True
             if not is_traced() and bool(stays):
                 return None
         frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((*LIBRARIES, "<"))]
@@ -136,9 +136,8 @@ class Order(TorchFunctionMode):
 
     def _are_samples(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of the forward, or comes from a layer; others may have B rows by chance."""
-        base = x if x._base is None else x._base
-        arguments = list(_tensors(self.recorder.forward.inputs))
-        is_argument = any(each is base or each is x or each._base is base for each in arguments)
+        base, arguments = x if x._base is None else x._base, _tensors(self.recorder.forward.inputs)
+        is_argument = any(argument is base or argument is x or argument._base is base for argument in arguments)
         return is_argument or id(x) in self.moved or comes_from_rows(x)
 
     def refuse(self, layer: nn.Module | None, reasons: Sequence[Moved]) -> None:
@@ -165,20 +164,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     return (x if isinstance(x, Tensor) else x.data for x in tensors(value))
 
 
-@contextmanager
-def order_paused(*given: Any) -> Iterator[list[Any]]:
-    """Takes the look at operations off, as torch's layers have no fused inference below it.
-
-    Args:
-        given: What the operations are given; what they give goes into the list.
-    """
-    count, results = torch._C._len_torch_function_stack(), list[Any]()
-    mode = torch._C._get_function_stack_at(count - 1) if count else None
-    order = mode if isinstance(mode, Order) else None
-    with _pop_mode_temporarily() if order is not None else nullcontext():
-        yield results
-    if order is not None and order.moved:
-        order.follow(given, results)
+def as_one_operation(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a function without a look at the operations in it, under which torch's layers have no fused inference."""
+    count = torch._C._len_torch_function_stack()
+    order = torch._C._get_function_stack_at(count - 1) if count else None
+    if not isinstance(order, Order):
+        return function(*args, **kwargs)
+    with _pop_mode_temporarily():
+        result = function(*args, **kwargs)
+    if order.moved:
+        order.follow((args, kwargs), result)
+    return result
 
 
 def _calling_frame() -> FrameType:

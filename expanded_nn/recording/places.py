@@ -19,7 +19,7 @@ class Move(NamedTuple):
         rows: The tensor whose rows are taken, or written elsewhere.
         shape: The shape of the tensor in which places are chosen.
         dims: The dimensions in which they are.
-        index: Which places: a tensor, an index of several dimensions, or `None` where the operation itself says it.
+        index: Which places: a tensor, the keys of an index, or `None` where the operation itself says it.
     """
 
     rows: Any
@@ -68,20 +68,20 @@ def index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
     if len(keys) == 1 and isinstance(keys[0], list):
         keys = (torch.tensor(keys[0]),)
     lengths = [0 if key is None or isinstance(key, bool) else _length(key) for key in keys]
-    places, place = [], 0
+    key_dims, key_dim = [], 0  # the first dimension that a key is for
     for key, length in zip(keys, lengths, strict=True):
-        places.append(place)
-        place += dims - sum(lengths) if key is Ellipsis else length
+        key_dims.append(key_dim)
+        key_dim += dims - sum(lengths) if key is Ellipsis else length
     integers = [
-        (place, key)
-        for place, key in zip(places, keys, strict=True)
+        (key_dim, key)
+        for key_dim, key in zip(key_dims, keys, strict=True)
         if isinstance(key, Tensor) and key.dim() and key.dtype not in (torch.bool, torch.uint8)
     ]
     if len(integers) > 1:  # an element for each sample, as in h[torch.arange(B), lengths - 1]
-        counts = [key for _, key in integers if key.dim() == 1]
-        if any(torch.equal(key, torch.arange(len(key), device=key.device)) for key in counts if not is_traced()):
+        vectors = [key for _, key in integers if key.dim() == 1]
+        if any(torch.equal(key, torch.arange(len(key), device=key.device)) for key in vectors if not is_traced()):
             return NotImplemented
-    return next((key for place, key in integers if place == dim), NotImplemented)
+    return next((key for key_dim, key in integers if key_dim == dim), NotImplemented)
 
 
 def all_stay(index: Tensor, dim: int, dims: int, batch: int) -> Tensor | None:
@@ -89,12 +89,12 @@ def all_stay(index: Tensor, dim: int, dims: int, batch: int) -> Tensor | None:
     index = index.movedim(dim, 0) if index.dim() == dims else index
     if index.dim() == 0 or index.shape[0] != batch:
         return None
-    own = torch.arange(batch, device=index.device).view(-1, *[1] * (index.dim() - 1))
-    return (index % batch == own).all()
+    places = torch.arange(batch, device=index.device).view(-1, *[1] * (index.dim() - 1))
+    return (index % batch == places).all()
 
 
 def _length(key: Any) -> int:
-    """How many dimensions a part of an index is for."""
+    """How many dimensions a key of an index is for."""
     if key is Ellipsis:
         return 0
     return key.dim() if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8) else 1
@@ -105,7 +105,7 @@ def _length(key: Any) -> int:
 
 def _getitem(input: Any, key: Any) -> Move | None:
     keys = key if isinstance(key, tuple) else (key,)
-    if not any(isinstance(each, Tensor | list) for each in keys):
+    if not any(isinstance(key, Tensor | list) for key in keys):
         return None
     return Move(input, input.shape, range(input.dim()), keys)
 
@@ -116,7 +116,7 @@ def _setitem(input: Any, key: Any, value: Any) -> Move | None:
 
 
 def _index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Move:
-    keys = tuple(slice(None) if each is None else each for each in indices)
+    keys = tuple(slice(None) if index is None else index for index in indices)
     return Move(values, input.shape, range(input.dim()), keys)
 
 
@@ -176,10 +176,10 @@ def _place(part: Tensor, stride: int, count: int) -> int | None:
     return (part.storage_offset() - part._base.storage_offset()) // stride % count if stride else None
 
 
-def _named(move_of: Callable[..., Any], *names: str) -> dict[Any, Callable[..., Any]]:
+def _named(of_call: Callable[..., Any], *names: str) -> dict[Any, Callable[..., Any]]:
     """The functions of torch of these names, and methods of tensors."""
-    functions = [getattr(place, name, None) for name in names for place in (torch, Tensor)]
-    return {function: move_of for function in functions if function is not None}
+    functions = [getattr(namespace, name, None) for name in names for namespace in (torch, Tensor)]
+    return {function: of_call for function in functions if function is not None}
 
 
 _MOVES: dict[Any, Callable[..., Move | None]] = {

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from expanded_nn.recording.backward import graph_of, saved_dims, saved_number
 
 _SAME = ("CloneBackward", "ToCopyBackward", "AliasBackward", "UnsafeViewBackward")
-# of each number by itself, or of numbers in the same place
-_OF_EACH_NUMBER = tuple(
+_ELEMENTWISE = tuple(
     f"{name}Backward"
     for name in (
         *("Mul", "Div", "Add", "Sub", "Rsub", "Neg", "Pow", "Abs", "Exp", "Log", "Sqrt", "Rsqrt", "Sin", "Cos"),
@@ -65,24 +64,23 @@ def taken_apart(results: Sequence[SharedResult], ends: Iterable[Tensor], batch: 
         dim, rank, layer = layouts[node]
         for consumer in consumers.get(node, ()):
             name = consumer.name()
-            if _takes(consumer, name, dim, rank, batch):
+            if _takes_apart(consumer, name, dim, rank, batch):
                 return layer, name.rstrip("01").removesuffix("Backward").lower()
-            after = _after(consumer, name, dim, rank)
+            layout = _layout_after(consumer, name, dim, rank)
             parents = [parent for parent, _ in consumer.next_functions if parent is not None]
             stays_whole = all(layouts.get(parent, ())[:2] == (dim, rank) for parent in parents)
-            if after is not None and stays_whole and consumer not in layouts:
-                layouts[consumer] = *after, layer
+            if layout is not None and stays_whole and consumer not in layouts:
+                layouts[consumer] = *layout, layer
                 waiting.append(consumer)
     return None
 
 
-def _takes(node: Any, name: str, dim: int, rank: int, batch: int) -> bool:
+def _takes_apart(node: Any, name: str, dim: int, rank: int, batch: int) -> bool:
+    """Whether an operation takes a part of the samples' dimension, reduces it, or joins what is in it."""
     if name.startswith("IndexBackward"):
         indices = node._saved_indices
         return len(indices) > dim and indices[dim] is not None
-    if not name.startswith(_TAKE):
-        return False
-    if dim not in _dims(node, rank):
+    if not name.startswith(_TAKE) or dim not in _dims(node, rank):
         return False
     if name.startswith("SliceBackward"):
         return len(range(*slice(saved_number(node._saved_start), saved_number(node._saved_end)).indices(batch))) < batch
@@ -94,12 +92,12 @@ def _dims(node: Any, rank: int) -> list[int]:
     return saved_dims(node, rank) or list(range(rank))
 
 
-def _after(node: Any, name: str, dim: int, rank: int) -> tuple[int, int] | None:
+def _layout_after(node: Any, name: str, dim: int, rank: int) -> tuple[int, int] | None:
     """The dimension of the samples, and the rank, after an operation that leaves the samples whole; `None` otherwise.
 
     It rearranges, or takes a part of another dimension.
     """
-    if name.startswith((*_SAME, *_SHORTEN, *_JOIN, *_OF_EACH_NUMBER)):
+    if name.startswith((*_SAME, *_SHORTEN, *_JOIN, *_ELEMENTWISE)):
         return dim, rank
     if name.startswith(_TAKE):
         gone = [] if getattr(node, "_saved_keepdim", False) else _dims(node, rank)
