@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from enum import Enum
+from operator import contains
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from expanded_nn._batch import has_derivatives
 from expanded_nn._errors import complaint
-from expanded_nn._modes import checkpoint_hooks
 from expanded_nn._steady import RandomStates, WithoutChance, copies, without_traces
 from expanded_nn.factored import FactoredTensor
+from expanded_nn.layers.mapped import Mapped, Mapper, flatten
 
 
 class Compared(NamedTuple):
@@ -30,9 +30,10 @@ class Compared(NamedTuple):
     alike: bool
     dims: tuple[int, ...]
 
-    def fits(self, ones: Sequence[Sequence[int]]) -> bool:
+    def fits(self, found: Mapped) -> bool:
         """Whether the samples may stand there in other results."""
-        return len(ones) == len(self.dims) and all(dim in where for dim, where in zip(self.dims, ones, strict=True))
+        possible = found.possible_dims
+        return len(possible) == len(self.dims) and all(map(contains, possible, self.dims))
 
 
 Way = tuple[Any, ...]  # what a forward on the whole batch has done with its parameters
@@ -69,76 +70,6 @@ class Ways(NamedTuple):
         return self._replace(known=known, trials_left=max(0, left))
 
 
-def flatten(result: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of a result, dataclasses taken apart as well."""
-    leaves, structure = tree_flatten(result)
-    unknown = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf)}
-    for each in unknown:
-        register_dataclass(each)
-    return tree_flatten(result) if unknown else (leaves, structure)
-
-
-@dataclasses.dataclass
-class Mapped:
-    """What came out of the forward, sample by sample.
-
-    Attributes:
-        returned: What the forward has returned, with the tensors of one sample.
-        tensors: Those of all samples.
-        ones: For each of them, where the samples may stand, likeliest first.
-        is_filled_up: Whether a result was shorter for some samples.
-    """
-
-    returned: Any
-    tensors: list[Tensor]
-    ones: list[list[int]]
-    is_filled_up: bool = False
-
-    def with_samples_in(self, dims: Sequence[int]) -> Mapped:
-        """The same with the samples in these dimensions."""
-        moves = zip(self.tensors, self.ones, dims, strict=True)
-        moved = [each.transpose(first, dim) if dim != first else each for each, (first, *_), dim in moves]
-        return dataclasses.replace(self, tensors=moved)
-
-    def result(self) -> Any:
-        """What the forward returns for the whole batch."""
-        tensors = iter(self.tensors)
-        leaves, structure = flatten(self.returned)
-        return tree_unflatten([next(tensors) if isinstance(each, Tensor) else each for each in leaves], structure)
-
-
-@dataclasses.dataclass
-class Called:
-    """What a forward is called with.
-
-    Attributes:
-        args: So is `kwargs`.
-        batch: B.
-        leaves: What is in them.
-        dims: Where the samples stand in each leaf, if it has any.
-        given: The tensors among them, but for numbers.
-        kind: What a trial is good for: calls of this kind.
-    """
-
-    args: Any
-    kwargs: Any
-    batch: int
-    leaves: list[Any]
-    dims: list[int | None]
-    given: list[Tensor]
-    kind: Any
-
-    def kind_of_ways(self) -> Any:
-        """What a comparison with the forward on the whole batch is good for.
-
-        A checkpoint counts what is saved, also for a result that is given up: sizes that are equal by chance, and may
-        lead another way, are another kind in it.
-        """
-        if checkpoint_hooks() is None:
-            return self.kind
-        return self.kind, *(bool(n == self.batch) for each in self.given for n in each.shape)
-
-
 class Trial:
     """Compares the samples' results with the plain forward of the whole batch: it has to say the same.
 
@@ -147,26 +78,14 @@ class Trial:
     the comparison; where that does not help, a derivative tells whether samples are mixed.
 
     Args:
-        module: The module, of the general rule.
-        args: What its forward is about to be called with; so is `kwargs`.
-        batch: B.
-        mapped: Sends arguments through the forward sample by sample.
+        mapper: Sends arguments through the forward of the module sample by sample; it has the call that is made.
         hooks: Whether the forward hooks of modules within are called in that.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        args: Any,
-        kwargs: Any,
-        batch: int,
-        mapped: Callable[[list[Any]], Mapped],
-        *,
-        hooks: bool = True,
-    ) -> None:
-        self.module, self.batch, self.mapped, self.hooks = module, batch, mapped, hooks
-        self.arguments = copies((args, kwargs))  # as the forward may change its own
-        self.states = RandomStates([*module.modules(), self.arguments])
+    def __init__(self, mapper: Mapper, *, hooks: bool = True) -> None:
+        self.mapper, self.module, self.batch, self.hooks = mapper, mapper.module, mapper.call.batch, hooks
+        self.arguments = copies((mapper.call.args, mapper.call.kwargs))  # as the forward may change its own
+        self.states = RandomStates([*self.module.modules(), self.arguments])
         self.expected = self.plain(hooks=False)
         self.is_random = self.has_drawn
 
@@ -221,18 +140,11 @@ class Trial:
             raise error
         return Compared(False, dims)
 
-    def mapped_again(self, look: Callable[..., None] | None = None) -> tuple[Mapped, list[Tensor]]:
-        """The samples' results from arguments like those of the call, and the inputs that they have derivatives by.
-
-        Args:
-            look: Looks at what the forward has left in the module and in the arguments, before that goes.
-        """
-        inputs, (args, kwargs) = self._with_derivatives()
-        leaves, _ = tree_flatten((args, kwargs))
+    def mapped_again(self) -> tuple[Mapped, list[Tensor]]:
+        """The samples' results from arguments like those of the call, and the inputs that they have derivatives by."""
+        inputs, arguments = self._with_derivatives()
         with without_traces(self.module, hooks=self.hooks):
-            found = self.mapped(leaves)
-            if look is not None:
-                look(leaves, thorough=True)
+            found = self.mapper(tree_leaves(arguments))
         self.states.restore()
         return found, inputs
 
@@ -284,7 +196,7 @@ class Trial:
     def _dims(self, found: Mapped) -> tuple[int, ...]:
         """Where the samples stand in each result, as its shape says."""
         dims = []
-        for result, (first, *_), plain in zip(found.tensors, found.ones, self.expected, strict=True):
+        for result, (first, *_), plain in zip(found.tensors, found.possible_dims, self.expected, strict=True):
             moved = [dim for dim in range(result.dim()) if result.transpose(first, dim).shape == plain.shape]
             dims.append(first if first in moved or not moved else moved[0])
         return tuple(dims)
