@@ -619,6 +619,13 @@ def test_samples_of_different_lengths_that_zeros_do_not_fill_up(after: nn.Module
         model(values(B, T, D), torch.tensor([3, T, 1]))
 
 
+def test_a_list_with_a_tensor_for_each_sample_is_refused() -> None:
+    """A sample alone gives another number of tensors than the batch."""
+    model = enn.convert(Own(lambda m, x: [m.scale * row for row in x.split(1)])).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"Own: on the whole batch its forward gives another result"):
+        model(values(B, D))
+
+
 def test_cache_in_an_argument_is_refused() -> None:
     model = enn.convert(Own(fill_an_argument)).per_sample()
     with pytest.raises(enn.PerSampleError, match=r"Own: .*keeps tensors in an argument.*use_cache=False"):

@@ -112,22 +112,16 @@ class Trial:
             before.restore()
 
     def _compared(self, found: Mapped) -> Compared:
-        hooks = len(found.tensors) != len(self.expected)  # those of its children add to what it returns
-        if hooks:
-            self.expected = self.plain(hooks=True)
-        dims, expected = self._dims(found), self.expected
         with WithoutChance() if self.is_random else nullcontext():
             if self.is_random:
                 found, _ = self.mapped_again()
-                expected = self.plain(hooks=hooks)
-            if self._agree(found, dims, expected):
-                return Compared(True, dims)
-            expected = self.plain(hooks=self.hooks)
-            if self._agree(found, dims, expected):
-                return Compared(True, dims)
+            for hooks in sorted({False, self.hooks}):  # those of its children may add to what it returns
+                expected = self.plain(hooks=hooks) if hooks or self.is_random else self.expected
+                dims = self._dims(found, expected)
+                if dims is not None and self._agree(found, dims, expected):
+                    return Compared(True, dims)
             repeats = all(map(_near, expected, self.plain(hooks=self.hooks)))
-        is_other = (repeats and not self.is_random) or found.is_filled_up
-        if is_other or self._mixes(dims, repeats=repeats):
+        if dims is None or found.is_filled_up or (repeats and not self.is_random) or self._mixes(dims, repeats=repeats):
             error = complaint(
                 self.module.qualified_name,
                 "on the whole batch its forward gives another result than sample by sample",
@@ -193,10 +187,12 @@ class Trial:
         inputs = [leaf.requires_grad_() for leaf in leaves if _is_float(leaf)]
         return inputs, tree_unflatten([leaf.clone() if _is_float(leaf) else leaf for leaf in leaves], structure)
 
-    def _dims(self, found: Mapped) -> tuple[int, ...]:
-        """Where the samples stand in each result, as its shape says."""
+    def _dims(self, found: Mapped, expected: list[Tensor]) -> tuple[int, ...] | None:
+        """Where the samples stand in each result, as its shape says; `None` if there are more results, or fewer."""
+        if len(found.tensors) != len(expected):
+            return None
         dims = []
-        for result, (first, *_), plain in zip(found.tensors, found.possible_dims, self.expected, strict=True):
+        for result, (first, *_), plain in zip(found.tensors, found.possible_dims, expected, strict=True):
             moved = [dim for dim in range(result.dim()) if result.transpose(first, dim).shape == plain.shape]
             dims.append(first if first in moved or not moved else moved[0])
         return tuple(dims)
