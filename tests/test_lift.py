@@ -700,6 +700,24 @@ def test_a_mask_by_numpy_over_an_argument_that_takes_no_gradient() -> None:
         assert_close(model.scale.grad_sample, D * is_masked.sum(1).double())
 
 
+@pytest.mark.parametrize("mixes", [False, True])
+def test_such_a_mask_over_what_an_index_chooses(mixes: bool) -> None:
+    """There are no derivatives by an index."""
+
+    def chosen(m: Any, index: Tensor) -> Tensor:
+        found = m.scale * index * torch.from_numpy(np.random.random(index.shape))  # noqa: NPY002
+        return found - index.double().mean(0) if mixes else found
+
+    model, index = enn.convert(Own(chosen)).per_sample(loss_reduction="sum", escalate=False), torch.arange(B * T)
+    if mixes:
+        with pytest.raises(enn.PerSampleError, match="another result than sample by sample"):
+            model(index.view(B, T))
+        return
+    output = model(index.view(B, T))
+    output.sum().backward()
+    assert_close(model.scale.grad_sample, output.detach().sum(1) / model.scale.detach())
+
+
 def mean_of_batch(m: Any, x: Tensor) -> Tensor:
     return masked(m, x) - x.mean(0)
 
@@ -710,6 +728,14 @@ def test_samples_that_mix_beside_such_a_mask() -> None:
         model(values(B, 20, D))
     with pytest.raises(enn.PerSampleError, match=words):  # where all samples are alike, nothing can tell
         model(torch.ones(B, 20, D, dtype=torch.float64))
+
+
+def test_samples_that_mix_to_one_row_beside_noise() -> None:
+    """Which nothing can fix, nor tell of which samples it is."""
+    forward = lambda m, x: m.noise((m.scale * x).mean(0, keepdim=True))  # noqa: E731
+    model = enn.convert(Own(forward, noise=Noise())).per_sample(escalate=False)
+    with pytest.raises(enn.PerSampleError, match="another result than sample by sample"):
+        model(values(B, D))
 
 
 def test_the_seed_says_what_is_drawn() -> None:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._batch import has_derivatives
 from expanded_nn._errors import complaint
 from expanded_nn._steady import RandomStates, WithoutChance, copies, without_traces
-from expanded_nn.factored import FactoredTensor
+from expanded_nn.core import cost
+from expanded_nn.factored import FactoredTensor, as_factored
 from expanded_nn.layers.mapped import Mapped, Mapper, flatten
 
 
@@ -164,8 +165,6 @@ class Trial:
                 mapped, inputs = found if not self.is_random else self.mapped_again()
                 leaves, structure = flatten(mapped.with_samples_in(dims).result())
                 wanted = _derivatives(leaves, [*expanded, *inputs])  # which lets go of what the graph holds
-                if wanted is None:
-                    return Verdict.WRONG, None
                 inputs, (args, kwargs) = self._with_derivatives()
                 with without_traces(self.module, hooks=self.hooks):
                     result, way = attempt(args, kwargs)
@@ -173,12 +172,10 @@ class Trial:
                 if way is None or structure != other_structure or not all(map(_is_same, leaves, whole)):
                     return Verdict.WRONG, None
                 given = _derivatives(whole, [*expanded, *inputs])
-                if given is None:
-                    return Verdict.WRONG, None
         finally:
             states.restore()
         is_own = [own for each, own in rows if each.requires_grad] + [False] * len(inputs)
-        verdict = _compared_rows(wanted, given, is_own)
+        verdict = Verdict.WRONG if wanted is None or given is None else _compared_rows(wanted, given, is_own)
         return verdict, way if verdict is Verdict.RIGHT else None
 
     def _with_derivatives(self) -> tuple[list[Tensor], Any]:
@@ -213,9 +210,7 @@ class Trial:
         """Whether a sample's result depends on the arguments of the others, or nothing could tell."""
         try:
             return self._has_derivatives_by_others(dims)
-        except (
-            RuntimeError
-        ):  # such as a forward that makes its argument require a gradient, which this one does already
+        except RuntimeError:  # by indices alone, or where the forward makes its argument require a gradient itself
             self.states.restore()
             return not repeats or self._changes_with_others(dims)
 
@@ -236,33 +231,23 @@ class Trial:
 
     def _has_derivatives_by_others(self, dims: tuple[int, ...]) -> bool:
         """Whether a sample's result has derivatives by the arguments of the others, or nothing could tell."""
-        leaves, structure = tree_flatten(copies(self.arguments))
-        places = [self.module._sample_dim(leaf, self.batch) for leaf in leaves]
-        inputs = [
-            (leaf.requires_grad_(), place)
-            for leaf, place in zip(leaves, places, strict=True)
-            if place is not None and has_derivatives(leaf)
-        ]
-        args, kwargs = tree_unflatten(leaves, structure)
-        with torch.enable_grad(), without_traces(self.module), self.module._children_inside({}):
-            # behind an operation, as a forward may change its arguments in place
-            args, kwargs = tree_map_only(Tensor, lambda each: each * 1 if each.requires_grad else each, (args, kwargs))
-            result = [each for each in flatten(self.module._plain_forward(*args, **kwargs))[0] if _is_float(each)]
+        with torch.enable_grad(), without_traces(self.module, hooks=self.hooks), self.module._children_inside({}):
+            inputs, (args, kwargs) = self._with_derivatives()
+            leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
+            results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             ends = [
-                each.select(dim, 0)
-                for each, dim in zip(result, dims, strict=False)
-                if each.requires_grad and each.dim() and each.shape[dim] == self.batch
+                result.select(dim, 0)
+                for result, dim in zip(results, dims, strict=True)
+                if result.requires_grad and result.dim() and result.shape[dim] == self.batch
             ]
-        if not inputs or not ends:
+        places = [(each, self.module._sample_dim(each, self.batch)) for each in inputs]
+        by_sample = [(each, dim) for each, dim in places if dim is not None]
+        if not ends:
             return True
         weights = [torch.randn(each.shape, generator=torch.Generator().manual_seed(0)).to(each) for each in ends]
-        grads = torch.autograd.grad(ends, [leaf for leaf, _ in inputs], weights, allow_unused=True)
-        of_others = [
-            grad.narrow(dim, 1, self.batch - 1)
-            for grad, (_, dim) in zip(grads, inputs, strict=True)
-            if grad is not None and self.batch > 1
-        ]
-        return any(bool(part.any()) for part in of_others)
+        grads = torch.autograd.grad(ends, [each for each, _ in by_sample], weights, allow_unused=True)
+        given = zip(grads, by_sample, strict=True)
+        return any(bool(grad.narrow(dim, 1, self.batch - 1).any()) for grad, (_, dim) in given if grad is not None)
 
 
 def _is_same(leaf: Any, other: Any) -> bool:
@@ -278,8 +263,6 @@ def _derivatives(results: list[Any], sources: list[Tensor]) -> list[Tensor | Non
     ends = [each for each in results if isinstance(each, Tensor) and each.requires_grad]
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each) for each in ends]
-    if not ends:
-        return [None] * len(sources)
     try:
         return list(map(_as_seen, torch.autograd.grad(ends, sources, weights, allow_unused=True)))
     except RuntimeError:  # the user's own backward says so where it comes to one
@@ -294,14 +277,10 @@ def _compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_o
     if not size < float("inf"):
         return Verdict.UNCLEAR
     for pair, own in zip(pairs, is_own, strict=True):
-        there = [rows for rows in pair if rows is not None]
+        there = [rows for rows in pair if rows is not None and rows.numel()]
         if not there:
             continue
         expected, actual = (torch.zeros_like(there[0]) if rows is None else rows for rows in pair)
-        if expected.shape != actual.shape:
-            return Verdict.WRONG
-        if not expected.numel():
-            continue
         epsilon, scale = torch.finfo(expected.dtype).eps, float(expected.abs().max())
         far, limit = float((expected - actual).abs().max()), min(100 * epsilon**0.5, 0.05) * scale
         if far > limit + min(30 * epsilon, 0.01) * size:
@@ -313,13 +292,11 @@ def _compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_o
 
 def _as_seen(rows: Tensor | None) -> Tensor | None:
     """The rows; of very many numbers their inner products with some directions."""
-    if rows is None or rows.numel() <= 2**20:
+    if rows is None or cost.compares_rows(rows.numel()):
         return rows.dense() if isinstance(rows, FactoredTensor) else rows
     generator = torch.Generator().manual_seed(1)
-    directions = [torch.randn(rows.shape[1:], generator=generator).to(rows) for _ in range(4)]
-    if isinstance(rows, FactoredTensor):
-        return torch.stack([rows.matvec(each) for each in directions])
-    return torch.stack([(rows * each).flatten(1).sum(1) for each in directions])
+    directions = (torch.randn(rows.shape[1:], generator=generator).to(rows) for _ in range(4))
+    return torch.stack([as_factored(rows).matvec(each) for each in directions])
 
 
 def _is_float(leaf: Any) -> bool:

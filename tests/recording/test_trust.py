@@ -879,7 +879,10 @@ PARTS_OF_STATES: dict[str, Callable[[Any], Tensor]] = {
     "unbound": lambda r: r[1][0].unbind(0)[1][0],
     "mean_of_a_slice": lambda r: r[0][:, 1:3].mean(1)[0],
     "kept_dimension": lambda r: r[0].amax(1, keepdim=True)[0, 0],
+    "permuted": lambda r: r[0].permute(1, 2, 0)[-1, :, 0],
+    "by_an_index": lambda r: r[0][torch.tensor([0]), -1][0],
     "whole": lambda r: r[1][0][-1],
+    "whole_by_an_index": lambda r: r[0][:, torch.tensor([4])].squeeze(1),
     "whole_step": lambda r: r[0][:, -1],
 }
 
