@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from threading import Lock
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -624,6 +626,11 @@ def test_a_list_with_a_tensor_for_each_sample_is_refused() -> None:
     model = enn.convert(Own(lambda m, x: [m.scale * row for row in x.split(1)])).per_sample()
     with pytest.raises(enn.PerSampleError, match=r"Own: on the whole batch its forward gives another result"):
         model(values(B, D))
+
+
+def test_an_argument_that_cannot_be_copied() -> None:
+    module, options = Own(lambda m, x, options: m.scale * x * options.factor), SimpleNamespace(factor=2.0, lock=Lock())
+    assert_right_rows(module, Call((values(B, D), options)), B)
 
 
 def test_cache_in_an_argument_is_refused() -> None:

@@ -1099,14 +1099,18 @@ def noise_of_its_own(m: Any, x: Tensor) -> Tensor:
     return x * m.scale + m.child(torch.from_numpy(m.noise.normal(size=D)))
 
 
+def noise_of_its_own_python(m: Any, x: Tensor) -> Tensor:
+    return x * m.scale + m.chance.random() * m.child(x)
+
+
 def start(m: Any, seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
     for own in [part for part in m.modules() if isinstance(part, Own)]:
-        own.noise, own.count = np.random.default_rng(seed), 0
+        own.noise, own.chance, own.count = np.random.default_rng(seed), random.Random(seed), 0
 
 
-CHANCES = [drops_itself, drops_by_a_count, noise_of_numpy, noise_of_its_own]
+CHANCES = [drops_itself, drops_by_a_count, noise_of_numpy, noise_of_its_own, noise_of_its_own_python]
 
 
 @pytest.mark.parametrize("seed", range(6))
