@@ -47,9 +47,10 @@ class General(Expanded):
     the samples where the arguments have them.
     """
 
-    _compared: Mapping[Any, Compared] = {}  # by the way to read the arguments and results
-    _readings: Mapping[Any, list[int | None]] = {}  # by the kind of a call: where samples stand in its arguments
-    _ways: Mapping[Any, Ways] = {}  # likewise: those by which it may run on the whole batch
+    # by the kind of a call, what trials have told: where samples stand in its results,
+    _compared: Mapping[Any, Compared] = {}
+    _readings: Mapping[Any, list[int | None]] = {}  # where they stand in its arguments,
+    _ways: Mapping[Any, Ways] = {}  # and the ways in which the forward is right on the whole batch
     _alone: ClassVar[bool] = False  # whether it goes sample by sample in any case,
     _loops: ClassVar[bool] = False  # and in a loop
     _ranks: dict[str, int] | None = None  # of each own parameter, those in lists included, when it was converted
@@ -151,7 +152,7 @@ class General(Expanded):
         return self._readings[kind]
 
     def _reads_well(self, call: Called) -> bool:
-        """Whether the plain forward of the whole batch says so; if not, all is as it was before."""
+        """Whether the samples, as their arguments are read here, give what the plain forward of the batch gives."""
         forward = None if self._recorder is None else self._recorder.forward
         if forward is None:
             return True
@@ -257,10 +258,10 @@ class General(Expanded):
         return result, (*run.way, frozenset(run.joins), *heard[before:])
 
     def _judged(self, call: Called, *, hooks: bool) -> tuple[Verdict, Way | None]:
-        """Compares the forward on the whole batch with that sample by sample."""
+        """Whether the forward on the whole batch gives what it gives sample by sample, and the way it has gone."""
         assert self._recorder is not None
         assert self._recorder.forward is not None
-        own, mapper = {place for place, _, _ in self._own()}, self._mapper(call)
+        mapper = self._mapper(call)
         if mapper.guests or any(each.is_meta for each in mapper.expanded):
             return Verdict.UNCLEAR, None
         try:
@@ -271,8 +272,7 @@ class General(Expanded):
                 self._compared = {**self._compared, call.kind: compared}
                 if not compared.alike:
                     return Verdict.WRONG, None
-                rows = [(each, place in own) for place, each in zip(mapper.originals, mapper.expanded, strict=True)]
-                return trial.judged(self._attempt, rows, found, compared.dims)
+                return trial.judged(found, compared.dims)
         except torch.OutOfMemoryError:  # a comparison takes more than a step
             return Verdict.WRONG, None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from enum import Enum
 from operator import contains
@@ -143,22 +143,17 @@ class Trial:
         self.states.restore()
         return found, inputs
 
-    def judged(
-        self,
-        attempt: Callable[[Any, Any], tuple[Any, Way | None]],
-        rows: Sequence[tuple[Tensor, bool]],
-        found: tuple[Mapped, list[Tensor]],
-        dims: Sequence[int],
-    ) -> tuple[Verdict, Way | None]:
-        """Whether a forward on the whole batch gives the samples' results and derivatives, and the way it has gone.
+    def judged(self, found: tuple[Mapped, list[Tensor]], dims: Sequence[int]) -> tuple[Verdict, Way | None]:
+        """Whether the forward on the whole batch gives the samples' results and derivatives, and the way it has gone.
 
         Args:
-            attempt: That forward.
-            rows: The expanded parameters, and whether the module holds them itself.
             found: What `mapped_again` gave.
             dims: Where the samples stand in each result.
         """
-        expanded = [each for each, _ in rows if each.requires_grad]
+        own = {place for place, _, _ in self.module._own()}
+        pairs = zip(self.mapper.originals, self.mapper.expanded, strict=True)
+        rows = [(each, place in own) for place, each in pairs if each.requires_grad]
+        expanded = [each for each, _ in rows]
         states = RandomStates([*self.module.modules(), self.arguments])
         try:
             with WithoutChance() if self.is_random else nullcontext():
@@ -167,14 +162,14 @@ class Trial:
                 wanted = _derivatives(leaves, [*expanded, *inputs])  # which lets go of what the graph holds
                 inputs, (args, kwargs) = self._with_derivatives()
                 with without_traces(self.module, hooks=self.hooks):
-                    result, way = attempt(args, kwargs)
+                    result, way = self.module._attempt(args, kwargs)
                 whole, other_structure = flatten(result)
                 if way is None or structure != other_structure or not all(map(_is_same, leaves, whole)):
                     return Verdict.WRONG, None
                 given = _derivatives(whole, [*expanded, *inputs])
         finally:
             states.restore()
-        is_own = [own for each, own in rows if each.requires_grad] + [False] * len(inputs)
+        is_own = [is_own for _, is_own in rows] + [False] * len(inputs)
         verdict = Verdict.WRONG if wanted is None or given is None else _compared_rows(wanted, given, is_own)
         return verdict, way if verdict is Verdict.RIGHT else None
 
