@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from expanded_nn._errors import PerSampleError, sentence, warn
 from expanded_nn._meanwhile import meanwhile
-from expanded_nn._modes import as_it_is, checkpoint_hooks, is_of_checkpoint
+from expanded_nn._modes import checkpoint_hooks, is_of_checkpoint, uncounted
 from expanded_nn._steady import StateBefore
 from expanded_nn.recording.order import Order
 from expanded_nn.recording.watch import refuse_outside_use
@@ -87,7 +86,7 @@ class Escalation:
         if state is not None and checkpoint_hooks() is not None:
             # A checkpoint counts the tensors that a forward saves, those of failed attempts, too. So the attempts are
             # made without it, and the forward that succeeds is run once more.
-            with saved_tensors_hooks(as_it_is, as_it_is):
+            with uncounted():
                 self._result_of(attempts, args, kwargs, state)
             state.restore()
         result = self._result_of(attempts, args, kwargs, state)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from expanded_nn._errors import PerSampleError
@@ -57,8 +58,12 @@ def is_of_checkpoint(error: BaseException) -> bool:
     return type(error).__module__ == checkpoint.__name__
 
 
-def as_it_is(tensor: Tensor) -> Tensor:
-    """Packs or unpacks a saved tensor unchanged."""
+def uncounted() -> AbstractContextManager[object]:
+    """Keeps what autograd saves meanwhile from the checkpoint around, which counts it."""
+    return nullcontext() if checkpoint_hooks() is None else saved_tensors_hooks(_as_it_is, _as_it_is)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 

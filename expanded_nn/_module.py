@@ -24,7 +24,7 @@ from expanded_nn._modes import outside_of_graph
 from expanded_nn._shared import owned
 from expanded_nn.recording.expand import Recompute
 from expanded_nn.recording.order import as_one_operation
-from expanded_nn.recording.recorder import Forward, Recorder, Settings
+from expanded_nn.recording.recorder import Forward, Recorder, Settings, modules_in
 
 Model = TypeVar("Model", bound=nn.Module)
 _ZERO_GRAD = nn.Module.zero_grad
@@ -151,15 +151,7 @@ class PerSampleModule(nn.Module):
         is_torchs = set_to_none and getattr(inherited, "__func__", None) is _ZERO_GRAD
         if not is_torchs:  # zeros, or a method of the user's
             inherited(set_to_none)
-        parameters: list[nn.Parameter | None] = []
-        waiting: list[nn.Module | None] = [self]
-        seen: set[nn.Module] = set()
-        while waiting:  # in each step, and torch's `parameters()` takes four times as long
-            module = waiting.pop()
-            if module is not None and module not in seen:
-                seen.add(module)
-                waiting += module._modules.values()
-                parameters += module._parameters.values()
+        parameters = (parameter for module in modules_in(self) for parameter in module._parameters.values())
         recorder.drop([parameter for parameter in parameters if parameter is not None], grads=is_torchs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from threading import Lock
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -619,6 +621,18 @@ def test_samples_of_different_lengths_that_zeros_do_not_fill_up(after: nn.Module
         model(values(B, T, D), torch.tensor([3, T, 1]))
 
 
+def test_a_list_with_a_tensor_for_each_sample_is_refused() -> None:
+    """A sample alone gives another number of tensors than the batch."""
+    model = enn.convert(Own(lambda m, x: [m.scale * row for row in x.split(1)])).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"Own: on the whole batch its forward gives another result"):
+        model(values(B, D))
+
+
+def test_an_argument_that_cannot_be_copied() -> None:
+    module, options = Own(lambda m, x, options: m.scale * x * options.factor), SimpleNamespace(factor=2.0, lock=Lock())
+    assert_right_rows(module, Call((values(B, D), options)), B)
+
+
 def test_cache_in_an_argument_is_refused() -> None:
     model = enn.convert(Own(fill_an_argument)).per_sample()
     with pytest.raises(enn.PerSampleError, match=r"Own: .*keeps tensors in an argument.*use_cache=False"):
@@ -693,6 +707,24 @@ def test_a_mask_by_numpy_over_an_argument_that_takes_no_gradient() -> None:
         assert_close(model.scale.grad_sample, D * is_masked.sum(1).double())
 
 
+@pytest.mark.parametrize("mixes", [False, True])
+def test_such_a_mask_over_what_an_index_chooses(mixes: bool) -> None:
+    """There are no derivatives by an index."""
+
+    def chosen(m: Any, index: Tensor) -> Tensor:
+        found = m.scale * index * torch.from_numpy(np.random.random(index.shape))  # noqa: NPY002
+        return found - index.double().mean(0) if mixes else found
+
+    model, index = enn.convert(Own(chosen)).per_sample(loss_reduction="sum", escalate=False), torch.arange(B * T)
+    if mixes:
+        with pytest.raises(enn.PerSampleError, match="another result than sample by sample"):
+            model(index.view(B, T))
+        return
+    output = model(index.view(B, T))
+    output.sum().backward()
+    assert_close(model.scale.grad_sample, output.detach().sum(1) / model.scale.detach())
+
+
 def mean_of_batch(m: Any, x: Tensor) -> Tensor:
     return masked(m, x) - x.mean(0)
 
@@ -703,6 +735,14 @@ def test_samples_that_mix_beside_such_a_mask() -> None:
         model(values(B, 20, D))
     with pytest.raises(enn.PerSampleError, match=words):  # where all samples are alike, nothing can tell
         model(torch.ones(B, 20, D, dtype=torch.float64))
+
+
+def test_samples_that_mix_to_one_row_beside_noise() -> None:
+    """Which nothing can fix, nor tell of which samples it is."""
+    forward = lambda m, x: m.noise((m.scale * x).mean(0, keepdim=True))  # noqa: E731
+    model = enn.convert(Own(forward, noise=Noise())).per_sample(escalate=False)
+    with pytest.raises(enn.PerSampleError, match="another result than sample by sample"):
+        model(values(B, D))
 
 
 def test_the_seed_says_what_is_drawn() -> None:

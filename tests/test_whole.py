@@ -251,6 +251,7 @@ WHOLE: dict[str, Case] = {
         own(lambda m, x: m.w * m.norm(m.linear(x)).relu(), (6,), linear=nn.Linear(D, 6), norm=nn.LayerNorm(6)),
         X,
     ),
+    "one without numbers": (own(lambda m, x: x * torch.cat([m.w, m.v]), (D,), (0,)), X),
     "its own inside": (own(lambda m, x: m.inner(x) + m.w, (D,), inner=Own(lambda m, x: x * m.w, (D,))), X),
     "tied": (own(lambda m, x: m.inner(x) + m.w, (D,), inner=Own(lambda m, x: x * m.w, (D,))), X),
 }
@@ -483,6 +484,42 @@ def scale_of(m: Any) -> Tensor:
 @pytest.mark.parametrize(("make", "args"), NOT_WHOLE.values(), ids=NOT_WHOLE)
 def test_goes_sample_by_sample(make: Callable[[], nn.Module], args: Any) -> None:
     assert not runs_whole(assert_right(make(), Call(args)))
+
+
+@pytest.mark.parametrize(("make", "args"), [*WHOLE.values(), *NOT_WHOLE.values()], ids=[*WHOLE, *NOT_WHOLE])
+def test_large_rows_are_compared_by_products(
+    make: Callable[[], nn.Module], args: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As all of them together would be: the comparison comes to the same."""
+    monkeypatch.setattr(cost, "COMPARED_NUMEL", 0)
+    assert runs_whole(assert_right(make(), Call(args))) == ((make, args) in WHOLE.values())
+
+
+class NoBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise RuntimeError("no backward of the user's")
+
+
+def test_a_backward_that_raises() -> None:
+    """The comparison leaves it to the backward to say so."""
+    module = Own(lambda m, x: NoBackward.apply(x) * m.w, (D,))
+    model = enn.convert(module).per_sample()
+    (x,) = X
+    loss = model(x.clone().requires_grad_()).sum()
+    assert not runs_whole(model)
+    with pytest.raises(RuntimeError, match="no backward of the user's"):
+        loss.backward()
 
 
 def test_samples_second() -> None:

@@ -53,6 +53,17 @@ def derived_at_once(numel: int) -> int:
     return max(1, DERIVED_AT_ONCE // max(1, numel))
 
 
+COMPARED_NUMEL = 1 << 20
+
+
+def compares_rows(numel: int) -> bool:
+    """Whether rows of `numel` numbers in all are compared as they are, and not by products with a few vectors.
+
+    It trades memory (8 MB in float64). Chosen, not measured.
+    """
+    return numel <= COMPARED_NUMEL
+
+
 SMALL_ROWS_NUMEL = 1 << 15
 
 

@@ -18,7 +18,7 @@ from expanded_nn._modes import checkpoint_hooks
 from expanded_nn._shared import is_shared
 from expanded_nn.core import cost
 from expanded_nn.layers._derived import Derived
-from expanded_nn.layers.trial import flatten
+from expanded_nn.layers.mapped import flatten
 from expanded_nn.layers.ways import JOINS, READS, along, is_of_a_layer
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from expanded_nn._modes import as_it_is, checkpoint_hooks, is_batched
+from expanded_nn._modes import checkpoint_hooks, is_batched, uncounted
 
 
 class OneSample(TorchFunctionMode):
@@ -27,7 +26,7 @@ class OneSample(TorchFunctionMode):
         hooks = checkpoint_hooks()
         if hooks is not None and hooks != self.hooks:
             # once the vmap is over, nothing of it can be computed again
-            with saved_tensors_hooks(as_it_is, as_it_is):
+            with uncounted():
                 return self._corrected(func, args, kwargs or {})
         if _is_in_place(func) or func in _CORRECTED:
             return self._corrected(func, args, kwargs or {})

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from enum import Enum
+from operator import contains
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._batch import has_derivatives
 from expanded_nn._errors import complaint
-from expanded_nn._modes import checkpoint_hooks
 from expanded_nn._steady import RandomStates, WithoutChance, copies, without_traces
-from expanded_nn.factored import FactoredTensor
+from expanded_nn.core import cost
+from expanded_nn.factored import FactoredTensor, as_factored
+from expanded_nn.layers.mapped import Mapped, Mapper, flatten
 
 
 class Compared(NamedTuple):
@@ -30,9 +31,10 @@ class Compared(NamedTuple):
     alike: bool
     dims: tuple[int, ...]
 
-    def fits(self, ones: Sequence[Sequence[int]]) -> bool:
+    def fits(self, found: Mapped) -> bool:
         """Whether the samples may stand there in other results."""
-        return len(ones) == len(self.dims) and all(dim in where for dim, where in zip(self.dims, ones, strict=True))
+        possible = found.possible_dims
+        return len(possible) == len(self.dims) and all(map(contains, possible, self.dims))
 
 
 Way = tuple[Any, ...]  # what a forward on the whole batch has done with its parameters
@@ -69,76 +71,6 @@ class Ways(NamedTuple):
         return self._replace(known=known, trials_left=max(0, left))
 
 
-def flatten(result: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of a result, dataclasses taken apart as well."""
-    leaves, structure = tree_flatten(result)
-    unknown = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf)}
-    for each in unknown:
-        register_dataclass(each)
-    return tree_flatten(result) if unknown else (leaves, structure)
-
-
-@dataclasses.dataclass
-class Mapped:
-    """What came out of the forward, sample by sample.
-
-    Attributes:
-        returned: What the forward has returned, with the tensors of one sample.
-        tensors: Those of all samples.
-        ones: For each of them, where the samples may stand, likeliest first.
-        is_filled_up: Whether a result was shorter for some samples.
-    """
-
-    returned: Any
-    tensors: list[Tensor]
-    ones: list[list[int]]
-    is_filled_up: bool = False
-
-    def with_samples_in(self, dims: Sequence[int]) -> Mapped:
-        """The same with the samples in these dimensions."""
-        moves = zip(self.tensors, self.ones, dims, strict=True)
-        moved = [each.transpose(first, dim) if dim != first else each for each, (first, *_), dim in moves]
-        return dataclasses.replace(self, tensors=moved)
-
-    def result(self) -> Any:
-        """What the forward returns for the whole batch."""
-        tensors = iter(self.tensors)
-        leaves, structure = flatten(self.returned)
-        return tree_unflatten([next(tensors) if isinstance(each, Tensor) else each for each in leaves], structure)
-
-
-@dataclasses.dataclass
-class Called:
-    """What a forward is called with.
-
-    Attributes:
-        args: So is `kwargs`.
-        batch: B.
-        leaves: What is in them.
-        dims: Where the samples stand in each leaf, if it has any.
-        given: The tensors among them, but for numbers.
-        kind: What a trial is good for: calls of this kind.
-    """
-
-    args: Any
-    kwargs: Any
-    batch: int
-    leaves: list[Any]
-    dims: list[int | None]
-    given: list[Tensor]
-    kind: Any
-
-    def kind_of_ways(self) -> Any:
-        """What a comparison with the forward on the whole batch is good for.
-
-        A checkpoint counts what is saved, also for a result that is given up: sizes that are equal by chance, and may
-        lead another way, are another kind in it.
-        """
-        if checkpoint_hooks() is None:
-            return self.kind
-        return self.kind, *(bool(n == self.batch) for each in self.given for n in each.shape)
-
-
 class Trial:
     """Compares the samples' results with the plain forward of the whole batch: it has to say the same.
 
@@ -147,26 +79,14 @@ class Trial:
     the comparison; where that does not help, a derivative tells whether samples are mixed.
 
     Args:
-        module: The module, of the general rule.
-        args: What its forward is about to be called with; so is `kwargs`.
-        batch: B.
-        mapped: Sends arguments through the forward sample by sample.
+        mapper: Sends arguments through the forward of the module sample by sample; it has the call that is made.
         hooks: Whether the forward hooks of modules within are called in that.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        args: Any,
-        kwargs: Any,
-        batch: int,
-        mapped: Callable[[list[Any]], Mapped],
-        *,
-        hooks: bool = True,
-    ) -> None:
-        self.module, self.batch, self.mapped, self.hooks = module, batch, mapped, hooks
-        self.arguments = copies((args, kwargs))  # as the forward may change its own
-        self.states = RandomStates([*module.modules(), self.arguments])
+    def __init__(self, mapper: Mapper, *, hooks: bool = True) -> None:
+        self.mapper, self.module, self.batch, self.hooks = mapper, mapper.module, mapper.call.batch, hooks
+        self.arguments = copies((mapper.call.args, mapper.call.kwargs))  # as the forward may change its own
+        self.states = RandomStates([*self.module.modules(), self.arguments])
         self.expected = self.plain(hooks=False)
         self.is_random = self.has_drawn
 
@@ -193,22 +113,16 @@ class Trial:
             before.restore()
 
     def _compared(self, found: Mapped) -> Compared:
-        hooks = len(found.tensors) != len(self.expected)  # those of its children add to what it returns
-        if hooks:
-            self.expected = self.plain(hooks=True)
-        dims, expected = self._dims(found), self.expected
         with WithoutChance() if self.is_random else nullcontext():
             if self.is_random:
                 found, _ = self.mapped_again()
-                expected = self.plain(hooks=hooks)
-            if self._agree(found, dims, expected):
-                return Compared(True, dims)
-            expected = self.plain(hooks=self.hooks)
-            if self._agree(found, dims, expected):
-                return Compared(True, dims)
+            for hooks in sorted({False, self.hooks}):  # those of its children may add to what it returns
+                expected = self.plain(hooks=hooks) if hooks or self.is_random else self.expected
+                dims = self._dims(found, expected)
+                if dims is not None and self._agree(found, dims, expected):
+                    return Compared(True, dims)
             repeats = all(map(_near, expected, self.plain(hooks=self.hooks)))
-        is_other = (repeats and not self.is_random) or found.is_filled_up
-        if is_other or self._mixes(dims, repeats=repeats):
+        if dims is None or found.is_filled_up or (repeats and not self.is_random) or self._mixes(dims, repeats=repeats):
             error = complaint(
                 self.module.qualified_name,
                 "on the whole batch its forward gives another result than sample by sample",
@@ -221,58 +135,42 @@ class Trial:
             raise error
         return Compared(False, dims)
 
-    def mapped_again(self, look: Callable[..., None] | None = None) -> tuple[Mapped, list[Tensor]]:
-        """The samples' results from arguments like those of the call, and the inputs that they have derivatives by.
-
-        Args:
-            look: Looks at what the forward has left in the module and in the arguments, before that goes.
-        """
-        inputs, (args, kwargs) = self._with_derivatives()
-        leaves, _ = tree_flatten((args, kwargs))
+    def mapped_again(self) -> tuple[Mapped, list[Tensor]]:
+        """The samples' results from arguments like those of the call, and the inputs that they have derivatives by."""
+        inputs, arguments = self._with_derivatives()
         with without_traces(self.module, hooks=self.hooks):
-            found = self.mapped(leaves)
-            if look is not None:
-                look(leaves, thorough=True)
+            found = self.mapper(tree_leaves(arguments))
         self.states.restore()
         return found, inputs
 
-    def judged(
-        self,
-        attempt: Callable[[Any, Any], tuple[Any, Way | None]],
-        rows: Sequence[tuple[Tensor, bool]],
-        found: tuple[Mapped, list[Tensor]],
-        dims: Sequence[int],
-    ) -> tuple[Verdict, Way | None]:
-        """Whether a forward on the whole batch gives the samples' results and derivatives, and the way it has gone.
+    def judged(self, found: tuple[Mapped, list[Tensor]], dims: Sequence[int]) -> tuple[Verdict, Way | None]:
+        """Whether the forward on the whole batch gives the samples' results and derivatives, and the way it has gone.
 
         Args:
-            attempt: That forward.
-            rows: The expanded parameters, and whether the module holds them itself.
             found: What `mapped_again` gave.
             dims: Where the samples stand in each result.
         """
-        expanded = [each for each, _ in rows if each.requires_grad]
+        own = {place for place, _, _ in self.module._own()}
+        pairs = zip(self.mapper.originals, self.mapper.expanded, strict=True)
+        rows = [(each, place in own) for place, each in pairs if each.requires_grad]
+        expanded = [each for each, _ in rows]
         states = RandomStates([*self.module.modules(), self.arguments])
         try:
             with WithoutChance() if self.is_random else nullcontext():
                 mapped, inputs = found if not self.is_random else self.mapped_again()
                 leaves, structure = flatten(mapped.with_samples_in(dims).result())
                 wanted = _derivatives(leaves, [*expanded, *inputs])  # which lets go of what the graph holds
-                if wanted is None:
-                    return Verdict.WRONG, None
                 inputs, (args, kwargs) = self._with_derivatives()
                 with without_traces(self.module, hooks=self.hooks):
-                    result, way = attempt(args, kwargs)
+                    result, way = self.module._attempt(args, kwargs)
                 whole, other_structure = flatten(result)
                 if way is None or structure != other_structure or not all(map(_is_same, leaves, whole)):
                     return Verdict.WRONG, None
                 given = _derivatives(whole, [*expanded, *inputs])
-                if given is None:
-                    return Verdict.WRONG, None
         finally:
             states.restore()
-        is_own = [own for each, own in rows if each.requires_grad] + [False] * len(inputs)
-        verdict = _compared_rows(wanted, given, is_own)
+        is_own = [is_own for _, is_own in rows] + [False] * len(inputs)
+        verdict = Verdict.WRONG if wanted is None or given is None else _compared_rows(wanted, given, is_own)
         return verdict, way if verdict is Verdict.RIGHT else None
 
     def _with_derivatives(self) -> tuple[list[Tensor], Any]:
@@ -281,10 +179,12 @@ class Trial:
         inputs = [leaf.requires_grad_() for leaf in leaves if _is_float(leaf)]
         return inputs, tree_unflatten([leaf.clone() if _is_float(leaf) else leaf for leaf in leaves], structure)
 
-    def _dims(self, found: Mapped) -> tuple[int, ...]:
-        """Where the samples stand in each result, as its shape says."""
+    def _dims(self, found: Mapped, expected: list[Tensor]) -> tuple[int, ...] | None:
+        """Where the samples stand in each result, as its shape says; `None` if there are more results, or fewer."""
+        if len(found.tensors) != len(expected):
+            return None
         dims = []
-        for result, (first, *_), plain in zip(found.tensors, found.ones, self.expected, strict=True):
+        for result, (first, *_), plain in zip(found.tensors, found.possible_dims, expected, strict=True):
             moved = [dim for dim in range(result.dim()) if result.transpose(first, dim).shape == plain.shape]
             dims.append(first if first in moved or not moved else moved[0])
         return tuple(dims)
@@ -305,9 +205,7 @@ class Trial:
         """Whether a sample's result depends on the arguments of the others, or nothing could tell."""
         try:
             return self._has_derivatives_by_others(dims)
-        except (
-            RuntimeError
-        ):  # such as a forward that makes its argument require a gradient, which this one does already
+        except RuntimeError:  # by indices alone, or where the forward makes its argument require a gradient itself
             self.states.restore()
             return not repeats or self._changes_with_others(dims)
 
@@ -328,33 +226,23 @@ class Trial:
 
     def _has_derivatives_by_others(self, dims: tuple[int, ...]) -> bool:
         """Whether a sample's result has derivatives by the arguments of the others, or nothing could tell."""
-        leaves, structure = tree_flatten(copies(self.arguments))
-        places = [self.module._sample_dim(leaf, self.batch) for leaf in leaves]
-        inputs = [
-            (leaf.requires_grad_(), place)
-            for leaf, place in zip(leaves, places, strict=True)
-            if place is not None and has_derivatives(leaf)
-        ]
-        args, kwargs = tree_unflatten(leaves, structure)
-        with torch.enable_grad(), without_traces(self.module), self.module._children_inside({}):
-            # behind an operation, as a forward may change its arguments in place
-            args, kwargs = tree_map_only(Tensor, lambda each: each * 1 if each.requires_grad else each, (args, kwargs))
-            result = [each for each in flatten(self.module._plain_forward(*args, **kwargs))[0] if _is_float(each)]
+        with torch.enable_grad(), without_traces(self.module, hooks=self.hooks), self.module._children_inside({}):
+            inputs, (args, kwargs) = self._with_derivatives()
+            leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
+            results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             ends = [
-                each.select(dim, 0)
-                for each, dim in zip(result, dims, strict=False)
-                if each.requires_grad and each.dim() and each.shape[dim] == self.batch
+                result.select(dim, 0)
+                for result, dim in zip(results, dims, strict=True)
+                if result.requires_grad and result.dim() and result.shape[dim] == self.batch
             ]
-        if not inputs or not ends:
+        places = [(each, self.module._sample_dim(each, self.batch)) for each in inputs]
+        by_sample = [(each, dim) for each, dim in places if dim is not None]
+        if not ends:
             return True
         weights = [torch.randn(each.shape, generator=torch.Generator().manual_seed(0)).to(each) for each in ends]
-        grads = torch.autograd.grad(ends, [leaf for leaf, _ in inputs], weights, allow_unused=True)
-        of_others = [
-            grad.narrow(dim, 1, self.batch - 1)
-            for grad, (_, dim) in zip(grads, inputs, strict=True)
-            if grad is not None and self.batch > 1
-        ]
-        return any(bool(part.any()) for part in of_others)
+        grads = torch.autograd.grad(ends, [each for each, _ in by_sample], weights, allow_unused=True)
+        given = zip(grads, by_sample, strict=True)
+        return any(bool(grad.narrow(dim, 1, self.batch - 1).any()) for grad, (_, dim) in given if grad is not None)
 
 
 def _is_same(leaf: Any, other: Any) -> bool:
@@ -370,8 +258,6 @@ def _derivatives(results: list[Any], sources: list[Tensor]) -> list[Tensor | Non
     ends = [each for each in results if isinstance(each, Tensor) and each.requires_grad]
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each) for each in ends]
-    if not ends:
-        return [None] * len(sources)
     try:
         return list(map(_as_seen, torch.autograd.grad(ends, sources, weights, allow_unused=True)))
     except RuntimeError:  # the user's own backward says so where it comes to one
@@ -386,14 +272,10 @@ def _compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_o
     if not size < float("inf"):
         return Verdict.UNCLEAR
     for pair, own in zip(pairs, is_own, strict=True):
-        there = [rows for rows in pair if rows is not None]
+        there = [rows for rows in pair if rows is not None and rows.numel()]
         if not there:
             continue
         expected, actual = (torch.zeros_like(there[0]) if rows is None else rows for rows in pair)
-        if expected.shape != actual.shape:
-            return Verdict.WRONG
-        if not expected.numel():
-            continue
         epsilon, scale = torch.finfo(expected.dtype).eps, float(expected.abs().max())
         far, limit = float((expected - actual).abs().max()), min(100 * epsilon**0.5, 0.05) * scale
         if far > limit + min(30 * epsilon, 0.01) * size:
@@ -405,13 +287,11 @@ def _compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_o
 
 def _as_seen(rows: Tensor | None) -> Tensor | None:
     """The rows; of very many numbers their inner products with some directions."""
-    if rows is None or rows.numel() <= 2**20:
+    if rows is None or cost.compares_rows(rows.numel()):
         return rows.dense() if isinstance(rows, FactoredTensor) else rows
     generator = torch.Generator().manual_seed(1)
-    directions = [torch.randn(rows.shape[1:], generator=generator).to(rows) for _ in range(4)]
-    if isinstance(rows, FactoredTensor):
-        return torch.stack([rows.matvec(each) for each in directions])
-    return torch.stack([(rows * each).flatten(1).sum(1) for each in directions])
+    directions = (torch.randn(rows.shape[1:], generator=generator).to(rows) for _ in range(4))
+    return torch.stack([as_factored(rows).matvec(each) for each in directions])
 
 
 def _is_float(leaf: Any) -> bool:

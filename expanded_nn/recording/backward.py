@@ -124,8 +124,6 @@ class Backward:
 
     def enter(self, *, delivers: bool) -> bool:
         """Notes that a backward delivers rows, or else runs a forward; whether these are its first rows."""
-        if self.stage is not BackwardStage.IDLE and self.mark() is None:
-            self._end(failed=True)
         if self.stage is BackwardStage.IDLE:
             self._begin()
         is_first_delivery = delivers and self.stage is not BackwardStage.DELIVERING

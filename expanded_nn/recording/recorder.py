@@ -105,16 +105,7 @@ class Recorder:
 
     def modules(self) -> Iterator[nn.Module]:
         """All modules of the model, but those that another recorder has taken over."""
-        waiting = self.living_roots()[::-1]
-        seen = set()
-        while waiting:  # takes a third of the time of torch's `modules()`
-            module = waiting.pop()
-            if module in seen:
-                continue
-            seen.add(module)
-            waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
-            if getattr(module, "_recorder", self) is self:
-                yield module
+        return (module for module in modules_in(*self.living_roots()) if getattr(module, "_recorder", self) is self)
 
     def watch_all(self) -> None:
         """Watches every parameter that requires gradients, as it may be used outside of its module."""
@@ -486,6 +477,18 @@ class Recorder:
         leaving = set(leaving)
         self.roots = [weakref.ref(root) for root in self.living_roots() if root not in leaving]
         self.watch_all()
+
+
+def modules_in(*roots: nn.Module) -> dict[nn.Module, None]:
+    """Some modules and all within them, each once."""
+    found: dict[nn.Module, None] = {}
+    waiting: list[nn.Module | None] = [*reversed(roots)]
+    while waiting:  # takes a third of the time of torch's `modules()`
+        module = waiting.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            waiting += reversed(module._modules.values())
+    return found
 
 
 def recorder_of(weight: Tensor) -> Recorder | None:

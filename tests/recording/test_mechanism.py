@@ -1064,6 +1064,37 @@ def test_two_passes_with_checkpoints_in_one_backward(use_reentrant: bool) -> Non
     assert_close_rows(rows_of(model), cat(rows(reference, batch(3)), rows(reference, batch(2, 2))))
 
 
+def test_reentrant_checkpoints_around_the_calls_of_two_passes_are_refused() -> None:
+    """Nothing in the graph says which of the two a layer that runs again is of: rows must not be added up."""
+    model, loss = enn.convert(nn.Linear(4, 2)).per_sample(loss_reduction="sum"), torch.zeros(())
+    for seed in (1, 2):
+        with enn.one_pass(model, 3):
+            (x,) = batch(3, seed).requires_grad().args
+            loss = loss + checkpoint(model, x, use_reentrant=True).sum()
+    with pytest.raises(enn.PerSampleError, match=r"Linear: .*2 earlier forwards had so many"):
+        loss.backward()
+
+
+class Shift(nn.Module):
+    """A parameter for all samples, without an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(-1, 1, 2).view(1, 2))
+
+    def forward(self) -> Tensor:
+        return self.shift
+
+
+def test_a_call_without_arguments_is_of_the_open_pass() -> None:
+    model, call = enn.convert(nn.ModuleList([nn.Linear(4, 2), Shift()])).per_sample(loss_reduction="sum"), batch(3)
+    out = call.on(model[0])
+    (out * model[1]()).sum().backward()
+    assert_close(model[1].shift.grad_sample, out.detach().unsqueeze(1))
+    with pytest.raises(enn.PerSampleError, match="no argument is a tensor"):
+        model[1]()
+
+
 # --- exceptions -----------------------------------------------------------------------------------------------
 
 

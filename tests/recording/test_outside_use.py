@@ -315,3 +315,25 @@ def test_rows_that_are_no_samples_are_an_error(shape: tuple[int, ...]) -> None:
     model(values(B, 4, 5))
     with pytest.raises(enn.PerSampleError, match=r"functional\.linear: the input has shape.*unflatten a folded batch"):
         enn.functional.linear(values(*shape), enn.expanded(model.encoder.weight))
+
+
+class Ignores(torch.autograd.Function):
+    """It takes a weight, and gives it no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+def test_a_function_that_gives_the_weight_no_gradient() -> None:
+    layers = {"head": nn.Linear(4, 2), "other": nn.Linear(4, 2)}
+    model = enn.convert(Uses(lambda m, x: m.head(Ignores.apply(x, enn.expanded(m.other.weight))), **layers))
+    x = values(3, 4)
+    model.per_sample(loss_reduction="sum")(x).sum().backward()
+    assert model.other.weight.grad is None
+    assert model.other.weight.grad_sample is None
+    assert_close(model.head.weight.grad_sample, x[:, None].expand(3, 2, 4))

@@ -879,7 +879,10 @@ PARTS_OF_STATES: dict[str, Callable[[Any], Tensor]] = {
     "unbound": lambda r: r[1][0].unbind(0)[1][0],
     "mean_of_a_slice": lambda r: r[0][:, 1:3].mean(1)[0],
     "kept_dimension": lambda r: r[0].amax(1, keepdim=True)[0, 0],
+    "permuted": lambda r: r[0].permute(1, 2, 0)[-1, :, 0],
+    "by_an_index": lambda r: r[0][torch.tensor([0]), -1][0],
     "whole": lambda r: r[1][0][-1],
+    "whole_by_an_index": lambda r: r[0][:, torch.tensor([4])].squeeze(1),
     "whole_step": lambda r: r[0][:, -1],
 }
 
@@ -1096,14 +1099,18 @@ def noise_of_its_own(m: Any, x: Tensor) -> Tensor:
     return x * m.scale + m.child(torch.from_numpy(m.noise.normal(size=D)))
 
 
+def noise_of_its_own_python(m: Any, x: Tensor) -> Tensor:
+    return x * m.scale + m.chance.random() * m.child(x)
+
+
 def start(m: Any, seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
     for own in [part for part in m.modules() if isinstance(part, Own)]:
-        own.noise, own.count = np.random.default_rng(seed), 0
+        own.noise, own.chance, own.count = np.random.default_rng(seed), random.Random(seed), 0
 
 
-CHANCES = [drops_itself, drops_by_a_count, noise_of_numpy, noise_of_its_own]
+CHANCES = [drops_itself, drops_by_a_count, noise_of_numpy, noise_of_its_own, noise_of_its_own_python]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,0 +1,317 @@
+"""A forward of the general rule sample by sample: under `vmap` or, where `vmap` cannot follow it, in a loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import (
+    TreeSpec,
+    register_dataclass,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+)
+
+from expanded_nn._batch import contents, has_derivatives
+from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._lift import Slot, quiet_fallbacks, swapped
+from expanded_nn._modes import checkpoint_hooks
+from expanded_nn._steady import OURS, attributes_of
+from expanded_nn.layers.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
+from expanded_nn.recording.backward import graph_of
+
+# torch's words where vmap gives up; the last two where values are read, and where samples' results differ in size
+_OF_VMAP = "vmap|functorch|[Bb]atching rule|doesn't have storage|stack expects each tensor to be equal size"
+
+# what the forward does not write, or is looked at by name
+_NOT_ITS_OWN = {*OURS, "_buffers", *(name for name in vars(nn.Module()) if name.startswith("_"))}
+
+
+def flatten(result: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves of a result, dataclasses taken apart as well."""
+    leaves, structure = tree_flatten(result)
+    unknown = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf)}
+    for each in unknown:
+        register_dataclass(each)
+    return tree_flatten(result) if unknown else (leaves, structure)
+
+
+@dataclasses.dataclass
+class Called:
+    """What a forward is called with.
+
+    Attributes:
+        args: So is `kwargs`.
+        batch: B.
+        leaves: What is in them.
+        dims: Where the samples stand in each leaf, if it has any.
+        given: The tensors among them, but for numbers.
+        kind: What a trial is good for: calls of this kind.
+    """
+
+    args: Any
+    kwargs: Any
+    batch: int
+    leaves: list[Any]
+    dims: list[int | None]
+    given: list[Tensor]
+    kind: Any
+
+    def kind_of_ways(self) -> Any:
+        """What a comparison with the forward on the whole batch is good for.
+
+        A checkpoint counts what is saved, also for a result that is given up: sizes that are equal by chance, and may
+        lead another way, are another kind in it.
+        """
+        if checkpoint_hooks() is None:
+            return self.kind
+        return self.kind, *(bool(n == self.batch) for each in self.given for n in each.shape)
+
+
+@dataclasses.dataclass
+class Mapped:
+    """What came out of the forward, sample by sample.
+
+    Attributes:
+        returned: What the forward has returned, with the tensors of one sample.
+        tensors: Those of all samples.
+        possible_dims: For each of them, where the samples may stand, likeliest first.
+        is_filled_up: Whether a result was shorter for some samples.
+    """
+
+    returned: Any
+    tensors: list[Tensor]
+    possible_dims: list[list[int]]
+    is_filled_up: bool = False
+
+    def with_samples_in(self, dims: Sequence[int]) -> Mapped:
+        """The same with the samples in these dimensions."""
+        moves = zip(self.tensors, self.possible_dims, dims, strict=True)
+        moved = [each.transpose(first, dim) if dim != first else each for each, (first, *_), dim in moves]
+        return dataclasses.replace(self, tensors=moved)
+
+    def result(self) -> Any:
+        """What the forward returns for the whole batch."""
+        tensors = iter(self.tensors)
+        leaves, structure = flatten(self.returned)
+        return tree_unflatten([next(tensors) if isinstance(each, Tensor) else each for each in leaves], structure)
+
+
+@dataclasses.dataclass
+class Mapper:
+    """Sends arguments like those of a call through the forward of a module, sample by sample.
+
+    Attributes:
+        module: The module, of the general rule.
+        call: The call.
+        originals: The parameters of the module and of all within it.
+        expanded: The same, expanded.
+        guests: Which of them have come with a batch dimension of their own, by identity.
+    """
+
+    module: Any
+    call: Called
+    originals: Mapping[Slot, Tensor]
+    expanded: list[Tensor]
+    guests: set[int]
+
+    def __call__(self, given: list[Any], *, thorough: bool = True) -> Mapped:
+        """Sends each sample through the forward alone.
+
+        Args:
+            given: The leaves of the arguments.
+            thorough: Whether to look into the objects that the module holds, too, for what the forward leaves behind.
+
+        Raises:
+            PerSampleError: If `vmap` cannot follow the forward, if it leaves something behind, or if what it returns
+                cannot be put together.
+        """
+        module, dims, places = self.module, self.call.dims, list(self.originals)
+        structure = tree_structure((self.call.args, self.call.kwargs))
+        returned: list[Any] = []  # by `vmap` once, in a loop for each sample
+        possible_dims: list[list[int]] = []
+
+        def one_sample(weights: list[Tensor], inputs: list[Any]) -> list[Tensor]:
+            alone = [each if dim is None else each.unsqueeze(dim) for each, dim in zip(inputs, dims, strict=True)]
+            args, kwargs = tree_unflatten(alone, structure)
+            with swapped(places, weights), quiet_fallbacks(), OneSample(module):
+                result = module._plain_forward(*args, **kwargs)
+            if Counter(ids_of_one_sample((args, kwargs))) - Counter(ids_of_one_sample(alone)):
+                raise module._keeping("an argument")
+            self._refuse_objects(result)
+            returned.append(result)
+            outputs = _tensors(result)
+            possible_dims[:] = map(self._possible_dims, outputs)
+            return [each.squeeze(first) for each, (first, *_) in zip(outputs, possible_dims, strict=True)]
+
+        loops = module.goes_in_a_loop()
+        leaving_nothing = self._as_before(given) if loops else self._nothing_of_one_sample(given, thorough=thorough)
+        with module._children_inside(self.originals), leaving_nothing:
+            try:
+                results = (self._one_by_one if loops else self._by_vmap)(one_sample, given)
+            except RuntimeError as error:
+                if isinstance(error, PerSampleError) or not re.search(_OF_VMAP, str(error)):
+                    raise
+                raise self._not_followed(error) from error
+        if loops:
+            self._refuse_differences(returned)
+        shapes = {tuple(each.shape for each in _tensors(result)) for result in returned}
+        moved = [each.movedim(0, first) for each, (first, *_) in zip(results, possible_dims, strict=True)]
+        return Mapped(returned[-1], moved, possible_dims, is_filled_up=len(shapes) > 1)
+
+    def _by_vmap(self, one_sample: Callable[..., list[Tensor]], given: list[Any]) -> list[Tensor]:
+        over_samples = torch.vmap(one_sample, in_dims=(0, self.call.dims), randomness="different")
+        return over_samples(self.expanded, given)
+
+    def _one_by_one(self, one_sample: Callable[..., list[Tensor]], given: list[Any]) -> list[Tensor]:
+        """What `vmap` does, for one sample after the other."""
+        batch = self.call.batch
+        by_sample = [
+            [leaf] * batch if dim is None else leaf.unbind(dim) for leaf, dim in zip(given, self.call.dims, strict=True)
+        ]
+        weights = [each.unbind() for each in self.expanded]
+        results = [one_sample([each[i] for each in weights], [each[i] for each in by_sample]) for i in range(batch)]
+        ends = (result.grad_fn for of_sample in results for result in of_sample)
+        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_of(*ends)):
+            raise complaint(  # not seen: what `vmap` could not follow is said instead
+                self.module.qualified_name,
+                "its samples go through it one after the other, and it holds a reentrant checkpoint",
+                "a checkpoint that is not reentrant",
+                "Give the checkpoint use_reentrant=False.",
+            )
+        return list(map(_stacked, zip(*results, strict=True)))
+
+    def _not_followed(self, error: RuntimeError) -> PerSampleError:
+        """What to say where `vmap` gives up."""
+        remedy = "Write its per-sample forward with @expands, or keep the parameters in modules of torch.nn."
+        if "stack expects" in str(error):
+            remedy = "Let all samples give results of one size: pad_packed_sequence(..., total_length=x.shape[1])."
+        elif "setup_context" in str(error):
+            remedy = "Give a checkpoint use_reentrant=False, and an autograd Function of your own a setup_context."
+        return self.module._vmap_refusal(  # type: ignore[no-any-return]
+            f"its forward does what vmap cannot follow ({error})",
+            "a forward that treats each sample alone and changes nothing in place that samples share",
+            remedy,
+        )
+
+    # What the forward leaves behind
+
+    @contextmanager
+    def _as_before(self, given: list[Any]) -> Iterator[None]:
+        """Raises where the forward of one sample leaves something behind that the next one would find."""
+
+        def kept() -> list[tuple[Any, int]]:
+            held = contents([*map(attributes_of, self.module.modules()), given])
+            return [(value, getattr(value, "_version", 0)) for value in held if not isinstance(value, torch.dtype)]
+
+        before = kept()
+        yield
+        after = kept()
+        if len(before) != len(after) or any(a is not b or v != w for (a, v), (b, w) in zip(before, after, strict=True)):
+            raise self.module._keeping("an attribute, a buffer or an argument")
+
+    @contextmanager
+    def _nothing_of_one_sample(self, given: list[Any], *, thorough: bool) -> Iterator[None]:
+        """Raises where the forward has left a tensor of one sample behind, in the module or in an argument."""
+        yield
+        looked_into = object if thorough else (Tensor, dict, list, tuple)
+        for module in self.module.modules():
+            kept = [(f"attribute {name!r}", value) for name, value in vars(module).items() if name not in _NOT_ITS_OWN]
+            kept += [(f"the buffer {name!r}", value) for name, value in module._buffers.items()]
+            for what, value in kept:
+                if isinstance(value, looked_into) and any(map(is_of_one_sample, contents(value, 4 * thorough))):
+                    raise self.module._keeping(what)
+        if any(map(is_of_one_sample, contents([leaf for leaf in given if not isinstance(leaf, Tensor)]))):
+            raise self.module._keeping("an argument")
+
+    # What the forward returns
+
+    def _possible_dims(self, output: Tensor) -> list[int]:
+        """Where the one sample may stand in what the forward returned for it, `(…, 1, …)`, likeliest first.
+
+        With guests it has to stand where the module or the model says, as no plain forward can tell.
+        """
+        ones = [dim for dim, size in enumerate(output.shape) if size == 1]
+        usual = self.module._dim_of(output) if output.dim() else 0
+        may_be_features = usual == 1 and output.dim() == 2 and 0 in ones  # (1, features), if not (T, 1)
+        if not ones or (self.guests and (may_be_features or usual not in ones)):
+            raise self.module._refusal(
+                f"for one sample its forward returns a tensor of shape {tuple(output.shape)}",
+                f"size 1 in dimension {usual}, where the samples stand",
+                "Return tensors with a batch dimension, and reduce over the samples outside of the module. For a "
+                "parameter that is returned, write parameter.expand_as(a tensor that has one), or leave it out and use "
+                "expanded_nn.expanded(parameter) in the loss.",
+            )
+        return sorted(ones, key=lambda dim: dim != (0 if may_be_features else usual))
+
+    def _refuse_objects(self, result: Any) -> None:
+        """Raises where tensors of one sample are inside of objects, where nothing can put all samples together."""
+        unknown = [leaf for leaf in flatten(result)[0] if not isinstance(leaf, Tensor)]
+        holders = [type(leaf).__name__ for leaf in unknown if any(map(is_of_one_sample, contents(leaf)))]
+        holders = [name for name in holders if "Cache" not in name]  # of models of `transformers`: no loss reads them
+        if holders:
+            raise self.module._refusal(
+                f"its forward returns tensors inside of a {holders[0]}",
+                "tensors, or lists, tuples, dicts and dataclasses of them",
+                f"Return the tensors and make the {holders[0]} of them outside; or hold the parameter in a small "
+                "module of its own, so that this forward is not run sample by sample.",
+            )
+
+    def _refuse_differences(self, returned: Sequence[Any]) -> None:
+        """Raises where what samples return one after the other cannot be put together, as it is no tensor."""
+        others = [[leaf for leaf in flatten(result)[0] if not isinstance(leaf, Tensor)] for result in returned]
+        if any(isinstance(each, Tensor) for leaves in others for leaf in leaves for each in contents(leaf)):
+            raise self.module._keeping("an object that it returns")
+        values = [[leaf for leaf in leaves if isinstance(leaf, bool | int | float | str)] for leaves in others]
+        if any(own != values[0] for own in values):
+            raise self.module._refusal(
+                "its forward returns numbers that differ from sample to sample", "tensors", "Return tensors."
+            )
+
+    def without_samples(self) -> Any:
+        """What the forward returns for no samples: the plain one says the shapes, and parameters get no rows."""
+        module, places = self.module, list(self.originals)
+        alone = [
+            original.detach().requires_grad_(each.requires_grad)
+            for original, each in zip(self.originals.values(), self.expanded, strict=True)
+        ]
+        with swapped(places, alone), module._children_inside({}), OneSample(module):
+            result = module._plain_forward(*self.call.args, **self.call.kwargs)
+        ends = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        used = {id(getattr(node, "variable", None)) for end in ends for node in graph_of(end)}
+        of_used = [each.abs().sum() for each, own in zip(self.expanded, alone, strict=True) if id(own) in used]
+        nothing = sum(of_used, start=torch.zeros(()))
+        return tree_map(
+            lambda x: x + nothing.to(x.dtype) if isinstance(x, Tensor) and has_derivatives(x) else x, result
+        )
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+
+
+def _stacked(results: Sequence[Tensor]) -> Tensor:
+    """What samples have returned, one after the other, as one tensor; shorter ones are filled up with zeros.
+
+    So `pad_packed_sequence` fills a batch up. Whether it is right is for the comparison with the whole batch to say.
+    """
+    shapes = {each.shape for each in results}
+    if len(shapes) > 1 and len({len(shape) for shape in shapes}) == 1:
+        sizes = [max(sizes) for sizes in zip(*shapes, strict=True)]
+        results = [_filled_up(each, sizes) for each in results]
+    return torch.stack(list(results))
+
+
+def _filled_up(part: Tensor, sizes: Sequence[int]) -> Tensor:
+    missing = [size - own for size, own in zip(sizes, part.shape, strict=True)]
+    return F.pad(part, [number for each in reversed(missing) for number in (0, each)])
