@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from expanded_nn._batch import batch_dim, tensors
@@ -23,9 +22,7 @@ from expanded_nn._errors import LIBRARIES, complaint
 from expanded_nn._traced import is_traced
 from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.owner import Owner
-from expanded_nn.recording.places import Move, Moved, all_stay, index_of, move_of
-
-_PLAIN = (Tensor, FakeTensor)
+from expanded_nn.recording.places import PLAIN, Move, Moved, all_stay, index_of, move_of
 
 
 class Order(TorchFunctionMode):
@@ -107,7 +104,7 @@ class Order(TorchFunctionMode):
         if forward is None or recorder.general_rule is not None:
             return None
         rows, shape = move.rows, move.shape
-        if type(rows) not in _PLAIN or rows.is_meta:
+        if type(rows) not in PLAIN or rows.is_meta:
             return None
         batch, dims = forward.batch_so_far, len(shape)
         dim = batch_dim(dims, batch_first=recorder.settings.batch_first)

@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from expanded_nn._traced import assume, is_traced, wait_for_values
+
+PLAIN = (Tensor, FakeTensor)  # not what only looks like a tensor, whose use is noted
 
 
 class Move(NamedTuple):
@@ -151,7 +154,8 @@ def _cat(tensors: Any, dim: int = 0, **options: Any) -> Move | None:
     dim = options.get("axis", dim) % len(shape)
     shape[dim], place = sum(part.shape[dim] for part in tensors), 0
     for part in tensors:
-        if part._base is not None and part.numel() and _place(part, part.stride(dim), shape[dim]) != place:
+        is_view = type(part) in PLAIN and part._base is not None
+        if is_view and part.numel() and _place(part, part.stride(dim), shape[dim]) != place:
             return Move(part, shape, [dim])
         place += part.shape[dim]
     return None
@@ -163,7 +167,7 @@ def _stack(tensors: Any, dim: int = 0, **options: Any) -> Move | None:
     dim %= len(shape) + 1
     shape.insert(dim, count)
     for place, part in enumerate(tensors):
-        base = part._base
+        base = part._base if type(part) in PLAIN else None
         strides = [] if base is None else [base.stride(i) for i, size in enumerate(base.shape) if size == count]
         if len(strides) == 1 and _place(part, strides[0], count) != place:
             return Move(part, shape, [dim])
