@@ -331,7 +331,7 @@ _REDUCTIONS = set(named("sum", "mean", "std", "var"))
 _HAVE_DEFAULT = {*_REDUCTIONS, *named("split", "chunk", "unbind")}
 
 TABLE: dict[Any, Rule] = {
-    **dict.fromkeys(attributes("shape", "dtype", "device", "ndim", "layout", "is_cuda", "_base"), _as_it_looks),
+    **dict.fromkeys(attributes("shape", "dtype", "device", "ndim", "layout", "is_cuda"), _as_it_looks),
     **dict.fromkeys(named("dim", "size", "numel", "nelement", "is_floating_point", "is_complex"), _as_it_looks),
     Tensor.__len__: _as_it_looks,
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
