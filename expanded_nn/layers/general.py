@@ -82,6 +82,7 @@ class General(Expanded):
     the samples where the arguments have them.
     """
 
+    calls_others: ClassVar[bool] = True
     _compared: Mapping[Any, Compared] = {}  # by the way to read the arguments and results
     _readings: Mapping[Any, list[int | None]] = {}  # by the kind of a call: where samples stand in its arguments
     _ways: Mapping[Any, Ways] = {}  # likewise: those by which it may run on the whole batch

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, cast
@@ -17,7 +16,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves
 
 from expanded_nn._batch import batch_dim, tensors
 from expanded_nn._bytecode import constant_index
@@ -52,11 +52,14 @@ class Moved(NamedTuple):
         operation: Its name.
         place: The line of it, as a part of an error.
         stays: In a trace, the condition that each sample has stayed in its place.
+        dim: Where the samples stand since another dimension of as many has taken the place of theirs; `None` if it is
+            they that have taken each other's places.
     """
 
     operation: str
     place: str
     stays: Tensor | None
+    dim: int | None = None
 
 
 class Order(TorchFunctionMode):
@@ -64,7 +67,6 @@ class Order(TorchFunctionMode):
 
     Attributes:
         recorder: The recorder of the model.
-        found: Whether there was an operation that may do so for other values.
         moved: The tensors whose samples stand in another order, by their ids, and what did it.
         weights_are_outside: Whether the forward has used expanded weights outside of layers, which nobody looks at.
     """
@@ -72,12 +74,22 @@ class Order(TorchFunctionMode):
     def __init__(self, recorder: Owner) -> None:
         super().__init__()
         self.recorder = recorder
-        self.found = False
         self.moved: dict[int, tuple[Tensor, list[Moved]]] = {}
         self.weights_are_outside = False
 
+    def __enter__(self) -> Order:
+        self.recorder.escalation.order = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.recorder.escalation.order = None
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _LOOKED_AT and not self.moved:
+            return func(*args, **kwargs)
         if func in _SIZES and args:
             self._look_at_size(func, *args, **kwargs)
         move_of = _MOVES.get(func)
@@ -89,7 +101,11 @@ class Order(TorchFunctionMode):
                 move = None
             moved = None if move is None else self._moved_by(move, func)
         result = func(*args, **kwargs)
-        if moved is not None or self.moved:
+        if func is torch.stack and not self.moved:
+            moved = self._stacked(result, *args, **kwargs)
+        if moved is None and func in _TURNS and args:
+            self._turn(func, args, kwargs, result)
+        elif moved is not None or self.moved:
             changed = args[:1] if func is Tensor.__setitem__ else ()
             self.follow((args, kwargs), (result, changed), *([] if moved is None else [moved]))
         return result
@@ -114,6 +130,20 @@ class Order(TorchFunctionMode):
         for result in _tensors(results) if reasons else ():
             self.moved[id(result)] = result, reasons
 
+    def paused(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A layer's result, without a look at its operations; torch's layers have no fused inference below one."""
+        count = torch._C._len_torch_function_stack()
+        if not count or torch._C._get_function_stack_at(count - 1) is not self:
+            return function(*args, **kwargs)
+        mode = _pop_mode()
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            _push_mode(mode)
+        if self.moved:
+            self.follow((args, kwargs), result)
+        return result
+
     def has_moved(self, given: Any) -> bool:
         """Whether samples stand in another order in any of some tensors."""
         return bool(self._reasons(given))
@@ -121,7 +151,8 @@ class Order(TorchFunctionMode):
     def look_at(self, layer: nn.Module, given: Any) -> None:
         """Raises if samples in another order reach a layer whose parameters get rows."""
         if self.moved and self.recorder.general_rule is None:  # there each sample is alone
-            self.refuse(layer, self._reasons(given))
+            dim = cast(Any, layer)._samples_dim
+            self.refuse(layer, [reason for reason in self._reasons(given) if reason.dim is None or reason.dim != dim])
 
     def note_outside_use(self) -> None:
         """Notes that an expanded weight is used outside of layers."""
@@ -136,7 +167,7 @@ class Order(TorchFunctionMode):
         """How an operation gives the samples another order, `None` if it does not.
 
         It is about samples if it chooses places in their dimension, in a tensor that has B of them there. An index that
-        leaves sample i in place i moves nobody, but may do so at the next call, which `found` tells.
+        leaves sample i in place i moves nobody.
         """
         recorder = self.recorder
         forward = recorder.forward
@@ -147,28 +178,76 @@ class Order(TorchFunctionMode):
             return None
         batch, dims = forward.batch_so_far, whole.dim()
         dim = batch_dim(dims, batch_first=recorder.settings.batch_first)
-        if (
-            batch is None
-            or batch < 2
-            or dims <= dim
-            or whole.shape[dim] != batch
-            or dim not in [each % dims for each in move.dims]
-        ):
+        if batch is None or batch < 2 or dims <= dim or dim not in [each % dims for each in move.dims]:
             return None
-        index = index_of(move.index, dim, dims) if isinstance(move.index, tuple) else move.index
-        if index is NotImplemented or _is_called_by_libraries() or not self._are_samples(rows):
+        index, count = move.index, whole.shape[dim]
+        if isinstance(index, tuple):
+            index, count = masked(index, count) or (index_of(index, dim, dims), count)
+        if count % batch or index is NotImplemented or _is_called_by_libraries() or not self._are_samples(rows):
             return None
         stays = None
-        if index is not None:
+        if count != batch:  # positions of all samples in one dimension
+            are_of_samples = whole.shape[dim] == batch or self._are_folded(rows, batch)
+            if index is None or index.dim() != 1 or len(index) != batch or not are_of_samples:
+                return None
+            stays = all_stay(index // (count // batch), 0, 1, batch)
+        elif index is not None:
             stays = all_stay(index, dim, dims, batch)
-            if stays is None:
-                return None
-            self.found = True
-            if not is_traced() and bool(stays):
-                return None
-        frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((*LIBRARIES, "<"))]
-        place = f", line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
-        return Moved(getattr(func, "__name__", str(func)), place, stays)
+        if index is not None and (stays is None or (not is_traced() and bool(stays))):
+            return None
+        return Moved(getattr(func, "__name__", str(func)), _place(), stays)
+
+    def _turn(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Follows samples whose dimension another one of B takes the place of, and may give it back."""
+        x, forward = args[0], self.recorder.forward
+        if forward is None or self.recorder.general_rule is not None or type(x) not in _PLAIN or x.dim() < 2:
+            return
+        usual = batch_dim(x.dim(), batch_first=self.recorder.settings.batch_first)
+        reasons, batch = self._reasons((args, kwargs)), forward.batch_so_far
+        sizes = list(x.shape)
+        # a single position would be taken for what all samples share
+        may_turn = batch is not None and sizes[usual] == batch > 1 and (1 in sizes or sizes.count(batch) > 1)
+        if not reasons and not may_turn:
+            return
+        dims = _dims_after(func, x, args[1:], kwargs)
+        if dims is None:
+            self.follow((args, kwargs), result)
+            return
+        now = next(iter(_tensors(result)))
+        here = batch_dim(len(dims), batch_first=self.recorder.settings.batch_first)
+        size = now.shape[here] if len(dims) > here else 0
+        kept = []
+        for reason in reasons:
+            dim = dims.index(reason.dim) if reason.dim in dims else reason.dim
+            if reason.dim is None or dim != here or size != batch:
+                kept.append(reason._replace(dim=dim))
+        is_turned = not reasons and size in (1, batch) and usual in dims and dims[here] != usual
+        if is_turned and not _is_called_by_libraries() and self._are_samples(x):
+            kept.append(Moved(func.__name__, _place(), None, dims.index(usual)))
+        for each in _tensors(result) if kept else ():
+            self.moved[id(each)] = each, kept
+        if kept and self.weights_are_outside:
+            self.refuse(None, kept)
+
+    def _stacked(self, result: Tensor, tensors: Sequence[Tensor], dim: int = 0, **out: Any) -> Moved | None:
+        """As many positions as there are samples, put where these are looked for."""
+        forward, usual = self.recorder.forward, batch_dim(result.dim(), batch_first=self.recorder.settings.batch_first)
+        if forward is None or self.recorder.general_rule is not None or dim % result.dim() != usual or usual > 1:
+            return None
+        batch, sizes = forward.batch_so_far, list(result.shape[:2])
+        if (
+            sizes != [batch, batch]
+            or batch == 1
+            or _is_called_by_libraries()
+            or not all(map(self._are_samples, tensors))
+        ):
+            return None
+        return Moved("stack", _place(), None, 1 - usual)
+
+    def _are_folded(self, x: Tensor, batch: int) -> bool:
+        """Whether a tensor of more than B rows may hold the positions of B samples, and not what all samples share."""
+        base = x._base
+        return comes_from_rows(x) or (base is not None and base.shape[0] == batch)
 
     def _are_samples(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of the forward, or comes from a layer; others may have B rows by chance."""
@@ -188,7 +267,7 @@ class Order(TorchFunctionMode):
         if not reasons:
             return
         wait_for_values("it puts samples in another order")
-        operation, place, _ = reasons[0]
+        operation, place, *_ = reasons[0]
         assert self.recorder.forward is not None
         error = complaint(
             self.recorder.name_of(self.recorder.forward.module if layer is None else layer),
@@ -203,25 +282,29 @@ class Order(TorchFunctionMode):
         raise error
 
 
+def _place() -> str:
+    """The line of the user's that has called an operation, as a part of an error."""
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((*LIBRARIES, "<"))]
+    return f", line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
+
+
+def _dims_after(func: Any, x: Tensor, args: Any, kwargs: Any) -> list[int] | None:
+    """The dimensions of `x` that an operation leaves, in their new order; `None` if that is not known."""
+    sizes = range(1000, 1000 + x.dim())  # one for each dimension
+    if any(isinstance(given, Tensor) for given in tree_leaves((args, kwargs))):
+        return None
+    try:
+        found = func(torch.empty(tuple(sizes), device="meta"), *args, **kwargs)
+    except (RuntimeError, TypeError, IndexError):
+        return None
+    found = next(_tensors(found), None)
+    dims = [] if found is None else [size - 1000 for size in found.shape]
+    return dims if found is not None and len(set(dims)) == len(dims) and set(dims) <= set(range(x.dim())) else None
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     """The tensors inside of a value; of packed sequences their data."""
     return (x if isinstance(x, Tensor) else x.data for x in tensors(value))
-
-
-@contextmanager
-def order_paused(*given: Any) -> Iterator[list[Any]]:
-    """Takes the look at operations off, as torch's layers have no fused inference below it.
-
-    Args:
-        given: What the operations are given; what they give goes into the list.
-    """
-    count, results = torch._C._len_torch_function_stack(), list[Any]()
-    mode = torch._C._get_function_stack_at(count - 1) if count else None
-    order = mode if isinstance(mode, Order) else None
-    with _pop_mode_temporarily() if order is not None else nullcontext():
-        yield results
-    if order is not None and order.moved:
-        order.follow(given, results)
 
 
 def _calling_frame() -> FrameType:
@@ -256,6 +339,17 @@ def index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
         if any(torch.equal(key, torch.arange(len(key), device=key.device)) for key in counts if not is_traced()):
             return NotImplemented
     return next((key for place, key in integers if place == dim), NotImplemented)
+
+
+def masked(keys: tuple[Any, ...], count: int) -> tuple[Tensor, int] | None:
+    """The places `(n,)` that a mask takes, in all its dimensions, and how many these have; `None` without a mask.
+
+    A mask of one dimension that has only `count` places takes some of them or all, but none in another's place.
+    """
+    mask = keys[0] if keys else None
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() == 0 or is_traced():
+        return None
+    return mask.flatten().nonzero().flatten(), mask.numel()
 
 
 def all_stay(index: Tensor, dim: int, dims: int, batch: int) -> Tensor | None:
@@ -324,7 +418,18 @@ def _named(move_of: Callable[..., Any], *names: str) -> dict[Any, Callable[..., 
     return {function: move_of for function in functions if function is not None}
 
 
-_BETWEEN = {"_look_at_size", "_moved_by", "__torch_function__", "handle_torch_function", "__len__"}
+# what turns dimensions
+_TURNS = {
+    *_named(_sort, "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint"),
+    *(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")),
+}
+_LOOKED_AT = {*_TURNS, torch.stack}
+# or takes some away, so that samples that were turned may be back in their place
+_TURNS |= {
+    Tensor.__getitem__,
+    *_named(_sort, "select", "unbind", "mean", "sum", "amax", "amin", "max", "min", "logsumexp", "prod"),
+}
+_BETWEEN = {"_look_at_size", "_moved_by", "_turn", "_stacked", "__torch_function__", "handle_torch_function", "__len__"}
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZES = {_SHAPE, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.ndim.__get__}  # type: ignore[attr-defined]
 _MOVES: dict[Any, Callable[..., Move | None]] = {
@@ -340,3 +445,4 @@ _MOVES: dict[Any, Callable[..., Move | None]] = {
     **_named(_roll, "roll"),
     **_named(_sort, "sort"),
 }
+_LOOKED_AT |= {*_SIZES, *_MOVES}
