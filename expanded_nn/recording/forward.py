@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._batch import batch_dim, contents, has_derivatives, tensors
+from expanded_nn._batch import batch_dim, contents, has_derivatives, own_batch_first, tensors
 from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn._modes import is_of_checkpoint
 from expanded_nn._traced import is_traced
@@ -123,7 +123,8 @@ class Forward:
             self._refuse_other_rows(result)
         if self._pass is not None:
             given = [id(x) for x in tensors(self.inputs)]  # may be returned as it is, and comes from elsewhere
-            note_result([x for x in tensors(result) if id(x) not in given], self._pass)
+            own_layout = own_batch_first(self.module) is not None
+            note_result([x for x in tensors(result) if id(x) not in given], self._pass, own_layout=own_layout)
         if not self.will_run_again or (self._pass is None and self.batch is None):
             return
         kept = self.recorder.passes.kept

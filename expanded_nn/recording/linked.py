@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from torch.nn.utils.rnn import PackedSequence
 from expanded_nn._batch import batch_dim, own_batch_first, tensors
 from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn._traced import assume, is_traced, wait_for_values
-from expanded_nn.recording.checkpoints import orders_of, pass_of
+from expanded_nn.recording.checkpoints import has_own_layout, orders_of, pass_of
 from expanded_nn.recording.forward import Forward
-from expanded_nn.recording.order import all_stay, index_of
+from expanded_nn.recording.order import all_stay, index_of, masked
 from expanded_nn.recording.owner import Owner
 from expanded_nn.recording.passes import Pass, PassStage
 
@@ -80,7 +81,8 @@ def linked_pass(owner: Owner, forward: Forward, batch: int, models: Iterable[Own
     orders = [order for x in given if isinstance(x, PackedSequence) for order in orders_of(x)]
     found: list[Pass] = []
     moves: list[Moved] = []
-    for pass_, of_sequences, moved in _passes_behind(ends, own, dim, batch):
+    usual = partial(batch_dim, batch_first=owner.settings.batch_first)
+    for pass_, of_sequences, moved in _passes_behind(ends, own, dim, usual, batch):
         if pass_ in own:
             if pass_.batch != batch:
                 raise _other_samples(owner, forward, batch, pass_)
@@ -97,24 +99,61 @@ def linked_pass(owner: Owner, forward: Forward, batch: int, models: Iterable[Own
 
 
 def _passes_behind(
-    ends: Iterable[Any], own: set[Pass], dim: Callable[[int], int], batch: int
+    ends: Iterable[Any], own: set[Pass], dim: Callable[[int], int], usual: Callable[..., int], batch: int
 ) -> Iterator[tuple[Pass, list[Tensor], Moved | None]]:
-    """The passes behind some nodes, up to the nearest of the model's own; and what has moved samples on the way."""
-    waiting: deque[tuple[Any, Moved | None]] = deque((end, None) for end in ends)
+    """The passes behind some nodes, up to the nearest of the model's own; and what has moved samples on the way.
+
+    Args:
+        ends: The nodes.
+        own: The passes of the model.
+        dim: Where the samples stand at the ends, in so many dimensions.
+        usual: Where they stand in what an earlier call has returned.
+        batch: B.
+    """
+    waiting: deque[tuple[Any, Moved | None, int | None]] = deque(
+        (end, None, dim(len(shape)) if len(shape := _shape_of(end)) > 1 else None) for end in ends
+    )
     seen: set[Any] = set()
     while waiting:
-        node, moved = waiting.popleft()
-        if node is None or (node, moved is None) in seen:
+        node, moved, place = waiting.popleft()
+        if node is None or (node, moved is None, place) in seen:
             continue
-        seen.add((node, moved is None))
+        seen.add((node, moved is None, place))
         pass_, orders = pass_of(node)
         if pass_ is not None:
+            if moved is None and place is not None and not has_own_layout(node):
+                shape = _shape_of(node)
+                if place != usual(len(shape)) and shape[place] == shape[usual(len(shape))] == batch:
+                    moved = Moved("transpose", None, None)
             yield pass_, orders, moved
             if pass_ in own:
                 continue
         edge, here = (-1, None) if moved is not None else _moved_by(node, dim, batch)
-        for number, (parent, _) in enumerate(node.next_functions):
-            waiting.append((parent, here if moved is None and number == edge else moved))
+        before = None if place is None else _place_before(node, place)
+        for number, (parent, output) in enumerate(node.next_functions):
+            is_alike = before is not None and len(_shape_of(parent, output)) == len(_shape_of(node))
+            waiting.append((parent, here if moved is None and number == edge else moved, before if is_alike else None))
+
+
+def _shape_of(node: Any, output: int = 0) -> Sequence[int]:
+    """The shape of a tensor that a node stands for."""
+    return () if node is None else cast(Sequence[int], node._input_metadata[output].shape)
+
+
+def _place_before(node: Any, place: int) -> int:
+    """Where a dimension was before a node that turns dimensions; others leave it where it is."""
+    operation, rank = type(node).__name__, len(_shape_of(node))
+    if operation == "TransposeBackward0":
+        first, second = _signed(node._saved_dim0) % rank, _signed(node._saved_dim1) % rank
+        return second if place == first else first if place == second else place
+    if operation == "PermuteBackward0":
+        return _signed(node._saved_dims[place]) % rank
+    return 1 - place if operation == "TBackward0" else place
+
+
+def _signed(number: int) -> int:
+    """A negative number, which torch shows as one without a sign."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def _moved_by(node: Any, dim: Callable[[int], int], batch: int) -> tuple[int, Moved | None]:
@@ -130,14 +169,13 @@ def _moved_by(node: Any, dim: Callable[[int], int], batch: int) -> tuple[int, Mo
             dims = len(getattr(node, "_saved_self_sym_sizes", shape))
             where = dim(dims)
             keys = tuple(slice(None) if key is None else key for key in node._saved_indices)
-            index = index_of(keys, where, dims)
+            index = _chosen(keys, getattr(node, "_saved_self_sym_sizes", shape), where, batch)
             if index is NotImplemented:
                 return -1, None
         else:
             dims, where = len(shape), dim(len(shape))
             chosen = node._saved_dims if hasattr(node, "_saved_dims") else (node._saved_dim,)
-            # torch shows negative numbers as unsigned ones
-            if shape[where] != batch or where not in [((each + 2**63) % 2**64 - 2**63) % dims for each in chosen]:
+            if shape[where] != batch or where not in [_signed(each) % dims for each in chosen]:
                 return -1, None
             index = node._saved_indices if operation == "Sort" else getattr(node, "_saved_index", None)
     except (RuntimeError, _Recomputed):  # where a backward has freed it, none will come this way again
@@ -150,6 +188,14 @@ def _moved_by(node: Any, dim: Callable[[int], int], batch: int) -> tuple[int, Mo
         if stays is None or (not is_traced() and bool(stays)):
             return -1, None
     return edge, Moved(operation, index, stays)
+
+
+def _chosen(keys: tuple[Any, ...], sizes: Sequence[int], dim: int, batch: int) -> Any:
+    """Which sample is where, as an index says it, be it of samples or of the positions of all of them."""
+    index, count = masked(keys, sizes[dim]) or (index_of(keys, dim, len(sizes)), sizes[dim])
+    if index is not NotImplemented and count != batch and count % batch == 0 and index.shape == (batch,):
+        return index // (count // batch)
+    return index
 
 
 # nodes that may move samples: the operation, and the number of the argument that holds them

@@ -2126,6 +2126,46 @@ BETWEEN_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+TWO_OF_ONE = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 0]]) > 0
+TURNED_BETWEEN_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transpose": lambda h: h.transpose(0, 1).tanh(),
+    "permute": lambda h: h.permute(1, 0, 2),
+    "of_three": lambda h: h.permute(1, 2, 0).movedim(-1, 1),
+    "mask": lambda h: h[TWO_OF_ONE],
+    "index": lambda h: h.flatten(0, 1)[TWO_OF_ONE.flatten().nonzero().squeeze(1)],
+}
+NOT_TURNED_BETWEEN_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "twice": lambda h: h.transpose(0, 1).tanh().permute(1, 0, 2),
+    "last": lambda h: h.transpose(0, 1)[-1],
+    "mean": lambda h: h.transpose(0, 1).mean(0),
+    "attention": lambda h: h @ h.transpose(1, 2) @ h,
+    "mask": lambda h: h[torch.eye(B)[1:2].expand(len(h), B) > 0],
+    "index": lambda h: h.flatten(0, 1)[torch.arange(len(h)) * B + 1],
+}
+
+
+@pytest.mark.parametrize("turn", TURNED_BETWEEN_CALLS.values(), ids=TURNED_BETWEEN_CALLS)
+def test_positions_taken_for_samples_between_two_calls(turn: Callable[[Tensor], Tensor]) -> None:
+    model = on(Moved(*MOVES["index"]))
+    with pytest.raises(enn.PerSampleError, match=r"second \(Linear\): since an earlier call .*each other's places \("):
+        moved_between(turn)(model, values(B, B, D))
+
+
+@pytest.mark.parametrize("turn", NOT_TURNED_BETWEEN_CALLS.values(), ids=NOT_TURNED_BETWEEN_CALLS)
+def test_samples_that_are_back_in_their_place_between_two_calls(turn: Callable[[Tensor], Tensor]) -> None:
+    module = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, 2)])
+    right(on(module), module, lambda m, x: m[1](turn(m[0](x))), values(B, B, D))
+
+
+def test_samples_turned_for_a_call_that_wants_them_second() -> None:
+    module = nn.ModuleList([nn.Linear(D, D), nn.LSTM(D, D), nn.Linear(D, 2)])
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        return m[2](m[1](m[0](x).transpose(0, 1))[0].transpose(0, 1))  # type: ignore[no-any-return]
+
+    right(on(module), module, step, values(B, B, D))
+
+
 @pytest.mark.parametrize("move", BETWEEN_CALLS.values(), ids=BETWEEN_CALLS)
 def test_samples_in_another_order_between_two_calls(move: Callable[[Tensor], Tensor]) -> None:
     """In a training loop: the rows of the second call would be those of other samples."""
