@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from expanded_nn.recording.backward import graph_of
 
-_SAME = ("CloneBackward", "ToCopyBackward", "AliasBackward", "UnsafeViewBackward")
+_SAME = ("CloneBackward", "ToCopyBackward", "AliasBackward")
 # of each number by itself, or of numbers in the same place
 _OF_EACH_NUMBER = tuple(
     f"{name}Backward"
@@ -36,6 +36,9 @@ _JOIN = (
     *("CatBackward", "UnfoldBackward"),
 )
 _TAKE = ("SelectBackward", "UnbindBackward", *_SHORTEN, *_REDUCE, *_JOIN)
+_VIEW = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward")
+_PRODUCT = ("MmBackward", "AddmmBackward")  # for which torch folds what is not a matrix, and unfolds it afterwards
+_PLACE = ("UnsqueezeBackward", "SqueezeBackward", "TransposeBackward", "PermuteBackward", "StackBackward")
 
 
 class SharedResult(NamedTuple):
@@ -65,7 +68,8 @@ def taken_apart(results: Sequence[SharedResult], ends: Iterable[Tensor], batch: 
         dim, rank, layer = layouts[node]
         for consumer in consumers.get(node, ()):
             name = consumer.name()
-            if _takes(consumer, name, dim, rank, batch):
+            is_folded = any(behind.name().startswith(_PRODUCT) for behind in consumers.get(consumer, ()))
+            if _takes(consumer, name, dim, rank, batch) and not is_folded:
                 return layer, name.rstrip("01").removesuffix("Backward").lower()
             after = _after(consumer, name, dim, rank)
             parents = [parent for parent, _ in consumer.next_functions if parent is not None]
@@ -80,8 +84,10 @@ def _takes(node: Any, name: str, dim: int, rank: int, batch: int) -> bool:
     if name.startswith("IndexBackward"):
         indices = node._saved_indices
         return len(indices) > dim and indices[dim] is not None
-    if not name.startswith(_TAKE):
-        return False
+    if name.startswith(_VIEW):
+        return not _keeps(node, dim, batch)
+    if not name.startswith(_TAKE):  # any other that names dimensions, such as a Fourier transform, takes those
+        return not name.startswith(_PLACE) and _names_dims(node) and dim in _dims(node, rank)
     if dim not in _dims(node, rank):
         return False
     if name.startswith("SliceBackward"):
@@ -91,9 +97,21 @@ def _takes(node: Any, name: str, dim: int, rank: int, batch: int) -> bool:
 
 def _dims(node: Any, rank: int) -> list[int]:
     """The dimensions that an operation is about: all, if it names none."""
-    names = ("_saved_dim", "_saved_dims", "_saved_dimension")
-    saved = next((getattr(node, name) for name in names if hasattr(node, name)), None)
+    saved = next((getattr(node, name) for name in _NAMES if hasattr(node, name)), None)
     return [_signed(number) % rank for number in ([saved] if isinstance(saved, int) else saved or range(rank))]
+
+
+_NAMES = ("_saved_dim", "_saved_dims", "_saved_dimension")
+
+
+def _names_dims(node: Any) -> bool:
+    return any(hasattr(node, name) for name in _NAMES)
+
+
+def _keeps(view: Any, dim: int, batch: int) -> bool:
+    """Whether another shape leaves the samples in their dimension."""
+    shape = view._input_metadata[0].shape
+    return len(shape) > dim and shape[dim] == batch
 
 
 def _signed(number: int) -> int:
@@ -108,6 +126,8 @@ def _after(node: Any, name: str, dim: int, rank: int) -> tuple[int, int] | None:
     """
     if name.startswith((*_SAME, *_SHORTEN, *_JOIN, *_OF_EACH_NUMBER)):
         return dim, rank
+    if name.startswith(_VIEW):
+        return dim, len(node._input_metadata[0].shape)
     if name.startswith(_TAKE):
         gone = [] if getattr(node, "_saved_keepdim", False) else _dims(node, rank)
         return dim - sum(gone_dim < dim for gone_dim in gone), rank - len(gone)

@@ -449,6 +449,9 @@ ALONG_THE_COPIES: dict[str, Callable[[Tensor], Any]] = {
     "numel": lambda table: table / table.numel(),
     "dim": lambda table: table / table.dim(),
     "normalized_shape": lambda table: F.layer_norm(table, table.shape),
+    "nanmean": lambda table: table.nanmean(0),
+    "transformed": lambda table: torch.fft.fft(table, dim=0).real,
+    "of_all_positions": lambda table: table.reshape(-1, 4)[:5],
 }
 WITHIN_A_COPY: dict[str, Callable[[Tensor], Any]] = {
     "softmax": lambda table: table.softmax(-1),
@@ -457,6 +460,9 @@ WITHIN_A_COPY: dict[str, Callable[[Tensor], Any]] = {
     "positions": lambda table: table / table.size(-2),
     "layer_norm": lambda table: F.layer_norm(table, table.shape[-1:]),
     "pairs": lambda table: (table @ table.mT).softmax(-1) @ table,
+    "transformed": lambda table: torch.fft.fft(table, dim=-1).real,
+    "product": lambda table: F.linear(table @ torch.ones(4, 4), torch.ones(4, 4), torch.zeros(4)),
+    "halves": lambda table: table.unflatten(-1, (2, 2)).transpose(-1, -2).flatten(-2),
 }
 
 
