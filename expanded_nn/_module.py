@@ -257,6 +257,8 @@ class Expanded(PerSampleModule):
             if recorder is None or recorder.escalation.order is None:
                 output = super().forward(*args, **kwargs)
             else:
+                if not torch.is_grad_enabled() and self._has_rows():
+                    recorder.escalation.order.look_at(self, (args, kwargs), is_plain=True)
                 output = recorder.escalation.order.paused(super().forward, *args, **kwargs)
             return owned(output) if self.returns_fresh and recorder is not None and recorder.in_forward else output
         if torch.compiler.is_compiling():

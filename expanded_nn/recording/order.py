@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from expanded_nn._batch import batch_dim, tensors
@@ -148,8 +149,13 @@ class Order(TorchFunctionMode):
         """Whether samples stand in another order in any of some tensors."""
         return bool(self._reasons(given))
 
-    def look_at(self, layer: nn.Module, given: Any) -> None:
-        """Raises if samples in another order reach a layer whose parameters get rows."""
+    def look_at(self, layer: nn.Module, given: Any, *, is_plain: bool = False) -> None:
+        """Raises if samples in another order reach a layer whose parameters get rows.
+
+        A plain forward leaves no rows, but if it is that of a reentrant checkpoint, whose second one does.
+        """
+        if self.moved and is_plain and not _is_in_reentrant_checkpoint():
+            return
         if self.moved and self.recorder.general_rule is None:  # there each sample is alone
             dim = cast(Any, layer)._samples_dim
             self.refuse(layer, [reason for reason in self._reasons(given) if reason.dim is None or reason.dim != dim])
@@ -254,7 +260,8 @@ class Order(TorchFunctionMode):
         base = x if x._base is None else x._base
         arguments = list(_tensors(self.recorder.forward.inputs))
         is_argument = any(each is base or each is x or each._base is base for each in arguments)
-        return is_argument or id(x) in self.moved or comes_from_rows(x)
+        # without gradients, as in a reentrant checkpoint, nothing tells where it comes from
+        return is_argument or id(x) in self.moved or not torch.is_grad_enabled() or comes_from_rows(x)
 
     def refuse(self, layer: nn.Module | None, reasons: Sequence[Moved]) -> None:
         """Raises for the first reason, if there is any; a trace assumes that samples have stayed in their places."""
@@ -313,6 +320,14 @@ def _calling_frame() -> FrameType:
     while frame.f_back is not None and frame.f_code.co_name in _BETWEEN:
         frame = frame.f_back
     return frame
+
+
+def _is_in_reentrant_checkpoint() -> bool:
+    """Whether a reentrant checkpoint's first forward runs this code."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not checkpoint.CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_called_by_libraries() -> bool:

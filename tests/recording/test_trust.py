@@ -2010,6 +2010,43 @@ def test_positions_chosen_that_are_as_many_as_the_samples(chosen: Callable[..., 
         right(model, module, forward, x, torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]]) > 0)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_samples_moved_within_a_checkpoint(*, reentrant: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.last = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 2)
+
+        def away_and_back(self, h: Tensor) -> Tensor:
+            return self.second(self.first(h).flip(0)).flip(0)  # type: ignore[no-any-return]
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            return self.last(checkpoint(self.away_and_back, x, use_reentrant=reentrant))
+
+    module = Model()
+    refused = pytest.raises(enn.PerSampleError, match="each other's places")  # no loop over samples is possible in it
+    with refused if reentrant else pytest.warns(enn.PerSampleWarning, match="each other's places"):
+        right(on(module), module, forward)
+
+
+def test_samples_moved_without_gradients() -> None:
+    """As by a teacher, whose layers leave no rows there."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = self.second(self.first(x).flip(0)).flip(0)
+            return self.second(self.first(x)) - target
+
+    module = Model()
+    right(on(module), module, forward)
+
+
 def test_samples_compared_with_each_other_have_shares() -> None:
     """What follows no layer any more is a loss, be it in the forward or in one_pass."""
 
