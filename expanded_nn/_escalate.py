@@ -43,6 +43,8 @@ class Escalation:
         on_trial: The module that goes sample by sample for the first time.
         proven: The kinds of forwards that have succeeded once: of what these draw or change no copy is kept.
         order: What looks at the order of the samples, in a forward in which it is on.
+        alike: The operations that do the same with all copies of a shared result as with one, by shapes and arguments,
+            and whether they give copies again.
     """
 
     def __init__(self) -> None:
@@ -50,6 +52,7 @@ class Escalation:
         self.on_trial: Any = None
         self.proven: set[Any] = set()
         self.order: Order | None = None
+        self.alike: dict[Any, bool] = {}
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the module that was called."""

@@ -170,6 +170,9 @@ class Forward:
         """
         if isinstance(result, Tensor) and result.grad_fn is not None and result.dim() > dim:
             self.notes.shared_results.append(SharedResult(layer, result.grad_fn, dim, result.dim(), is_new))
+            order = self.recorder.escalation.order
+            if order is not None and is_new and dim == 0 and result.is_floating_point() and self.own_pass.batch > 1:
+                order.note_copies(layer, result)
 
     def _refuse_taken_apart(self, result: Any) -> None:
         """Looks through the graph for it, once for each mode and each list of layers with shared results."""

@@ -6,6 +6,7 @@ parameters is another sample's than row i of the others. So a sample would be in
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._batch import batch_dim, tensors
 from expanded_nn._bytecode import constant_index
@@ -69,6 +70,8 @@ class Order(TorchFunctionMode):
     Attributes:
         recorder: The recorder of the model.
         moved: The tensors whose samples stand in another order, by their ids, and what did it.
+        copies: The results for what all samples share that have a dimension for them, and what is made of those
+            alone, by their ids, and the layer.
         weights_are_outside: Whether the forward has used expanded weights outside of layers, which nobody looks at.
     """
 
@@ -77,6 +80,7 @@ class Order(TorchFunctionMode):
         self.recorder = recorder
         self.moved: dict[int, tuple[Tensor, list[Moved]]] = {}
         self.weights_are_outside = False
+        self.copies: dict[int, tuple[Tensor, nn.Module]] = {}
 
     def __enter__(self) -> Order:
         self.recorder.escalation.order = self
@@ -89,7 +93,7 @@ class Order(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _LOOKED_AT and not self.moved:
+        if func not in _LOOKED_AT and not self.moved and not self.copies:
             return func(*args, **kwargs)
         if func in _SIZES and args:
             self._look_at_size(func, *args, **kwargs)
@@ -102,6 +106,8 @@ class Order(TorchFunctionMode):
                 move = None
             moved = None if move is None else self._moved_by(move, func)
         result = func(*args, **kwargs)
+        if self.copies:
+            self._look_at_copies(func, args, kwargs, result)
         if func is torch.stack and not self.moved:
             moved = self._stacked(result, *args, **kwargs)
         if moved is None and func in _TURNS and args:
@@ -116,12 +122,47 @@ class Order(TorchFunctionMode):
         forward = self.recorder.forward
         results = () if forward is None or self.recorder.general_rule is not None else forward.notes.shared_results
         shared = next((result for result in results if result.is_new and result.node is x.grad_fn), None)
-        if shared is None or _is_called_by_libraries():
+        if shared is None or _is_called_by_libraries(func):
             return
         if func in (_SHAPE, Tensor.size) and dim is None:
-            dim = constant_index(_calling_frame())
+            dim = constant_index(_calling_frame(func))
         if dim is None or dim >= 0 or dim % shared.rank <= shared.dim:
             raise forward.taking_apart(shared.layer, "its size")
+
+    def note_copies(self, layer: nn.Module, result: Tensor) -> None:
+        """Notes a layer's result for what all samples share; in the plain model it has no dimension for them."""
+        if self.recorder.general_rule is None:
+            self.copies[id(result)] = result, layer
+
+    def _look_at_copies(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Raises where an operation does something else with the copies for the samples than with one alone.
+
+        It is done with copies that differ, and with one of them, as the plain model has it.
+        """
+        forward, (leaves, structure) = self.recorder.forward, tree_flatten((args, kwargs))
+        results = [each for each in _tensors(result) if each.is_floating_point()]
+        copies = [leaf for leaf in leaves if id(leaf) in self.copies]
+        if not copies or not results or self.recorder.general_rule is not None or _is_called_by_libraries(func):
+            return
+        batch, layer = len(copies[0]), self.copies[id(copies[0])][1]
+        others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self.copies]
+        meets_samples = any(x.dim() and x.shape[0] == batch and self._are_samples(x) for x in others)
+        name = getattr(func, "__name__", "")
+        key = (func, meets_samples, *(tuple(leaf.shape) if isinstance(leaf, Tensor) else str(leaf) for leaf in leaves))
+        alike = self.recorder.escalation.alike
+        if key not in alike and not _REPEATS_NOT.search(name):
+            wait_for_values("it looks at what all samples share")
+            differing = [_differing(leaf) if id(leaf) in self.copies else leaf for leaf in leaves]
+            second = [leaf[1] if id(own) in self.copies else leaf for own, leaf in zip(leaves, differing, strict=True)]
+            with torch.no_grad():
+                of_all, of_second = (
+                    [*_tensors(_called(func, tree_unflatten(each, structure)))] for each in (differing, second)
+                )
+            if not _are_alike(of_all, of_second, batch, meets_samples=meets_samples):
+                raise forward.taking_apart(layer, "select" if name == "__getitem__" else name)
+            alike[key] = not meets_samples and not any(map(_is_spread, of_second, of_all))
+        if alike.get(key, not meets_samples):  # the results are copies as well
+            self.copies.update({id(each): (each, layer) for each in results if each.dim() and len(each) == batch})
 
     def follow(self, given: Any, results: Any, *more: Moved) -> None:
         """Notes that what is computed from samples in another order has them in that order."""
@@ -143,6 +184,9 @@ class Order(TorchFunctionMode):
             _push_mode(mode)
         if self.moved:
             self.follow((args, kwargs), result)
+        layers = [self.copies[id(x)][1] for x in tensors((args, kwargs)) if id(x) in self.copies] if self.copies else []
+        if layers and len(layers) == len(list(tensors((args, kwargs)))):
+            self.copies.update({id(x): (x, layers[0]) for x in _tensors(result) if x.is_floating_point()})
         return result
 
     def has_moved(self, given: Any) -> bool:
@@ -189,7 +233,7 @@ class Order(TorchFunctionMode):
         index, count = move.index, whole.shape[dim]
         if isinstance(index, tuple):
             index, count = masked(index, count) or (index_of(index, dim, dims), count)
-        if count % batch or index is NotImplemented or _is_called_by_libraries() or not self._are_samples(rows):
+        if count % batch or index is NotImplemented or _is_called_by_libraries(func) or not self._are_samples(rows):
             return None
         stays = None
         if count != batch:  # positions of all samples in one dimension
@@ -228,7 +272,7 @@ class Order(TorchFunctionMode):
             if reason.dim is None or dim != here or size != batch:
                 kept.append(reason._replace(dim=dim))
         is_turned = not reasons and size in (1, batch) and usual in dims and dims[here] != usual
-        if is_turned and not _is_called_by_libraries() and self._are_samples(x):
+        if is_turned and not _is_called_by_libraries(func) and self._are_samples(x):
             kept.append(Moved(func.__name__, _place(), None, dims.index(usual)))
         for each in _tensors(result) if kept else ():
             self.moved[id(each)] = each, kept
@@ -244,7 +288,7 @@ class Order(TorchFunctionMode):
         if (
             sizes != [batch, batch]
             or batch == 1
-            or _is_called_by_libraries()
+            or _is_called_by_libraries(torch.stack)
             or not all(map(self._are_samples, tensors))
         ):
             return None
@@ -289,6 +333,38 @@ class Order(TorchFunctionMode):
         raise error
 
 
+def _differing(copies: Tensor) -> Tensor:  # (B, ...)
+    """Copies that differ from each other."""
+    factors = 1 + torch.arange(len(copies), device=copies.device) / len(copies)
+    return copies.detach() * factors.to(copies.dtype).view(-1, *[1] * (copies.dim() - 1))
+
+
+def _is_spread(alone: Tensor, whole: Tensor) -> bool:
+    """Whether what all samples share was expanded to a row for each of them."""
+    return alone.dim() > 0 and alone.shape == whole.shape
+
+
+def _called(func: Any, arguments: Any) -> Any:
+    args, kwargs = arguments
+    return func(*args, **kwargs)
+
+
+def _are_alike(of_all: list[Tensor], of_second: list[Tensor], batch: int, *, meets_samples: bool) -> bool:
+    """Whether results for all copies hold, for the second sample, those of its copy alone."""
+    if len(of_all) != len(of_second):
+        return False
+    for whole, alone in zip(of_all, of_second, strict=True):
+        if meets_samples and (alone.dim() == 0 or alone.shape[0] != batch):
+            continue  # a loss of all samples
+        has_samples = meets_samples or _is_spread(alone, whole)
+        if whole.shape != (alone.shape if has_samples else (batch, *alone.shape)):
+            return False
+        wanted = alone[1] if has_samples else alone
+        if not torch.allclose(whole[1], wanted, rtol=1e-2 if whole.dtype.itemsize < 4 else 1e-4, equal_nan=True):
+            return False
+    return True
+
+
 def _place() -> str:
     """The line of the user's that has called an operation, as a part of an error."""
     frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((*LIBRARIES, "<"))]
@@ -314,11 +390,16 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     return (x if isinstance(x, Tensor) else x.data for x in tensors(value))
 
 
-def _calling_frame() -> FrameType:
+def _calling_frame(func: Any) -> FrameType:
     """The frame that has called the operation."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_name in _BETWEEN:
         frame = frame.f_back
+    own, code = frame, getattr(func, "__code__", None)  # of one that torch has written in Python
+    while own.f_back is not None and code is not None and own.f_code.co_filename.startswith(LIBRARIES):
+        if own.f_code is code:
+            frame = own.f_back
+        own = own.f_back
     return frame
 
 
@@ -330,9 +411,9 @@ def _is_in_reentrant_checkpoint() -> bool:
     return frame is not None
 
 
-def _is_called_by_libraries() -> bool:
+def _is_called_by_libraries(func: Any) -> bool:
     """Whether the operation is torch's or ours: `pack_padded_sequence`, which notes the order, or a layer."""
-    return _calling_frame().f_code.co_filename.startswith(LIBRARIES)
+    return _calling_frame(func).f_code.co_filename.startswith(LIBRARIES)
 
 
 def index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
@@ -427,6 +508,16 @@ def _sort(input: Any, dim: int = -1, descending: bool = False, *, stable: bool =
     return Move(input, input, [dim])
 
 
+def _unique(
+    input: Any, sorted: bool = True, inverse: bool = False, counts: bool = False, dim: Any = 0, **_: Any
+) -> Move:
+    return Move(input, input, [0 if dim is None else dim])
+
+
+def _topk(input: Any, k: int, dim: int = -1, **options: Any) -> Move:
+    return Move(input, input, [dim])
+
+
 def _named(move_of: Callable[..., Any], *names: str) -> dict[Any, Callable[..., Any]]:
     """The functions of torch of these names, and methods of tensors."""
     functions = [getattr(place, name, None) for name in names for place in (torch, Tensor)]
@@ -444,7 +535,18 @@ _TURNS |= {
     Tensor.__getitem__,
     *_named(_sort, "select", "unbind", "mean", "sum", "amax", "amin", "max", "min", "logsumexp", "prod"),
 }
-_BETWEEN = {"_look_at_size", "_moved_by", "_turn", "_stacked", "__torch_function__", "handle_torch_function", "__len__"}
+# operations that draw random numbers, or change a tensor in place
+_REPEATS_NOT = re.compile("dropout|^__i(?!nvert)|^__setitem__|[^_]_$")
+_BETWEEN = {
+    "_look_at_size",
+    "_look_at_copies",
+    "_moved_by",
+    "_turn",
+    "_stacked",
+    "__torch_function__",
+    "handle_torch_function",
+    "__len__",
+}
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZES = {_SHAPE, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.ndim.__get__}  # type: ignore[attr-defined]
 _MOVES: dict[Any, Callable[..., Move | None]] = {
@@ -459,5 +561,8 @@ _MOVES: dict[Any, Callable[..., Move | None]] = {
     **_named(partial(_flip, dims=0), "flipud"),
     **_named(_roll, "roll"),
     **_named(_sort, "sort"),
+    **_named(partial(_sort, dim=0), "msort"),
+    **_named(_unique, "unique"),
+    **_named(_topk, "topk"),
 }
 _LOOKED_AT |= {*_SIZES, *_MOVES}

@@ -1866,6 +1866,30 @@ def test_arguments_in_another_order(*, frozen: bool) -> None:
         right(on(module), module, forward, x)
 
 
+UNIQUE: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "function": lambda x: torch.unique(x, dim=0, return_inverse=True),
+    "method": lambda x: x.unique(dim=0, return_inverse=True),
+}
+
+
+@pytest.mark.parametrize("unique", UNIQUE.values(), ids=UNIQUE)
+def test_samples_that_are_computed_once_each(unique: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    """What is unique is sorted, and of B rows where none is there twice."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            each, places = unique(x)
+            return self.second(self.first(each)[places])
+
+    module = Model()
+    with pytest.warns(enn.PerSampleWarning, match=r"each other's places \(unique"):
+        right(on(module), module, forward)
+
+
 class Reversed(nn.Module):
     """Two layers, the second one on the reversed batch, if it is told so."""
 
