@@ -170,8 +170,9 @@ class Forward:
         """
         if isinstance(result, Tensor) and result.grad_fn is not None and result.dim() > dim:
             self.notes.shared_results.append(SharedResult(layer, result.grad_fn, dim, result.dim(), is_new))
-            order = self.recorder.escalation.order
-            if order is not None and is_new and dim == 0 and result.is_floating_point() and self.own_pass.batch > 1:
+            order, batch_first = self.recorder.escalation.order, self.recorder.settings.batch_first
+            may_meet = is_new and dim == 0 and batch_first and self.own_pass.batch > 1
+            if order is not None and may_meet and result.is_floating_point():
                 order.note_copies(layer, result)
 
     def _refuse_taken_apart(self, result: Any) -> None:
