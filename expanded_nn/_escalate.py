@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from traceback import clear_frames
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, sentence, warn
-from expanded_nn._meanwhile import meanwhile
 from expanded_nn._modes import checkpoint_hooks, is_of_checkpoint, uncounted
 from expanded_nn._steady import StateBefore
 from expanded_nn.recording.order import Order
@@ -43,39 +41,25 @@ class Escalation:
         runs: Whether a forward runs that may start over.
         on_trial: The module that goes sample by sample for the first time.
         proven: The kinds of forwards that have succeeded once: of what these draw or change no copy is kept.
-        moves_samples: Whether forwards may give samples another order, so that each is looked at, and not the first
-            of a kind alone.
         order: What looks at the order of the samples, in a forward in which it is on.
+        gives_copies: The operations that do the same with all copies of a shared result as with one alone, by shapes
+            and arguments, and whether they give copies again.
     """
 
     def __init__(self) -> None:
         self.runs = False
         self.on_trial: Any = None
         self.proven: set[Any] = set()
-        self.moves_samples = False
         self.order: Order | None = None
+        self.gives_copies: dict[Any, bool] = {}
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the module that was called."""
         kinds = [(name, type(value)) for name, value in kwargs.items()]
         kind = (id(module), module.training, *map(type, args), *kinds)
-        forward = module._recorder.forward
-        is_watched = forward is not None and forward.is_explicit  # by `one_pass`
-        is_known = kind in self.proven and not self.moves_samples
-        if is_watched or is_known or not any(parameter.requires_grad for parameter in module.parameters()):
-            result = self._run(module, args, kwargs, kind)
-        else:
-            with self.looking_at_order(module._recorder):
-                result = self._run(module, args, kwargs, kind)
+        result = self._run(module, args, kwargs, kind)
         self.proven.add(kind)
         return result
-
-    @contextmanager
-    def looking_at_order(self, recorder: Any) -> Iterator[None]:
-        """Looks at the order of the samples meanwhile."""
-        with Order(recorder) as order, meanwhile(self, order=order):
-            yield
-        self.moves_samples = self.moves_samples or order.may_move
 
     def _run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Any) -> Any:
         """The forward, started over where a layer refuses."""

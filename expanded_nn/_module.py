@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import update_wrapper
 from inspect import get_annotations
@@ -23,7 +24,7 @@ from expanded_nn._meanwhile import meanwhile
 from expanded_nn._modes import outside_of_graph
 from expanded_nn._shared import owned
 from expanded_nn.recording.expand import Recompute
-from expanded_nn.recording.order import as_one_operation
+from expanded_nn.recording.order import Order
 from expanded_nn.recording.recorder import Forward, Recorder, Settings, modules_in
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -56,9 +57,11 @@ class PerSampleModule(nn.Module):
 
     Attributes:
         plain_class: The class that `revert` gives back, where it is not the first `torch.nn` class in the ancestry.
+        calls_others: Whether a forward of the user's runs in its own, which may put samples in another order.
     """
 
     plain_class: ClassVar[type[nn.Module] | None] = None
+    calls_others: ClassVar[bool] = True
     _alone_class: ClassVar[type[PerSampleModule]]  # the general rule for a module as a whole, which is built on this
     _recorder: Recorder | None = None
     _learned: Learned | None = None  # why it goes sample by sample, where the model found so by itself
@@ -195,7 +198,8 @@ class Root(PerSampleModule):
         if recorder is None or recorder.in_forward:
             return super().forward(*args, **kwargs)
         with recorder.open_forward(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
-            result = super().forward(*args, **kwargs)
+            with Order(recorder):  # in each forward, as it may go another way than the last
+                result = super().forward(*args, **kwargs)
             forward.finish(result)
         return result
 
@@ -215,6 +219,7 @@ class Expanded(PerSampleModule):
     """
 
     ranks: ClassVar[dict[str, int]] = {}
+    calls_others: ClassVar[bool] = False
     watches: ClassVar[bool] = False
     positionwise: ClassVar[bool] = False
     fixed_layout: ClassVar[bool] = False
@@ -244,7 +249,9 @@ class Expanded(PerSampleModule):
             if recorder is None or recorder.escalation.order is None:
                 output = super().forward(*args, **kwargs)
             else:
-                output = as_one_operation(super().forward, args, kwargs)
+                if not torch.is_grad_enabled() and self._has_rows():
+                    recorder.escalation.order.look_at(self, (args, kwargs), is_plain=True)
+                output = recorder.escalation.order.as_one_operation(super().forward, *args, **kwargs)
             return owned(output) if self.returns_fresh and recorder is not None and recorder.in_forward else output
         if torch.compiler.is_compiling():
             return outside_of_graph(self.forward, *args, **kwargs)
@@ -255,12 +262,16 @@ class Expanded(PerSampleModule):
         """The forward as a part of the one that runs, or in a pass."""
         recorder = self._recorder
         assert recorder is not None
-        if recorder.escalation.order is not None:
-            recorder.escalation.order.look_at(self, (args, kwargs))
+        order = recorder.escalation.order
+        if order is not None:
+            order.look_at(self, (args, kwargs))
         if recorder.forward is not None:
-            return self._noting_what_is_shared(recorder.forward, args, kwargs)
+            if order is None or self.calls_others:
+                return self._noting_what_is_shared(recorder.forward, args, kwargs)
+            return order.as_one_operation(self._noting_what_is_shared, recorder.forward, args, kwargs)
         with recorder.open_forward(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
-            result = self.expanded_forward(*args, **kwargs)
+            with Order(recorder) if self.calls_others else nullcontext():
+                result = self.expanded_forward(*args, **kwargs)
             forward.finish(result)
         return result
 

@@ -1182,6 +1182,11 @@ def the_length_of_a_shared_result() -> None:
     feed(nn.Embedding(9, 4), lambda layer, x: x + layer(torch.arange(6)) / len(layer(torch.arange(6))))
 
 
+@refused(r"layer \(Embedding\): its input is shared by all 3 samples, .*\(normalize over the samples\).*the mean over")
+def a_shared_result_along_another_dimension_than_in_the_plain_model() -> None:
+    feed(nn.Embedding(9, 4), lambda layer, x: x + nn.functional.normalize(layer(torch.arange(6)), dim=1))
+
+
 class SharedFirst(nn.Module):
     """Its first argument is one for all samples."""
 

@@ -19,7 +19,6 @@ from expanded_nn._registry import expands
 from expanded_nn._shared import owned
 from expanded_nn._twins import expand_modules, raise_for
 from expanded_nn.layers.linear import Linear, linear
-from expanded_nn.recording.order import as_one_operation
 from expanded_nn.recording.recorder import Recorder
 
 
@@ -289,7 +288,7 @@ class _Container(_Converted, Root):
                 torch.backends.mha.set_fastpath_enabled(True)
         recorder = self._recorder
         if recorder is not None and recorder.escalation.order is not None and not self._rows_are_due():
-            return as_one_operation(self._forward, args, kwargs)
+            return recorder.escalation.order.as_one_operation(self._forward, *args, **kwargs)
         return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -47,6 +47,7 @@ class General(Expanded):
     the samples where the arguments have them.
     """
 
+    calls_others: ClassVar[bool] = True
     # by the kind of a call, what trials have told: where samples stand in its results,
     _compared: Mapping[Any, Compared] = {}
     _readings: Mapping[Any, list[int | None]] = {}  # where they stand in its arguments,

@@ -18,6 +18,7 @@ from expanded_nn.recording.passes import Pass, PassStage
 # keys in the metadata of a node of the graph
 _NOTE = "expanded_nn"
 _RESULT = "expanded_nn.result"
+_LAYOUT = "expanded_nn.own_layout"
 
 
 def pass_of_recomputation(recorder: Owner, module: nn.Module, batch: int | None) -> Pass:
@@ -84,13 +85,17 @@ def note_pass(outputs: Iterable[Any], pass_: Pass) -> bool:
     return bool(nodes)
 
 
-def note_result(outputs: Iterable[Any], pass_: Pass) -> None:
-    """Notes a forward's pass on the nodes of what it returns, for forwards that are called with it later."""
+def note_result(outputs: Iterable[Any], pass_: Pass, *, own_layout: bool) -> None:
+    """Notes a forward's pass on the nodes of what it returns, for forwards that are called with it later.
+
+    `own_layout` says that the samples stand where the module says, and not where the model does.
+    """
     for value in outputs:
         x = value.data if isinstance(value, PackedSequence) else value
         node: Any = x.grad_fn if isinstance(x, Tensor) else None
         if node is not None:
             node.metadata[_RESULT] = pass_, orders_of(value) if isinstance(value, PackedSequence) else []
+            node.metadata[_LAYOUT] = own_layout
 
 
 def orders_of(packed: PackedSequence) -> list[Tensor]:
@@ -107,6 +112,11 @@ def pass_of(node: Any) -> tuple[Pass | None, list[Tensor]]:
         return cast(Any, node).pass_, []
     notes = node.metadata
     return notes.get(_RESULT) or (notes.get(_NOTE) if _is_custom(node) else None, [])
+
+
+def has_own_layout(node: Any) -> bool:
+    """Whether a node is that of a result whose samples may not stand where the model says."""
+    return bool(node.metadata.get(_LAYOUT, True))
 
 
 def _is_custom(node: Any) -> bool:

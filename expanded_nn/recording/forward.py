@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._batch import batch_dim, contents, has_derivatives, tensors
+from expanded_nn._batch import batch_dim, contents, has_derivatives, own_batch_first, tensors
 from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn._modes import is_of_checkpoint
 from expanded_nn._traced import is_traced
@@ -123,7 +123,8 @@ class Forward:
             self._refuse_other_rows(result)
         if self._pass is not None:
             given = [id(x) for x in tensors(self.inputs)]  # may be returned as it is, and comes from elsewhere
-            note_result([x for x in tensors(result) if id(x) not in given], self._pass)
+            own_layout = own_batch_first(self.module) is not None
+            note_result([x for x in tensors(result) if id(x) not in given], self._pass, own_layout=own_layout)
         if not self.will_run_again or (self._pass is None and self.batch is None):
             return
         kept = self.recorder.passes.kept
@@ -169,6 +170,10 @@ class Forward:
         """
         if isinstance(result, Tensor) and result.grad_fn is not None and result.dim() > dim:
             self.notes.shared_results.append(SharedResult(layer, result.grad_fn, dim, result.dim(), is_new))
+            order, batch_first = self.recorder.escalation.order, self.recorder.settings.batch_first
+            may_meet = is_new and dim == 0 and batch_first and self.own_pass.batch > 1
+            if order is not None and may_meet and result.is_floating_point():
+                order.copies.note(layer, result)
 
     def _refuse_taken_apart(self, result: Any) -> None:
         """Looks through the graph for it, once for each mode and each list of layers with shared results."""

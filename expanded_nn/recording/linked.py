@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,11 +19,11 @@ from expanded_nn._batch import batch_dim, own_batch_first, tensors
 from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn._traced import is_traced
 from expanded_nn.recording.backward import saved_dims, saved_number
-from expanded_nn.recording.checkpoints import orders_of, pass_of
+from expanded_nn.recording.checkpoints import has_own_layout, orders_of, pass_of
 from expanded_nn.recording.forward import Forward
 from expanded_nn.recording.owner import Owner
 from expanded_nn.recording.passes import Pass, PassStage
-from expanded_nn.recording.places import Moved, all_stay, index_of
+from expanded_nn.recording.places import Moved, all_stay, index_of, masked
 
 
 class _Recomputed(Exception):
@@ -67,7 +68,8 @@ def linked_pass(owner: Owner, forward: Forward, batch: int, models: Iterable[Own
     orders = [order for x in arguments if isinstance(x, PackedSequence) for order in orders_of(x)]
     linked: list[Pass] = []
     moves: list[Moved] = []
-    for pass_, of_sequences, moved in _passes_behind(ends, own_passes, samples_dim, batch):
+    usual_dim = partial(batch_dim, batch_first=owner.settings.batch_first)
+    for pass_, of_sequences, moved in _passes_behind(ends, own_passes, samples_dim, usual_dim, batch):
         if pass_ in own_passes:
             if pass_.batch != batch:
                 raise _other_samples(owner, forward, batch, pass_)
@@ -84,27 +86,63 @@ def linked_pass(owner: Owner, forward: Forward, batch: int, models: Iterable[Own
 
 
 def _passes_behind(
-    ends: Iterable[Any], own_passes: set[Pass], samples_dim: Callable[[int], int], batch: int
+    ends: Iterable[Any],
+    own_passes: set[Pass],
+    samples_dim: Callable[[int], int],
+    usual_dim: Callable[[int], int],
+    batch: int,
 ) -> Iterator[tuple[Pass, list[Tensor], Moved | None]]:
     """The passes behind some nodes, up to the nearest of the model's own.
 
     With each come the `orders_of` its sequences, and what has moved samples on the way.
+
+    Args:
+        ends: The nodes.
+        own_passes: The passes of the model.
+        samples_dim: Where the samples stand at the ends, in so many dimensions.
+        usual_dim: Where they stand in what an earlier call has returned.
+        batch: B.
     """
-    waiting: deque[tuple[Any, Moved | None]] = deque((end, None) for end in ends)
+    waiting: deque[tuple[Any, Moved | None, int | None]] = deque(
+        (end, None, samples_dim(len(shape)) if len(shape := _shape_of(end)) > 1 else None) for end in ends
+    )
     seen: set[Any] = set()
     while waiting:
-        node, moved = waiting.popleft()
-        if node is None or (node, moved is None) in seen:
+        node, moved, dim = waiting.popleft()
+        if node is None or (node, moved is None, dim) in seen:
             continue
-        seen.add((node, moved is None))
+        seen.add((node, moved is None, dim))
         pass_, orders = pass_of(node)
         if pass_ is not None:
+            if moved is None and dim is not None and not has_own_layout(node):
+                shape = _shape_of(node)
+                usual = usual_dim(len(shape))
+                if dim != usual and shape[dim] == shape[usual] == batch:
+                    moved = Moved("transpose", None)
             yield pass_, orders, moved
             if pass_ in own_passes:
                 continue
         edges, moved_here = ((), None) if moved is not None else _moved_by(node, samples_dim, batch)
-        for edge, (parent, _) in enumerate(node.next_functions):
-            waiting.append((parent, moved_here if edge in edges else moved))
+        before = None if dim is None else _dim_before(node, dim)
+        for edge, (parent, output) in enumerate(node.next_functions):
+            is_alike = before is not None and len(_shape_of(parent, output)) == len(_shape_of(node))
+            waiting.append((parent, moved_here if edge in edges else moved, before if is_alike else None))
+
+
+def _shape_of(node: Any, output: int = 0) -> Sequence[int]:
+    """The shape of a tensor that a node stands for."""
+    return () if node is None else cast(Sequence[int], node._input_metadata[output].shape)
+
+
+def _dim_before(node: Any, dim: int) -> int:
+    """Where a dimension was before a node that turns dimensions; others leave it where it is."""
+    operation, rank = type(node).__name__, len(_shape_of(node))
+    if operation == "TransposeBackward0":
+        first, second = saved_number(node._saved_dim0) % rank, saved_number(node._saved_dim1) % rank
+        return second if dim == first else first if dim == second else dim
+    if operation == "PermuteBackward0":
+        return saved_number(node._saved_dims[dim]) % rank
+    return 1 - dim if operation == "TBackward0" else dim
 
 
 def _moved_by(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple[Sequence[int], Moved | None]:
@@ -120,7 +158,7 @@ def _moved_by(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple
             dims = len(getattr(node, "_saved_self_sym_sizes", shape))
             dim = samples_dim(dims)
             keys = tuple(slice(None) if key is None else key for key in node._saved_indices)
-            index = index_of(keys, dim, dims)
+            index = _chosen(keys, getattr(node, "_saved_self_sym_sizes", shape), dim, batch)
             if index is NotImplemented:
                 return (), None
         else:
@@ -167,6 +205,14 @@ def _place_of(node: Any, number: int, dim: int, batch: int) -> int | None:
     if dim not in saved_dims(node, len(sizes) or len(node._input_metadata[number].shape) + 1):
         return None
     return _PARTS[name](node, number) % batch
+
+
+def _chosen(keys: tuple[Any, ...], sizes: Sequence[int], dim: int, batch: int) -> Any:
+    """Which sample is where, as an index says it, be it of samples or of the positions of all of them."""
+    index, count = masked(keys) or (index_of(keys, dim, len(sizes)), sizes[dim])
+    if index is not NotImplemented and count != batch and count % batch == 0 and index.shape == (batch,):
+        return index // (count // batch)
+    return index
 
 
 # nodes that may move samples: the operation, and the number of the edge that leads to them

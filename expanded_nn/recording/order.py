@@ -6,23 +6,39 @@ parameters is another sample's than row i of the others. So a sample would be in
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from expanded_nn._batch import batch_dim, tensors
 from expanded_nn._bytecode import constant_index
-from expanded_nn._errors import LIBRARIES, complaint
+from expanded_nn._errors import complaint
 from expanded_nn._traced import is_traced
+from expanded_nn.recording.callers import (
+    calling_frame,
+    is_called_by_libraries,
+    is_in_reentrant_checkpoint,
+    line_of_the_user,
+)
+from expanded_nn.recording.copies import Copies
 from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.owner import Owner
-from expanded_nn.recording.places import PLAIN, Move, Moved, all_stay, index_of, move_of
+from expanded_nn.recording.places import (
+    MOVES,
+    PLAIN,
+    TURNS,
+    TURNS_BACK,
+    Move,
+    Moved,
+    all_stay,
+    dims_after,
+    index_of,
+    masked,
+    move_of,
+)
 
 
 class Order(TorchFunctionMode):
@@ -30,26 +46,43 @@ class Order(TorchFunctionMode):
 
     Attributes:
         recorder: The recorder of the model.
-        may_move: Whether there was an operation whose index may do so, if with other values.
         moved: The tensors whose samples stand in another order, by their ids, and what did it.
+        copies: The copies for the samples of what all of them share.
         weights_are_outside: Whether the forward has used expanded weights outside of layers, which nobody looks at.
     """
 
     def __init__(self, recorder: Owner) -> None:
         super().__init__()
         self.recorder = recorder
-        self.may_move = False
         self.moved: dict[int, tuple[Tensor, list[Moved]]] = {}
+        self.copies = Copies(recorder, self._are_samples)
         self.weights_are_outside = False
+
+    def __enter__(self) -> Order:
+        self.recorder.escalation.order = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.recorder.escalation.order = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _LOOKED_AT and not self.moved and not self.copies:
+            return func(*args, **kwargs)
         if func in _SIZES and args:
             self._look_at_size(func, *args, **kwargs)
         move = move_of(func, args, kwargs)
         moved = None if move is None else self._moved_by(move, func)
         result = func(*args, **kwargs)
-        if moved is not None or self.moved:
+        if self.copies:
+            self.copies.look_at(func, args, kwargs, result)
+        if func is torch.stack and moved is None and not self.moved:
+            moved = self._stacked(result, *args, **kwargs)
+        if moved is None and func in TURNS_BACK and args:
+            self._turn(func, args, kwargs, result)
+        elif moved is not None or self.moved:
             changed = args[:1] if func is Tensor.__setitem__ else ()
             self.follow((args, kwargs), (result, changed), *([] if moved is None else [moved]))
         return result
@@ -59,29 +92,55 @@ class Order(TorchFunctionMode):
         forward = self.recorder.forward
         results = () if forward is None or self.recorder.general_rule is not None else forward.notes.shared_results
         shared = next((result for result in results if result.is_new and result.node is x.grad_fn), None)
-        if shared is None or _is_called_by_libraries():
+        if shared is None or is_called_by_libraries(func):
             return
         if func in (_SHAPE, Tensor.size) and dim is None:
-            dim = constant_index(_calling_frame())
+            dim = constant_index(calling_frame(func))
         if dim is None or dim >= 0 or dim % shared.rank <= shared.dim:
             raise forward.taking_apart(shared.layer, "its size")
 
     def follow(self, arguments: Any, results: Any, *moves: Moved) -> None:
         """Notes that the samples of results stand in another order: as those of the arguments, or after `moves`."""
-        reasons = [*self._reasons(arguments), *moves]
+        self._note([*self._reasons(arguments), *moves], results)
+
+    def _note(self, reasons: list[Moved], results: Any) -> None:
         if reasons and self.weights_are_outside:
             self.refuse(None, reasons)
         for result in _tensors(results) if reasons else ():
             self.moved[id(result)] = result, reasons
 
+    def as_one_operation(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a layer without a look at the operations in it, under which torch's have no fused inference."""
+        count = torch._C._len_torch_function_stack()
+        if not count or torch._C._get_function_stack_at(count - 1) is not self:
+            return function(*args, **kwargs)
+        mode = _pop_mode()
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            _push_mode(mode)
+        if self.moved:
+            self.follow((args, kwargs), result)
+        if self.copies:
+            self.copies.follow((args, kwargs), result)
+        return result
+
     def has_moved(self, arguments: Any) -> bool:
         """Whether samples stand in another order in any of some tensors."""
         return bool(self._reasons(arguments))
 
-    def look_at(self, layer: nn.Module, arguments: Any) -> None:
-        """Raises if samples in another order reach a layer whose parameters get rows."""
-        if self.moved and self.recorder.general_rule is None:  # there each sample is alone
-            self.refuse(layer, self._reasons(arguments))
+    def look_at(self, layer: nn.Module, arguments: Any, *, is_plain: bool = False) -> None:
+        """Raises if samples in another order reach a layer whose parameters get rows.
+
+        A plain forward leaves no rows, but if it is that of a reentrant checkpoint, whose second one does.
+        """
+        if not self.moved or self.recorder.general_rule is not None:  # there each sample is alone
+            return
+        if not is_plain or is_in_reentrant_checkpoint():
+            dim = cast(Any, layer)._samples_dim
+            self.refuse(
+                layer, [reason for reason in self._reasons(arguments) if reason.dim is None or reason.dim != dim]
+            )
 
     def note_outside_use(self) -> None:
         """Notes that an expanded weight is used outside of layers."""
@@ -93,49 +152,97 @@ class Order(TorchFunctionMode):
         moved = [x for x in _tensors(arguments) if id(x) in self.moved] if self.moved else []
         return list({id(reason): reason for x in moved for reason in self.moved[id(x)][1]}.values())
 
+    def _batch(self, *, least: int = 2) -> int | None:
+        """B, if the order of so many samples counts where the forward is."""
+        forward = self.recorder.forward
+        batch = None if forward is None or self.recorder.general_rule is not None else forward.batch_so_far
+        return None if batch is None or batch < least else batch
+
+    def _samples_dim(self, dims: int) -> int:
+        """Where the samples stand in a tensor of so many dimensions."""
+        return batch_dim(dims, batch_first=self.recorder.settings.batch_first)
+
     def _moved_by(self, move: Move, func: Any) -> Moved | None:
         """How an operation gives the samples another order, `None` if it does not.
 
-        It is about samples if it chooses places in their dimension, in a tensor that has B of them there. An index that
-        leaves sample i in place i moves nobody, but may do so at the next call, which `may_move` tells.
+        It is about samples if it chooses places in their dimension, in a tensor that has B of them there, or the
+        positions of all. An index that leaves sample i in place i moves nobody.
         """
-        recorder = self.recorder
-        forward = recorder.forward
-        if forward is None or recorder.general_rule is not None:
-            return None
-        rows, shape = move.rows, move.shape
-        if type(rows) not in PLAIN or rows.is_meta:
-            return None
-        batch, dims = forward.batch_so_far, len(shape)
-        dim = batch_dim(dims, batch_first=recorder.settings.batch_first)
+        rows, shape, batch = move.rows, move.shape, self._batch()
+        dims, dim = len(shape), self._samples_dim(len(shape))
         if (
             batch is None
-            or batch < 2
+            or type(rows) not in PLAIN
+            or rows.is_meta
             or dims <= dim
-            or shape[dim] != batch
             or dim not in [move_dim % dims for move_dim in move.dims]
         ):
             return None
-        index = index_of(move.index, dim, dims) if isinstance(move.index, tuple) else move.index
-        if index is NotImplemented or _is_called_by_libraries() or not self._are_samples(rows):
+        index, count = move.index, shape[dim]
+        if isinstance(index, tuple):
+            index, count = masked(index) or (index_of(index, dim, dims), count)
+        if count % batch or index is NotImplemented or is_called_by_libraries(func) or not self._are_samples(rows):
             return None
         stays = None
-        if index is not None:
+        if count != batch:  # positions of all samples in one dimension
+            are_of_samples = shape[dim] == batch or self._are_folded(rows, batch)
+            if index is None or index.dim() != 1 or len(index) != batch or not are_of_samples:
+                return None
+            stays = all_stay(index // (count // batch), 0, 1, batch)
+        elif index is not None:
             stays = all_stay(index, dim, dims, batch)
-            if stays is None:
-                return None
-            self.may_move = True
-            if not is_traced() and bool(stays):
-                return None
-        frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((*LIBRARIES, "<"))]
-        line = f", line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
-        return Moved(getattr(func, "__name__", str(func)), stays, line=line)
+        if index is not None and (stays is None or (not is_traced() and bool(stays))):
+            return None
+        return Moved(getattr(func, "__name__", str(func)), stays, line=line_of_the_user())
+
+    def _turn(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Follows samples whose dimension another one of B takes the place of, and may give it back."""
+        x, batch = args[0], self._batch(least=0)
+        if self.recorder.forward is None or self.recorder.general_rule is not None:
+            return
+        if type(x) not in PLAIN or x.dim() < 2:
+            return
+        usual, sizes, reasons = self._samples_dim(x.dim()), list(x.shape), self._reasons((args, kwargs))
+        # a single position would be taken for what all samples share
+        may_turn = batch is not None and sizes[usual] == batch > 1 and (1 in sizes or sizes.count(batch) > 1)
+        if not reasons and not may_turn:
+            return
+        dims = dims_after(func, x, args[1:], kwargs)
+        if dims is None:
+            self.follow((args, kwargs), result)
+            return
+        turned, here = next(_tensors(result)), self._samples_dim(len(dims))
+        size = turned.shape[here] if len(dims) > here else 0
+        kept = []
+        for reason in reasons:
+            dim = dims.index(reason.dim) if reason.dim in dims else reason.dim
+            if reason.dim is None or dim != here or size != batch:
+                kept.append(reason._replace(dim=dim))
+        is_turned = not reasons and size in (1, batch) and usual in dims and dims[here] != usual
+        if is_turned and not is_called_by_libraries(func) and self._are_samples(x):
+            kept.append(Moved(func.__name__, None, line=line_of_the_user(), dim=dims.index(usual)))
+        self._note(kept, result)
+
+    def _stacked(self, result: Tensor, tensors: Sequence[Tensor], dim: int = 0, **out: Any) -> Moved | None:
+        """As many positions as there are samples, put where these are looked for."""
+        usual, batch = self._samples_dim(result.dim()), self._batch()
+        if batch is None or dim % result.dim() != usual or usual > 1 or list(result.shape[:2]) != [batch, batch]:
+            return None
+        if is_called_by_libraries(torch.stack) or not all(map(self._are_samples, tensors)):
+            return None
+        return Moved("stack", None, line=line_of_the_user(), dim=1 - usual)
+
+    def _are_folded(self, x: Tensor, batch: int) -> bool:
+        """Whether a tensor of more than B rows may hold the positions of B samples, and not what all samples share."""
+        base = x._base
+        return comes_from_rows(x) or (base is not None and base.shape[0] == batch)
 
     def _are_samples(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of the forward, or comes from a layer; others may have B rows by chance."""
         base, arguments = x if x._base is None else x._base, _tensors(self.recorder.forward.inputs)
         is_argument = any(argument is base or argument is x or argument._base is base for argument in arguments)
-        return is_argument or id(x) in self.moved or comes_from_rows(x)
+        # without gradients, as in a reentrant checkpoint, nothing tells where it comes from
+        return is_argument or id(x) in self.moved or not torch.is_grad_enabled() or comes_from_rows(x)
 
     def refuse(self, layer: nn.Module | None, reasons: Sequence[Moved]) -> None:
         """Raises for the first reason, if there is any that a trace cannot assume away."""
@@ -161,32 +268,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     return (x if isinstance(x, Tensor) else x.data for x in tensors(value))
 
 
-def as_one_operation(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls a function without a look at the operations in it, under which torch's layers have no fused inference."""
-    count = torch._C._len_torch_function_stack()
-    order = torch._C._get_function_stack_at(count - 1) if count else None
-    if not isinstance(order, Order):
-        return function(*args, **kwargs)
-    with _pop_mode_temporarily():
-        result = function(*args, **kwargs)
-    if order.moved:
-        order.follow((args, kwargs), result)
-    return result
-
-
-def _calling_frame() -> FrameType:
-    """The frame that has called the operation."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_name in _BETWEEN:
-        frame = frame.f_back
-    return frame
-
-
-def _is_called_by_libraries() -> bool:
-    """Whether the operation is torch's or ours: `pack_padded_sequence`, which notes the order, or a layer."""
-    return _calling_frame().f_code.co_filename.startswith(LIBRARIES)
-
-
-_BETWEEN = {"_look_at_size", "_moved_by", "__torch_function__", "handle_torch_function", "__len__"}
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZES = {_SHAPE, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.ndim.__get__}  # type: ignore[attr-defined]
+_LOOKED_AT = {*_SIZES, *MOVES, *TURNS}

@@ -43,6 +43,7 @@ class Owner(Protocol):
     settings: Settings
     forward: Any  # a `Forward`, which stands above this file
     general_rule: Any
+    escalation: Any  # an `Escalation`, likewise
     passes: Passes
     backward: Backward
     leaves: Leaves

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
+from expanded_nn._batch import tensors as tensors_in
 from expanded_nn._traced import assume, is_traced, wait_for_values
 
 PLAIN = (Tensor, FakeTensor)  # not what only looks like a tensor, whose use is noted
@@ -39,12 +41,15 @@ class Moved(NamedTuple):
         stays: Whether each sample has stayed in its place; `None` where none can have.
         places: Which ones it has given them; `None` where the operation itself says it.
         line: Where it stands, as a part of an error; empty where that is not known.
+        dim: Where the samples stand since another dimension of as many has taken the place of theirs; `None` if it is
+            they that have taken each other's places.
     """
 
     operation: str
     stays: Tensor | None
     places: Tensor | None = None
     line: str = ""
+    dim: int | None = None
 
     def may_be_assumed_away(self, between: str) -> bool:
         """In a trace, whether the step may go on; it assumes that each sample has stayed in its place."""
@@ -57,7 +62,7 @@ class Moved(NamedTuple):
 
 def move_of(operation: Any, args: Any, kwargs: Any) -> Move | None:
     """What a call of one of torch's functions does with places; `None` if it leaves them as they are."""
-    of_call = _MOVES.get(operation)
+    of_call = MOVES.get(operation)
     if of_call is None:
         return None
     try:
@@ -87,6 +92,14 @@ def index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
     return next((key for key_dim, key in integers if key_dim == dim), NotImplemented)
 
 
+def masked(keys: tuple[Any, ...]) -> tuple[Tensor, int] | None:
+    """The places `(n,)` that a mask takes, in all its dimensions, and how many these have; `None` without a mask."""
+    mask = keys[0] if keys else None
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() == 0 or is_traced():
+        return None
+    return mask.flatten().nonzero().flatten(), mask.numel()
+
+
 def all_stay(index: Tensor, dim: int, dims: int, batch: int) -> Tensor | None:
     """Whether an index for a dimension of a tensor leaves each sample in its place; `None` if it is not for samples."""
     index = index.movedim(dim, 0) if index.dim() == dims else index
@@ -94,6 +107,20 @@ def all_stay(index: Tensor, dim: int, dims: int, batch: int) -> Tensor | None:
         return None
     places = torch.arange(batch, device=index.device).view(-1, *[1] * (index.dim() - 1))
     return (index % batch == places).all()
+
+
+def dims_after(func: Any, x: Tensor, args: Any, kwargs: Any) -> list[int] | None:
+    """The dimensions of `x` that an operation leaves, in their new order; `None` if that is not known."""
+    if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+        return None
+    sizes = range(1000, 1000 + x.dim())  # one for each dimension
+    try:
+        results: Any = tensors_in(func(torch.empty(tuple(sizes), device="meta"), *args, **kwargs))
+    except (RuntimeError, TypeError, IndexError):
+        return None
+    result = next(results, None)
+    dims = [] if result is None else [size - 1000 for size in result.shape]
+    return dims if result is not None and len(set(dims)) == len(dims) and set(dims) <= set(range(x.dim())) else None
 
 
 def _length(key: Any) -> int:
@@ -148,6 +175,16 @@ def _sort(input: Any, dim: int = -1, descending: bool = False, *, stable: bool =
     return Move(input, input.shape, [dim])
 
 
+def _unique(
+    input: Any, sorted: bool = True, inverse: bool = False, counts: bool = False, dim: Any = 0, **_: Any
+) -> Move:
+    return Move(input, input.shape, [0 if dim is None else dim])
+
+
+def _topk(input: Any, k: int, dim: int = -1, **options: Any) -> Move:
+    return Move(input, input.shape, [dim])
+
+
 def _cat(tensors: Any, dim: int = 0, **options: Any) -> Move | None:
     """Of parts of a tensor, as `h[1:]` and `h[:1]`: their places in memory tell which rows they are."""
     shape = list(tensors[0].shape)
@@ -186,7 +223,7 @@ def _named(of_call: Callable[..., Any], *names: str) -> dict[Any, Callable[..., 
     return {function: of_call for function in functions if function is not None}
 
 
-_MOVES: dict[Any, Callable[..., Move | None]] = {
+MOVES: dict[Any, Callable[..., Move | None]] = {
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
     **_named(_index_put, "index_put", "index_put_"),
@@ -198,6 +235,18 @@ _MOVES: dict[Any, Callable[..., Move | None]] = {
     **_named(partial(_flip, dims=0), "flipud"),
     **_named(_roll, "roll"),
     **_named(_sort, "sort"),
+    **_named(partial(_sort, dim=0), "msort"),
+    **_named(_unique, "unique"),
+    **_named(_topk, "topk"),
     **_named(_cat, "cat", "concat", "concatenate"),
     **_named(_stack, "stack"),
+}
+_TURN = _named(_sort, "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint")
+# what turns dimensions
+TURNS = {*_TURN, *(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))}
+# or takes some away, so that samples that were turned may be back in their place
+TURNS_BACK = {
+    *TURNS,
+    Tensor.__getitem__,
+    *_named(_sort, "select", "unbind", "mean", "sum", "amax", "amin", "max", "min", "logsumexp", "prod"),
 }

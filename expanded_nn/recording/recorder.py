@@ -23,6 +23,7 @@ from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recom
 from expanded_nn.recording.forward import Forward as Forward
 from expanded_nn.recording.leaf import NO_ROWS, Leaf, Leaves, Location
 from expanded_nn.recording.linked import linked_pass
+from expanded_nn.recording.order import Order
 from expanded_nn.recording.owner import Settings as Settings
 from expanded_nn.recording.passes import Pass, Passes, PassStage
 from expanded_nn.recording.stale import stale
@@ -200,7 +201,7 @@ class Recorder:
         """Makes all calls meanwhile one pass of `batch` samples; inside of a forward they are a part of that."""
         self.refuse_other_thread(module)
         if self.forward is None:
-            with self.escalation.looking_at_order(self), Forward(self, module, batch, (), is_explicit=True):
+            with Order(self), Forward(self, module, batch, (), is_explicit=True):
                 yield
         elif self.forward.own_pass.batch == batch:
             yield

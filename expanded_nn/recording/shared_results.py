@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from expanded_nn.recording.backward import graph_of, saved_dims, saved_number
 
-_SAME = ("CloneBackward", "ToCopyBackward", "AliasBackward", "UnsafeViewBackward")
+_SAME = ("CloneBackward", "ToCopyBackward", "AliasBackward")
 _ELEMENTWISE = tuple(
     f"{name}Backward"
     for name in (
@@ -35,6 +35,9 @@ _JOIN = (
     *("CatBackward", "UnfoldBackward"),
 )
 _TAKE = ("SelectBackward", "UnbindBackward", *_SHORTEN, *_REDUCE, *_JOIN)
+_VIEW = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward")
+_PRODUCT = ("MmBackward", "AddmmBackward")  # for which torch folds what is not a matrix, and unfolds it afterwards
+_PLACE = ("UnsqueezeBackward", "SqueezeBackward", "TransposeBackward", "PermuteBackward", "StackBackward")
 
 
 class SharedResult(NamedTuple):
@@ -64,7 +67,8 @@ def taken_apart(results: Sequence[SharedResult], ends: Iterable[Tensor], batch: 
         dim, rank, layer = layouts[node]
         for consumer in consumers.get(node, ()):
             name = consumer.name()
-            if _takes_apart(consumer, name, dim, rank, batch):
+            is_folded = any(behind.name().startswith(_PRODUCT) for behind in consumers.get(consumer, ()))
+            if _takes_apart(consumer, name, dim, rank, batch) and not is_folded:
                 return layer, name.rstrip("01").removesuffix("Backward").lower()
             layout = _layout_after(consumer, name, dim, rank)
             parents = [parent for parent, _ in consumer.next_functions if parent is not None]
@@ -80,7 +84,11 @@ def _takes_apart(node: Any, name: str, dim: int, rank: int, batch: int) -> bool:
     if name.startswith("IndexBackward"):
         indices = node._saved_indices
         return len(indices) > dim and indices[dim] is not None
-    if not name.startswith(_TAKE) or dim not in _dims(node, rank):
+    if name.startswith(_VIEW):
+        return not _keeps(node, dim, batch)
+    if not name.startswith(_TAKE):  # any other that names dimensions, such as a Fourier transform, takes those
+        return not name.startswith(_PLACE) and dim in saved_dims(node, rank)
+    if dim not in _dims(node, rank):
         return False
     if name.startswith("SliceBackward"):
         return len(range(*slice(saved_number(node._saved_start), saved_number(node._saved_end)).indices(batch))) < batch
@@ -92,6 +100,12 @@ def _dims(node: Any, rank: int) -> list[int]:
     return saved_dims(node, rank) or list(range(rank))
 
 
+def _keeps(view: Any, dim: int, batch: int) -> bool:
+    """Whether another shape leaves the samples in their dimension."""
+    shape = view._input_metadata[0].shape
+    return len(shape) > dim and shape[dim] == batch
+
+
 def _layout_after(node: Any, name: str, dim: int, rank: int) -> tuple[int, int] | None:
     """The dimension of the samples, and the rank, after an operation that leaves the samples whole; `None` otherwise.
 
@@ -99,6 +113,8 @@ def _layout_after(node: Any, name: str, dim: int, rank: int) -> tuple[int, int] 
     """
     if name.startswith((*_SAME, *_SHORTEN, *_JOIN, *_ELEMENTWISE)):
         return dim, rank
+    if name.startswith(_VIEW):
+        return dim, len(node._input_metadata[0].shape)
     if name.startswith(_TAKE):
         gone = [] if getattr(node, "_saved_keepdim", False) else _dims(node, rank)
         return dim - sum(gone_dim < dim for gone_dim in gone), rank - len(gone)

@@ -449,6 +449,13 @@ ALONG_THE_COPIES: dict[str, Callable[[Tensor], Any]] = {
     "numel": lambda table: table / table.numel(),
     "dim": lambda table: table / table.dim(),
     "normalized_shape": lambda table: F.layer_norm(table, table.shape),
+    "nanmean": lambda table: table.nanmean(0),
+    "transformed": lambda table: torch.fft.fft(table, dim=0).real,
+    "of_all_positions": lambda table: table.reshape(-1, 4)[:5],
+    "constant": lambda table: table - table.detach().mean(0),
+    "normalized": lambda table: F.normalize(table),
+    "norm_of_features": lambda table: table / table.norm(dim=1, keepdim=True),
+    "within_a_product": lambda table: torch.ones(5, 5) @ table.unsqueeze(1).squeeze(1),
 }
 WITHIN_A_COPY: dict[str, Callable[[Tensor], Any]] = {
     "softmax": lambda table: table.softmax(-1),
@@ -457,6 +464,12 @@ WITHIN_A_COPY: dict[str, Callable[[Tensor], Any]] = {
     "positions": lambda table: table / table.size(-2),
     "layer_norm": lambda table: F.layer_norm(table, table.shape[-1:]),
     "pairs": lambda table: (table @ table.mT).softmax(-1) @ table,
+    "transformed": lambda table: torch.fft.fft(table, dim=-1).real,
+    "product": lambda table: F.linear(table @ torch.ones(4, 4), torch.ones(4, 4), torch.zeros(4)),
+    "halves": lambda table: table.unflatten(-1, (2, 2)).transpose(-1, -2).flatten(-2),
+    "normalized": lambda table: F.normalize(table, dim=-1),
+    "in_place": lambda table: table.clone().mul_(2),
+    "dropped": lambda table: F.dropout(table, 0.0),
 }
 
 
@@ -470,6 +483,56 @@ def test_what_a_forward_does_along_the_copies_goes_sample_by_sample(use: Callabl
     assert_close_rows(rows_of(model), loop(module, call, 3))
     with pytest.raises(enn.PerSampleError, match="the mean over a dimension of one, or the len that follows"):
         enn.convert(module).per_sample(escalate=False)(*call.args)
+
+
+class Met(nn.Module):
+    """A table that all samples share meets the samples."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor, nn.Module], Tensor]) -> None:
+        super().__init__()
+        self.table, self.layer, self.use = nn.Embedding(7, 4), nn.Linear(4, 4), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.layer(x), x, self.table)
+
+
+EVERY = torch.arange(7)
+MISPLACED: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    "product": (lambda h, x, table: h @ table(EVERY).mT, (3, 4)),
+    "distances": (lambda h, x, table: torch.cdist(h, table(EVERY)), (3, 4)),
+    "inner": (lambda h, x, table: torch.inner(x, table(EVERY)) + h[:, :1], (3, 4)),
+    "similarities": (lambda h, x, table: F.cosine_similarity(h[:, None], table(EVERY)[None], dim=-1), (3, 4)),
+    "added": (lambda h, x, table: h + table(torch.tensor(2)), (3, 3, 4)),
+    "expanded": (lambda h, x, table: h + table(torch.tensor(2)).expand(len(h), h.shape[1], 4), (3, 3, 4)),
+    "chosen": (lambda h, x, table: h + torch.where(x > 0, table(torch.tensor(2)), x), (3, 3, 4)),
+    "heads": (lambda h, x, table: h + table(torch.arange(5)), (3, 3, 5, 4)),
+}
+IN_PLACE: dict[str, Callable[..., Tensor]] = {
+    "product": lambda h, x, table: h.unsqueeze(1) @ table(EVERY).mT,
+    "similarities": lambda h, x, table: F.cosine_similarity(h[:, None], table(EVERY), dim=-1),
+    "spread": lambda h, x, table: h + table(EVERY).expand(len(h), -1, -1).sum(1),
+    "behind_a_layer": lambda h, x, table: (h[:, None] * F.layer_norm(table(EVERY), (4,))).sum(1),
+}
+
+
+@pytest.mark.parametrize("use", MISPLACED.values(), ids=MISPLACED)
+def test_copies_that_meet_another_dimension_than_the_samples(
+    use: tuple[Callable[..., Tensor], tuple[int, ...]],
+) -> None:
+    """In the plain model there is no dimension of copies that could meet one."""
+    module, call = Met(use[0]), Call((torch.randn(use[1]),))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    with pytest.warns(enn.PerSampleWarning, match=r"table \(Embedding\): its input is shared by all 3 samples"):
+        plain(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, 3))
+
+
+@pytest.mark.parametrize("use", IN_PLACE.values(), ids=IN_PLACE)
+def test_copies_that_meet_the_samples_are_right(use: Callable[..., Tensor]) -> None:
+    module, call = Met(use), Call((torch.randn(3, 4),))
+    model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
+    plain(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, 3))
 
 
 @pytest.mark.parametrize("use", WITHIN_A_COPY.values(), ids=WITHIN_A_COPY)

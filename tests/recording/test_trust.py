@@ -1885,6 +1885,211 @@ def test_arguments_in_another_order(*, frozen: bool) -> None:
         right(on(module), module, forward, x)
 
 
+UNIQUE: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "function": lambda x: torch.unique(x, dim=0, return_inverse=True),
+    "method": lambda x: x.unique(dim=0, return_inverse=True),
+}
+
+
+@pytest.mark.parametrize("unique", UNIQUE.values(), ids=UNIQUE)
+def test_samples_that_are_computed_once_each(unique: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    """What is unique is sorted, and of B rows where none is there twice."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            each, places = unique(x)
+            return self.second(self.first(each)[places])
+
+    module = Model()
+    with pytest.warns(enn.PerSampleWarning, match=r"each other's places \(unique"):
+        right(on(module), module, forward)
+
+
+class Reversed(nn.Module):
+    """Two layers, the second one on the reversed batch, if it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.told = nn.Linear(D, D), nn.Linear(D, 2), False
+
+    def forward(self, x: Tensor, *, backwards: bool = False) -> Tensor:
+        h = self.first(x)
+        if backwards or self.told or x.sum() > 100:
+            return self.second(h.flip(0)).flip(0)
+        return self.second(h)
+
+
+@pytest.mark.parametrize("by", ["argument", "attribute", "values"])
+def test_samples_that_only_a_later_forward_moves(by: str) -> None:
+    """Each forward is looked at: the first one may have gone another way."""
+    module, x = Reversed(), values()
+    model = on(module)
+    right(model, module, forward)
+    model.zero_grad()
+    if by == "attribute":
+        model.told = module.told = True
+    with pytest.warns(enn.PerSampleWarning, match=r"each other's places \(flip"):
+        right(model, module, lambda m, x: m(x, backwards=by == "argument"), x + 100 * (by == "values"))
+
+
+class TurnedAbout(nn.Module):
+    """Layers whose inputs a test turns."""
+
+    def __init__(self, away: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 2)
+        self.away, self.back = away, back
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        return self.last(self.back(self.second(self.away(self.first(x)).tanh())))
+
+
+TURNS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "transpose": (lambda h: h.transpose(0, 1), lambda h: torch.transpose(h, 1, 0)),
+    "permute": (lambda h: h.permute(1, 0, 2), lambda h: h.permute((1, 0, 2))),
+    "swapaxes": (lambda h: h.swapaxes(0, 1), lambda h: h.swapdims(1, 0)),
+    "movedim": (lambda h: h.movedim(0, 1), lambda h: torch.moveaxis(h, 0, 1)),
+    "stack": (lambda h: torch.stack([h[:, t] for t in range(h.shape[1])]), lambda h: torch.stack(h.unbind(1))),
+    "twice": (lambda h: h.permute(1, 2, 0).transpose(1, 2), lambda h: h.transpose(0, 1)),
+    "heads": (
+        lambda h: h.transpose(0, 1).reshape(B, -1, D // 2).transpose(0, 1).tanh().transpose(0, 1).reshape(B, -1, D),
+        lambda h: h.transpose(0, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
+def test_positions_that_are_as_many_as_the_samples(turn: tuple[Any, Any], *, batch_first: bool) -> None:
+    """Turned about, they would be taken for samples."""
+    module = TurnedAbout(*turn)
+    with pytest.warns(enn.PerSampleWarning, match="samples have taken each other's places .*test_trust.py"):
+        right(on(module), module, forward, values(B, B, D))
+    refused = pytest.raises(enn.PerSampleError, match="samples have taken each other's places")
+    with refused if batch_first or turn is not TURNS["stack"] else nullcontext():  # along samples that stand second
+        on(module, escalate=False, batch_first=batch_first)(values(B, B, D))
+
+
+BACK_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "transpose": lambda h: h.transpose(0, 1).tanh().transpose(0, 1),
+    "last": lambda h: h.transpose(0, 1)[-1],
+    "mean": lambda h: h.transpose(0, 1).mean(0),
+    "max": lambda h: h.permute(1, 0, 2).max(0).values,
+    "unbind": lambda h: h.transpose(0, 1).unbind(0)[1],
+    "loop": lambda h: torch.stack(list(h.transpose(0, 1)), 1),
+    "attention": lambda h: (h @ h.transpose(1, 2)).softmax(-1) @ h,
+    "of_a_stack": lambda h: torch.stack([h.sum(1), h[:, 0], h[:, 1]])[1],
+}
+
+
+@pytest.mark.parametrize("turn", BACK_IN_PLACE.values(), ids=BACK_IN_PLACE)
+def test_samples_that_are_back_in_their_place(turn: Callable[[Tensor], Tensor]) -> None:
+    module = TurnedAbout(turn, lambda h: h)
+    right(on(module), module, forward, values(B, B, D))
+
+
+def test_single_position_in_the_place_of_the_samples() -> None:
+    """It would be taken for what all samples share."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x.transpose(0, 1)).tanh()).transpose(0, 1)
+
+    module = Model()
+    with pytest.warns(enn.PerSampleWarning, match="each other's places"):
+        right(on(module), module, forward, values(B, 1, D))
+
+
+def test_samples_turned_for_a_layer_that_wants_them_second() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.lstm, self.last = nn.Linear(D, D), nn.LSTM(D, D), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.lstm(self.first(x).transpose(0, 1))[0].transpose(0, 1))
+
+    module = Model()
+    right(on(module, batch_first=True), module, forward, values(B, B, D))
+
+
+CHOSEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mask": lambda h, mask: h[mask],
+    "flat_mask": lambda h, mask: h.flatten(0, 1)[mask.flatten()],
+    "index": lambda h, mask: h.flatten(0, 1)[mask.flatten().nonzero().squeeze(1)],
+    "index_select": lambda h, mask: h.flatten(0, 1).index_select(0, mask.flatten().nonzero().squeeze(1)),
+}
+
+
+@pytest.mark.parametrize("argument", [False, True])
+@pytest.mark.parametrize("chosen", CHOSEN.values(), ids=CHOSEN)
+def test_positions_chosen_that_are_as_many_as_the_samples(chosen: Callable[..., Tensor], *, argument: bool) -> None:
+    """One of each sample is right; two of one and none of another would be taken for samples."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            of_chosen = self.second(chosen(x if argument else self.first(x), mask))
+            places = mask.unsqueeze(-1).expand(*mask.shape, 2)
+            result = torch.zeros(*mask.shape, 2).masked_scatter(places, of_chosen)
+            return result + self.first(x).sum(-1, keepdim=True)
+
+    module, x = Model(), values(B, 4, D)
+    model = on(module)
+    right(model, module, forward, x, torch.eye(B, 4).roll(1, 1) > 0)
+    model.zero_grad()
+    with pytest.warns(enn.PerSampleWarning, match="each other's places"):
+        right(model, module, forward, x, torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]]) > 0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_samples_moved_within_a_checkpoint(*, reentrant: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.last = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 2)
+
+        def away_and_back(self, h: Tensor) -> Tensor:
+            return self.second(self.first(h).flip(0)).flip(0)  # type: ignore[no-any-return]
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            return self.last(checkpoint(self.away_and_back, x, use_reentrant=reentrant))
+
+    module = Model()
+    refused = pytest.raises(enn.PerSampleError, match="each other's places")  # no loop over samples is possible in it
+    with refused if reentrant else pytest.warns(enn.PerSampleWarning, match="each other's places"):
+        right(on(module), module, forward)
+
+
+def test_samples_moved_without_gradients() -> None:
+    """As by a teacher, whose layers leave no rows there."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = self.second(self.first(x).flip(0)).flip(0)
+            return self.second(self.first(x)) - target
+
+    module = Model()
+    right(on(module), module, forward)
+
+
 def test_samples_compared_with_each_other_have_shares() -> None:
     """What follows no layer any more is a loss, be it in the forward or in one_pass."""
 
@@ -2006,6 +2211,46 @@ BETWEEN_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "mixed": lambda h: 0.7 * h + 0.3 * h[ORDER],
     "another_model": lambda h: on(nn.Linear(D, D))(h.flip(0)),
 }
+
+
+TWO_OF_ONE = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 0]]) > 0
+TURNED_BETWEEN_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transpose": lambda h: h.transpose(0, 1).tanh(),
+    "permute": lambda h: h.permute(1, 0, 2),
+    "of_three": lambda h: h.permute(1, 2, 0).movedim(-1, 1),
+    "mask": lambda h: h[TWO_OF_ONE],
+    "index": lambda h: h.flatten(0, 1)[TWO_OF_ONE.flatten().nonzero().squeeze(1)],
+}
+NOT_TURNED_BETWEEN_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "twice": lambda h: h.transpose(0, 1).tanh().permute(1, 0, 2),
+    "last": lambda h: h.transpose(0, 1)[-1],
+    "mean": lambda h: h.transpose(0, 1).mean(0),
+    "attention": lambda h: h @ h.transpose(1, 2) @ h,
+    "mask": lambda h: h[torch.eye(B)[1:2].expand(len(h), B) > 0],
+    "index": lambda h: h.flatten(0, 1)[torch.arange(len(h)) * B + 1],
+}
+
+
+@pytest.mark.parametrize("turn", TURNED_BETWEEN_CALLS.values(), ids=TURNED_BETWEEN_CALLS)
+def test_positions_taken_for_samples_between_two_calls(turn: Callable[[Tensor], Tensor]) -> None:
+    model = on(Moved(*MOVES["index"]))
+    with pytest.raises(enn.PerSampleError, match=r"second \(Linear\): since an earlier call .*each other's places \("):
+        moved_between(turn)(model, values(B, B, D))
+
+
+@pytest.mark.parametrize("turn", NOT_TURNED_BETWEEN_CALLS.values(), ids=NOT_TURNED_BETWEEN_CALLS)
+def test_samples_that_are_back_in_their_place_between_two_calls(turn: Callable[[Tensor], Tensor]) -> None:
+    module = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, 2)])
+    right(on(module), module, lambda m, x: m[1](turn(m[0](x))), values(B, B, D))
+
+
+def test_samples_turned_for_a_call_that_wants_them_second() -> None:
+    module = nn.ModuleList([nn.Linear(D, D), nn.LSTM(D, D), nn.Linear(D, 2)])
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        return m[2](m[1](m[0](x).transpose(0, 1))[0].transpose(0, 1))  # type: ignore[no-any-return]
+
+    right(on(module), module, step, values(B, B, D))
 
 
 @pytest.mark.parametrize("move", BETWEEN_CALLS.values(), ids=BETWEEN_CALLS)

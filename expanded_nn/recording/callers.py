@@ -1,0 +1,48 @@
+"""Whose code has called an operation: the user's, or a library's."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from types import FrameType
+from typing import Any
+
+from torch.utils import checkpoint
+
+from expanded_nn._errors import LIBRARIES
+
+_OF_TORCH = {"__torch_function__", "handle_torch_function", "__len__"}  # between a call and those who look at it
+
+
+def calling_frame(func: Any) -> FrameType:
+    """The frame that has called one of torch's functions, asked for by those who look at operations."""
+    frame, looking = sys._getframe(1), sys._getframe(0).f_globals["__package__"]
+    while frame.f_back is not None and (
+        frame.f_globals.get("__package__") == looking or frame.f_code.co_name in _OF_TORCH
+    ):
+        frame = frame.f_back
+    outer, code = frame, getattr(func, "__code__", None)  # of a function that torch has written in Python
+    while outer.f_back is not None and code is not None and outer.f_code.co_filename.startswith(LIBRARIES):
+        if outer.f_code is code:
+            frame = outer.f_back
+        outer = outer.f_back
+    return frame
+
+
+def is_called_by_libraries(func: Any) -> bool:
+    """Whether an operation is torch's or ours: `pack_padded_sequence`, which notes the order, or a layer."""
+    return calling_frame(func).f_code.co_filename.startswith(LIBRARIES)
+
+
+def is_in_reentrant_checkpoint() -> bool:
+    """Whether a reentrant checkpoint's first forward runs this code."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not checkpoint.CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def line_of_the_user() -> str:
+    """The line of the user's that runs, as a part of an error."""
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((*LIBRARIES, "<"))]
+    return f", line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
