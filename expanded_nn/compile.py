@@ -218,7 +218,7 @@ class CompiledStep:
             family.by_shapes[shapes] = None
             return self._run_eagerly(None, shapes, objects, args, kwargs)
         try:
-            family, graph = self._graph(kind, family, shapes, tensors, args, kwargs)
+            family, graph = self._graph(kind, family, shapes, tensors, objects, (args, kwargs))
         except FirstEager as reason:
             self._fault(family, str(reason))
             return self._run_eagerly(None, shapes, objects, args, kwargs)
@@ -236,7 +236,7 @@ class CompiledStep:
 
     def _run(self, family: Family, graph: Graph, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         """Runs a graph, and the step itself if its assumptions do not hold."""
-        otherwise, result = graph.run(tensors)
+        otherwise, result = graph.run(tensors, (args, kwargs))
         if otherwise is None:
             family.faults = 0
             return result
@@ -264,14 +264,20 @@ class CompiledStep:
         self.modules = list(dict.fromkeys([*self.modules, *members]))
         new_recorders = [*recorders, *(recorder for recorder in own_recorders if recorder is not None)]
         self.recorders = list(dict.fromkeys([*self.recorders, *new_recorders]))
-        if key is not None:
-            if self.step_values.changing:
-                key = key._replace(values=self.step_values.look(objects).key)
+        self.step_values.referred.add_modules(self.modules)
+        if key is not None:  # the functions of the modules are known now
+            key = key._replace(values=self.step_values.look(objects).key)
             self.first_shapes.setdefault(key, []).append(shapes)
         return result
 
     def _graph(
-        self, kind: Hashable, family: Family, shapes: Shapes, tensors: Sequence[Tensor], args: Any, kwargs: Any
+        self,
+        kind: Hashable,
+        family: Family,
+        shapes: Shapes,
+        tensors: Sequence[Tensor],
+        objects: Sequence[Any],
+        arguments: Any,  # (args, kwargs)
     ) -> tuple[Family, Graph | None]:
         """The graph for a call, a new one if need be, `None` if there is none; and the family that it is of."""
         if not family.by_gradients:
@@ -279,7 +285,7 @@ class CompiledStep:
             if graph is not None or family.is_eager:
                 return family, None if family.is_eager else graph
             try:
-                return family, self._traced(family, shapes, tensors, args, kwargs)
+                return family, self._traced(family, shapes, tensors, objects, arguments)
             except LookFirst:
                 family.by_gradients = True
         try:
@@ -292,10 +298,10 @@ class CompiledStep:
             inner = Family(by_shapes=dict.fromkeys(family.by_shapes), varying=set(family.varying), grads=grads)
             self.families[kind] = inner
         # which asks no more: it knows the gradients
-        return self._graph(kind, inner, shapes, tensors, args, kwargs)
+        return self._graph(kind, inner, shapes, tensors, objects, arguments)
 
     def _traced(
-        self, family: Family, shapes: Shapes, tensors: Sequence[Tensor], args: Any, kwargs: Any
+        self, family: Family, shapes: Shapes, tensors: Sequence[Tensor], objects: Sequence[Any], arguments: Any
     ) -> Graph | None:
         """A new graph, if there can be one."""
         try:
@@ -305,7 +311,7 @@ class CompiledStep:
                     "take sizes from x.shape, not from len(x))"
                 )
             with _ONE_AT_A_TIME:
-                traced, graph = self._compiled(family, family.varying, shapes, tensors, (args, kwargs))
+                traced, graph = self._compiled(family, family.varying, shapes, tensors, objects, arguments)
         except OnlyEager as reason:
             self._give_up(family, str(reason))
             return None
@@ -329,16 +335,27 @@ class CompiledStep:
         varying: Collection[ArgumentDim],
         shapes: Shapes,
         tensors: Sequence[Tensor],
+        objects: Sequence[Any],
         arguments: Any,
     ) -> tuple[Traced, Graph]:
         """A traced step and its graph; where a compiler fails for any size, for these sizes alone."""
         of_step = self.step, arguments, tensors, varying, self.modules, self.recorders
-        traced = trace(*of_step, thorough=family.is_thorough, known=family.grads)
+        values = self.step_values
+        if values.scheduled is not None:
+            raise complaint(
+                "enn.compile",
+                f"the step calls {values.scheduled}.step()",
+                "a step that ends with its gradients, as the graph would leave the scheduler as it is",
+                "Call the scheduler after the compiled step, and after the optimizer.",
+            )
+        with values.undoing(objects):
+            generators = values.looks[-1].generators
+            traced = trace(*of_step, thorough=family.is_thorough, known=family.grads, generators=generators)
         try:
             return traced, Graph(traced, shapes, varying, self.backend)
         except CompilerError as error:
             if varying:
-                return self._compiled(family, (), shapes, tensors, arguments)
+                return self._compiled(family, (), shapes, tensors, objects, arguments)
             raise OnlyEager(
                 f'its compiler raises {error} (backend="eager" replays the graph without a compiler)'
             ) from error
