@@ -45,12 +45,13 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
 
     There is a graph for each kind of call: the models' flags (`train`, `eval`), settings, frozen parameters and numbers
     among their attributes, the arguments' dtypes and layouts, autocast, and numbers and strings that are arguments, or
-    that the step and the functions of yours that it calls refer to by names: variables, attributes, items. What they
-    find in another way, as in a file or by the time, is that of the trace. Sizes that change from call to
-    call, as that of the batch, become symbols of one graph where the step reads them by `x.shape[0]`; `len(x)` is a
-    plain number, with a graph for each. New values of parameters, by an optimizer or `load_state_dict`, and of buffers
-    are seen. What else Python does happens in the first two calls of a kind, and not again. A tensor that the step
-    keeps outside, as in a list, has no values then; a `PerSampleWarning` names the line.
+    that the step and the functions of yours that it calls, modules' forwards and hooks included, refer to by names:
+    variables, attributes, items. What they find in another way, as in a file or by the time, is that of the trace.
+    Sizes that change from call to call, as that of the batch, become symbols of one graph where the step reads them by
+    `x.shape[0]`; `len(x)` is a plain number, with a graph for each. New values of parameters, by an optimizer or
+    `load_state_dict`, and of buffers are seen. Lists and dicts among the arguments that the step changes are changed by
+    the graph, too. What else Python does happens in the first two calls of a kind, and not again. A tensor that the
+    step keeps outside, as in a list, has no values then; a `PerSampleWarning` names the line.
 
     Where a graph cannot be right the step runs eagerly: a `PerSampleWarning` says why if it is for good (rows of
     earlier calls that it looks at, random numbers within a backward, sparse gradients, sequences of different
@@ -68,8 +69,8 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
 
     Raises:
         PerSampleError: At the call that is traced, if the step reads values of tensors (the line is named), takes the
-            step of an optimizer, returns a tensor whose backward it has not run, or trains a tensor that is neither an
-            argument nor a parameter of a module that it calls. Models and rows are then as before.
+            step of an optimizer or of a scheduler, returns a tensor whose backward it has not run, or trains a tensor
+            that is neither an argument nor a parameter of a module that it calls. Models and rows are then as before.
         TypeError: If `step` is a model or no function, or `options` are not inductor's, which the first graph finds.
 
     Example:
