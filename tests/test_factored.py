@@ -248,9 +248,7 @@ def test_a_change_of_the_shape_in_place_is_refused(
 ) -> None:
     """The tensor would keep its shape, and only its numbers would have another."""
     rows, dense = pair
-    with pytest.raises(
-        enn.PerSampleError, match=r"the shape of factored rows in place, by \w+_; .*rows.unsqueeze\(0\)"
-    ):
+    with pytest.raises(PerSampleError, match=r"the shape of factored rows in place, by \w+_; .*rows.unsqueeze\(0\)"):
         change(rows.flatten(1))
     torch.testing.assert_close(rows.to_dense(), dense)
 
