@@ -334,6 +334,18 @@ def hook_of_a_module(model: nn.Module, wrap: Any) -> Any:
     return call, None
 
 
+def function_of_a_module(model: nn.Module, wrap: Any) -> Any:
+    settings = {"scale": 1.0}
+    model.scaled = lambda outputs: outputs * settings["scale"]  # type: ignore[assignment]
+    compiled = wrap(lambda x, y: trained(lambda x: model.scaled(model(x)), x, y))  # type: ignore[arg-type, operator]
+
+    def call(number: int, x: Tensor, y: Tensor) -> Any:
+        settings["scale"] = 1.0 + (number > 3)
+        return compiled(x, y)
+
+    return call, None
+
+
 def rate_of_a_scheduler(model: nn.Module, wrap: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
@@ -394,6 +406,7 @@ COMPILED = {
     function_found_in_a_dict: 2,
     arguments_changed: 1,
     hook_of_a_module: 2,
+    function_of_a_module: 2,
     rate_of_a_scheduler: 2,
     preconditioned: 1,
 }

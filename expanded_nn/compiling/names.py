@@ -17,6 +17,7 @@ from expanded_nn._errors import LIBRARIES
 
 _NOT_THE_USERS = (*LIBRARIES, *(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib")), "<")
 
+_NUMBERS = {bool, int, float, complex, str, list, dict, set, tuple}  # and what may hold any
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 # special methods that a step does not call, or that tell it nothing
@@ -94,14 +95,17 @@ class Referred:
         """Modules that the step calls, with their hooks: of classes of the user's the functions count."""
         for module in modules:
             kind = type(module)
-            if id(kind) not in self.places and any(map(is_the_users, kind.__mro__)):
-                self.owners.append(kind)
+            own_classes = [] if id(kind) in self.places else list(filter(is_the_users, kind.__mro__))
+            if own_classes:
                 self._note_places(kind)
-                for base in filter(is_the_users, kind.__mro__):
-                    self._follow_function(vars(base).get("forward"))
-            for name in HOOKS:
-                for hook in getattr(module, name).values():
-                    self._follow(hook)
+            for base in own_classes:
+                self._follow_function(vars(base).get("forward"))
+                if any(not name.startswith("__") and type(value) in _NUMBERS for name, value in vars(base).items()):
+                    self.owners.append(base)
+            hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
+            for value in (*vars(module).values(), *hooks):
+                if isinstance(value, FunctionType | partial):
+                    self._follow(value)
         self._read_all()
 
     def _read_all(self) -> None:
