@@ -5,6 +5,7 @@ from __future__ import annotations
 from dis import Instruction, get_instructions
 from itertools import pairwise
 from types import CodeType, FrameType
+from typing import Any
 
 _NO_COMPUTED_KEY = {"LOAD_CONST", "LOAD_SMALL_INT", "BUILD_SLICE", "BUILD_TUPLE"}  # before the index is applied
 _SPREAD = {"DICT_MERGE", "DICT_UPDATE", "CALL_FUNCTION_EX"}
@@ -16,6 +17,11 @@ def computes_keys(code: CodeType) -> bool:
         (_applies_index(instruction) and previous.opname not in _NO_COMPUTED_KEY) or instruction.opname in _SPREAD
         for previous, instruction in pairwise(get_instructions(code))
     )
+
+
+def constant_keys(code: CodeType) -> set[Any]:
+    """The constants by which it finds items, but for those of `counts["calls"] += 1`, which reads to write alone."""
+    return {before.argval for before, each in pairwise(get_instructions(code)) if _applies_index(each)}
 
 
 def constant_index(frame: FrameType) -> int | None:

@@ -134,8 +134,8 @@ def _cloned(rows: Rows, *, memory_format: Any = None) -> Any:
 
 def _converted(rows: Rows, *, dtype: Any = None, **options: Any) -> Any:
     asks_for_more = any(value is not None for key, value in options.items() if key != "non_blocking")
-    if rows.is_dense or dtype is None or asks_for_more:
-        return NotImplemented
+    if rows.is_dense or dtype is None or asks_for_more or not (dtype.is_floating_point or dtype.is_complex):
+        return NotImplemented  # whole numbers of the factors would not be those of the rows
     return rows._like(rows._remade(lambda term: term.to(dtype)), rows.shape, dtype)
 
 

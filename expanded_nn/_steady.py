@@ -52,7 +52,7 @@ class RandomStates:
 
     def __init__(self, holders: Any = ()) -> None:
         held = [value for module in holders if isinstance(module, nn.Module) for value in attributes_of(module)]
-        generators = {id(leaf): leaf for leaf in tree_leaves([holders, held]) if _is_generator(leaf)}
+        generators = {id(leaf): leaf for leaf in tree_leaves([holders, held]) if is_generator(leaf)}
         self.sources: list[Source] = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
         numpy = sys.modules.get("numpy")
         if numpy is not None:
@@ -78,9 +78,9 @@ def attributes_of(module: nn.Module) -> list[Any]:
     return [value for value in attributes if not (isinstance(value, dict) and not value)]
 
 
-def _is_generator(value: Any) -> bool:
-    """Whether it is a generator of random numbers: torch's, Python's or numpy's."""
-    return isinstance(value, torch.Generator | random.Random) or hasattr(value, "bit_generator")
+def is_generator(value: Any) -> bool:
+    """Whether it is a generator of random numbers: torch's, Python's or numpy's, of the new kind or the old one."""
+    return isinstance(value, torch.Generator | random.Random) or hasattr(value, "_bit_generator")
 
 
 def _source_of(generator: Any) -> Source:
@@ -88,6 +88,8 @@ def _source_of(generator: Any) -> Source:
         return generator.get_state, generator.set_state
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
+    if not hasattr(generator, "bit_generator"):
+        return generator.get_state, generator.set_state
     bits = generator.bit_generator
     return lambda: bits.state, partial(setattr, bits, "state")
 

@@ -45,12 +45,13 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
 
     There is a graph for each kind of call: the models' flags (`train`, `eval`), settings, frozen parameters and numbers
     among their attributes, the arguments' dtypes and layouts, autocast, and numbers and strings that are arguments, or
-    that the step and the functions of yours that it calls refer to by names: variables, attributes, items. What they
-    find in another way, as in a file or by the time, is that of the trace. Sizes that change from call to
-    call, as that of the batch, become symbols of one graph where the step reads them by `x.shape[0]`; `len(x)` is a
-    plain number, with a graph for each. New values of parameters, by an optimizer or `load_state_dict`, and of buffers
-    are seen. What else Python does happens in the first two calls of a kind, and not again. A tensor that the step
-    keeps outside, as in a list, has no values then; a `PerSampleWarning` names the line.
+    that the step and the functions of yours that it calls, modules' forwards and hooks included, refer to by names:
+    variables, attributes, items. What they find in another way, as in a file or by the time, is that of the trace.
+    Sizes that change from call to call, as that of the batch, become symbols of one graph where the step reads them by
+    `x.shape[0]`; `len(x)` is a plain number, with a graph for each. New values of parameters, by an optimizer or
+    `load_state_dict`, and of buffers are seen. Lists and dicts among the arguments that the step changes are changed by
+    the graph, too. What else Python does happens in the first two calls of a kind, and not again. A tensor that the
+    step keeps outside, as in a list, has no values then; a `PerSampleWarning` names the line.
 
     Where a graph cannot be right the step runs eagerly: a `PerSampleWarning` says why if it is for good (rows of
     earlier calls that it looks at, random numbers within a backward, sparse gradients, sequences of different
@@ -68,8 +69,8 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
 
     Raises:
         PerSampleError: At the call that is traced, if the step reads values of tensors (the line is named), takes the
-            step of an optimizer, returns a tensor whose backward it has not run, or trains a tensor that is neither an
-            argument nor a parameter of a module that it calls. Models and rows are then as before.
+            step of an optimizer or of a scheduler, returns a tensor whose backward it has not run, or trains a tensor
+            that is neither an argument nor a parameter of a module that it calls. Models and rows are then as before.
         TypeError: If `step` is a model or no function, or `options` are not inductor's, which the first graph finds.
 
     Example:
@@ -218,7 +219,7 @@ class CompiledStep:
             family.by_shapes[shapes] = None
             return self._run_eagerly(None, shapes, objects, args, kwargs)
         try:
-            family, graph = self._graph(kind, family, shapes, tensors, args, kwargs)
+            family, graph = self._graph(kind, family, shapes, tensors, objects, (args, kwargs))
         except FirstEager as reason:
             self._fault(family, str(reason))
             return self._run_eagerly(None, shapes, objects, args, kwargs)
@@ -236,7 +237,7 @@ class CompiledStep:
 
     def _run(self, family: Family, graph: Graph, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         """Runs a graph, and the step itself if its assumptions do not hold."""
-        otherwise, result = graph.run(tensors)
+        otherwise, result = graph.run(tensors, (args, kwargs))
         if otherwise is None:
             family.faults = 0
             return result
@@ -264,14 +265,20 @@ class CompiledStep:
         self.modules = list(dict.fromkeys([*self.modules, *members]))
         new_recorders = [*recorders, *(recorder for recorder in member_recorders if recorder is not None)]
         self.recorders = list(dict.fromkeys([*self.recorders, *new_recorders]))
-        if key is not None:
-            if self.step_values.changing:
-                key = key._replace(values=self.step_values.look(objects).key)
+        self.step_values.referred.add_modules(self.modules)
+        if key is not None:  # the functions of the modules are known now
+            key = key._replace(values=self.step_values.look(objects).key)
             self.first_shapes.setdefault(key, []).append(shapes)
         return result
 
     def _graph(
-        self, kind: Hashable, family: Family, shapes: Shapes, tensors: Sequence[Tensor], args: Any, kwargs: Any
+        self,
+        kind: Hashable,
+        family: Family,
+        shapes: Shapes,
+        tensors: Sequence[Tensor],
+        objects: Sequence[Any],
+        arguments: Any,  # (args, kwargs)
     ) -> tuple[Family, Graph | None]:
         """The graph for a call, a new one if need be, `None` if there is none; and the family that it is of."""
         if not family.by_gradients:
@@ -279,7 +286,7 @@ class CompiledStep:
             if graph is not None or family.is_eager:
                 return family, None if family.is_eager else graph
             try:
-                return family, self._traced(family, shapes, tensors, args, kwargs)
+                return family, self._traced(family, shapes, tensors, objects, arguments)
             except LookFirst:
                 family.by_gradients = True
         try:
@@ -292,10 +299,10 @@ class CompiledStep:
             inner = Family(by_shapes=dict.fromkeys(family.by_shapes), varying=set(family.varying), grads=grads)
             self.families[kind] = inner
         # no `LookFirst` this time: it knows the gradients
-        return self._graph(kind, inner, shapes, tensors, args, kwargs)
+        return self._graph(kind, inner, shapes, tensors, objects, arguments)
 
     def _traced(
-        self, family: Family, shapes: Shapes, tensors: Sequence[Tensor], args: Any, kwargs: Any
+        self, family: Family, shapes: Shapes, tensors: Sequence[Tensor], objects: Sequence[Any], arguments: Any
     ) -> Graph | None:
         """A new graph, if there can be one."""
         try:
@@ -305,7 +312,7 @@ class CompiledStep:
                     "take sizes from x.shape, not from len(x))"
                 )
             with _ONE_AT_A_TIME:
-                traced, graph = self._compiled(family, family.varying, shapes, tensors, (args, kwargs))
+                traced, graph = self._compiled(family, family.varying, shapes, tensors, objects, arguments)
         except OnlyEager as reason:
             self._give_up(family, str(reason))
             return None
@@ -329,16 +336,27 @@ class CompiledStep:
         varying: Collection[ArgumentDim],
         shapes: Shapes,
         tensors: Sequence[Tensor],
+        objects: Sequence[Any],
         arguments: Any,
     ) -> tuple[Traced, Graph]:
         """A traced step and its graph; where a compiler fails for any size, for these sizes alone."""
         of_step = self.step, arguments, tensors, varying, self.modules, self.recorders
-        traced = trace(*of_step, thorough=family.is_thorough, states=family.grads)
+        values = self.step_values
+        if values.scheduled is not None:
+            raise complaint(
+                "enn.compile",
+                f"the step calls {values.scheduled}.step()",
+                "a step that ends with its gradients, as the graph would leave the scheduler as it is",
+                "Call the scheduler after the compiled step, and after the optimizer.",
+            )
+        with values.undoing(objects):
+            generators = values.looks[-1].generators
+            traced = trace(*of_step, thorough=family.is_thorough, states=family.grads, generators=generators)
         try:
             return traced, Graph(traced, shapes, varying, self.backend)
         except CompilerError as error:
             if varying:
-                return self._compiled(family, (), shapes, tensors, arguments)
+                return self._compiled(family, (), shapes, tensors, objects, arguments)
             raise OnlyEager(
                 f'its compiler raises {error} (backend="eager" replays the graph without a compiler)'
             ) from error

@@ -250,6 +250,13 @@ def _dense_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         wrappers[id(dense)] = rows
         return dense
 
+    if torch.Tag.inplace_view in func.tags:
+        raise complaint(
+            "grad_sample",
+            f"a change of the shape of factored rows in place, by {func.overloadpacket.__name__}",
+            "a tensor of another shape beside it",
+            "Write rows.unsqueeze(0) in place of rows.unsqueeze_(0), or take rows.dense().",
+        )
     for rows in _written(func, args, kwargs):
         if rows._source is not None:
             refuse_in_place()

@@ -21,7 +21,6 @@ from expanded_nn._arguments import (
     refuse_strange_factors,
 )
 from expanded_nn._errors import (
-    PerSampleError,
     UnknownNameError,
     complaint,
     refuse_no_bool,
@@ -44,6 +43,7 @@ from expanded_nn._held import (
 )
 from expanded_nn._modes import no_torch_function
 from expanded_nn._rows import average, widened
+from expanded_nn._traced import assume, is_traced
 from expanded_nn.core import cost
 from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors, damped_inverse, eigenbasis
 from expanded_nn.core.terms import OneHot
@@ -465,26 +465,27 @@ def _preconditioned(
     if isinstance(factors, EigenFactors):
         A, G, scale = (part.to(rows) for part in factors[:3])
         divisor = scale / factors.count + damping
-        if not divisor.gt(0).all():
-            raise _not_definite(name, damping)
+        _refuse_not_definite(name, damping, divisor.gt(0).all())
         in_eigenbasis = rows.between(G.t(), A).dense().view(rows.shape[0], *divisor.shape)
         return as_factored((G @ (in_eigenbasis / divisor) @ A.t()).view(rows.shape))
     inverses = []
     for total in (factors.G, factors.A):
         inverse, is_definite = damped_inverse(total, factors.count, damping)
-        if not is_definite:
-            raise _not_definite(name, damping)
+        _refuse_not_definite(name, damping, is_definite)
         inverses.append(inverse.to(device=rows.device, dtype=rows.dtype))
     return rows.between(*inverses)
 
 
-def _not_definite(name: str, damping: float) -> PerSampleError:
-    return complaint(
-        "PerSampleGrads.precondition",
-        f"the factors of {name!r} with damping {damping} are not positive definite",
-        "sums of a aᵀ and g gᵀ of finite numbers",
-        "Take the factors of kronecker(), without inf or NaN, and a larger damping.",
-    )
+def _refuse_not_definite(name: str, damping: float, is_definite: Tensor) -> None:
+    if is_traced():
+        assume(is_definite, "call after call its Kronecker factors are not positive definite")
+    elif not is_definite:
+        raise complaint(
+            "PerSampleGrads.precondition",
+            f"the factors of {name!r} with damping {damping} are not positive definite",
+            "sums of a aᵀ and g gᵀ of finite numbers",
+            "Take the factors of kronecker(), without inf or NaN, and a larger damping.",
+        )
 
 
 def _variance(rows: FactoredTensor, correction: float) -> Tensor:

@@ -146,6 +146,8 @@ DENSE: dict[str, Callable[[Any], Any]] = {  # makes the rows dense, and is right
     "numpy": lambda g: torch.as_tensor(g.detach().numpy()),
     "asarray": lambda g: torch.as_tensor(np.asarray(g)),
     "dlpack": lambda g: torch.from_dlpack(g),
+    "whole numbers": lambda g: (10 * g).to(torch.int64),  # those of the factors would have other products
+    "bool": lambda g: g.bool(),
 }
 
 
@@ -229,6 +231,26 @@ def test_changes_by_way_of_an_alias(pair: tuple[FactoredTensor, Tensor], change:
     rows, twin = pair
     change(rows), change(twin)
     same(rows, twin)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows.unsqueeze_(0),
+        lambda rows: rows.squeeze_(),
+        lambda rows: rows.transpose_(0, 1),
+        lambda rows: rows.t_(),
+    ],
+    ids=["unsqueeze_", "squeeze_", "transpose_", "t_"],
+)
+def test_a_change_of_the_shape_in_place_is_refused(
+    pair: tuple[FactoredTensor, Tensor], change: Callable[[Any], Any]
+) -> None:
+    """The tensor would keep its shape, and only its numbers would have another."""
+    rows, dense = pair
+    with pytest.raises(PerSampleError, match=r"the shape of factored rows in place, by \w+_; .*rows.unsqueeze\(0\)"):
+        change(rows.flatten(1))
+    torch.testing.assert_close(rows.to_dense(), dense)
 
 
 def test_rows_chosen_from_changed_ones_are_refused() -> None:

@@ -13,7 +13,8 @@ from expanded_nn._batch import contents
 from expanded_nn._modes import is_autocast
 from expanded_nn._traced import OnlyEager
 from expanded_nn.compiling.looks import PLAIN, Look, by_identity
-from expanded_nn.compiling.names import Names, names_in_class
+from expanded_nn.compiling.names import HOOKS, Names, names_in_class
+from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.isolation import Grads, look_at_grads
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.watch import Watch
@@ -23,7 +24,6 @@ _GLOBAL_HOOKS: list[Mapping[int, Any]] = [
     getattr(torch.nn.modules.module, f"_global_{name}_hooks")
     for name in ("forward", "forward_pre", "backward", "backward_pre")
 ]
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) -> Hashable:
@@ -37,6 +37,11 @@ def of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) -> 
     Raises:
         OnlyEager: If tensors are within an object of a class that is not known, and may be others at the next call.
     """
+    if isinstance(value, FactoredTensor):
+        raise OnlyEager(
+            "per-sample gradients are among its arguments (let it refer to them by a name, or give them dense, as "
+            "per_sample_grads(model).flatten() does)"
+        )
     if isinstance(value, Tensor):
         number = list(tensors).index(id(value)) if id(value) in tensors else len(tensors)
         tensors[id(value)] = value
@@ -104,6 +109,8 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
                 add(None)
                 continue
             add((id(parameter), parameter.requires_grad, parameter.shape, parameter.dtype, parameter.device))
+            if not parameter.is_contiguous():
+                add(parameter.stride())
             for hook in (parameter._backward_hooks or {}).values():
                 if type(hook) is not Watch:
                     add(by_identity(hook))
@@ -123,4 +130,7 @@ def of_gradients(recorders: Sequence[Recorder]) -> Grads:
 
 
 def _of_tensor(tensor: Tensor | None) -> Hashable:
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+    if tensor is None:
+        return None
+    strides = None if tensor.layout is not torch.strided or tensor.is_contiguous() else tensor.stride()
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, strides

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,20 +10,25 @@ from functools import cache, partial
 from io import IOBase
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from types import FunctionType, MemberDescriptorType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from expanded_nn._errors import shown
+from expanded_nn._steady import is_generator
 from expanded_nn._traced import OnlyEager
-from expanded_nn.compiling.names import Names, Referred, is_the_users, names_in_class
+from expanded_nn.compiling.names import Names, Referred, Variable, is_the_users, names_in_class
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
 MOST_ITEMS = 1000  # of a list or an array; a longer one counts by its identity, a longer dict by what is named
 MOST_PARTS = 1000  # that are looked into; others count by their identity
+_NUMBERS = {bool, int, float, complex}
+_BOUND = BuiltinFunctionType, MethodType
 _WHOLE = Tensor | nn.Module | FunctionType  # what counts by its identity, whatever it holds
 
 
@@ -58,12 +64,18 @@ class Look:
             dict or object itself by its identity.
         numbers: The number of each list, dict and object in the order in which they were looked into, by its id.
         iterator: The class of an iterator that is referred to: it would give something else at each call.
+        functions: The functions that are referred to.
+        generators: The generators of random numbers that are referred to.
+        schedulers: The schedulers of learning rates that are referred to.
     """
 
     def __init__(self, values: Iterable[Any], names: Names, changing: Collection[Any] = (), owners: Any = ()) -> None:
         self.items: dict[tuple[int, Any], tuple[Any, Hashable]] = {}
         self.numbers: dict[int, int] = {}
         self.iterator: str | None = None
+        self.functions: list[FunctionType] = []
+        self.generators: list[Any] = []
+        self.schedulers: list[LRScheduler] = []
         self._names, self._changing = names, changing
         self._views: list[Collection[Any]] = []  # lists and dicts, to go over their items
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []  # of attributes and items, and of what
@@ -91,6 +103,13 @@ class Look:
         cls: Any = type(value)
         if cls in PLAIN:
             return cls, value
+        if isinstance(value, FunctionType):
+            self.functions.append(value)
+            named = [name for name in vars(value) if name in self._names.words]
+            return by_identity(value), self._of_places(value, vars(value), itemgetter, named) if named else ()
+        if is_generator(getattr(value, "__self__", value) if cls in _BOUND else value):
+            self.generators.append(getattr(value, "__self__", value))
+            return by_identity(value)
         if isinstance(value, _WHOLE) or len(self.numbers) >= MOST_PARTS:
             return by_identity(value)
         if id(value) in self.numbers:
@@ -108,6 +127,8 @@ class Look:
             return self._of_array(value)
         if isinstance(value, Iterator) and not isinstance(value, IOBase):
             self.iterator = cls.__name__
+        if isinstance(value, LRScheduler):
+            self.schedulers.append(value)
         return by_identity(value), of_object
 
     def _of_items(self, value: Collection[Any]) -> Hashable:
@@ -129,7 +150,9 @@ class Look:
         if isinstance(value, ModuleType | type) and not is_the_users(value):
             return ()
         names, cls = self._names, cast(Any, type(value))
-        if isinstance(value, Optimizer):
+        if isinstance(value, LRScheduler) and not names.words.isdisjoint({"get_last_lr", "get_lr"}):
+            names = names.joined(Names(frozenset({"_last_lr"})))
+        elif isinstance(value, Optimizer):
             names = Names(names.words & {"param_groups"})
         elif _finds_attributes(cls) and not is_the_users(cls):
             names = names.joined(names_in_class(cls))
@@ -180,19 +203,28 @@ class StepValues:
         referred: The step's functions, and what they refer to.
         changing: What the step changes itself, such as a list of losses, by the id of a list or dict and the key there.
         looks: The last look and the one before it.
+        scheduled: The class of a scheduler of learning rates whose step the step has taken.
     """
 
     def __init__(self, step: Any) -> None:
         self.referred = Referred(step)
         self.changing: dict[tuple[int, Any], Any] = {}
         self.looks: tuple[Look, ...] = ()
+        self.scheduled: str | None = None
 
     def look(self, objects: Sequence[Any] = ()) -> Look:
         """A look at them at this moment, and at objects that are arguments."""
         referred = self.referred
         for value in objects:
             referred.add(value)
-        return Look(referred.values(), referred.names, self.changing, (*referred.owners, *objects))
+        while True:
+            values = (*referred.values(), *objects)
+            look = Look(values, referred.names, self.changing, referred.owners)
+            known = len(referred.functions)
+            for function in look.functions:
+                referred.add(function)
+            if len(referred.functions) == known:
+                return look
 
     def key(self, objects: Sequence[Any]) -> Hashable:
         """A key for them at this moment.
@@ -219,16 +251,91 @@ class StepValues:
         return ""
 
     @contextmanager
+    def undoing(self, objects: Sequence[Any]) -> Iterator[None]:
+        """Puts what a trace has changed in variables, attributes, lists and dicts back, if the trace is given up.
+
+        Raises:
+            OnlyEager: If it has set any to a tensor, which has no values.
+        """
+        before = self._look_at_all(objects)
+        states = {id(owner): (owner, _State(owner)) for owner, _ in before.items.values()}
+        variables = self.referred.variables()
+        try:
+            yield
+            name = _without_values(variables, self.referred.variables(), self._look_at_all(objects))
+            if name is not None:
+                raise OnlyEager(
+                    f"it sets {name} to a tensor, which a graph does not (return the tensor and set it after the call, "
+                    "change a tensor in place, or remove it at the end of the step)"
+                )
+        except BaseException:
+            for owner, state in states.values():
+                state.restore(owner)
+            for variable, now in zip(variables, self.referred.variables(), strict=False):
+                if variable.value is not now.value:
+                    variable.put(variable.value)
+            raise
+
+    def _look_at_all(self, objects: Sequence[Any]) -> Look:
+        """A look also at what the step changes itself."""
+        return Look((*self.referred.values(), *objects), self.referred.names, (), self.referred.owners)
+
+    @contextmanager
     def noting_changes(self, objects: Sequence[Any]) -> Iterator[None]:
-        """Notes what the step itself changes in lists and dicts: it does not count from now on."""
+        """Notes what the step itself changes in lists and dicts: it does not count from now on.
+
+        But a number in a dict does that the step reads, and so do numbers in lists: no graph keeps them.
+        """
         before = self.look(objects)
+        steps_taken = [(scheduler, scheduler.last_epoch) for scheduler in before.schedulers]
         yield
         after = self.look(objects)
+        self.scheduled = next((type(each).__name__ for each, count in steps_taken if each.last_epoch != count), None)
         for place in before.items.keys() | after.items.keys():
             value, _ = before.items.get(place) or after.items[place]
             is_changed = place[0] in before.numbers and before.items.get(place) != after.items.get(place)
-            if is_changed and isinstance(value, list | dict | set | deque):
+            if isinstance(value, dict) and type(value.get(place[1])) in PLAIN and self.referred.reads_item(place[1]):
+                continue
+            has_numbers = place[1] is None and not isinstance(value, dict) and not _NUMBERS.isdisjoint(map(type, value))
+            if is_changed and not has_numbers and isinstance(value, list | dict | set | deque):
                 self.changing[place] = value
+
+
+class _State:
+    """What a list, a dict or an object holds, to be put back."""
+
+    def __init__(self, owner: Any) -> None:
+        is_container = isinstance(owner, list | dict | set | deque)
+        self.contents: Any = copy.copy(owner) if is_container else dict(getattr(owner, "__dict__", {}))
+
+    def restore(self, owner: Any) -> None:
+        """Puts it back."""
+        if isinstance(owner, dict):
+            owner.clear()
+            owner.update(self.contents)
+        elif isinstance(owner, list):
+            owner[:] = self.contents
+        elif isinstance(owner, set):
+            owner.clear()
+            owner.update(self.contents)
+        elif isinstance(owner, deque):
+            owner.clear()
+            owner.extend(self.contents)
+        elif not isinstance(owner, type | ModuleType):
+            for name, value in self.contents.items():
+                if vars(owner).get(name) is not value:
+                    vars(owner)[name] = value
+
+
+def _without_values(before: Sequence[Variable], after: Sequence[Variable], look: Look) -> str | None:
+    """The first variable, attribute or item that is a tensor without values now."""
+    for old, new in zip(before, after, strict=False):
+        if isinstance(new.value, FakeTensor) and old.value is not new.value:
+            return new.name
+    for (_, place), (_, key) in look.items.items():
+        if place is not None and isinstance(key, Identity) and isinstance(key.value, FakeTensor):
+            return shown(place)
+    return None
 
 
 def is_fixed(value: Any) -> bool:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import cache, partial
+from operator import setitem
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from expanded_nn._bytecode import computes_keys
+from expanded_nn._bytecode import computes_keys, constant_keys
 from expanded_nn._errors import LIBRARIES
 
 _NOT_THE_USERS = (*LIBRARIES, *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")), "<")
+
+_NUMBERS = {bool, int, float, complex, str, list, dict, set, tuple}  # and what may hold any
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 # special methods that a step does not call, or that tell it nothing
 _NOT_CALLED = {"__init__", "__new__", "__del__", "__repr__", "__setattr__", "__delattr__", "__init_subclass__"}
@@ -39,6 +43,14 @@ class Names(NamedTuple):
         """What these functions and those refer to."""
         words = self.words | other.words
         return Names(words, self.any_item or other.any_item, self.any_attribute or other.any_attribute)
+
+
+class Variable(NamedTuple):
+    """What sets it, its name, and its value; `None` if it has none."""
+
+    put: Callable[[Any], None]
+    name: str
+    value: Any
 
 
 class Referred:
@@ -70,10 +82,31 @@ class Referred:
         self._read_all()
 
     def add(self, value: Any) -> None:
-        """Adds an object that the step takes as an argument, as a method does."""
-        if id(value) not in self.places:
+        """Adds an object that the step takes as an argument, as a method does, or a function that it finds anywhere."""
+        if isinstance(value, FunctionType):
+            if value not in self.functions:
+                self._follow(value)
+                self._read_all()
+        elif id(value) not in self.places:
             self._note_places(value)
             self._read_all()
+
+    def add_modules(self, modules: Iterable[nn.Module]) -> None:
+        """Modules that the step calls, with their hooks: of classes of the user's the functions count."""
+        for module in modules:
+            kind = type(module)
+            own_classes = [] if id(kind) in self.places else list(filter(is_the_users, kind.__mro__))
+            if own_classes:
+                self._note_places(kind)
+            for base in own_classes:
+                self._follow_function(vars(base).get("forward"))
+                if any(not name.startswith("__") and type(value) in _NUMBERS for name, value in vars(base).items()):
+                    self.owners.append(base)
+            hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
+            for value in (*vars(module).values(), *hooks):
+                if isinstance(value, FunctionType | partial):
+                    self._follow(value)
+        self._read_all()
 
     def _read_all(self) -> None:
         """Reads the functions that are named in those that were read."""
@@ -142,6 +175,19 @@ class Referred:
             for member in [namespace[name] for name in self.names.words if name in namespace]:
                 self._follow_function(member)
 
+    def reads_item(self, key: Any) -> bool:
+        """Whether the functions find the item of such a key in a dict, and do not only count in it."""
+        return any(key in _keys_in(function.__code__) for function in self.functions)
+
+    def variables(self) -> list[Variable]:
+        """The variables of enclosing functions and the global ones at this moment."""
+        of_cells = [
+            Variable(partial(setattr, cell, "cell_contents"), "a variable", _content(cell)) for cell in self.cells
+        ]
+        return of_cells + [
+            Variable(partial(setitem, namespace, name), name, namespace.get(name)) for namespace, name in self.globals
+        ]
+
     def values(self) -> list[Any]:
         """The values of these names at this moment, but for those of attributes and items."""
         try:
@@ -196,6 +242,14 @@ def _names_in(code: CodeType) -> Names:
     )
     by_key = not words.isdisjoint(_TAKE_ANY_ITEM) or any(map(computes_keys, _codes(code)))
     return Names(words, by_key, not words.isdisjoint(_TAKE_ANY_ATTRIBUTE))
+
+
+@cache
+def _keys_in(code: CodeType) -> frozenset[Any]:
+    """The keys of items that code finds; by `get` it may be any string in it."""
+    keys = frozenset(key for each in _codes(code) for key in constant_keys(each) if isinstance(key, Hashable))
+    words = _names_in(code).words
+    return keys | words if "get" in words else keys
 
 
 def _content(cell: CellType) -> Any:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from operator import setitem
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from expanded_nn._batch import contents
 from expanded_nn._cell import Cell, Guarded
 from expanded_nn._traced import OnlyEager
 from expanded_nn.core.terms import Term
@@ -50,7 +51,48 @@ def packed(value: Any, parts: list[Any]) -> Remake:
     if is_dataclass(value) and not isinstance(value, type):
         attributes = {field.name: getattr(value, field.name) for field in fields(value)}
         return _packed_items(value, attributes, object.__setattr__, parts)  # a frozen dataclass's own refuses
+    is_ours = type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
+    if not is_ours and not isinstance(value, nn.Module) and any(isinstance(part, Tensor) for part in contents(value)):
+        raise OnlyEager(
+            f"it returns a {type(value).__name__}, or sets it on a module, that holds tensors (take these, in tuples, "
+            "lists, dicts or dataclasses)"
+        )
     return lambda new_parts: value
+
+
+def containers(value: Any) -> Iterator[Any]:
+    """The lists, dicts and dataclasses within a value that a step may change, in the order in which they are met."""
+    is_data = is_dataclass(value) and not isinstance(value, type)
+    if isinstance(value, list | MutableMapping) or is_data:
+        yield value
+    if isinstance(value, list | tuple | Mapping) or is_data:
+        for item in list(value) if isinstance(value, tuple) else list(items_of(value).values()):
+            yield from containers(item)
+
+
+def items_of(container: Any) -> dict[Any, Any]:
+    """What a list, a mapping or a dataclass holds, by index, key or name."""
+    if isinstance(container, Mapping):
+        return dict(container)
+    if isinstance(container, list):
+        return dict(enumerate(container))
+    return {name.name: getattr(container, name.name) for name in fields(container)}
+
+
+def put_items(container: Any, removed: Sequence[Any], new: Mapping[Any, Any]) -> None:
+    """Changes a list, a dict or a dataclass as a step has changed it."""
+    if isinstance(container, list):
+        if removed:
+            del container[min(removed) :]
+        for index, value in new.items():
+            container[index : index + 1] = [value]
+    elif isinstance(container, MutableMapping):
+        for key in removed:
+            container.pop(key, None)
+        container.update(new)
+    else:
+        for name, value in new.items():
+            object.__setattr__(container, name, value)
 
 
 def _packed_items(

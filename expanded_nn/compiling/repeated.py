@@ -7,11 +7,13 @@ from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from expanded_nn._steady import OWN_STATE
-from expanded_nn.compiling.kinds import HOOKS, OF_EVERY_MODULE, of_surroundings
+from expanded_nn.compiling.kinds import OF_EVERY_MODULE, of_surroundings
 from expanded_nn.compiling.looks import PLAIN, StepValues, is_fixed
+from expanded_nn.compiling.names import HOOKS
 from expanded_nn.recording.recorder import Recorder
 
 _LOOKED_AT = "training", "_parameters", "_buffers", "_modules", *HOOKS
@@ -42,6 +44,7 @@ class Repeated:
         contents: The values in these, one after the other.
         tensors: Parameters, buffers, and tensors among the attributes.
         facts: Their shapes, dtypes and the like.
+        strided: Those of them that have strides, and these.
         parameters: Parameters, with what gets their hooks, gradients and rows.
         states: These, one after the other.
     """
@@ -74,6 +77,8 @@ class Repeated:
         self.contents = [value for mapping in self.filled for value in mapping.values()]
         self.tensors = tensors
         self.facts = [*map(_FACTS, tensors)]
+        strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
+        self.strided = strided, [*map(Tensor.stride, strided)]
         self.parameters = [(p, _STATE if hasattr(p, "grad_sample") else _STATE_OF_PLAIN) for p in parameters]
         self.states = [value for parameter, get in self.parameters for value in get(parameter)]
 
@@ -130,6 +135,7 @@ class Repeated:
             and [*map(len, self.mappings)] == self.lengths
             and all(map(is_, chain.from_iterable(map(dict.values, self.filled)), self.contents))
             and [*map(_FACTS, self.tensors)] == self.facts
+            and [*map(Tensor.stride, self.strided[0])] == self.strided[1]
             and all(map(is_, chain.from_iterable([get(p) for p, get in self.parameters]), self.states))
             and of_surroundings() == self.surroundings
         )

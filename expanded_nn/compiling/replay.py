@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from expanded_nn._steady import RandomStates
+from expanded_nn.compiling.packing import containers, put_items
 from expanded_nn.compiling.tracing import Outcome, Traced
 from expanded_nn.recording.isolation import set_rows
 
@@ -89,10 +90,10 @@ class Graph:
         with torch.no_grad():
             self.function = backend(traced.graph, [*traced.examples, *examples])
 
-    def run(self, tensors: Sequence[Tensor]) -> tuple[str | None, Any]:
+    def run(self, tensors: Sequence[Tensor], arguments: Any) -> tuple[str | None, Any]:
         """Runs the step. Returns which of the graph's assumptions did not hold, if any, and what the step returns.
 
-        If one did not hold, nothing has changed.
+        If one did not hold, nothing has changed. The tensors are those among the arguments, `(args, kwargs)`.
         """
         inputs: list[Any] = [
             *tensors,
@@ -133,6 +134,10 @@ class Graph:
             values[name] = remake(results)
         for values, name in outcome.removed:
             values.pop(name, None)
+        if outcome.items:
+            given = list(containers(arguments))
+            for number, gone, new in outcome.items:
+                put_items(given[number], gone, {key: remake(results) for key, remake in new.items()})
         return None, outcome.result(results)
 
 

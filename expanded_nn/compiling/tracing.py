@@ -27,7 +27,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from expanded_nn._errors import LIBRARIES, PerSampleError, complaint
@@ -35,7 +37,7 @@ from expanded_nn._meanwhile import meanwhile
 from expanded_nn._modes import running_backward
 from expanded_nn._steady import RandomStates
 from expanded_nn._traced import FirstEager, LookFirst, OnlyEager, assumptions, note_gradient, note_zeroed
-from expanded_nn.compiling.packing import Remake, packed
+from expanded_nn.compiling.packing import Remake, containers, items_of, packed
 from expanded_nn.factored import FactoredTensor, is_hidden
 from expanded_nn.recording.isolation import Grads, has_hidden_rows, isolated
 from expanded_nn.recording.leaf import Leaf, Published
@@ -45,7 +47,9 @@ from expanded_nn.recording.recorder import Recorder
 _SHOWN = {Tensor.__repr__, Tensor.__format__, Tensor.numpy, Tensor.__array__, Tensor.tolist}
 _NUMBER = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__}
 _SIZES = {Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement}  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _READ = torch.ops.aten._local_scalar_dense.default
+_LIFT = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default  # of numbers in the step's code
 _ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
 Find = Callable[[Sequence[Tensor]], Tensor]  # gives a tensor, from the tensors among the arguments if it is one of them
 
@@ -80,6 +84,8 @@ class Outcome:
         rows: The rows that recorders hold.
         attributes: The new attributes and buffers of modules: the dictionary that has it, the name, and the value.
         removed: The attributes that the step has removed.
+        items: The new items of lists and dicts among the arguments: the place of the list or dict among the containers,
+            the keys that are no more there, and the new items by their keys.
         assumed: The index of the result that says which assumptions of the graph held, and of the one that says
             whether all did.
         otherwise: What it means that an assumption did not hold.
@@ -92,6 +98,7 @@ class Outcome:
     rows: list[RecorderRows] = field(default_factory=list)
     attributes: list[tuple[dict[str, Any], str, Remake]] = field(default_factory=list)
     removed: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    items: list[tuple[int, list[Any], dict[Any, Remake]]] = field(default_factory=list)
     assumed: int | None = None
     otherwise: list[str] = field(default_factory=list)
 
@@ -133,6 +140,8 @@ class _Operations(TorchDispatchMode):
         draws: Whether random numbers are drawn.
         values: The symbols of values that the step has read, `tensor.item()`, with the line of each.
         tensors: The tensors that were made, each with the line that made it.
+        changed: Tensors with values, such as a weight, that the trace may have changed in place, each with its version
+            and a copy from before.
     """
 
     def __init__(self) -> None:
@@ -140,6 +149,7 @@ class _Operations(TorchDispatchMode):
         self.draws = False
         self.values: dict[Any, str] = {}
         self.tensors: list[tuple[TensorWeakRef, tuple[str, int]]] = []
+        self.changed: list[tuple[Tensor, int, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -157,12 +167,29 @@ class _Operations(TorchDispatchMode):
         if func in _ZERO:
             for tensor in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
                 note_zeroed(tensor)
+        # torch computes some operations of such tensors alone, as `weight.mul_(0.9)`, in spite of the trace
+        real = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not _is_fake(leaf)]
+        if real and func._schema.is_mutable:
+            with no_dispatch(), torch.no_grad():
+                self.changed += [(tensor, tensor._version, tensor.detach().clone()) for tensor in real]
         result = func(*args, **kwargs)
+        if real and func not in _LIFT:
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, FakeTensor):
+                    tensor.constant = None  # its value may be another at the next call
         line = _line_of_user()
         for tensor in result if isinstance(result, list | tuple) else [result]:
             if isinstance(tensor, Tensor) and not any(tensor is arg for arg in args):  # no argument changed in place
                 self.tensors.append((TensorWeakRef(tensor), line))
         return result
+
+    def put_back(self) -> None:
+        """Gives the tensors that have values those from before the trace."""
+        with torch.no_grad():
+            for tensor, version, before in reversed(self.changed):
+                if tensor._version != version:
+                    tensor.detach().copy_(before)
+        self.changed.clear()
 
     def line_of_kept(self) -> str | None:
         """The line that made a tensor to which something refers still, after the trace."""
@@ -175,6 +202,11 @@ class _Operations(TorchDispatchMode):
             if tensor is not None and not all(map(_is_of_rows, gc.get_referrers(tensor))):
                 return f"line {number} of {file}: {linecache.getline(file, number).strip()}"
         return None
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values, or is made of such."""
+    return isinstance(tensor, FakeTensor | FactoredTensor)
 
 
 def _is_of_rows(holder: object) -> bool:
@@ -198,6 +230,8 @@ class _Readings(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SHOWN or (func in _NUMBER and not isinstance(args[0], FakeTensor)):
             raise _reading(_line_in(traceback.extract_stack()))
+        if func == _SET_DATA and not _is_fake(args[0]):
+            raise OnlyEager("it sets .data of a tensor anew (change it in place under torch.no_grad(), p.sub_(...))")
         if func in _SIZES and isinstance(args[0], FactoredTensor) and is_hidden(args[0]) and _called_by_user():
             raise OnlyEager("it uses the number of per-sample gradients from before the call (clear them)")
         if func is Tensor.__len__ and args[0].dim() and isinstance(args[0].shape[0], torch.SymInt):
@@ -206,6 +240,21 @@ class _Readings(TorchFunctionMode):
             if caller >= 0 and not frames[caller].filename.startswith(LIBRARIES):
                 self.len_lines.append(_line_in(frames))
         return func(*args, **(kwargs or {}))
+
+
+class _Generator:
+    """Torch's generator of random numbers in a trace: its state may be read, but not set."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def set_state(self, state: Tensor) -> None:
+        """Gives the trace up, but for a checkpoint, within whose backward no numbers may be drawn anyway."""
+        if running_backward() < 0:
+            raise OnlyEager("it sets the state of torch's random numbers, as torch.random.fork_rng does")
 
 
 def _refuse_optimizer(optimizer: Any, *_: Any) -> None:
@@ -227,6 +276,7 @@ def trace(
     *,
     thorough: bool = False,
     states: Grads | None = None,  # of the gradients before the call; the step may ask for them
+    generators: Sequence[Any] = (),  # of random numbers, that the step refers to
 ) -> Traced:
     """Runs a step on tensors without values.
 
@@ -276,6 +326,7 @@ def trace(
             find(traced).grad = torch.zeros_like(find(traced).detach())
         old_grads: list[Tensor | None] = [find(traced).grad for find in finds]
         args, kwargs = remake([traced[number] for number in numbers])
+        items = [(container, items_of(container)) for container in containers((args, kwargs))]
         results: list[Any] = []
         with ExitStack() as stack:
             for recorder in recorders:
@@ -304,6 +355,7 @@ def trace(
                 if states is not None and not any(map(has_hidden_rows, recorder.leaves)):
                     outcome.flags += [(leaf, leaf.is_scaled, leaf.has_foreign_part) for leaf in recorder.leaves]
             _note_attributes(saved, outcome, results)
+            _note_items(items, outcome, results)
             if conditions:
                 outcome.assumed, outcome.otherwise = len(results), [otherwise for _, otherwise in conditions]
                 results.append(torch.stack([condition for condition, _ in conditions]))
@@ -313,9 +365,10 @@ def trace(
     tracer = make_fx(body, _allow_non_fake_inputs=True)  # "real" mode, as the inputs are without values already
     no_optimizer = register_optimizer_step_pre_hook(_refuse_optimizer)
     no_grads = meanwhile(*leaves, grad=None)
-    drawn = RandomStates()
+    drawn = RandomStates([*modules, *generators])
+    own_generator = meanwhile(torch.random, default_generator=_Generator(torch.default_generator))
     try:
-        with no_optimizer, no_grads, _attributes_restored(saved), mode, enable_python_dispatcher():
+        with own_generator, no_optimizer, no_grads, _attributes_restored(saved), mode, enable_python_dispatcher():
             graph = tracer(*fakes, *grads)
     except (PerSampleError, FirstEager, LookFirst, OnlyEager):
         raise
@@ -323,7 +376,10 @@ def trace(
         if not _reads_values(error):  # the eager step raises it again, if it is the step's own
             raise FirstEager(f"its trace raises {type(error).__name__}: {error}") from error
         raise _reading(_line_in(traceback.extract_tb(error.__traceback__))) from error
-    if drawn.restore():
+    finally:
+        ops.put_back()
+        has_drawn = drawn.restore()
+    if has_drawn:
         raise OnlyEager("it draws random numbers of Python or NumPy, which a graph does not draw anew")
     # the gradients of arguments would look as if they were kept
     kept_line = None if any(tensor.requires_grad for tensor in tensors) else ops.line_of_kept()
@@ -487,8 +543,20 @@ def _note_attributes(
     for values, before in saved:
         for name, value in values.items():
             if name not in before or value is not before[name]:
+                if name == "_recorder":
+                    raise OnlyEager("it switches per-sample mode off and on")
                 outcome.attributes.append((values, name, packed(value, results)))
         outcome.removed += [(values, name) for name in before if name not in values]
+
+
+def _note_items(given: Sequence[tuple[Any, dict[Any, Any]]], outcome: Outcome, results: list[Any]) -> None:
+    """Notes what the step has done to lists, dicts and dataclasses among its arguments, given with what they held."""
+    for number, (container, before) in enumerate(given):
+        after = items_of(container)
+        removed = [key for key in before if key not in after]
+        new = {key: value for key, value in after.items() if key not in before or value is not before[key]}
+        if removed or new:
+            outcome.items.append((number, removed, {key: packed(value, results) for key, value in new.items()}))
 
 
 def _lifted(graph: fx.GraphModule) -> list[Tensor]:
