@@ -61,14 +61,14 @@ def sample_losses(output: Tensor, first: int = 0) -> Tensor:  # (B,)
     return losses.sum(tuple(range(1, losses.dim()))) if losses.dim() > 1 else losses
 
 
-def plain(module: Callable[..., Any], call: Call, first: int = 0) -> Tensor:
+def total_loss(module: Callable[..., Any], call: Call, first: int = 0) -> Tensor:
     return sample_losses(call.on(module), first).sum()
 
 
 def gradient_penalty(module: Callable[..., Any], call: Call, first: int = 0) -> Tensor:
     """The loss, and the squared norm of its derivative with respect to the input."""
     call = call.requires_grad()
-    loss = plain(module, call, first)
+    loss = total_loss(module, call, first)
     inputs = torch.autograd.grad(loss, call.floats(), create_graph=True)
     return loss + sum(g.square().sum() for g in inputs)
 
@@ -79,7 +79,7 @@ def loop(
     samples: int,
     *,
     take: Take = take_rows,
-    objective: Objective = plain,
+    objective: Objective = total_loss,
     create_graph: bool = False,
 ) -> dict[str, Tensor]:
     """The rows: each sample's own gradient by each parameter, `(B, *shape)` by name."""

@@ -28,10 +28,10 @@ from oracle import (
     gradient_penalty,
     grads_of,
     loop,
-    plain,
     rows_of,
     sample_losses,
     take_rows,
+    total_loss,
 )
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -582,7 +582,7 @@ class TestLayers:
         model = enn.convert(module).per_sample(loss_reduction="sum")
         assert isinstance(model, General) == (type(module).__name__ != "Conv1D")
         assert_close(call.on(model), call.on(module).detach())
-        plain(model, call).backward()
+        total_loss(model, call).backward()
         assert_close_rows(rows_of(model), loop(module, call, 3))
         for name, grad in grads_of(model).items():
             assert_close(grad, rows_of(model)[name].sum(0), name=name)
@@ -612,7 +612,7 @@ class TestLayers:
         expected = loop(module, call, 3)
         for copied in (deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert type(copied) is type(model)
-            plain(copied, call).backward()
+            total_loss(copied, call).backward()
             assert_close_rows(rows_of(copied), expected)
 
     def test_input_that_is_no_batch_is_refused(self, layer: Layer) -> None:

@@ -15,7 +15,7 @@ import expanded_nn as enn
 from cases import CASES, Case, indices, randn
 from expanded_nn.core import cost
 from families import FAMILIES
-from oracle import Call, assert_close, assert_close_rows, grads_of, loop, plain, rows_of
+from oracle import Call, assert_close, assert_close_rows, grads_of, loop, rows_of, total_loss
 
 pytestmark = pytest.mark.small_rows
 
@@ -131,7 +131,7 @@ def step(case: Case) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model after the backward of a mean, and the rows that are due, in float64."""
     call = in_dtype(case.inputs(BATCH), torch.float32)
     model = enn.convert(case.module()).per_sample(batch_first=True)
-    (plain(model, call) / BATCH).backward()
+    (total_loss(model, call) / BATCH).backward()
     return model, loop(case.oracle().double(), in_dtype(call, torch.float64), BATCH, take=case.take)
 
 

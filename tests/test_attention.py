@@ -27,9 +27,9 @@ from oracle import (
     gradient_penalty,
     grads_of,
     loop,
-    plain,
     rows_of,
     sample_losses,
+    total_loss,
 )
 
 pytestmark = [
@@ -502,7 +502,7 @@ FUSED = [case for case in ATTENTION if case.name.endswith("_fused")]
 def test_fused_attention_stays_in_use(case: Case) -> None:
     model, call = laws.expanded(case), case.inputs(BATCH)
     with Operations() as forward:
-        loss = plain(model, call)
+        loss = total_loss(model, call)
     with Operations() as backward:
         loss.backward()
     assert FLASH in forward.names
@@ -513,7 +513,7 @@ def test_fused_attention_stays_in_use(case: Case) -> None:
 @pytest.mark.parametrize("inputs", [1, 2, 3])
 def test_rows_of_the_projections_stay_factored(inputs: int) -> None:
     model = enn.convert(Attend(nn.MultiheadAttention(64, 4, batch_first=True), need_weights=False)).per_sample()
-    plain(model, sequences(*[(2, 64)] * inputs)(BATCH)).backward()
+    total_loss(model, sequences(*[(2, 64)] * inputs)(BATCH)).backward()
     assert isinstance(model.attention.in_proj_weight.grad_sample, enn.FactoredTensor)
     assert isinstance(model.attention.out_proj.weight.grad_sample, enn.FactoredTensor)
 
@@ -546,7 +546,7 @@ def test_mask_that_needs_gradient(need_weights: bool) -> None:
     results = []
     for one in (model, module):
         call = Call((x,), {"attn_mask": mask}).requires_grad()
-        loss = plain(one, call)
+        loss = total_loss(one, call)
         first = torch.autograd.grad(loss, [call.kwargs["attn_mask"], *call.args, *one.parameters()], create_graph=True)
         second = torch.autograd.grad(
             sum(g.square().sum() for g in first), [call.kwargs["attn_mask"], *call.args, *one.parameters()]
@@ -555,7 +555,7 @@ def test_mask_that_needs_gradient(need_weights: bool) -> None:
     assert_all_close(*results)
     model.zero_grad()
     call = Call((x,), {"attn_mask": mask})
-    plain(model, call.requires_grad()).backward()
+    total_loss(model, call.requires_grad()).backward()
     assert_close_rows(rows_of(model), loop(module, call, BATCH, take=take))
 
 
@@ -565,7 +565,7 @@ def test_dropout_draws_as_torch_does(need_weights: bool) -> None:
     model, call = enn.convert(module).per_sample(loss_reduction="sum"), two(BATCH)
     for one in (module, model):
         torch.manual_seed(5)
-        plain(one, call).backward()
+        total_loss(one, call).backward()
     assert_close_rows(grads_of(model), grads_of(module))
     assert_close_rows({name: r.sum(0) for name, r in rows_of(model).items()}, grads_of(module))
 
@@ -603,7 +603,7 @@ def right(module: nn.Module, call: Call, model: nn.Module | None = None, **setti
     enn.per_sample(model, **{"loss_reduction": "sum", "batch_first": True, **settings})
     assert_close(call.on(model), call.on(module).detach(), tol=1e-12)
     model.zero_grad()
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     expected = loop(module, call, BATCH, take=take)
     assert_close_rows(rows_of(model), expected)
     assert_close_rows(grads_of(model), {name: r.sum(0) for name, r in expected.items()})
@@ -658,7 +658,7 @@ def test_frozen_parts(trainable: str, training: bool) -> None:
         p.requires_grad_(trainable in name)
     call = one(BATCH)
     model = enn.convert(module).per_sample(loss_reduction="sum")
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     with slow(trainable != "none"):
         assert_close_rows(rows_of(model), loop(module, call, BATCH))
 
@@ -931,5 +931,5 @@ def test_module_database(info: ModuleInfo, training: bool, i: int) -> None:
 
         return Call(tuple(cut("", x) for x in call.args), {name: cut(name, x) for name, x in call.kwargs.items()})
 
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(Output(module, attention.batch_first), call, samples, take=alone))

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import expanded_nn as enn
 from cases import Scale
 from expanded_nn._registry import EXPANDED
-from oracle import Call, assert_close_rows, loop, plain, rows_of
+from oracle import Call, assert_close_rows, loop, rows_of, total_loss
 
 
 class Model(nn.Module):
@@ -664,7 +664,7 @@ def test_in_the_middle_of_a_pass() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     model = enn.convert(module).per_sample(loss_reduction="sum")
     call = Call((features(),))
-    loss = plain(model, call)
+    loss = total_loss(model, call)
     assert enn.check(model, features(3)).ok
     loss.backward()
     assert_close_rows(rows_of(model), loop(module, call, 5))

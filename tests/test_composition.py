@@ -34,11 +34,11 @@ from oracle import (
     assert_close_rows,
     grads_of,
     loop,
-    plain,
     relative_error,
     rows_of,
     sample_losses,
     take_rows,
+    total_loss,
 )
 from workers import Rows, gradients_in_another_process, spawned
 
@@ -69,7 +69,7 @@ def on(module: nn.Module, **settings: Any) -> nn.Module:
 def right(model: nn.Module, expected: dict[str, Tensor], call: Call) -> None:
     """The rows of one backward, and their sum."""
     model.zero_grad()
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), expected)
     assert_close_rows(grads_of(model), {name: rows.sum(0) for name, rows in expected.items()})
 
@@ -182,10 +182,10 @@ def test_hook_on_the_output_that_changes_the_gradient_of_one_sample() -> None:
 def test_gradients_of_the_inputs_alone_leave_no_rows(family: Family) -> None:
     model, module = on(family.module()), family.module()
     call = family.call(SAMPLES).requires_grad()
-    loss = plain(model, call)
+    loss = total_loss(model, call)
     for _ in range(2):
         grads = torch.autograd.grad(loss, call.floats(), retain_graph=True)
-    assert_close(grads[0], torch.autograd.grad(plain(module, call), call.floats())[0])
+    assert_close(grads[0], torch.autograd.grad(total_loss(module, call), call.floats())[0])
     assert all(p.grad_sample is None and p.grad is None for p in model.parameters())
     loss.backward()
     assert_close_rows(rows_of(model), loop(module, family.call(SAMPLES), SAMPLES))
@@ -194,7 +194,7 @@ def test_gradients_of_the_inputs_alone_leave_no_rows(family: Family) -> None:
 def test_backward_for_some_leaves_alone() -> None:
     model = on(net())
     x = batch().args[0].requires_grad_()
-    plain(model, Call((x,))).backward(inputs=[x, model[3].weight])
+    total_loss(model, Call((x,))).backward(inputs=[x, model[3].weight])
     expected = loop(net(), batch(), SAMPLES)
     assert_close(model[3].weight.grad_sample, expected["3.weight"])
     assert all(p.grad_sample is None for name, p in model.named_parameters() if name != "3.weight")
@@ -203,8 +203,8 @@ def test_backward_for_some_leaves_alone() -> None:
 def test_torch_autograd_grad_of_parameters_adds_no_rows_to_those_held() -> None:
     """It adds nothing to `.grad` either."""
     model = on(net())
-    plain(model, batch()).backward()
-    torch.autograd.grad(plain(model, batch(seed=2)), list(model.parameters()))
+    total_loss(model, batch()).backward()
+    torch.autograd.grad(total_loss(model, batch(seed=2)), list(model.parameters()))
     assert_close_rows(rows_of(model), loop(net(), batch(), SAMPLES))
 
 
@@ -213,8 +213,8 @@ def test_gradients_of_parameters_inside_the_loss(held: bool) -> None:
     """The norm of each row, taken by `torch.autograd.grad` inside the loss: it must not count as a backward."""
     model = on(net())
     if held:
-        plain(model, batch(seed=2)).backward()
-    loss = plain(model, batch())
+        total_loss(model, batch(seed=2)).backward()
+    loss = total_loss(model, batch())
     torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     loss.backward()
     expected = loop(net(), batch(), SAMPLES)
@@ -227,13 +227,13 @@ def test_gradients_of_parameters_inside_the_loss(held: bool) -> None:
 def test_rows_of_torch_autograd_grad_stand_alone() -> None:
     """With create_graph=True they are there, for a loss to contain them; the next backward brings back those held."""
     model = on(net())
-    plain(model, batch(seed=2)).backward()
-    torch.autograd.grad(plain(model, batch()), [model[0].weight, model[0].bias], create_graph=True)
+    total_loss(model, batch(seed=2)).backward()
+    torch.autograd.grad(total_loss(model, batch()), [model[0].weight, model[0].bias], create_graph=True)
     expected = loop(net(), batch(), SAMPLES)
     assert_close(model[0].weight.grad_sample.detach(), expected["0.weight"])
     assert model[3].weight.grad_sample is None
     assert_close(enn.per_sample_grads(model).norms() ** 2, sum(squares(expected[f"0.{p}"]) for p in ("weight", "bias")))
-    plain(model, batch(4, seed=3)).backward()
+    total_loss(model, batch(4, seed=3)).backward()
     parts = [loop(net(), batch(n, seed), n) for n, seed in ((SAMPLES, 2), (4, 3))]
     assert_close_rows(rows_of(model), {name: torch.cat([part[name] for part in parts]) for name in expected})
 
@@ -246,11 +246,11 @@ def squares(rows: Tensor) -> Tensor:
 def test_rows_of_torch_autograd_grad_that_were_taken_away() -> None:
     """Whoever sets `grad_sample` to `None` has reset it, with what was held before."""
     model = on(net())
-    plain(model, batch(seed=2)).backward()
-    torch.autograd.grad(plain(model, batch()), list(model.parameters()), create_graph=True)
+    total_loss(model, batch(seed=2)).backward()
+    torch.autograd.grad(total_loss(model, batch()), list(model.parameters()), create_graph=True)
     for p in model.parameters():
         p.grad_sample = None
-    plain(model, batch(4, seed=3)).backward()
+    total_loss(model, batch(4, seed=3)).backward()
     assert_close_rows(rows_of(model), loop(net(), batch(4, seed=3), 4))
 
 
@@ -258,8 +258,8 @@ def test_rows_of_torch_autograd_grad_that_were_taken_away() -> None:
 def test_torch_autograd_grad_without_accumulation(create_graph: bool) -> None:
     """It gives the gradients, which a backward in this mode leaves out."""
     model = on(net(), accumulate_grad=False)
-    plain(model, batch(seed=2)).backward()
-    grads = torch.autograd.grad(plain(model, batch()), list(model.parameters()), create_graph=create_graph)
+    total_loss(model, batch(seed=2)).backward()
+    grads = torch.autograd.grad(total_loss(model, batch()), list(model.parameters()), create_graph=create_graph)
     for (name, rows), grad in zip(loop(net(), batch(), SAMPLES).items(), grads, strict=True):
         assert_close(grad.detach(), rows.sum(0), name=name)
     if not create_graph:
@@ -269,7 +269,7 @@ def test_torch_autograd_grad_without_accumulation(create_graph: bool) -> None:
 def test_torch_autograd_grad_of_two_batches() -> None:
     """Parameters that one of them has not used have zero rows there."""
     model = on(net())
-    loss = plain(model, batch()) + plain(model[3], Call((torch.ones(2, 5),)))
+    loss = total_loss(model, batch()) + total_loss(model[3], Call((torch.ones(2, 5),)))
     torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     assert {len(p.grad_sample) for p in model.parameters()} == {SAMPLES + 2}
     assert_close(model[0].weight.grad_sample[SAMPLES:].detach(), torch.zeros(2, 5, 4))
@@ -278,9 +278,9 @@ def test_torch_autograd_grad_of_two_batches() -> None:
 def test_gradients_of_the_inputs_through_a_checkpoint_leave_the_rows_alone() -> None:
     """Its forward in the middle of `torch.autograd.grad` is no backward of the parameters."""
     model = on(Checkpointed(net(), False), accumulate_grad=False)
-    plain(model, batch(seed=2)).backward()
+    total_loss(model, batch(seed=2)).backward()
     call = batch().requires_grad()
-    torch.autograd.grad(plain(model, call), call.floats())
+    torch.autograd.grad(total_loss(model, call), call.floats())
     assert_close_rows(rows_of(model), loop(Checkpointed(net(), False), batch(seed=2), SAMPLES))
 
 
@@ -289,11 +289,11 @@ def test_gradients_of_the_inputs_through_a_checkpoint_leave_the_rows_alone() -> 
 def test_backward_through_a_loss_on_the_rows(family: Family) -> None:
     """Both backwards belong to one pass: row i is the gradient of sample i's loss and of its row's squared norm."""
     model, call = on(family.module()), family.call(SAMPLES)
-    plain(model, call).backward(create_graph=True)
+    total_loss(model, call).backward(create_graph=True)
     sum(rows.square().sum() for rows in rows_of(model).values()).backward()
 
     def both(module: nn.Module, call: Call, first: int = 0) -> Tensor:
-        loss = plain(module, call, first)
+        loss = total_loss(module, call, first)
         grads = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
         return loss + sum(g.square().sum() for g in grads)
 
@@ -310,7 +310,7 @@ def test_batches_of_changing_size_are_appended(family: Family) -> None:
     model, module = on(family.module()), family.module()
     sizes = [3, 1, 4, 2]
     for seed, samples in enumerate(sizes):
-        plain(model, family.call(samples, seed)).backward()
+        total_loss(model, family.call(samples, seed)).backward()
     parts = [loop(module, family.call(samples, seed), samples) for seed, samples in enumerate(sizes)]
     expected = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     assert_close_rows(rows_of(model), expected)
@@ -325,7 +325,7 @@ def test_an_empty_batch_among_others(family: Family) -> None:
         return  # torch's own layers refuse it
     model = on(family.module())
     for samples in (2, 0, 3):
-        plain(model, family.call(samples, samples)).backward()
+        total_loss(model, family.call(samples, samples)).backward()
     parts = [loop(family.module(), family.call(samples, samples), samples) for samples in (2, 3)]
     assert_close_rows(rows_of(model), {name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
@@ -384,7 +384,7 @@ def test_step_while_another_thread_imports(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_forward_and_backward_in_different_threads() -> None:
     model, losses = on(net()), []
-    assert in_threads(lambda: losses.append(plain(model, batch()))) == []
+    assert in_threads(lambda: losses.append(total_loss(model, batch()))) == []
     assert in_threads(losses[0].backward) == []
     assert_close_rows(rows_of(model), loop(net(), batch(), SAMPLES))
 
@@ -404,11 +404,11 @@ def test_one_model_in_two_threads_at_once_is_refused() -> None:
     def second() -> None:
         inside.wait(10)
         try:
-            plain(model, batch(seed=2)).backward()
+            total_loss(model, batch(seed=2)).backward()
         finally:
             tried.set()
 
-    raised = in_threads(lambda: plain(model, batch()).backward(), second)
+    raised = in_threads(lambda: total_loss(model, batch()).backward(), second)
     assert [type(each) for each in raised] == [enn.PerSampleError]
     assert "thread" in str(raised[0])
 
@@ -432,7 +432,7 @@ def test_inference_in_another_thread() -> None:
 def test_part_converted_and_switched_on_before_the_whole(inplace: bool) -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Scale(4))
     enn.convert(inner, inplace=True).per_sample()
-    plain(inner, batch()).backward()
+    total_loss(inner, batch()).backward()
     outer = nn.Sequential(inner, nn.LayerNorm(4), nn.Linear(4, 2))
     module = enn.revert(outer)
     model = enn.convert(outer, inplace=inplace)
@@ -444,7 +444,7 @@ def test_part_of_a_model_switched_off() -> None:
     """A part that is off trains as ever: its parameters have a gradient and no rows."""
     model = on(net())
     model[0].per_sample(False)
-    plain(model, batch()).backward()
+    total_loss(model, batch()).backward()
     expected = loop(net(), batch(), SAMPLES)
     assert model[0].weight.grad_sample is None
     assert_close(model[0].weight.grad, expected["0.weight"].sum(0))
@@ -561,7 +561,7 @@ def test_compile_in_plain_mode(family: Family) -> None:
     torch._dynamo.reset()
     model, call = enn.convert(family.module()).per_sample().per_sample(False), family.call(SAMPLES)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    plain(compiled, call).backward()
+    total_loss(compiled, call).backward()
     expected = loop(family.module(), call, SAMPLES)
     assert_close_rows(grads_of(model), {name: rows.sum(0) for name, rows in expected.items()})
     assert all(p.grad_sample is None for p in model.parameters())
@@ -613,7 +613,7 @@ def test_meta_device_where_values_are_looked_at(name: str) -> None:
 def test_dtype_changed_after_the_conversion(family: Family) -> None:
     model = on(family.module().float())
     single = family.call(SAMPLES).map(lambda t: t.float() if t.is_floating_point() else t)
-    plain(model, single).backward()
+    total_loss(model, single).backward()
     assert all(p.grad_sample.dtype == torch.float32 for p in model.parameters())
     model.double().load_state_dict(family.module().state_dict())
     right(model, loop(family.module(), family.call(SAMPLES), SAMPLES), family.call(SAMPLES))
@@ -623,7 +623,7 @@ def test_dtype_changed_after_the_conversion(family: Family) -> None:
 def test_clipping_after_a_change_of_dtype() -> None:
     """Rows held from before are of another dtype than the parameter; what is set is of the parameter's."""
     model = on(net().float())
-    plain(model, batch().map(Tensor.float)).backward()
+    total_loss(model, batch().map(Tensor.float)).backward()
     model.double()
     enn.clip_grad_sample_norms_(model, 1.0)
     assert all(p.grad.dtype == torch.float64 for p in model.parameters())
@@ -637,18 +637,18 @@ def test_pickle_of_a_model_that_holds_rows(family: Family) -> None:
     if family.name == "parametrized":
         return  # torch refuses to pickle parametrized modules
     model, call = on(family.module(), materialize=family.name == "cnn"), family.call(SAMPLES)
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     before = {name: rows.clone() for name, rows in rows_of(model).items()}
     twin = pickle.loads(pickle.dumps(model))
     expected = loop(family.module(), call, SAMPLES)
     right(twin, expected, call)
-    plain(model, call).backward()  # the original goes on, and appends
+    total_loss(model, call).backward()  # the original goes on, and appends
     assert_close_rows(rows_of(model), {name: torch.cat([before[name], rows]) for name, rows in expected.items()})
 
 
 def test_copy_between_forward_and_backward() -> None:
     model, expected = on(net()), loop(net(), batch(), SAMPLES)
-    loss = plain(model, batch())
+    loss = total_loss(model, batch())
     twin = copy.deepcopy(model)
     right(twin, expected, batch())
     loss.backward()
@@ -661,7 +661,7 @@ def test_copy_made_inside_a_forward() -> None:
     model, twins = on(net()), []
     handle = model[1].register_forward_hook(lambda *_: twins.append(copy.deepcopy(model)))
     expected = loop(net(), batch(), SAMPLES)
-    loss = plain(model, batch())
+    loss = total_loss(model, batch())
     handle.remove()
     loss.backward()
     assert_close_rows(rows_of(model), expected)
@@ -670,7 +670,7 @@ def test_copy_made_inside_a_forward() -> None:
 
 def test_spawned_process_computes_the_same_rows() -> None:
     model, call = on(net()), batch()
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     theirs = spawned(gradients_in_another_process, model, call.args[0])
     assert_close_rows({name: torch.as_tensor(rows) for name, rows in theirs.items()}, loop(net(), call, SAMPLES))
 
@@ -678,7 +678,7 @@ def test_spawned_process_computes_the_same_rows() -> None:
 def test_model_in_the_workers_of_a_data_loader() -> None:
     """A converted model, with rows, inside a data set that spawned workers use."""
     model = on(net())
-    plain(model, batch()).backward()
+    total_loss(model, batch()).backward()
     loader = DataLoader(Rows(model, batch(4).args[0]), batch_size=None, num_workers=1, multiprocessing_context="spawn")
     rows = list(loader)
     assert len(rows) == 4
@@ -735,7 +735,7 @@ def test_old_spectral_norm_in_place(training: bool) -> None:
         return module.train(training)
 
     model = enn.convert(normed(), inplace=True).per_sample(loss_reduction="sum")
-    plain(model, batch()).backward()
+    total_loss(model, batch()).backward()
     module = normed()
     batch().on(module)  # one step of the power iteration, as the batch has made
     expected = loop(module.eval(), batch(), SAMPLES, create_graph=True)
@@ -744,11 +744,11 @@ def test_old_spectral_norm_in_place(training: bool) -> None:
 
 def test_parametrization_registered_in_the_middle_of_training() -> None:
     model, module = on(net()), net()
-    plain(model, batch(seed=2)).backward()
+    total_loss(model, batch(seed=2)).backward()
     for each in (model, module):
         each.zero_grad()
         parametrizations.weight_norm(each[0])
-    plain(model, batch()).backward()
+    total_loss(model, batch()).backward()
     assert_close_rows(rows_of(model), loop(module, batch(), SAMPLES))
 
 
@@ -793,7 +793,7 @@ def test_layer_used_again_on_what_comes_from_it(family: Family) -> None:
 @every_family
 def test_second_backward_on_a_retained_graph(family: Family) -> None:
     model, call = on(family.module()), family.call(SAMPLES)
-    loss = plain(model, call)
+    loss = total_loss(model, call)
     loss.backward(retain_graph=True)
     loss.backward()
     expected = {name: 2 * rows for name, rows in loop(family.module(), call, SAMPLES).items()}
@@ -835,4 +835,4 @@ def test_warnings_of_torch_stay_torch_s_own() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for family in FAMILIES:
-            plain(on(family.module()), family.call(SAMPLES)).backward()
+            total_loss(on(family.module()), family.call(SAMPLES)).backward()

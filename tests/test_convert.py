@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import expanded_nn as enn
 from expanded_nn._registry import EXPANDED
-from oracle import Call, assert_close, assert_close_rows, grads_of, loop, plain, rows_of
+from oracle import Call, assert_close, assert_close_rows, grads_of, loop, rows_of, total_loss
 
 
 class Block(nn.Module):
@@ -76,7 +76,7 @@ def right(module: nn.Module, call: Call, model: nn.Module | None = None, tol: fl
     model = enn.convert(module) if model is None else model
     enn.per_sample(model, loss_reduction="sum")
     assert_close(call.on(model), call.on(module).detach(), tol=1e-12)
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), expected, tol)
     assert_close_rows(grads_of(model), {name: r.sum(0) for name, r in expected.items()}, tol)
     return model
@@ -158,7 +158,7 @@ def test_hooks_are_kept() -> None:
     module[1].register_full_backward_hook(lambda m, gi, go: seen.append("backward"))
     for model in (module, enn.convert(module).per_sample()):
         seen.clear()
-        plain(model, words).backward()
+        total_loss(model, words).backward()
         assert seen == ["before", "layer", "root", "before backward", "backward"]
 
 
@@ -166,7 +166,7 @@ def test_forward_hooks_are_kept_under_the_general_rule() -> None:
     module, seen = Block(), []
     module.net[0].register_forward_pre_hook(lambda m, args: seen.append("before"))
     module.net[0].register_forward_hook(lambda m, args, out: seen.append("layer"))
-    plain(enn.convert(module).per_sample(), words).backward()
+    total_loss(enn.convert(module).per_sample(), words).backward()
     assert seen == ["before", "layer"]
 
 
@@ -217,13 +217,13 @@ def test_revert_gives_the_plain_classes() -> None:
 
 def test_revert_in_place_keeps_the_parameters() -> None:
     model = enn.convert(Block()).per_sample()
-    plain(model, words).backward()
+    total_loss(model, words).backward()
     parameters = list(model.parameters())
     back = enn.revert(model, inplace=True)
     assert back is model
     assert all(p is q for p, q in zip(back.parameters(), parameters, strict=True))
     back.zero_grad()
-    plain(back, words).backward()
+    total_loss(back, words).backward()
     assert all(getattr(p, "grad_sample", None) is None for p in back.parameters())
 
 
@@ -332,13 +332,13 @@ def test_copies(module: Any, copied: Any, stepped: bool) -> None:
     call = words if isinstance(torch_module, Block) else features(4)
     model = enn.convert(torch_module).per_sample(loss_reduction="sum")
     if stepped:
-        plain(model, call).backward()
+        total_loss(model, call).backward()
     twin = copied(model)
     assert types(twin) == types(model)
     if isinstance(twin, Block):
         assert twin.head.weight is twin.emb.weight
     twin.zero_grad()
-    plain(twin, call).backward()
+    total_loss(twin, call).backward()
     assert_close_rows(rows_of(twin), loop(torch_module, call, 3))
     if not stepped:
         assert all(p.grad_sample is None for p in model.parameters())
@@ -421,7 +421,7 @@ def test_spectral_norm_in_train_mode() -> None:
     module = parametrizations.spectral_norm(nn.Linear(4, 5))
     model = enn.convert(module).per_sample(loss_reduction="sum")
     call = features(4)
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     call.on(module)
     for (name, a), b in zip(model.named_buffers(), module.buffers(), strict=True):
         assert_close(a, b, tol=1e-12, name=name)
@@ -461,7 +461,7 @@ def test_parametrization_registered_on_a_converted_model() -> None:
 def test_parametrized_weight_used_outside_is_an_error() -> None:
     model = enn.convert(parametrizations.weight_norm(nn.Linear(4, 4))).per_sample()
     with pytest.raises(enn.PerSampleError, match=r"parametrizations\.weight"):
-        (plain(model, features(4)) + model.weight.sum()).backward()
+        (total_loss(model, features(4)) + model.weight.sum()).backward()
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
@@ -477,7 +477,7 @@ def test_old_weight_norm_in_place(in_a_model: bool) -> None:
     expected = {name: r.detach() for name, r in loop(module, call, 3, create_graph=True).items()}  # makes no copy
     model = enn.convert(make(), inplace=True).per_sample(loss_reduction="sum")
     assert_close(call.on(model), call.on(module).detach(), tol=1e-12)
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), expected)
 
 
@@ -512,7 +512,7 @@ def test_lists_with_the_names_of_methods() -> None:
     call = features(3, 4)
     model = enn.convert(Named()).per_sample(loss_reduction="sum")
     with pytest.warns(enn.PerSampleWarning, match=r"modules\.0 \(Folding\): runs sample by sample"):
-        plain(model, call).backward()
+        total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(Named(), call, 3))
 
 
@@ -563,7 +563,11 @@ def test_plain_module_with_parameters_is_refused_by_per_sample() -> None:
 
 # --- what other tools see ---------------------------------------------------------------------------------------
 
-TWINS = [(plain, twin) for plain, twin in EXPANDED.items() if isinstance(plain, type) and issubclass(twin, plain)]
+TWINS = [
+    (total_loss, twin)
+    for plain, twin in EXPANDED.items()
+    if isinstance(total_loss, type) and issubclass(twin, total_loss)
+]
 
 
 @pytest.mark.parametrize(("plain", "twin"), TWINS, ids=[plain.__name__ for plain, _ in TWINS])

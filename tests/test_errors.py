@@ -26,7 +26,7 @@ import expanded_nn as enn
 from expanded_nn.factored import rebuilt
 from expanded_nn.recording.sharded import scattered
 from families import FAMILIES, Family
-from oracle import plain, sample_losses
+from oracle import sample_losses, total_loss
 
 PACKAGE = Path(enn.__file__).parent
 SAMPLES = 3
@@ -1768,7 +1768,7 @@ def test_errors_from_another_thread_name_the_layer_too() -> None:
 
     def run() -> None:
         try:
-            (plain(model, family_call()) + model[0].weight.sum()).backward()
+            (total_loss(model, family_call()) + model[0].weight.sum()).backward()
         except enn.PerSampleError as error:
             seen.append(str(error))
 

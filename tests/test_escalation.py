@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
-from oracle import Call, assert_close, assert_close_rows, gradient_penalty, grads_of, loop, plain, rows_of
+from oracle import Call, assert_close, assert_close_rows, gradient_penalty, grads_of, loop, rows_of, total_loss
 
 B, T, D = 3, 5, 4
 
@@ -273,7 +273,7 @@ def rows(model: nn.Module, samples: int = B) -> dict[str, Tensor]:
 
 
 def assert_right(model: Any, module: nn.Module, call: Call) -> None:
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     samples = len(call.args[0])
     expected = loop(module, call, samples)
     assert_close_rows(rows(model, samples), expected)
@@ -309,7 +309,7 @@ class TestLaws:
         module, call = case.module(), case.call()
         model = on(module, escalate=False)
         with pytest.raises(enn.PerSampleError):
-            plain(model, call).backward()
+            total_loss(model, call).backward()
         assert learned(model) == set()
         model.zero_grad()
         with pytest.warns(enn.PerSampleWarning):
@@ -318,7 +318,7 @@ class TestLaws:
         with silent():
             assert_right(model.per_sample(False).per_sample(), module, call)
         with pytest.raises(enn.PerSampleError):
-            plain(model.per_sample(escalate=False), call).backward()
+            total_loss(model.per_sample(escalate=False), call).backward()
 
     @quiet
     def test_second_derivatives(self, case: Case) -> None:
@@ -348,7 +348,7 @@ class TestLaws:
         model = on(module)
         x = call.args[0].clone().requires_grad_()
         again = Call((x,))
-        plain(lambda x: checkpoint(model, x, use_reentrant=use_reentrant), again).backward()
+        total_loss(lambda x: checkpoint(model, x, use_reentrant=use_reentrant), again).backward()
         assert_close_rows(rows(model), loop(module, call, B))
 
     @quiet
@@ -356,7 +356,7 @@ class TestLaws:
         module, calls = case.module(), [case.call(seed) for seed in (1, 2)]
         model = on(module)
         for call in calls:
-            plain(model, call).backward()
+            total_loss(model, call).backward()
         expected = [loop(module, call, B) for call in calls]
         assert_close_rows(rows(model, 2 * B), {name: torch.cat([e[name] for e in expected]) for name in expected[0]})
 
@@ -367,7 +367,7 @@ class TestLaws:
         with torch.no_grad(), silent():
             assert torch.equal(call.on(model), call.on(module))
         assert learned(model) == set()
-        plain(model, call)
+        total_loss(model, call)
         with torch.no_grad():
             assert_close(call.on(model), call.on(module))
 
@@ -381,7 +381,7 @@ class TestLaws:
         module, call = case.module(), case.call()
         model = on(module)
         with enn.one_pass(model, B):
-            plain(model, call).backward()
+            total_loss(model, call).backward()
         assert_close_rows(rows(model), loop(module, call, B))
 
     def test_check_lists_them(self, case: Case) -> None:
@@ -640,7 +640,7 @@ def test_a_row_that_the_model_repeats_for_the_samples(watched: bool) -> None:
     model = on(module)
     words = r"0 \(Prompts\): runs sample by sample.*Sizes of tensors must match"
     with pytest.warns(enn.PerSampleWarning, match=words), enn.one_pass(model, B) if watched else nullcontext():
-        plain(model, call).backward()
+        total_loss(model, call).backward()
     assert_close_rows(rows(model), loop(module, call, B))
     assert learned(model) == {"0"}
 

@@ -24,9 +24,9 @@ from oracle import (
     dense,
     gradient_penalty,
     loop,
-    plain,
     relative_error,
     rows_of,
+    total_loss,
 )
 from zoo import ORACLE, STARTS, TWICE, Plan, plans
 
@@ -182,7 +182,7 @@ def samples_of(plan: Plan, call: Call) -> int:
 
 
 def objective(plan: Plan) -> Callable[..., Tensor]:
-    chosen = gradient_penalty if plan.script == "penalty" and plan.call(1).floats() else plain
+    chosen = gradient_penalty if plan.script == "penalty" and plan.call(1).floats() else total_loss
 
     def total(module: Callable[..., Tensor], call: Call, first: int) -> Tensor:
         return chosen(lambda *args: plan.samples_first(module(*args)), call, first)
@@ -277,7 +277,7 @@ def right(module: nn.Module, *args: Tensor, **settings: Any) -> nn.Module:
     """The rows are those of the loop, with the samples in the first dimension."""
     model = enn.convert(module).per_sample(loss_reduction="sum", **settings)
     call = Call(args)
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     expected = loop(module, call, len(args[0]))
     assert_close_rows({name: p.grad_sample for name, p in model.named_parameters()}, expected)
     return model
@@ -360,7 +360,7 @@ def test_cells_in_the_general_rule_of_a_time_first_model(kind: type[nn.RNNCellBa
     module = Scaled(Applied(kind(2, 3), how), 3)
     model = enn.convert(module).per_sample(batch_first=False, loss_reduction="sum")
     call = Call((torch.randn(4, 2, 2),))
-    plain(lambda x: model(x).transpose(0, 1), call).backward()
+    total_loss(lambda x: model(x).transpose(0, 1), call).backward()
     time_second = Applied(module, lambda inner, x: inner(x.transpose(0, 1)).transpose(0, 1))
     expected = loop(time_second, Call((call.args[0].transpose(0, 1),)), 2)
     assert_close_rows({f"layer.{name}": p.grad_sample for name, p in model.named_parameters()}, expected)
@@ -379,7 +379,7 @@ def test_packing_in_the_general_rule(lengths: list[int]) -> None:
     module, call = Packs(nn.GRU(2, 3, batch_first=True), 3), Call((torch.randn(2, 2, 2), torch.tensor(lengths)))
     model = enn.convert(module).per_sample(loss_reduction="sum")
     with pytest.warns(enn.PerSampleWarning, match=r"Packs: .*in a loop.*what vmap cannot follow"):
-        plain(model, call).backward()
+        total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, 2))
 
 
@@ -485,7 +485,7 @@ def test_checkpoint_of_a_fixed_layout_in_a_time_first_model() -> None:
 
     model = enn.convert(Applied(nn.GroupNorm(3, 3), how)).per_sample(batch_first=False, loss_reduction="sum")
     calls = [Call((torch.randn(3, n, 5),)) for n in (2, 4)]
-    sum(plain(model, call) for call in calls).backward()
+    sum(total_loss(model, call) for call in calls).backward()
     alone = Applied(nn.GroupNorm(3, 3), lambda layer, x: layer(x))
     rows = [loop(alone, Call((call.args[0].transpose(0, 1),)), n) for call, n in zip(calls, (2, 4), strict=True)]
     assert_close(model.layer.weight.grad_sample, torch.cat([each["layer.weight"] for each in rows]))
@@ -501,7 +501,7 @@ def test_checkpoint_whose_first_layer_has_a_shared_row(sizes: tuple[int, int]) -
     module = Applied(nn.Linear(2, 2), how)
     model = enn.convert(module).per_sample(loss_reduction="sum")
     calls = [Call((torch.randn(n, 2),)) for n in sizes]
-    sum(plain(model, call) for call in calls).backward()
+    sum(total_loss(model, call) for call in calls).backward()
     expected = [loop(module, call, n) for call, n in zip(calls, sizes, strict=True)]
     for name, p in model.named_parameters():
         assert_close(p.grad_sample, torch.cat([rows[name] for rows in expected]), name=name)
@@ -516,7 +516,7 @@ def test_reentrant_checkpoint_whose_first_layer_has_a_shared_row() -> None:
     layer = nn.Linear(2, 2)
     model = enn.convert(Applied(layer, how(True))).per_sample(loss_reduction="sum")
     calls = [Call((torch.randn(n, 2, requires_grad=True),)) for n in (2, 1)]
-    sum(plain(model, call) for call in calls).backward()
+    sum(total_loss(model, call) for call in calls).backward()
     parts = [loop(Applied(layer, how(False)), call, n) for call, n in zip(calls, (2, 1), strict=True)]
     assert_close_rows(
         {name: p.grad_sample for name, p in model.named_parameters()},
@@ -553,7 +553,7 @@ def test_second_backward_through_nested_reentrant_checkpoints(accumulate_grad: b
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     model = enn.convert(Applied(layers, how(True))).per_sample(loss_reduction="sum", accumulate_grad=accumulate_grad)
     x = torch.randn(3, 2)
-    loss = plain(model, Call((x.clone().requires_grad_(),)))
+    loss = total_loss(model, Call((x.clone().requires_grad_(),)))
     expected = loop(Applied(layers, how(False)), Call((x,)), 3)
     for times in (1, 2 if accumulate_grad else 1):
         loss.backward(retain_graph=True)

@@ -20,9 +20,9 @@ from oracle import (
     gradient_penalty,
     grads_of,
     loop,
-    plain,
     rows_of,
     sample_losses,
+    total_loss,
 )
 
 pytestmark = [
@@ -49,7 +49,7 @@ def expanded(case: Case, **arguments: Any) -> nn.Module:
 
 
 def rows_after(model: nn.Module, call: Call, samples: int, reduction: str = "sum") -> dict[str, Tensor | None]:
-    loss = plain(model, call)
+    loss = total_loss(model, call)
     (loss / samples if reduction == "mean" else loss).backward()
     return rows_of(model)
 
@@ -129,7 +129,7 @@ def test_rows_add_up_to_the_gradient(case: Case, reduction: str) -> None:
     assert_close_rows(grads_of(model), total)
     assert all(type(p.grad) is Tensor for p in model.parameters())
     if case.sum_of_rows:
-        loss = plain(torch_module, case.inputs(BATCH).requires_grad())
+        loss = total_loss(torch_module, case.inputs(BATCH).requires_grad())
         (loss / BATCH if reduction == "mean" else loss).backward()
         assert_close_rows(grads_of(model), {name: dense(g) for name, g in grads_of(torch_module).items()})
 
@@ -137,8 +137,8 @@ def test_rows_add_up_to_the_gradient(case: Case, reduction: str) -> None:
 @with_float_input
 def test_input_gradients(case: Case) -> None:
     a, b = case.inputs(BATCH).requires_grad(), case.inputs(BATCH).requires_grad()
-    plain(expanded(case), a).backward()
-    plain(case.module(), b).backward()
+    total_loss(expanded(case), a).backward()
+    total_loss(case.module(), b).backward()
     assert_all_close([t.grad for t in a.floats()], [t.grad for t in b.floats()])
 
 
@@ -162,7 +162,7 @@ def test_torch_autograd_grad(case: Case) -> None:
     """Gradients asked for by name are the plain ones."""
     call = case.inputs(BATCH).requires_grad()
     model, torch_module = expanded(case), case.module()
-    actual = torch.autograd.grad(plain(model, call), list(model.parameters()))
+    actual = torch.autograd.grad(total_loss(model, call), list(model.parameters()))
     rows = loop(case.oracle(), case.inputs(BATCH), BATCH, take=case.take)
     assert_close_rows(
         dict(zip(dict(torch_module.named_parameters()), actual, strict=True)),
@@ -180,7 +180,7 @@ def test_frozen_parameter_has_no_rows(case: Case, name: str) -> None:
     for m in (module, model):
         for n, p in m.named_parameters():
             p.requires_grad_(not n.endswith(name))
-    loss = plain(model, call)
+    loss = total_loss(model, call)
     if loss.requires_grad:
         loss.backward()
     assert_close_rows(rows_of(model), loop(module, call, BATCH, take=case.take))
@@ -210,7 +210,7 @@ def test_second_derivative_by_the_input(case: Case) -> None:
 
     def by_input(module: nn.Module, call: Call, first: int = 0) -> list[Tensor]:
         call = call.requires_grad()
-        inner = torch.autograd.grad(plain(module, call, first), call.floats(), create_graph=True)
+        inner = torch.autograd.grad(total_loss(module, call, first), call.floats(), create_graph=True)
         return list(torch.autograd.grad(sum(g.sin().sum() for g in inner), call.floats()))
 
     actual = by_input(expanded(case), call)
@@ -226,7 +226,7 @@ def test_derivative_of_grad_sample(case: Case, materialize: bool) -> None:
     call = case.inputs(BATCH)
     a, b = call.requires_grad(), call.requires_grad()
     model, oracle = expanded(case, loss_reduction="sum", materialize=materialize), case.twice_differentiable()
-    plain(model, a).backward(create_graph=True)
+    total_loss(model, a).backward(create_graph=True)
     actual = squared_norms_differentiated(model, rows_of(model), a.floats())
     rows = loop(oracle, b, BATCH, take=case.take, create_graph=True)
     assert_all_close(actual, squared_norms_differentiated(oracle, rows, b.floats()))
@@ -261,7 +261,7 @@ def test_gradient_penalty_with_small_rows(case: Case) -> None:
 @with_parameters
 def test_empty_batch(case: Case) -> None:
     try:
-        plain(case.module(), case.inputs(0).requires_grad()).backward()
+        total_loss(case.module(), case.inputs(0).requires_grad()).backward()
         torch_can = True
     except (RuntimeError, IndexError):
         torch_can = False
@@ -280,7 +280,7 @@ def test_empty_batch(case: Case) -> None:
 def test_two_calls_in_one_pass_add(case: Case) -> None:
     first, second = case.inputs(BATCH), case.call(BATCH)
     model = expanded(case, loss_reduction="sum")
-    (plain(model, first) + plain(model, second)).backward()
+    (total_loss(model, first) + total_loss(model, second)).backward()
     one, other = (loop(case.oracle(), call, BATCH, take=case.take) for call in (first, second))
     assert_close_rows(rows_of(model), {name: one[name] + other[name] for name in one})
 
@@ -290,7 +290,7 @@ def test_two_backwards_append(case: Case) -> None:
     first, second = case.inputs(BATCH), case.call(BATCH)
     model = expanded(case, loss_reduction="sum")
     for call in (first, second):
-        plain(model, call).backward()
+        total_loss(model, call).backward()
     one, other = (loop(case.oracle(), call, BATCH, take=case.take) for call in (first, second))
     assert_close_rows(rows_of(model), {name: torch.cat([one[name], other[name]]) for name in one})
     assert_close_rows(grads_of(model), {name: (one[name] + other[name]).sum(0) for name in one})
@@ -300,9 +300,9 @@ def test_two_backwards_append(case: Case) -> None:
 def test_zero_grad_resets(case: Case) -> None:
     first, second = case.inputs(BATCH), case.call(BATCH)
     model = expanded(case, loss_reduction="sum")
-    plain(model, first).backward()
+    total_loss(model, first).backward()
     model.zero_grad()
-    plain(model, second).backward()
+    total_loss(model, second).backward()
     rows = loop(case.oracle(), second, BATCH, take=case.take)
     assert_close_rows(rows_of(model), rows)
     assert_close_rows(grads_of(model), {name: r.sum(0) for name, r in rows.items()})
@@ -313,7 +313,7 @@ def test_accumulate_grad_false_replaces(case: Case) -> None:
     first, second = case.inputs(BATCH), case.call(BATCH)
     model = expanded(case, loss_reduction="sum", accumulate_grad=False)
     for call in (first, second):
-        plain(model, call).backward()
+        total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(case.oracle(), second, BATCH, take=case.take))
     assert all(p.grad is None for p in model.parameters())
 
@@ -367,7 +367,7 @@ one_tensor = where(
 def test_another_number_of_rows_is_an_error(case: Case, feed: Callable[[Tensor], Tensor]) -> None:
     model = enn.convert(Feed(case.module(), feed)).per_sample()
     with pytest.raises(enn.PerSampleError, match="layer"):
-        plain(model, Call((case.inputs(BATCH).args[0].repeat_interleave(2, 0),)))
+        total_loss(model, Call((case.inputs(BATCH).args[0].repeat_interleave(2, 0),)))
 
 
 @one_tensor
@@ -590,7 +590,7 @@ def test_large_convolutions(
     call = Call((torch.randn(BATCH, layer.in_channels, *size, dtype=torch.float64),))
     expected = loop(layer, call, BATCH)
     model = enn.convert(layer.to(dtype)).per_sample()
-    (plain(model, Call((call.args[0].to(dtype),))) / BATCH).backward()
+    (total_loss(model, Call((call.args[0].to(dtype),))) / BATCH).backward()
     rows = {name: dense(p.grad_sample).double() for name, p in model.named_parameters()}
     assert_close_rows(rows, expected, 1e-9 if dtype == torch.float64 else 1e-4)
 
@@ -607,7 +607,7 @@ def test_batch_norm_leaves_channels_where_they_are(dims: int, affine: bool) -> N
     x = torch.randn(BATCH, 4, *[5] * dims).to(memory_format=memory_format)
     model = enn.convert(module).per_sample(loss_reduction="sum")
     assert model[1](x).is_contiguous(memory_format=memory_format)
-    plain(model, Call((x,))).backward()
+    total_loss(model, Call((x,))).backward()
     assert_close_rows({name: p.grad_sample for name, p in model.named_parameters()}, loop(module, Call((x,)), BATCH))
 
 

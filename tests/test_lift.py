@@ -20,7 +20,17 @@ from torch.utils.checkpoint import checkpoint
 import expanded_nn as enn
 from expanded_nn._registry import EXPANDED
 from expanded_nn.layers.general import General
-from oracle import Call, assert_close, assert_close_rows, coefficients, grads_of, loop, plain, rows_of, sample_losses
+from oracle import (
+    Call,
+    assert_close,
+    assert_close_rows,
+    coefficients,
+    grads_of,
+    loop,
+    rows_of,
+    sample_losses,
+    total_loss,
+)
 
 B, T, D = 3, 5, 4
 
@@ -84,7 +94,7 @@ def assert_right_rows(module: nn.Module, call: Call, samples: int) -> nn.Module:
     output = call.on(model)
     if isinstance(output, Tensor):
         assert_close(output, call.on(module).detach())
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, samples))
     for name, grad in grads_of(model).items():
         assert_close(grad, rows_of(model)[name].sum(0), name=name)
@@ -399,9 +409,9 @@ def test_keyword_and_other_arguments() -> None:
     assert_right(module, Call((x,), {"context": context, "power": 2, "how": "times", "mask": None}), fast=fast)
     model = enn.convert(module).per_sample(loss_reduction="sum")
     call = Call((x,), {"context": context, "power": 2, "mask": mask})  # the mask is of all samples
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     expected = loop(
-        module, Call((x, context)), B, objective=lambda m, c, i: plain(lambda x, y: shared(m, x, y, mask), c, i)
+        module, Call((x, context)), B, objective=lambda m, c, i: total_loss(lambda x, y: shared(m, x, y, mask), c, i)
     )
     assert_close_rows(rows_of(model), expected)
 
@@ -570,7 +580,7 @@ def test_an_argument_that_looks_like_states() -> None:
     module = Own(lambda m, x, table: m.scale * x + (m.layer(table) * m.scale).sin().mean((0, 1)), layer=nn.Linear(D, D))
     table = values(2, B, D)
     model, x = enn.convert(module).per_sample(loss_reduction="sum"), values(B, T, D)
-    plain(model, Call((x, table))).backward()
+    total_loss(model, Call((x, table))).backward()
     alone = loop(module, Call((x, table)), B, take=lambda c, i: Call((c.args[0][i : i + 1], c.args[1])))
     assert_close_rows(rows_of(model), alone)
 
@@ -660,7 +670,7 @@ def test_checkpoint_of_a_result_that_all_samples_share(use_reentrant: bool) -> N
     module, call = Model(), features(T, D)(B)
     model = enn.convert(module).per_sample(loss_reduction="sum")
     model.use_reentrant = use_reentrant
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, B))
 
 
@@ -848,6 +858,6 @@ def test_copies_of_a_module_taken_as_a_whole(monkeypatch: pytest.MonkeyPatch) ->
     module, call = Folding(), features(T, D)(B)
     model = enn.convert(module).per_sample(loss_reduction="sum")
     for copied in (model, deepcopy(model), pickle.loads(pickle.dumps(model))):
-        plain(copied, call).backward()
+        total_loss(copied, call).backward()
         assert_close_rows(rows_of(copied), loop(module, call, B))
     assert type(enn.revert(model)) is Folding

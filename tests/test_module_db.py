@@ -10,7 +10,7 @@ from torch.testing._internal.common_modules import FunctionInput, ModuleInfo, mo
 
 import expanded_nn as enn
 from cases import CASES, RECURRENT
-from oracle import Call, assert_close, assert_close_rows, grads_of, loop, plain, rows_of
+from oracle import Call, assert_close, assert_close_rows, grads_of, loop, rows_of, total_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
@@ -66,6 +66,6 @@ def test_rows_equal_the_loop(info: ModuleInfo, training: bool, i: int) -> None:
     rows = loop(module, call, len(first))
     model.zero_grad()
     model = enn.convert(module).per_sample(loss_reduction="sum")
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), rows)
     assert_close_rows(grads_of(model), {name: r.sum(0) for name, r in rows.items()})

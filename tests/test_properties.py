@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from torch import nn
 
 import expanded_nn as enn
-from oracle import Call, assert_all_close, assert_close_rows, loop, plain, rows_of
+from oracle import Call, assert_all_close, assert_close_rows, loop, rows_of, total_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
@@ -25,9 +25,9 @@ def check(module: nn.Module, *args: torch.Tensor) -> None:
     expected = loop(module, call, samples)
     model = enn.convert(module).per_sample()
     a, b = call.requires_grad(), call.requires_grad()
-    (plain(model, a) / samples).backward()
+    (total_loss(model, a) / samples).backward()
     assert_close_rows(rows_of(model), expected)
-    (plain(module, b) / samples).backward()
+    (total_loss(module, b) / samples).backward()
     assert_all_close([t.grad for t in a.floats()], [t.grad for t in b.floats()])
 
 

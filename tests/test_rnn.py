@@ -20,9 +20,9 @@ from oracle import (
     gradient_penalty,
     grads_of,
     loop,
-    plain,
     rows_of,
     sample_losses,
+    total_loss,
 )
 
 pytestmark = [
@@ -63,7 +63,7 @@ def test_each_parameter_alone(case: Case) -> None:
         model = expanded(case, loss_reduction="sum")
         for other, parameter in model.named_parameters():
             parameter.requires_grad_(other == name)
-        plain(model, call).backward()
+        total_loss(model, call).backward()
         assert_close_rows(rows_of(model), {name: rows[name]})
 
 
@@ -134,7 +134,7 @@ def test_one_output_alone_in_the_loss(kind: str, part: str) -> None:
             return y[:, 1] if part == "output" else last[part == "c_n"].transpose(0, 1)
 
     model, call = enn.convert(Part()).per_sample(loss_reduction="sum"), Call((x.transpose(0, 1),))
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(Part(), call, BATCH))
 
 
@@ -161,7 +161,7 @@ def test_third_derivative() -> None:
     case, total = recurrent("lstm"), []
     for model in (expanded(case), case.module()):
         call = case.inputs(BATCH).requires_grad()
-        value = plain(model, call)
+        value = total_loss(model, call)
         for _ in range(2):
             (slope,) = torch.autograd.grad(value, call.floats(), create_graph=True)
             value = slope.sin().sum()
@@ -213,7 +213,7 @@ def test_an_in_place_operation_on_the_outputs(kind: str) -> None:
             return (out[0] if isinstance(out, tuple) else out) * 2
 
     call, model = Call((torch.randn(BATCH, STEPS, FEATURES),)), enn.convert(InPlace()).per_sample(loss_reduction="sum")
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(OutOfPlace(), call, BATCH))
 
 
@@ -224,7 +224,7 @@ def test_tied_directions() -> None:
         return module
 
     call, model = recurrent("gru").inputs(BATCH), enn.convert(build()).per_sample(loss_reduction="sum")
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(build(), call, BATCH))
 
 
@@ -268,7 +268,7 @@ def test_packed_output_keeps_its_order() -> None:
 
 def test_weights_are_held_as_factors_of_all_steps() -> None:
     model = expanded(recurrent("lstm"))
-    plain(model, recurrent("lstm").inputs(BATCH)).backward()
+    total_loss(model, recurrent("lstm").inputs(BATCH)).backward()
     for name in ("weight_ih_l0", "weight_hh_l0"):
         rows = getattr(model.layer, name).grad_sample
         wide = enn.LSTM(40, 50, batch_first=True).per_sample()
@@ -291,7 +291,7 @@ def test_one_sequence_shared_by_all_samples() -> None:
             return self.rnn(self.x)[0].flatten(1) * scale
 
     call, model = Call((torch.randn(BATCH, 1),)), enn.convert(Shared()).per_sample(loss_reduction="sum")
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(Shared(), call, BATCH))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
-from oracle import Call, assert_close, assert_close_rows, gradient_penalty, loop, plain, rows_of
+from oracle import Call, assert_close, assert_close_rows, gradient_penalty, loop, rows_of, total_loss
 
 images = Call((torch.randn(3, 4, 7, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64),))
 features = Call((torch.randn(3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64),))
@@ -17,7 +17,7 @@ words = Call((torch.tensor([[2, 5, 5, 5, 9], [0, 2, 2, 1, 1], [9, 9, 9, 9, 9]]),
 
 
 def right(
-    module: nn.Module, call: Call, *, objective: Callable[..., Tensor] = plain, oracle: nn.Module | None = None
+    module: nn.Module, call: Call, *, objective: Callable[..., Tensor] = total_loss, oracle: nn.Module | None = None
 ) -> None:
     """The rows are those of the loop."""
     model = enn.convert(module).per_sample(loss_reduction="sum")
@@ -83,7 +83,7 @@ def test_weight_used_outside_its_module() -> None:
 
     model = enn.convert(Model()).per_sample(escalate=False)
     with pytest.raises(enn.PerSampleError, match=r"emb\.weight"):
-        plain(model, words).backward()
+        total_loss(model, words).backward()
     with pytest.warns(enn.PerSampleWarning, match=r"emb\.weight"):
         right(Model(), words)
 
@@ -444,7 +444,7 @@ def test_shared_argument_with_as_many_rows_as_samples_in_the_general_rule() -> N
     with pytest.raises(enn.PerSampleError, match=words):
         call.on(model)
     with pytest.warns(enn.PerSampleWarning, match=words):
-        plain(model.per_sample(escalate=True), call).backward()
+        total_loss(model.per_sample(escalate=True), call).backward()
     assert_close_rows(rows_of(model), loop(module, call, 4))
 
 
@@ -695,4 +695,4 @@ def test_frozen_module_that_returns_a_view_of_its_input() -> None:
 def test_frozen_module_that_returns_a_view_of_what_autograd_keeps() -> None:
     model = enn.convert(ChangedInPlace(lambda x: x.exp()[:, 1:])).per_sample()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        plain(model, features).backward()
+        total_loss(model, features).backward()

@@ -18,7 +18,7 @@ from expanded_nn.core import cost
 from expanded_nn.layers import whole
 from expanded_nn.layers._batched import RULES, Rule
 from expanded_nn.layers.general import General
-from oracle import Call, assert_close, assert_close_rows, gradient_penalty, grads_of, loop, plain, rows_of
+from oracle import Call, assert_close, assert_close_rows, gradient_penalty, grads_of, loop, rows_of, total_loss
 
 B, T, D = 3, 5, 4
 
@@ -72,7 +72,7 @@ def assert_right(module: nn.Module, call: Call, samples: int = B) -> nn.Module:
     for _ in range(2):
         model.zero_grad()
         assert_close(call.on(model), output)
-        plain(model, call).backward()
+        total_loss(model, call).backward()
         assert_close_rows(rows_of(model), expected)
         for name, grad in grads_of(model).items():
             assert_close(grad, rows_of(model)[name].sum(0), name=name)
@@ -350,7 +350,7 @@ class TestComputedOnce:
         model = enn.convert(module).per_sample(loss_reduction="sum")
         step(model, *args)
         model.zero_grad()
-        plain(model, Call(args)).backward(create_graph=True)
+        total_loss(model, Call(args)).backward(create_graph=True)
         size = sum((rows**3).sum() for rows in rows_of(model).values())
         rows = loop(module, Call(args), B, create_graph=True)
         expected = torch.autograd.grad(sum((each**3).sum() for each in rows.values()), list(module.parameters()))
@@ -387,7 +387,7 @@ class TestComputedOnce:
         for create_graph in (False, False, True):
             model.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
-                result = plain(model, Call((x,)))
+                result = total_loss(model, Call((x,)))
             result.backward(create_graph=create_graph)
             for name, rows in loop(module, Call((x,)), B).items():
                 assert_close(rows_of(model)[name].detach(), rows, 0.1, name)
@@ -419,7 +419,7 @@ def test_other_numbers_of_samples(make: Callable[[], nn.Module], args: Any, samp
         model.zero_grad()
         call = Call((many,))
         assert_close(call.on(model), call.on(module).detach())
-        plain(model, call).backward()
+        total_loss(model, call).backward()
         assert_close_rows(rows_of(model), loop(module, call, len(many)))
 
 
@@ -571,7 +571,7 @@ def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def step(model: nn.Module, *args: Any) -> None:
     model.zero_grad()
-    plain(model, Call(args)).backward()
+    total_loss(model, Call(args)).backward()
 
 
 def test_is_compared_once_for_each_kind_of_input(comparisons: list[Any]) -> None:
@@ -779,7 +779,7 @@ def test_derivatives_of_the_rows(model: nn.Module) -> None:
     module = enn.revert(model)
     step(model, *X)
     model.zero_grad()
-    plain(model, Call(X)).backward(create_graph=True)
+    total_loss(model, Call(X)).backward(create_graph=True)
     size = sum((rows**3).sum() for rows in rows_of(model).values())
     rows = loop(module, Call(X), B, create_graph=True)
     expected = torch.autograd.grad(sum((each**3).sum() for each in rows.values()), list(module.parameters()))

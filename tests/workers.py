@@ -8,14 +8,14 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from oracle import Call, plain, rows_of
+from oracle import Call, rows_of, total_loss
 
 
 def gradients_in_another_process(model: nn.Module, x: Tensor) -> dict[str, Any]:
     """The rows of one step, as arrays."""
     torch.set_default_dtype(torch.float64)
     model.zero_grad()
-    plain(model, Call((x,))).backward()
+    total_loss(model, Call((x,))).backward()
     return {name: rows.numpy() for name, rows in rows_of(model).items()}
 
 
@@ -33,7 +33,7 @@ class Rows(Dataset[Tensor]):
             raise IndexError
         torch.set_default_dtype(torch.float64)
         self.model.zero_grad()
-        plain(self.model, Call((self.x[i : i + 1],))).backward()
+        total_loss(self.model, Call((self.x[i : i + 1],))).backward()
         return next(self.model.parameters()).grad_sample[0].clone()
 
 

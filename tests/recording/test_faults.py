@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import expanded_nn as enn
 from cases import Scale
 from families import FAMILIES, Family, every_family, families
-from oracle import Call, assert_close, assert_close_rows, grads_of, loop, plain, rows_of, sample_losses
+from oracle import Call, assert_close, assert_close_rows, grads_of, loop, rows_of, sample_losses, total_loss
 
 SAMPLES = 3
 
@@ -69,7 +69,7 @@ def last_called(model: nn.Module) -> nn.Module:
 def in_a_forward_hook(model: nn.Module, call: Call, error: BaseException) -> None:
     handle = last_called(model).register_forward_hook(fail(error))
     try:
-        plain(model, call).backward()
+        total_loss(model, call).backward()
     finally:
         handle.remove()
 
@@ -88,7 +88,7 @@ def in_a_hook_on_a_parameter(model: nn.Module, call: Call, error: BaseException)
     last = list(model.parameters())[-1]
     handle = last.register_hook(fail(error))
     try:
-        plain(model, call).backward()
+        total_loss(model, call).backward()
     finally:
         handle.remove()
 
@@ -96,7 +96,7 @@ def in_a_hook_on_a_parameter(model: nn.Module, call: Call, error: BaseException)
 def after_the_gradient_was_accumulated(model: nn.Module, call: Call, error: BaseException) -> None:
     handle = next(iter(model.parameters())).register_post_accumulate_grad_hook(fail(error))
     try:
-        plain(model, call).backward()
+        total_loss(model, call).backward()
     finally:
         handle.remove()
 
@@ -120,7 +120,7 @@ def test_right_step_after_a_fault(family: Family, fault: Callable[..., None]) ->
         with pytest.raises(type(error), match="fault"):
             fault(model, family.call(2, seed=7), error)
         model.zero_grad()
-        plain(model, family.call(samples)).backward()
+        total_loss(model, family.call(samples)).backward()
         expected = loop(module, family.call(samples), samples)
         assert_close_rows(rows_of(model), expected)
         assert_close_rows(grads_of(model), {name: rows.sum(0) for name, rows in expected.items()})
@@ -135,7 +135,7 @@ def test_right_step_after_a_fault_without_accumulation(fault: Callable[..., None
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             fault(model, batch(2, seed=7), KeyboardInterrupt("fault"))
-        plain(model, batch()).backward()
+        total_loss(model, batch()).backward()
         assert_close_rows(rows_of(model), loop(net(), batch(), SAMPLES))
 
 
@@ -145,7 +145,7 @@ def test_clearing_after_a_fault(fault: Callable[..., None], how: str) -> None:
     """A good step before; the fault; any way to clear; a good step."""
     model = on(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain(model, batch(seed=3)).backward()
+    total_loss(model, batch(seed=3)).backward()
     with pytest.raises(KeyboardInterrupt):
         fault(model, batch(2, seed=7), KeyboardInterrupt("fault"))
     if how == "grad_none":
@@ -153,7 +153,7 @@ def test_clearing_after_a_fault(fault: Callable[..., None], how: str) -> None:
             p.grad = None
     else:
         optimizer.zero_grad(set_to_none=how == "optimizer")
-    plain(model, batch()).backward()
+    total_loss(model, batch()).backward()
     assert_close_rows(rows_of(model), loop(net(), batch(), SAMPLES))
 
 
@@ -198,7 +198,7 @@ def test_fault_inside_the_general_rule() -> None:
         assert all(p is parameters[name] for name, p in model.named_parameters())
         Inner.fails = False
         model.zero_grad()
-        plain(model, batch()).backward()
+        total_loss(model, batch()).backward()
         assert_close_rows(rows_of(model), loop(module, batch(), SAMPLES))
 
 
@@ -235,33 +235,33 @@ def test_fault_in_the_recomputation_of_a_checkpoint(where: str, use_reentrant: b
     module = Recomputed(False)
     model = on(module)
     model.use_reentrant = use_reentrant
-    bad = plain(model, batch(2, seed=7))
-    good = plain(model, batch()) if built_before else None
+    bad = total_loss(model, batch(2, seed=7))
+    good = total_loss(model, batch()) if built_before else None
     model.fails = where
     with pytest.raises(KeyboardInterrupt):
         bad.backward()
     model.fails = ""
     for p in model.parameters():
         p.grad = None
-    (plain(model, batch()) if good is None else good).backward()
+    (total_loss(model, batch()) if good is None else good).backward()
     assert_close_rows(rows_of(model), loop(module, batch(), SAMPLES))
 
 
 def test_fault_in_one_of_two_models_leaves_the_other_alone() -> None:
     one, other = on(net()), on(net())
-    plain(other, batch()).backward()
+    total_loss(other, batch()).backward()
     with pytest.raises(KeyboardInterrupt):
         in_a_hook_on_a_parameter(one, batch(2), KeyboardInterrupt("fault"))
     expected = loop(net(), batch(), SAMPLES)
     assert_close_rows(rows_of(other), expected)
-    plain(other, batch()).backward()
+    total_loss(other, batch()).backward()
     assert_close_rows(rows_of(other), {name: torch.cat([rows, rows]) for name, rows in expected.items()})
 
 
 def test_refused_backward_is_refused_again() -> None:
     """The user who catches the error and goes on with the same graph gets it again, and no wrong rows."""
     model = on(net())
-    loss = plain(model, batch()) + model[0].weight.sum()
+    loss = total_loss(model, batch()) + model[0].weight.sum()
     for _ in range(2):
         with pytest.raises(enn.PerSampleError, match=r"0\.weight.*outside"):
             loss.backward(retain_graph=True)
@@ -387,7 +387,7 @@ def test_functional_calls_with_fresh_leaves_know_nothing_of_each_other() -> None
 def test_dropping_the_model_frees_it(family: Family) -> None:
     """Without the collector, where that holds of the plain model; its rows, its input and its activations too."""
     model, call = on(family.module()), family.call(SAMPLES)
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     out = call.on(model)
     kept = [*model.parameters(), out, *(p.grad_sample for p in model.parameters()), call.args[0]]
     refs = [weakref.ref(item) for item in kept]
@@ -403,7 +403,7 @@ def test_activations_go_with_the_loss() -> None:
         layer.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
     gc.disable()
     try:
-        loss = plain(model, batch())
+        loss = total_loss(model, batch())
         loss.backward()
         del loss
         assert [ref() for ref in seen if ref() is not None] == []
@@ -417,7 +417,7 @@ def test_inputs_held_as_factors_go_with_the_rows() -> None:
     model = on(nn.Linear(64, 64))
     x = torch.randn(SAMPLES, 64)
     memory = weakref.ref(x.untyped_storage())
-    plain(model, Call((x,))).backward()
+    total_loss(model, Call((x,))).backward()
     del x
     model.zero_grad()
     gc.collect()
@@ -450,18 +450,18 @@ HOLDS: dict[str, Callable[[Tensor], Any]] = {
 def test_rows_of_an_older_step_never_change(family: Family, hold: Callable[[Tensor], Any], materialize: bool) -> None:
     """Nor do steps that follow go wrong for it."""
     model, module = on(family.module(), materialize=materialize), family.module()
-    plain(model, family.call(SAMPLES)).backward()
+    total_loss(model, family.call(SAMPLES)).backward()
     held = {name: hold(rows) for name, rows in rows_of(model).items()}
     before = {name: value_of(value) for name, value in held.items()}
     for seed in range(3):
         model.zero_grad()
-        plain(model, family.call(SAMPLES, seed)).backward()
+        total_loss(model, family.call(SAMPLES, seed)).backward()
         for rows in rows_of(model).values():
             rows.mul_(3)  # what is done to the new rows does not reach the old ones
     for name, value in held.items():
         assert torch.equal(value_of(value), before[name]), name
     model.zero_grad()
-    plain(model, family.call(SAMPLES, 9)).backward()
+    total_loss(model, family.call(SAMPLES, 9)).backward()
     assert_close_rows(rows_of(model), loop(module, family.call(SAMPLES, 9), SAMPLES))
 
 
@@ -474,13 +474,13 @@ def value_of(held: Any) -> Tensor:
 def test_snapshot_of_an_older_step_never_changes() -> None:
     for family in FAMILIES:
         model = on(family.module(), materialize=True)
-        plain(model, family.call(SAMPLES)).backward()
+        total_loss(model, family.call(SAMPLES)).backward()
         grads = enn.per_sample_grads(model)
         rows = dict(grads)
         expected = loop(family.module(), family.call(SAMPLES), SAMPLES)
         for seed in range(3):
             model.zero_grad()
-            plain(model, family.call(SAMPLES, seed)).backward()
+            total_loss(model, family.call(SAMPLES, seed)).backward()
         assert_close_rows(rows, expected)
         assert_close_rows(grads.sum(), {name: rows.sum(0) for name, rows in expected.items()})
 
@@ -488,11 +488,11 @@ def test_snapshot_of_an_older_step_never_changes() -> None:
 def test_plain_gradient_of_an_older_step_never_changes() -> None:
     """`.grad` is no part of memory that is used again."""
     model = on(net(), materialize=True)
-    plain(model, batch()).backward()
+    total_loss(model, batch()).backward()
     held = {name: p.grad for name, p in model.named_parameters()}
     for seed in range(3):
         model.zero_grad()
-        plain(model, batch(seed=seed + 2)).backward()
+        total_loss(model, batch(seed=seed + 2)).backward()
     assert_close_rows(held, {name: rows.sum(0) for name, rows in loop(net(), batch(), SAMPLES).items()})
 
 
@@ -504,7 +504,7 @@ POISONED = 1
 def poisoned_input(family: Family, bad: float) -> tuple[Call, Callable[..., Tensor]]:
     call = family.call(SAMPLES)
     call.args[0][POISONED].view(-1)[0] = bad
-    return call, plain
+    return call, total_loss
 
 
 def poisoned_loss(family: Family, bad: float) -> tuple[Call, Callable[..., Tensor]]:
@@ -557,7 +557,7 @@ def test_the_step_after_a_bad_sample() -> None:
         call, objective = poisoned_loss(family, float("nan"))
         objective(model, call).backward()
         model.zero_grad()
-        plain(model, family.call(SAMPLES)).backward()
+        total_loss(model, family.call(SAMPLES)).backward()
         assert_close_rows(rows_of(model), loop(family.module(), family.call(SAMPLES), SAMPLES))
 
 
@@ -565,7 +565,7 @@ def test_clipping_leaves_the_gradient_alone_where_it_refuses() -> None:
     model = on(net())
     call = batch()
     call.args[0][POISONED] = float("nan")
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     before = {name: p.grad for name, p in model.named_parameters()}
     with pytest.raises(enn.PerSampleError, match=r"Leave these samples out"):
         enn.clip_grad_sample_norms_(model, dict.fromkeys(before, 1.0))

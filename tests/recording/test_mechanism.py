@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import expanded_nn as enn
 from cases import Scale
 from expanded_nn.core import cost
-from oracle import Call, assert_close, assert_close_rows, grads_of, loop, plain, rows_of, sample_losses
+from oracle import Call, assert_close, assert_close_rows, grads_of, loop, rows_of, sample_losses, total_loss
 
 
 class Net(nn.Module):
@@ -77,7 +77,7 @@ def test_no_rows_before_the_first_backward() -> None:
 
 def test_unused_parameters_have_no_rows() -> None:
     module, model = net()
-    plain(model, batch(3)).backward()
+    total_loss(model, batch(3)).backward()
     assert_close_rows(used(rows_of(model), "other"), without(rows(module, batch(3)), "other"))
 
 
@@ -85,14 +85,14 @@ def test_a_pass_that_did_not_use_a_parameter_has_zero_rows_there() -> None:
     module, model = net()
     calls = [batch(3), batch(2, 2, head="other"), batch(3, 3)]
     for call in calls:
-        plain(model, call).backward()
+        total_loss(model, call).backward()
     assert_close_rows(rows_of(model), cat(*(rows(module, call) for call in calls)))
 
 
 def test_two_batch_sizes_in_one_backward() -> None:
     module, model = net()
     calls = [batch(3), batch(2, 2, head="other")]
-    sum(plain(model, call) for call in calls).backward()
+    sum(total_loss(model, call) for call in calls).backward()
     assert_close_rows(rows_of(model), cat(*(rows(module, call) for call in calls)))
     assert_close_rows(grads_of(model), {n: r.sum(0) for n, r in cat(*(rows(module, c) for c in calls)).items()})
 
@@ -101,7 +101,7 @@ def test_two_batch_sizes_in_one_backward() -> None:
 def test_rows_stand_in_the_order_of_the_forwards(order: tuple[int, ...]) -> None:
     module, model = net()
     calls = [batch(3), batch(2, 2)]
-    losses = [plain(model, call) for call in calls]
+    losses = [total_loss(model, call) for call in calls]
     for i in order:
         losses[i].backward()
     expected = cat(*(rows(module, call) for call in calls))
@@ -161,9 +161,9 @@ def test_clearing_the_gradient_resets_the_rows(reset: Callable[..., None]) -> No
     module, model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for call in (batch(3), batch(2, 2)):
-        plain(model, call).backward()
+        total_loss(model, call).backward()
     reset(model, optimizer)
-    plain(model, batch(4, 3)).backward()
+    total_loss(model, batch(4, 3)).backward()
     expected = without(rows(module, batch(4, 3)), "other")
     assert_close_rows(used(rows_of(model), "other"), expected)
     assert_close_rows(
@@ -173,18 +173,18 @@ def test_clearing_the_gradient_resets_the_rows(reset: Callable[..., None]) -> No
 
 def test_head_that_was_used_before_the_reset_has_no_rows_after() -> None:
     module, model = net()
-    plain(model, batch(3, head="other")).backward()
+    total_loss(model, batch(3, head="other")).backward()
     model.zero_grad()
-    plain(model, batch(4, 3)).backward()
+    total_loss(model, batch(4, 3)).backward()
     assert_close_rows(used(rows_of(model), "other"), without(rows(module, batch(4, 3)), "other"))
 
 
 def test_setting_grad_sample_to_none_resets_it() -> None:
     module, model = net()
-    plain(model, batch(3)).backward()
+    total_loss(model, batch(3)).backward()
     for p in model.parameters():
         p.grad_sample = None
-    plain(model, batch(2, 2)).backward()
+    total_loss(model, batch(2, 2)).backward()
     assert_close_rows(used(rows_of(model), "other"), without(rows(module, batch(2, 2)), "other"))
     total = cat(rows(module, batch(3)), rows(module, batch(2, 2)))
     assert_close(model.one.weight.grad, total["one.weight"].sum(0))
@@ -193,7 +193,7 @@ def test_setting_grad_sample_to_none_resets_it() -> None:
 def test_without_accumulation_a_backward_replaces_the_rows() -> None:
     module, model = net(accumulate_grad=False)
     for call in (batch(3), batch(2, 2)):
-        plain(model, call).backward()
+        total_loss(model, call).backward()
     assert_close_rows(used(rows_of(model), "other"), without(rows(module, batch(2, 2)), "other"))
     assert all(p.grad is None for p in model.parameters())
 
@@ -214,14 +214,14 @@ def test_no_grad_forwards_start_no_pass() -> None:
 def test_a_forward_without_backward_leaves_nothing_behind() -> None:
     module, model = net()
     batch(2, 2).on(model)
-    plain(model, batch(3)).backward()
+    total_loss(model, batch(3)).backward()
     assert_close_rows(used(rows_of(model), "other"), without(rows(module, batch(3)), "other"))
 
 
 def test_a_discarded_forward_of_the_same_size_leaves_nothing_behind() -> None:
     module, model = net()
     batch(3, 2).on(model)
-    plain(model, batch(3)).backward()
+    total_loss(model, batch(3)).backward()
     assert_close_rows(used(rows_of(model), "other"), without(rows(module, batch(3)), "other"))
 
 
@@ -243,7 +243,7 @@ def test_a_training_loop() -> None:
         expected = without(rows(module, call), "other")
         for m, optimizer in ((model, ours), (module, theirs)):
             optimizer.zero_grad()
-            plain(m, call).backward()
+            total_loss(m, call).backward()
             optimizer.step()
         assert_close_rows(used(rows_of(model), "other"), expected)
     for p, q in zip(model.parameters(), module.parameters(), strict=True):
@@ -253,7 +253,7 @@ def test_a_training_loop() -> None:
 def test_rows_survive_the_step_of_the_optimizer() -> None:
     module, model = net()
     expected = without(rows(module, batch(3)), "other")
-    plain(model, batch(3)).backward()
+    total_loss(model, batch(3)).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert_close_rows(used(rows_of(model), "other"), expected)
 
@@ -263,7 +263,7 @@ def test_rows_that_a_user_holds_never_change() -> None:
     held, copies = [], []
     for step in range(3):
         model.zero_grad()
-        plain(model, batch(3, step)).backward()
+        total_loss(model, batch(3, step)).backward()
         held.append(model.one.weight.grad_sample)
         copies.append(held[-1].clone())
     for tensor, copy in zip(held, copies, strict=True):
@@ -272,23 +272,23 @@ def test_rows_that_a_user_holds_never_change() -> None:
 
 def test_switching_off_and_on_again() -> None:
     module, model = net()
-    plain(model, batch(3)).backward()
+    total_loss(model, batch(3)).backward()
     model.per_sample(False)
     model.zero_grad()
-    plain(model, batch(2)).backward()
+    total_loss(model, batch(2)).backward()
     assert_close(model.one.weight.grad, rows(module, batch(2))["one.weight"].sum(0))
     model.zero_grad()
     model.per_sample(loss_reduction="sum")
-    plain(model, batch(4, 3)).backward()
+    total_loss(model, batch(4, 3)).backward()
     assert_close_rows(used(rows_of(model), "other"), without(rows(module, batch(4, 3)), "other"))
 
 
 def test_deepcopy_between_forward_and_backward_is_a_model_of_its_own() -> None:
     module, model = net()
-    plain(model, batch(3)).backward()
+    total_loss(model, batch(3)).backward()
     twin = deepcopy(model)
     twin.zero_grad()
-    plain(twin, batch(2, 2)).backward()
+    total_loss(twin, batch(2, 2)).backward()
     assert_close_rows(used(rows_of(twin), "other"), without(rows(module, batch(2, 2)), "other"))
     assert_close_rows(used(rows_of(model), "other"), without(rows(module, batch(3)), "other"))
 
@@ -296,7 +296,7 @@ def test_deepcopy_between_forward_and_backward_is_a_model_of_its_own() -> None:
 def test_two_models_at_once() -> None:
     module, one = net()
     _, other = net()
-    (plain(one, batch(3)) + plain(other, batch(2, 2))).backward()
+    (total_loss(one, batch(3)) + total_loss(other, batch(2, 2))).backward()
     assert_close_rows(used(rows_of(one), "other"), without(rows(module, batch(3)), "other"))
     assert_close_rows(used(rows_of(other), "other"), without(rows(module, batch(2, 2)), "other"))
 
@@ -308,7 +308,7 @@ def test_mean_is_the_default() -> None:
     torch.manual_seed(5)
     module = Net()
     model = enn.convert(module).per_sample(True)
-    (plain(model, batch(3)) / 3).backward()
+    (total_loss(model, batch(3)) / 3).backward()
     assert_close_rows(used(rows_of(model), "other"), without(rows(module, batch(3)), "other"))
     assert_close(model.one.weight.grad, model.one.weight.grad_sample.mean(0))
 
@@ -353,7 +353,7 @@ def words_against_the_loop(positions: Callable[[Tensor], Tensor], samples: int, 
     module = Words(positions)
     model = enn.convert(module).per_sample(loss_reduction="sum")
     call = Call((torch.randint(10, (samples, length)),))
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, samples))
 
 
@@ -479,7 +479,7 @@ def test_what_a_forward_does_along_the_copies_goes_sample_by_sample(use: Callabl
     module, call = Placed(use), Call((torch.randn(3, 5, 4),))
     model = enn.convert(module).per_sample(loss_reduction="sum")
     with pytest.warns(enn.PerSampleWarning, match=r"table \(Embedding\): its input is shared by all 3 samples"):
-        plain(model, call).backward()
+        total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, 3))
     with pytest.raises(enn.PerSampleError, match="the mean over a dimension of one, or the len that follows"):
         enn.convert(module).per_sample(escalate=False)(*call.args)
@@ -539,7 +539,7 @@ def test_copies_that_meet_the_samples_are_right(use: Callable[..., Tensor]) -> N
 def test_what_a_forward_does_within_each_copy_is_right(use: Callable[[Tensor], Any]) -> None:
     module, call = Placed(use), Call((torch.randn(3, 5, 4),))
     model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, 3))
 
 
@@ -557,7 +557,7 @@ def test_the_shape_of_a_shared_result_with_a_batch_dimension_is_not_asked_for() 
 
     module, call = Timed(), Call((torch.randn(3, 5, 4),))
     model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, 3))
 
 
@@ -596,7 +596,7 @@ class Several(nn.Module):
 def test_several_results_of_what_all_samples_share(layer: Callable[[], nn.Module], use: Callable[..., Any]) -> None:
     module, call = Several(layer(), use), Call((torch.randn(3, 5, 4),))
     model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, 3))
 
 
@@ -656,7 +656,7 @@ def test_relative_positions_are_shared() -> None:
     module = Relative()
     model = enn.convert(module).per_sample(loss_reduction="sum")
     call = Call((torch.randn(3, 5, 4),))
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, 3))
 
 
@@ -677,7 +677,7 @@ def test_one_index_a_sample() -> None:
     module = nn.Embedding(10, 4)
     model = enn.convert(module).per_sample(loss_reduction="sum")
     call = Call((torch.tensor([3, 1, 3]),))
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, 3))
 
 
@@ -686,7 +686,7 @@ def test_one_index_for_one_sample_is_not_ambiguous(index: int) -> None:
     module = nn.Embedding(10, 4)
     model = enn.convert(module).per_sample(loss_reduction="sum")
     call = Call((torch.tensor([index]),))
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, 1))
 
 
@@ -751,7 +751,7 @@ def test_shared_table_of_coordinates() -> None:
     module = Field()
     model = enn.convert(module).per_sample(loss_reduction="sum")
     call = Call((torch.randn(3, 4),))
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, 3))
 
 
@@ -838,7 +838,7 @@ def test_layer_on_its_own() -> None:
     module = nn.Linear(4, 2)
     layer = enn.Linear(4, 2).per_sample(loss_reduction="sum")
     layer.load_state_dict(module.state_dict())
-    plain(layer, batch(3)).backward()
+    total_loss(layer, batch(3)).backward()
     assert_close_rows(rows_of(layer), rows(module, batch(3)))
 
 
@@ -854,7 +854,7 @@ def test_users_own_module_that_holds_zoo_layers() -> None:
     module, model = Model(nn), Model(enn)
     model.load_state_dict(module.state_dict())
     assert enn.per_sample(model, loss_reduction="sum") is model
-    plain(model, batch(3)).backward()
+    total_loss(model, batch(3)).backward()
     assert_close_rows(rows_of(model), rows(module, batch(3)))
     enn.per_sample(model, False)
     assert torch.equal(batch(3).on(model), batch(3).on(module))
@@ -886,16 +886,16 @@ def test_outside_use_is_an_error_that_names_the_parameter(use: Any, accumulate_g
     module = Outside(use)
     model = enn.convert(module).per_sample(accumulate_grad=accumulate_grad, escalate=False, loss_reduction="sum")
     with pytest.raises(enn.PerSampleError, match=r"emb\.(weight|bias)"):
-        plain(model, batch(3)).backward()
+        total_loss(model, batch(3)).backward()
     with pytest.warns(enn.PerSampleWarning, match=r"emb\.(weight|bias)"):
-        plain(model.per_sample(escalate=True), batch(3)).backward()
+        total_loss(model.per_sample(escalate=True), batch(3)).backward()
     assert_close_rows(rows_of(model), loop(module, batch(3), 3))
 
 
 def test_outside_use_in_the_loss_is_an_error() -> None:
     _, model = net()
     with pytest.raises(enn.PerSampleError, match=r"one\.weight"):
-        (plain(model, batch(3)) + model.one.weight.square().sum()).backward()
+        (total_loss(model, batch(3)) + model.one.weight.square().sum()).backward()
 
 
 EARLY: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
@@ -922,11 +922,11 @@ def test_outside_use_before_the_layer(
     model = enn.convert(make()).per_sample(materialize=materialize)
     losses = []
     if passes == "between":
-        losses.append(plain(model, Call((inputs(2),))))
+        losses.append(total_loss(model, Call((inputs(2),))))
     losses.append(sum(p.square().sum() for p in model.parameters()))
-    losses.append(plain(model, Call((inputs(3),))))
+    losses.append(total_loss(model, Call((inputs(3),))))
     if passes == "two":
-        losses.append(plain(model, Call((inputs(2),))))
+        losses.append(total_loss(model, Call((inputs(2),))))
     with pytest.raises(enn.PerSampleError, match=r"used outside of its module"):
         sum(losses).backward()
 
@@ -934,21 +934,21 @@ def test_outside_use_before_the_layer(
 def test_outside_use_with_two_passes_in_one_backward() -> None:
     _, model = net()
     with pytest.raises(enn.PerSampleError, match=r"one\.weight"):
-        (plain(model, batch(3)) + plain(model, batch(2, 2)) + model.one.weight.sum()).backward()
+        (total_loss(model, batch(3)) + total_loss(model, batch(2, 2)) + model.one.weight.sum()).backward()
 
 
 def test_a_parameter_used_only_outside_is_an_error() -> None:
     _, model = net()
     with pytest.raises(enn.PerSampleError, match=r"other\.weight"):
-        (plain(model, batch(3)) + model.other.weight.sum()).backward()
+        (total_loss(model, batch(3)) + model.other.weight.sum()).backward()
 
 
 def test_right_step_after_an_outside_use() -> None:
     module, model = net()
     with pytest.raises(enn.PerSampleError):
-        (plain(model, batch(3)) + model.one.weight.sum()).backward()
+        (total_loss(model, batch(3)) + model.one.weight.sum()).backward()
     model.zero_grad()
-    plain(model, batch(2, 2)).backward()
+    total_loss(model, batch(2, 2)).backward()
     assert_close_rows(used(rows_of(model), "other"), without(rows(module, batch(2, 2)), "other"))
 
 
@@ -969,7 +969,7 @@ def test_hook_of_the_user_is_no_outside_use(hook: Any, factor: int, before: bool
     model.per_sample(loss_reduction="sum")
     if not before:
         model.one.weight.register_hook(hook)
-    plain(model, batch(3)).backward()
+    total_loss(model, batch(3)).backward()
     expected = without(rows(module, batch(3)), "other")
     assert_close_rows(used(rows_of(model), "other"), expected)
     assert_close(model.one.weight.grad, factor * expected["one.weight"].sum(0))
@@ -979,7 +979,7 @@ def test_post_accumulate_hook_is_no_outside_use() -> None:
     module, model = net()
     seen = []
     model.one.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad_sample is not None))
-    plain(model, batch(3)).backward()
+    total_loss(model, batch(3)).backward()
     assert seen == [True]
     assert_close_rows(used(rows_of(model), "other"), without(rows(module, batch(3)), "other"))
 
@@ -993,7 +993,7 @@ def wide(**arguments: Any) -> nn.Module:
 
 def test_changing_a_kept_factor_is_an_error() -> None:
     model, x = wide(), torch.randn(3, 64)
-    plain(model, Call((x,))).backward()
+    total_loss(model, Call((x,))).backward()
     x.zero_()
     with pytest.raises(enn.PerSampleError, match=r"(?i)in.?place|changed|modified"):
         model.weight.grad_sample.norm()
@@ -1002,14 +1002,14 @@ def test_changing_a_kept_factor_is_an_error() -> None:
 def test_dense_rows_do_not_mind_a_changed_input() -> None:
     model, x = wide(materialize=True), torch.randn(3, 64)
     expected = loop(enn.revert(model), Call((x.clone(),)), 3)
-    plain(model, Call((x,))).backward()
+    total_loss(model, Call((x,))).backward()
     x.zero_()
     assert_close_rows(rows_of(model), expected)
 
 
 def test_changing_the_input_before_the_backward_is_torchs_own_error() -> None:
     model, x = wide(), torch.randn(3, 64)
-    loss = plain(model, Call((x,)))
+    loss = total_loss(model, Call((x,)))
     x.zero_()
     with pytest.raises(RuntimeError, match=r"inplace operation|in.place"):
         loss.backward()
@@ -1057,7 +1057,7 @@ def test_tied_weights(materialize: bool) -> None:
     model = enn.convert(module).per_sample(loss_reduction="sum", materialize=materialize)
     assert model.head.weight is model.emb.weight
     call = Call((torch.randint(10, (3, 6)),))
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     expected = loop(module, call, 3)
     assert_close_rows(rows_of(model), expected)
     norms = model.emb.weight.grad_sample.flatten(1).norm(dim=1)
@@ -1085,7 +1085,7 @@ def test_module_called_twice() -> None:
 
     module = Twice()
     model = enn.convert(module).per_sample(loss_reduction="sum")
-    plain(model, batch(3)).backward()
+    total_loss(model, batch(3)).backward()
     assert_close_rows(rows_of(model), rows(module, batch(3)))
 
 
@@ -1111,7 +1111,7 @@ def test_checkpoint(use_reentrant: bool) -> None:
     reference = deepcopy(module)
     reference.use_reentrant = False  # torch.autograd.grad refuses reentrant checkpoints
     for seed in (1, 2):
-        plain(model, batch(3, seed)).backward()
+        total_loss(model, batch(3, seed)).backward()
     expected = cat(*(rows(reference, batch(3, seed)) for seed in (1, 2)))
     assert_close_rows(rows_of(model), expected)
     assert_close_rows(grads_of(model), {name: r.sum(0) for name, r in expected.items()})
@@ -1121,7 +1121,7 @@ def test_checkpoint(use_reentrant: bool) -> None:
 def test_two_passes_with_checkpoints_in_one_backward(use_reentrant: bool) -> None:
     module = Checkpointed(use_reentrant)
     model = enn.convert(module).per_sample(loss_reduction="sum")
-    (plain(model, batch(3)) + plain(model, batch(2, 2))).backward()
+    (total_loss(model, batch(3)) + total_loss(model, batch(2, 2))).backward()
     reference = deepcopy(module)
     reference.use_reentrant = False
     assert_close_rows(rows_of(model), cat(rows(reference, batch(3)), rows(reference, batch(2, 2))))
@@ -1182,7 +1182,7 @@ def test_right_step_after_an_exception_in_the_forward(samples: int) -> None:
     with pytest.raises(KeyError, match="mid-forward"):
         batch(3).on(model)
     model.fails = False
-    plain(model, batch(samples, 2)).backward()
+    total_loss(model, batch(samples, 2)).backward()
     assert_close_rows(rows_of(model), rows(module, batch(samples, 2)))
 
 
@@ -1197,7 +1197,7 @@ def test_right_step_after_an_exception_in_the_backward() -> None:
     with pytest.raises(KeyError, match="mid-backward"):
         sample_losses(out).sum().backward()
     model.zero_grad()
-    plain(model, batch(2, 2)).backward()
+    total_loss(model, batch(2, 2)).backward()
     assert_close_rows(used(rows_of(model), "other"), without(rows(module, batch(2, 2)), "other"))
 
 
@@ -1205,7 +1205,7 @@ def test_right_step_after_a_refused_input() -> None:
     module, model = net()
     with pytest.raises(enn.PerSampleError):
         model.body[0](torch.randn(4))
-    plain(model, batch(2, 2)).backward()
+    total_loss(model, batch(2, 2)).backward()
     assert_close_rows(used(rows_of(model), "other"), without(rows(module, batch(2, 2)), "other"))
 
 

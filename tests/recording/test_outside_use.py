@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
-from oracle import Call, assert_close, assert_close_rows, grads_of, loop, plain, rows_of, sample_losses
+from oracle import Call, assert_close, assert_close_rows, grads_of, loop, rows_of, sample_losses, total_loss
 
 B = 3
 
@@ -99,7 +99,7 @@ every_use = pytest.mark.parametrize(("make", "call"), USES.values(), ids=USES)
 
 
 def assert_right(module: nn.Module, model: nn.Module, call: Call, samples: int = B) -> None:
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, samples))
     for name, grad in grads_of(model).items():
         assert_close(grad, rows_of(model)[name].sum(0), name=name)
@@ -118,8 +118,8 @@ def test_off_has_the_same_bits(make: Callable[[], nn.Module], call: Call) -> Non
     module = make()
     model = enn.convert(module).per_sample().per_sample(False)
     assert torch.equal(call.on(model), call.on(module))
-    plain(model, call).backward()
-    plain(module, call).backward()
+    total_loss(model, call).backward()
+    total_loss(module, call).backward()
     assert all(torch.equal(grad, grads_of(module)[name]) for name, grad in grads_of(model).items())
 
 
@@ -135,7 +135,7 @@ def test_without_grad_nothing_is_expanded(make: Callable[[], nn.Module], call: C
 def test_revert_and_copies(make: Callable[[], nn.Module], call: Call) -> None:
     module = make()
     model = enn.convert(module).per_sample(loss_reduction="sum")
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert torch.equal(call.on(enn.revert(model)), call.on(module))
     assert_right(module, copy.deepcopy(model), call)
     if not any(map(parametrize.is_parametrized, model.modules())):  # torch pickles no others
@@ -159,7 +159,7 @@ def test_tied_head_keeps_its_factors_and_norms_have_the_cross_term() -> None:
     call, in_torch = Call((words(B),)), Head()
     module = Uses(lambda m, x: enn.functional.linear(m.tok(x).sin(), enn.expanded(m.tok.weight)), tok=in_torch.tok)
     model = enn.convert(module).per_sample(loss_reduction="sum")
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     rows = model.tok.weight.grad_sample
     assert isinstance(rows, enn.FactoredTensor)
     assert not rows.is_dense
@@ -265,7 +265,7 @@ def test_two_passes_and_two_uses() -> None:
     module = make()
     model = enn.convert(module).per_sample(loss_reduction="sum")
     first, second = Call((words(3),)), Call((words(2, 5),))
-    (plain(model, first) + plain(model, second)).backward()
+    (total_loss(model, first) + total_loss(model, second)).backward()
     both = [loop(module, first, 3), loop(module, second, 2)]
     assert_close_rows(rows_of(model), {name: torch.cat([rows[name] for rows in both]) for name in both[0]})
 
@@ -274,7 +274,7 @@ def test_without_accumulation_and_clipping() -> None:
     make, call = USES["tied head"]
     module = make()
     model = enn.convert(module).per_sample(loss_reduction="sum", accumulate_grad=False)
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     expected = loop(module, call, B)
     norms = torch.stack([rows.flatten(1).norm(dim=1) for rows in expected.values()]).norm(dim=0)
     assert_close(enn.clip_grad_sample_norms_(model, 1.0), norms)
@@ -292,13 +292,13 @@ def test_the_refusal_names_the_remedy() -> None:
     module = Uses(lambda m, x: F.linear(m.tok(x), m.tok.weight), tok=nn.Embedding(7, 5))
     model = enn.convert(module).per_sample(escalate=False)
     with pytest.raises(enn.PerSampleError, match=r"tok\.weight: .*also used outside.*expanded_nn\.expanded\(weight\)"):
-        plain(model, Call((words(),))).backward()
+        total_loss(model, Call((words(),))).backward()
 
 
 def test_before_a_forward_is_an_error() -> None:
     make, call = USES["tied head"]
     model = enn.convert(make()).per_sample()
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     with pytest.raises(enn.PerSampleError, match=r"no forward since the last backward.*Call the model first"):
         enn.expanded(model.tok.weight)
 

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
-from oracle import Call, assert_close, assert_close_rows, grads_of, loop, plain, rows_of, sample_losses
+from oracle import Call, assert_close, assert_close_rows, grads_of, loop, rows_of, sample_losses, total_loss
 
 B, D = 3, 4
 
@@ -223,7 +223,7 @@ def test_weight_of_a_layer_that_another_model_records_sample_by_sample(last: str
         model.per_sample(loss_reduction="sum")
     expected = loop(enn.revert(mine), Call((values(),)), B)
     try:
-        plain(mine, Call((values(),))).backward()
+        total_loss(mine, Call((values(),))).backward()
     except enn.PerSampleError as error:
         assert "layer.weight" in str(error)  # noqa: PT017
         return
@@ -512,11 +512,11 @@ class Two(nn.Module):
 def test_no_zero_rows_of_frozen_or_removed_parameters(change: Callable[[Any], Any]) -> None:
     module, x, limit = Two(), values(6, D), 0.3
     model = on(module)
-    plain(model, Call((x,))).backward()
+    total_loss(model, Call((x,))).backward()
     kept = change(model)
     trainable = [p for p in model.parameters() if p.requires_grad]
     torch.optim.SGD(trainable).zero_grad()
-    plain(model, Call((x,))).backward()
+    total_loss(model, Call((x,))).backward()
     expected = {n: r for n, r in loop(module, Call((x,)), 6).items() if model.get_parameter(n).requires_grad}
     assert_close_rows(rows_of(model), expected)
     norms = torch.cat([rows.flatten(1) for rows in expected.values()], 1).norm(dim=1)
@@ -710,10 +710,10 @@ def test_clearing_is_seen(clear: Callable[[Any], None]) -> None:
     module = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
     model = on(module)
     for seed in (5, 6):
-        plain(model, Call((values(seed=seed),))).backward()
+        total_loss(model, Call((values(seed=seed),))).backward()
         for p in model.parameters():
             clear(p)
-    plain(model, Call((values(),))).backward()
+    total_loss(model, Call((values(),))).backward()
     assert_close_rows(rows_of(model), loop(module, Call((values(),)), B))
 
 
@@ -776,9 +776,9 @@ def test_edits_of_rows_stay_at_the_next_backward(passes: int, materialize: bool)
     module, x = nn.Linear(D, 2), values()
     model, rows = on(module, materialize=materialize), loop(module, Call((x,)), B)["weight"]
     for _ in range(passes):
-        plain(model, Call((x,))).backward()
+        total_loss(model, Call((x,))).backward()
     model.weight.grad_sample.mul_(2)
-    plain(model, Call((x,))).backward()
+    total_loss(model, Call((x,))).backward()
     assert_close(model.weight.grad_sample, torch.cat([2 * rows] * passes + [rows]))
 
 
@@ -975,7 +975,7 @@ def test_closure_over_the_original_model(kind: type[nn.Module]) -> None:
     expected = loop(module, Call((words,)), B)
     try:
         model = on(module)
-        plain(model, Call((words,))).backward()
+        total_loss(model, Call((words,))).backward()
     except (enn.PerSampleError, enn.ConversionError) as error:
         assert "emb" in str(error) or "to_logits" in str(error)  # noqa: PT017
         assert "inplace=True" in str(error) or "expanded" in str(error)  # noqa: PT017
@@ -1075,7 +1075,7 @@ def test_view_of_a_shared_argument_that_is_as_long_as_the_batch() -> None:
         take=lambda call, i: Call((call.args[0][i : i + 1], shared)),
     )
     model = on(module)
-    plain(model, Call((values(), shared))).backward()
+    total_loss(model, Call((values(), shared))).backward()
     assert_close_rows(rows_of(model), expected)
 
 
@@ -1212,7 +1212,7 @@ def test_weight_inside_and_outside_of_a_checkpoint(sizes: tuple[int, ...], order
     module = InAndOut(order, False)
     model, calls = on(module), [Call((values(n, D, seed=n),)) for n in sizes]
     model.use_reentrant = reentrant
-    sum(plain(model, call) for call in calls).backward()
+    sum(total_loss(model, call) for call in calls).backward()
     expected = [loop(module, call, n) for call, n in zip(calls, sizes, strict=True)]
     assert_close_rows(rows_of(model), {name: torch.cat([rows[name] for rows in expected]) for name in expected[0]})
 
@@ -1226,7 +1226,7 @@ def test_backward_inside_a_hook_of_another_one(same: bool, place: str) -> None:
     module = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
     model = on(module)
     second = model if same else on(module)
-    inner, todo = plain(second, Call((values(2, D, seed=5),))), [True]
+    inner, todo = total_loss(second, Call((values(2, D, seed=5),))), [True]
 
     def hook(*_: Any) -> None:
         if todo:
@@ -1277,7 +1277,7 @@ def test_checkpoint_after_skipped_batches(skipped: list[int], inside: bool, reen
     model = on(module)
     model.use_reentrant = reentrant
     kept = [model(ids[:size]) for size in skipped]
-    plain(model, Call((ids,))).backward()
+    total_loss(model, Call((ids,))).backward()
     assert_close_rows(rows_of(model), loop(module, Call((ids,)), 4))
     del kept
 
@@ -1442,14 +1442,14 @@ def test_settings_stay_over_off_and_on() -> None:
     model, x = nn.Linear(D, 2), values()
     converted = enn.convert(model).per_sample(loss_reduction="sum", materialize=True, accumulate_grad=False)
     converted.per_sample(False).per_sample(True)
-    plain(converted, Call((x,))).backward()
+    total_loss(converted, Call((x,))).backward()
     assert converted.weight.grad is None
     assert_close_rows(rows_of(converted), loop(model, Call((x,)), B))
     converted.per_sample(accumulate_grad=True)
-    plain(converted, Call((x,))).backward()
+    total_loss(converted, Call((x,))).backward()
     assert_close(converted.weight.grad, converted.weight.grad_sample.sum(0))
     again = enn.per_sample(copy.deepcopy(converted), loss_reduction="mean")
-    plain(again, Call((x,))).backward()
+    total_loss(again, Call((x,))).backward()
     assert_close(again.weight.grad, again.weight.grad_sample.mean(0))
 
 
@@ -1560,7 +1560,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_clipping_by_a_function(function: Callable[[Tensor], Tensor], reduction: str, named: bool) -> None:
     module = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
     model, rows = on(module), loop(module, Call((values(),)), B)
-    plain(model, Call((values(),))).backward()
+    total_loss(model, Call((values(),))).backward()
     norms = enn.clip_grad_sample_norms_(model, {"0": function, "2": 0.5} if named else function, reduction=reduction)
     groups = [["0.weight", "0.bias"], ["2.weight", "2.bias"]] if named else [list(rows)]
     count = B if reduction == "mean" else 1
