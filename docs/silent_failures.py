@@ -27,7 +27,7 @@ import expanded_nn as enn
 import oracle
 import test_check
 import test_silent_failures
-from oracle import Call, Objective, gradient_penalty, loop, plain, relative_error, rows_of
+from oracle import Call, Objective, gradient_penalty, loop, relative_error, rows_of, total_loss
 
 try:
     from opacus import GradSampleModule
@@ -63,7 +63,7 @@ class Trap:
     test: str
     module: nn.Module
     call: Call
-    objective: Objective = plain
+    objective: Objective = total_loss
     oracle: nn.Module | None = None
 
 
@@ -203,7 +203,7 @@ def torch_func(trap: Trap) -> Rows:
 
         if trap.objective is gradient_penalty:
             return loss(arguments) + sum(each.square().sum() for each in tree_leaves(grad(loss)(arguments)))
-        if trap.objective is plain:
+        if trap.objective is total_loss:
             return loss(arguments)
         hessian = torch.func.hessian(lambda x: forward(((x,), {})).sum())
         return hessian(arguments[0][0]).trace().square()

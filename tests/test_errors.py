@@ -1077,6 +1077,29 @@ def compiling_with_options_of_another_backend() -> None:
     enn.compile(print, backend="eager", max_autotune=True)
 
 
+@refused(r"enn.compile: the step calls StepLR.step\(\).*after the compiled step, and after the optimizer")
+def a_scheduler_in_a_compiled_step() -> None:
+    model = on(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    optimizer.step()
+
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+        scheduler.step()
+
+    compiled = enn.compile(step, backend="eager")
+    for _ in range(3):
+        compiled(torch.randn(SAMPLES, 4))
+
+
+@refused(r"grad_sample: a change of the shape of factored rows in place, by unsqueeze_.*rows.unsqueeze\(0\)")
+def a_shape_of_factored_rows_in_place() -> None:
+    layer = on(nn.Linear(4, 4), keep_factors=True)
+    layer(torch.randn(SAMPLES, 4)).sum().backward()
+    layer[0].weight.grad_sample.unsqueeze_(0)
+
+
 @refused(r"^enn\.compile: the step calls SGD\.step\(\).*Call the optimizer after the compiled step")
 def a_step_with_an_optimizer() -> None:
     def change(model: nn.Module, x: Tensor) -> None:

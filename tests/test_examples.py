@@ -182,17 +182,6 @@ def passages() -> Parts:
     return model, step, lambda: (torch.randint(256, (3, 17)),)
 
 
-def kernel() -> Parts:
-    example = loaded("ntk_fisher")
-    model = enn.convert(torch.nn.Sequential(torch.nn.Linear(64, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1)))
-
-    def step(images: Tensor, labels: Tensor) -> Tensor:
-        _, grads = example.gradients(model, images.flatten(1), labels)
-        return grads.gram()
-
-    return model, step, digits
-
-
 def meta_learning() -> Parts:
     example = loaded("maml")
     model = enn.convert(torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)))
@@ -206,7 +195,7 @@ def meta_learning() -> Parts:
 
 
 @pytest.mark.parametrize(
-    "make", [private, noise, wrong_labels, influences, balanced, margins, language, passages, kernel, meta_learning]
+    "make", [private, noise, wrong_labels, influences, balanced, margins, language, passages, meta_learning]
 )
 def test_steps_as_a_graph(make: Callable[[], Parts]) -> None:
     """What `enn.compile` makes of them returns and leaves what they do."""

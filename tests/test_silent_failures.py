@@ -386,8 +386,8 @@ class Positions(nn.Module):
 
 
 def test_positions_unsqueezed_after_the_look_up() -> None:
-    module, text = Positions(lambda places, index: places(index)[None]), r"head \(Linear\).*one row, but was computed"
-    with pytest.raises(enn.PerSampleError, match=text + " from 3 rows.*unsqueeze"):
+    module, text = Positions(lambda places, index: places(index)[None]), r"places \(Embedding\): its input is shared"
+    with pytest.raises(enn.PerSampleError, match=text + " by all 3 samples.*unsqueeze the input"):
         enn.convert(module).per_sample(escalate=False)(torch.randint(10, (3, 5)))
     with pytest.warns(enn.PerSampleWarning, match=text):
         right(module, Call((torch.randint(10, (3, 5)),)))

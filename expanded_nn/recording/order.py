@@ -78,7 +78,7 @@ class Order(TorchFunctionMode):
         result = func(*args, **kwargs)
         if self.copies:
             self.copies.look_at(func, args, kwargs, result)
-        if func is torch.stack and moved is None and not self.moved:
+        if func is torch.stack and moved is None and not self._reasons((args, kwargs)):
             moved = self._stacked(result, *args, **kwargs)
         if moved is None and func in TURNS_BACK and args:
             self._turn(func, args, kwargs, result)

@@ -523,7 +523,7 @@ def test_copies_that_meet_another_dimension_than_the_samples(
     module, call = Met(use[0]), Call((torch.randn(use[1]),))
     model = enn.convert(module).per_sample(loss_reduction="sum")
     with pytest.warns(enn.PerSampleWarning, match=r"table \(Embedding\): its input is shared by all 3 samples"):
-        plain(model, call).backward()
+        total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, 3))
 
 
@@ -531,7 +531,7 @@ def test_copies_that_meet_another_dimension_than_the_samples(
 def test_copies_that_meet_the_samples_are_right(use: Callable[..., Tensor]) -> None:
     module, call = Met(use), Call((torch.randn(3, 4),))
     model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
-    plain(model, call).backward()
+    total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, 3))
 
 
