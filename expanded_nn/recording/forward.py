@@ -195,8 +195,8 @@ class Forward:
             f"its input is shared by all {self.own_pass.batch} samples, so its result has a copy for each of "
             f"them, and the model takes a part of these ({operation} over the samples)",
             "the whole result",
-            "Leave out the index [0], the mean over a dimension of one, or the len that follows; unsqueeze the input, not "
-            "the result; or run the module around it sample by sample: alone(ItsClass) before convert.",
+            "Leave out the index [0], the mean over a dimension of one, or the len that follows; unsqueeze the input, "
+            "not the result; or run the module around it sample by sample: alone(ItsClass) before convert.",
         )
         error.refused_by = layer
         return error
