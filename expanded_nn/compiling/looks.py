@@ -29,7 +29,7 @@ MOST_ITEMS = 1000  # of a list or an array; a longer one counts by its identity,
 MOST_PARTS = 1000  # that are looked into; others count by their identity
 _NUMBERS = {bool, int, float, complex}
 _BOUND = BuiltinFunctionType, MethodType
-_WHOLE = Tensor | nn.Module | FunctionType  # what counts by its identity, whatever it holds
+_WHOLE = Tensor | nn.Module  # what counts by its identity, whatever it holds
 
 
 def by_identity(value: Any) -> Hashable:
@@ -107,10 +107,10 @@ class Look:
             self.functions.append(value)
             named = [name for name in vars(value) if name in self._names.words]
             return by_identity(value), self._of_places(value, vars(value), itemgetter, named) if named else ()
+        if isinstance(value, _WHOLE) or len(self.numbers) >= MOST_PARTS:
+            return by_identity(value)
         if is_generator(getattr(value, "__self__", value) if cls in _BOUND else value):
             self.generators.append(getattr(value, "__self__", value))
-            return by_identity(value)
-        if isinstance(value, _WHOLE) or len(self.numbers) >= MOST_PARTS:
             return by_identity(value)
         if id(value) in self.numbers:
             return cls, self.numbers[id(value)]
