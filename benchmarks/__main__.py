@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from datetime import date
@@ -46,6 +47,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     cpu = next((line.split(":")[1].strip() for line in cpu_info() if line.startswith("model name")), "unknown")
     return {
         "cpu": cpu,
+        "vector units": torch.backends.cpu.get_cpu_capability(),
+        "products": products(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None,
@@ -58,6 +61,12 @@ def machine(device: torch.device) -> dict[str, Any]:
 def cpu_info() -> list[str]:
     path = Path("/proc/cpuinfo")
     return path.read_text().splitlines() if path.exists() else []
+
+
+def products() -> list[str]:
+    """The libraries of matrix products that torch was built with, MKL and oneDNN (which was MKL-DNN), and versions."""
+    found = re.findall(r"(Math Kernel Library|MKL-DNN)\D*([\d.]+)", torch.__config__.show())
+    return [f"{'MKL' if 'Math' in library else 'oneDNN'} {number}" for library, number in found]
 
 
 def version_of(package: str) -> str:

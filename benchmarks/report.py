@@ -143,6 +143,8 @@ def title(machine: Found) -> str:
 def about(machine: Found) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     where = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+    units = [machine["vector units"], *machine["products"]] if "products" in machine else []
+    where = ", ".join([where, *units])
     gpu = f", {machine['gpu']}" if machine["gpu"] else ""
     return f"{machine['date']}, on {where}{gpu} (load before the run: {machine['load before']}). {versions}."
 

@@ -92,9 +92,9 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
     """
     refuse_no_model("check", model)
     if loss is not None and (not callable(loss) or isinstance(loss, nn.modules.loss._Loss)):
-        found, wanted = f"loss is {shown(loss)}", "a function of the model and the arguments"
+        problem, wanted = f"loss is {shown(loss)}", "a function of the model and the arguments"
         remedy = "Write it as check(model, x, y, loss=lambda model, x, y: criterion(model(x), y))."
-        raise TypeError(str(complaint("check", found, wanted, remedy)))
+        raise TypeError(str(complaint("check", problem, wanted, remedy)))
     settings = next((recorder.settings for recorder in recorders_of(model.modules())), Settings())
     with undisturbed(), WithoutDropout() if loss is None else WithoutChance() as chance:
         try:
@@ -122,9 +122,9 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
 
 
 def _uncopied(model: nn.Module, error: Exception) -> Problem:
-    who, found = type(model).__name__, f"it cannot be copied ({type(error).__name__}: {error})"
+    who, problem = type(model).__name__, f"it cannot be copied ({type(error).__name__}: {error})"
     remedy = "Take out what it keeps of an earlier forward, locks and open files before the check."
-    return Problem("conversion", who, str(complaint(who, found, "a model that copy.deepcopy takes", remedy)))
+    return Problem("conversion", who, str(complaint(who, problem, "a model that copy.deepcopy takes", remedy)))
 
 
 class _Check:
@@ -165,16 +165,16 @@ class _Check:
         used = {id(leaf) for leaf in leaves}
         originals = [name for name, p in model.named_parameters() if id(p) in used]
         if originals:
-            found = f"{listed(originals)} of the model itself came into the output of its copy"
+            problem = f"{listed(originals)} of the model itself came into the output of its copy"
             remedy = "Use self, or the model that `loss` is called with; a lambda made earlier keeps the model it saw."
-            self.complain("outside", originals[0], found, "the parameters of the module that runs", remedy)
+            self.complain("outside", originals[0], problem, "the parameters of the module that runs", remedy)
             return
         watched = [(recorder, leaf) for leaf in leaves if (recorder := recorder_of(leaf)) is not None]
         if watched:
             recorder, leaf = watched[0]
-            found = "it is a parameter of another model, which is in per-sample mode as well and would get rows"
+            problem = "it is a parameter of another model, which is in per-sample mode as well and would get rows"
             remedy = "Switch per_sample(False) on the other model for the check."
-            self.complain("outside", recorder.name_of(leaf), found, "one model in per-sample mode", remedy)
+            self.complain("outside", recorder.name_of(leaf), problem, "one model in per-sample mode", remedy)
             return
         with meanwhile(*leaves, grad=None):
             self.compare()
@@ -262,17 +262,17 @@ class _Check:
         if isinstance(error, PerSampleError):
             self.findings.problems.append(Problem.of("outside", error))
             return
-        found = f"in per-sample mode it raises {type(error).__name__}: {error}"
-        self.complain("run", where, found, "the plain model's output", _REPORT)
+        problem = f"in per-sample mode it raises {type(error).__name__}: {error}"
+        self.complain("run", where, problem, "the plain model's output", _REPORT)
 
     def counts_samples(self) -> bool:
         """Whether the model counts as many samples as its first tensor has; offsets of bags say another number."""
         recorder: Any = self.expanded.module._recorder
         current_pass = recorder.current_pass if isinstance(recorder, Recorder) else None
         if current_pass is not None and current_pass.batch != self.call.batch:
-            found = f"the model counts {current_pass.batch} samples, its first tensor has {self.call.batch} rows"
+            problem = f"the model counts {current_pass.batch} samples, its first tensor has {self.call.batch} rows"
             remedy = "Check it with bags as a 2-D input in place of offsets."
-            self.complain("run", self.who, found, "one row per sample", remedy)
+            self.complain("run", self.who, problem, "one row per sample", remedy)
             return False
         return True
 
@@ -283,9 +283,9 @@ class _Check:
         if error > self.findings.tolerance:
             shapes, plain = ([tuple(output.shape) for output in results] for results in (outputs, self.outputs))
             by = f"by {error:.1e}" if shapes == plain else f"shapes {shapes} instead of {plain}"
-            found = f"its output in per-sample mode differs from the plain one ({by})"
+            problem = f"its output in per-sample mode differs from the plain one ({by})"
             remedy = "Draw random numbers outside of it." if self.is_random else _REPORT
-            self.complain("random" if self.is_random else "rows", self.who, found, "the same output", remedy)
+            self.complain("random" if self.is_random else "rows", self.who, problem, "the same output", remedy)
             return False
         loss = self.layout.total(outputs, self.reduction)
         try:
@@ -322,9 +322,9 @@ class _Check:
                 continue
             where, between = self.whole.before(index)
             if seed == 0:
-                found = f"{between}two runs from the same random state differ"
+                problem = f"{between}two runs from the same random state differ"
                 remedy = "Draw from torch's generators, and keep no state from one call to the next."
-                self.complain("random", where, found, "the same values", remedy)
+                self.complain("random", where, problem, "the same values", remedy)
                 return False
             self.is_random = True
             self.findings.notes.append(
@@ -344,9 +344,9 @@ class _Check:
             except Exception as error:
                 where = self.lone.stack[-1]
                 if all(problem.where != where for problem in self.findings.problems):
-                    found = f"on sample {i} alone it raises {type(error).__name__}: {error}"
+                    problem = f"on sample {i} alone it raises {type(error).__name__}: {error}"
                     remedy = "Keep statistics within a sample, and squeeze dimensions by their number."
-                    self.complain("run", where, found, "a forward that takes a batch of one", remedy)
+                    self.complain("run", where, problem, "a forward that takes a batch of one", remedy)
                 return None
         return alone
 
@@ -356,18 +356,18 @@ class _Check:
         unclear = self.layout.unclear
         if unclear is not None:
             shapes = [[tuple(output.shape) for output in outputs] for outputs in (self.outputs, alone[0])]
-            found = f"its outputs have the shapes {shapes[0]} for the batch and {shapes[1]} for a sample alone"
+            problem = f"its outputs have the shapes {shapes[0]} for the batch and {shapes[1]} for a sample alone"
             wanted = f"one dimension {self.call.batch} times as large in output {unclear}"
-            self.complain("mixing", self.who, found, wanted, "Keep the samples apart, in one dimension.")
+            self.complain("mixing", self.who, problem, wanted, "Keep the samples apart, in one dimension.")
             return False
         left_out = [str(tuple(x.shape)) for x, axis in zip(self.outputs, self.layout.axes, strict=True) if not axis]
         if len(left_out) == len(self.outputs):
-            found = f"none of its floating outputs ({', '.join(left_out)}) has one row per sample"
+            problem = f"none of its floating outputs ({', '.join(left_out)}) has one row per sample"
             remedy = "Return tensors, in tuples, lists, dicts or dataclasses, from before they are reduced to a loss."
             if self.call.batch_first and any(self.call.batch in output.shape for output in self.outputs):
-                found += ": they have the same shapes for one sample alone"
+                problem += ": they have the same shapes for one sample alone"
                 remedy = f"If the samples stand second, check convert(model).per_sample(batch_first=False). {remedy}"
-            self.complain("run", self.who, found, "one at least", remedy)
+            self.complain("run", self.who, problem, "one at least", remedy)
             return False
         if left_out:
             self.findings.notes.append(
@@ -414,17 +414,17 @@ class _Check:
         rows = {name: getattr(p, "grad_sample", None) for name, p in named.items()}
         lacking = [name for name, p in named.items() if p.grad is not None and rows[name] is None]
         if lacking:
-            found = f"{listed(lacking)} received a gradient and no rows"
+            problem = f"{listed(lacking)} received a gradient and no rows"
             remedy = "Use a parameter inside of its module, or through expanded_nn.expanded(weight)."
-            self.complain("outside", lacking[0], found, "rows that add up to the gradient", remedy)
+            self.complain("outside", lacking[0], problem, "rows that add up to the gradient", remedy)
         numbers = {len(held) for held in rows.values() if held is not None} - {self.call.batch}
         if numbers:
-            found = f"the parameters have {max(numbers)} rows, those of several forwards"
+            problem = f"the parameters have {max(numbers)} rows, those of several forwards"
             remedy = (
                 "Make all calls of a step one pass: with expanded_nn.one_pass(model, batch_size=...). Keep the batch "
                 "in a dimension of its own. Where terms of the loss have samples of their own, check them one by one."
             )
-            self.complain("rows", self.who, found, f"{self.call.batch} rows, one for each sample", remedy)
+            self.complain("rows", self.who, problem, f"{self.call.batch} rows, one for each sample", remedy)
         return not numbers
 
     def complain_of_rows(self) -> None:
@@ -437,17 +437,17 @@ class _Check:
             worst = max(names, key=errors.__getitem__)
             differ = f"the rows of {listed(names)} differ from the sample-by-sample loop (by {errors[worst]:.1e})"
             if rows > 1:
-                found = (
+                problem = (
                     f"its input has shape {shape} for the batch and for a sample alone, so its rows are not samples; "
                 )
                 remedy = "Give it a batch dimension: index.unsqueeze(0) for positions that all samples share."
-                self.complain("rows", where, found + differ, f"{self.call.batch} rows, one per sample, or 1", remedy)
+                self.complain("rows", where, problem + differ, f"{self.call.batch} rows, one per sample, or 1", remedy)
             elif self.findings.problems:
                 self.complain("rows", worst, differ, f"at most {tolerance:.1e}", "Solve the problem above first.")
             elif where:
-                found = f"its input of shape {shape} is shared, so that its output has one row per sample; "
+                problem = f"its input of shape {shape} is shared, so that its output has one row per sample; "
                 remedy = "Let the output broadcast over the samples: leave out what takes its first row, or the mean."
-                self.complain("rows", where, found + differ, f"at most {tolerance:.1e}", remedy)
+                self.complain("rows", where, problem + differ, f"at most {tolerance:.1e}", remedy)
             else:
                 self.complain("rows", worst, differ, f"at most {tolerance:.1e}", self.remedy_for_rows())
 
@@ -466,14 +466,14 @@ class _StepCheck(_Check):
         """Whether the function returns losses."""
         shapes = [[tuple(output.shape) for output in outputs] for outputs in (self.outputs, *alone)]
         if shapes[0] not in ([()], [(self.call.batch,)]) or any(shape not in ([()], [(1,)]) for shape in shapes[1:]):
-            found = f"its floating-point tensors have shapes {shapes[0]} for the batch and {shapes[1]} for one sample"
-            found = found if self.outputs else "it returns no floating-point tensor"
+            problem = f"its floating-point tensors have shapes {shapes[0]} for the batch and {shapes[1]} for one sample"
+            problem = problem if self.outputs else "it returns no floating-point tensor"
             wanted = f"the losses, ({self.call.batch},), or their sum or mean, ()"
-            self.complain("run", self.who, found, wanted, "Return one such tensor.")
+            self.complain("run", self.who, problem, wanted, "Return one such tensor.")
             return False
         if self.is_random and shapes[0] == [()]:
-            found = "it draws other random numbers for a sample alone than for the batch"
-            self.complain("random", self.who, found, "numbers that can be compared", "Return the losses, (B,).")
+            problem = "it draws other random numbers for a sample alone than for the batch"
+            self.complain("random", self.who, problem, "numbers that can be compared", "Return the losses, (B,).")
             return False
         self.layout: GivenLosses = GivenLosses(self.outputs, alone, self.findings.tolerance)
         return True
@@ -487,9 +487,9 @@ class _StepCheck(_Check):
             index = first_mixed(self.whole, self.lone, self.call.batch - 1, self.call.batch, self.findings.tolerance)
             self.complain_of_mixing(index, self.layout.mismatch(self.outputs), f"{_APART} {_MEAN}")
         elif self.reduction not in reduced_by:
-            found = f"it is the {reduced_by[0]} of the samples' losses, and loss_reduction is {self.reduction!r}"
+            problem = f"it is the {reduced_by[0]} of the samples' losses, and loss_reduction is {self.reduction!r}"
             remedy = f'Say per_sample(loss_reduction="{reduced_by[0]}"), or return the {self.reduction}.'
-            self.complain("loss", self.who, found, f"the {self.reduction}", remedy)
+            self.complain("loss", self.who, problem, f"the {self.reduction}", remedy)
         return bool(reduced_by)
 
     def remedy_for_rows(self) -> str:

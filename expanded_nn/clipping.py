@@ -189,10 +189,10 @@ def _factors(norms: Tensor, max_norm: MaxNorm) -> Tensor:
     if callable(max_norm):
         factors = max_norm(norms)
         if not isinstance(factors, Tensor) or factors.shape != norms.shape:
-            found = f"shape {tuple(factors.shape)}" if isinstance(factors, Tensor) else f"a {type(factors).__name__}"
+            returned = f"shape {tuple(factors.shape)}" if isinstance(factors, Tensor) else f"a {type(factors).__name__}"
             raise complaint(
                 "clip_grad_sample_norms_",
-                f"the function given as max_norm returned {found}",
+                f"the function given as max_norm returned {returned}",
                 f"a tensor of shape {tuple(norms.shape)}, the number that multiplies each sample's gradient",
                 "Return one number per sample, such as max_norm / norms.clamp(min=max_norm).",
             )

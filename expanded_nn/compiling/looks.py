@@ -290,7 +290,7 @@ class StepValues:
         steps_taken = [(scheduler, scheduler.last_epoch) for scheduler in before.schedulers]
         yield
         after = self.look(objects)
-        self.scheduled = next((type(each).__name__ for each, count in steps_taken if each.last_epoch != count), None)
+        self.scheduled = next((type(taken).__name__ for taken, epoch in steps_taken if taken.last_epoch != epoch), None)
         for place in before.items.keys() | after.items.keys():
             value, _ = before.items.get(place) or after.items[place]
             is_changed = place[0] in before.numbers and before.items.get(place) != after.items.get(place)
@@ -305,26 +305,23 @@ class _State:
     """What a list, a dict or an object holds, to be put back."""
 
     def __init__(self, owner: Any) -> None:
-        is_container = isinstance(owner, list | dict | set | deque)
-        self.contents: Any = copy.copy(owner) if is_container else dict(getattr(owner, "__dict__", {}))
+        self.contents: Any = copy.copy(_container(owner))
 
     def restore(self, owner: Any) -> None:
         """Puts it back."""
-        if isinstance(owner, dict):
-            owner.clear()
-            owner.update(self.contents)
-        elif isinstance(owner, list):
-            owner[:] = self.contents
-        elif isinstance(owner, set):
-            owner.clear()
-            owner.update(self.contents)
-        elif isinstance(owner, deque):
-            owner.clear()
-            owner.extend(self.contents)
-        elif not isinstance(owner, type | ModuleType):
-            for name, value in self.contents.items():
-                if vars(owner).get(name) is not value:
-                    vars(owner)[name] = value
+        container = _container(owner)
+        container.clear()
+        if isinstance(container, list | deque):
+            container.extend(self.contents)
+        else:
+            container.update(self.contents)
+
+
+def _container(owner: Any) -> Any:
+    """A list, dict or set itself, or the attributes of an object; nothing of a class or module."""
+    if isinstance(owner, list | dict | set | deque):
+        return owner
+    return {} if isinstance(owner, type | ModuleType) else getattr(owner, "__dict__", {})
 
 
 def _without_values(before: Sequence[Variable], after: Sequence[Variable], look: Look) -> str | None:

@@ -247,7 +247,7 @@ def _names_in(code: CodeType) -> Names:
 @cache
 def _keys_in(code: CodeType) -> frozenset[Any]:
     """The keys of items that code finds; by `get` it may be any string in it."""
-    keys = frozenset(key for each in _codes(code) for key in constant_keys(each) if isinstance(key, Hashable))
+    keys = frozenset(key for inner in _codes(code) for key in constant_keys(inner) if isinstance(key, Hashable))
     words = _names_in(code).words
     return keys | words if "get" in words else keys
 

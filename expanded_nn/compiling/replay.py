@@ -135,9 +135,9 @@ class Graph:
         for values, name in outcome.removed:
             values.pop(name, None)
         if outcome.items:
-            given = list(containers(arguments))
+            owners = list(containers(arguments))
             for number, gone, new in outcome.items:
-                put_items(given[number], gone, {key: remake(results) for key, remake in new.items()})
+                put_items(owners[number], gone, {key: remake(results) for key, remake in new.items()})
         return None, outcome.result(results)
 
 

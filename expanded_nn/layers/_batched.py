@@ -97,23 +97,23 @@ class Run:
         self.numel = max(self.numel, (value.shared if isinstance(value, Derived) else value)[0].numel())
         return made
 
-    def derived(self, func: Any, function: Callable[..., Tensor], *given: Any, begins: bool = True) -> Batched:
+    def derived(self, func: Any, function: Callable[..., Tensor], *operands: Any, begins: bool = True) -> Batched:
         """What is computed from parameters alone: once for all samples, where it pays.
 
         Args:
             func: What the forward calls.
             function: The same, of values `(B, *shape)`, for any B; it must not hold a `Batched` tensor.
-            given: `Batched` tensors, and tensors `(B, *shape)` that all samples share.
+            operands: `Batched` tensors, and tensors `(B, *shape)` that all samples share.
             begins: Whether it is worth it by itself, or only for what has been computed so already, as a view is.
         """
         self.note(func, whole=False)
-        own = [each for each in given if is_own(each)]
-        if cost.derives_once(self.numel) and (begins or any(each.is_computed for each in own)):
-            sources = [each.source if is_own(each) else source_of(each) for each in given]
+        own = [operand for operand in operands if is_own(operand)]
+        if cost.derives_once(self.numel) and (begins or any(operand.is_computed for operand in own)):
+            sources = [operand.source if is_own(operand) else source_of(operand) for operand in operands]
             known = [source for source in sources if source is not None]
             if len(known) == len(sources):
                 return self.batched(Derived.computed(function, known))
-        return self.batched(function(*(each.value if is_own(each) else each for each in given)))
+        return self.batched(function(*(operand.value if is_own(operand) else operand for operand in operands)))
 
     def note(self, func: Any, *, whole: bool) -> None:
         """Something is done with a parameter: with a tensor of B rows, or not."""

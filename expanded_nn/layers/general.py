@@ -64,14 +64,14 @@ class General(Expanded):
         """Notes how many dimensions the parameters have without a batch dimension."""
         lists = [(f"{name}.", child) for name, child in self.named_modules() if isinstance(child, PARAMETER_LISTS)]
         self._ranks = {
-            prefix + name: each.dim()
+            prefix + name: parameter.dim()
             for prefix, module in [("", self), *lists]
-            for name, each in module._parameters.items()
-            if each is not None
+            for name, parameter in module._parameters.items()
+            if parameter is not None
         }
 
     def _own_batch(self) -> int | None:
-        return next((each.shape[0] for each in self._guests()), None)
+        return next((guest.shape[0] for guest in self._guests()), None)
 
     def _guests(self) -> list[Tensor]:
         """The parameters that have come with a batch dimension of their own."""
@@ -79,20 +79,20 @@ class General(Expanded):
 
     def _has_own_rows(self) -> bool:
         """Whether the module's own parameters ask for gradients, or its class was sent here as a whole."""
-        own = any(each.requires_grad or each.dim() > rank for _, each, rank in self._own())
+        own = any(parameter.requires_grad or parameter.dim() > rank for _, parameter, rank in self._own())
         return own or self.watches or parametrize.is_parametrized(self)
 
     def _own(self) -> list[tuple[Slot, Tensor, int]]:
         """The parameters of its own, those in lists included: where they are, and their number of dimensions."""
-        found: list[tuple[Slot, Tensor, int]] = []
+        own: list[tuple[Slot, Tensor, int]] = []
         for name, rank in (self._ranks or {}).items():
             module, (*path, leaf) = cast(nn.Module, self), name.split(".")
-            for each in path:  # not by `get_submodule`: a list may have the name of a method
-                module = cast(nn.Module, module._modules[each])
+            for child in path:  # not by `get_submodule`: a list may have the name of a method
+                module = cast(nn.Module, module._modules[child])
             parameter = module._parameters.get(leaf)
             if parameter is not None:
-                found.append(((module, leaf), parameter, rank))
-        return found
+                own.append(((module, leaf), parameter, rank))
+        return own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         result, recorder = super().forward(*args, **kwargs), self._recorder
@@ -102,7 +102,7 @@ class General(Expanded):
             return result
         # a reentrant checkpoint's first forward: of the shapes that the second one will have
         leaves, structure = flatten(result)
-        return tree_unflatten([self._with_all_rows(each) for each in leaves], structure)
+        return tree_unflatten([self._with_all_rows(leaf) for leaf in leaves], structure)
 
     def _with_all_rows(self, output: Any) -> Any:
         """What samples share, once for each of them."""
@@ -117,7 +117,7 @@ class General(Expanded):
         if not self._has_own_rows():
             return self._plain_forward(*args, **kwargs)  # its children see to theirs
         batch = self.pass_batch_size
-        is_plain = not kwargs and all(type(each) is Tensor for each in args)
+        is_plain = not kwargs and all(type(arg) is Tensor for arg in args)
         leaves = list(args) if is_plain else tree_leaves((args, kwargs))
         dims = self._read(args, kwargs, leaves, [self._sample_dim(leaf, batch) for leaf in leaves])
         note_input(self, shared=batch > 1 and all(dim is None for dim in dims))
@@ -125,11 +125,11 @@ class General(Expanded):
             raise self._refusal(
                 "no argument has one row per sample", f"{batch} rows", "Call it with a batch of inputs."
             )
-        given = [each for each in leaves if isinstance(each, Tensor) and each.dim()]
-        if given and has_derivatives(given[0]):
-            self.checked(given[0], 0, dim=self._dim_of(given[0]), argument="the first tensor")
-        kind = (self.training, *dims, bool(batch == 1), *(tuple(bool(n == 1) for n in each.shape) for each in given))
-        call = Called(args, kwargs, batch, leaves, dims, given, kind)
+        inputs = [tensor for tensor in leaves if isinstance(tensor, Tensor) and tensor.dim()]
+        if inputs and has_derivatives(inputs[0]):
+            self.checked(inputs[0], 0, dim=self._dim_of(inputs[0]), argument="the first tensor")
+        kind = (self.training, *dims, bool(batch == 1), *(tuple(bool(n == 1) for n in x.shape) for x in inputs))
+        call = Called(args, kwargs, batch, leaves, dims, inputs, kind)
         with reads_of_its_own():
             result = self._on_whole_batch(call) if self._may_run_whole(call) else NotImplemented
             return self._sample_by_sample(call) if result is NotImplemented else result
@@ -142,13 +142,13 @@ class General(Expanded):
         second[:first] = [False] * first
         if not any(second) or cost.is_symbol(batch):
             return dims
-        given = [each for each in leaves if isinstance(each, Tensor)]
-        kind = (self.training, *dims, *second, *(tuple(bool(n == 1) for n in each.shape) for each in given))
+        inputs = [tensor for tensor in leaves if isinstance(tensor, Tensor)]
+        kind = (self.training, *dims, *second, *(tuple(bool(n == 1) for n in tensor.shape) for tensor in inputs))
         if kind not in self._readings:
             wait_for_values("a module of the general rule is compared with its plain forward first")
             sure = [1 if is_second and dim is None else dim for is_second, dim in zip(second, dims, strict=True)]
             states = [1 if is_second else dim for is_second, dim in zip(second, dims, strict=True)]
-            calls = (Called(args, kwargs, batch, leaves, each, given, kind) for each in (dims, sure, states))
+            calls = (Called(args, kwargs, batch, leaves, reading, inputs, kind) for reading in (dims, sure, states))
             self._readings = {**self._readings, kind: next((c.dims for c in calls if self._reads_well(c)), dims)}
         return self._readings[kind]
 
@@ -181,27 +181,27 @@ class General(Expanded):
         if not mapper.guests and not is_known:
             wait_for_values("a module of the general rule is compared with its plain forward first")
         trial = None if mapper.guests or is_known else Trial(mapper)
-        found = mapper(call.leaves, thorough=trial is not None)
+        mapped = mapper(call.leaves, thorough=trial is not None)
         if mapper.guests:
-            return found.result()
-        if trial is None and not self._compared[call.kind].fits(found):  # another way through the forward
+            return mapped.result()
+        if trial is None and not self._compared[call.kind].fits(mapped):  # another way through the forward
             trial = Trial(mapper)
         if trial is not None:
-            self._compared = {**self._compared, call.kind: trial.compared(found)}
+            self._compared = {**self._compared, call.kind: trial.compared(mapped)}
         compared = self._compared[call.kind]
         if not compared.alike:
-            self._refuse_square(call.given[1:], call.batch)
-        return found.with_samples_in(compared.dims).result()
+            self._refuse_square(call.inputs[1:], call.batch)
+        return mapped.with_samples_in(compared.dims).result()
 
     def _mapper(self, call: Called) -> Mapper:
         self._refuse_backward_hooks()
         originals = {
-            (module, name): each
+            (module, name): parameter
             for module in self.modules()
-            for name, each in module._parameters.items()
-            if each is not None
+            for name, parameter in module._parameters.items()
+            if parameter is not None
         }
-        guests = {id(each) for module in self.modules() if isinstance(module, General) for each in module._guests()}
+        guests = {id(guest) for module in self.modules() if isinstance(module, General) for guest in module._guests()}
         expanded = [self._expanded_of(module, name, guests) for module, name in originals]
         return Mapper(self, call, originals, expanded, guests)
 
@@ -263,17 +263,17 @@ class General(Expanded):
         assert self._recorder is not None
         assert self._recorder.forward is not None
         mapper = self._mapper(call)
-        if mapper.guests or any(each.is_meta for each in mapper.expanded):
+        if mapper.guests or any(weight.is_meta for weight in mapper.expanded):
             return Verdict.UNCLEAR, None
         try:
             with _unnoticed(self._recorder.forward):
                 trial = Trial(mapper, hooks=hooks)
-                found = trial.mapped_again()
-                compared = trial.compared(found[0])
+                again = trial.mapped_again()
+                compared = trial.compared(again[0])
                 self._compared = {**self._compared, call.kind: compared}
                 if not compared.alike:
                     return Verdict.WRONG, None
-                return trial.judged(found, compared.dims)
+                return trial.judged(again, compared.dims)
         except torch.OutOfMemoryError:  # a comparison takes more than a step
             return Verdict.WRONG, None
 
@@ -284,10 +284,10 @@ class General(Expanded):
         return error
 
     def _refuse_square(self, others: list[Tensor], batch: int) -> None:
-        for each in others:
-            if batch > 1 and each.shape == (batch, batch):
+        for tensor in others:
+            if batch > 1 and tensor.shape == (batch, batch):
                 raise self._refusal(
-                    f"an argument has shape {tuple(each.shape)}, one row per sample or a matrix that all share",
+                    f"an argument has shape {tuple(tensor.shape)}, one row per sample or a matrix that all share",
                     "an argument that can be read in one way only",
                     "Give the matrix to the module as a buffer, or the batch another size.",
                 )

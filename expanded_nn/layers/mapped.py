@@ -41,8 +41,8 @@ def flatten(result: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves of a result, dataclasses taken apart as well."""
     leaves, structure = tree_flatten(result)
     unknown = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf)}
-    for each in unknown:
-        register_dataclass(each)
+    for cls in unknown:
+        register_dataclass(cls)
     return tree_flatten(result) if unknown else (leaves, structure)
 
 
@@ -55,7 +55,7 @@ class Called:
         batch: B.
         leaves: What is in them.
         dims: Where the samples stand in each leaf, if it has any.
-        given: The tensors among them, but for numbers.
+        inputs: The tensors among them, but for numbers.
         kind: What a trial is good for: calls of this kind.
     """
 
@@ -64,7 +64,7 @@ class Called:
     batch: int
     leaves: list[Any]
     dims: list[int | None]
-    given: list[Tensor]
+    inputs: list[Tensor]
     kind: Any
 
     def kind_of_ways(self) -> Any:
@@ -75,7 +75,7 @@ class Called:
         """
         if checkpoint_hooks() is None:
             return self.kind
-        return self.kind, *(bool(n == self.batch) for each in self.given for n in each.shape)
+        return self.kind, *(bool(n == self.batch) for tensor in self.inputs for n in tensor.shape)
 
 
 @dataclasses.dataclass
@@ -97,14 +97,14 @@ class Mapped:
     def with_samples_in(self, dims: Sequence[int]) -> Mapped:
         """The same with the samples in these dimensions."""
         moves = zip(self.tensors, self.possible_dims, dims, strict=True)
-        moved = [each.transpose(first, dim) if dim != first else each for each, (first, *_), dim in moves]
+        moved = [tensor.transpose(first, dim) if dim != first else tensor for tensor, (first, *_), dim in moves]
         return dataclasses.replace(self, tensors=moved)
 
     def result(self) -> Any:
         """What the forward returns for the whole batch."""
         tensors = iter(self.tensors)
         leaves, structure = flatten(self.returned)
-        return tree_unflatten([next(tensors) if isinstance(each, Tensor) else each for each in leaves], structure)
+        return tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
 
 @dataclasses.dataclass
@@ -125,11 +125,11 @@ class Mapper:
     expanded: list[Tensor]
     guests: set[int]
 
-    def __call__(self, given: list[Any], *, thorough: bool = True) -> Mapped:
+    def __call__(self, leaves: list[Any], *, thorough: bool = True) -> Mapped:
         """Sends each sample through the forward alone.
 
         Args:
-            given: The leaves of the arguments.
+            leaves: The leaves of the arguments.
             thorough: Whether to look into the objects that the module holds, too, for what the forward leaves behind.
 
         Raises:
@@ -142,7 +142,7 @@ class Mapper:
         possible_dims: list[list[int]] = []
 
         def one_sample(weights: list[Tensor], inputs: list[Any]) -> list[Tensor]:
-            alone = [each if dim is None else each.unsqueeze(dim) for each, dim in zip(inputs, dims, strict=True)]
+            alone = [x if dim is None else x.unsqueeze(dim) for x, dim in zip(inputs, dims, strict=True)]
             args, kwargs = tree_unflatten(alone, structure)
             with swapped(places, weights), quiet_fallbacks(), OneSample(module):
                 result = module._plain_forward(*args, **kwargs)
@@ -152,35 +152,36 @@ class Mapper:
             returned.append(result)
             outputs = _tensors(result)
             possible_dims[:] = map(self._possible_dims, outputs)
-            return [each.squeeze(first) for each, (first, *_) in zip(outputs, possible_dims, strict=True)]
+            return [output.squeeze(first) for output, (first, *_) in zip(outputs, possible_dims, strict=True)]
 
         loops = module.goes_in_a_loop()
-        leaving_nothing = self._as_before(given) if loops else self._nothing_of_one_sample(given, thorough=thorough)
+        leaving_nothing = self._as_before(leaves) if loops else self._nothing_of_one_sample(leaves, thorough=thorough)
         with module._children_inside(self.originals), leaving_nothing:
             try:
-                results = (self._one_by_one if loops else self._by_vmap)(one_sample, given)
+                results = (self._one_by_one if loops else self._by_vmap)(one_sample, leaves)
             except RuntimeError as error:
                 if isinstance(error, PerSampleError) or not re.search(_OF_VMAP, str(error)):
                     raise
                 raise self._not_followed(error) from error
         if loops:
             self._refuse_differences(returned)
-        shapes = {tuple(each.shape for each in _tensors(result)) for result in returned}
-        moved = [each.movedim(0, first) for each, (first, *_) in zip(results, possible_dims, strict=True)]
+        shapes = {tuple(x.shape for x in _tensors(result)) for result in returned}
+        moved = [x.movedim(0, first) for x, (first, *_) in zip(results, possible_dims, strict=True)]
         return Mapped(returned[-1], moved, possible_dims, is_filled_up=len(shapes) > 1)
 
-    def _by_vmap(self, one_sample: Callable[..., list[Tensor]], given: list[Any]) -> list[Tensor]:
+    def _by_vmap(self, one_sample: Callable[..., list[Tensor]], leaves: list[Any]) -> list[Tensor]:
         over_samples = torch.vmap(one_sample, in_dims=(0, self.call.dims), randomness="different")
-        return over_samples(self.expanded, given)
+        return over_samples(self.expanded, leaves)
 
-    def _one_by_one(self, one_sample: Callable[..., list[Tensor]], given: list[Any]) -> list[Tensor]:
+    def _one_by_one(self, one_sample: Callable[..., list[Tensor]], leaves: list[Any]) -> list[Tensor]:
         """What `vmap` does, for one sample after the other."""
         batch = self.call.batch
         by_sample = [
-            [leaf] * batch if dim is None else leaf.unbind(dim) for leaf, dim in zip(given, self.call.dims, strict=True)
+            [leaf] * batch if dim is None else leaf.unbind(dim)
+            for leaf, dim in zip(leaves, self.call.dims, strict=True)
         ]
-        weights = [each.unbind() for each in self.expanded]
-        results = [one_sample([each[i] for each in weights], [each[i] for each in by_sample]) for i in range(batch)]
+        weights = [weight.unbind() for weight in self.expanded]
+        results = [one_sample([w[i] for w in weights], [x[i] for x in by_sample]) for i in range(batch)]
         ends = (result.grad_fn for of_sample in results for result in of_sample)
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_of(*ends)):
             raise complaint(  # not seen: what `vmap` could not follow is said instead
@@ -207,11 +208,11 @@ class Mapper:
     # What the forward leaves behind
 
     @contextmanager
-    def _as_before(self, given: list[Any]) -> Iterator[None]:
+    def _as_before(self, leaves: list[Any]) -> Iterator[None]:
         """Raises where the forward of one sample leaves something behind that the next one would find."""
 
         def kept() -> list[tuple[Any, int]]:
-            held = contents([*map(attributes_of, self.module.modules()), given])
+            held = contents([*map(attributes_of, self.module.modules()), leaves])
             return [(value, getattr(value, "_version", 0)) for value in held if not isinstance(value, torch.dtype)]
 
         before = kept()
@@ -221,7 +222,7 @@ class Mapper:
             raise self.module._keeping("an attribute, a buffer or an argument")
 
     @contextmanager
-    def _nothing_of_one_sample(self, given: list[Any], *, thorough: bool) -> Iterator[None]:
+    def _nothing_of_one_sample(self, leaves: list[Any], *, thorough: bool) -> Iterator[None]:
         """Raises where the forward has left a tensor of one sample behind, in the module or in an argument."""
         yield
         looked_into = object if thorough else (Tensor, dict, list, tuple)
@@ -231,7 +232,7 @@ class Mapper:
             for what, value in kept:
                 if isinstance(value, looked_into) and any(map(is_of_one_sample, contents(value, 4 * thorough))):
                     raise self.module._keeping(what)
-        if any(map(is_of_one_sample, contents([leaf for leaf in given if not isinstance(leaf, Tensor)]))):
+        if any(map(is_of_one_sample, contents([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
             raise self.module._keeping("an argument")
 
     # What the forward returns
@@ -270,7 +271,7 @@ class Mapper:
     def _refuse_differences(self, returned: Sequence[Any]) -> None:
         """Raises where what samples return one after the other cannot be put together, as it is no tensor."""
         others = [[leaf for leaf in flatten(result)[0] if not isinstance(leaf, Tensor)] for result in returned]
-        if any(isinstance(each, Tensor) for leaves in others for leaf in leaves for each in contents(leaf)):
+        if any(isinstance(part, Tensor) for leaves in others for leaf in leaves for part in contents(leaf)):
             raise self.module._keeping("an object that it returns")
         values = [[leaf for leaf in leaves if isinstance(leaf, bool | int | float | str)] for leaves in others]
         if any(own != values[0] for own in values):
@@ -282,14 +283,14 @@ class Mapper:
         """What the forward returns for no samples: the plain one says the shapes, and parameters get no rows."""
         module, places = self.module, list(self.originals)
         alone = [
-            original.detach().requires_grad_(each.requires_grad)
-            for original, each in zip(self.originals.values(), self.expanded, strict=True)
+            original.detach().requires_grad_(weight.requires_grad)
+            for original, weight in zip(self.originals.values(), self.expanded, strict=True)
         ]
         with swapped(places, alone), module._children_inside({}), OneSample(module):
             result = module._plain_forward(*self.call.args, **self.call.kwargs)
         ends = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         used = {id(getattr(node, "variable", None)) for end in ends for node in graph_of(end)}
-        of_used = [each.abs().sum() for each, own in zip(self.expanded, alone, strict=True) if id(own) in used]
+        of_used = [weight.abs().sum() for weight, own in zip(self.expanded, alone, strict=True) if id(own) in used]
         nothing = sum(of_used, start=torch.zeros(()))
         return tree_map(
             lambda x: x + nothing.to(x.dtype) if isinstance(x, Tensor) and has_derivatives(x) else x, result
@@ -305,13 +306,13 @@ def _stacked(results: Sequence[Tensor]) -> Tensor:
 
     So `pad_packed_sequence` fills a batch up. Whether it is right is for the comparison with the whole batch to say.
     """
-    shapes = {each.shape for each in results}
+    shapes = {result.shape for result in results}
     if len(shapes) > 1 and len({len(shape) for shape in shapes}) == 1:
         sizes = [max(sizes) for sizes in zip(*shapes, strict=True)]
-        results = [_filled_up(each, sizes) for each in results]
+        results = [_filled_up(result, sizes) for result in results]
     return torch.stack(list(results))
 
 
 def _filled_up(part: Tensor, sizes: Sequence[int]) -> Tensor:
     missing = [size - own for size, own in zip(sizes, part.shape, strict=True)]
-    return F.pad(part, [number for each in reversed(missing) for number in (0, each)])
+    return F.pad(part, [number for size in reversed(missing) for number in (0, size)])

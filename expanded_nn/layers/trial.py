@@ -31,9 +31,9 @@ class Compared(NamedTuple):
     alike: bool
     dims: tuple[int, ...]
 
-    def fits(self, found: Mapped) -> bool:
+    def fits(self, mapped: Mapped) -> bool:
         """Whether the samples may stand there in other results."""
-        possible = found.possible_dims
+        possible = mapped.possible_dims
         return len(possible) == len(self.dims) and all(map(contains, possible, self.dims))
 
 
@@ -97,10 +97,10 @@ class Trial:
         with without_traces(self.module, hooks=hooks), self.module._children_inside({}):
             leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
         self.has_drawn = self.states.restore()
-        return [each for each in leaves if isinstance(each, Tensor)]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     @torch.no_grad()
-    def compared(self, found: Mapped) -> Compared:
+    def compared(self, mapped: Mapped) -> Compared:
         """Where the samples stand in the results.
 
         Raises:
@@ -108,21 +108,26 @@ class Trial:
         """
         before = RandomStates([*self.module.modules(), self.arguments])
         try:
-            return self._compared(found)
+            return self._compared(mapped)
         finally:
             before.restore()
 
-    def _compared(self, found: Mapped) -> Compared:
+    def _compared(self, mapped: Mapped) -> Compared:
         with WithoutChance() if self.is_random else nullcontext():
             if self.is_random:
-                found, _ = self.mapped_again()
+                mapped, _ = self.mapped_again()
             for hooks in sorted({False, self.hooks}):  # those of its children may add to what it returns
                 expected = self.plain(hooks=hooks) if hooks or self.is_random else self.expected
-                dims = self._dims(found, expected)
-                if dims is not None and self._agree(found, dims, expected):
+                dims = self._dims(mapped, expected)
+                if dims is not None and self._agree(mapped, dims, expected):
                     return Compared(True, dims)
             repeats = all(map(_near, expected, self.plain(hooks=self.hooks)))
-        if dims is None or found.is_filled_up or (repeats and not self.is_random) or self._mixes(dims, repeats=repeats):
+        if (
+            dims is None
+            or mapped.is_filled_up
+            or (repeats and not self.is_random)
+            or self._mixes(dims, repeats=repeats)
+        ):
             error = complaint(
                 self.module.qualified_name,
                 "on the whole batch its forward gives another result than sample by sample",
@@ -139,9 +144,9 @@ class Trial:
         """The samples' results from arguments like those of the call, and the inputs that they have derivatives by."""
         inputs, arguments = self._with_derivatives()
         with without_traces(self.module, hooks=self.hooks):
-            found = self.mapper(tree_leaves(arguments))
+            mapped = self.mapper(tree_leaves(arguments))
         self.states.restore()
-        return found, inputs
+        return mapped, inputs
 
     def judged(self, found: tuple[Mapped, list[Tensor]], dims: Sequence[int]) -> tuple[Verdict, Way | None]:
         """Whether the forward on the whole batch gives the samples' results and derivatives, and the way it has gone.
@@ -152,8 +157,8 @@ class Trial:
         """
         own = {place for place, _, _ in self.module._own()}
         pairs = zip(self.mapper.originals, self.mapper.expanded, strict=True)
-        rows = [(each, place in own) for place, each in pairs if each.requires_grad]
-        expanded = [each for each, _ in rows]
+        rows = [(weight, place in own) for place, weight in pairs if weight.requires_grad]
+        expanded = [weight for weight, _ in rows]
         states = RandomStates([*self.module.modules(), self.arguments])
         try:
             with WithoutChance() if self.is_random else nullcontext():
@@ -179,20 +184,20 @@ class Trial:
         inputs = [leaf.requires_grad_() for leaf in leaves if _is_float(leaf)]
         return inputs, tree_unflatten([leaf.clone() if _is_float(leaf) else leaf for leaf in leaves], structure)
 
-    def _dims(self, found: Mapped, expected: list[Tensor]) -> tuple[int, ...] | None:
+    def _dims(self, mapped: Mapped, expected: list[Tensor]) -> tuple[int, ...] | None:
         """Where the samples stand in each result, as its shape says; `None` if there are more results, or fewer."""
-        if len(found.tensors) != len(expected):
+        if len(mapped.tensors) != len(expected):
             return None
         dims = []
-        for result, (first, *_), plain in zip(found.tensors, found.possible_dims, expected, strict=True):
+        for result, (first, *_), plain in zip(mapped.tensors, mapped.possible_dims, expected, strict=True):
             moved = [dim for dim in range(result.dim()) if result.transpose(first, dim).shape == plain.shape]
             dims.append(first if first in moved or not moved else moved[0])
         return tuple(dims)
 
-    def _agree(self, found: Mapped, dims: tuple[int, ...], expected: list[Tensor]) -> bool:
-        results = found.with_samples_in(dims).tensors
-        floats = [each for each in tree_leaves(self.arguments) if isinstance(each, Tensor) and has_derivatives(each)]
-        sizes = (each.abs().where(each.isfinite(), 0).max() for each in floats if each.numel() and not each.is_meta)
+    def _agree(self, mapped: Mapped, dims: tuple[int, ...], expected: list[Tensor]) -> bool:
+        results = mapped.with_samples_in(dims).tensors
+        floats = [x for x in tree_leaves(self.arguments) if isinstance(x, Tensor) and has_derivatives(x)]
+        sizes = (x.abs().where(x.isfinite(), 0).max() for x in floats if x.numel() and not x.is_meta)
         size = max(map(float, sizes), default=1.0)
         for result, plain, dim in zip(results, expected, dims, strict=True):
             if plain.dim() == result.dim() > 0 and plain.shape[dim] == 1:
@@ -235,12 +240,12 @@ class Trial:
                 for result, dim in zip(results, dims, strict=True)
                 if result.requires_grad and result.dim() and result.shape[dim] == self.batch
             ]
-        places = [(each, self.module._sample_dim(each, self.batch)) for each in inputs]
-        by_sample = [(each, dim) for each, dim in places if dim is not None]
+        places = [(x, self.module._sample_dim(x, self.batch)) for x in inputs]
+        by_sample = [(x, dim) for x, dim in places if dim is not None]
         if not ends:
             return True
-        weights = [torch.randn(each.shape, generator=torch.Generator().manual_seed(0)).to(each) for each in ends]
-        grads = torch.autograd.grad(ends, [each for each, _ in by_sample], weights, allow_unused=True)
+        weights = [torch.randn(end.shape, generator=torch.Generator().manual_seed(0)).to(end) for end in ends]
+        grads = torch.autograd.grad(ends, [x for x, _ in by_sample], weights, allow_unused=True)
         given = zip(grads, by_sample, strict=True)
         return any(bool(grad.narrow(dim, 1, self.batch - 1).any()) for grad, (_, dim) in given if grad is not None)
 
@@ -255,9 +260,9 @@ def _is_same(leaf: Any, other: Any) -> bool:
 
 def _derivatives(results: list[Any], sources: list[Tensor]) -> list[Tensor | None] | None:
     """Of a random combination of all numbers in the results, as they are compared; `None` if that fails."""
-    ends = [each for each in results if isinstance(each, Tensor) and each.requires_grad]
+    ends = [result for result in results if isinstance(result, Tensor) and result.requires_grad]
     generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each) for each in ends]
+    weights = [torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result) for result in ends]
     try:
         return list(map(_as_seen, torch.autograd.grad(ends, sources, weights, allow_unused=True)))
     except RuntimeError:  # the user's own backward says so where it comes to one
@@ -267,7 +272,7 @@ def _derivatives(results: list[Any], sources: list[Tensor]) -> list[Tensor | Non
 def _compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_own: list[bool]) -> Verdict:
     """Whether rows are the same but for rounding; those of the module's own parameters must not be zero to tell."""
     pairs = list(zip(wanted, given, strict=True))
-    sizes = [float(each.abs().max()) for pair in pairs for each in pair if each is not None and each.numel()]
+    sizes = [float(rows.abs().max()) for pair in pairs for rows in pair if rows is not None and rows.numel()]
     size, verdict = max(sizes, default=0.0), Verdict.RIGHT
     if not size < float("inf"):
         return Verdict.UNCLEAR
@@ -291,7 +296,7 @@ def _as_seen(rows: Tensor | None) -> Tensor | None:
         return rows.dense() if isinstance(rows, FactoredTensor) else rows
     generator = torch.Generator().manual_seed(1)
     directions = (torch.randn(rows.shape[1:], generator=generator).to(rows) for _ in range(4))
-    return torch.stack([as_factored(rows).matvec(each) for each in directions])
+    return torch.stack([as_factored(rows).matvec(direction) for direction in directions])
 
 
 def _is_float(leaf: Any) -> bool:

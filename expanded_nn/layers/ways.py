@@ -16,7 +16,7 @@ from torch import Tensor
 def named(*names: str) -> list[Any]:
     """Functions of torch by their names, wherever they stand."""
     places = (torch, Tensor, F)
-    return [found for name in names for place in places if (found := getattr(place, name, None)) is not None]
+    return [function for name in names for place in places if (function := getattr(place, name, None)) is not None]
 
 
 def attributes(*names: str) -> list[Any]:
@@ -58,7 +58,7 @@ def along(func: Any, args: Any, kwargs: Any) -> str:
         key = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
         return f"{func.__name__} {type(key).__name__} {isinstance(key, slice) and key == slice(None)}"
     values = [*args, *kwargs.values()]
-    lists = [each for each in values if isinstance(each, tuple | list)]
-    numbers = [each for each in chain(values, *lists) if type(each) is int]
+    lists = [value for value in values if isinstance(value, tuple | list)]
+    numbers = [value for value in chain(values, *lists) if type(value) is int]
     first = 0 in numbers or (isinstance(args[0], Tensor) and -args[0].dim() in numbers) if args else True
-    return f"{func.__name__} {first} {next((each for each in values if isinstance(each, str)), '')}"
+    return f"{func.__name__} {first} {next((value for value in values if isinstance(value, str)), '')}"

@@ -86,7 +86,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     if any(operand.dim() for operand in plain):  # what all samples share, but no larger than the parameter
         shapes = [operand.value.shape[1:] for operand in own]
         refuse_unless(torch.broadcast_shapes(*shapes, *(operand.shape for operand in plain)) in shapes)
-    numbers = [None if isinstance(each, Tensor) and (is_own(each) or each.dim()) else each for each in args]
+    numbers = [None if isinstance(arg, Tensor) and (is_own(arg) or arg.dim()) else arg for arg in args]
     places = [place for place, number in enumerate(numbers) if number is None]
 
     def of_values(*values: Tensor) -> Any:
@@ -94,8 +94,8 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*(by_place.get(place, number) for place, number in enumerate(numbers)), **kwargs)
 
     refuse_unless(not any(isinstance(number, Tensor) and number.requires_grad for number in numbers))
-    given = [args[place] for place in places]
-    spread = (each if is_own(each) else each.expand(run.batch, *each.shape) for each in given)
+    weights = [args[place] for place in places]
+    spread = (weight if is_own(weight) else weight.expand(run.batch, *weight.shape) for weight in weights)
     return run.derived(func, of_values, *spread)
 
 
@@ -143,8 +143,8 @@ def _by_dims(func: Any, args: Any, kwargs: Any) -> Any:
     if func not in _SEVERAL:
         return own.run.derived(func, lambda value: func(value, *behind, **options), own, begins=func in _SOFTMAX)
     own.run.note(func, whole=False)
-    found = func(own.value, *before, *behind, **options)
-    return tuple(map(own.run.batched, found))
+    parts = func(own.value, *before, *behind, **options)
+    return tuple(map(own.run.batched, parts))
 
 
 def _var_mean(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -238,10 +238,10 @@ def _resized(func: Any, args: Any, kwargs: Any) -> Batched:
 
 def _join(func: Any, args: Any, kwargs: Any) -> Batched:
     """Parameters beside each other."""
-    given, *rest = args
+    joined, *rest = args
     dim = rest[0] if rest else kwargs.get("dim", 0)
-    refuse_unless(all(map(is_own, given)) and len({own.rank for own in given}) == 1)
-    return _run_of(given).derived(func, lambda *values: func(values, _behind(dim)), *given)
+    refuse_unless(all(map(is_own, joined)) and len({own.rank for own in joined}) == 1)
+    return _run_of(joined).derived(func, lambda *values: func(values, _behind(dim)), *joined)
 
 
 def _with_weights(op: Callable[..., Tensor], dims: int, names: Sequence[str], weights: Sequence[str]) -> Rule:

@@ -65,9 +65,9 @@ class Copies:
 
     def follow(self, arguments: Any, result: Any) -> None:
         """Notes that what a layer computes from copies alone are copies."""
-        given = list(tensors(arguments))
-        layers = [self.layers[id(x)][1] for x in given if id(x) in self.layers]
-        if layers and len(layers) == len(given):
+        inputs = list(tensors(arguments))
+        layers = [self.layers[id(x)][1] for x in inputs if id(x) in self.layers]
+        if layers and len(layers) == len(inputs):
             results = [x for x in tensors(result) if isinstance(x, Tensor) and x.is_floating_point()]
             self.layers.update({id(x): (x, layers[0]) for x in results})
 

@@ -122,9 +122,9 @@ class Forward:
         if not self.is_explicit and self.recorder.settings.batch_size is None and not is_traced():
             self._refuse_other_rows(result)
         if self._pass is not None:
-            given = [id(x) for x in tensors(self.inputs)]  # may be returned as it is, and comes from elsewhere
+            input_ids = [id(x) for x in tensors(self.inputs)]  # may be returned as it is, and comes from elsewhere
             own_layout = own_batch_first(self.module) is not None
-            note_result([x for x in tensors(result) if id(x) not in given], self._pass, own_layout=own_layout)
+            note_result([x for x in tensors(result) if id(x) not in input_ids], self._pass, own_layout=own_layout)
         if not self.will_run_again or (self._pass is None and self.batch is None):
             return
         kept = self.recorder.passes.kept

@@ -29,13 +29,13 @@ def look_at_grads(recorder: Recorder) -> Grads:
     accumulates = recorder.settings.accumulate_grad
     held = recorder.leaves.with_rows() if accumulates else []
     stale_leaves = stale(recorder.rows_in_question(held), recorder.name_of)
-    found = {}
+    states = {}
     for leaf in recorder.leaves:
         parameter = leaf.parameter()
         if parameter is None or parameter.grad is None or (not accumulates and recorder.is_clipped(parameter)):
             continue
-        found[id(parameter)] = vanishes(parameter.grad), leaf in stale_leaves and not leaf.was_reset()
-    return found
+        states[id(parameter)] = vanishes(parameter.grad), leaf in stale_leaves and not leaf.was_reset()
+    return states
 
 
 @contextmanager
