@@ -137,10 +137,10 @@ class Order(TorchFunctionMode):
         if not self.moved or self.recorder.general_rule is not None:  # there each sample is alone
             return
         if not is_plain or is_in_reentrant_checkpoint():
-            dim = cast(Any, layer)._samples_dim
-            self.refuse(
-                layer, [reason for reason in self._reasons(arguments) if reason.dim is None or reason.dim != dim]
-            )
+            for number, x in enumerate(_tensors(arguments)):
+                # the states of a recurrent layer are (layers, B, features) in any case
+                dim = 1 if number and isinstance(layer, nn.RNNBase) else cast(Any, layer)._samples_dim
+                self.refuse(layer, [moved for moved in self._reasons(x) if moved.dim is None or moved.dim != dim])
 
     def note_outside_use(self) -> None:
         """Notes that an expanded weight is used outside of layers."""

@@ -2349,6 +2349,23 @@ def test_time_reversed_between_two_calls(steps: int) -> None:
         model["second"](model["first"](x)[0].flip(1))
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_states_of_as_many_layers_as_samples(*, batch_first: bool) -> None:
+    """The samples of a recurrent layer's states stand second, wherever those of its input do."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(D, D, num_layers=B, batch_first=batch_first)
+
+        def forward(self, x: Tensor, states: Tensor) -> Tensor:
+            steps, _ = self.rnn(x if batch_first else x.transpose(0, 1), states.transpose(0, 1).contiguous())
+            return steps.flatten(1) if batch_first else steps.transpose(0, 1).flatten(1)
+
+    module = Model()
+    right(on(module), module, forward, values(B, 5, D), values(B, B, D))
+
+
 def test_samples_in_another_order_between_two_models() -> None:
     """Each has rows of its own samples, as the discriminator of images that were shuffled."""
     made, seen = on(nn.Linear(D, D)), on(nn.Linear(D, 2))
