@@ -21,7 +21,9 @@ def computes_keys(code: CodeType) -> bool:
 
 def constant_keys(code: CodeType) -> set[Any]:
     """The constants by which it finds items, but for those of `counts["calls"] += 1`, which reads to write alone."""
-    return {before.argval for before, each in pairwise(get_instructions(code)) if _applies_index(each)}
+    return {
+        previous.argval for previous, instruction in pairwise(get_instructions(code)) if _applies_index(instruction)
+    }
 
 
 def constant_index(frame: FrameType) -> int | None:

@@ -76,7 +76,7 @@ def items_of(container: Any) -> dict[Any, Any]:
         return dict(container)
     if isinstance(container, list):
         return dict(enumerate(container))
-    return {name.name: getattr(container, name.name) for name in fields(container)}
+    return {field.name: getattr(container, field.name) for field in fields(container)}
 
 
 def put_items(container: Any, removed: Sequence[Any], new: Mapping[Any, Any]) -> None:

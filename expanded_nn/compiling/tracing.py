@@ -549,9 +549,9 @@ def _note_attributes(
         outcome.removed += [(values, name) for name in before if name not in values]
 
 
-def _note_items(given: Sequence[tuple[Any, dict[Any, Any]]], outcome: Outcome, results: list[Any]) -> None:
+def _note_items(items: Sequence[tuple[Any, dict[Any, Any]]], outcome: Outcome, results: list[Any]) -> None:
     """Notes what the step has done to lists, dicts and dataclasses among its arguments, given with what they held."""
-    for number, (container, before) in enumerate(given):
+    for number, (container, before) in enumerate(items):
         after = items_of(container)
         removed = [key for key in before if key not in after]
         new = {key: value for key, value in after.items() if key not in before or value is not before[key]}

@@ -31,9 +31,6 @@ class Copies:
         self.recorder, self.are_samples = recorder, are_samples
         self.layers: dict[int, tuple[Tensor, nn.Module]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self.layers)
-
     def note(self, layer: nn.Module, result: Tensor) -> None:
         """Notes a layer's result for what all samples share; in the plain model it has no dimension for them."""
         if self.recorder.general_rule is None:
@@ -42,7 +39,7 @@ class Copies:
     def look_at(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Raises where an operation does something else with the copies than with one alone."""
         leaves, structure = tree_flatten((args, kwargs))
-        results = [x for x in tensors(result) if isinstance(x, Tensor) and x.is_floating_point()]
+        results = _floats(result)
         copies = [leaf for leaf in leaves if id(leaf) in self.layers]
         if not copies or not results or self.recorder.general_rule is not None or is_called_by_libraries(func):
             return
@@ -68,8 +65,11 @@ class Copies:
         inputs = list(tensors(arguments))
         layers = [self.layers[id(x)][1] for x in inputs if id(x) in self.layers]
         if layers and len(layers) == len(inputs):
-            results = [x for x in tensors(result) if isinstance(x, Tensor) and x.is_floating_point()]
-            self.layers.update({id(x): (x, layers[0]) for x in results})
+            self.layers.update({id(x): (x, layers[0]) for x in _floats(result)})
+
+
+def _floats(result: Any) -> list[Tensor]:
+    return [x for x in tensors(result) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def _differing(copies: Tensor) -> Tensor:  # (B, ...)

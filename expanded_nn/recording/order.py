@@ -69,14 +69,14 @@ class Order(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _LOOKED_AT and not self.moved and not self.copies:
+        if func not in _LOOKED_AT and not self.moved and not self.copies.layers:
             return func(*args, **kwargs)
         if func in _SIZES and args:
             self._look_at_size(func, *args, **kwargs)
         move = move_of(func, args, kwargs)
         moved = None if move is None else self._moved_by(move, func)
         result = func(*args, **kwargs)
-        if self.copies:
+        if self.copies.layers:
             self.copies.look_at(func, args, kwargs, result)
         if func is torch.stack and moved is None and not self._reasons((args, kwargs)):
             moved = self._stacked(result, *args, **kwargs)
@@ -121,7 +121,7 @@ class Order(TorchFunctionMode):
             _push_mode(mode)
         if self.moved:
             self.follow((args, kwargs), result)
-        if self.copies:
+        if self.copies.layers:
             self.copies.follow((args, kwargs), result)
         return result
 
@@ -152,11 +152,11 @@ class Order(TorchFunctionMode):
         moved = [x for x in _tensors(arguments) if id(x) in self.moved] if self.moved else []
         return list({id(reason): reason for x in moved for reason in self.moved[id(x)][1]}.values())
 
-    def _batch(self, *, least: int = 2) -> int | None:
-        """B, if the order of so many samples counts where the forward is."""
+    def _batch(self) -> int | None:
+        """B, if there are several samples, whose order counts where the forward is."""
         forward = self.recorder.forward
         batch = None if forward is None or self.recorder.general_rule is not None else forward.batch_so_far
-        return None if batch is None or batch < least else batch
+        return None if batch is None or batch < 2 else batch
 
     def _samples_dim(self, dims: int) -> int:
         """Where the samples stand in a tensor of so many dimensions."""
@@ -197,14 +197,12 @@ class Order(TorchFunctionMode):
 
     def _turn(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Follows samples whose dimension another one of B takes the place of, and may give it back."""
-        x, batch = args[0], self._batch(least=0)
-        if self.recorder.forward is None or self.recorder.general_rule is not None:
-            return
-        if type(x) not in PLAIN or x.dim() < 2:
+        x, batch = args[0], self._batch()
+        if batch is None or type(x) not in PLAIN or x.dim() < 2:
             return
         usual, sizes, reasons = self._samples_dim(x.dim()), list(x.shape), self._reasons((args, kwargs))
         # a single position would be taken for what all samples share
-        may_turn = batch is not None and sizes[usual] == batch > 1 and (1 in sizes or sizes.count(batch) > 1)
+        may_turn = sizes[usual] == batch and (1 in sizes or sizes.count(batch) > 1)
         if not reasons and not may_turn:
             return
         dims = dims_after(func, x, args[1:], kwargs)
