@@ -7,7 +7,7 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 import expanded_nn
-from expanded_nn._registry import EXPANDED
+from expanded_nn.modules.registry import EXPANDED
 
 ROOT = Path(__file__).parent.parent
 

@@ -6,9 +6,6 @@ from expanded_nn._errors import (
     PerSampleError as PerSampleError,
     PerSampleWarning as PerSampleWarning,
 )
-from expanded_nn._module import Expanded as Expanded
-from expanded_nn._outside import expanded as expanded, one_pass as one_pass
-from expanded_nn._registry import expands as expands
 from expanded_nn._version import __version__ as __version__
 from expanded_nn.check import Report as Report, check as check
 from expanded_nn.clipping import clip_grad_sample_norms_ as clip_grad_sample_norms_
@@ -18,7 +15,6 @@ from expanded_nn.core.kronecker import EigenFactors as EigenFactors, KroneckerFa
 from expanded_nn.factored import FactoredTensor as FactoredTensor
 from expanded_nn.grads import PerSampleGrads as PerSampleGrads, per_sample_grads as per_sample_grads
 from expanded_nn.layers.activation import PReLU as PReLU
-from expanded_nn.layers.alone import alone as alone
 from expanded_nn.layers.attention import (
     MultiheadAttention as MultiheadAttention,
     Transformer as Transformer,
@@ -36,6 +32,7 @@ from expanded_nn.layers.conv import (
     ConvTranspose3d as ConvTranspose3d,
 )
 from expanded_nn.layers.embedding import Embedding as Embedding, EmbeddingBag as EmbeddingBag
+from expanded_nn.layers.general.alone import alone as alone
 from expanded_nn.layers.linear import Bilinear as Bilinear, Linear as Linear
 from expanded_nn.layers.norm import (
     BatchNorm1d as BatchNorm1d,
@@ -56,6 +53,9 @@ from expanded_nn.layers.rnn import (
     LSTMCell as LSTMCell,
     RNNCell as RNNCell,
 )
+from expanded_nn.modules.base import Expanded as Expanded
+from expanded_nn.modules.outside import expanded as expanded, one_pass as one_pass
+from expanded_nn.modules.registry import expands as expands
 from expanded_nn.projection import Projection as Projection
 from expanded_nn.projection_store import ProjectionStore as ProjectionStore
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._batch import has_derivatives
 from expanded_nn._errors import (
     ConversionError,
     PerSampleError,
@@ -19,15 +18,16 @@ from expanded_nn._errors import (
     refuse_no_model,
     shown,
 )
-from expanded_nn._loop import Loop, listed
-from expanded_nn._meanwhile import meanwhile
-from expanded_nn._module import recorders_of, switch
-from expanded_nn._report import Findings, Problem, Report as Report
-from expanded_nn._running import Call, Runner, Step, leaves_behind, undisturbed
-from expanded_nn._samples import GivenLosses, Layout, difference, first_mixed, last_mixed, layer_without_samples
-from expanded_nn._steady import WithoutChance, WithoutDropout
-from expanded_nn._trace import ErrorCollector, Trace
+from expanded_nn.checking.loop import Loop, listed
+from expanded_nn.checking.report import Findings, Problem, Report as Report
+from expanded_nn.checking.running import Call, Runner, Step, leaves_behind, undisturbed
+from expanded_nn.checking.samples import GivenLosses, Layout, difference, first_mixed, last_mixed, layer_without_samples
+from expanded_nn.checking.trace import ErrorCollector, Trace
+from expanded_nn.common.batch import has_derivatives
+from expanded_nn.common.meanwhile import meanwhile
+from expanded_nn.common.steady import WithoutChance, WithoutDropout
 from expanded_nn.convert import convert, revert
+from expanded_nn.modules.base import recorders_of, switch
 from expanded_nn.recording.recorder import Recorder, Settings, recorder_of
 
 _APART = (

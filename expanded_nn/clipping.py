@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint, refuse_no_positive_number, warn
-from expanded_nn._held import (
+from expanded_nn.common.modes import no_torch_function
+from expanded_nn.common.traced import assume, is_traced
+from expanded_nn.modules.held import (
     Part,
     batch_size_of,
     complex_like,
@@ -22,12 +24,10 @@ from expanded_nn._held import (
     snapshot,
     squared_norms,
 )
-from expanded_nn._modes import no_torch_function
-from expanded_nn._rows import widened
-from expanded_nn._traced import assume, is_traced
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.sharded import added_over_ranks, is_shard, scattered
 from expanded_nn.recording.stale import holds_more
+from expanded_nn.rows.factors import widened
 
 # a norm to clip to, or a function of the norms that gives the factors
 MaxNorm = float | Tensor | Callable[[Tensor], Tensor]

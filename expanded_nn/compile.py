@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from expanded_nn._errors import PerSampleError, complaint, shown, warn
-from expanded_nn._modes import running_backward
-from expanded_nn._module import PerSampleModule
-from expanded_nn._traced import FirstEager, LookFirst, OnlyEager, recorders_met
+from expanded_nn.common.modes import running_backward
+from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, recorders_met
 from expanded_nn.compiling.backends import Backend, CompilerError, backend_of
 from expanded_nn.compiling.kinds import of_arguments, of_gradients, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
 from expanded_nn.compiling.repeated import Repeated
 from expanded_nn.compiling.replay import ArgumentDim, Graph
 from expanded_nn.compiling.tracing import Traced, trace
+from expanded_nn.modules.base import PerSampleModule
 from expanded_nn.recording.isolation import Grads
 from expanded_nn.recording.recorder import Recorder
 

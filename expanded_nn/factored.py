@@ -1,6 +1,6 @@
 """The factored gradient: a tensor `(B, *shape)` that holds only the factors of its rows.
 
-To autograd and to the user it is a tensor. The operators in the table of `_operations.py` work on the factors; any
+To autograd and to the user it is a tensor. The operators in the table of `rows/operations.py` work on the factors; any
 other makes the rows dense, once, and they stay dense from then on.
 """
 
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from expanded_nn._cell import Block, Cell, Guarded
 from expanded_nn._errors import complaint
-from expanded_nn._modes import no_torch_function
-from expanded_nn._operations import TABLE
-from expanded_nn._rows import Rows, refuse_in_place, scaled_blocks
-from expanded_nn._storage import Recycled
-from expanded_nn._traced import OnlyEager
+from expanded_nn.common.modes import no_torch_function
+from expanded_nn.common.traced import OnlyEager
 from expanded_nn.core.algebra import Kind
 from expanded_nn.core.geometry import Geometry
 from expanded_nn.core.patches import Patches
 from expanded_nn.core.terms import Dense, OneHot, Outer, SparseOneHot, Term
+from expanded_nn.rows.cell import Block, Cell, Guarded
+from expanded_nn.rows.factors import Rows, refuse_in_place, scaled_blocks
+from expanded_nn.rows.operations import TABLE
+from expanded_nn.rows.storage import Recycled
 
 Gradient = Callable[..., Tensor]
 SAVED_VERSION = 1  # of what `__reduce_ex__` hands to `rebuilt`

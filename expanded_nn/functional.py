@@ -5,7 +5,6 @@ The maps also take a weight without one, and are torch's own then: see `expanded
 
 import torch.nn.functional as F
 
-from expanded_nn._outside import with_plain_weights as _with_plain_weights
 from expanded_nn.layers import conv as _conv, embedding as _embedding, linear as _linear
 from expanded_nn.layers.activation import prelu as prelu
 from expanded_nn.layers.embedding import embedding_bag as embedding_bag
@@ -16,6 +15,7 @@ from expanded_nn.layers.norm import (
     layer_norm as layer_norm,
     rms_norm as rms_norm,
 )
+from expanded_nn.modules.outside import with_plain_weights as _with_plain_weights
 
 linear = _with_plain_weights(_linear.linear, F.linear, 2)
 bilinear = _with_plain_weights(_linear.bilinear, F.bilinear, 3)

@@ -9,17 +9,6 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._arguments import (
-    refuse_emptiness,
-    refuse_no_factors,
-    refuse_no_index,
-    refuse_no_rows,
-    refuse_no_vectors,
-    refuse_other_sizes,
-    refuse_other_weights,
-    refuse_others,
-    refuse_strange_factors,
-)
 from expanded_nn._errors import (
     UnknownNameError,
     complaint,
@@ -28,7 +17,13 @@ from expanded_nn._errors import (
     refuse_other_kind,
     shown,
 )
-from expanded_nn._held import (
+from expanded_nn.common.modes import no_torch_function
+from expanded_nn.common.traced import assume, is_traced
+from expanded_nn.core import cost
+from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors, damped_inverse, eigenbasis
+from expanded_nn.core.terms import OneHot
+from expanded_nn.factored import FactoredTensor, as_factored, as_real
+from expanded_nn.modules.held import (
     added,
     batch_size_of,
     complex_like,
@@ -41,14 +36,19 @@ from expanded_nn._held import (
     snapshot,
     squared_norms,
 )
-from expanded_nn._modes import no_torch_function
-from expanded_nn._rows import average, widened
-from expanded_nn._traced import assume, is_traced
-from expanded_nn.core import cost
-from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors, damped_inverse, eigenbasis
-from expanded_nn.core.terms import OneHot
-from expanded_nn.factored import FactoredTensor, as_factored, as_real
 from expanded_nn.projection import Projection
+from expanded_nn.rows.arguments import (
+    refuse_emptiness,
+    refuse_no_factors,
+    refuse_no_index,
+    refuse_no_rows,
+    refuse_no_vectors,
+    refuse_other_sizes,
+    refuse_other_weights,
+    refuse_others,
+    refuse_strange_factors,
+)
+from expanded_nn.rows.factors import average, widened
 
 
 class PerSampleGrads(Mapping[str, Tensor]):

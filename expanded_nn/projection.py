@@ -10,13 +10,13 @@ from math import ceil, gcd, isqrt, prod, sqrt
 import torch
 from torch import Tensor
 
-from expanded_nn._arguments import refuse_no_rows
 from expanded_nn._errors import complaint, refuse_no_count
-from expanded_nn._modes import in_own_dtype, no_torch_function
-from expanded_nn._rows import widened
+from expanded_nn.common.modes import in_own_dtype, no_torch_function
 from expanded_nn.core.sketch import Side, Sketch, Totals, TwoSided
 from expanded_nn.core.terms import Dense, Term, sides
 from expanded_nn.factored import FactoredTensor, as_factored, as_real
+from expanded_nn.rows.arguments import refuse_no_rows
+from expanded_nn.rows.factors import widened
 
 KINDS = ("sketch", "kronecker", "gaussian")
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expanded_nn._arguments import refuse_no_rows
 from expanded_nn._errors import PerSampleError, complaint, refuse_no_count, refuse_no_model, refuse_other_kind
-from expanded_nn._held import first_few
+from expanded_nn.modules.held import first_few
 from expanded_nn.projection import Projection
+from expanded_nn.rows.arguments import refuse_no_rows
 
 try:
     import fcntl

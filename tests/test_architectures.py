@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import expanded_nn as enn
-from expanded_nn._registry import EXPANDED
-from expanded_nn.layers.general import General
+from expanded_nn.layers.general.rule import General
+from expanded_nn.modules.registry import EXPANDED
 from oracle import (
     Call,
     assert_close,

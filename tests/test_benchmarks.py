@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import expanded_nn as enn
-from expanded_nn._registry import EXPANDED
+from expanded_nn.modules.registry import EXPANDED
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # Opacus installs a package `benchmarks` of its own
 

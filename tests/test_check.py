@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from cases import Scale
-from expanded_nn._registry import EXPANDED
+from expanded_nn.modules.registry import EXPANDED
 from oracle import Call, assert_close_rows, loop, rows_of, total_loss
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import expanded_nn as enn
-from expanded_nn._registry import EXPANDED
+from expanded_nn.modules.registry import EXPANDED
 from oracle import Call, assert_close, assert_close_rows, grads_of, loop, rows_of, total_loss
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from expanded_nn import FactoredTensor, PerSampleError, PerSampleGrads
-from expanded_nn._cell import Guarded
 from expanded_nn.core.geometry import Geometry
 from expanded_nn.core.patches import Patches, inner_by_entries, inner_by_windows
 from expanded_nn.core.terms import Dense, OneHot, Outer, Term
 from expanded_nn.factored import TABLE
 from expanded_nn.layers.conv import conv2d
+from expanded_nn.rows.cell import Guarded
 
 B = 4
 

@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
-from expanded_nn._registry import EXPANDED
-from expanded_nn.layers.general import General
+from expanded_nn.layers.general.rule import General
+from expanded_nn.modules.registry import EXPANDED
 from oracle import (
     Call,
     assert_close,

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from expanded_nn.core import cost
-from expanded_nn.layers import whole
-from expanded_nn.layers._batched import RULES, Rule
-from expanded_nn.layers.general import General
+from expanded_nn.layers.general import whole
+from expanded_nn.layers.general.batched import RULES, Rule
+from expanded_nn.layers.general.rule import General
 from oracle import Call, assert_close, assert_close_rows, gradient_penalty, grads_of, loop, rows_of, total_loss
 
 B, T, D = 3, 5, 4

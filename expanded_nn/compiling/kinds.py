@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._batch import contents
-from expanded_nn._modes import is_autocast
-from expanded_nn._traced import OnlyEager
+from expanded_nn.common.batch import contents
+from expanded_nn.common.modes import is_autocast
+from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.looks import PLAIN, Look, by_identity
 from expanded_nn.compiling.names import HOOKS, Names, names_in_class
 from expanded_nn.factored import FactoredTensor

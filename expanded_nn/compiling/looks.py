@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from expanded_nn._errors import shown
-from expanded_nn._steady import is_generator
-from expanded_nn._traced import OnlyEager
+from expanded_nn.common.steady import is_generator
+from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.names import Names, Referred, Variable, is_the_users, names_in_class
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})

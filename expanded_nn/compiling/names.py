@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from expanded_nn._bytecode import computes_keys, constant_keys
 from expanded_nn._errors import LIBRARIES
+from expanded_nn.common.bytecode import computes_keys, constant_keys
 
 _NOT_THE_USERS = (*LIBRARIES, *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")), "<")
 

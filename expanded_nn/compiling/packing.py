@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._batch import contents
-from expanded_nn._cell import Cell, Guarded
-from expanded_nn._traced import OnlyEager
+from expanded_nn.common.batch import contents
+from expanded_nn.common.traced import OnlyEager
 from expanded_nn.core.terms import Term
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.grads import PerSampleGrads
+from expanded_nn.rows.cell import Cell, Guarded
 
 Parts = Sequence[Any]  # tensors, and symbolic sizes in a graph for changing sizes
 Remake = Callable[[Parts], Any]

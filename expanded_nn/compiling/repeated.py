@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._steady import OWN_STATE
+from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.kinds import OF_EVERY_MODULE, of_surroundings
 from expanded_nn.compiling.looks import PLAIN, StepValues, is_fixed
 from expanded_nn.compiling.names import HOOKS

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from expanded_nn._steady import RandomStates
+from expanded_nn.common.steady import RandomStates
 from expanded_nn.compiling.packing import containers, put_items
 from expanded_nn.compiling.tracing import Outcome, Traced
 from expanded_nn.recording.isolation import set_rows

@@ -33,10 +33,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from expanded_nn._errors import LIBRARIES, PerSampleError, complaint
-from expanded_nn._meanwhile import meanwhile
-from expanded_nn._modes import running_backward
-from expanded_nn._steady import RandomStates
-from expanded_nn._traced import FirstEager, LookFirst, OnlyEager, assumptions, note_gradient, note_zeroed
+from expanded_nn.common.meanwhile import meanwhile
+from expanded_nn.common.modes import running_backward
+from expanded_nn.common.steady import RandomStates
+from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, assumptions, note_gradient, note_zeroed
 from expanded_nn.compiling.packing import Remake, containers, items_of, packed
 from expanded_nn.factored import FactoredTensor, is_hidden
 from expanded_nn.recording.isolation import Grads, has_hidden_rows, isolated

@@ -2,7 +2,7 @@
 
 A term stands for rows `(B, *row_shape)` and holds only what they are made of. It is linear in each of its
 floating-point factors, which have no history. The number `coefficient` multiplies the smallest tensor there is, as late
-as possible. A term does not see that a factor is changed in place: `Guarded` in `_cell.py` does.
+as possible. A term does not see that a factor is changed in place: `Guarded` in `rows/cell.py` does.
 """
 
 from __future__ import annotations

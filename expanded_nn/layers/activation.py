@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expanded_nn._module import Expanded
-from expanded_nn._registry import expands
-from expanded_nn._shared import owned, shared
+from expanded_nn.common.shared import owned, shared
+from expanded_nn.modules.base import Expanded
+from expanded_nn.modules.registry import expands
 
 
 def prelu(

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from expanded_nn._batch import own_batch_first, tensors
 from expanded_nn._errors import complaint
-from expanded_nn._layout import refuse_other_than_sequences
-from expanded_nn._module import Expanded, PerSampleModule, Root
-from expanded_nn._registry import expands
-from expanded_nn._shared import owned
-from expanded_nn._twins import expand_modules, raise_for
+from expanded_nn.common.batch import own_batch_first, tensors
+from expanded_nn.common.shared import owned
 from expanded_nn.layers.linear import Linear, linear
+from expanded_nn.layers.twins import expand_modules, raise_for
+from expanded_nn.modules.base import Expanded, PerSampleModule, Root
+from expanded_nn.modules.layout import refuse_other_than_sequences
+from expanded_nn.modules.registry import expands
 from expanded_nn.recording.recorder import Recorder
 
 

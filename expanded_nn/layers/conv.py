@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
-from expanded_nn._module import Expanded
-from expanded_nn._registry import expands
-from expanded_nn._shared import cast_shared, is_constant, is_shared, shared, shared_or_none
+from expanded_nn.common.shared import cast_shared, is_constant, is_shared, shared, shared_or_none
 from expanded_nn.core.geometry import Geometry, cropped
 from expanded_nn.core.patches import Patches
 from expanded_nn.factored import from_factors
+from expanded_nn.modules.base import Expanded
+from expanded_nn.modules.registry import expands
 
 aten = torch.ops.aten
 Sizes = int | Sequence[int]

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
-from expanded_nn._layout import index_by_sample, note_shared_result, refuse_other_count
-from expanded_nn._module import Expanded
-from expanded_nn._registry import expands
-from expanded_nn._shared import is_constant, is_shared, owned, shared
-from expanded_nn._traced import refuse_values
+from expanded_nn.common.shared import is_constant, is_shared, owned, shared
+from expanded_nn.common.traced import refuse_values
 from expanded_nn.core.terms import OneHot, SparseOneHot
 from expanded_nn.factored import FactoredTensor, from_factors
+from expanded_nn.modules.base import Expanded
+from expanded_nn.modules.layout import index_by_sample, note_shared_result, refuse_other_count
+from expanded_nn.modules.registry import expands
 
 
 def one_hot_rows(

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from einops import einsum
 from torch import Tensor, nn
 
-from expanded_nn._modes import in_own_dtype, is_batched
-from expanded_nn._module import Expanded
-from expanded_nn._registry import expands
-from expanded_nn._shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
+from expanded_nn.common.modes import in_own_dtype, is_batched
+from expanded_nn.common.shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
 from expanded_nn.core import cost
 from expanded_nn.core.terms import Outer
 from expanded_nn.factored import from_factors
+from expanded_nn.modules.base import Expanded
+from expanded_nn.modules.registry import expands
 from expanded_nn.recording.expand import keeps_factors
 
 

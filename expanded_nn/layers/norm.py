@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._modes import is_batched
-from expanded_nn._module import Expanded
-from expanded_nn._registry import expands
-from expanded_nn._shared import is_constant, is_shared, owned, shared, shared_or_none
+from expanded_nn.common.modes import is_batched
+from expanded_nn.common.shared import is_constant, is_shared, owned, shared, shared_or_none
 from expanded_nn.core import cost
+from expanded_nn.modules.base import Expanded
+from expanded_nn.modules.registry import expands
 
 aten = torch.ops.aten
 

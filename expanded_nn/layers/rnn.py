@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from expanded_nn._layout import refuse_other_count, refuse_other_than_sequences
-from expanded_nn._module import Expanded
-from expanded_nn._registry import expands
-from expanded_nn._traced import refuse_values
-from expanded_nn.layers._equations import RECURRENCES, Weights
-from expanded_nn.layers._recurrence import recurrent
-from expanded_nn.layers._steps import Steps
+from expanded_nn.common.traced import refuse_values
+from expanded_nn.layers.recurrent.equations import RECURRENCES, Weights
+from expanded_nn.layers.recurrent.recurrence import recurrent
+from expanded_nn.layers.recurrent.steps import Steps
+from expanded_nn.modules.base import Expanded
+from expanded_nn.modules.layout import refuse_other_count, refuse_other_than_sequences
+from expanded_nn.modules.registry import expands
 
 
 class _Layers(Expanded, nn.RNNBase):

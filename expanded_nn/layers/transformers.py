@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 from einops import rearrange
 from torch import Tensor, nn
 
-from expanded_nn._lift import swapped
-from expanded_nn._module import Expanded, Root
-from expanded_nn._registry import expands
-from expanded_nn.layers.alone import Alone
 from expanded_nn.layers.embedding import Embedding
+from expanded_nn.layers.general.alone import Alone
 from expanded_nn.layers.linear import linear
+from expanded_nn.modules.base import Expanded, Root
+from expanded_nn.modules.registry import expands
+from expanded_nn.recording.lift import swapped
 
 
 @expands("transformers.pytorch_utils.Conv1D")

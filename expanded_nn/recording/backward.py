@@ -1,6 +1,6 @@
 """The running backward: when it delivers its first rows, when it ends, and whether it failed.
 
-No other file calls private parts of torch's engine, but `_modes.py` for the number of the running backward.
+No other file calls private parts of torch's engine, but `common/modes.py` for the number of the running backward.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expanded_nn._modes import running_backward as running_backward
+from expanded_nn.common.modes import running_backward as running_backward
 
 
 def running_node() -> Any:

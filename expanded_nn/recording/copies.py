@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from expanded_nn._batch import tensors
-from expanded_nn._traced import wait_for_values
+from expanded_nn.common.batch import tensors
+from expanded_nn.common.traced import wait_for_values
 from expanded_nn.recording.callers import is_called_by_libraries
 from expanded_nn.recording.owner import Owner
 

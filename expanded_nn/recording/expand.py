@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._lift import quiet_fallbacks
-from expanded_nn._meanwhile import meanwhile
-from expanded_nn._modes import in_own_dtype, no_torch_function, refuse_batched
-from expanded_nn._storage import Recycled
+from expanded_nn.common.meanwhile import meanwhile
+from expanded_nn.common.modes import in_own_dtype, no_torch_function, refuse_batched
 from expanded_nn.core.terms import Dense
 from expanded_nn.factored import FactoredTensor, materialized, times
 from expanded_nn.recording.backward import accumulates_next, graph_of
 from expanded_nn.recording.leaf import Leaf
+from expanded_nn.recording.lift import quiet_fallbacks
 from expanded_nn.recording.owner import Owner, Settings
 from expanded_nn.recording.passes import Pass
+from expanded_nn.rows.storage import Recycled
 
 # computes a weight anew, from the leaves that it was computed from and other values for them
 Recompute = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._batch import batch_dim, contents, has_derivatives, own_batch_first, tensors
 from expanded_nn._errors import PerSampleError, complaint, warn
-from expanded_nn._modes import is_of_checkpoint
-from expanded_nn._traced import is_traced
+from expanded_nn.common.batch import batch_dim, contents, has_derivatives, own_batch_first, tensors
+from expanded_nn.common.modes import is_of_checkpoint
+from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.checkpoints import note_pass, note_result
 from expanded_nn.recording.owner import Owner
 from expanded_nn.recording.passes import Pass

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from expanded_nn._traced import OnlyEager
+from expanded_nn.common.traced import OnlyEager
 from expanded_nn.factored import hidden, is_hidden, materialized
 from expanded_nn.recording.leaf import NO_ROWS, Leaf, Published, vanishes
 from expanded_nn.recording.passes import PassStage

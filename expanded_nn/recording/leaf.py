@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._storage import Recycled
-from expanded_nn._traced import assume, is_traced, known_zero
+from expanded_nn.common.traced import assume, is_traced, known_zero
 from expanded_nn.recording.backward import running_backward
 from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.sharded import is_shard, is_zero
+from expanded_nn.rows.storage import Recycled
 
 
 class ExpectedGradient:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from expanded_nn._batch import batch_dim, own_batch_first, tensors
 from expanded_nn._errors import PerSampleError, complaint, warn
-from expanded_nn._traced import is_traced
+from expanded_nn.common.batch import batch_dim, own_batch_first, tensors
+from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.backward import saved_dims, saved_number
 from expanded_nn.recording.checkpoints import has_own_layout, orders_of, pass_of
 from expanded_nn.recording.forward import Forward

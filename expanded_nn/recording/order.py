@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from expanded_nn._batch import batch_dim, tensors
-from expanded_nn._bytecode import constant_index
 from expanded_nn._errors import complaint
-from expanded_nn._traced import is_traced
+from expanded_nn.common.batch import batch_dim, tensors
+from expanded_nn.common.bytecode import constant_index
+from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.callers import (
     calling_frame,
     is_called_by_libraries,

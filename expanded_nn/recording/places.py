@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from expanded_nn._batch import tensors as tensors_in
-from expanded_nn._traced import assume, is_traced, wait_for_values
+from expanded_nn.common.batch import tensors as tensors_in
+from expanded_nn.common.traced import assume, is_traced, wait_for_values
 
 PLAIN = (Tensor, FakeTensor)  # not what only looks like a tensor, whose use is noted
 

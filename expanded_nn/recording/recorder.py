@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._batch import rows_are_nodes
 from expanded_nn._errors import complaint, named
-from expanded_nn._escalate import Escalation
-from expanded_nn._meanwhile import meanwhile
-from expanded_nn._traced import note_recorder
+from expanded_nn.common.batch import rows_are_nodes
+from expanded_nn.common.meanwhile import meanwhile
+from expanded_nn.common.traced import note_recorder
 from expanded_nn.recording.backward import Backward, in_transform, running_backward
 from expanded_nn.recording.checkpoints import noted_pass, pass_of_recomputation
+from expanded_nn.recording.escalate import Escalation
 from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recompute, leaves_of
 from expanded_nn.recording.forward import Forward as Forward
 from expanded_nn.recording.leaf import NO_ROWS, Leaf, Leaves, Location

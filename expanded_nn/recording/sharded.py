@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn._errors import complaint
-from expanded_nn._traced import known_zero, refuse_values
+from expanded_nn.common.traced import known_zero, refuse_values
 
 
 def _distributed() -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._traced import look_first, refuse_values
+from expanded_nn.common.traced import look_first, refuse_values
 from expanded_nn.factored import as_factored
 from expanded_nn.recording.leaf import Leaf, vanishes
 from expanded_nn.recording.sharded import is_shard

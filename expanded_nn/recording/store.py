@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expanded_nn._cell import Cell
-from expanded_nn._modes import running_backward
-from expanded_nn._traced import is_traced
+from expanded_nn.common.modes import running_backward
+from expanded_nn.common.traced import is_traced
 from expanded_nn.core.algebra import Kind
 from expanded_nn.factored import FactoredTensor, joined, materialized, parted
 from expanded_nn.recording.leaf import Leaf, Published
 from expanded_nn.recording.passes import Pass
+from expanded_nn.rows.cell import Cell
 
 Held = dict[Pass, dict[Leaf, Tensor]]  # pass -> parameter -> its rows `(B, *shape)`
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from expanded_nn._batch import tensors
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn.common.batch import tensors
 from expanded_nn.recording.backward import accumulates, graph_of, running_backward
 from expanded_nn.recording.expand import Expand
 from expanded_nn.recording.leaf import Leaf

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear
+from expanded_nn.layers.recurrent.steps import Steps
 
 States = tuple[Tensor, Tensor | None]  # hidden states, and an LSTM's cell states
 

@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn._modes import no_torch_function
-from expanded_nn._shared import cast_shared
+from expanded_nn.common.modes import no_torch_function
+from expanded_nn.common.shared import cast_shared
 from expanded_nn.layers import conv, norm
-from expanded_nn.layers._batched import (
+from expanded_nn.layers.activation import prelu
+from expanded_nn.layers.embedding import embedding
+from expanded_nn.layers.general.batched import (
     RULES,
     Batched,
     Rule,
@@ -30,10 +32,8 @@ from expanded_nn.layers._batched import (
     refuse_unless,
     with_dims,
 )
-from expanded_nn.layers.activation import prelu
-from expanded_nn.layers.embedding import embedding
+from expanded_nn.layers.general.ways import attributes, named
 from expanded_nn.layers.linear import linear
-from expanded_nn.layers.ways import attributes, named
 
 _BOTH = ("weight", "bias")
 _STATISTICS = ("input", "running_mean", "running_var", *_BOTH)

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from expanded_nn._modes import checkpoint_hooks
-from expanded_nn._shared import is_shared
+from expanded_nn.common.modes import checkpoint_hooks
+from expanded_nn.common.shared import is_shared
 from expanded_nn.core import cost
-from expanded_nn.layers._derived import Derived
-from expanded_nn.layers.mapped import flatten
-from expanded_nn.layers.ways import JOINS, READS, along, is_of_a_layer
+from expanded_nn.layers.general.derived import Derived
+from expanded_nn.layers.general.mapped import flatten
+from expanded_nn.layers.general.ways import JOINS, READS, along, is_of_a_layer
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[Any, Rule] = {}  # what may be done with a parameter, and by which rule: the table in whole.py

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint, refuse_no_count, refuse_no_model, refuse_other_kind
-from expanded_nn._modes import outside_of_graph
-from expanded_nn._module import recorders_of
+from expanded_nn.common.modes import outside_of_graph
+from expanded_nn.modules.base import recorders_of
 from expanded_nn.recording.recorder import recorder_of
 
 Operation = TypeVar("Operation", bound=Callable[..., Tensor])

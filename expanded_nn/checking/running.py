@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence, unpack_sequence
 
-from expanded_nn._batch import batch_dim, batch_of, has_derivatives, own_batch_first, tensors
 from expanded_nn._errors import complaint
-from expanded_nn._steady import RandomStates
+from expanded_nn.common.batch import batch_dim, batch_of, has_derivatives, own_batch_first, tensors
+from expanded_nn.common.steady import RandomStates
 from expanded_nn.recording.backward import graph_of
 from expanded_nn.recording.recorder import Settings
 

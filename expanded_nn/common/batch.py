@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
-from expanded_nn._traced import refuse_values
+from expanded_nn.common.traced import refuse_values
 
 
 def tensors(value: Any) -> Iterator[Tensor | PackedSequence]:

@@ -6,9 +6,9 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-from expanded_nn._module import PerSampleModule
-from expanded_nn._registry import EXPANDED, refuse_no_class
-from expanded_nn.layers.general import General
+from expanded_nn.layers.general.rule import General
+from expanded_nn.modules.base import PerSampleModule
+from expanded_nn.modules.registry import EXPANDED, refuse_no_class
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expanded_nn._lift import quiet_fallbacks
-from expanded_nn._modes import autocast_as_now, refuse_batched
-from expanded_nn._traced import is_traced
+from expanded_nn.common.modes import autocast_as_now, refuse_batched
+from expanded_nn.common.traced import is_traced
 from expanded_nn.core import cost
 from expanded_nn.factored import materialized
+from expanded_nn.recording.lift import quiet_fallbacks
 
 Function = Callable[..., Tensor]  # of tensors (B, *shape), for any B; it treats each sample alone
 

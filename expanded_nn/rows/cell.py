@@ -8,10 +8,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from expanded_nn._errors import complaint
-from expanded_nn._storage import Recycled
 from expanded_nn.core import algebra
 from expanded_nn.core.algebra import Kind
 from expanded_nn.core.terms import Dense, Term
+from expanded_nn.rows.storage import Recycled
 
 
 class Guarded(NamedTuple):

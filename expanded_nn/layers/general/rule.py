@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from expanded_nn._batch import batch_dim, has_derivatives, is_like_a_state
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._layout import note_input, refuse_square
-from expanded_nn._lift import Slot, swapped
-from expanded_nn._meanwhile import meanwhile
-from expanded_nn._modes import is_of_checkpoint, running_backward, uncounted
-from expanded_nn._module import Expanded
-from expanded_nn._steady import RandomStates
-from expanded_nn._traced import FirstEager, OnlyEager, wait_for_values
+from expanded_nn.common.batch import batch_dim, has_derivatives, is_like_a_state
+from expanded_nn.common.meanwhile import meanwhile
+from expanded_nn.common.modes import is_of_checkpoint, running_backward, uncounted
+from expanded_nn.common.steady import RandomStates
+from expanded_nn.common.traced import FirstEager, OnlyEager, wait_for_values
 from expanded_nn.core import cost
-from expanded_nn.layers.mapped import Called, Mapper, flatten
-from expanded_nn.layers.trial import Compared, Trial, Verdict, Way, Ways
-from expanded_nn.layers.whole import Run, reads_of_its_own
+from expanded_nn.layers.general.mapped import Called, Mapper, flatten
+from expanded_nn.layers.general.trial import Compared, Trial, Verdict, Way, Ways
+from expanded_nn.layers.general.whole import Run, reads_of_its_own
+from expanded_nn.modules.base import Expanded
+from expanded_nn.modules.layout import note_input, refuse_square
 from expanded_nn.recording.forward import InputNotes
+from expanded_nn.recording.lift import Slot, swapped
 from expanded_nn.recording.recorder import Forward, Recorder
 
 # what a forward on the whole batch raises, but not because of the batch

@@ -8,9 +8,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from expanded_nn._batch import batch_dim
-from expanded_nn._running import Call
-from expanded_nn._trace import Trace
+from expanded_nn.checking.running import Call
+from expanded_nn.checking.trace import Trace
+from expanded_nn.common.batch import batch_dim
 
 # where the samples stand: in which dimension, and whether they change fastest in it, as in `(T * B, ...)`
 SampleAxis = tuple[int, bool]

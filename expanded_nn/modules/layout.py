@@ -36,7 +36,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._traced import assume, is_traced
+from expanded_nn.common.traced import assume, is_traced
 from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.recorder import Forward, Recorder
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, sentence, warn
-from expanded_nn._modes import checkpoint_hooks, is_of_checkpoint, uncounted
-from expanded_nn._steady import StateBefore
+from expanded_nn.common.modes import checkpoint_hooks, is_of_checkpoint, uncounted
+from expanded_nn.common.steady import StateBefore
 from expanded_nn.recording.order import Order
 from expanded_nn.recording.watch import refuse_outside_use
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from expanded_nn._batch import tensors
 from expanded_nn._errors import PerSampleError, named
-from expanded_nn._meanwhile import meanwhile
-from expanded_nn._module import PerSampleModule
+from expanded_nn.common.batch import tensors
+from expanded_nn.common.meanwhile import meanwhile
+from expanded_nn.modules.base import PerSampleModule
 
 
 @dataclass

@@ -12,10 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from expanded_nn._cell import Cell
-from expanded_nn._modes import running_backward
-from expanded_nn._rows import R, Rows, average, refuse_in_place, scaled_blocks, widened
+from expanded_nn.common.modes import running_backward
 from expanded_nn.core.terms import Outer, Term
+from expanded_nn.rows.cell import Cell
+from expanded_nn.rows.factors import R, Rows, average, refuse_in_place, scaled_blocks, widened
 
 aten = torch.ops.aten
 

@@ -13,10 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expanded_nn._modes import is_autocast
-from expanded_nn._traced import refuse_values
-from expanded_nn.layers._equations import RECURRENCES, Gates, Inputs, LoopInputs, Recurrence, Saved, States, Weights
-from expanded_nn.layers._steps import Steps
+from expanded_nn.common.modes import is_autocast
+from expanded_nn.common.traced import refuse_values
+from expanded_nn.layers.recurrent.equations import (
+    RECURRENCES,
+    Gates,
+    Inputs,
+    LoopInputs,
+    Recurrence,
+    Saved,
+    States,
+    Weights,
+)
+from expanded_nn.layers.recurrent.steps import Steps
 
 
 class Operations:

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from expanded_nn import _layout
-from expanded_nn._batch import batch_of, tensors
 from expanded_nn._errors import PerSampleError, complaint, named, refuse_other_kind
-from expanded_nn._escalate import Learned
-from expanded_nn._lift import lifted
-from expanded_nn._meanwhile import meanwhile
-from expanded_nn._modes import outside_of_graph
-from expanded_nn._shared import owned
+from expanded_nn.common.batch import batch_of, tensors
+from expanded_nn.common.meanwhile import meanwhile
+from expanded_nn.common.modes import outside_of_graph
+from expanded_nn.common.shared import owned
+from expanded_nn.modules import layout
+from expanded_nn.recording.escalate import Learned
 from expanded_nn.recording.expand import Recompute
+from expanded_nn.recording.lift import lifted
 from expanded_nn.recording.order import Order
 from expanded_nn.recording.recorder import Forward, Recorder, Settings, modules_in
 
@@ -344,7 +344,7 @@ class Expanded(PerSampleModule):
     @property
     def qualified_name(self) -> str:
         """The layer's qualified name in the model and its class, for errors."""
-        return _layout.name_of(self)
+        return layout.name_of(self)
 
     @property
     def _samples_dim(self) -> int:
@@ -366,13 +366,13 @@ class Expanded(PerSampleModule):
         first = next(iter(inputs.values()))
         dim = self._samples_dim if first.dim() > feature_dims + 1 else 0
         if dim and first.dim() == 2:
-            _layout.refuse_square(self, first)
+            layout.refuse_square(self, first)
         moved = [self.checked(x, feature_dims, dim=dim, argument=argument) for argument, x in inputs.items()]
         if dim:
             return function(*(x.transpose(0, dim) for x in moved)).transpose(0, dim)
         result = function(*moved)
         if self._samples_dim and all(x.shape[0] == 1 for x in inputs.values()):
-            _layout.note_shared_result(self, result, is_new=False)
+            layout.note_shared_result(self, result, is_new=False)
         return result
 
     def checked(self, x: Tensor, feature_dims: int, *, dim: int = 0, argument: str = "input") -> Tensor:
@@ -381,11 +381,11 @@ class Expanded(PerSampleModule):
         Raises:
             PerSampleError: If the rows of `x` are not the samples.
         """
-        return _layout.checked(self, x, feature_dims, dim, argument)
+        return layout.checked(self, x, feature_dims, dim, argument)
 
     def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError:
         """What to say of an argument whose samples this layer cannot tell apart."""
-        return _layout.refusal(self, found, wanted, remedy)
+        return layout.refusal(self, found, wanted, remedy)
 
     def _is_batched(self, name: str, parameter: Tensor) -> bool:
         return name in self.ranks and parameter.dim() == self.ranks[name] + 1

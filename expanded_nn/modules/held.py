@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint, refuse_no_model
-from expanded_nn._module import Expanded, all_parameters, recorders_of
-from expanded_nn._rows import widened
-from expanded_nn._traced import assume, is_traced, note_recorder
+from expanded_nn.common.traced import assume, is_traced, note_recorder
 from expanded_nn.core import cost
 from expanded_nn.core.terms import Products
 from expanded_nn.factored import FactoredTensor, as_factored, as_real, refuse_hidden
+from expanded_nn.modules.base import Expanded, all_parameters, recorders_of
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.sharded import is_zero
+from expanded_nn.rows.factors import widened
 
 
 def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[Recorder]]:

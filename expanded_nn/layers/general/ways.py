@@ -41,7 +41,7 @@ JOINS = _BY_KEY | set(
         "scaled_dot_product_attention",
     )
 ).union(attributes("T", "mT"))
-_TORCH, _LAYERS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}"
+_TORCH, _LAYERS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def is_of_a_layer() -> bool:

@@ -10,15 +10,15 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from expanded_nn._cell import Block, Cell, Guarded
 from expanded_nn._errors import complaint
-from expanded_nn._modes import in_own_dtype, refuse_batched
-from expanded_nn._storage import Recycled
+from expanded_nn.common.modes import in_own_dtype, refuse_batched
 from expanded_nn.core import algebra, cost, kronecker
 from expanded_nn.core.algebra import Kind
 from expanded_nn.core.kronecker import KroneckerFactors
 from expanded_nn.core.positions import gram_by_position, numbers_of_positions
 from expanded_nn.core.terms import Dense, Products, SparseOneHot, Term
+from expanded_nn.rows.cell import Block, Cell, Guarded
+from expanded_nn.rows.storage import Recycled
 
 R = TypeVar("R", bound="Rows")
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from expanded_nn._modes import checkpoint_hooks, is_batched, uncounted
+from expanded_nn.common.modes import checkpoint_hooks, is_batched, uncounted
 
 
 class OneSample(TorchFunctionMode):

@@ -22,13 +22,13 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from expanded_nn._batch import contents, has_derivatives
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn._lift import Slot, quiet_fallbacks, swapped
-from expanded_nn._modes import checkpoint_hooks
-from expanded_nn._steady import OURS, attributes_of
-from expanded_nn.layers.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
+from expanded_nn.common.batch import contents, has_derivatives
+from expanded_nn.common.modes import checkpoint_hooks
+from expanded_nn.common.steady import OURS, attributes_of
+from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
 from expanded_nn.recording.backward import graph_of
+from expanded_nn.recording.lift import Slot, quiet_fallbacks, swapped
 
 # torch's words where vmap gives up; the last two where values are read, and where samples' results differ in size
 _OF_VMAP = "vmap|functorch|[Bb]atching rule|doesn't have storage|stack expects each tensor to be equal size"

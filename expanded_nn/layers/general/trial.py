@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from expanded_nn._batch import has_derivatives
 from expanded_nn._errors import complaint
-from expanded_nn._steady import RandomStates, WithoutChance, copies, without_traces
+from expanded_nn.common.batch import has_derivatives
+from expanded_nn.common.steady import RandomStates, WithoutChance, copies, without_traces
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor, as_factored
-from expanded_nn.layers.mapped import Mapped, Mapper, flatten
+from expanded_nn.layers.general.mapped import Mapped, Mapper, flatten
 
 
 class Compared(NamedTuple):

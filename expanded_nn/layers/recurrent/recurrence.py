@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn._modes import in_own_dtype, is_autocast, is_batched
-from expanded_nn._shared import is_shared, owned, shared
-from expanded_nn._traced import is_traced
+from expanded_nn.common.modes import in_own_dtype, is_autocast, is_batched
+from expanded_nn.common.shared import is_shared, owned, shared
+from expanded_nn.common.traced import is_traced
 from expanded_nn.core import cost
-from expanded_nn.layers import _opaque
-from expanded_nn.layers._equations import Inputs, Loops, Recurrence, Saved, States, Weights
-from expanded_nn.layers._steps import Steps
 from expanded_nn.layers.linear import linear, outer_rows
+from expanded_nn.layers.recurrent import opaque
+from expanded_nn.layers.recurrent.equations import Inputs, Loops, Recurrence, Saved, States, Weights
+from expanded_nn.layers.recurrent.steps import Steps
 from expanded_nn.recording.expand import keeps_factors
 
 
@@ -63,7 +63,7 @@ class _Recurrent(torch.autograd.Function):
 
 
 def _loops(recurrence: Recurrence) -> Loops:
-    return _opaque.Operations(recurrence) if is_traced() else recurrence
+    return opaque.Operations(recurrence) if is_traced() else recurrence
 
 
 def _shared_weights(weights: Sequence[Tensor | None], dtype: torch.dtype | None = None) -> Weights:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._report import Findings
-from expanded_nn._running import Call, Runner, nudged
-from expanded_nn._samples import Layout, squares
+from expanded_nn.checking.report import Findings
+from expanded_nn.checking.running import Call, Runner, nudged
+from expanded_nn.checking.samples import Layout, squares
 
 _ROUNDINGS = 10  # an error up to so many times the effect of the inputs' last bits counts as rounding
 _LEAST = 100  # a gradient below so many roundings of the loss may be rounding itself
