@@ -194,19 +194,19 @@ class CompiledStep:
         """Runs the step."""
         if not torch.is_grad_enabled() or running_backward() >= 0 or torch.compiler.is_compiling():
             return self.step(*args, **kwargs)
-        last = self.last
-        if last is not None and not kwargs and last[0].holds(args):
-            return self._run(last[1], last[2], [arg for arg in args if isinstance(arg, Tensor)], args, kwargs)
         by_id: dict[int, Tensor] = {}
         objects: list[Any] = []
         try:
             arguments_key = of_arguments((args, kwargs), by_id, objects)
+            tensors = list(by_id.values())
+            shapes = tuple(tensor.shape for tensor in tensors)
+            last = self.last
+            if last is not None and not objects and last[0].holds((arguments_key, shapes)):
+                return self._run(last[1], last[2], tensors, args, kwargs)
             key = CallKey(arguments_key, self.step_values.key(objects), of_surroundings())
         except OnlyEager as reason:
             self._warn(str(reason))
             return self.step(*args, **kwargs)
-        tensors = list(by_id.values())
-        shapes = tuple(tensor.shape for tensor in tensors)
         if not self.modules:
             return self._run_eagerly(key, shapes, objects, args, kwargs)
         kind = *key, of_models(self.modules, self.recorders)
@@ -225,14 +225,15 @@ class CompiledStep:
             return self._run_eagerly(None, shapes, objects, args, kwargs)
         if graph is None:
             return self.step(*args, **kwargs)
-        self._note_call(family, graph, args, kwargs)
+        is_simple = not objects and not family.grads
+        self._note_call(family, graph, (arguments_key, shapes), is_simple=is_simple)
         return self._run(family, graph, tensors, args, kwargs)
 
-    def _note_call(self, family: Family, graph: Graph, args: Any, kwargs: Any) -> None:
+    def _note_call(self, family: Family, graph: Graph, arguments: Hashable, *, is_simple: bool) -> None:
         """Notes a call, if the one before ran the same graph: the next one is likely to do so, too."""
         is_repeated, self.last, self.last_graph = graph is self.last_graph, None, graph
-        if is_repeated and not kwargs and Repeated.serves(args, self.modules, self.recorders):
-            repeated = Repeated(args, self.step_values, self.modules, self.recorders)
+        if is_repeated and is_simple and Repeated.serves(self.modules, self.recorders):
+            repeated = Repeated(arguments, self.step_values, self.modules, self.recorders)
             self.last = repeated, family, graph
 
     def _run(self, family: Family, graph: Graph, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:

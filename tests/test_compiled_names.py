@@ -270,9 +270,9 @@ def test_numbers_that_are_found_in_other_ways(
         if number == 5:
             assert compiled.last is not None
             model.zero_grad()
-            assert compiled.last[0].holds((x, y))
+            assert compiled.last[0].holds(compiled.last[0].arguments)
             change(held)
-            assert not compiled.last[0].holds((x, y))
+            assert not compiled.last[0].holds(compiled.last[0].arguments)
         results = []
         for run in (compiled, step):
             model.zero_grad()

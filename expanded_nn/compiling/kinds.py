@@ -116,12 +116,20 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
                     add(by_identity(hook))
             if parameter._post_accumulate_grad_hooks:
                 key += map(by_identity, parameter._post_accumulate_grad_hooks.values())
-            if parameter.grad is not None:
-                add("clipped" if any(recorder.is_clipped(parameter) for recorder in recorders) else "grad")
-            rows = getattr(parameter, "grad_sample", None)
-            if rows is not None:
-                add("held" if any(recorder.leaves.holds(parameter, rows) for recorder in recorders) else "set")
+            add(of_gradient(parameter, recorders))
     return tuple(key)
+
+
+def of_gradient(parameter: nn.Parameter, recorders: Sequence[Recorder]) -> Hashable:
+    """Whether a parameter has a gradient and rows, and who has set them; `None` if it has neither."""
+    grad, rows = parameter.grad, getattr(parameter, "grad_sample", None)
+    if grad is None and rows is None:
+        return None
+    is_clipped = are_held = False
+    for recorder in recorders:  # at each step, so it is written for speed
+        is_clipped = is_clipped or (grad is not None and recorder.is_clipped(parameter))
+        are_held = are_held or (rows is not None and recorder.leaves.holds(parameter, rows))
+    return grad is None, is_clipped, rows is None, are_held
 
 
 def of_gradients(recorders: Sequence[Recorder]) -> Grads:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -11,26 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn.common.steady import OWN_STATE
-from expanded_nn.compiling.kinds import OF_EVERY_MODULE, of_surroundings
-from expanded_nn.compiling.looks import PLAIN, StepValues, is_fixed
+from expanded_nn.compiling.kinds import OF_EVERY_MODULE, of_gradient, of_surroundings
+from expanded_nn.compiling.looks import StepValues, is_fixed
 from expanded_nn.compiling.names import HOOKS
 from expanded_nn.recording.recorder import Recorder
 
 _LOOKED_AT = "training", "_parameters", "_buffers", "_modules", *HOOKS
 _NOT_THE_USERS = {*OF_EVERY_MODULE, *OWN_STATE}
 _FACTS = attrgetter("layout", "requires_grad", "shape", "dtype", "device")
-_STATE_OF_PLAIN = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks", "grad")
-_STATE = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks", "grad", "grad_sample")
+_HOOKS_OF_PARAMETER = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Repeated:
     """What the kind of a call depends on, as it was at that call.
 
-    `holds` is stricter than the comparison of keys: objects have to be the same ones, not equal ones, and there are no
-    gradients and rows. Nothing is compared by a method of the user's, nor by the numbers in a tensor.
+    `holds` is stricter than the comparison of keys: objects have to be the same ones, not equal ones. Nothing is
+    compared by a method of the user's, nor by the numbers in a tensor.
 
     Attributes:
-        arguments: The arguments; of tensors the facts and strides.
+        arguments: The key of the arguments, and the shapes of the tensors among them.
         surroundings: The key of torch's global state.
         referred: Gives the values that the step refers to by names.
         values: These values.
@@ -45,14 +44,19 @@ class Repeated:
         tensors: Parameters, buffers, and tensors among the attributes.
         facts: Their shapes, dtypes and the like.
         strided: Those of them that have strides, and these.
-        parameters: Parameters, with what gets their hooks, gradients and rows.
-        states: These, one after the other.
+        parameters: The parameters.
+        hooks: Their hooks.
+        gradients: Which gradients and rows they have.
     """
 
     def __init__(
-        self, args: Sequence[Any], step_values: StepValues, modules: Sequence[nn.Module], recorders: Sequence[Recorder]
+        self,
+        arguments: Hashable,
+        step_values: StepValues,
+        modules: Sequence[nn.Module],
+        recorders: Sequence[Recorder],
     ) -> None:
-        self.arguments = [(type(arg), (arg.stride(), _FACTS(arg)) if type(arg) is Tensor else arg) for arg in args]
+        self.arguments = arguments
         self.surroundings, self.referred = of_surroundings(), step_values.referred
         self.values, self.look = self.referred.values(), step_values.looks[-1]  # that of this call's key
         self.recorders = [(recorder, recorder.settings) for recorder in recorders]
@@ -68,9 +72,9 @@ class Repeated:
                 attributes["_parameters"].values(), attributes["_buffers"].values(), map(attributes.get, names)
             )
             tensors += [value for value in values if isinstance(value, Tensor)]
-        parameters = dict.fromkeys(tensor for tensor in tensors if isinstance(tensor, nn.Parameter))
-        hooks = [(parameter._backward_hooks, parameter._post_accumulate_grad_hooks) for parameter in parameters]
-        self.mappings += [mapping for mapping in chain.from_iterable(hooks) if mapping is not None]
+        self.parameters = [*dict.fromkeys(tensor for tensor in tensors if isinstance(tensor, nn.Parameter))]
+        self.hooks = self._hooks_of_parameters()
+        self.mappings += [mapping for mapping in self.hooks if mapping is not None]
         self.attributes = [value for module, _, get in self.modules for value in get(vars(module))]
         self.lengths = [*map(len, self.mappings)]
         self.filled = [mapping for mapping in self.mappings if mapping]
@@ -79,40 +83,28 @@ class Repeated:
         self.facts = [*map(_FACTS, tensors)]
         strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
         self.strided = strided, [*map(Tensor.stride, strided)]
-        self.parameters = [(p, _STATE if hasattr(p, "grad_sample") else _STATE_OF_PLAIN) for p in parameters]
-        self.states = [value for parameter, get in self.parameters for value in get(parameter)]
+        self.gradients = self._gradients()
+
+    def _hooks_of_parameters(self) -> list[Any]:
+        return [*chain.from_iterable(map(_HOOKS_OF_PARAMETER, self.parameters))]
+
+    def _gradients(self) -> list[Hashable]:
+        recorders = [recorder for recorder, _ in self.recorders]
+        return [of_gradient(parameter, recorders) for parameter in self.parameters]
 
     @staticmethod
-    def serves(args: Sequence[Any], modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> bool:
-        """Whether a call is simple enough.
-
-        Only tensors and numbers are arguments, no attribute of a module holds what may change in it, and there are no
-        gradients and no rows.
-        """
-        tensors = [arg for arg in args if type(arg) is Tensor]
-        are_simple = all(type(arg) in PLAIN or type(arg) is Tensor for arg in args)
-        if not are_simple or any(tensor.requires_grad for tensor in tensors) or len({*map(id, tensors)}) < len(tensors):
-            return False
+    def serves(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> bool:
+        """Whether a call is simple enough: no attribute of a module holds what may change in it."""
         if not all(isinstance(vars(module)[name], dict) for module in modules for name in _LOOKED_AT[1:]):
             return False
         if not all(is_fixed(vars(module)[name]) for module in modules for name in vars(module).keys() - _NOT_THE_USERS):
             return False
-        parameters = [parameter for module in modules for parameter in module._parameters.values()]
-        is_clear = all(p is None or (p.grad is None and getattr(p, "grad_sample", None) is None) for p in parameters)
-        return is_clear and not any(recorder.rows_stand_alone for recorder in recorders)
+        return not any(recorder.rows_stand_alone for recorder in recorders)
 
-    def holds(self, args: Sequence[Any]) -> bool:
+    def holds(self, arguments: Hashable) -> bool:
         """Whether a call is of this kind, and of the same shapes; at each step, so loops are in C."""
-        if len(args) != len(self.arguments) or len({*map(id, args)}) < len(args):
+        if arguments != self.arguments:
             return False
-        for arg, (cls, facts) in zip(args, self.arguments, strict=True):
-            if type(arg) is not cls:
-                return False
-            if cls is Tensor:
-                if _FACTS(arg) != facts[1] or arg.stride() != facts[0]:
-                    return False
-            elif arg is not facts:
-                return False
         values = self.referred.values()
         if len(values) != len(self.values) or not all(map(is_, values, self.values)):
             return False
@@ -136,6 +128,7 @@ class Repeated:
             and all(map(is_, chain.from_iterable(map(dict.values, self.filled)), self.contents))
             and [*map(_FACTS, self.tensors)] == self.facts
             and [*map(Tensor.stride, self.strided[0])] == self.strided[1]
-            and all(map(is_, chain.from_iterable([get(p) for p, get in self.parameters]), self.states))
+            and all(map(is_, self._hooks_of_parameters(), self.hooks))
+            and self._gradients() == self.gradients
             and of_surroundings() == self.surroundings
         )
