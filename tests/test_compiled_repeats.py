@@ -1,6 +1,8 @@
 """A compiled step whose calls repeat: what a graph depends on is seen at each call, whatever way it is changed."""
 
+import operator
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +22,11 @@ class Scaled(nn.Module):
         super().__init__()
         self.out, self.drop, self.factor, self.shift = nn.Linear(8, 3), nn.Dropout(0.5), 2.0, torch.ones(3)
         self.register_buffer("bias", torch.full((3,), 0.5))
-        self.number = 1
+        self.number, self.gains, self.config = 1, [1.0], SimpleNamespace(gain=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         h: Tensor = self.drop(self.out(x)) * self.factor + self.shift + self.bias
-        return h * self.number
+        return h * self.number * self.gains[0] * self.config.gain
 
 
 class Step:
@@ -92,6 +94,8 @@ CHANGES: dict[str, Callable[[Step], Any]] = {
     "number of another kind": attribute("number", 1.0),
     "number as a tensor": attribute("number", torch.tensor([1.0])),
     "below __setattr__": below_setattr,
+    "number in a list": lambda step: operator.setitem(step.model.gains, 0, 3.0),
+    "number in an object": lambda step: setattr(step.model.config, "gain", 3.0),
     "tensor of another shape": attribute("shift", torch.ones(1)),
     "buffer of another shape": attribute("bias", torch.ones(1)),
     "data of another dtype": lambda step: setattr(step.model.bias, "data", torch.ones(3, dtype=torch.float32)),

@@ -194,6 +194,77 @@ def test_attention() -> None:
     law(lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), clipped, batches)
 
 
+class Cached(nn.Module):
+    """Attention with its keys behind those of a cache, which is empty, as in transformers' models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.keys = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries, keys = (part(x).unflatten(2, (2, 4)).transpose(1, 2) for part in (self.queries, self.keys))
+        keys = torch.cat([torch.tensor([]), keys], -2)
+        return (queries @ keys.transpose(-1, -2)).softmax(-1) @ keys
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own
+def test_a_compiler_may_lay_results_out_in_another_way() -> None:
+    """Inductor's `cat` does, where one tensor is empty; the view of the result has to be a copy then."""
+    step = law(
+        Cached, clipped, [(torch.randn(size, 7, 8),) for size in (3, 3, 4, 5)], backend="aot_eager_decomp_partition"
+    )
+    assert graphs(step)
+
+
+def test_views_of_memory_that_is_written_to_stay_views() -> None:
+    targets: list[Any] = []
+
+    def backend(graph: Any, examples: list[Any]) -> Any:
+        targets.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    def written(model: nn.Module, x: Tensor) -> Any:
+        h = x.clone()
+        h.view(-1).mul_(2)
+        loss = model(h.view(h.shape)).view(-1).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    law(lambda: nn.Linear(8, 3), written, [(torch.randn(4, 8),) for _ in range(4)], backend=backend)
+    assert torch.ops.aten.view.default in targets
+    assert torch.ops.aten.reshape.default in targets
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.mul_(2),
+        lambda x: x.chunk(2, 1)[1].mul_(2),
+        lambda x: torch._foreach_mul_([x[:, 0], x[:, 1]], 2),
+        lambda x: x.t()[2].view(-1, 1).mul_(2),
+    ],
+    ids=["whole", "piece", "several", "view"],
+)
+def test_inputs_that_a_graph_has_changed_are_as_before_if_an_assumption_fails(change: Callable[[Tensor], Any]) -> None:
+    """The step runs eagerly then, and changes them itself."""
+
+    def step(model: nn.Module, x: Tensor) -> Any:
+        change(x)
+        model(x).sum().backward()
+        return enn.clip_grad_sample_norms_(model, 1.0)
+
+    batches = [torch.randn(4, 8) for _ in range(4)]
+    batches[3] *= 1e200  # whose squares are out of range
+    model, results = enn.convert(nn.Linear(8, 3)).per_sample(), []
+    for run in (enn.compile(step, backend="eager"), step):
+        xs = [x.clone() for x in batches]
+        for x in xs:
+            model.zero_grad()
+            norms = run(model, x)
+        results.append((*xs, norms))
+    assert_same(*results)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("build", [perceptron, lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 3))])

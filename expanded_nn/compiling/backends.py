@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from expanded_nn._errors import complaint
+from expanded_nn.compiling.memory import memory_of, written_by
 
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
@@ -29,6 +30,7 @@ def backend_of(backend: str | Backend, options: dict[str, Any]) -> Backend:
 def _of_torch(
     backend: str | Backend, options: dict[str, Any], graph: fx.GraphModule, examples: list[Tensor]
 ) -> Callable[..., Any]:
+    _loosen_views(graph)
     if not isinstance(backend, str):
         return backend(graph, examples)
     compiler: Any
@@ -47,6 +49,19 @@ def _of_torch(
     except Exception as error:
         raise CompilerError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
     return function
+
+
+def _loosen_views(graph: fx.GraphModule) -> None:
+    """Makes `view` a `reshape`, which copies where it must: compilers give some results other strides than eager does.
+
+    Where the memory that is viewed is written to, a copy would not see that, so such views stay.
+    """
+    memory = memory_of(graph.graph)
+    written = {memory[value] for value in written_by(graph.graph)}
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten.view.default and memory[node] not in written:
+            node.target = torch.ops.aten.reshape.default
+    graph.recompile()
 
 
 class CompilerError(Exception):

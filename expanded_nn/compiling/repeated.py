@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.kinds import OF_EVERY_MODULE, of_gradient, of_surroundings
-from expanded_nn.compiling.looks import StepValues, is_fixed
-from expanded_nn.compiling.names import HOOKS
+from expanded_nn.compiling.looks import Look, StepValues, is_fixed
+from expanded_nn.compiling.names import HOOKS, names_in_class
 from expanded_nn.recording.recorder import Recorder
 
 _LOOKED_AT = "training", "_parameters", "_buffers", "_modules", *HOOKS
@@ -33,7 +33,7 @@ class Repeated:
         surroundings: The key of torch's global state.
         referred: Gives the values that the step refers to by names.
         values: These values.
-        look: What is in them.
+        looks: What is in them, and in what the attributes of modules hold.
         recorders: The recorders, with their settings.
         modules: The modules, with the number of attributes and what gets those that are looked at.
         attributes: These attributes, of one module after the other.
@@ -58,7 +58,7 @@ class Repeated:
     ) -> None:
         self.arguments = arguments
         self.surroundings, self.referred = of_surroundings(), step_values.referred
-        self.values, self.look = self.referred.values(), step_values.looks[-1]  # that of this call's key
+        self.values, looks = self.referred.values(), {(0, 0): step_values.looks[-1]}  # that of this call's key
         self.recorders = [(recorder, recorder.settings) for recorder in recorders]
         self.modules: list[tuple[nn.Module, int, Any]] = []
         self.mappings: list[dict[Any, Any]] = []
@@ -72,6 +72,11 @@ class Repeated:
                 attributes["_parameters"].values(), attributes["_buffers"].values(), map(attributes.get, names)
             )
             tensors += [value for value in values if isinstance(value, Tensor)]
+            for value in [attributes[name] for name in attributes.keys() - _NOT_THE_USERS]:
+                if not is_fixed(value):
+                    named = names_in_class(cast(Any, type(module)))
+                    looks.setdefault((id(value), id(named)), Look([value], named))
+        self.looks = [*looks.values()]
         self.parameters = [*dict.fromkeys(tensor for tensor in tensors if isinstance(tensor, nn.Parameter))]
         self.hooks = self._hooks_of_parameters()
         self.mappings += [mapping for mapping in self.hooks if mapping is not None]
@@ -94,12 +99,9 @@ class Repeated:
 
     @staticmethod
     def serves(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> bool:
-        """Whether a call is simple enough: no attribute of a module holds what may change in it."""
-        if not all(isinstance(vars(module)[name], dict) for module in modules for name in _LOOKED_AT[1:]):
-            return False
-        if not all(is_fixed(vars(module)[name]) for module in modules for name in vars(module).keys() - _NOT_THE_USERS):
-            return False
-        return not any(recorder.rows_stand_alone for recorder in recorders)
+        """Whether a call is simple enough."""
+        are_dicts = all(isinstance(vars(module)[name], dict) for module in modules for name in _LOOKED_AT[1:])
+        return are_dicts and not any(recorder.rows_stand_alone for recorder in recorders)
 
     def holds(self, arguments: Hashable) -> bool:
         """Whether a call is of this kind, and of the same shapes; at each step, so loops are in C."""
@@ -108,7 +110,7 @@ class Repeated:
         values = self.referred.values()
         if len(values) != len(self.values) or not all(map(is_, values, self.values)):
             return False
-        if not self.look.holds():
+        if not all(look.holds() for look in self.looks):
             return False
         for recorder, settings in self.recorders:
             if recorder.settings is not settings or recorder.rows_stand_alone:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from expanded_nn.common.steady import RandomStates
+from expanded_nn.compiling.memory import memory_of, written_by
 from expanded_nn.compiling.packing import containers, put_items
 from expanded_nn.compiling.tracing import Outcome, Traced
 from expanded_nn.recording.isolation import set_rows
@@ -174,22 +175,7 @@ def _with_shared_memory(grads: Sequence[Tensor | None], values: Sequence[Any]) -
 
 def _changed(graph: fx.GraphModule) -> list[int]:
     """The indices of the inputs that the graph changes in place."""
+    memory = memory_of(graph.graph)
+    written = {memory[value] for value in written_by(graph.graph)}
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    source: dict[fx.Node, fx.Node] = {node: node for node in inputs}  # a view -> the input that it shows
-    changed: set[fx.Node] = set()
-    for node in graph.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is None:
-            continue
-        names = [argument.name for argument in schema.arguments]
-        values = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        for argument in schema.arguments:
-            value = values.get(argument.name)
-            if argument.alias_info is None:
-                continue
-            for item in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(item, fx.Node) and item in source:
-                    if argument.alias_info.is_write:
-                        changed.add(source[item])
-                    source.setdefault(node, source[item])
-    return [i for i, node in enumerate(inputs) if node in changed]
+    return [i for i, node in enumerate(inputs) if memory[node] in written]
