@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ Shapes = tuple[torch.Size, ...]
 MOST_GRAPHS = 16
 MOST_FAULTS = 4
 MOST_KINDS = 64
+NEW_KINDS = 16  # in a row, after which a warning says why nothing is compiled
 _ONE_AT_A_TIME = Lock()
 
 
@@ -215,6 +217,8 @@ class CompiledStep:
             if len(self.families) >= MOST_KINDS:
                 self._drop_idle_families()
             family = self.families[kind] = Family(by_shapes=dict.fromkeys(self.first_shapes.pop(key, ())))
+            if len(self.families) == NEW_KINDS and not any(other.graphs for other in self.families.values()):
+                self._warn_of_kinds()
         if not family.by_shapes:  # the first of its kind
             family.by_shapes[shapes] = None
             return self._run_eagerly(None, shapes, objects, args, kwargs)
@@ -255,13 +259,13 @@ class CompiledStep:
     def _run_eagerly(self, key: CallKey | None, shapes: Shapes, objects: list[Any], args: Any, kwargs: Any) -> Any:
         """Runs the step eagerly, and notes which models take part; the key is that of a call before any was known."""
         self.last = self.last_graph = None
-        modules: dict[nn.Module, None] = {}
+        modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # not those that the step makes for itself
         noting = register_module_forward_pre_hook(lambda module, _: modules.setdefault(module))
         with noting, recorders_met() as recorders, self.step_values.noting_changes(objects):
             result = self.step(*args, **kwargs)
         for recorder in recorders:
             modules.update(dict.fromkeys(recorder.modules()))
-        members = dict.fromkeys(member for module in modules for member in module.modules())
+        members = dict.fromkeys(member for module in list(modules) for member in module.modules())
         member_recorders = [module._recorder for module in members if isinstance(module, PerSampleModule)]
         self.modules = list(dict.fromkeys([*self.modules, *members]))
         new_recorders = [*recorders, *(recorder for recorder in member_recorders if recorder is not None)]
@@ -375,6 +379,9 @@ class CompiledStep:
     def _drop_idle_families(self) -> None:
         """Lets go of the kinds that came once: what they hold may be a batch."""
         self.families = {kind: family for kind, family in self.families.items() if family.graphs or family.is_eager}
+        self._warn_of_kinds()
+
+    def _warn_of_kinds(self) -> None:
         self._warn(
             f"call after call is of another kind{self.step_values.changed()} (make what changes an argument of the "
             "step: a tensor, or tensors in tuples, lists, dicts or dataclasses)"

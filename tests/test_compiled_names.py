@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import expanded_nn as enn
 from cases import EVEN_SAME
-from expanded_nn.compile import MOST_KINDS
+from expanded_nn.compile import NEW_KINDS
 from test_compiled_step import assert_same, classified, graphs, perceptron, samples
 
 pytestmark = pytest.mark.filterwarnings(EVEN_SAME)
@@ -347,7 +347,7 @@ def test_what_makes_each_call_another_kind_is_named() -> None:
     step = enn.compile(trainer.plain, backend="eager")
 
     def call_with_other_limits() -> None:
-        for number in range(MOST_KINDS + 2):
+        for number in range(NEW_KINDS + 1):
             trainer.limit = 1.0 + number
             trainer.model.zero_grad()
             step(x, y)
@@ -447,7 +447,7 @@ def test_tensors_that_are_found_by_names_run_eagerly() -> None:
         held.append(weakref.ref(found["x"]))
         model.zero_grad()
         words = "call after call is of another kind, as 'x' of a dict changes .*an argument of the step"
-        with pytest.warns(enn.PerSampleWarning, match=words) if number == MOST_KINDS + 1 else nullcontext():
+        with pytest.warns(enn.PerSampleWarning, match=words) if number == NEW_KINDS else nullcontext():
             _, norms = compiled()
         model.zero_grad()
         torch.testing.assert_close(norms, step()[1])

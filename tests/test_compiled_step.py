@@ -4,6 +4,7 @@ Nearly all run with the backend `eager`, which replays the graph operation by op
 default one, or over the whole table.
 """
 
+import copy
 import functools
 import linecache
 import random
@@ -11,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -192,6 +194,81 @@ def test_recurrences_of_many_sizes_are_compiled_for_any(kind: type[nn.Module]) -
 def test_attention() -> None:
     batches = [(torch.randn(size, 7, 8),) for size in (3, 3, 4, 5)]
     law(lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), clipped, batches)
+
+
+class MakesModules(nn.Module):
+    """Makes modules in its forward: one with a parameter of another, and one around others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = perceptron()
+        self.p = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = nn.Sequential(self.inner, nn.Dropout(self.p))(x)
+        return nn.Softmax(dim=1)(h)
+
+
+def test_modules_that_a_step_makes_for_itself() -> None:
+    weight = torch.tensor([0.5, 1.0, 2.0])
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+        loss = nn.CrossEntropyLoss(weight=weight, reduction="sum")(model(x), y)
+        loss.backward()
+        return loss.detach(), enn.clip_grad_sample_norms_(model, 1.0)
+
+    compiled = law(MakesModules, step, samples(4, 4, 5, 6), loss_reduction="sum")
+    kinds = {type(module) for module in compiled.modules}
+    assert nn.Softmax not in kinds
+    assert nn.CrossEntropyLoss not in kinds
+    calls = len(compiled.modules)
+    compiled(*samples(4)[0])
+    assert len(compiled.modules) == calls
+
+
+class Branches(nn.Module):
+    """Takes another way for a sample if a value says so, which `vmap` cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.scale * (row if row.sum() > 0 else row.sin()) for row in x])
+
+
+@pytest.mark.filterwarnings("ignore:.*runs sample by sample")
+def test_a_module_that_samples_go_through_one_by_one() -> None:
+    with pytest.warns(enn.PerSampleWarning, match=r"runs eagerly, as the samples go through 1 \(Branches\) one by one"):
+        law(lambda: nn.Sequential(nn.Linear(8, 3), Branches()), classified, samples(4, 4, 4), least=0)
+
+
+@pytest.mark.parametrize("has_parameters", [True, False])
+def test_a_module_that_is_first_called_in_the_trace(has_parameters: bool, tmp_path: Path) -> None:
+    """As a file is there, which no key holds; the module takes part from then on: what is set on it is seen."""
+    torch.manual_seed(0)
+    other: nn.Module = enn.convert(nn.Linear(3, 3)) if has_parameters else nn.Dropout(0.0)
+    models = [enn.convert(perceptron()).per_sample() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    others, file = [other, copy.deepcopy(other)], tmp_path / "calls the other"
+
+    def step(number: int, x: Tensor, y: Tensor) -> Any:
+        out = models[number](x)
+        if file.exists():
+            out = others[number](out)
+        F.cross_entropy(out, y).backward()
+        return enn.clip_grad_sample_norms_(models[number], 1.0)
+
+    compiled = enn.compile(lambda x, y: step(0, x, y), backend="eager")
+    for turn, (x, y) in enumerate(samples(*[4] * 8)):
+        if turn == 1:
+            file.touch()
+        if turn == 5 and not has_parameters:
+            for module in others:
+                module.p = 1.0
+        for model in models:
+            model.zero_grad()
+        assert_same(compiled(x, y), step(1, x, y))
 
 
 class Cached(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from expanded_nn.common.batch import contents
 from expanded_nn.common.modes import is_autocast
+from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.looks import PLAIN, Look, by_identity
 from expanded_nn.compiling.names import HOOKS, Names, names_in_class
@@ -19,7 +20,7 @@ from expanded_nn.recording.isolation import Grads, look_at_grads
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.watch import Watch
 
-OF_EVERY_MODULE = {*vars(nn.Module()), "_recorder", "_settings"}
+NOT_THE_USERS = {*vars(nn.Module()), *OWN_STATE}  # the names of attributes of a module
 _GLOBAL_HOOKS: list[Mapping[int, Any]] = [
     getattr(torch.nn.modules.module, f"_global_{name}_hooks")
     for name in ("forward", "forward_pre", "backward", "backward_pre")
@@ -89,7 +90,7 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
         add(id(attributes.get("_recorder")))
         key += map(id, attributes["_modules"].values())
         key += map(_of_tensor, attributes["_buffers"].values())
-        attribute_names = attributes.keys() - OF_EVERY_MODULE
+        attribute_names = attributes.keys() - NOT_THE_USERS
         names = names_in_class(cast(Any, type(module))) if attribute_names else Names()
         for name in attribute_names:
             value = attributes[name]

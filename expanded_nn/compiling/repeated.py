@@ -10,14 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from expanded_nn.common.steady import OWN_STATE
-from expanded_nn.compiling.kinds import OF_EVERY_MODULE, of_gradient, of_surroundings
+from expanded_nn.compiling.kinds import NOT_THE_USERS, of_gradient, of_surroundings
 from expanded_nn.compiling.looks import Look, StepValues, is_fixed
 from expanded_nn.compiling.names import HOOKS, names_in_class
 from expanded_nn.recording.recorder import Recorder
 
 _LOOKED_AT = "training", "_parameters", "_buffers", "_modules", *HOOKS
-_NOT_THE_USERS = {*OF_EVERY_MODULE, *OWN_STATE}
 _FACTS = attrgetter("layout", "requires_grad", "shape", "dtype", "device")
 _HOOKS_OF_PARAMETER = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -65,14 +63,14 @@ class Repeated:
         tensors: list[Tensor] = []
         for module in modules:
             attributes = vars(module)
-            names = [name for name in attributes if name not in OF_EVERY_MODULE or name == "_recorder"]
+            names = [name for name in attributes if name not in NOT_THE_USERS or name == "_recorder"]
             self.modules.append((module, len(attributes), itemgetter(*_LOOKED_AT, *names)))
             self.mappings += [attributes[name] for name in _LOOKED_AT[1:]]
             values = chain(
                 attributes["_parameters"].values(), attributes["_buffers"].values(), map(attributes.get, names)
             )
             tensors += [value for value in values if isinstance(value, Tensor)]
-            for value in [attributes[name] for name in attributes.keys() - _NOT_THE_USERS]:
+            for value in [attributes[name] for name in attributes.keys() - NOT_THE_USERS]:
                 if not is_fixed(value):
                     named = names_in_class(cast(Any, type(module)))
                     looks.setdefault((id(value), id(named)), Look([value], named))

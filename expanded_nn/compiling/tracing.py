@@ -10,7 +10,7 @@ import gc
 import linecache
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ from importlib import import_module
 from operator import itemgetter
 from types import FrameType
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -39,6 +40,7 @@ from expanded_nn.common.steady import RandomStates
 from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, assumptions, note_gradient, note_zeroed
 from expanded_nn.compiling.packing import Remake, containers, items_of, packed
 from expanded_nn.factored import FactoredTensor, is_hidden
+from expanded_nn.modules.base import PerSampleModule
 from expanded_nn.recording.isolation import Grads, has_hidden_rows, isolated
 from expanded_nn.recording.leaf import Leaf, Published
 from expanded_nn.recording.passes import PassStage
@@ -317,6 +319,7 @@ def trace(
     grads = [without_values(cast(Tensor, find(tensors).grad).detach()) for find in grad_inputs]
     saved = [(values, dict(values)) for module in modules for values in (vars(module), module._buffers)]
     outcome, ops, readings = Outcome(), _Operations(), _Readings()
+    new_modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 
     def body(*inputs: Tensor) -> list[Any]:
         traced = inputs[: len(fakes)]
@@ -339,7 +342,7 @@ def trace(
                     note_gradient(cast(Tensor, find(traced).grad), None if states is None else states[key][0])
             versions = {find: cast(Tensor, find(traced).grad)._version for find in zeros}
             stack.enter_context(ops)
-            stack.enter_context(register_module_forward_pre_hook(partial(_refuse_new_module, set(modules))))
+            stack.enter_context(register_module_forward_pre_hook(partial(_note_new_module, set(modules), new_modules)))
             with readings:
                 result = step(*args, **kwargs)
             outcome.result = packed(result, results)
@@ -379,6 +382,8 @@ def trace(
     finally:
         ops.put_back()
         has_drawn = drawn.restore()
+    if new_modules:  # and the step has not made them for itself
+        raise FirstEager(_calls_new(next(iter(new_modules))))
     if has_drawn:
         raise OnlyEager("it draws random numbers of Python or NumPy, which a graph does not draw anew")
     # the gradients of arguments would look as if they were kept
@@ -424,10 +429,21 @@ def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder
         )
 
 
-def _refuse_new_module(called: Collection[nn.Module], module: nn.Module, _: Any) -> None:
-    """Puts the trace off before it calls a module that no step has called before."""
+def _note_new_module(
+    called: Collection[nn.Module], new_modules: MutableMapping[nn.Module, None], module: nn.Module, _: Any
+) -> None:
+    """Notes a module that no step has called before; puts the trace off before it calls one that could be changed."""
     if module not in called:
-        raise FirstEager(f"it calls a {type(module).__name__} for the first time")
+        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if isinstance(module, PerSampleModule) or not all(
+            isinstance(parameter, FakeTensor) for parameter in parameters
+        ):
+            raise FirstEager(_calls_new(module))
+        new_modules[module] = None
+
+
+def _calls_new(module: nn.Module) -> str:
+    return f"it calls a {type(module).__name__} for the first time"
 
 
 def _refuse_other_leaves(constants: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:

@@ -20,7 +20,7 @@ from expanded_nn.common.batch import batch_dim, has_derivatives, is_like_a_state
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import is_of_checkpoint, running_backward, uncounted
 from expanded_nn.common.steady import RandomStates
-from expanded_nn.common.traced import FirstEager, OnlyEager, wait_for_values
+from expanded_nn.common.traced import FirstEager, OnlyEager, refuse_values, wait_for_values
 from expanded_nn.core import cost
 from expanded_nn.layers.general.mapped import Called, Mapper, flatten
 from expanded_nn.layers.general.trial import Compared, Trial, Verdict, Way, Ways
@@ -177,7 +177,10 @@ class General(Expanded):
         mapper = self._mapper(call)
         if call.batch == 0:
             return mapper.without_samples()
-        is_known = call.kind in self._compared and not self.goes_in_a_loop()  # where each value may lead another way
+        in_a_loop = self.goes_in_a_loop()  # where each value may lead another way
+        is_known = call.kind in self._compared and not in_a_loop
+        if in_a_loop:
+            refuse_values(f"the samples go through {self.qualified_name} one by one, in a loop")
         if not mapper.guests and not is_known:
             wait_for_values("a module of the general rule is compared with its plain forward first")
         trial = None if mapper.guests or is_known else Trial(mapper)
