@@ -133,6 +133,7 @@ class Family:
         grads: The kind of these gradients, if it is such a family.
         is_thorough: Whether its graphs test more assumptions, as one of the usual ones has failed.
         faults: How often in a row there was no graph whose assumptions held.
+        passed: What sizes were passed by, as no graph is for them, and they may not come again.
     """
 
     graphs: list[Graph] = field(default_factory=list)
@@ -143,6 +144,20 @@ class Family:
     grads: Grads | None = None
     is_thorough: bool = False
     faults: int = 0
+    passed: set[Hashable] = field(default_factory=set)
+
+    def is_rare(self, shapes: Shapes) -> bool:
+        """Whether sizes that no graph is for are the first of their sort: none, one, two, or more in each dimension.
+
+        Where there is a graph for nearly any size, as there is from the second one on, one for the others pays only if
+        they come again: to compile it may take as long as many steps.
+        """
+        if not any(graph.free_dims for graph in self.graphs):
+            return False
+        sort = tuple(min(shapes[number][dim], 3) for number, dim in sorted(self.varying))
+        is_first = sort not in self.passed
+        self.passed.add(sort)
+        return is_first
 
     def find(self, shapes: Shapes) -> Graph | None:
         """The graph for arguments of such shapes."""
@@ -288,7 +303,7 @@ class CompiledStep:
         """The graph for a call, a new one if need be, `None` if there is none; and the family that it is of."""
         if not family.by_gradients:
             graph = family.find(shapes)
-            if graph is not None or family.is_eager:
+            if graph is not None or family.is_eager or family.is_rare(shapes):
                 return family, None if family.is_eager else graph
             try:
                 return family, self._traced(family, shapes, tensors, objects, arguments)

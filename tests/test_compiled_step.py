@@ -391,6 +391,18 @@ def test_batches_of_many_sizes_take_few_graphs() -> None:
     assert len(graphs(step)) <= 5
 
 
+def test_sizes_that_come_once_are_not_compiled() -> None:
+    """None and one have graphs of their own, which may take as long to compile as an epoch takes."""
+    sizes = [8, 8, 5, 1, 7, 0, 6, 1, 0, 9]
+    model, counts = enn.convert(perceptron()).per_sample(), []
+    step = enn.compile(lambda x, y: classified(model, x, y), backend="eager")
+    for x, y in samples(*sizes):
+        model.zero_grad()
+        step(x, y)
+        counts.append(len(graphs(step)))
+    assert counts == [0, 1, 2, 2, 2, 2, 2, 3, 4, 4]
+
+
 def test_a_length_takes_a_graph_for_each_size() -> None:
     model = enn.convert(perceptron()).per_sample(loss_reduction="sum")
 
