@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import PackedSequence
 from expanded_nn._errors import complaint
 from expanded_nn.recording.backward import graph_of, in_transform, running_node
 from expanded_nn.recording.expand import Expand, passes_behind
-from expanded_nn.recording.owner import Owner
 from expanded_nn.recording.passes import Pass, PassStage
+from expanded_nn.recording.settings import RecorderLike
 
 # keys in the metadata of a node of the graph
 _NOTE = "expanded_nn"
@@ -21,7 +21,7 @@ _RESULT = "expanded_nn.result"
 _LAYOUT = "expanded_nn.own_layout"
 
 
-def pass_of_recomputation(recorder: Owner, module: nn.Module, batch: int | None) -> Pass:
+def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int | None) -> Pass:
     """The pass of a forward of `module` inside a backward: the one that the checkpoint was in at first.
 
     What tells, in this order: the note on the running node; the expansions in the graph behind that node; and where

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from expanded_nn.common.batch import tensors
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.recording.callers import is_called_by_libraries
-from expanded_nn.recording.owner import Owner
+from expanded_nn.recording.settings import RecorderLike
 
 # operations that draw random numbers, or change a tensor in place
 _NOT_REPEATED = re.compile("dropout|^__i(?!nvert)|^__setitem__|[^_]_$")
@@ -27,7 +27,7 @@ _NOT_REPEATED = re.compile("dropout|^__i(?!nvert)|^__setitem__|[^_]_$")
 class Copies:
     """The copies of a forward, by their ids, and the layer that each comes from."""
 
-    def __init__(self, recorder: Owner, are_samples: Callable[[Tensor], bool]) -> None:
+    def __init__(self, recorder: RecorderLike, are_samples: Callable[[Tensor], bool]) -> None:
         self.recorder, self.are_samples = recorder, are_samples
         self.layers: dict[int, tuple[Tensor, nn.Module]] = {}
 

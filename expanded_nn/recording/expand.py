@@ -17,8 +17,8 @@ from expanded_nn.factored import FactoredTensor, materialized, times
 from expanded_nn.recording.backward import accumulates_next, graph_of
 from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.lift import quiet_fallbacks
-from expanded_nn.recording.owner import Owner, Settings
 from expanded_nn.recording.passes import Pass
+from expanded_nn.recording.settings import RecorderLike, Settings
 from expanded_nn.rows.storage import Recycled
 
 # computes a weight anew, from the leaves that it was computed from and other values for them
@@ -29,32 +29,32 @@ class Expand(torch.autograd.Function):
     """`parameter -> (B, *shape)`; the backward delivers the rows and returns their sum, the plain gradient."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, pass_: Pass, leaf: Leaf, owner: weakref.ref[Owner]) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, pass_: Pass, leaf: Leaf, recorder: weakref.ref[RecorderLike]) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.parameter, ctx.pass_, ctx.leaf, ctx.owner = parameter, pass_, leaf, owner
+        ctx.parameter, ctx.pass_, ctx.leaf, ctx.recorder = parameter, pass_, leaf, recorder
         return parameter.expand(pass_.batch, *parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, rows: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        owner: Owner | None = ctx.owner()
+        recorder: RecorderLike | None = ctx.recorder()
         leaf: Leaf = ctx.leaf
         if rows is None:  # the loss does not depend on the parameter
             return None, None, None, None
         refuse_batched(rows)
-        if owner is None or owner.leaves.get(ctx.parameter) is not leaf:
+        if recorder is None or recorder.leaves.get(ctx.parameter) is not leaf:
             return rows.sum(0), None, None, None  # per_sample(...) was called since the forward
         if not ctx.parameter.requires_grad:  # it was frozen since the forward, so torch adds nothing to its .grad
-            owner.deliver(ctx.pass_, leaf, None)
+            recorder.deliver(ctx.pass_, leaf, None)
             return None, None, None, None
         # torch.autograd.grad asks for the gradient, and adds nothing to .grad
-        settings, asked_for = owner.settings, not accumulates_next(ctx)
+        settings, asked_for = recorder.settings, not accumulates_next(ctx)
         scale = max(1, ctx.pass_.batch) if settings.loss_reduction == "mean" else 1
         # without no_torch_function each attribute of a factored tensor costs a call in Python
         with no_torch_function(), in_own_dtype(rows):
             add_up = settings.accumulate_grad or asked_for
             kept, total = _kept_and_total(rows, scale, add_up, settings, leaf.memory)
             if not asked_for or torch.is_grad_enabled():
-                owner.deliver(ctx.pass_, leaf, kept, stand_alone=asked_for)
+                recorder.deliver(ctx.pass_, leaf, kept, stand_alone=asked_for)
         if total is not None:
             leaf.expect(total)
         return total, None, None, None
@@ -79,7 +79,7 @@ class ExpandComputed(torch.autograd.Function):
         dense = materialized(rows)
         if torch.is_grad_enabled():
             return None, None, *computed.differentiable(ctx.saved_tensors, dense)
-        with meanwhile(computed.owner.leaves, is_paused=True):
+        with meanwhile(computed.recorder.leaves, is_paused=True):
             grads = torch.autograd.grad(computed.weight, leaves, dense, retain_graph=True, is_grads_batched=True)
         return None, None, *grads
 
@@ -90,13 +90,13 @@ class Computed:
     Attributes:
         weight: The weight, with its graph.
         leaves: The parameters that it was computed from.
-        owner: The recorder that takes the rows of those.
+        recorder: The recorder that takes the rows of those.
         recompute: Computes the weight from other values of its leaves; `None` if that is not known.
     """
 
-    def __init__(self, weight: Tensor, owner: Owner, recompute: Recompute | None = None) -> None:
-        self.weight, self.owner, self.recompute = weight, owner, recompute
-        self.leaves = leaves_of(weight, owner)
+    def __init__(self, weight: Tensor, recorder: RecorderLike, recompute: Recompute | None = None) -> None:
+        self.weight, self.recorder, self.recompute = weight, recorder, recompute
+        self.leaves = leaves_of(weight, recorder)
 
     def differentiable(self, expanded: Sequence[Tensor], rows: Tensor) -> Sequence[Tensor]:
         """The rows of the leaves, with a graph: each sample's weight is computed from parameters of its own."""
@@ -117,12 +117,12 @@ class Computed:
         return torch.autograd.grad(weights, expanded, rows, create_graph=True)
 
 
-def leaves_of(weight: Tensor, owner: Owner | None = None) -> list[Tensor]:
-    """The leaf tensors that `weight` was computed from; errors name it as the model of `owner` does."""
+def leaves_of(weight: Tensor, recorder: RecorderLike | None = None) -> list[Tensor]:
+    """The leaf tensors that `weight` was computed from; errors name it as the model of `recorder` does."""
     nodes = list(graph_of(weight.grad_fn))
     if any(map(_is_expansion, nodes)):
         raise complaint(
-            "expanded(weight)" if owner is None else owner.name_of(weight),
+            "expanded(weight)" if recorder is None else recorder.name_of(weight),
             "the weight was computed from the output of a model in per-sample mode, or from a gradient of its loss, so "
             "it mixes the samples",
             "a weight that no samples went into, or one for each sample, (B, *shape)",
@@ -136,10 +136,10 @@ def comes_from_rows(x: Tensor) -> bool:
     return any(map(_is_expansion, graph_of(x.grad_fn)))
 
 
-def passes_behind(owner: Owner, *ends: Any) -> list[Pass]:
+def passes_behind(recorder: RecorderLike, *ends: Any) -> list[Pass]:
     """The passes of a model that the graph of some nodes comes from."""
     nodes: list[Any] = [parent for parent in graph_of(*ends) if isinstance(parent, Expand._backward_cls)]
-    return list(dict.fromkeys(parent.pass_ for parent in nodes if parent.owner() is owner))
+    return list(dict.fromkeys(parent.pass_ for parent in nodes if parent.recorder() is recorder))
 
 
 def keeps_factors(*expanded: Tensor | None) -> bool:
@@ -148,8 +148,8 @@ def keeps_factors(*expanded: Tensor | None) -> bool:
         node: Any = None if weight is None else weight.grad_fn
         while node is not None and not isinstance(node, Expand._backward_cls):
             node = node.next_functions[0][0] if node.next_functions else None
-        owner: Owner | None = None if node is None else cast(Any, node).owner()
-        if owner is not None and owner.settings.keep_factors:
+        recorder: RecorderLike | None = None if node is None else cast(Any, node).recorder()
+        if recorder is not None and recorder.settings.keep_factors:
             return True
     return False
 

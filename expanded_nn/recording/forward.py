@@ -14,8 +14,8 @@ from expanded_nn.common.batch import batch_dim, contents, has_derivatives, own_b
 from expanded_nn.common.modes import is_of_checkpoint
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.checkpoints import note_pass, note_result
-from expanded_nn.recording.owner import Owner
 from expanded_nn.recording.passes import Pass
+from expanded_nn.recording.settings import RecorderLike
 from expanded_nn.recording.shared_results import SharedResult, taken_apart
 
 # the errors of torch, and of models that look for themselves, where sizes do not fit
@@ -58,7 +58,7 @@ class Forward:
     """
 
     def __init__(
-        self, recorder: Owner, module: nn.Module, batch: int | None, inputs: Any, *, is_explicit: bool = False
+        self, recorder: RecorderLike, module: nn.Module, batch: int | None, inputs: Any, *, is_explicit: bool = False
     ) -> None:
         batch_size = recorder.settings.batch_size
         self.recorder, self.module, self.inputs = recorder, module, inputs

@@ -21,9 +21,9 @@ from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.backward import saved_dims, saved_number
 from expanded_nn.recording.checkpoints import has_own_layout, orders_of, pass_of
 from expanded_nn.recording.forward import Forward
-from expanded_nn.recording.owner import Owner
 from expanded_nn.recording.passes import Pass, PassStage
 from expanded_nn.recording.places import Moved, all_stay, index_of, masked
+from expanded_nn.recording.settings import RecorderLike
 
 
 class _Recomputed(Exception):
@@ -39,7 +39,7 @@ class _Reading(threading.local):
 _READING = _Reading()
 
 
-def linked_pass(owner: Owner, forward: Forward, batch: int, models: Iterable[Owner]) -> Pass | None:
+def linked_pass(recorder: RecorderLike, forward: Forward, batch: int, models: Iterable[RecorderLike]) -> Pass | None:
     """The pass that the arguments of a forward of B samples come from: that of an earlier call of the model.
 
     `None` if there is no such pass. Rows of two passes stand side by side; clipped each for itself, those of one
@@ -54,34 +54,34 @@ def linked_pass(owner: Owner, forward: Forward, batch: int, models: Iterable[Own
     arguments = list(tensors(forward.inputs))
     nodes: list[Any] = [(x.data if isinstance(x, PackedSequence) else x).grad_fn for x in arguments]
     ends = [node for node in nodes if node is not None]
-    own_passes = set(owner.passes.living()) if ends else set()
+    own_passes = set(recorder.passes.living()) if ends else set()
     other_passes = {
         pass_
         for model in (models if ends else ())
-        if model is not owner
+        if model is not recorder
         for pass_ in model.passes.living()
         if pass_.stage is PassStage.OPEN and pass_.batch != batch
     }
     if not own_passes and not other_passes:
         return None
-    samples_dim = _samples_dim(owner, forward)
+    samples_dim = _samples_dim(recorder, forward)
     orders = [order for x in arguments if isinstance(x, PackedSequence) for order in orders_of(x)]
     linked: list[Pass] = []
     moves: list[Moved] = []
-    usual_dim = partial(batch_dim, batch_first=owner.settings.batch_first)
+    usual_dim = partial(batch_dim, batch_first=recorder.settings.batch_first)
     for pass_, of_sequences, moved in _passes_behind(ends, own_passes, samples_dim, usual_dim, batch):
         if pass_ in own_passes:
             if pass_.batch != batch:
-                raise _other_samples(owner, forward, batch, pass_)
+                raise _other_samples(recorder, forward, batch, pass_)
             linked.append(pass_)
             orders += of_sequences
             moves += [moved] if moved is not None else []
         elif pass_ in other_passes:
-            _warn_of_other_samples(owner, forward, batch, pass_)
+            _warn_of_other_samples(recorder, forward, batch, pass_)
             other_passes = set()
     for moved in moves:
         if moved.places is None or not any(torch.equal(moved.places, order) for order in orders):
-            _refuse(owner, forward, moved)
+            _refuse(recorder, forward, moved)
     return max(linked, key=lambda pass_: pass_.number, default=None)
 
 
@@ -236,19 +236,19 @@ _PARTS: dict[str, Callable[[Any, int], int]] = {
 }
 
 
-def _samples_dim(owner: Owner, forward: Forward) -> Callable[[int], int]:
+def _samples_dim(recorder: RecorderLike, forward: Forward) -> Callable[[int], int]:
     """Where the samples stand in a tensor of so many dimensions."""
     of_module = own_batch_first(forward.module)
-    batch_first = owner.settings.batch_first if of_module is None else of_module
+    batch_first = recorder.settings.batch_first if of_module is None else of_module
     return lambda dims: batch_dim(dims, batch_first=batch_first)
 
 
-def _refuse(owner: Owner, forward: Forward, moved: Moved) -> None:
+def _refuse(recorder: RecorderLike, forward: Forward, moved: Moved) -> None:
     """Raises for samples in another order, unless a trace can assume them away."""
     if moved.may_be_assumed_away("two calls of the model"):
         return
     raise complaint(
-        owner.name_of(forward.module),
+        recorder.name_of(forward.module),
         f"since an earlier call of the model its samples have taken each other's places ({moved.operation}), "
         "so that row i of its parameters would be of another sample than row i of those called before",
         "sample i in row i of every call",
@@ -257,9 +257,9 @@ def _refuse(owner: Owner, forward: Forward, moved: Moved) -> None:
     )
 
 
-def _other_samples(owner: Owner, forward: Forward, batch: int, pass_: Pass) -> PerSampleError:
+def _other_samples(recorder: RecorderLike, forward: Forward, batch: int, pass_: Pass) -> PerSampleError:
     return complaint(
-        owner.name_of(forward.module),
+        recorder.name_of(forward.module),
         f"it is called with {batch} samples, which are computed from the {pass_.batch} samples of an earlier "
         "call of the model",
         "the same samples in both calls",
@@ -268,12 +268,12 @@ def _other_samples(owner: Owner, forward: Forward, batch: int, pass_: Pass) -> P
     )
 
 
-def _warn_of_other_samples(owner: Owner, forward: Forward, batch: int, pass_: Pass) -> None:
+def _warn_of_other_samples(recorder: RecorderLike, forward: Forward, batch: int, pass_: Pass) -> None:
     """Says that the samples of another model were others in number, unless this one has no rows."""
     if not any(parameter.requires_grad for parameter in forward.module.parameters()):
         return
     warn(
-        f"{owner.name_of(forward.module)} is called with {batch} samples, which are computed from the "
+        f"{recorder.name_of(forward.module)} is called with {batch} samples, which are computed from the "
         f"{pass_.batch} samples of another model. It has {batch} rows, and the other {pass_.batch}: where one of "
         f"the {pass_.batch} is behind several of the {batch}, clipping does not bound what it adds. For rows of "
         f"the {pass_.batch}, convert one module that holds both models, and call it."

@@ -25,7 +25,6 @@ from expanded_nn.recording.callers import (
 )
 from expanded_nn.recording.copies import Copies
 from expanded_nn.recording.expand import comes_from_rows
-from expanded_nn.recording.owner import Owner
 from expanded_nn.recording.places import (
     MOVES,
     PLAIN,
@@ -39,6 +38,7 @@ from expanded_nn.recording.places import (
     masked,
     move_of,
 )
+from expanded_nn.recording.settings import RecorderLike
 
 
 class Order(TorchFunctionMode):
@@ -51,7 +51,7 @@ class Order(TorchFunctionMode):
         weights_are_outside: Whether the forward has used expanded weights outside of layers, which nobody looks at.
     """
 
-    def __init__(self, recorder: Owner) -> None:
+    def __init__(self, recorder: RecorderLike) -> None:
         super().__init__()
         self.recorder = recorder
         self.moved: dict[int, tuple[Tensor, list[Moved]]] = {}

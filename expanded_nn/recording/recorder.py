@@ -24,8 +24,8 @@ from expanded_nn.recording.forward import Forward as Forward
 from expanded_nn.recording.leaf import NO_ROWS, Leaf, Leaves, Location
 from expanded_nn.recording.linked import linked_pass
 from expanded_nn.recording.order import Order
-from expanded_nn.recording.owner import Settings as Settings
 from expanded_nn.recording.passes import Pass, Passes, PassStage
+from expanded_nn.recording.settings import Settings as Settings
 from expanded_nn.recording.stale import stale
 from expanded_nn.recording.store import Store
 from expanded_nn.recording.watch import Watch
@@ -495,8 +495,9 @@ def modules_in(*roots: nn.Module) -> dict[nn.Module, None]:
 def recorder_of(weight: Tensor) -> Recorder | None:
     """The recorder of a parameter, or of those that a weight was computed from; one that runs a forward if several."""
     leaves = [weight] if weight.is_leaf else leaves_of(weight)
-    hooks = [hook for leaf in leaves for hook in (leaf._backward_hooks or {}).values()]
-    recorders = [owner for hook in hooks if isinstance(hook, Watch) and isinstance(owner := hook.owner(), Recorder)]
+    hooks = (hook for leaf in leaves for hook in (leaf._backward_hooks or {}).values())
+    watches = [hook for hook in hooks if isinstance(hook, Watch)]
+    recorders = [recorder for watch in watches if isinstance(recorder := watch.recorder(), Recorder)]
     if not recorders and weight.requires_grad:  # it was thawed after the last pass began, and is not watched yet
         recorders = [recorder for recorder in _LIVE if any(recorder.leaves.get(leaf) for leaf in leaves)]
     return next((recorder for recorder in recorders if recorder.in_forward), next(iter(recorders), None))

@@ -14,7 +14,7 @@ from expanded_nn.common.batch import tensors
 from expanded_nn.recording.backward import accumulates, graph_of, running_backward
 from expanded_nn.recording.expand import Expand
 from expanded_nn.recording.leaf import Leaf
-from expanded_nn.recording.owner import Owner
+from expanded_nn.recording.settings import RecorderLike
 
 _LISTS = (nn.ParameterList, nn.ParameterDict, parametrize.ParametrizationList)  # parts of a layer
 
@@ -30,13 +30,13 @@ class Watch:
 
     __torch_unserializable__ = True  # torch.multiprocessing leaves it out without a warning
 
-    def __init__(self, owner: Owner, leaf: Leaf) -> None:
-        self.owner, self.leaf = weakref.ref(owner), leaf
+    def __init__(self, recorder: RecorderLike, leaf: Leaf) -> None:
+        self.recorder, self.leaf = weakref.ref(recorder), leaf
 
     @classmethod
-    def put(cls, owner: Owner, leaf: Leaf, parameter: Tensor) -> None:
+    def put(cls, recorder: RecorderLike, leaf: Leaf, parameter: Tensor) -> None:
         """Watches a parameter that requires gradients."""
-        leaf.handle = parameter.register_hook(cls(owner, leaf))
+        leaf.handle = parameter.register_hook(cls(recorder, leaf))
         hooks = parameter._backward_hooks
         assert hooks is not None
         # torch runs hooks in the order of insertion, which `move_to_end` does not change
@@ -46,8 +46,10 @@ class Watch:
         hooks.update({leaf.handle.id: watch, **later})
 
     def __call__(self, grad: Tensor | None) -> None:
-        owner, parameter = self.owner(), self.leaf.parameter()
-        if grad is None or owner is None or parameter is None or owner.leaves.is_paused or not parameter.requires_grad:
+        recorder, parameter = self.recorder(), self.leaf.parameter()
+        if grad is None or recorder is None or parameter is None:
+            return
+        if recorder.leaves.is_paused or not parameter.requires_grad:
             return
         expected = self.leaf.expected.pop(running_backward(), None)
         if expected is not None and expected.matches(grad):
@@ -55,7 +57,7 @@ class Watch:
         # torch.autograd.grad leaves rows with create_graph=True only
         if not accumulates(parameter) and (expected is None or not torch.is_grad_enabled()):
             return
-        holder = owner.holder_of(parameter)
+        holder = recorder.holder_of(parameter)
         if expected is None and holder is None:
             if self.leaf.is_member:
                 self.leaf.handle.remove()
@@ -64,16 +66,16 @@ class Watch:
             return
         if holder is not None and not hasattr(holder, "_recorder") and not isinstance(holder, _LISTS):
             raise complaint(
-                owner.name_of(parameter),
+                recorder.name_of(parameter),
                 f"the parameter belongs to a plain {type(holder).__name__}, which was not converted, so its "
                 "gradient is not per sample",
                 "a converted layer",
                 "Convert the model again after changing its layers: convert(model, inplace=True).per_sample(True).",
             )
-        raise used_outside(owner.name_of(parameter), parameter)
+        raise used_outside(recorder.name_of(parameter), parameter)
 
 
-def refuse_outside_use(owner: Owner, result: Any) -> None:
+def refuse_outside_use(recorder: RecorderLike, result: Any) -> None:
     """Raises where a backward would: for a parameter on which a result depends without an expansion between."""
     ends = [x.grad_fn for x in tensors(result) if isinstance(x, Tensor)]
     for node in graph_of(*ends):
@@ -81,10 +83,10 @@ def refuse_outside_use(owner: Owner, result: Any) -> None:
             continue
         for parent, _ in node.next_functions:
             parameter: Any = getattr(parent, "variable", None)
-            is_watched = parameter is not None and owner.leaves.is_watched(parameter)
-            holder = owner.holder_of(parameter) if is_watched else None
+            is_watched = parameter is not None and recorder.leaves.is_watched(parameter)
+            holder = recorder.holder_of(parameter) if is_watched else None
             if hasattr(holder, "_recorder"):  # the watch has more to say of a plain one
-                error = used_outside(owner.name_of(parameter), parameter)
+                error = used_outside(recorder.name_of(parameter), parameter)
                 error.refused_by, error.is_early = holder, True
                 raise error
 

@@ -37,7 +37,7 @@ class Settings:
             raise ValueError("per_sample: keep_factors and materialize are both True; wanted one of the two at most.")
 
 
-class Owner(Protocol):
+class RecorderLike(Protocol):
     """The recorder, which stands above the parts that call it back; `recorder.py` says what is not said here."""
 
     settings: Settings
