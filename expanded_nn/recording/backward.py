@@ -69,6 +69,18 @@ def saved_dims(node: Any, rank: int) -> list[int]:
     return [saved_number(number) % rank for number in ([saved] if isinstance(saved, int) else saved or ())]
 
 
+def turned_dims(node: Any, rank: int) -> list[int] | None:
+    """Which of so many dimensions each one was before a node turned them; `None` for a node that turns none."""
+    name, dims = node.name(), list(range(rank))
+    if name.startswith("PermuteBackward"):
+        return [saved_number(dim) % rank for dim in node._saved_dims]
+    if name.startswith("TransposeBackward"):
+        first, second = saved_number(node._saved_dim0) % rank, saved_number(node._saved_dim1) % rank
+        dims[first], dims[second] = second, first
+        return dims
+    return dims[::-1] if name.startswith("TBackward") else None
+
+
 class BackwardStage(Enum):
     """What the running backward has done with one model: nothing, run forwards again, or delivered rows."""
 

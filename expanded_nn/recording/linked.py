@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn.common.batch import batch_dim, own_batch_first, tensors
 from expanded_nn.common.traced import is_traced
-from expanded_nn.recording.backward import saved_dims, saved_number
+from expanded_nn.recording.backward import saved_dims, saved_number, turned_dims
 from expanded_nn.recording.checkpoints import has_own_layout, orders_of, pass_of
 from expanded_nn.recording.forward import Forward
 from expanded_nn.recording.passes import Pass, PassStage
@@ -123,7 +123,8 @@ def _passes_behind(
             if pass_ in own_passes:
                 continue
         edges, moved_here = ((), None) if moved is not None else _moved_by(node, samples_dim, batch)
-        before = None if dim is None else _dim_before(node, dim)
+        turned = None if dim is None else turned_dims(node, len(_shape_of(node)))
+        before = dim if dim is None or turned is None else turned[dim]
         for edge, (parent, output) in enumerate(node.next_functions):
             is_alike = before is not None and len(_shape_of(parent, output)) == len(_shape_of(node))
             waiting.append((parent, moved_here if edge in edges else moved, before if is_alike else None))
@@ -132,17 +133,6 @@ def _passes_behind(
 def _shape_of(node: Any, output: int = 0) -> Sequence[int]:
     """The shape of a tensor that a node stands for."""
     return () if node is None else cast(Sequence[int], node._input_metadata[output].shape)
-
-
-def _dim_before(node: Any, dim: int) -> int:
-    """Where a dimension was before a node that turns dimensions; others leave it where it is."""
-    operation, rank = type(node).__name__, len(_shape_of(node))
-    if operation == "TransposeBackward0":
-        first, second = saved_number(node._saved_dim0) % rank, saved_number(node._saved_dim1) % rank
-        return second if dim == first else first if dim == second else dim
-    if operation == "PermuteBackward0":
-        return saved_number(node._saved_dims[dim]) % rank
-    return 1 - dim if operation == "TBackward0" else dim
 
 
 def _moved_by(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple[Sequence[int], Moved | None]:

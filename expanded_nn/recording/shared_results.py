@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from expanded_nn.recording.backward import graph_of, saved_dims, saved_number
+from expanded_nn.recording.backward import graph_of, saved_dims, saved_number, turned_dims
 
 _SAME = ("CloneBackward", "ToCopyBackward", "AliasBackward")
 _ELEMENTWISE = tuple(
@@ -120,9 +120,5 @@ def _layout_after(node: Any, name: str, dim: int, rank: int) -> tuple[int, int] 
         return dim - sum(gone_dim < dim for gone_dim in gone), rank - len(gone)
     if name.startswith("UnsqueezeBackward"):
         return dim + (saved_number(node._saved_dim) % (rank + 1) <= dim), rank + 1
-    if name.startswith("TransposeBackward"):
-        first, second = saved_number(node._saved_dim0) % rank, saved_number(node._saved_dim1) % rank
-        return second if dim == first else first if dim == second else dim, rank
-    if name.startswith("PermuteBackward"):
-        return [saved_number(number) % rank for number in node._saved_dims].index(dim), rank
-    return None
+    turned = turned_dims(node, rank)
+    return None if turned is None else (turned.index(dim), rank)

@@ -880,6 +880,8 @@ PARTS_OF_STATES: dict[str, Callable[[Any], Tensor]] = {
     "mean_of_a_slice": lambda r: r[0][:, 1:3].mean(1)[0],
     "kept_dimension": lambda r: r[0].amax(1, keepdim=True)[0, 0],
     "permuted": lambda r: r[0].permute(1, 2, 0)[-1, :, 0],
+    "transposed": lambda r: r[0].transpose(0, 2)[:, -1, 0],
+    "turned": lambda r: r[0][:, -1].t()[:, 0],
     "by_an_index": lambda r: r[0][torch.tensor([0]), -1][0],
     "whole": lambda r: r[1][0][-1],
     "whole_by_an_index": lambda r: r[0][:, torch.tensor([4])].squeeze(1),
