@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._errors import PerSampleError, named
-from expanded_nn.common.batch import tensors
+from expanded_nn.common.batch import data_in
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.modules.base import PerSampleModule
 
@@ -77,8 +76,7 @@ class Trace:
 
     def _note(self, path: str, who: str, side: str, value: Any) -> None:
         values: list[Tensor] = []
-        for item in tensors(value):
-            tensor = item.data if isinstance(item, PackedSequence) else item
+        for tensor in data_in(value):
             if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 continue
             if self.with_grads and tensor.requires_grad:

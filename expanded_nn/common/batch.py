@@ -25,6 +25,11 @@ def tensors(value: Any) -> Iterator[Tensor | PackedSequence]:
         yield from tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
+def data_in(value: Any) -> Iterator[Tensor]:
+    """The same tensors; of packed sequences their data."""
+    return (x if isinstance(x, Tensor) else x.data for x in tensors(value))
+
+
 def contents(value: Any, depth: int = 4, _depths: dict[int, int] | None = None) -> Iterator[Any]:
     """What is inside containers and plain objects, to some depth; an object that is met again is not opened twice."""
     depths = {} if _depths is None else _depths  # id -> depth

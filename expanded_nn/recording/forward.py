@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint, warn
-from expanded_nn.common.batch import batch_dim, contents, has_derivatives, own_batch_first, tensors
+from expanded_nn.common.batch import batch_dim, contents, data_in, has_derivatives, own_batch_first, tensors
 from expanded_nn.common.modes import is_of_checkpoint
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.checkpoints import note_pass, note_result
@@ -98,7 +98,7 @@ class Forward:
     def is_argument(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of this forward, or shows the memory of one."""
         base = x if x._base is None else x._base
-        return any(argument is base or argument is x or argument._base is base for argument in self.samples)
+        return any(argument is base or argument is x or argument._base is base for argument in data_in(self.inputs))
 
     def is_shifted_argument(self, index: Tensor) -> bool:
         """Whether an index `(B,)` is an argument of this forward plus a constant, as `labels + 1` is."""
@@ -182,7 +182,7 @@ class Forward:
         seen: set[Any] = vars(self.module).setdefault("_shared_seen", set())
         if key in seen:
             return
-        ends = [x for x in tensors(result) if isinstance(x, Tensor) and x.requires_grad]
+        ends = [x for x in data_in(result) if x.requires_grad]
         layer_and_operation = taken_apart(results, ends, self.own_pass.batch)
         if layer_and_operation is not None:
             raise self.taking_apart(*layer_and_operation)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._errors import PerSampleError, complaint, warn
-from expanded_nn.common.batch import batch_dim, own_batch_first, tensors
+from expanded_nn.common.batch import batch_dim, data_in, own_batch_first, tensors
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.backward import saved_dims, saved_number, turned_dims
 from expanded_nn.recording.checkpoints import has_own_layout, orders_of, pass_of
@@ -51,9 +51,7 @@ def linked_pass(recorder: RecorderLike, forward: Forward, batch: int, models: It
     """
     if _READING.runs:
         raise _Recomputed
-    arguments = list(tensors(forward.inputs))
-    nodes: list[Any] = [(x.data if isinstance(x, PackedSequence) else x).grad_fn for x in arguments]
-    ends = [node for node in nodes if node is not None]
+    ends: list[Any] = [x.grad_fn for x in data_in(forward.inputs) if x.grad_fn is not None]
     own_passes = set(recorder.passes.living()) if ends else set()
     other_passes = {
         pass_
@@ -65,7 +63,7 @@ def linked_pass(recorder: RecorderLike, forward: Forward, batch: int, models: It
     if not own_passes and not other_passes:
         return None
     samples_dim = _samples_dim(recorder, forward)
-    orders = [order for x in arguments if isinstance(x, PackedSequence) for order in orders_of(x)]
+    orders = [order for x in tensors(forward.inputs) if isinstance(x, PackedSequence) for order in orders_of(x)]
     linked: list[Pass] = []
     moves: list[Moved] = []
     usual_dim = partial(batch_dim, batch_first=recorder.settings.batch_first)

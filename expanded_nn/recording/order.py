@@ -6,7 +6,7 @@ parameters is another sample's than row i of the others. So a sample would be in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.batch import batch_dim, tensors
+from expanded_nn.common.batch import batch_dim, data_in
 from expanded_nn.common.bytecode import constant_index
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.callers import (
@@ -106,7 +106,7 @@ class Order(TorchFunctionMode):
     def _note(self, reasons: list[Moved], results: Any) -> None:
         if reasons and self.weights_are_outside:
             self.refuse(None, reasons)
-        for result in _tensors(results) if reasons else ():
+        for result in data_in(results) if reasons else ():
             self.moved[id(result)] = result, reasons
 
     def as_one_operation(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ class Order(TorchFunctionMode):
         if not self.moved or self.recorder.general_rule is not None:  # there each sample is alone
             return
         if not is_plain or is_in_reentrant_checkpoint():
-            for number, x in enumerate(_tensors(arguments)):
+            for number, x in enumerate(data_in(arguments)):
                 # the states of a recurrent layer are (layers, B, features) in any case
                 dim = 1 if number and isinstance(layer, nn.RNNBase) else cast(Any, layer)._samples_dim
                 self.refuse(layer, [moved for moved in self._reasons(x) if moved.dim is None or moved.dim != dim])
@@ -149,7 +149,7 @@ class Order(TorchFunctionMode):
 
     def _reasons(self, arguments: Any) -> list[Moved]:
         """What has moved the samples in any of some tensors."""
-        moved = [x for x in _tensors(arguments) if id(x) in self.moved] if self.moved else []
+        moved = [x for x in data_in(arguments) if id(x) in self.moved] if self.moved else []
         return list({id(reason): reason for x in moved for reason in self.moved[id(x)][1]}.values())
 
     def _batch(self) -> int | None:
@@ -209,7 +209,7 @@ class Order(TorchFunctionMode):
         if dims is None:
             self.follow((args, kwargs), result)
             return
-        turned, here = next(_tensors(result)), self._samples_dim(len(dims))
+        turned, here = next(data_in(result)), self._samples_dim(len(dims))
         size = turned.shape[here] if len(dims) > here else 0
         kept = []
         for reason in reasons:
@@ -237,10 +237,9 @@ class Order(TorchFunctionMode):
 
     def _are_samples(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of the forward, or comes from a layer; others may have B rows by chance."""
-        base, arguments = x if x._base is None else x._base, _tensors(self.recorder.forward.inputs)
-        is_argument = any(argument is base or argument is x or argument._base is base for argument in arguments)
+        is_known = self.recorder.forward.is_argument(x) or id(x) in self.moved
         # without gradients, as in a reentrant checkpoint, nothing tells where it comes from
-        return is_argument or id(x) in self.moved or not torch.is_grad_enabled() or comes_from_rows(x)
+        return is_known or not torch.is_grad_enabled() or comes_from_rows(x)
 
     def refuse(self, layer: nn.Module | None, reasons: Sequence[Moved]) -> None:
         """Raises for the first reason, if there is any that a trace cannot assume away."""
@@ -259,11 +258,6 @@ class Order(TorchFunctionMode):
         )
         error.refused_by = self  # which module is around all of it is not known: the one that was called
         raise error
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors inside of a value; of packed sequences their data."""
-    return (x if isinstance(x, Tensor) else x.data for x in tensors(value))
 
 
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]

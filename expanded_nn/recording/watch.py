@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.batch import tensors
+from expanded_nn.common.batch import data_in
 from expanded_nn.recording.backward import accumulates, graph_of, running_backward
 from expanded_nn.recording.expand import Expand
 from expanded_nn.recording.leaf import Leaf
@@ -77,7 +77,7 @@ class Watch:
 
 def refuse_outside_use(recorder: RecorderLike, result: Any) -> None:
     """Raises where a backward would: for a parameter on which a result depends without an expansion between."""
-    ends = [x.grad_fn for x in tensors(result) if isinstance(x, Tensor)]
+    ends = [x.grad_fn for x in data_in(result)]
     for node in graph_of(*ends):
         if isinstance(node, Expand._backward_cls):
             continue
