@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from expanded_nn._errors import LIBRARIES, PerSampleError, complaint
+from expanded_nn.common.functions import SIZES
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import running_backward
 from expanded_nn.common.steady import RandomStates
@@ -48,7 +49,6 @@ from expanded_nn.recording.recorder import Recorder
 
 _SHOWN = {Tensor.__repr__, Tensor.__format__, Tensor.numpy, Tensor.__array__, Tensor.tolist}
 _NUMBER = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__}
-_SIZES = {Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement}  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _READ = torch.ops.aten._local_scalar_dense.default
 _LIFT = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default  # of numbers in the step's code
@@ -234,7 +234,7 @@ class _Readings(TorchFunctionMode):
             raise _reading(_line_in(traceback.extract_stack()))
         if func == _SET_DATA and not _is_fake(args[0]):
             raise OnlyEager("it sets .data of a tensor anew (change it in place under torch.no_grad(), p.sub_(...))")
-        if func in _SIZES and isinstance(args[0], FactoredTensor) and is_hidden(args[0]) and _called_by_user():
+        if func in SIZES and isinstance(args[0], FactoredTensor) and is_hidden(args[0]) and _called_by_user():
             raise OnlyEager("it uses the number of per-sample gradients from before the call (clear them)")
         if func is Tensor.__len__ and args[0].dim() and isinstance(args[0].shape[0], torch.SymInt):
             frames = traceback.extract_stack()

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from expanded_nn._errors import complaint
 from expanded_nn.common.batch import batch_dim, data_in
 from expanded_nn.common.bytecode import constant_index
+from expanded_nn.common.functions import SIZES, attributes, functions
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.callers import (
     calling_frame,
@@ -71,7 +72,7 @@ class Order(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _LOOKED_AT and not self.moved and not self.copies.layers:
             return func(*args, **kwargs)
-        if func in _SIZES and args:
+        if func in _SIZES_AND_RANKS and args:
             self._look_at_size(func, *args, **kwargs)
         move = move_of(func, args, kwargs)
         moved = None if move is None else self._moved_by(move, func)
@@ -94,7 +95,7 @@ class Order(TorchFunctionMode):
         shared = next((result for result in results if result.is_new and result.node is x.grad_fn), None)
         if shared is None or is_called_by_libraries(func):
             return
-        if func in (_SHAPE, Tensor.size) and dim is None:
+        if func in _OF_DIMS and dim is None:
             dim = constant_index(calling_frame(func))
         if dim is None or dim >= 0 or dim % shared.rank <= shared.dim:
             raise forward.taking_apart(shared.layer, "its size")
@@ -260,6 +261,6 @@ class Order(TorchFunctionMode):
         raise error
 
 
-_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
-_SIZES = {_SHAPE, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.ndim.__get__}  # type: ignore[attr-defined]
-_LOOKED_AT = {*_SIZES, *MOVES, *TURNS}
+_OF_DIMS = (*functions("size"), *attributes("shape"))
+_SIZES_AND_RANKS = {*SIZES, *functions("dim"), *attributes("ndim")}
+_LOOKED_AT = {*_SIZES_AND_RANKS, *MOVES, *TURNS}

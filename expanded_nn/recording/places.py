@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from expanded_nn.common.batch import tensors as tensors_in
+from expanded_nn.common.functions import attributes, functions
 from expanded_nn.common.traced import assume, is_traced, wait_for_values
 
 PLAIN = (Tensor, FakeTensor)  # not what only looks like a tensor, whose use is noted
@@ -218,9 +219,7 @@ def _place(part: Tensor, stride: int, count: int) -> int | None:
 
 
 def _named(of_call: Callable[..., Any], *names: str) -> dict[Any, Callable[..., Any]]:
-    """The functions of torch of these names, and methods of tensors."""
-    functions = [getattr(namespace, name, None) for name in names for namespace in (torch, Tensor)]
-    return {function: of_call for function in functions if function is not None}
+    return dict.fromkeys(functions(*names), of_call)
 
 
 MOVES: dict[Any, Callable[..., Move | None]] = {
@@ -241,12 +240,14 @@ MOVES: dict[Any, Callable[..., Move | None]] = {
     **_named(_cat, "cat", "concat", "concatenate"),
     **_named(_stack, "stack"),
 }
-_TURN = _named(_sort, "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint")
 # what turns dimensions
-TURNS = {*_TURN, *(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))}
+TURNS = {
+    *functions("transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint"),
+    *attributes("T", "mT", "H", "mH"),
+}
 # or takes some away, so that samples that were turned may be back in their place
 TURNS_BACK = {
     *TURNS,
     Tensor.__getitem__,
-    *_named(_sort, "select", "unbind", "mean", "sum", "amax", "amin", "max", "min", "logsumexp", "prod"),
+    *functions("select", "unbind", "mean", "sum", "amax", "amin", "max", "min", "logsumexp", "prod"),
 }

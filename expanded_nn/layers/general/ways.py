@@ -9,28 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-
-def named(*names: str) -> list[Any]:
-    """Functions of torch by their names, wherever they stand."""
-    places = (torch, Tensor, F)
-    return [function for name in names for place in places if (function := getattr(place, name, None)) is not None]
-
-
-def attributes(*names: str) -> list[Any]:
-    return [getattr(Tensor, name).__get__ for name in names]
-
+from expanded_nn.common.functions import attributes, functions
 
 # operations that read values
 READS = set(
-    named("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__")
+    functions(
+        "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__"
+    )
 )
 # operations that may join samples or move them: all but those on each number
-_BY_KEY = set(named("__getitem__", "__setitem__"))
+_BY_KEY = set(functions("__getitem__", "__setitem__"))
 JOINS = _BY_KEY | set(
-    named(
+    functions(
         *("sum", "mean", "prod", "max", "min", "amax", "amin", "median", "std", "var", "norm", "logsumexp", "any"),
         *("softmax", "log_softmax", "normalize", "cumsum", "cumprod", "sort", "argsort", "topk", "flip", "roll"),
         *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "cdist"),

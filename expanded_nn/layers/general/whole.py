@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expanded_nn.common.functions import attributes, functions
 from expanded_nn.common.modes import no_torch_function
 from expanded_nn.common.shared import cast_shared
 from expanded_nn.layers import conv, norm
@@ -32,7 +33,6 @@ from expanded_nn.layers.general.batched import (
     refuse_unless,
     with_dims,
 )
-from expanded_nn.layers.general.ways import attributes, named
 from expanded_nn.layers.linear import linear
 
 _BOTH = ("weight", "bias")
@@ -324,19 +324,19 @@ def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 _LOOK_UP = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding")
-_SIZES_FIRST = set(named("split", "chunk"))
-_SEVERAL = set(named("split", "chunk", "unbind"))
-_SOFTMAX = set(named("softmax"))
-_REDUCTIONS = set(named("sum", "mean", "std", "var"))
-_HAVE_DEFAULT = {*_REDUCTIONS, *named("split", "chunk", "unbind")}
+_SIZES_FIRST = set(functions("split", "chunk"))
+_SEVERAL = set(functions("split", "chunk", "unbind"))
+_SOFTMAX = set(functions("softmax"))
+_REDUCTIONS = set(functions("sum", "mean", "std", "var"))
+_HAVE_DEFAULT = {*_REDUCTIONS, *functions("split", "chunk", "unbind")}
 
 TABLE: dict[Any, Rule] = {
     **dict.fromkeys(attributes("shape", "dtype", "device", "ndim", "layout", "is_cuda"), _as_it_looks),
-    **dict.fromkeys(named("dim", "size", "numel", "nelement", "is_floating_point", "is_complex"), _as_it_looks),
+    **dict.fromkeys(functions("dim", "size", "numel", "nelement", "is_floating_point", "is_complex"), _as_it_looks),
     Tensor.__len__: _as_it_looks,
-    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
+    **dict.fromkeys(attributes("requires_grad"), _requires_grad),
     **dict.fromkeys(
-        named(
+        functions(
             *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "rsub"),
             *("add_", "sub_", "mul_", "div_", "maximum", "minimum", "where", "lerp", "addcmul"),
             *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__"),
@@ -345,26 +345,26 @@ TABLE: dict[Any, Rule] = {
         _elementwise,
     ),
     **dict.fromkeys(
-        named(
+        functions(
             *("neg", "__neg__", "abs", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "square", "reciprocal", "sin"),
             *("cos", "sigmoid", "tanh", "relu", "silu", "gelu", "softplus", "logsigmoid", "clamp", "detach"),
         ),
         _of_each_number,
     ),
-    **dict.fromkeys(named("clone", "contiguous"), _same),
-    **dict.fromkeys(named("to", "type_as", "float", "double", "half", "bfloat16"), _cast),
-    **dict.fromkeys(named("unsqueeze", "squeeze", "transpose", "unbind", "split", "chunk"), _by_dims),
-    **dict.fromkeys(named("softmax", "sum", "mean", "std", "var"), _by_dims),
+    **dict.fromkeys(functions("clone", "contiguous"), _same),
+    **dict.fromkeys(functions("to", "type_as", "float", "double", "half", "bfloat16"), _cast),
+    **dict.fromkeys(functions("unsqueeze", "squeeze", "transpose", "unbind", "split", "chunk"), _by_dims),
+    **dict.fromkeys(functions("softmax", "sum", "mean", "std", "var"), _by_dims),
     torch.var_mean: _var_mean,
-    **dict.fromkeys(named("permute"), _permute),
+    **dict.fromkeys(functions("permute"), _permute),
     **dict.fromkeys([Tensor.t, torch.t, *attributes("T", "mT")], _matrix_transposed),
-    **dict.fromkeys(named("flatten"), _flatten),
-    **dict.fromkeys(named("view", "reshape", "view_as", "reshape_as"), _reshape),
-    **dict.fromkeys(named("expand", "expand_as", "broadcast_to"), _expand),
+    **dict.fromkeys(functions("flatten"), _flatten),
+    **dict.fromkeys(functions("view", "reshape", "view_as", "reshape_as"), _reshape),
+    **dict.fromkeys(functions("expand", "expand_as", "broadcast_to"), _expand),
     Tensor.repeat: _repeat,
     Tensor.__getitem__: _index,
-    **dict.fromkeys(named("cat", "concat", "stack"), _join),
-    **dict.fromkeys(named("matmul", "__matmul__", "bmm"), _product),
+    **dict.fromkeys(functions("cat", "concat", "stack"), _join),
+    **dict.fromkeys(functions("matmul", "__matmul__", "bmm"), _product),
     F.embedding: _look_up,
     F.interpolate: _resized,
     F.linear: _with_weights(linear, 2, ("input", *_BOTH), _BOTH),
