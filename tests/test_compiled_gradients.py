@@ -182,13 +182,19 @@ def counted(model: nn.Module, x: Tensor, y: Tensor) -> int:
     return model[0].weight.grad_sample.shape[0]  # type: ignore[no-any-return, union-attr, index]
 
 
+def length(model: nn.Module, x: Tensor, y: Tensor) -> int:
+    backward(model, x, y)
+    return len(model[0].weight.grad_sample)  # type: ignore[index]
+
+
 def measured(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     backward(model, x, y)
     return enn.per_sample_grads(model).norms()
 
 
 @pytest.mark.parametrize(
-    ("step", "reason"), [(classified, "uses"), (measured, "uses"), (counted, "uses the number of")]
+    ("step", "reason"),
+    [(classified, "uses"), (measured, "uses"), (counted, "uses the number of"), (length, "uses the number of")],
 )
 def test_a_look_at_rows_from_before_runs_eagerly(step: Callable[..., Any], reason: str) -> None:
     _, (text,) = compared(step, ["nothing"] * 4, [4, 4, 4, 4])

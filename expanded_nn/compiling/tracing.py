@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import linecache
-import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from operator import itemgetter
-from types import FrameType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -42,6 +40,7 @@ from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, assumpti
 from expanded_nn.compiling.packing import Remake, containers, items_of, packed
 from expanded_nn.factored import FactoredTensor, is_hidden
 from expanded_nn.modules.base import PerSampleModule
+from expanded_nn.recording.callers import is_called_by_libraries, line_of_user
 from expanded_nn.recording.isolation import Grads, has_hidden_rows, isolated
 from expanded_nn.recording.leaf import Leaf, Published
 from expanded_nn.recording.passes import PassStage
@@ -179,7 +178,7 @@ class _Operations(TorchDispatchMode):
             for tensor in tree_leaves(result):
                 if isinstance(tensor, FakeTensor):
                     tensor.constant = None  # its value may be another at the next call
-        line = _line_of_user()
+        line = line_of_user()
         for tensor in result if isinstance(result, list | tuple) else [result]:
             if isinstance(tensor, Tensor) and not any(tensor is arg for arg in args):  # no argument changed in place
                 self.tensors.append((TensorWeakRef(tensor), line))
@@ -234,13 +233,11 @@ class _Readings(TorchFunctionMode):
             raise _reading(_line_in(traceback.extract_stack()))
         if func == _SET_DATA and not _is_fake(args[0]):
             raise OnlyEager("it sets .data of a tensor anew (change it in place under torch.no_grad(), p.sub_(...))")
-        if func in SIZES and isinstance(args[0], FactoredTensor) and is_hidden(args[0]) and _called_by_user():
+        if func in SIZES and args and is_hidden(args[0]) and not is_called_by_libraries(func):
             raise OnlyEager("it uses the number of per-sample gradients from before the call (clear them)")
-        if func is Tensor.__len__ and args[0].dim() and isinstance(args[0].shape[0], torch.SymInt):
-            frames = traceback.extract_stack()
-            caller = max((i for i, frame in enumerate(frames) if frame.name == "__len__"), default=0) - 1
-            if caller >= 0 and not frames[caller].filename.startswith(LIBRARIES):
-                self.len_lines.append(_line_in(frames))
+        counts = func is Tensor.__len__ and args[0].dim() and isinstance(args[0].shape[0], torch.SymInt)
+        if counts and not is_called_by_libraries(func):
+            self.len_lines.append(_line_in(traceback.extract_stack()))
         return func(*args, **(kwargs or {}))
 
 
@@ -477,19 +474,6 @@ def _reading(line: str) -> PerSampleError:
         "Use torch.where in place of an if, return the tensor and look at it after the step, or call the step "
         "without enn.compile.",
     )
-
-
-def _line_of_user() -> tuple[str, int]:
-    """The file and the number of the innermost line of the user's code that runs."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith((*LIBRARIES, "<")):
-        frame = frame.f_back
-    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-
-
-def _called_by_user() -> bool:
-    """Whether the function mode that asks was called by a line of the user's."""
-    return not sys._getframe(2).f_code.co_filename.startswith(LIBRARIES)
 
 
 def _line_in(frames: traceback.StackSummary) -> str:

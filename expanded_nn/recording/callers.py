@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from types import FrameType
 from typing import Any
 
@@ -42,7 +41,9 @@ def is_in_reentrant_checkpoint() -> bool:
     return frame is not None
 
 
-def line_of_the_user() -> str:
-    """The line of the user's that runs, as a part of an error."""
-    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((*LIBRARIES, "<"))]
-    return f", line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
+def line_of_user() -> tuple[str, int]:
+    """The file and the number of the innermost line of the user's that runs; `("", 0)` if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((*LIBRARIES, "<")):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)

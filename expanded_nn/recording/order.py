@@ -22,7 +22,7 @@ from expanded_nn.recording.callers import (
     calling_frame,
     is_called_by_libraries,
     is_in_reentrant_checkpoint,
-    line_of_the_user,
+    line_of_user,
 )
 from expanded_nn.recording.copies import Copies
 from expanded_nn.recording.expand import comes_from_rows
@@ -194,7 +194,7 @@ class Order(TorchFunctionMode):
             stays = all_stay(index, dim, dims, batch)
         if index is not None and (stays is None or (not is_traced() and bool(stays))):
             return None
-        return Moved(getattr(func, "__name__", str(func)), stays, line=line_of_the_user())
+        return Moved(getattr(func, "__name__", str(func)), stays, line=line_of_user())
 
     def _turn(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Follows samples whose dimension another one of B takes the place of, and may give it back."""
@@ -219,7 +219,7 @@ class Order(TorchFunctionMode):
                 kept.append(reason._replace(dim=dim))
         is_turned = not reasons and size in (1, batch) and usual in dims and dims[here] != usual
         if is_turned and not is_called_by_libraries(func) and self._are_samples(x):
-            kept.append(Moved(func.__name__, None, line=line_of_the_user(), dim=dims.index(usual)))
+            kept.append(Moved(func.__name__, None, line=line_of_user(), dim=dims.index(usual)))
         self._note(kept, result)
 
     def _stacked(self, result: Tensor, tensors: Sequence[Tensor], dim: int = 0, **out: Any) -> Moved | None:
@@ -229,7 +229,7 @@ class Order(TorchFunctionMode):
             return None
         if is_called_by_libraries(torch.stack) or not all(map(self._are_samples, tensors)):
             return None
-        return Moved("stack", None, line=line_of_the_user(), dim=1 - usual)
+        return Moved("stack", None, line=line_of_user(), dim=1 - usual)
 
     def _are_folded(self, x: Tensor, batch: int) -> bool:
         """Whether a tensor of more than B rows may hold the positions of B samples, and not what all samples share."""
@@ -248,9 +248,11 @@ class Order(TorchFunctionMode):
         if moved is None:
             return
         assert self.recorder.forward is not None
+        file, line = moved.line
+        where = f", line {line} of {file}" if file else ""
         error = complaint(
             self.recorder.name_of(self.recorder.forward.module if layer is None else layer),
-            f"in its input samples have taken each other's places ({moved.operation}{moved.line}), so that row i of "
+            f"in its input samples have taken each other's places ({moved.operation}{where}), so that row i of "
             "its parameters would be of another sample than row i of other layers'",
             "sample i in row i of every layer's input",
             "Leave the order as it is: pack_padded_sequence(..., enforce_sorted=False) sorts by itself, and brings "

@@ -41,7 +41,7 @@ class Moved(NamedTuple):
         operation: Its name.
         stays: Whether each sample has stayed in its place; `None` where none can have.
         places: Which ones it has given them; `None` where the operation itself says it.
-        line: Where it stands, as a part of an error; empty where that is not known.
+        line: The file and the number of its line, as `line_of_user` says them.
         dim: Where the samples stand since another dimension of as many has taken the place of theirs; `None` if it is
             they that have taken each other's places.
     """
@@ -49,7 +49,7 @@ class Moved(NamedTuple):
     operation: str
     stays: Tensor | None
     places: Tensor | None = None
-    line: str = ""
+    line: tuple[str, int] = ("", 0)
     dim: int | None = None
 
     def may_be_assumed_away(self, between: str) -> bool:
