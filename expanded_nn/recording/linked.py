@@ -17,12 +17,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn.common.batch import batch_dim, data_in, own_batch_first, tensors
-from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.backward import saved_dims, saved_number, turned_dims
 from expanded_nn.recording.checkpoints import has_own_layout, orders_of, pass_of
 from expanded_nn.recording.forward import Forward
 from expanded_nn.recording.passes import Pass, PassStage
-from expanded_nn.recording.places import Moved, all_stay, index_of, masked
+from expanded_nn.recording.places import Moved, chosen, moved_by
 from expanded_nn.recording.settings import RecorderLike
 
 
@@ -120,7 +119,7 @@ def _passes_behind(
             yield pass_, orders, moved
             if pass_ in own_passes:
                 continue
-        edges, moved_here = ((), None) if moved is not None else _moved_by(node, samples_dim, batch)
+        edges, moved_here = ((), None) if moved is not None else _moves_of(node, samples_dim, batch)
         turned = None if dim is None else turned_dims(node, len(_shape_of(node)))
         before = dim if dim is None or turned is None else turned[dim]
         for edge, (parent, output) in enumerate(node.next_functions):
@@ -133,7 +132,7 @@ def _shape_of(node: Any, output: int = 0) -> Sequence[int]:
     return () if node is None else cast(Sequence[int], node._input_metadata[output].shape)
 
 
-def _moved_by(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple[Sequence[int], Moved | None]:
+def _moves_of(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple[Sequence[int], Moved | None]:
     """The edges of a node that lead to samples, by their numbers, and whether the node gives these another order."""
     operation, edge = _OPERATIONS.get(type(node).__name__, ("", 0))
     shape = node._input_metadata[0].shape if operation else ()
@@ -143,10 +142,10 @@ def _moved_by(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple
     _READING.runs = True
     try:
         if operation in ("Index", "IndexPut", "IndexPutImpl"):
-            dims = len(getattr(node, "_saved_self_sym_sizes", shape))
-            dim = samples_dim(dims)
+            sizes = getattr(node, "_saved_self_sym_sizes", shape)
+            dims, dim = len(sizes), samples_dim(len(sizes))
             keys = tuple(slice(None) if key is None else key for key in node._saved_indices)
-            index = _chosen(keys, getattr(node, "_saved_self_sym_sizes", shape), dim, batch)
+            index, _ = chosen(keys, sizes, dim, batch)
             if index is NotImplemented:
                 return (), None
         else:
@@ -161,12 +160,8 @@ def _moved_by(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple
         return (), None
     finally:
         _READING.runs = False
-    stays = None
-    if index is not None:
-        stays = all_stay(index, dim, dims, batch)
-        if stays is None or (not is_traced() and bool(stays)):
-            return (), None
-    return (edge,), Moved(operation.lower(), stays, index)
+    moved = moved_by(operation.lower(), index, dim, dims, batch)
+    return (() if moved is None else (edge,)), moved
 
 
 def _joins_elsewhere(node: Any, dim: int, batch: int) -> bool:
@@ -193,14 +188,6 @@ def _place_of(node: Any, number: int, dim: int, batch: int) -> int | None:
     if dim not in saved_dims(node, len(sizes) or len(node._input_metadata[number].shape) + 1):
         return None
     return _PARTS[name](node, number) % batch
-
-
-def _chosen(keys: tuple[Any, ...], sizes: Sequence[int], dim: int, batch: int) -> Any:
-    """Which sample is where, as an index says it, be it of samples or of the positions of all of them."""
-    index, count = masked(keys) or (index_of(keys, dim, len(sizes)), sizes[dim])
-    if index is not NotImplemented and count != batch and count % batch == 0 and index.shape == (batch,):
-        return index // (count // batch)
-    return index
 
 
 # nodes that may move samples: the operation, and the number of the edge that leads to them

@@ -17,7 +17,6 @@ from expanded_nn._errors import complaint
 from expanded_nn.common.batch import batch_dim, data_in
 from expanded_nn.common.bytecode import constant_index
 from expanded_nn.common.functions import SIZES, attributes, functions
-from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.callers import (
     calling_frame,
     is_called_by_libraries,
@@ -33,11 +32,10 @@ from expanded_nn.recording.places import (
     TURNS_BACK,
     Move,
     Moved,
-    all_stay,
+    chosen,
     dims_after,
-    index_of,
-    masked,
     move_of,
+    moved_by,
 )
 from expanded_nn.recording.settings import RecorderLike
 
@@ -179,22 +177,15 @@ class Order(TorchFunctionMode):
             or dim not in [move_dim % dims for move_dim in move.dims]
         ):
             return None
-        index, count = move.index, shape[dim]
-        if isinstance(index, tuple):
-            index, count = masked(index) or (index_of(index, dim, dims), count)
+        index, count = chosen(move.index, shape, dim, batch)
         if count % batch or index is NotImplemented or is_called_by_libraries(func) or not self._are_samples(rows):
             return None
-        stays = None
         if count != batch:  # positions of all samples in one dimension
             are_of_samples = shape[dim] == batch or self._are_folded(rows, batch)
-            if index is None or index.dim() != 1 or len(index) != batch or not are_of_samples:
+            if index is None or index.shape != (batch,) or not are_of_samples:
                 return None
-            stays = all_stay(index // (count // batch), 0, 1, batch)
-        elif index is not None:
-            stays = all_stay(index, dim, dims, batch)
-        if index is not None and (stays is None or (not is_traced() and bool(stays))):
-            return None
-        return Moved(getattr(func, "__name__", str(func)), stays, line=line_of_user())
+        moved = moved_by(getattr(func, "__name__", str(func)), index, dim, dims, batch)
+        return None if moved is None else moved._replace(line=line_of_user())
 
     def _turn(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Follows samples whose dimension another one of B takes the place of, and may give it back."""

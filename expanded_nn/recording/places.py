@@ -72,6 +72,20 @@ def move_of(operation: Any, args: Any, kwargs: Any) -> Move | None:
         return None
 
 
+def chosen(index: Any, shape: Sequence[int], dim: int, batch: int) -> tuple[Any, int]:
+    """Which samples an index takes, in the order in which it does, and among how many places.
+
+    They are places of the dimension `dim`, or all those of a mask; where they are the positions of B samples, and B are
+    taken, it says whose they are. `NotImplemented` if the index chooses nothing there, or by another one.
+    """
+    count = shape[dim]
+    if isinstance(index, tuple):
+        index, count = masked(index) or (index_of(index, dim, len(shape)), count)
+    if isinstance(index, Tensor) and index.shape == (batch,) and count != batch and count % batch == 0:
+        index = index // (count // batch)
+    return index, count
+
+
 def index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
     """The integers that an index has for a dimension; `NotImplemented` if it has none, or chooses there by another."""
     if len(keys) == 1 and isinstance(keys[0], list):
@@ -108,6 +122,14 @@ def all_stay(index: Tensor, dim: int, dims: int, batch: int) -> Tensor | None:
         return None
     places = torch.arange(batch, device=index.device).view(-1, *[1] * (index.dim() - 1))
     return (index % batch == places).all()
+
+
+def moved_by(operation: str, index: Tensor | None, dim: int, dims: int, batch: int) -> Moved | None:
+    """How an operation has moved samples, by an index or without; `None` if that leaves them, or is not for samples."""
+    stays = None if index is None else all_stay(index, dim, dims, batch)
+    if index is not None and (stays is None or (not is_traced() and bool(stays))):
+        return None
+    return Moved(operation, stays, index)
 
 
 def dims_after(func: Any, x: Tensor, args: Any, kwargs: Any) -> list[int] | None:
