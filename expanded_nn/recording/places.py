@@ -88,8 +88,6 @@ def chosen(index: Any, shape: Sequence[int], dim: int, batch: int) -> tuple[Any,
 
 def index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
     """The integers that an index has for a dimension; `NotImplemented` if it has none, or chooses there by another."""
-    if len(keys) == 1 and isinstance(keys[0], list):
-        keys = (torch.tensor(keys[0]),)
     lengths = [0 if key is None or isinstance(key, bool) else _length(key) for key in keys]
     key_dims, key_dim = [], 0  # the first dimension that a key is for
     for key, length in zip(keys, lengths, strict=True):
@@ -157,10 +155,16 @@ def _length(key: Any) -> int:
 
 
 def _getitem(input: Any, key: Any) -> Move | None:
-    keys = key if isinstance(key, tuple) else (key,)
-    if not any(isinstance(key, Tensor | list) for key in keys):
+    keys = tuple(map(_as_torch_takes, key if isinstance(key, tuple) else (key,)))
+    if not any(isinstance(key, Tensor) for key in keys):
         return None
     return Move(input, input.shape, range(input.dim()), keys)
+
+
+def _as_torch_takes(key: Any) -> Any:
+    """A key of an index, be it a list, a range or an array of numpy's."""
+    is_sequence = isinstance(key, Sequence) or hasattr(key, "__array__")
+    return torch.tensor(key) if is_sequence and not isinstance(key, Tensor) else key
 
 
 def _setitem(input: Any, key: Any, value: Any) -> Move | None:

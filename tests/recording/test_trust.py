@@ -1805,7 +1805,8 @@ def across(h: Tensor, order: Tensor) -> Tensor:
 MOVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "index": (lambda h, order: h[order], lambda h, order: h[order]),
     "index_of_slices": (lambda h, order: h[order, :], lambda h, order: h[order, ...]),
-    "list": (lambda h, order: h[order.tolist()], lambda h, order: h[order.tolist()]),
+    "list": (lambda h, order: h[order.tolist()], lambda h, order: h[order.tolist(), :]),
+    "array": (lambda h, order: h[order.numpy()], lambda h, order: h[tuple(order.tolist()), ...]),
     "index_select": (
         lambda h, order: h.index_select(0, order),
         lambda h, order: torch.index_select(h, dim=-2, index=order),
@@ -1840,16 +1841,28 @@ MOVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda h, order: torch.zeros_like(h).scatter(0, across(h, order.argsort()), h),
     ),
 }
+SORTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sort": lambda h: h.sort(0).values,
+    "msort": lambda h: torch.msort(h),
+    "topk": lambda h: h.topk(len(h), 0).values,
+}
 
 
+@pytest.mark.parametrize("way", ["forth", "back"])
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
-def test_samples_in_another_order(move: tuple[Any, Any]) -> None:
+def test_samples_in_another_order(move: tuple[Any, Any], way: str) -> None:
     """Their rows in the layer between would be those of other samples: the model goes sample by sample."""
-    module = Moved(*move)
+    module = Moved(*(move if way == "forth" else reversed(move)))
     with pytest.warns(enn.PerSampleWarning, match="samples have taken each other's places .*test_trust.py"):
         right(on(module), module, forward)
     with pytest.raises(enn.PerSampleError, match="samples have taken each other's places"):
         on(module, escalate=False)(values())
+
+
+@pytest.mark.parametrize("sort", SORTS.values(), ids=SORTS)
+def test_samples_that_are_sorted(sort: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(enn.PerSampleError, match="samples have taken each other's places"):
+        on(TurnedAbout(sort, lambda h: h), escalate=False)(values())
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["layers", "general_rule"])
@@ -1950,6 +1963,10 @@ class TurnedAbout(nn.Module):
         return self.last(self.back(self.second(self.away(self.first(x)).tanh())))
 
 
+def by_head(h: Tensor) -> Tensor:
+    return h.reshape(len(h), -1, D // 2)
+
+
 TURNS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "transpose": (lambda h: h.transpose(0, 1), lambda h: torch.transpose(h, 1, 0)),
     "permute": (lambda h: h.permute(1, 0, 2), lambda h: h.permute((1, 0, 2))),
@@ -1958,17 +1975,18 @@ TURNS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
     "stack": (lambda h: torch.stack([h[:, t] for t in range(h.shape[1])]), lambda h: torch.stack(h.unbind(1))),
     "twice": (lambda h: h.permute(1, 2, 0).transpose(1, 2), lambda h: h.transpose(0, 1)),
     "heads": (
-        lambda h: h.transpose(0, 1).reshape(B, -1, D // 2).transpose(0, 1).tanh().transpose(0, 1).reshape(B, -1, D),
+        lambda h: by_head(h.transpose(0, 1)).transpose(0, 1).tanh().transpose(0, 1).reshape(h.shape[1], -1, D),
         lambda h: h.transpose(0, 1),
     ),
 }
 
 
+@pytest.mark.parametrize("way", ["forth", "back"])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
-def test_positions_that_are_as_many_as_the_samples(turn: tuple[Any, Any], *, batch_first: bool) -> None:
+def test_positions_that_are_as_many_as_the_samples(turn: tuple[Any, Any], way: str, *, batch_first: bool) -> None:
     """Turned about, they would be taken for samples."""
-    module = TurnedAbout(*turn)
+    module = TurnedAbout(*(turn if way == "forth" else reversed(turn)))
     with pytest.warns(enn.PerSampleWarning, match="samples have taken each other's places .*test_trust.py"):
         right(on(module), module, forward, values(B, B, D))
     refused = pytest.raises(enn.PerSampleError, match="samples have taken each other's places")
@@ -2090,6 +2108,29 @@ def test_samples_moved_without_gradients() -> None:
 
     module = Model()
     right(on(module), module, forward)
+
+
+@pytest.mark.parametrize("key", [(..., [2, 0, 1], slice(None)), (slice(None), torch.tensor([2, 0, 1]), ...)])
+def test_samples_in_another_order_that_stand_second(key: Any) -> None:
+    model = on(TurnedAbout(lambda h: h[key], lambda h: h), escalate=False, batch_first=False)
+    with pytest.raises(enn.PerSampleError, match="each other's places"):
+        model(values(5, B, D))
+
+
+def test_samples_that_an_expanded_weight_meets_in_another_order() -> None:
+    """No layer is behind it, and the weight was asked for before the samples were moved."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, 2, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = enn.expanded(self.second.weight)
+            return enn.functional.linear(self.first(x).flip(0), weight).flip(0)
+
+    with pytest.raises(enn.PerSampleError, match="each other's places"):
+        on(Model(), escalate=False)(values())
 
 
 def test_samples_compared_with_each_other_have_shares() -> None:
