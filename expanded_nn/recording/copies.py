@@ -90,8 +90,6 @@ def _is_spread(alone: Tensor, whole: Tensor) -> bool:
 
 def _are_alike(of_all: list[Tensor], of_second: list[Tensor], batch: int, *, meets_samples: bool) -> bool:
     """Whether results for all copies hold, for the second sample, those of its copy alone."""
-    if len(of_all) != len(of_second):
-        return False
     for whole, alone in zip(of_all, of_second, strict=True):
         if meets_samples and (alone.dim() == 0 or alone.shape[0] != batch):
             continue  # a loss of all samples

@@ -447,6 +447,8 @@ ALONG_THE_COPIES: dict[str, Callable[[Tensor], Any]] = {
     "shape": lambda table: table / table.shape[0],
     "size": lambda table: table / table.size(0),
     "numel": lambda table: table / table.numel(),
+    "numel_function": lambda table: table / torch.numel(table),
+    "one_of_all": lambda table: table.unbind(0)[-1],
     "dim": lambda table: table / table.dim(),
     "normalized_shape": lambda table: F.layer_norm(table, table.shape),
     "nanmean": lambda table: table.nanmean(0),
@@ -483,6 +485,19 @@ def test_what_a_forward_does_along_the_copies_goes_sample_by_sample(use: Callabl
     assert_close_rows(rows_of(model), loop(module, call, 3))
     with pytest.raises(enn.PerSampleError, match="the mean over a dimension of one, or the len that follows"):
         enn.convert(module).per_sample(escalate=False)(*call.args)
+
+
+def test_what_a_layer_makes_of_copies_are_copies() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer, self.out = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:  # (B, 5, 4)
+            return self.out(x + self.layer(self.table(torch.arange(5))).softmax(0)).mean(1)  # type: ignore[no-any-return]
+
+    with pytest.raises(enn.PerSampleError, match=r"table \(Embedding\): its input is shared .*\(softmax over the samp"):
+        enn.convert(Model()).per_sample(escalate=False)(torch.randn(3, 5, 4))
 
 
 class Met(nn.Module):
@@ -533,6 +548,22 @@ def test_copies_that_meet_the_samples_are_right(use: Callable[..., Tensor]) -> N
     model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
     total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, 3))
+
+
+def test_copies_that_meet_the_samples_in_a_loss_are_right() -> None:
+    """It is no row of a sample that the operation gives, but the loss of all."""
+
+    def divergence(h: Tensor, x: Tensor, table: nn.Module) -> Tensor:
+        return F.kl_div(h.log_softmax(-1), table(torch.tensor(2)).softmax(-1), reduction="sum")
+
+    module = Met(divergence)
+    model, x = enn.convert(module).per_sample(loss_reduction="sum", escalate=False), torch.randn(3, 4)
+    model(x).backward()
+    for i, alone in enumerate(x.split(1)):
+        module.zero_grad()
+        module(alone).backward()
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad_sample[i], parameter.grad)
 
 
 @pytest.mark.parametrize("use", WITHIN_A_COPY.values(), ids=WITHIN_A_COPY)
