@@ -27,8 +27,8 @@ _NOT_REPEATED = re.compile("dropout|^__i(?!nvert)|^__setitem__|[^_]_$")
 class Copies:
     """The copies of a forward, by their ids, and the layer that each comes from."""
 
-    def __init__(self, recorder: RecorderLike, are_samples: Callable[[Tensor], bool]) -> None:
-        self.recorder, self.are_samples = recorder, are_samples
+    def __init__(self, recorder: RecorderLike) -> None:
+        self.recorder = recorder
         self.layers: dict[int, tuple[Tensor, nn.Module]] = {}
 
     def note(self, layer: nn.Module, result: Tensor) -> None:
@@ -36,8 +36,11 @@ class Copies:
         if self.recorder.general_rule is None:
             self.layers[id(result)] = result, layer
 
-    def look_at(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Raises where an operation does something else with the copies than with one alone."""
+    def look_at(self, func: Any, args: Any, kwargs: Any, result: Any, *, are_samples: Callable[[Tensor], bool]) -> None:
+        """Raises where an operation does something else with the copies than with one alone.
+
+        `are_samples` tells of a tensor of B rows whether they are the samples'.
+        """
         leaves, structure = tree_flatten((args, kwargs))
         results = _floats(result)
         copies = [leaf for leaf in leaves if id(leaf) in self.layers]
@@ -45,7 +48,7 @@ class Copies:
             return
         batch, layer = len(copies[0]), self.layers[id(copies[0])][1]
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self.layers]
-        meets_samples = any(x.dim() and x.shape[0] == batch and self.are_samples(x) for x in others)
+        meets_samples = any(x.dim() and x.shape[0] == batch and are_samples(x) for x in others)
         name = getattr(func, "__name__", "")
         key = (func, meets_samples, *(tuple(leaf.shape) if isinstance(leaf, Tensor) else str(leaf) for leaf in leaves))
         gives_copies = self.recorder.escalation.gives_copies

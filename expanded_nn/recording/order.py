@@ -54,7 +54,7 @@ class Order(TorchFunctionMode):
         super().__init__()
         self.recorder = recorder
         self.moved: dict[int, tuple[Tensor, list[Moved]]] = {}
-        self.copies = Copies(recorder, self._are_samples)
+        self.copies = Copies(recorder)
         self.weights_are_outside = False
 
     def __enter__(self) -> Order:
@@ -76,7 +76,7 @@ class Order(TorchFunctionMode):
         moved = None if move is None else self._moved_by(move, func)
         result = func(*args, **kwargs)
         if self.copies.layers:
-            self.copies.look_at(func, args, kwargs, result)
+            self.copies.look_at(func, args, kwargs, result, are_samples=self._are_samples)
         if func is torch.stack and moved is None and not self._reasons((args, kwargs)):
             moved = self._stacked(result, *args, **kwargs)
         if moved is None and func in TURNS_BACK and args:
@@ -216,7 +216,7 @@ class Order(TorchFunctionMode):
     def _stacked(self, result: Tensor, tensors: Sequence[Tensor], dim: int = 0, **out: Any) -> Moved | None:
         """As many positions as there are samples, put where these are looked for."""
         usual, batch = self._samples_dim(result.dim()), self._batch()
-        if batch is None or dim % result.dim() != usual or usual > 1 or list(result.shape[:2]) != [batch, batch]:
+        if batch is None or dim % result.dim() != usual or list(result.shape[:2]) != [batch, batch]:
             return None
         if is_called_by_libraries(torch.stack) or not all(map(self._are_samples, tensors)):
             return None

@@ -1,5 +1,7 @@
 """Passes, whose loss, who is a sample, outside use: sections 2 and 3 of the contract."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -498,6 +500,25 @@ def test_what_a_layer_makes_of_copies_are_copies() -> None:
 
     with pytest.raises(enn.PerSampleError, match=r"table \(Embedding\): its input is shared .*\(softmax over the samp"):
         enn.convert(Model()).per_sample(escalate=False)(torch.randn(3, 5, 4))
+
+
+def test_copies_are_let_go_after_the_step() -> None:
+    """At once: with them goes the graph that they are a part of."""
+    held: list[weakref.ref[Tensor]] = []
+
+    def use(table: Tensor) -> Tensor:
+        held.append(weakref.ref(doubled := 2 * table))
+        return doubled
+
+    model = enn.convert(Placed(use)).per_sample()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            model(torch.randn(3, 5, 4)).sum().backward()
+        assert held[-1]() is None
+    finally:
+        gc.enable()
 
 
 class Met(nn.Module):
