@@ -77,13 +77,13 @@ class Order(TorchFunctionMode):
         result = func(*args, **kwargs)
         if self.copies.layers:
             self.copies.look_at(func, args, kwargs, result, are_samples=self._are_samples)
-        if func is torch.stack and moved is None and not self._reasons((args, kwargs)):
+        if func is torch.stack and moved is None and not self.reasons((args, kwargs)):
             moved = self._stacked(result, *args, **kwargs)
         if moved is None and func in TURNS_BACK and args:
             self._turn(func, args, kwargs, result)
         elif moved is not None or self.moved:
             changed = args[:1] if func is Tensor.__setitem__ else ()
-            self.follow((args, kwargs), (result, changed), *([] if moved is None else [moved]))
+            self.follow((args, kwargs), (result, changed), moved)
         return result
 
     def _look_at_size(self, func: Any, x: Tensor, dim: int | None = None) -> None:
@@ -98,9 +98,9 @@ class Order(TorchFunctionMode):
         if dim is None or dim >= 0 or dim % shared.rank <= shared.dim:
             raise forward.taking_apart(shared.layer, "its size")
 
-    def follow(self, arguments: Any, results: Any, *moves: Moved) -> None:
-        """Notes that the samples of results stand in another order: as those of the arguments, or after `moves`."""
-        self._note([*self._reasons(arguments), *moves], results)
+    def follow(self, arguments: Any, results: Any, moved: Moved | None = None) -> None:
+        """Notes that the samples of results stand in another order: as those of the arguments, or as just `moved`."""
+        self._note([*self.reasons(arguments), *([] if moved is None else [moved])], results)
 
     def _note(self, reasons: list[Moved], results: Any) -> None:
         if reasons and self.weights_are_outside:
@@ -124,10 +124,6 @@ class Order(TorchFunctionMode):
             self.copies.follow((args, kwargs), result)
         return result
 
-    def has_moved(self, arguments: Any) -> bool:
-        """Whether samples stand in another order in any of some tensors."""
-        return bool(self._reasons(arguments))
-
     def look_at(self, layer: nn.Module, arguments: Any, *, is_plain: bool = False) -> None:
         """Raises if samples in another order reach a layer whose parameters get rows.
 
@@ -139,14 +135,14 @@ class Order(TorchFunctionMode):
             for number, x in enumerate(data_in(arguments)):
                 # the states of a recurrent layer are (layers, B, features) in any case
                 dim = 1 if number and isinstance(layer, nn.RNNBase) else cast(Any, layer)._samples_dim
-                self.refuse(layer, [moved for moved in self._reasons(x) if moved.dim is None or moved.dim != dim])
+                self.refuse(layer, [moved for moved in self.reasons(x) if moved.dim is None or moved.dim != dim])
 
     def note_outside_use(self) -> None:
         """Notes that an expanded weight is used outside of layers."""
         self.weights_are_outside = True
         self.refuse(None, [reason for _, reasons in self.moved.values() for reason in reasons])
 
-    def _reasons(self, arguments: Any) -> list[Moved]:
+    def reasons(self, arguments: Any) -> list[Moved]:
         """What has moved the samples in any of some tensors."""
         moved = [x for x in data_in(arguments) if id(x) in self.moved] if self.moved else []
         return list({id(reason): reason for x in moved for reason in self.moved[id(x)][1]}.values())
@@ -180,8 +176,9 @@ class Order(TorchFunctionMode):
         index, count = chosen(move.index, shape, dim, batch)
         if count % batch or index is NotImplemented or is_called_by_libraries(func) or not self._are_samples(rows):
             return None
-        if count != batch:  # positions of all samples in one dimension
-            are_of_samples = shape[dim] == batch or self._are_folded(rows, batch)
+        if count != batch:  # positions of all samples in one dimension, and not what all samples share
+            is_part = rows._base is not None and rows._base.shape[:1] == (batch,)
+            are_of_samples = shape[dim] == batch or comes_from_rows(rows) or is_part
             if index is None or index.shape != (batch,) or not are_of_samples:
                 return None
         moved = moved_by(getattr(func, "__name__", str(func)), index, dim, dims, batch)
@@ -192,7 +189,7 @@ class Order(TorchFunctionMode):
         x, batch = args[0], self._batch()
         if batch is None or type(x) not in PLAIN or x.dim() < 2:
             return
-        usual, sizes, reasons = self._samples_dim(x.dim()), list(x.shape), self._reasons((args, kwargs))
+        usual, sizes, reasons = self._samples_dim(x.dim()), list(x.shape), self.reasons((args, kwargs))
         # a single position would be taken for what all samples share
         may_turn = sizes[usual] == batch and (1 in sizes or sizes.count(batch) > 1)
         if not reasons and not may_turn:
@@ -221,11 +218,6 @@ class Order(TorchFunctionMode):
         if is_called_by_libraries(torch.stack) or not all(map(self._are_samples, tensors)):
             return None
         return Moved("stack", None, line=line_of_user(), dim=1 - usual)
-
-    def _are_folded(self, x: Tensor, batch: int) -> bool:
-        """Whether a tensor of more than B rows may hold the positions of B samples, and not what all samples share."""
-        base = x._base
-        return comes_from_rows(x) or (base is not None and base.shape[0] == batch)
 
     def _are_samples(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of the forward, or comes from a layer; others may have B rows by chance."""

@@ -187,7 +187,7 @@ class Batched(Tensor):
         rule = RULES.get(func)
         try:
             order = _RUNNING.runs[-1].order if _RUNNING.runs else None
-            if rule is None or (order is not None and order.moved and order.has_moved((args, kwargs))):
+            if rule is None or (order is not None and order.reasons((args, kwargs))):
                 raise NotInTable(func)
             return rule(func, args, kwargs or {})
         except Exception:
