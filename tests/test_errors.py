@@ -333,6 +333,11 @@ def batch_norm_in_train_mode() -> None:
     on(nn.BatchNorm1d(4))(torch.randn(SAMPLES, 4))
 
 
+@refused(r"^Feed: its forward normalizes by the statistics of the batch \(batch_norm with training=True, line .*F\.gro")
+def batch_norm_as_a_function() -> None:
+    feed(nn.Linear(4, 4), lambda layer, x: nn.functional.batch_norm(layer(x).flatten(1), None, None, training=True))
+
+
 @refused(r"^layer \(PReLU\): input of shape \(3, 3\) in a model with batch_first=False may .*input\.unsqueeze\(-1\)")
 def samples_first_or_second() -> None:
     feed(nn.PReLU(), lambda layer, x: layer(x[0, 0].expand(3, 4)[:, :3].clone()), 6, batch_first=False, batch_size=3)

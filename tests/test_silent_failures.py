@@ -353,6 +353,87 @@ def test_frozen_batch_norm_in_train_mode() -> None:
         images.on(model)
 
 
+class Normalizes(nn.Module):
+    """Two convolutions, between which a function normalizes."""
+
+    def __init__(self, normalize: Callable[[Tensor], Tensor], first: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last, self.normalize = first, nn.Conv2d(4, 2, 1), normalize
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.normalize(self.first(x)))
+
+
+BATCH_NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "functional": lambda h: F.batch_norm(h, None, None, training=True),
+    "by_position": lambda h: F.batch_norm(h, torch.zeros(4), torch.ones(4), None, None, True, 0.1),
+    "of_torch": lambda h: torch.batch_norm(h, None, None, None, None, True, 0.1, 1e-5, False),
+    "native": lambda h: torch.native_batch_norm(h, None, None, None, None, True, 0.1, 1e-5)[0],
+    "of_positions": lambda h: F.batch_norm(h.movedim(1, 3).reshape(-1, 4), None, None, training=True)
+    .view(3, 7, 8, 4)
+    .movedim(3, 1),
+    "in_a_checkpoint": lambda h: checkpoint(
+        lambda h: F.batch_norm(h, None, None, training=True), h, use_reentrant=True
+    ),
+}
+
+
+@pytest.mark.parametrize("behind_a_layer", [True, False])
+@pytest.mark.parametrize("norm", BATCH_NORMS.values(), ids=BATCH_NORMS)
+def test_batch_norm_as_a_function(norm: Callable[[Tensor], Tensor], *, behind_a_layer: bool) -> None:
+    if not behind_a_layer and norm is BATCH_NORMS["in_a_checkpoint"]:
+        return  # without a gradient to hand on there is nothing to run again
+    first = nn.Conv2d(4, 4, 1) if behind_a_layer else nn.Identity()
+    model = enn.convert(Normalizes(norm, first)).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"^Normalizes: .*batch_norm with training=True, line(?s:.*)group_norm"):
+        images.on(model)
+    images.on(model.per_sample(False))
+
+
+class Activated(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_frozen_batch_norm_of_a_class_of_the_users(*, affine: bool) -> None:
+    """It has no rows, and mixes those of other layers."""
+    norm = Activated(4, affine=affine).requires_grad_(False)
+    model = enn.convert(nn.Sequential(nn.Conv2d(4, 4, 3), norm)).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"its forward normalizes by the statistics of the batch"):
+        images.on(model)
+
+
+def test_batch_norm_by_own_weights_of_vectors() -> None:
+    """One sample has no statistics: torch's words would name its shape alone."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.batch_norm(x, None, None, self.weight, training=True)
+
+    model = enn.convert(nn.Sequential(nn.Linear(4, 4), Own())).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"its forward normalizes by the statistics of the batch"):
+        features.on(model)
+
+
+NO_MIXING: dict[str, Callable[[Tensor], Tensor]] = {
+    "one_row": lambda h: F.batch_norm(h.view(1, -1, 7, 8), None, None, training=True).view(h.shape),
+    "of_running_statistics": lambda h: F.batch_norm(h, torch.zeros(4), torch.ones(4)),
+    "each_alone": lambda h: torch.stack([F.batch_norm(one[None], None, None, training=True)[0] for one in h]),
+    "instance": lambda h: F.instance_norm(h),
+    "weights": lambda h: h * F.batch_norm(torch.arange(8.0).view(2, 4), None, None, training=True)[0, :, None, None],
+}
+
+
+@pytest.mark.parametrize("norm", NO_MIXING.values(), ids=NO_MIXING)
+def test_norm_that_mixes_no_samples(norm: Callable[[Tensor], Tensor]) -> None:
+    right(Normalizes(norm, nn.Conv2d(4, 4, 1)), images)
+
+
 def test_instance_norm_with_one_shared_row() -> None:
     right(nn.Sequential(nn.Conv2d(4, 4, 1), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)), images)
 

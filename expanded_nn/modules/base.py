@@ -246,12 +246,13 @@ class Expanded(PerSampleModule):
                 recorder.note_plain_forward()
             if self._own_batch() is not None:
                 return self.expanded_forward(*args, **kwargs)
-            if recorder is None or recorder.escalation.order is None:
+            order = None if recorder is None else recorder.escalation.order
+            if order is not None and not torch.is_grad_enabled() and self._has_rows():
+                order.look_at(self, (args, kwargs), is_plain=True)
+            if order is None or self.calls_others:
                 output = super().forward(*args, **kwargs)
             else:
-                if not torch.is_grad_enabled() and self._has_rows():
-                    recorder.escalation.order.look_at(self, (args, kwargs), is_plain=True)
-                output = recorder.escalation.order.as_one_operation(super().forward, *args, **kwargs)
+                output = order.as_one_operation(super().forward, *args, **kwargs)
             return owned(output) if self.returns_fresh and recorder is not None and recorder.in_forward else output
         if torch.compiler.is_compiling():
             return outside_of_graph(self.forward, *args, **kwargs)

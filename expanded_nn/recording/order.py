@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
@@ -17,6 +18,7 @@ from expanded_nn._errors import complaint
 from expanded_nn.common.batch import batch_dim, data_in
 from expanded_nn.common.bytecode import constant_index
 from expanded_nn.common.functions import SIZES, attributes, functions
+from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.callers import (
     calling_frame,
     is_called_by_libraries,
@@ -34,6 +36,7 @@ from expanded_nn.recording.places import (
     Moved,
     chosen,
     dims_after,
+    is_transposed,
     move_of,
     moved_by,
 )
@@ -72,6 +75,8 @@ class Order(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _SIZES_AND_RANKS and args:
             self._look_at_size(func, *args, **kwargs)
+        if func in _BATCH_NORMS and (args[5] if len(args) > 5 else kwargs.get("training")):
+            self._refuse_batch_norm(func, args[0] if args else kwargs["input"])
         move = move_of(func, args, kwargs)
         moved = None if move is None else self._moved_by(move, func)
         result = func(*args, **kwargs)
@@ -97,6 +102,26 @@ class Order(TorchFunctionMode):
             dim = constant_index(calling_frame(func))
         if dim is None or dim >= 0 or dim % shared.rank <= shared.dim:
             raise forward.taking_apart(shared.layer, "its size")
+
+    def _refuse_batch_norm(self, func: Any, x: Tensor) -> None:
+        """Raises where the forward normalizes samples by the statistics of the batch."""
+        forward, batch = self.recorder.forward, self._batch()
+        if forward is None or x.dim() < 2 or not (torch.is_grad_enabled() or is_in_reentrant_checkpoint()):
+            return
+        if self.recorder.general_rule is not None:
+            mixes = x.numel() == x.shape[1]  # of a single sample there is nothing to normalize by
+        elif batch is None or (x.shape[1] == batch and self._samples_dim(x.dim()) == 1):
+            mixes = False
+        else:  # positions of the samples may be folded into the rows; without gradients nothing tells their source
+            mixes = x.shape[0] > 0 and x.shape[0] % batch == 0 and (not x.requires_grad or self._are_samples(x))
+        if mixes:
+            raise complaint(
+                self.recorder.name_of(forward.module),
+                f"its forward normalizes by the statistics of the batch ({func.__name__} with training=True"
+                f"{line_of_user()}), which mix the samples, so that no gradient is one sample's own",
+                "statistics that do not depend on the other samples",
+                "Use F.group_norm or F.layer_norm in its place, or running statistics with training=False.",
+            )
 
     def follow(self, arguments: Any, results: Any, moved: Moved | None = None) -> None:
         """Notes that the samples of results stand in another order: as those of the arguments, or as just `moved`."""
@@ -176,13 +201,21 @@ class Order(TorchFunctionMode):
         index, count = chosen(move.index, shape, dim, batch)
         if count % batch or index is NotImplemented or is_called_by_libraries(func) or not self._are_samples(rows):
             return None
+        turned_dim = None
         if count != batch:  # positions of all samples in one dimension, and not what all samples share
             is_part = rows._base is not None and rows._base.shape[:1] == (batch,)
             are_of_samples = shape[dim] == batch or comes_from_rows(rows) or is_part
-            if index is None or index.shape != (batch,) or not are_of_samples:
+            if index is None or index.dim() != 1 or len(index) not in (batch, count) or not are_of_samples:
                 return None
+            if len(index) == count:
+                if not is_traced() and is_transposed(index, batch):
+                    if count != batch**2:  # then no layer takes the positions for samples
+                        return None
+                    turned_dim = 1 - dim
+                index = (index // (count // batch)).view(batch, -1)
+            dim, dims = 0, 1
         moved = moved_by(getattr(func, "__name__", str(func)), index, dim, dims, batch)
-        return None if moved is None else moved._replace(line=line_of_user())
+        return None if moved is None else moved._replace(line=line_of_user(), dim=turned_dim)
 
     def _turn(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Follows samples whose dimension another one of B takes the place of, and may give it back."""
@@ -248,4 +281,5 @@ class Order(TorchFunctionMode):
 
 _OF_DIMS = (*functions("size"), *attributes("shape"))
 _SIZES_AND_RANKS = {*SIZES, *functions("dim"), *attributes("ndim")}
-_LOOKED_AT = {*_SIZES_AND_RANKS, *MOVES, *TURNS}
+_BATCH_NORMS = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
+_LOOKED_AT = {*_SIZES_AND_RANKS, *MOVES, *TURNS, *_BATCH_NORMS}

@@ -130,6 +130,12 @@ def moved_by(operation: str, index: Tensor | None, dim: int, dims: int, batch: i
     return Moved(operation, stays, index)
 
 
+def is_transposed(index: Tensor, batch: int) -> bool:
+    """Whether an index `(B * T,)` of the T positions of each sample puts them as `(T, B)` has them."""
+    positions = torch.arange(len(index), device=index.device).view(batch, -1)
+    return torch.equal(index, positions.t().flatten())
+
+
 def dims_after(func: Any, x: Tensor, args: Any, kwargs: Any) -> list[int] | None:
     """The dimensions of `x` that an operation leaves, in their new order; `None` if that is not known."""
     if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):

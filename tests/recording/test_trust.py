@@ -1994,6 +1994,46 @@ def test_positions_that_are_as_many_as_the_samples(turn: tuple[Any, Any], way: s
         on(module, escalate=False, batch_first=batch_first)(values(B, B, D))
 
 
+def numbered(h: Tensor) -> Tensor:
+    """The numbers of all positions, `(B, T)`."""
+    return torch.arange(h.shape[0] * h.shape[1]).view(h.shape[:2])
+
+
+FOLDED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "turned": (
+        lambda h: h.view(-1, D)[numbered(h).T.flatten()].view(h.shape[1], -1, D),
+        lambda h: h.transpose(0, 1),
+    ),
+    "moved": (
+        lambda h: h.view(-1, D)[numbered(h).roll(1, 0).flatten()].view(h.shape),
+        lambda h: h.view(-1, D).index_select(0, numbered(h).roll(-1, 0).flatten()).view(h.shape),
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", [B, B + 1])
+@pytest.mark.parametrize("move", FOLDED.values(), ids=FOLDED)
+def test_all_positions_in_another_order(move: tuple[Any, Any], steps: int) -> None:
+    if steps != B and move is FOLDED["turned"]:
+        return  # other rows than B, which the layer refuses
+    module = TurnedAbout(*move)
+    with pytest.warns(enn.PerSampleWarning, match="samples have taken each other's places .*test_trust.py"):
+        right(on(module), module, forward, values(B, steps, D))
+
+
+FOLDED_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "turned_back": lambda h: h.view(-1, D)[numbered(h).T.flatten()].view(h.shape[1], -1, D).transpose(0, 1),
+    "within": lambda h: h.view(-1, D)[numbered(h).flip(1).flatten()].view(h.shape),
+}
+
+
+@pytest.mark.parametrize("steps", [B, B + 1])
+@pytest.mark.parametrize("move", FOLDED_IN_PLACE.values(), ids=FOLDED_IN_PLACE)
+def test_all_positions_that_leave_the_samples_in_place(move: Callable[[Tensor], Tensor], steps: int) -> None:
+    module = TurnedAbout(move, lambda h: h)
+    right(on(module, escalate=False), module, forward, values(B, steps, D))
+
+
 BACK_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "transpose": lambda h: h.transpose(0, 1).tanh().transpose(0, 1),
     "last": lambda h: h.transpose(0, 1)[-1],
