@@ -208,6 +208,18 @@ def test_every_entry_of_the_table_has_a_case() -> None:
     assert not_reached <= scalar | {torch.ops.aten._unsafe_view.default}
 
 
+@pytest.mark.parametrize("kind", ["outer_2", "outer_30", "one_hot", "patches", "dense", "all"])
+def test_magnitudes(kind: str) -> None:
+    """Those of the factors, whatever their signs, bound those of the sum."""
+    rows, twin = make(kind)
+    weights = torch.rand(B)
+    bound = rows.sum_of_magnitudes(weights)
+    assert (bound * (1 + 1e-12) >= torch.einsum("b,b...->...", weights, twin).abs()).all()
+    same((rows * -2.0).sum_of_magnitudes(weights), 2 * bound)
+    if kind == "dense":
+        same(bound, torch.einsum("b,b...->...", weights, twin.abs()))
+
+
 @pytest.mark.parametrize("kind", ["outer_2", "one_hot", "all"])
 @pytest.mark.parametrize("other", ["outer_2", "outer_30", "one_hot", "patches", "dense", "all"])
 def test_gram(kind: str, other: str) -> None:

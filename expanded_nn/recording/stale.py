@@ -110,8 +110,9 @@ def _sum_of_rows(leaf: Leaf) -> tuple[Tensor, Tensor]:
     scales = [size if leaf.scales_rows else 1 for size in sizes for _ in range(size)]
     weights = torch.tensor(scales, dtype=torch.float64, device=rows.device).reciprocal()
     with torch.no_grad():
-        total = as_factored(rows.detach()).weighted_sum(weights.to(as_factored(rows).dtype))
-        size = rows.norm() * (weights.max() if len(weights) else 1.0)
+        factored, weights = as_factored(rows.detach()), weights.to(rows.dtype)
+        total = factored.weighted_sum(weights)
+        size = factored.sum_of_magnitudes(weights).norm()  # the rows' own norm is small where their terms cancel
     epsilon = torch.finfo(rows.dtype).eps
     return total, size * epsilon * 8 * max(1, rows.shape[0])
 

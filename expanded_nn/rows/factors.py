@@ -126,6 +126,15 @@ class Rows(Tensor):
         """`sum_b weights[b] * row[b]`, `(*shape)`; the plain sum where `weights` is `None`."""
         return algebra.weighted_sum(self._unchanged(), self._cell.kind, weights).reshape(self.shape[1:])
 
+    @_in_own_dtype
+    def sum_of_magnitudes(
+        self,
+        weights: Tensor,  # (B,)
+    ) -> Tensor:
+        """`weighted_sum` of the absolute values of all factors, `(*shape)`: rounding errors are small beside these."""
+        blocks = [(size, tuple(map(_absolute, terms))) for size, terms in self._unchanged()]
+        return algebra.weighted_sum(blocks, self._cell.kind, weights).reshape(self.shape[1:])
+
     def sparse_sum(self) -> Tensor | None:
         """The plain sum as a sparse COO tensor if torch's gradient is sparse; else `None`."""
         terms = [term for _, block in self._unchanged() for term in block]
@@ -213,6 +222,14 @@ class _ToDense(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
+
+
+def _absolute(term: Term) -> Term:
+    """The term with all of its numbers positive; its index, if it has one, stays."""
+    are_numbers = [factor.is_floating_point() or factor.is_complex() for factor in term.factors]
+    pairs = zip(term.factors, are_numbers, strict=True)
+    factors = [factor.abs().to(factor.dtype) if is_number else factor for factor, is_number in pairs]
+    return term.remake(factors, abs(term.coefficient), term.dtype)
 
 
 def _sparse(term: SparseOneHot) -> Tensor:

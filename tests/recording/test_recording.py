@@ -329,7 +329,7 @@ class Held:
     """A parameter whose `.grad` is the sum of the rows that it holds, as after a backward."""
 
     def __init__(self, rows: Tensor) -> None:
-        self.parameter = nn.Parameter(torch.zeros(rows.shape[1:]))
+        self.parameter = nn.Parameter(torch.zeros(rows.shape[1:], dtype=rows.dtype))
         self.leaf = leaf_of(self.parameter)
         self.leaf.publish(rows, [Pass(len(rows), 0)])
         self.parameter.grad = rows.sum(0)
@@ -383,6 +383,17 @@ def test_a_grad_that_was_changed_to_something_else_is_refused(rows: list[list[fl
     held.grad.add_(torch.arange(1.0, 6.0))
     with pytest.raises(PerSampleError, match=r"the parameter: its \.grad was changed since"):
         stale([held.leaf], name_of)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_whose_factors_cancel_but_for_rounding_are_held(dtype: torch.dtype) -> None:
+    """What is left of them is small beside the factors, not beside itself."""
+    g, a = torch.randn(4, 1, 5, dtype=dtype), torch.randn(4, 1, 6, dtype=dtype)
+    rows = FactoredTensor.of(Outer.of(torch.cat([g * 0.1, g * 0.2, g * -0.3], 1), torch.cat([a, a, a], 1), dtype))
+    held = Held(rows)
+    assert held.grad.any()
+    held.grad.zero_()
+    assert stale([held.leaf], name_of) == []
 
 
 def test_parameters_that_are_no_more_are_stale() -> None:

@@ -140,6 +140,15 @@ FOUND: dict[str, Story] = {
     "gradient_that_cancels_is_not_cleared": Story(
         [Forward(), Backward(), Forward(), Backward(factor=-1.0), Scale(), Forward(), Backward()],
     ),
+    # beside the norm of rows that cancel the rounding error of their sum was large
+    "gradient_that_cancels_in_one_pass_is_not_cleared": Story(
+        [
+            *(Forward(samples=4), Alone(), Backward(), Clear()),
+            *(Backward(factor=2.0, retain=True), Backward(factor=-1.0, retain=True), Backward(factor=-1.0)),
+            *(Forward(), Backward()),
+        ],
+        "Own",
+    ),
     "clearing_is_seen_where_rows_cancel_beside_a_gradient_from_before": Story(
         [
             *(Forward(), Backward(), Clear("rows")),
