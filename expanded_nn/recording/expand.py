@@ -120,7 +120,7 @@ class Computed:
 def leaves_of(weight: Tensor, recorder: RecorderLike | None = None) -> list[Tensor]:
     """The leaf tensors that `weight` was computed from; errors name it as the model of `recorder` does."""
     nodes = list(graph_of(weight.grad_fn))
-    if any(map(_is_expansion, nodes)):
+    if any(map(is_expansion, nodes)):
         raise complaint(
             "expanded(weight)" if recorder is None else recorder.name_of(weight),
             "the weight was computed from the output of a model in per-sample mode, or from a gradient of its loss, so "
@@ -133,7 +133,7 @@ def leaves_of(weight: Tensor, recorder: RecorderLike | None = None) -> list[Tens
 
 def comes_from_rows(x: Tensor) -> bool:
     """Whether `x` was computed from a layer's output in per-sample mode, which has B rows."""
-    return any(map(_is_expansion, graph_of(x.grad_fn)))
+    return any(map(is_expansion, graph_of(x.grad_fn)))
 
 
 def passes_behind(recorder: RecorderLike, *ends: Any) -> list[Pass]:
@@ -154,7 +154,8 @@ def keeps_factors(*expanded: Tensor | None) -> bool:
     return False
 
 
-def _is_expansion(node: Any) -> bool:
+def is_expansion(node: Any) -> bool:
+    """Whether a node of the graph has expanded a weight."""
     return isinstance(node, Expand._backward_cls | ExpandComputed._backward_cls)
 
 

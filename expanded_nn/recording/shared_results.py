@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from expanded_nn.recording.backward import graph_of, saved_dims, saved_number, turned_dims
+from expanded_nn.recording.expand import is_expansion
 
 _SAME = ("CloneBackward", "ToCopyBackward", "AliasBackward")
 _ELEMENTWISE = tuple(
@@ -37,6 +38,7 @@ _JOIN = (
 _TAKE = ("SelectBackward", "UnbindBackward", *_SHORTEN, *_REDUCE, *_JOIN)
 _VIEW = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward")
 _PRODUCT = ("MmBackward", "AddmmBackward")  # for which torch folds what is not a matrix, and unfolds it afterwards
+_LAYERS = "expanded_nn.layers."
 _PLACE = ("UnsqueezeBackward", "SqueezeBackward", "TransposeBackward", "PermuteBackward", "StackBackward")
 
 
@@ -70,9 +72,9 @@ def taken_apart(results: Sequence[SharedResult], ends: Iterable[Tensor], batch: 
             is_folded = any(behind.name().startswith(_PRODUCT) for behind in consumers.get(consumer, ()))
             if _takes_apart(consumer, name, dim, rank, batch) and not is_folded:
                 return layer, name.rstrip("01").removesuffix("Backward").lower()
-            layout = _layout_after(consumer, name, dim, rank)
+            layout = _layout_after(consumer, name, dim, rank, batch)
             parents = [parent for parent, _ in consumer.next_functions if parent is not None]
-            stays_whole = all(layouts.get(parent, ())[:2] == (dim, rank) for parent in parents)
+            stays_whole = all(layouts.get(parent, ())[:2] == (dim, rank) or is_expansion(parent) for parent in parents)
             if layout is not None and stays_whole and consumer not in layouts:
                 layouts[consumer] = *layout, layer
                 waiting.append(consumer)
@@ -86,6 +88,8 @@ def _takes_apart(node: Any, name: str, dim: int, rank: int, batch: int) -> bool:
         return len(indices) > dim and indices[dim] is not None
     if name.startswith(_VIEW):
         return not _keeps(node, dim, batch)
+    if name.startswith("GatherBackward") and not _keeps(node, dim, batch):
+        return True  # an index of fewer samples takes the first ones
     if not name.startswith(_TAKE):  # any other that names dimensions, such as a Fourier transform, takes those
         return not name.startswith(_PLACE) and dim in saved_dims(node, rank)
     if dim not in _dims(node, rank):
@@ -100,17 +104,19 @@ def _dims(node: Any, rank: int) -> list[int]:
     return saved_dims(node, rank) or list(range(rank))
 
 
-def _keeps(view: Any, dim: int, batch: int) -> bool:
-    """Whether another shape leaves the samples in their dimension."""
-    shape = view._input_metadata[0].shape
+def _keeps(node: Any, dim: int, batch: int) -> bool:
+    """Whether a result of another shape has all samples in their dimension."""
+    shape = node._input_metadata[0].shape
     return len(shape) > dim and shape[dim] == batch
 
 
-def _layout_after(node: Any, name: str, dim: int, rank: int) -> tuple[int, int] | None:
+def _layout_after(node: Any, name: str, dim: int, rank: int, batch: int) -> tuple[int, int] | None:
     """The dimension of the samples, and the rank, after an operation that leaves the samples whole; `None` otherwise.
 
-    It rearranges, or takes a part of another dimension.
+    It rearranges, or takes a part of another dimension, or is that of a layer.
     """
+    if getattr(type(node), "_forward_cls", type).__module__.startswith(_LAYERS):
+        return (dim, len(node._input_metadata[0].shape)) if _keeps(node, dim, batch) else None
     if name.startswith((*_SAME, *_SHORTEN, *_JOIN, *_ELEMENTWISE)):
         return dim, rank
     if name.startswith(_VIEW):

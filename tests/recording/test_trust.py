@@ -860,6 +860,59 @@ def test_first_of_a_shared_result(take: Callable[[Tensor], Tensor]) -> None:
         assert "pos (Embedding)" in str(error)  # noqa: PT017
 
 
+class OfCoordinates(nn.Module):
+    """Several layers, one behind the other, read what all samples share; the model takes a part of their result."""
+
+    def __init__(self, take: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, D), nn.Tanh(), nn.LayerNorm(D), nn.Linear(D, D))
+        self.lin, self.take = nn.Linear(D, D), take
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) * self.take(self.inner(torch.ones(1, 2)))
+
+
+PARTS_OF_COORDINATES: dict[str, Callable[[Any], Tensor]] = {
+    "first": lambda r: r[0],
+    "mean": lambda r: r.mean(0),
+    "gathered": lambda r: r.gather(1, torch.arange(D).flip(0).unsqueeze(0)),
+    "whole": lambda r: r.flip(1),
+}
+
+
+@pytest.mark.parametrize(("name", "take"), PARTS_OF_COORDINATES.items(), ids=PARTS_OF_COORDINATES)
+def test_a_part_of_a_shared_result_behind_several_layers(name: str, take: Callable[[Any], Tensor]) -> None:
+    module = OfCoordinates(take)
+    model = on(module, escalate=False)
+    if name == "whole":
+        right(model, module, forward, values(B, D))
+        return
+    with pytest.raises(enn.PerSampleError, match=r"inner.0 \(Linear\): its input is shared by all"):
+        model(values(B, D))
+    with pytest.warns(enn.PerSampleWarning, match=r"inner.0 \(Linear\): its input is shared by all"):
+        right(on(module), module, forward, values(B, D))
+
+
+@pytest.mark.parametrize("labels", [[0, 6, 12], [0, 6, 7, 13], [0, 6, 12, 13]])
+def test_cluster_that_a_part_of_the_samples_belongs_to(labels: list[int]) -> None:
+    """Chosen by an index, a single sample looks like what all share."""
+    module = nn.AdaptiveLogSoftmaxWithLoss(D, 20, cutoffs=[5, 10], div_value=2.0)
+    x, y = values(len(labels), D), torch.tensor(labels)
+    with pytest.raises(enn.PerSampleError, match=r"tail\.[01]\.0 \(Linear\): .*(shared by all|other rows)"):
+        on(module)(x, y)
+
+    class Outputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.clusters = module
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.clusters(x, y).output
+
+    with pytest.warns(enn.PerSampleWarning, match=r"tail\.[01]\.0 \(Linear\): "):
+        right(on(Outputs()), Outputs(), forward, x, y)
+
+
 class Started(nn.Module):
     """A recurrent layer reads what all samples share; the model takes a part of what it returns."""
 
