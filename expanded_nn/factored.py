@@ -183,7 +183,7 @@ def hidden(rows: Tensor, size: int | None = None) -> FactoredTensor:
     return FactoredTensor(_Hidden((), kind), (rows.shape[0] if size is None else size, *kind.row_shape))
 
 
-def is_hidden(rows: Tensor) -> bool:
+def is_hidden(rows: object) -> bool:
     """Whether rows are such a stand-in."""
     return isinstance(rows, FactoredTensor) and isinstance(rows._cell, _Hidden)
 

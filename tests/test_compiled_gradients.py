@@ -33,6 +33,20 @@ def optimizer_cleared_first(model: nn.Module, x: Tensor, y: Tensor) -> Any:
     return classified(model, x, y)
 
 
+def rows_taken_away_at_the_end(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    result = classified(model, x, y)
+    rows_taken_away(model)
+    return result
+
+
+def rows_changed_at_the_end(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    backward(model, x, y)
+    first, *others = model.parameters()
+    first.grad_sample = None  # type: ignore[attr-defined]
+    for parameter in others:
+        parameter.grad_sample = parameter.grad_sample * 2  # type: ignore[attr-defined]
+
+
 STEPS = [backward, two_backwards, classified, model_cleared_first, optimizer_cleared_first]
 
 
@@ -131,6 +145,13 @@ def test_whatever_is_done_between_the_calls(step: Callable[..., Any], accumulate
     few = draw.sample(list(BETWEEN), draw.choice([1, 2, 3, 4]))
     between, sizes = [draw.choice(few) for _ in range(9)], [draw.choice([4, 4, 5]) for _ in range(9)]
     compared(step, between, sizes, accumulate_grad=accumulate_grad, materialize=draw.random() < 0.3)
+
+
+@pytest.mark.parametrize("step", [rows_taken_away_at_the_end, rows_changed_at_the_end])
+@pytest.mark.parametrize("between", ["nothing", "model.zero_grad()", "optimizer.zero_grad()"])
+def test_rows_that_the_step_itself_sets(step: Callable[..., Any], between: str) -> None:
+    """Also `None`, as Opacus does once it has used them."""
+    compared(step, [between] * 5, [4, 4, 4, 5, 4])
 
 
 @pytest.mark.parametrize("step", [classified, model_cleared_first, optimizer_cleared_first, backward])

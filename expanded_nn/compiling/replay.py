@@ -131,6 +131,8 @@ class Graph:
             passes = [{leaf: remake(results) for leaf, remake in pass_rows.items()} for pass_rows in rows.passes]
             set_rows(rows.recorder, passes, appends=rows.appends)
             rows.recorder.note_grads(rows.clipped)
+        for leaf, remake in outcome.shown:
+            cast(Any, leaf.parameter()).grad_sample = remake(results)
         for values, name, remake in outcome.attributes:
             values[name] = remake(results)
         for values, name in outcome.removed:

@@ -83,6 +83,7 @@ class Outcome:
         flags: Parameters without rows from before, and whether their `.grad` is scaled and has a foreign part; only
             where a `.grad` was there before.
         rows: The rows that recorders hold.
+        shown: What the step itself has set as the `grad_sample` of parameters, such as `None`.
         attributes: The new attributes and buffers of modules: the dictionary that has it, the name, and the value.
         removed: The attributes that the step has removed.
         items: The new items of lists and dicts among the arguments: the place of the list or dict among the containers,
@@ -97,6 +98,7 @@ class Outcome:
     filled: list[tuple[Find, Remake]] = field(default_factory=list)
     flags: list[tuple[Leaf, bool, bool]] = field(default_factory=list)
     rows: list[RecorderRows] = field(default_factory=list)
+    shown: list[tuple[Leaf, Remake]] = field(default_factory=list)
     attributes: list[tuple[dict[str, Any], str, Remake]] = field(default_factory=list)
     removed: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     items: list[tuple[int, list[Any], dict[Any, Remake]]] = field(default_factory=list)
@@ -525,6 +527,11 @@ def _note_rows(recorder: Recorder, outcome: Outcome, results: list[Any], hidden_
         raise OnlyEager(
             "it leaves some of the per-sample gradients from before the call (clear them all, model.zero_grad())"
         )
+    for leaf in recorder.leaves:
+        parameter = leaf.parameter()
+        shown = getattr(parameter, "grad_sample", None)
+        if parameter is not None and leaf.was_reset() and not is_hidden(shown):
+            outcome.shown.append((leaf, packed(shown, results)))
     passes = [
         {leaf: packed(rows, results) for leaf, rows in pass_rows.items()}
         for pass_rows in recorder.store.held.values()
