@@ -55,7 +55,7 @@ def convert(model: Model, *, inplace: bool = False) -> Model:
     expand_modules(model)
     switch(model, getattr(model, "_settings", Settings()), mode=False)
     if not isinstance(model, PerSampleModule):
-        model.__class__ = twin_class(Root, type(model))  # type: ignore[assignment]
+        object.__setattr__(model, "__class__", twin_class(Root, type(model)))
     return model
 
 
@@ -88,7 +88,7 @@ def revert(model: Model, *, inplace: bool = False) -> Model:
                 module._recorder.close(model.modules())
             for attribute in (*OWN_STATE, "_takes_labels"):
                 module.__dict__.pop(attribute, None)
-            module.__class__ = plain  # type: ignore[assignment]
+            object.__setattr__(module, "__class__", plain)
     for parameter in model.parameters():
         parameter.__dict__.pop("grad_sample", None)
     return model

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import expanded_nn as enn
+from expanded_nn.modules.base import PerSampleModule
 from expanded_nn.modules.registry import EXPANDED
 from oracle import Call, assert_close, assert_close_rows, grads_of, loop, rows_of, total_loss
 
@@ -603,6 +604,54 @@ def test_symbolic_trace_with_the_mode_off(own: bool) -> None:
     traced = torch.fx.symbolic_trace(model)
     assert [node.name for node in traced.graph.nodes if node.op == "placeholder"] == ["x", "scale"]
     assert torch.equal(traced(x, 3.0), model(x, 3.0))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_traced_model_is_copied(own: bool) -> None:
+    """A module of torch.fx has a class of its own, which its copy takes no part in."""
+    traced, x = torch.fx.symbolic_trace(Described(own)), torch.randn(5, 4)
+    model = enn.convert(nn.Sequential(traced)).per_sample(loss_reduction="sum")
+    copied = copy.deepcopy(model)
+    for each in (copied, model):
+        each[0](x, 3.0).sum().backward()
+        rows = [parameter.grad_sample for parameter in each.parameters()]
+        assert all(torch.allclose(own_rows.sum(0), p.grad) for own_rows, p in zip(rows, each.parameters(), strict=True))
+        assert len(rows) == 2 + own
+        assert all(len(own_rows) == 5 for own_rows in rows)
+    assert torch.equal(enn.revert(model)[0](x, 3.0), traced(x, 3.0))
+    assert not isinstance(enn.revert(model)[0], PerSampleModule)
+    assert isinstance(model[0], PerSampleModule)
+    assert copied[0]._recorder is not model[0]._recorder
+
+
+class Sealed(nn.Module):
+    """It refuses attributes that it does not have."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.gain = nn.Parameter(torch.ones(3)) if own else None
+        self.__dict__["is_sealed"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = {**self.__dict__, **self.__dict__.get("_parameters", {}), **self.__dict__.get("_modules", {})}
+        if "is_sealed" in known and name not in known:
+            raise AttributeError(f"there is no {name}")
+        super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (1 if self.gain is None else self.gain)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_class_that_refuses_new_attributes(own: bool) -> None:
+    module, x = Sealed(own), torch.randn(5, 4)
+    model = copy.deepcopy(enn.convert(nn.Sequential(module)).per_sample())
+    model(x).sum(1).mean().backward()
+    for parameter in model.parameters():
+        assert torch.allclose(parameter.grad_sample.mean(0), parameter.grad)
+    assert enn.check(model, x).ok
+    assert type(enn.revert(model)[0]) is Sealed
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -333,6 +333,11 @@ def batch_norm_in_train_mode() -> None:
     on(nn.BatchNorm1d(4))(torch.randn(SAMPLES, 4))
 
 
+@refused(r"^Sequential: torch\.fx traces it symbolically.*wanted per-sample mode off\. .*per_sample\(False\)")
+def a_symbolic_trace() -> None:
+    torch.fx.symbolic_trace(on(nn.Linear(4, 4)))
+
+
 @refused(r"^Feed: its forward normalizes by the statistics of the batch \(batch_norm with training=True, line .*F\.gro")
 def batch_norm_as_a_function() -> None:
     feed(nn.Linear(4, 4), lambda layer, x: nn.functional.batch_norm(layer(x).flatten(1), None, None, training=True))

@@ -369,9 +369,9 @@ BATCH_NORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "by_position": lambda h: F.batch_norm(h, torch.zeros(4), torch.ones(4), None, None, True, 0.1),
     "of_torch": lambda h: torch.batch_norm(h, None, None, None, None, True, 0.1, 1e-5, False),
     "native": lambda h: torch.native_batch_norm(h, None, None, None, None, True, 0.1, 1e-5)[0],
-    "of_positions": lambda h: F.batch_norm(h.movedim(1, 3).reshape(-1, 4), None, None, training=True)
-    .view(3, 7, 8, 4)
-    .movedim(3, 1),
+    "of_positions": lambda h: (
+        F.batch_norm(h.movedim(1, 3).reshape(-1, 4), None, None, training=True).view(3, 7, 8, 4).movedim(3, 1)
+    ),
     "in_a_checkpoint": lambda h: checkpoint(
         lambda h: F.batch_norm(h, None, None, training=True), h, use_reentrant=True
     ),
@@ -385,7 +385,9 @@ def test_batch_norm_as_a_function(norm: Callable[[Tensor], Tensor], *, behind_a_
         return  # without a gradient to hand on there is nothing to run again
     first = nn.Conv2d(4, 4, 1) if behind_a_layer else nn.Identity()
     model = enn.convert(Normalizes(norm, first)).per_sample()
-    with pytest.raises(enn.PerSampleError, match=r"^Normalizes: .*batch_norm with training=True, line(?s:.*)group_norm"):
+    with pytest.raises(
+        enn.PerSampleError, match=r"^Normalizes: .*batch_norm with training=True, line(?s:.*)group_norm"
+    ):
         images.on(model)
     images.on(model.per_sample(False))
 

@@ -26,9 +26,9 @@ def expand_modules(model: nn.Module) -> None:
     """Turns every module of `model` that needs one into its expanded twin, in place; see `raise_for` for which can."""
     for module in list(_containers(model)):
         with suppress(TypeError):  # a class that cannot be derived from: its layers begin passes of their own
-            module.__class__ = twin_class(Root, type(module))
+            object.__setattr__(module, "__class__", twin_class(Root, type(module)))
     for module in list(_convertible(model)):
-        module.__class__ = _twin_of(module)
+        object.__setattr__(module, "__class__", _twin_of(module))
         if isinstance(module, General):
             module.note_ranks()
 

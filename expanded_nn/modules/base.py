@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.fx import GraphModule
 from torch.nn.utils import parametrize
 
 from expanded_nn._errors import PerSampleError, complaint, named, refuse_other_kind
@@ -20,6 +22,7 @@ from expanded_nn.common.batch import batch_of, tensors
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import outside_of_graph
 from expanded_nn.common.shared import owned
+from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.modules import layout
 from expanded_nn.recording.escalate import Learned
 from expanded_nn.recording.expand import Recompute
@@ -132,7 +135,7 @@ class PerSampleModule(nn.Module):
             self.__dict__["_learned"] = learned
             kind = learned.kind if issubclass(learned.kind, self._alone_class) else self._alone_class
         if kind is not None and self.plain_class is not None:
-            self.__class__ = twin_class(kind, self.plain_class)  # type: ignore[assignment]
+            object.__setattr__(self, "__class__", twin_class(kind, self.plain_class))
 
     def _kind(self) -> type[PerSampleModule] | None:
         """What its class was made of, beside the plain one, where the general rule could take its place."""
@@ -422,7 +425,7 @@ def switch(model: nn.Module, settings: Settings, *, mode: bool) -> None:
     members = [module for module in model.modules() if isinstance(module, PerSampleModule)]
     former = recorders_of(members)
     for module in members:
-        module._recorder, module._settings = recorder, settings
+        vars(module).update(_recorder=recorder, _settings=settings)  # the user's class may refuse new attributes
         if not settings.escalate:
             module._learn(None)
     for former_recorder in former:
@@ -471,8 +474,27 @@ def twin_class(kind: type[PerSampleModule], plain_class: type[nn.Module]) -> typ
             "__doc__": plain_class.__doc__,
             "__annotations__": get_annotations(plain_class),
         }
+        if issubclass(plain_class, GraphModule):
+            namespace["__deepcopy__"] = _deepcopied_graph
         _TWINS[key] = new_class(plain_class.__name__, (kind, plain_class), {}, lambda made: made.update(namespace))
     return _TWINS[key]
+
+
+def _deepcopied_graph(module: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a module of torch.fx, which gives each of its modules a class of its own."""
+    twin, kind = type(module), type(module).__bases__[0]
+    object.__setattr__(module, "__class__", twin.plain_class)
+    try:
+        copied = copy.deepcopy(module, memo)  # with what its graph refers to
+    finally:
+        object.__setattr__(module, "__class__", twin)
+    object.__setattr__(copied, "__class__", twin_class(kind, type(copied)))
+    own_state = {name: module.__dict__[name] for name in OWN_STATE if name in module.__dict__}
+    copied.__dict__.update(copy.deepcopy(own_state, memo))
+    if copied._recorder is not None:
+        _prepare(copied.parameters())
+        copied._recorder.adopt(copied)
+    return copied
 
 
 def _new_twin(kind: type[PerSampleModule], plain_class: type[nn.Module]) -> nn.Module:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
-from expanded_nn._errors import PerSampleError, sentence, warn
+from expanded_nn._errors import PerSampleError, complaint, sentence, warn
 from expanded_nn.common.modes import checkpoint_hooks, is_of_checkpoint, uncounted
 from expanded_nn.common.steady import StateBefore
 from expanded_nn.recording.order import Order
@@ -55,6 +56,13 @@ class Escalation:
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the module that was called."""
+        if any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):
+            raise complaint(
+                module._recorder.name_of(module),
+                "torch.fx traces it symbolically, without tensors, which have no number of samples",
+                "per-sample mode off",
+                "Trace the model before convert, or switch per_sample(False) for it.",
+            )
         kinds = [(name, type(value)) for name, value in kwargs.items()]
         kind = (id(module), module.training, *map(type, args), *kinds)
         result = self._run(module, args, kwargs, kind)

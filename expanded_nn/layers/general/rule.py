@@ -63,7 +63,7 @@ class General(Expanded):
     def note_ranks(self) -> None:
         """Notes how many dimensions the parameters have without a batch dimension."""
         lists = [(f"{name}.", child) for name, child in self.named_modules() if isinstance(child, PARAMETER_LISTS)]
-        self._ranks = {
+        vars(self)["_ranks"] = {
             prefix + name: parameter.dim()
             for prefix, module in [("", self), *lists]
             for name, parameter in module._parameters.items()
@@ -149,7 +149,8 @@ class General(Expanded):
             sure = [1 if is_second and dim is None else dim for is_second, dim in zip(second, dims, strict=True)]
             states = [1 if is_second else dim for is_second, dim in zip(second, dims, strict=True)]
             calls = (Called(args, kwargs, batch, leaves, reading, inputs, kind) for reading in (dims, sure, states))
-            self._readings = {**self._readings, kind: next((c.dims for c in calls if self._reads_well(c)), dims)}
+            dims = next((c.dims for c in calls if self._reads_well(c)), dims)
+            vars(self)["_readings"] = {**self._readings, kind: dims}
         return self._readings[kind]
 
     def _reads_well(self, call: Called) -> bool:
@@ -190,7 +191,7 @@ class General(Expanded):
         if trial is None and not self._compared[call.kind].fits(mapped):  # another way through the forward
             trial = Trial(mapper)
         if trial is not None:
-            self._compared = {**self._compared, call.kind: trial.compared(mapped)}
+            vars(self)["_compared"] = {**self._compared, call.kind: trial.compared(mapped)}
         compared = self._compared[call.kind]
         if not compared.alike:
             self._refuse_square(call.inputs[1:], call.batch)
@@ -235,7 +236,7 @@ class General(Expanded):
         is_known = way in ways.known
         if ways.known and not is_known:  # what the hooks of its children add may be what it did otherwise
             ways = ways._replace(hooks=True)
-        self._ways = {**self._ways, kind: ways}
+        vars(self)["_ways"] = {**self._ways, kind: ways}
         return result if is_known else NotImplemented
 
     def _attempt(self, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
@@ -273,7 +274,7 @@ class General(Expanded):
                 trial = Trial(mapper, hooks=hooks)
                 again = trial.mapped_again()
                 compared = trial.compared(again[0])
-                self._compared = {**self._compared, call.kind: compared}
+                vars(self)["_compared"] = {**self._compared, call.kind: compared}
                 if not compared.alike:
                     return Verdict.WRONG, None
                 return trial.judged(again, compared.dims)
