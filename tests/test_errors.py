@@ -333,6 +333,39 @@ def batch_norm_in_train_mode() -> None:
     on(nn.BatchNorm1d(4))(torch.randn(SAMPLES, 4))
 
 
+def step_before_backward(layer: nn.Module, x: Tensor) -> None:
+    model = on(nn.Identity(), layer)
+    result = model(x)
+    loss = (result[0] if isinstance(result, tuple) else result).square().mean()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    loss.backward()
+
+
+CHANGED_EARLY = r"^1\.weight\w*: it was changed in place between the forward and its backward.*backward\(\) before optim"
+
+
+@refused(CHANGED_EARLY)
+def a_linear_layer_changed_before_its_backward() -> None:
+    step_before_backward(nn.Linear(4, 4), torch.randn(SAMPLES, 4))
+
+
+@refused(CHANGED_EARLY)
+def a_norm_changed_before_its_backward() -> None:
+    step_before_backward(nn.LayerNorm(4), torch.randn(SAMPLES, 4))
+
+
+@refused(CHANGED_EARLY)
+def a_convolution_changed_before_its_backward() -> None:
+    step_before_backward(nn.Conv1d(4, 4, 2), torch.randn(SAMPLES, 4, 5))
+
+
+@refused(CHANGED_EARLY)
+def a_recurrent_layer_changed_before_its_backward() -> None:
+    step_before_backward(nn.LSTM(4, 4, batch_first=True), torch.randn(SAMPLES, 5, 4))
+
+
 @refused(r"^Sequential: torch\.fx traces it symbolically.*wanted per-sample mode off\. .*per_sample\(False\)")
 def a_symbolic_trace() -> None:
     torch.fx.symbolic_trace(on(nn.Linear(4, 4)))

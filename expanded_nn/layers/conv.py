@@ -17,6 +17,7 @@ from expanded_nn.core.patches import Patches
 from expanded_nn.factored import from_factors
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.registry import expands
+from expanded_nn.recording.expand import saved_tensors
 
 aten = torch.ops.aten
 Sizes = int | Sequence[int]
@@ -65,7 +66,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = saved_tensors(ctx)
         dtype, x = x.dtype, x.to(g.dtype)
         geometry: Geometry = ctx.geometry
         transposed = ctx.output_padding is not None

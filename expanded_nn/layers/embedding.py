@@ -18,6 +18,7 @@ from expanded_nn.factored import FactoredTensor, from_factors
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.layout import index_by_sample, note_shared_result, refuse_other_count
 from expanded_nn.modules.registry import expands
+from expanded_nn.recording.expand import saved_tensors
 
 
 def one_hot_rows(
@@ -79,7 +80,7 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        index, valid = ctx.saved_tensors
+        index, valid = saved_tensors(ctx)
         index = _flat_index(index)
         values = g.reshape(*index.shape, g.shape[-1])
         rows = _table_rows(ctx, values, index, valid, _dropped(index, valid, ctx.padding_idx))
@@ -280,7 +281,7 @@ class _EmbeddingBag(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        weight, per_sample_weights, input, offsets = ctx.saved_tensors
+        weight, per_sample_weights, input, offsets = saved_tensors(ctx)
         bags = _Bags.of(input, offsets, ctx.include_last_offset)
         dropped = _dropped(bags.index, bags.valid, ctx.padding_idx)
         grad_weight = grad_per_sample_weights = None

@@ -17,7 +17,7 @@ from expanded_nn.core.terms import Outer
 from expanded_nn.factored import from_factors
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.registry import expands
-from expanded_nn.recording.expand import keeps_factors
+from expanded_nn.recording.expand import keeps_factors, saved_tensors
 
 
 def outer_rows(
@@ -72,7 +72,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = saved_tensors(ctx)
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             if torch.is_grad_enabled():
@@ -134,7 +134,7 @@ class _Bilinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x1, x2, weight = ctx.saved_tensors
+        x1, x2, weight = saved_tensors(ctx)
         grad_x1 = grad_x2 = grad_weight = grad_bias = None
         if torch.is_grad_enabled():
             axes, w = "b o i j", cast_shared(weight, g.dtype)

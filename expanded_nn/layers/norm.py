@@ -23,6 +23,7 @@ from expanded_nn.common.shared import is_constant, is_shared, owned, shared, sha
 from expanded_nn.core import cost
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.registry import expands
+from expanded_nn.recording.expand import saved_tensors
 
 aten = torch.ops.aten
 
@@ -107,7 +108,7 @@ class _OfPositions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, rstd = ctx.saved_tensors
+        x, weight, mean, rstd = saved_tensors(ctx)
         grad_x = grad_weight = grad_bias = None
         dims = weight.dim() - 1
         dtype = _widest(x.dtype, weight.dtype, g.dtype)

@@ -78,7 +78,7 @@ class ExpandComputed(torch.autograd.Function):
             return None, None, *(leaf.new_zeros(0, *leaf.shape) for leaf in leaves)
         dense = materialized(rows)
         if torch.is_grad_enabled():
-            return None, None, *computed.differentiable(ctx.saved_tensors, dense)
+            return None, None, *computed.differentiable(saved_tensors(ctx), dense)
         with meanwhile(computed.recorder.leaves, is_paused=True):
             grads = torch.autograd.grad(computed.weight, leaves, dense, retain_graph=True, is_grads_batched=True)
         return None, None, *grads
@@ -134,6 +134,28 @@ def leaves_of(weight: Tensor, recorder: RecorderLike | None = None) -> list[Tens
 def comes_from_rows(x: Tensor) -> bool:
     """Whether `x` was computed from a layer's output in per-sample mode, which has B rows."""
     return any(map(is_expansion, graph_of(x.grad_fn)))
+
+
+def saved_tensors(ctx: Any) -> Sequence[Any]:
+    """What the forward of a layer's Function has saved for its backward.
+
+    Raises:
+        PerSampleError: If a weight among it was changed in place since; autograd itself finds that.
+    """
+    try:
+        return cast(Sequence[Any], ctx.saved_tensors)
+    except RuntimeError as error:
+        weights = [node for node, _ in ctx.next_functions[1:]]  # the first one is the input's
+        nodes: list[Any] = [node for node in graph_of(*weights) if isinstance(node, Expand._backward_cls)]
+        if "has been modified inplace" not in str(error) or not nodes:
+            raise
+        recorder: RecorderLike | None = nodes[0].recorder()
+        raise complaint(
+            "a parameter" if recorder is None else recorder.name_of(nodes[0].parameter),
+            "it was changed in place between the forward and its backward, as by the step of an optimizer",
+            "the same parameters in both",
+            "Call backward() before optimizer.step(), or call the model again after it.",
+        ) from error
 
 
 def passes_behind(recorder: RecorderLike, *ends: Any) -> list[Pass]:

@@ -12,6 +12,7 @@ from expanded_nn.common.modes import autocast_as_now, refuse_batched
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core import cost
 from expanded_nn.factored import materialized
+from expanded_nn.recording.expand import saved_tensors
 from expanded_nn.recording.lift import quiet_fallbacks
 
 Function = Callable[..., Tensor]  # of tensors (B, *shape), for any B; it treats each sample alone
@@ -80,7 +81,7 @@ class _Expanded(torch.autograd.Function):
         if not ctx.derived.shared.requires_grad:
             return None, None, None, *grads
         if torch.is_grad_enabled():  # a second derivative is that of each sample's own weight
-            values = [value.view_as(value) for value in ctx.saved_tensors]  # of which none comes from another
+            values = [value.view_as(value) for value in saved_tensors(ctx)]  # of which none comes from another
             result = ctx.derived.recomputed(dict(zip(ctx.weights, values, strict=True)))
             inputs = [values[place] for place in needed]
             needed_grads: Sequence[Tensor | None] = torch.autograd.grad(

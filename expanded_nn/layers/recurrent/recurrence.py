@@ -21,7 +21,7 @@ from expanded_nn.layers.linear import linear, outer_rows
 from expanded_nn.layers.recurrent import opaque
 from expanded_nn.layers.recurrent.equations import Inputs, Loops, Recurrence, Saved, States, Weights
 from expanded_nn.layers.recurrent.steps import Steps
-from expanded_nn.recording.expand import keeps_factors
+from expanded_nn.recording.expand import keeps_factors, saved_tensors
 
 
 class _Recurrent(torch.autograd.Function):
@@ -51,7 +51,7 @@ class _Recurrent(torch.autograd.Function):
         needed = ctx.needs_input_grad[3:]
         if g is None and g_c is None:
             return (None,) * (3 + len(needed))
-        x, h0, c0, y, *weights_and_gates = ctx.saved_tensors
+        x, h0, c0, y, *weights_and_gates = saved_tensors(ctx)
         weights = Weights(*weights_and_gates[: len(Weights._fields)])
         gates = tuple(weights_and_gates[len(weights) :])
         with in_own_dtype(x):
