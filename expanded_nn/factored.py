@@ -65,6 +65,24 @@ class FactoredTensor(Rows):
     data_ptr, untyped_storage, storage = map(_of_dense, ("data_ptr", "untyped_storage", "storage"))
     __dlpack__, __dlpack_device__ = map(_of_dense, ("__dlpack__", "__dlpack_device__"))
 
+    @property
+    def data(self) -> Tensor:
+        """The rows without their history."""
+        return cast(Tensor, Tensor.data.__get__(self))  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, other: Tensor) -> None:  # torch would set the memory of a tensor that has none
+        raise complaint(
+            "grad_sample",
+            "the .data of factored rows is set anew",
+            "other numbers in the same rows, or other rows",
+            "Write rows.copy_(other), or parameter.grad_sample = other.",
+        )
+
+    def apply_(self, function: Callable[[Any], Any]) -> Tensor:
+        """Applies a function to each number, in place."""
+        return self.copy_(self.dense().clone().apply_(function))  # torch's own takes memory that is not there
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             memo[id(self)] = self.detach().clone()

@@ -1136,6 +1136,13 @@ def a_scheduler_in_a_compiled_step() -> None:
         compiled(torch.randn(SAMPLES, 4))
 
 
+@refused(r"^grad_sample: the \.data of factored rows is set anew; wanted other numbers.*rows\.copy_\(other\)")
+def the_data_of_factored_rows() -> None:
+    layer = on(nn.Linear(40, 30), keep_factors=True)
+    layer(torch.randn(SAMPLES, 40)).sum().backward()
+    layer[0].weight.grad_sample.data = torch.ones(SAMPLES, 30, 40)
+
+
 @refused(r"grad_sample: a change of the shape of factored rows in place, by unsqueeze_.*rows.unsqueeze\(0\)")
 def a_shape_of_factored_rows_in_place() -> None:
     layer = on(nn.Linear(4, 4), keep_factors=True)

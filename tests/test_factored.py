@@ -237,6 +237,13 @@ def test_gram(kind: str, other: str) -> None:
         pytest.param(lambda g: g.view(B, -1).add_(1), id="view_add"),
         pytest.param(lambda g: g.detach().mul_(2), id="detached"),
         pytest.param(lambda g: g.unbind()[1].fill_(3), id="unbind"),
+        pytest.param(lambda g: g.data.fill_(3), id="data"),
+        pytest.param(lambda g: g.apply_(lambda number: 2 * number), id="apply_"),
+        pytest.param(lambda g: g.as_strided(g.shape, g.stride()).fill_(3), id="as_strided"),
+        pytest.param(lambda g: g.numpy().fill(3), id="numpy"),
+        pytest.param(lambda g: torch.from_dlpack(g).fill_(3), id="dlpack"),
+        pytest.param(lambda g: torch.empty(0).set_(g.untyped_storage()).fill_(3), id="storage"),
+        pytest.param(lambda g: g.share_memory_().numpy().fill(3), id="shared_memory"),
     ],
 )
 def test_changes_by_way_of_an_alias(pair: tuple[FactoredTensor, Tensor], change: Callable[[Any], Any]) -> None:
@@ -252,8 +259,12 @@ def test_changes_by_way_of_an_alias(pair: tuple[FactoredTensor, Tensor], change:
         lambda rows: rows.squeeze_(),
         lambda rows: rows.transpose_(0, 1),
         lambda rows: rows.t_(),
+        lambda rows: rows.resize_(2),
+        lambda rows: rows.resize_as_(torch.ones(2)),
+        lambda rows: rows.set_(),
+        lambda rows: rows.set_(torch.ones(2)),
     ],
-    ids=["unsqueeze_", "squeeze_", "transpose_", "t_"],
+    ids=["unsqueeze_", "squeeze_", "transpose_", "t_", "resize_", "resize_as_", "set_", "set_to"],
 )
 def test_a_change_of_the_shape_in_place_is_refused(
     pair: tuple[FactoredTensor, Tensor], change: Callable[[Any], Any]
