@@ -343,7 +343,9 @@ def step_before_backward(layer: nn.Module, x: Tensor) -> None:
     loss.backward()
 
 
-CHANGED_EARLY = r"^1\.weight\w*: it was changed in place between the forward and its backward.*backward\(\) before optim"
+CHANGED_EARLY = (
+    r"^1\.weight\w*: it was changed in place between the forward and its backward.*backward\(\) before optim"
+)
 
 
 @refused(CHANGED_EARLY)
