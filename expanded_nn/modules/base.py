@@ -425,7 +425,8 @@ def switch(model: nn.Module, settings: Settings, *, mode: bool) -> None:
     members = [module for module in model.modules() if isinstance(module, PerSampleModule)]
     former = recorders_of(members)
     for module in members:
-        vars(module).update(_recorder=recorder, _settings=settings)  # the user's class may refuse new attributes
+        # the user's class may refuse new attributes
+        vars(module)["_recorder"], vars(module)["_settings"] = recorder, settings
         if not settings.escalate:
             module._learn(None)
     for former_recorder in former:

@@ -1953,6 +1953,20 @@ def test_arguments_in_another_order(*, frozen: bool) -> None:
         right(on(module), module, forward, x)
 
 
+def test_samples_that_a_hook_moves() -> None:
+    """In the model they are seen to move; what its own hook returns are its samples, in that order."""
+    module = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
+    x, order = values(), torch.tensor([2, 0, 1])
+    expected = loop(module, Call((x,)), B, objective=objective_of(forward))
+    model = on(module, escalate=False)
+    model.register_forward_pre_hook(lambda _, args: (args[0][order],))
+    sample_losses(model(x)[order.argsort()]).sum().backward()
+    assert_close_rows(rows_of(model), {name: rows[order] for name, rows in expected.items()})
+    model[2].register_forward_pre_hook(lambda _, args: (args[0][order],))
+    with pytest.raises(enn.PerSampleError, match="samples have taken each other's places"):
+        model(x)
+
+
 UNIQUE: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "function": lambda x: torch.unique(x, dim=0, return_inverse=True),
     "method": lambda x: x.unique(dim=0, return_inverse=True),
