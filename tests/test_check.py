@@ -230,8 +230,12 @@ def test_batch_norm_that_does_not_take_one_sample() -> None:
     assert len(enn.check(model, features()).problems) == 1
     by_hand = between(lambda h: F.batch_norm(h, None, None, training=True))
     (problem,) = enn.check(by_hand, features()).problems
+    assert problem.kind == "layer"
+    assert "normalizes by the statistics of the batch (batch_norm with training=True" in str(problem)
+    by_another_name = between(lambda h: F.instance_norm(h.T.unsqueeze(0)).squeeze(0).T)
+    (problem,) = enn.check(by_another_name, features()).problems
     assert problem.kind == "run"
-    assert "on sample 0 alone it raises ValueError: Expected more than 1 value" in str(problem)
+    assert "on sample 0 alone it raises ValueError: Expected more than 1 spatial element" in str(problem)
 
 
 MIXING: dict[str, Callable[[Tensor], Tensor]] = {
