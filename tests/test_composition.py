@@ -555,15 +555,6 @@ def test_export_in_plain_mode(family: Family) -> None:
     assert_close(call.on(exported.module()), call.on(family.module().eval()).detach(), tol=1e-12)
 
 
-@families("mlp", "general_with_layers")
-def test_export_in_per_sample_mode_is_refused(family: Family) -> None:
-    model, call = enn.convert(family.module()).per_sample(), family.call(SAMPLES)
-    with pytest.raises(
-        enn.PerSampleError, match=r"torch\.export: the model is in per-sample mode.*per_sample\(False\)"
-    ):
-        torch.export.export(model, call.args)
-
-
 @families("mlp", "cnn", "embedding", "general_with_layers")
 def test_compile_in_plain_mode(family: Family) -> None:
     """As one graph; back in per-sample mode the rows are right."""

@@ -869,6 +869,11 @@ def a_layer_replaced_by_one_that_was_only_converted() -> None:
     rows_held(model)
 
 
+@refused(r"^torch\.export: the model is in per-sample mode.*the plain forward.*per_sample\(False\)")
+def an_export_in_per_sample_mode() -> None:
+    torch.export.export(on(nn.Linear(4, 4)), (torch.randn(SAMPLES, 4),))
+
+
 @refused(r"^create_graph=True reached a weight .* outside of a parametrization.*torch\.nn\.utils\.parametrize")
 def second_derivatives_of_a_computed_weight() -> None:
     model, factor = on(nn.Linear(4, 4)), torch.ones(4, 4, requires_grad=True)
