@@ -54,6 +54,8 @@ def convert(model: Model, *, inplace: bool = False) -> Model:
         model = _copied(model)
     expand_modules(model)
     switch(model, getattr(model, "_settings", Settings()), mode=False)
+    for module in model.modules():
+        vars(module).pop("_recorder", None)  # new in a model whose mode is on, it is not one that was switched off
     if not isinstance(model, PerSampleModule):
         object.__setattr__(model, "__class__", twin_class(Root, type(model)))
     return model

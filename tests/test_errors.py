@@ -900,6 +900,25 @@ def a_layer_replaced_by_a_plain_one() -> None:
     rows_held(model)
 
 
+@refused(r"^1\.(weight|bias): the parameter belongs to the new layer Linear, on which per_sample.*Convert the model")
+def a_layer_replaced_by_one_that_was_not_switched_on() -> None:
+    model = on(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[1] = enn.Linear(4, 2)
+    rows_held(model)
+
+
+@refused(r"^1\.(weight|bias): the parameter belongs to the new layer Linear, on which per_sample.*per_sample\(False\)")
+def a_layer_replaced_by_one_that_was_only_converted() -> None:
+    model = on(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[1] = enn.convert(nn.Linear(4, 2))
+    rows_held(model)
+
+
+@refused(r"^torch\.export: the model is in per-sample mode.*the plain forward.*per_sample\(False\)")
+def an_export_in_per_sample_mode() -> None:
+    torch.export.export(on(nn.Linear(4, 4)), (torch.randn(SAMPLES, 4),))
+
+
 @refused(r"^create_graph=True reached a weight .* outside of a parametrization.*torch\.nn\.utils\.parametrize")
 def second_derivatives_of_a_computed_weight() -> None:
     model, factor = on(nn.Linear(4, 4)), torch.ones(4, 4, requires_grad=True)

@@ -747,6 +747,19 @@ def test_samples_that_mix_beside_such_a_mask() -> None:
         model(torch.ones(B, 20, D, dtype=torch.float64))
 
 
+@pytest.mark.parametrize(
+    "of_batch",
+    [lambda x: x / x.shape[0], lambda x: x - x.detach().mean(0), lambda x: x * x.argmin(0)],
+    ids=["the number of samples", "a mean without derivatives", "the place of the smallest"],
+)
+def test_samples_that_mix_beside_dropout(of_batch: Callable[[Tensor], Tensor]) -> None:
+    """No derivative tells, but without the dropout the results differ, whatever is drawn."""
+    forward = lambda m, x: m.scale * of_batch(m.dropout(x))  # noqa: E731
+    model = enn.convert(Own(forward, dropout=nn.Dropout(0.3))).per_sample(escalate=False)
+    with pytest.raises(enn.PerSampleError, match="another result than sample by sample"):
+        model(values(B, D))
+
+
 def test_samples_that_mix_to_one_row_beside_noise() -> None:
     """Which nothing can fix, nor tell of which samples it is."""
     forward = lambda m, x: m.noise((m.scale * x).mean(0, keepdim=True))  # noqa: E731

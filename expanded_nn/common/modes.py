@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
-from expanded_nn._errors import PerSampleError
+from expanded_nn._errors import PerSampleError, complaint
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass  # an attribute of a factored tensor costs a call without it
 
@@ -43,7 +43,18 @@ def autocast_as_now(device: torch.device) -> Callable[[], AbstractContextManager
 
 @_disable_dynamo
 def outside_of_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls what makes rows outside of the graphs of `torch.compile`: `enn.compile` takes the whole step."""
+    """Calls what makes rows outside of the graphs of `torch.compile`: `enn.compile` takes the whole step.
+
+    Raises:
+        PerSampleError: If there is no outside, as in `torch.export`.
+    """
+    if torch.compiler.is_compiling():
+        raise complaint(
+            "torch.export",
+            "the model is in per-sample mode, whose rows are no part of an exported graph",
+            "the plain forward",
+            "Switch per_sample(False) before it, or export under torch.no_grad().",
+        )
     return function(*args, **kwargs)
 
 

@@ -105,8 +105,8 @@ class Recorder:
         return [root for ref in self.roots if (root := ref()) is not None]
 
     def modules(self) -> Iterator[nn.Module]:
-        """All modules of the model, but those that another recorder has taken over."""
-        return (module for module in modules_in(*self.living_roots()) if getattr(module, "_recorder", self) is self)
+        """All modules of the model, but those that another recorder has taken over, or that were switched off."""
+        return (module for module in modules_in(*self.living_roots()) if vars(module).get("_recorder", self) is self)
 
     def watch_all(self) -> None:
         """Watches every parameter that requires gradients, as it may be used outside of its module."""

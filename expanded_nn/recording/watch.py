@@ -64,13 +64,14 @@ class Watch:
                 self.leaf.handle = None
                 self.leaf.clipped_grad = None  # what arrives here is added to it without clipping
             return
-        if holder is not None and not hasattr(holder, "_recorder") and not isinstance(holder, _LISTS):
+        reason = None if holder is None or isinstance(holder, _LISTS) else _without_rows(holder)
+        if reason is not None:
             raise complaint(
                 recorder.name_of(parameter),
-                f"the parameter belongs to a plain {type(holder).__name__}, which was not converted, so its "
-                "gradient is not per sample",
-                "a converted layer",
-                "Convert the model again after changing its layers: convert(model, inplace=True).per_sample(True).",
+                f"the parameter belongs to {reason}, so its gradient is not per sample",
+                "a converted layer, in per-sample mode",
+                "Convert the model again after changing its layers: convert(model, inplace=True).per_sample(True). A "
+                "part that is to have no per-sample gradients says so: part.per_sample(False).",
             )
         raise used_outside(recorder.name_of(parameter), parameter)
 
@@ -85,10 +86,18 @@ def refuse_outside_use(recorder: RecorderLike, result: Any) -> None:
             parameter: Any = getattr(parent, "variable", None)
             is_watched = parameter is not None and recorder.leaves.is_watched(parameter)
             holder = recorder.holder_of(parameter) if is_watched else None
-            if hasattr(holder, "_recorder"):  # the watch has more to say of a plain one
+            if holder is not None and _without_rows(holder) is None:  # the watch has more to say of another
                 error = used_outside(recorder.name_of(parameter), parameter)
                 error.refused_by, error.is_early = holder, True
                 raise error
+
+
+def _without_rows(holder: nn.Module) -> str | None:
+    """Why a module's parameters have no rows, if they have none; `per_sample` gives each module a `_recorder`."""
+    kind = type(holder).__name__
+    if not hasattr(holder, "_recorder"):
+        return f"a plain {kind}, which was not converted"
+    return None if "_recorder" in vars(holder) else f"the new layer {kind}, on which per_sample(True) was not called"
 
 
 def used_outside(name: str, parameter: Tensor) -> PerSampleError:

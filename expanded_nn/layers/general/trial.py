@@ -91,12 +91,15 @@ class Trial:
         self.is_random = self.has_drawn
 
     @torch.no_grad()
-    def plain(self, *, hooks: bool, arguments: Any = None) -> list[Tensor]:
-        """The plain forward's tensors for the whole batch, from these arguments or others; random states stay."""
+    def plain(self, *, hooks: bool, arguments: Any = None, draws: bool = False) -> list[Tensor]:
+        """The plain forward's tensors for the whole batch, from these arguments or others.
+
+        Random states stay as they are; with `draws` they do not, and the next forward draws other numbers.
+        """
         args, kwargs = copies(self.arguments if arguments is None else arguments)
         with without_traces(self.module, hooks=hooks), self.module._children_inside({}):
             leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
-        self.has_drawn = self.states.restore()
+        self.has_drawn = not draws and self.states.restore()
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     @torch.no_grad()
@@ -121,13 +124,9 @@ class Trial:
                 dims = self._dims(mapped, expected)
                 if dims is not None and self._agree(mapped, dims, expected):
                     return Compared(True, dims)
-            repeats = all(map(_near, expected, self.plain(hooks=self.hooks)))
-        if (
-            dims is None
-            or mapped.is_filled_up
-            or (repeats and not self.is_random)
-            or self._mixes(dims, repeats=repeats)
-        ):
+            repeats = self._repeats(expected)
+            is_certain = repeats and (not self.is_random or self._repeats(expected, other_numbers=True))
+        if dims is None or mapped.is_filled_up or is_certain or self._mixes(dims, repeats=repeats):
             error = complaint(
                 self.module.qualified_name,
                 "on the whole batch its forward gives another result than sample by sample",
@@ -139,6 +138,12 @@ class Trial:
             error.refused_by = self.module  # around it, B rows by chance may be a dimension that all share
             raise error
         return Compared(False, dims)
+
+    def _repeats(self, expected: list[Tensor], *, other_numbers: bool = False) -> bool:
+        """Whether the plain forward gives this again, or even with other random numbers."""
+        if other_numbers:
+            self.plain(hooks=self.hooks, draws=True)
+        return all(map(_near, expected, self.plain(hooks=self.hooks)))
 
     def mapped_again(self) -> tuple[Mapped, list[Tensor]]:
         """The samples' results from arguments like those of the call, and the inputs that they have derivatives by."""
