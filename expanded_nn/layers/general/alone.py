@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, TypeVar, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
+from expanded_nn.common.modes import saved_tensors_are_packed
+from expanded_nn.common.steady import without_traces
+from expanded_nn.common.traced import is_traced
+from expanded_nn.core import cost
+from expanded_nn.layers.general.mapped import Called, flatten
+from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.rule import General
+from expanded_nn.layers.general.trial import Ways, near
+from expanded_nn.layers.general.whole import Run
 from expanded_nn.modules.base import PerSampleModule
 from expanded_nn.modules.registry import EXPANDED, refuse_no_class
+from expanded_nn.recording.lift import Slot
+from expanded_nn.recording.recorder import Recorder
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
 
@@ -18,6 +31,50 @@ class Alone(General):
 
     watches: ClassVar[bool] = True
     _alone: ClassVar[bool] = True
+    _compared_last: int = -1  # the sample that was compared with itself alone
+
+    def _may_run_whole(self, call: Called) -> bool:
+        """Whether the forward may run on the whole batch, where its graph tells whose the rows of each layer are."""
+        recorder = self._recorder
+        if recorder is None or not recorder.in_forward or not torch.is_grad_enabled() or cost.is_symbol(call.batch):
+            return False
+        if is_traced() or saved_tensors_are_packed() or self._ways.get(call.kind_of_ways()) == Ways(trials_left=0):
+            return False
+        is_plain = all(type(parameter) is nn.Parameter for parameter in self.parameters())
+        return is_plain and call.batch > 0 and any(dim == 0 for dim in call.dims) and not any(call.dims)
+
+    def _on_whole_batch(self, call: Called) -> Any:
+        result = super()._on_whole_batch(call)
+        if result is not NotImplemented and self.goes_in_a_loop() and not self._agrees(call, result):
+            return NotImplemented
+        return result
+
+    def _agrees(self, call: Called, result: Any) -> bool:
+        """Whether one sample alone, another one at each call, gives what it gives in the batch."""
+        i = self.__dict__["_compared_last"] = (self._compared_last + 1) % call.batch
+        rows = [leaf if dim is None else leaf.narrow(dim, i, 1) for leaf, dim in zip(call.leaves, call.dims, strict=True)]
+        args, kwargs = tree_unflatten(rows, tree_structure((call.args, call.kwargs)))
+        with torch.no_grad(), without_traces(self, hooks=False), self._children_inside({}):
+            alone = self._plain_forward(*args, **kwargs)
+        pairs = zip(flatten(alone)[0], flatten(result)[0], strict=True)
+        dims = iter(self._compared[call.kind].dims)
+        tensors = [(x, y, next(dims)) for x, y in pairs if isinstance(x, Tensor)]
+        return all(near(x, y.detach().narrow(dim, i, 1), 1.0) for x, y, dim in tensors)
+
+    def _run(self, recorder: Recorder, batch: int) -> Run:
+        return Run(batch, recorder.escalation.order, Owners(batch))
+
+    def _begun(self, run: Run, args: Any, kwargs: Any) -> Any:
+        dims = [self._sample_dim(leaf, run.batch) for leaf in tree_leaves((args, kwargs))]
+        return run.begin((args, kwargs), dims, self.buffers())
+
+    def _inside(self, run: Run) -> AbstractContextManager[None]:
+        return self._children_inside({})
+
+    def _lent(self) -> tuple[list[Slot], list[Tensor]]:
+        places = [(module, name) for module in self.modules() for name in module._parameters]
+        places = [(module, name) for module, name in places if module._parameters[name] is not None]
+        return places, [cast(Tensor, module._parameters[name]) for module, name in places]
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
