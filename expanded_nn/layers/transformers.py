@@ -70,7 +70,12 @@ BY_NAME: dict[type[nn.Module], dict[str, str]] = {
         "gemma3": "Gemma3TextScaledWordEmbedding",
         "mbart": "MBartScaledWordEmbedding",
     },
-    RelativeAttention: {"mt5": "MT5Attention", "t5": "T5Attention", "umt5": "UMT5Attention"},
+    RelativeAttention: {
+        "mt5": "MT5Attention",
+        "switch_transformers": "SwitchTransformersAttention",
+        "t5": "T5Attention",
+        "umt5": "UMT5Attention",
+    },
     Experts: {
         "deepseek_v2": "DeepseekV2Moe",
         "deepseek_v3": "DeepseekV3MoE",

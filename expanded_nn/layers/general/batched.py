@@ -10,7 +10,7 @@ from threading import local
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -61,6 +61,11 @@ class _Running(local):
 _RUNNING = _Running()
 
 
+def _are_read() -> bool:
+    """Whether a forward runs whose operations are noted: where its graph tells whose the rows are, they are not."""
+    return any(run.owners is None for run in _RUNNING.runs)
+
+
 class Run:
     """One forward on the whole batch.
 
@@ -77,13 +82,13 @@ class Run:
         owners: Whose the rows of a tensor are, in a forward that may fold its samples; `None` where a tensor of B rows
             has one for each sample, and no other has samples.
         by_sample: Its arguments that have one row for each sample.
-        by_all: Its buffers.
+        module: The module whose forward it is, if it may fold them.
     """
 
     def __init__(self, batch: int, order: Any = None, owners: Owners | None = None) -> None:
         self.batch, self.order, self.owners = batch, order, owners
         self.by_sample: list[Tensor] = []
-        self.by_all: list[Tensor] = []
+        self.module: nn.Module | None = None
         self.way: list[Any] = []
         self.joins: set[str] = set()
         self.failed, self.numel = False, 0
@@ -91,30 +96,32 @@ class Run:
         self.hooks = checkpoint_hooks()
 
     def __enter__(self) -> None:
-        if not _RUNNING.runs:
+        if self.owners is None and not _are_read():
             _RUNNING.reads.__enter__()  # type: ignore[no-untyped-call]
         _RUNNING.runs.append(self)
 
     def __exit__(self, *error: object) -> None:
         _RUNNING.runs.pop()
-        if not _RUNNING.runs:
+        if self.owners is None and not _are_read():
             _RUNNING.reads.__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def begin(self, arguments: Any, dims: list[int | None], buffers: Iterator[Tensor]) -> Any:
+    def begin(self, arguments: Any, dims: list[int | None], module: nn.Module) -> Any:
         """The arguments of a forward that may fold its samples, each where its graph begins.
 
         Args:
             arguments: The arguments.
             dims: Where the samples stand in each leaf of them: first, or it has none.
-            buffers: What all samples share.
+            module: The module whose forward it is.
         """
         assert self.owners is not None
         leaves, structure = tree_flatten(arguments)
         for place, dim in enumerate(dims):
+            leaf = leaves[place]
+            if isinstance(leaf, Tensor) and has_derivatives(leaf) and (dim is not None or leaf.requires_grad):
+                leaves[place] = self.owners.begin(leaf, by_sample=dim is not None)
             if dim is not None:
-                leaves[place] = self.owners.begin(leaves[place]) if has_derivatives(leaves[place]) else leaves[place]
                 self.by_sample.append(leaves[place])
-        self.by_all += buffers
+        self.module = module
         return tree_unflatten(leaves, structure)
 
     def has_rows(self, x: Any, dims: int) -> bool:
@@ -133,7 +140,8 @@ class Run:
         if self.owners is None:
             return x.dim() == 0 or x.shape[0] != self.batch
         whole = x if x._base is None else x._base
-        return x.dim() == 0 or any(whole is buffer for buffer in self.by_all)
+        assert self.module is not None
+        return x.dim() == 0 or any(whole is buffer for buffer in self.module.buffers())
 
     def arranged(self, x: Any) -> Arrangement | None:
         """How the rows of a plain tensor belong to the samples, in a forward that may fold them."""

@@ -1,8 +1,8 @@
 """Whose is what: the samples that the numbers of a tensor belong to, read from the graph that it was computed by.
 
-A forward may fold its samples into rows, `(B, T, d)` to `(B * T, d)`, and take some of these, as each expert of a mixture
-does. What it did stands in autograd's graph, with the indices by which it took them. So the samples of the rows are
-known, whatever their number is. Where an operation is not in the table they are not.
+A forward may fold its samples into rows, `(B, T, d)` to `(B * T, d)`, and take some of these, as each expert of a
+mixture does. What it did stands in autograd's graph, with the indices by which it took them. So the samples of the rows
+are known, whatever their number is. Where an operation is not in the table they are not.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Owners:
         self.kept: list[Tensor] = []  # the samples in it, whose ids are its keys
         self.anchor = torch.zeros((), requires_grad=True)
 
-    def begin(self, x: Tensor) -> Tensor:
-        """An argument `(B, ...)`, whose first dimension is that of the samples."""
+    def begin(self, x: Tensor, *, by_sample: bool) -> Tensor:
+        """An argument: `(B, ...)`, whose first dimension is that of the samples, or one that all of them share."""
         x = _Begin.apply(x, self.anchor)  # type: ignore[no-untyped-call]
-        self.note(x, _first(torch.arange(self.batch, device=x.device), x.dim()))
+        self.note(x, _first(torch.arange(self.batch, device=x.device), x.dim()) if by_sample else None)
         return x
 
     def note(self, x: Tensor, samples: Samples) -> None:
@@ -148,9 +148,10 @@ class Arrangement:
     ) -> Tensor:  # (B, T, ...)
         """The rows of each sample, and zeros behind them."""
         if self.length is not None:
-            return x.unflatten(0, (self.batch, self.length))
+            return x.reshape(self.batch, self.length, *x.shape[1:])
         slots, longest = self.slots()
-        return x.new_zeros(self.batch * longest, *x.shape[1:]).index_copy(0, slots, x).unflatten(0, (self.batch, longest))
+        rows = x.new_zeros(self.batch * longest, *x.shape[1:]).index_copy(0, slots, x)
+        return rows.view(self.batch, longest, *x.shape[1:])
 
     def unpadded(
         self,
@@ -406,6 +407,16 @@ def _index_add(op: Operation) -> Samples:
     return together([total, written], len(op.shape))
 
 
+def _scatter(op: Operation) -> Samples:
+    """Numbers are put elsewhere along a dimension."""
+    total, put, (dim,) = op.samples_of(0), op.samples_of(1), op.dims("dim", len(op.shape))
+    if put is not None:
+        if any(size != op.shape[place] for place, size in enumerate(op.shape_of(1)) if place != dim):
+            raise Unknown
+        put = constant(put, [dim])
+    return together([total, put], len(op.shape))
+
+
 def _joined(op: Operation) -> Samples:
     found = op.all_samples()
     (dim,) = op.dims("dim", len(op.shape))
@@ -472,8 +483,8 @@ RULES: dict[str, Callable[[Operation], Samples]] = {
         [
             *("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Exp", "Expm1", "Log", "Log1p", "Sqrt", "Rsqrt", "Pow", "Abs"),
             *("Reciprocal", "Sin", "Cos", "Tanh", "Sigmoid", "LogSigmoid", "Relu", "Silu", "Gelu", "Softplus", "Elu"),
-            *("Mish", "LeakyRelu", "Hardtanh", "Hardswish", "Hardsigmoid", "Threshold", "Clamp", "ClampMin", "ClampMax"),
-            *("Erf", "Maximum", "Minimum", "Where", "MaskedFill", "Addcmul", "Lerp", "NativeDropout"),
+            *("Mish", "LeakyRelu", "Hardtanh", "Hardswish", "Hardsigmoid", "Threshold", "Clamp", "ClampMin"),
+            *("ClampMax", "Erf", "Maximum", "Minimum", "Where", "MaskedFill", "Addcmul", "Lerp", "NativeDropout"),
             *("Clone", "ToCopy", "Alias", "ViewAs"),
         ],
         _elementwise,
@@ -499,10 +510,13 @@ RULES: dict[str, Callable[[Operation], Samples]] = {
     "Flip": _of_first(_flip),
     "Roll": _of_first(_roll),
     "ConstantPadNd": _of_first(_pad),
+    "ViewAsReal": _of_first(lambda op, samples: samples.unsqueeze(-1)),
+    "ViewAsComplex": _of_first(lambda op, samples: constant(samples, [samples.dim() - 1]).squeeze(-1)),
     "Index": _of_first(_index),
     "IndexSelect": _of_first(_index_select),
     "Gather": _of_first(_gather),
     "IndexAdd": _index_add,
+    "Scatter": _scatter,
     "Cat": _joined,
     "Stack": _stack,
     **dict.fromkeys(["Mm", "Bmm", "Addmm", "Baddbmm"], _product),

@@ -34,7 +34,7 @@ from expanded_nn.layers.general.batched import (
     with_dims,
 )
 from expanded_nn.layers.general.folded import linear_of_rows
-from expanded_nn.layers.general.owners import Arrangement, together
+from expanded_nn.layers.general.owners import Arrangement, Owners, constant, together
 from expanded_nn.layers.linear import linear
 
 _BOTH = ("weight", "bias")
@@ -65,6 +65,15 @@ def _noted(run: Run, y: Tensor, arrangement: Arrangement) -> Tensor:
 def _as_it_looks(func: Any, args: Any, kwargs: Any) -> Any:
     with no_torch_function():
         return func(*args, **kwargs)
+
+
+def _set_data(func: Any, args: Any, kwargs: Any) -> None:
+    """To itself, as where a module is moved to the dtype that it has."""
+    refuse_unless(args[0] is args[1])
+
+
+def _no_grad(func: Any, args: Any, kwargs: Any) -> None:
+    """The `.grad` of what is no leaf."""
 
 
 def _requires_grad(func: Any, args: Any, kwargs: Any) -> bool:
@@ -254,7 +263,7 @@ def _index(func: Any, args: Any, kwargs: Any) -> Batched:
         number = int(keys[0])
         refuse_unless(-own.value.shape[1] <= number < own.value.shape[1])
         own.run.note(func, whole=False)
-        return own.run.batched(own.part(number))
+        return own.run.batched(own.part(number % own.value.shape[1]))
     if len(keys) == 1 and isinstance(keys[0], Tensor):  # entries of a table, by an index that all samples share
         (index,) = keys
         refuse_unless(not is_own(index) and index.dtype == torch.int64 and own.run.are_shared(index))
@@ -369,11 +378,49 @@ def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
         if arrangement is not None:
             run.note(func, whole=True)
             return _noted(run, linear_of_rows(x, own.value.mT, None, arrangement), arrangement)
+    if run.owners is not None and own is right and own.rank == x.dim() == 3:
+        return _product_by_expert(func, x, own, run.owners)
     refuse_unless(own.rank >= 2 and run.has_rows(x, 2 if own is right and own.rank == 2 else 3))
     run.note(func, whole=True)
     if own is right and own.rank == 2:
         return linear(x, own.value.mT)
     return torch.matmul(*(beside(side, x.dim()) if side is own else side for side in args))
+
+
+def _product_by_expert(func: Any, x: Tensor, own: Batched, owners: Owners) -> Tensor:
+    """Of the same rows `(E, n, in)` for each expert with its matrix, `(E, in, out)`."""
+    samples, experts = owners.of(x), own.value.shape[1]
+    refuse_unless(samples is not None and x.shape[0] == experts)
+    assert samples is not None
+    samples = constant(samples, [0, 2])
+    arrangement = owners.arranged(samples[0], x.shape[1])
+    own.run.note(func, whole=True)
+    y = torch.stack([linear_of_rows(x[e], own.part(e).mT, None, arrangement) for e in range(experts)])
+    owners.note(y, samples)
+    return y
+
+
+def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Of rows `(n, in)`, which stand expert by expert, with the matrices `(E, in, out)` of these."""
+    x: Tensor = args[0]
+    own, ends = _own(args[1]), kwargs.get("offs", args[2] if len(args) > 2 else None)
+    refuse_unless(isinstance(x, Tensor) and not is_own(x))
+    options = {name: value for name, value in kwargs.items() if value is not None and name != "offs"}
+    owners, samples = own.run.owners, None if own.run.owners is None else own.run.owners.of(x)
+    refuse_unless(isinstance(ends, Tensor) and not options and len(args) < 4)
+    refuse_unless(x.dim() == 2 and own.rank == 3 and len(ends) == own.value.shape[1])
+    assert owners is not None
+    assert samples is not None
+    samples, numbers, results = constant(samples, [1]), ends.tolist(), []
+    refuse_unless(numbers[-1] == len(x))
+    own.run.note(func, whole=True)
+    for expert, (start, end) in enumerate(zip([0, *numbers], numbers, strict=False)):
+        if start < end:
+            arrangement = owners.arranged(samples.expand(len(x), 1)[start:end], end - start)
+            results.append(linear_of_rows(x[start:end], own.part(expert).mT, None, arrangement))
+    y = torch.cat(results)
+    owners.note(y, samples)
+    return y
 
 
 # The table: what may be done with a parameter, and by which rule
@@ -391,7 +438,10 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys(attributes("shape", "dtype", "device", "ndim", "layout", "is_cuda"), _as_it_looks),
     **dict.fromkeys(functions("dim", "size", "numel", "nelement", "is_floating_point", "is_complex"), _as_it_looks),
     Tensor.__len__: _as_it_looks,
-    **dict.fromkeys(attributes("requires_grad"), _requires_grad),
+    torch._has_compatible_shallow_copy_type: _as_it_looks,
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.grad.__get__: _no_grad,  # type: ignore[union-attr]
+    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
     **dict.fromkeys(
         functions(
             *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "rsub"),
@@ -422,6 +472,7 @@ TABLE: dict[Any, Rule] = {
     Tensor.__getitem__: _index,
     **dict.fromkeys(functions("cat", "concat", "stack"), _join),
     **dict.fromkeys(functions("matmul", "__matmul__", "bmm"), _product),
+    **dict.fromkeys(functions("grouped_mm", "_grouped_mm"), _grouped_product),  # from torch 2.10 on
     F.embedding: _look_up,
     F.interpolate: _resized,
     F.linear: _with_weights(linear, 2, ("input", *_BOTH), _BOTH, by_position=True),
