@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
 from operator import mul
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -368,15 +368,25 @@ def _roll(op: Operation, samples: Tensor) -> Tensor:
     return torch.roll(_whole(samples, op.shape_of(0), dims), [_signed(shift) for shift in op.saved("shifts")], dims)
 
 
+def _filled_up(op: Operation, samples: Tensor) -> Tensor:
+    """The samples of a tensor whose other numbers are of none: these count as those beside them."""
+    if samples.numel() == 1 and op.owners.batch > 1:
+        raise Unknown
+    return samples
+
+
 def _pad(op: Operation, samples: Tensor) -> Tensor:
     pads = [_signed(number) for number in op.saved("pad")]
     padded = [samples.dim() - 1 - place // 2 for place, number in enumerate(pads) if number]
-    return constant(samples, padded)
+    return _filled_up(op, constant(samples, padded))
 
 
 def _index(op: Operation, samples: Tensor) -> Tensor:
-    keys = op.saved("indices")
-    dims = [dim for dim, key in enumerate(keys) if key is not None]
+    keys, dims, dim = op.saved("indices"), [], 0
+    for key in keys:
+        count = key.dim() if key is not None and key.dtype in (torch.bool, torch.uint8) else 1
+        dims += [] if key is None else range(dim, dim + count)
+        dim += count
     whole = _whole(samples, op.shape_of(0), dims)
     return whole[tuple(slice(None) if key is None else key for key in keys)]
 
@@ -413,7 +423,7 @@ def _scatter(op: Operation) -> Samples:
     if put is not None:
         if any(size != op.shape[place] for place, size in enumerate(op.shape_of(1)) if place != dim):
             raise Unknown
-        put = constant(put, [dim])
+        put = _filled_up(op, constant(put, [dim]))
     return together([total, put], len(op.shape))
 
 
@@ -424,7 +434,10 @@ def _joined(op: Operation) -> Samples:
     if not there:
         return None
     if all(samples.shape[dim] == 1 for samples in there):
-        return together(there, len(op.shape)) if len(there) < len(found) or _are_equal(there) else _cat(op, found, dim)
+        if len(there) < len(found):
+            return _filled_up(op, cast(Tensor, together(there, len(op.shape))))
+        if _are_equal(there):
+            return there[0]
     return _cat(op, found, dim)
 
 

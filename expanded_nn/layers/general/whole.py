@@ -438,9 +438,6 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys(attributes("shape", "dtype", "device", "ndim", "layout", "is_cuda"), _as_it_looks),
     **dict.fromkeys(functions("dim", "size", "numel", "nelement", "is_floating_point", "is_complex"), _as_it_looks),
     Tensor.__len__: _as_it_looks,
-    torch._has_compatible_shallow_copy_type: _as_it_looks,
-    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    Tensor.grad.__get__: _no_grad,  # type: ignore[union-attr]
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
     **dict.fromkeys(
         functions(
@@ -472,7 +469,6 @@ TABLE: dict[Any, Rule] = {
     Tensor.__getitem__: _index,
     **dict.fromkeys(functions("cat", "concat", "stack"), _join),
     **dict.fromkeys(functions("matmul", "__matmul__", "bmm"), _product),
-    **dict.fromkeys(functions("grouped_mm", "_grouped_mm"), _grouped_product),  # from torch 2.10 on
     F.embedding: _look_up,
     F.interpolate: _resized,
     F.linear: _with_weights(linear, 2, ("input", *_BOTH), _BOTH, by_position=True),
@@ -498,4 +494,11 @@ TABLE: dict[Any, Rule] = {
         )
     },
 }
-RULES.update(TABLE)
+# what only forwards do that fold their samples, which run with the parameters of all layers in them
+FOLDED: dict[Any, Rule] = {
+    torch._has_compatible_shallow_copy_type: _as_it_looks,
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.grad.__get__: _no_grad,  # type: ignore[union-attr]
+    **dict.fromkeys(functions("grouped_mm", "_grouped_mm"), _grouped_product),  # from torch 2.10 on
+}
+RULES.update({**TABLE, **FOLDED})
