@@ -319,16 +319,76 @@ def test_experts_by_a_grouped_product() -> None:
     assert runs_whole(model)
 
 
-class Moves(nn.Module):
-    """Moves a layer to the dtype that it has, as the router of a Switch transformer does."""
+DECODER = {
+    "vocab_size": 30,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "num_hidden_layers": 1,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "use_cache": False,
+}
+SWITCH = {
+    "vocab_size": 30,
+    "d_model": 8,
+    "d_kv": 4,
+    "d_ff": 12,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_sparse_encoder_layers": 1,
+    "num_sparse_decoder_layers": 1,
+    "num_heads": 2,
+    "num_experts": 3,
+    "expert_capacity": 2,  # beyond which rows are dropped, in each sample
+    "use_cache": False,
+}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(D, D)
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.layer = self.layer.to(x.dtype)
-        return self.layer(x.view(-1, D)).tanh().view(x.shape)  # type: ignore[no-any-return]
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("Mixtral", DECODER),
+        ("GptOss", {**DECODER, "layer_types": ["full_attention"]}),
+        ("GraniteMoe", {key: value for key, value in DECODER.items() if key != "head_dim"}),
+        ("SwitchTransformers", SWITCH),
+    ],
+)
+def test_models(name: str, sizes: dict[str, Any]) -> None:
+    """Unedited: of gpt-oss the whole layer folds its samples, the router of Switch moves itself to its own dtype."""
+    transformers = pytest.importorskip("transformers")
+    seq2seq = name.startswith("Switch")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**sizes)
+        module = getattr(transformers, f"{name}For{'ConditionalGeneration' if seq2seq else 'CausalLM'}")(config)
+        module = module.double().eval()
+        for parameter in module.parameters():
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+    for router in module.modules():
+        if hasattr(router, "classifier"):
+            router.dtype = torch.float64  # the config knows no other than float32
+    if not seq2seq:
+        module.set_experts_implementation("eager")
+        module.set_attn_implementation("eager")
+    model = enn.convert(deepcopy(module)).per_sample(loss_reduction="sum")
+    for seed in range(2):
+        words = torch.randint(3, 30, (B, 6), generator=torch.Generator().manual_seed(seed))
+        inputs = {"input_ids": words, **({"decoder_input_ids": words.flip(1)} if seq2seq else {})}
+        model.zero_grad()
+        model(**inputs).logits.sin().sum().backward()
+        for i in range(B):
+            module.zero_grad()
+            module(**{key: value[i : i + 1] for key, value in inputs.items()}).logits.sin().sum().backward()
+            for key, parameter in module.named_parameters():
+                rows = model.get_parameter(key).grad_sample
+                if parameter.grad is not None:
+                    assert_close(rows[i], parameter.grad, name=key)
+                else:
+                    assert rows is None or not rows[i].any()
+    assert runs_whole(model)
 
 
 # Other folds
@@ -394,7 +454,6 @@ class OutOfOrder(nn.Module):
 @pytest.mark.parametrize(
     ("module", "shape"),
     [
-        (Moves, (T, D)),
         (Windows, (6, D)),
         (Windows, (2 * B, D)),
         (Patches, (8, D)),

@@ -382,7 +382,8 @@ def _pad(op: Operation, samples: Tensor) -> Tensor:
 
 
 def _index(op: Operation, samples: Tensor) -> Tensor:
-    keys, dims, dim = op.saved("indices"), [], 0
+    keys, dim = op.saved("indices"), 0
+    dims: list[int] = []
     for key in keys:
         count = key.dim() if key is not None and key.dtype in (torch.bool, torch.uint8) else 1
         dims += [] if key is None else range(dim, dim + count)
