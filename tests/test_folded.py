@@ -30,6 +30,7 @@ def values(*shape: int, seed: int = 1) -> Tensor:
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", enn.PerSampleWarning)
+        warnings.filterwarnings("ignore", message="The .grad attribute")  # Module.to in a forward, in a loop
         yield
 
 

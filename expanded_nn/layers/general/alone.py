@@ -28,7 +28,11 @@ ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
 
 
 class Alone(General):
-    """A module that goes through the general rule as a whole, whether it has parameters of its own or not."""
+    """A module that goes through the general rule as a whole, whether it has parameters of its own or not.
+
+    Its samples may be folded into rows within it. It runs on the whole batch where its graph tells of which sample each
+    row is that meets a parameter, after a trial as for other modules; sample by sample where it does not.
+    """
 
     watches: ClassVar[bool] = True
     _alone: ClassVar[bool] = True
