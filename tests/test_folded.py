@@ -281,6 +281,35 @@ def test_a_capacity_that_is_met_later_is_found_soon() -> None:
         assert [call.on(model) for call in calls(number=B * cost.TURNS_OF_A_SAMPLE)]
 
 
+def test_dropout_is_drawn_once_in_each_step() -> None:
+    """Also where a sample alone is compared; of what is drawn nothing can be."""
+
+    class Drops(Mixture):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(F.dropout(x, 0.5))
+
+    module, (call, *_) = built(Drops(Stacked())), calls()
+    model = enn.convert(module).per_sample()
+    call.on(model)
+    for _ in range(cost.TURNS_OF_A_SAMPLE + 1):
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            expected, state = call.on(module).detach(), torch.get_rng_state()
+            torch.manual_seed(7)
+            assert_close(call.on(model), expected)
+            assert torch.equal(torch.get_rng_state(), state)
+    assert runs_whole(model)
+
+
+def test_rows_of_experts_have_no_positions() -> None:
+    """Those that an expert takes are others in each sample, and fewer in some."""
+    model = enn.convert(built(Mixture(Layers()))).per_sample(keep_factors=True)
+    total_loss(model, calls()[0]).backward()
+    assert runs_whole(model)
+    with pytest.raises(enn.PerSampleError, match=r"kronecker: .*'part.experts.each.0.0.weight'"):
+        enn.per_sample_grads(model).kronecker()
+
+
 def test_mixed_rows_do_not_run_on_the_whole_batch() -> None:
     class Mixes(Mixture):
         def forward(self, x: Tensor) -> Tensor:

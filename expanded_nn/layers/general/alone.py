@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from expanded_nn.common.modes import saved_tensors_are_packed
-from expanded_nn.common.steady import without_traces
+from expanded_nn.common.steady import RandomStates, without_traces
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core import cost
 from expanded_nn.layers.general.batched import NotInTable
@@ -58,12 +58,15 @@ class Alone(General):
         return result if is_right else NotImplemented
 
     def _agrees(self, call: Called, result: Any, i: int) -> bool:
-        """Whether a sample alone gives what it gives in the batch."""
+        """Whether a sample alone gives what it gives in the batch; of what draws random numbers nothing can tell."""
         leaves = zip(call.leaves, call.dims, strict=True)
         rows = [leaf if dim is None else leaf.narrow(dim, i, 1) for leaf, dim in leaves]
         args, kwargs = tree_unflatten(rows, tree_structure((call.args, call.kwargs)))
+        states = RandomStates([*self.modules(), call.args, call.kwargs])
         with torch.no_grad(), without_traces(self, hooks=False), self._children_inside({}):
             alone = self._plain_forward(*args, **kwargs)
+        if states.restore():
+            return True
         pairs = zip(flatten(alone)[0], flatten(result)[0], strict=True)
         dims = iter(self._compared[call.kind].dims)
         tensors = [(x, y, next(dims)) for x, y in pairs if isinstance(x, Tensor)]

@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn.common.modes import refuse_batched
+from expanded_nn.common.modes import in_own_dtype, refuse_batched
 from expanded_nn.common.shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
 from expanded_nn.core import algebra
 from expanded_nn.factored import FactoredTensor, materialized
 from expanded_nn.layers.general.owners import Arrangement
-from expanded_nn.layers.linear import bias_rows, linear, outer_rows
-from expanded_nn.recording.expand import keeps_factors
+from expanded_nn.layers.linear import bias_rows, linear, positions
 
 
 class _Linear(torch.autograd.Function):
@@ -39,8 +38,10 @@ class _Linear(torch.autograd.Function):
                 grad_x = torch.matmul(g, shared(weight).to(g.dtype)).to(x.dtype)
         by_sample = padded(g) if any(ctx.needs_input_grad[1:3]) else g
         if ctx.needs_input_grad[1]:
-            keep_factors = keeps_factors(weight)
-            grad_weight = outer_rows(by_sample, padded(x.to(g.dtype)), weight.dtype, keep_factors=keep_factors)
+            # dense: what is padded has no positions that could be counted, or compared with those of other layers
+            with in_own_dtype(g):
+                rows = torch.bmm(positions(by_sample).mT, positions(padded(x.to(g.dtype))))
+            grad_weight = rows.to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = bias_rows(by_sample, ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None
