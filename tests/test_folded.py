@@ -212,6 +212,16 @@ def test_frozen_experts_have_no_rows() -> None:
     assert_close_rows(rows, {name: expected[name] for name in rows})
 
 
+def test_an_expert_without_rows_leaves_zeros() -> None:
+    x = 0.3 * values(B, T, D).abs()
+    with torch.random.fork_rng():
+        torch.use_deterministic_algorithms(True)  # which fills memory that is not written with NaN
+        try:
+            assert_right(built(Mixture(Stacked(), by_first_feature, k=1), around=False), Call((x,)), Call((x,)))
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
 def test_experts_share_a_weight() -> None:
     experts = Layers()
     experts.each[1] = experts.each[0]

@@ -191,6 +191,7 @@ class Run:
         leaves, structure = flatten(result)
         leaves = [beside(leaf, leaf.rank) if is_own(leaf) else leaf for leaf in leaves]
         self.way += [leaf.shape[:1] == (self.batch,) for leaf in leaves if isinstance(leaf, Tensor)]
+        self.way += [type(leaf).__name__ for leaf in leaves if isinstance(leaf, int | float | str)]  # it was read
         return tree_unflatten(leaves, structure)
 
     def leaves_something(self) -> bool:
