@@ -788,7 +788,7 @@ def an_object_of_one_sample() -> None:
     r"^Own: its forward keeps tensors in an attribute, a buffer or an argument; wanted .* keeps nothing for the next"
 )
 def something_left_behind_by_one_sample() -> None:
-    in_a_loop(lambda self, x: self.seen.add_(1) + x * self.scale)
+    in_a_loop(lambda self, x: self.seen.add_(1) + x * self.scale.cumprod(0))
 
 
 @refused(r"^Own: no argument has one row per sample; wanted 3 rows")

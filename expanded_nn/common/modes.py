@@ -64,6 +64,11 @@ def checkpoint_hooks() -> Any:
     return hooks if hooks is not None and hooks[0].__module__ == checkpoint.__name__ else None
 
 
+def saved_tensors_are_packed() -> bool:
+    """Whether what autograd saves is kept in another form, as in a checkpoint, and cannot be looked at meanwhile."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def is_of_checkpoint(error: BaseException) -> bool:
     """Whether a checkpoint itself raised an error: to end a forward within the backward once it has what it needs."""
     return type(error).__module__ == checkpoint.__name__

@@ -28,12 +28,14 @@ OWN_STATE = (
     "_compared",
     "_readings",
     "_ways",
+    "_turn",
     "_ranks",
     "_shared_seen",
     "_learned",
     "_layout_is_clear",
 )
 OURS = {"_parameters", "_modules", "_flat_weights", "_flat_weight_refs", *OWN_STATE}
+_LEARNED = ("_compared", "_readings", "_ways", "_turn")  # what the general rule knows of a module
 _ATOMS = {bool, int, float, str, type(None)}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -179,7 +181,7 @@ def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
         yield
     finally:
         for member, attributes in before:
-            learned = {key: vars(member)[key] for key in ("_compared", "_readings", "_ways") if key in vars(member)}
+            learned = {key: vars(member)[key] for key in _LEARNED if key in vars(member)}
             vars(member).clear()
             vars(member).update(attributes, **learned)
 

@@ -56,7 +56,10 @@ class RelativeAttention(Root):
 
 
 class Experts(Alone):
-    """A mixture of experts that folds the samples into rows, and loops over the experts, as `vmap` cannot."""
+    """A mixture of experts that folds the samples into rows, and loops over the experts, as `vmap` cannot.
+
+    It runs on the whole batch where its graph tells whose the rows are, which each expert takes.
+    """
 
     _loops: ClassVar[bool] = True
 
@@ -70,14 +73,21 @@ BY_NAME: dict[type[nn.Module], dict[str, str]] = {
         "gemma3": "Gemma3TextScaledWordEmbedding",
         "mbart": "MBartScaledWordEmbedding",
     },
-    RelativeAttention: {"mt5": "MT5Attention", "t5": "T5Attention", "umt5": "UMT5Attention"},
+    RelativeAttention: {
+        "mt5": "MT5Attention",
+        "switch_transformers": "SwitchTransformersAttention",
+        "t5": "T5Attention",
+        "umt5": "UMT5Attention",
+    },
     Experts: {
         "deepseek_v2": "DeepseekV2Moe",
         "deepseek_v3": "DeepseekV3MoE",
+        "granitemoe": "GraniteMoeMoE",
         "mixtral": "MixtralSparseMoeBlock",
         "olmoe": "OlmoeSparseMoeBlock",
         "qwen2_moe": "Qwen2MoeSparseMoeBlock",
         "qwen3_moe": "Qwen3MoeSparseMoeBlock",
+        "switch_transformers": "SwitchTransformersSparseMLP",
     },
     Alone: {"deberta_v2": "DebertaV2Encoder", "opt": "OPTDecoderLayer", "swin": "SwinLayer"},
 }

@@ -2,22 +2,100 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
+from expanded_nn.common.modes import saved_tensors_are_packed
+from expanded_nn.common.steady import RandomStates, without_traces
+from expanded_nn.common.traced import is_traced
+from expanded_nn.core import cost
+from expanded_nn.layers.general.batched import NotInTable
+from expanded_nn.layers.general.mapped import Called, flatten
+from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.rule import General
+from expanded_nn.layers.general.trial import Way, Ways, near
+from expanded_nn.layers.general.whole import Run
 from expanded_nn.modules.base import PerSampleModule
 from expanded_nn.modules.registry import EXPANDED, refuse_no_class
+from expanded_nn.recording.lift import Slot
+from expanded_nn.recording.recorder import Recorder
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
 
 
 class Alone(General):
-    """A module that goes through the general rule as a whole, whether it has parameters of its own or not."""
+    """A module that goes through the general rule as a whole, whether it has parameters of its own or not.
+
+    Its samples may be folded into rows within it. It runs on the whole batch where its graph tells of which sample each
+    row is that meets a parameter, after a trial as for other modules; sample by sample where it does not.
+    """
 
     watches: ClassVar[bool] = True
     _alone: ClassVar[bool] = True
+    _turn: int = -1  # how many calls have run on the whole batch, from 0 on
+
+    def _may_run_whole(self, call: Called) -> bool:
+        """Whether the forward may run on the whole batch, where its graph tells whose the rows of each layer are."""
+        recorder = self._recorder
+        if recorder is None or not recorder.in_forward or not torch.is_grad_enabled() or cost.is_symbol(call.batch):
+            return False
+        if is_traced() or saved_tensors_are_packed() or self._ways.get(call.kind_of_ways()) == Ways(trials_left=0):
+            return False
+        return call.batch > 0 and any(dim == 0 for dim in call.dims) and not any(call.dims)
+
+    def _on_whole_batch(self, call: Called) -> Any:
+        result = super()._on_whole_batch(call)
+        if result is NotImplemented or not self.goes_in_a_loop():
+            return result
+        # values lead it, so that samples may meet which have not met in the trial
+        turn = self.__dict__["_turn"] = self._turn + 1
+        is_due = turn % cost.TURNS_OF_A_SAMPLE == 0
+        is_right = not is_due or self._agrees(call, result, turn // cost.TURNS_OF_A_SAMPLE % call.batch)
+        return result if is_right else NotImplemented
+
+    def _agrees(self, call: Called, result: Any, i: int) -> bool:
+        """Whether a sample alone gives what it gives in the batch; of what draws random numbers nothing can tell."""
+        leaves = zip(call.leaves, call.dims, strict=True)
+        rows = [leaf if dim is None else leaf.narrow(dim, i, 1) for leaf, dim in leaves]
+        args, kwargs = tree_unflatten(rows, tree_structure((call.args, call.kwargs)))
+        states = RandomStates([*self.modules(), call.args, call.kwargs])
+        with torch.no_grad(), without_traces(self, hooks=False), self._children_inside({}):
+            alone = self._plain_forward(*args, **kwargs)
+        if states.restore():
+            return True
+        pairs = zip(flatten(alone)[0], flatten(result)[0], strict=True)
+        dims = iter(self._compared[call.kind].dims)
+        tensors = [(x, y, next(dims)) for x, y in pairs if isinstance(x, Tensor)]
+        return all(near(x, y.detach().narrow(dim, i, 1), 1.0) for x, y, dim in tensors)
+
+    def _attempt(self, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
+        order = None if self._recorder is None else self._recorder.escalation.order
+        if order is None:
+            return super()._attempt(args, kwargs)
+        result: tuple[Any, Way | None] = order.as_one_operation(super()._attempt, args, kwargs)
+        return result
+
+    def _run(self, recorder: Recorder, batch: int) -> Run:
+        return Run(batch, recorder.escalation.order, Owners(batch))
+
+    def _begun(self, run: Run, args: Any, kwargs: Any) -> Any:
+        dims = [self._sample_dim(leaf, run.batch) for leaf in tree_leaves((args, kwargs))]
+        return run.begin((args, kwargs), dims, self)
+
+    def _inside(self, run: Run) -> AbstractContextManager[None]:
+        return self._children_inside({})
+
+    def _lent(self) -> tuple[list[Slot], list[Tensor]]:
+        lent = [(module, name, value) for module in self.modules() for name, value in module._parameters.items()]
+        places = [(module, name) for module, name, value in lent if value is not None]
+        parameters = [value for _, _, value in lent if value is not None]
+        if any(type(parameter) is not nn.Parameter for parameter in parameters):
+            raise NotInTable("a parameter that is sharded, or has a batch dimension of its own")
+        return places, parameters  # type: ignore[return-value]
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -10,15 +10,18 @@ from threading import local
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from expanded_nn.common.batch import has_derivatives
 from expanded_nn.common.modes import checkpoint_hooks
 from expanded_nn.common.shared import is_shared
 from expanded_nn.core import cost
 from expanded_nn.layers.general.derived import Derived
+from expanded_nn.layers.general.folded import parts_of
 from expanded_nn.layers.general.mapped import flatten
+from expanded_nn.layers.general.owners import Arrangement, Owners
 from expanded_nn.layers.general.ways import JOINS, READS, along, is_of_a_layer
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -58,6 +61,11 @@ class _Running(local):
 _RUNNING = _Running()
 
 
+def _are_read() -> bool:
+    """Whether a forward runs whose operations are noted: where its graph tells whose the rows are, they are not."""
+    return any(run.owners is None for run in _RUNNING.runs)
+
+
 class Run:
     """One forward on the whole batch.
 
@@ -71,10 +79,16 @@ class Run:
         failed: Whether something was not in the table, even if the forward caught the error.
         numel: Of the largest tensor so far.
         made: The tensors that must not outlive the forward.
+        owners: Whose the rows of a tensor are, in a forward that may fold its samples; `None` where a tensor of B rows
+            has one for each sample, and no other has samples.
+        by_sample: Its arguments that have one row for each sample.
+        module: The module whose forward it is, if it may fold them.
     """
 
-    def __init__(self, batch: int, order: Any = None) -> None:
-        self.batch, self.order = batch, order
+    def __init__(self, batch: int, order: Any = None, owners: Owners | None = None) -> None:
+        self.batch, self.order, self.owners = batch, order, owners
+        self.by_sample: list[Tensor] = []
+        self.module: nn.Module | None = None
         self.way: list[Any] = []
         self.joins: set[str] = set()
         self.failed, self.numel = False, 0
@@ -82,14 +96,58 @@ class Run:
         self.hooks = checkpoint_hooks()
 
     def __enter__(self) -> None:
-        if not _RUNNING.runs:
+        if self.owners is None and not _are_read():
             _RUNNING.reads.__enter__()  # type: ignore[no-untyped-call]
         _RUNNING.runs.append(self)
 
     def __exit__(self, *error: object) -> None:
         _RUNNING.runs.pop()
-        if not _RUNNING.runs:
+        if self.owners is None and not _are_read():
             _RUNNING.reads.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def begin(self, arguments: Any, dims: list[int | None], module: nn.Module) -> Any:
+        """The arguments of a forward that may fold its samples, each where its graph begins.
+
+        Args:
+            arguments: The arguments.
+            dims: Where the samples stand in each leaf of them: first, or it has none.
+            module: The module whose forward it is.
+        """
+        assert self.owners is not None
+        leaves, structure = tree_flatten(arguments)
+        for place, dim in enumerate(dims):
+            leaf = leaves[place]
+            if isinstance(leaf, Tensor) and has_derivatives(leaf) and (dim is not None or leaf.requires_grad):
+                leaves[place] = self.owners.begin(leaf, by_sample=dim is not None)
+            if dim is not None:
+                self.by_sample.append(leaves[place])
+        self.module = module
+        return tree_unflatten(leaves, structure)
+
+    def has_rows(self, x: Any, dims: int) -> bool:
+        """Whether it is a plain tensor of B rows, one for each sample, with at least so many dimensions."""
+        if not isinstance(x, Tensor) or is_own(x) or x.dim() < max(dims, 1):
+            return False
+        if self.owners is None:
+            return x.shape[0] == self.batch
+        if not has_derivatives(x):  # no graph tells of it
+            return any(x is argument for argument in self.by_sample)
+        arrangement = self.owners.of_rows(x)
+        return arrangement is not None and arrangement.length == 1
+
+    def are_shared(self, x: Tensor) -> bool:
+        """Whether all samples share a tensor, as an index, that has not a row for each."""
+        if self.owners is None:
+            return x.dim() == 0 or x.shape[0] != self.batch
+        whole = x if x._base is None else x._base
+        assert self.module is not None
+        return x.dim() == 0 or any(whole is buffer for buffer in self.module.buffers())
+
+    def arranged(self, x: Any) -> Arrangement | None:
+        """How the rows of a plain tensor belong to the samples, in a forward that may fold them."""
+        if self.owners is None or not isinstance(x, Tensor) or is_own(x) or x.dim() == 0:
+            return None
+        return self.owners.of_rows(x)
 
     def batched(self, value: Tensor | Derived) -> Batched:
         made = Batched(value, self)
@@ -121,6 +179,10 @@ class Run:
             raise NotInTable("a checkpoint inside, which computes it again when the parameters are what they were")
         self.way.append((func.__name__, whole))
 
+    def way_gone(self) -> Any:
+        """What tells it from others; where the rows are known, how often it did something does not count."""
+        return *(self.way if self.owners is None else [frozenset(self.way)]), frozenset(self.joins)
+
     def returned(self, result: Any) -> Any:
         """What the forward returns: of a parameter with one row there is one for each sample."""
         if type(result) is Tensor:
@@ -129,6 +191,7 @@ class Run:
         leaves, structure = flatten(result)
         leaves = [beside(leaf, leaf.rank) if is_own(leaf) else leaf for leaf in leaves]
         self.way += [leaf.shape[:1] == (self.batch,) for leaf in leaves if isinstance(leaf, Tensor)]
+        self.way += [type(leaf).__name__ for leaf in leaves if isinstance(leaf, int | float | str)]  # it was read
         return tree_unflatten(leaves, structure)
 
     def leaves_something(self) -> bool:
@@ -161,6 +224,7 @@ class Batched(Tensor):
     run: Run
     rank: int
     is_computed: bool
+    _parts: tuple[Tensor, ...] | None = None
 
     @staticmethod
     def __new__(cls, value: Tensor | Derived, run: Run) -> Batched:
@@ -178,6 +242,12 @@ class Batched(Tensor):
         assert self.source is not None
         return self.source.expanded(self.run.batch)
 
+    def part(self, number: int) -> Tensor:
+        """One of the parts of a parameter, `(B, *shape)`, whose rows are put together once for all of them."""
+        if self._parts is None:
+            self._parts = parts_of(self.value)
+        return self.value[:, number] if self._parts is None else self._parts[number]
+
     @cached_property
     def source(self) -> Derived | None:
         return source_of(self.value)
@@ -189,7 +259,7 @@ class Batched(Tensor):
             order = _RUNNING.runs[-1].order if _RUNNING.runs else None
             if rule is None or (order is not None and order.reasons((args, kwargs))):
                 raise NotInTable(func)
-            return rule(func, args, kwargs or {})
+            return _noted(rule(func, args, kwargs or {}))
         except Exception:
             for value in tree_leaves((args, kwargs)):
                 if type(value) is Batched:
@@ -201,6 +271,14 @@ class Batched(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise NotInTable(func)
+
+
+def _noted(result: Any) -> Any:
+    """A result of B rows, with the samples of these, in a forward that may fold its samples."""
+    owners = _RUNNING.runs[-1].owners if _RUNNING.runs else None
+    if owners is not None and type(result) is Tensor and result.dim():
+        owners.note_rows(result)
+    return result
 
 
 def source_of(value: Tensor) -> Derived | None:

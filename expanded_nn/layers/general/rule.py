@@ -244,11 +244,13 @@ class General(Expanded):
         recorder = self._recorder
         assert recorder is not None
         assert recorder.forward is not None
-        own, heard = self._own(), recorder.forward.notes.inputs_shared
-        before, run = len(heard), Run(recorder.forward.own_pass.batch, recorder.escalation.order)
+        heard = recorder.forward.notes.inputs_shared
+        before, run = len(heard), self._run(recorder, recorder.forward.own_pass.batch)
         try:
-            weights = [run.batched(recorder.expand(parameter)) for _, parameter, _ in own]
-            with swapped([place for place, _, _ in own], weights):
+            places, parameters = self._lent()
+            weights = [run.batched(recorder.expand(parameter)) for parameter in parameters]
+            args, kwargs = self._begun(run, args, kwargs)
+            with swapped(places, weights), self._inside(run):
                 weights.clear()
                 with run:
                     result = self._plain_forward(*args, **kwargs)
@@ -260,7 +262,24 @@ class General(Expanded):
             return None, None
         if run.failed or run.leaves_something():
             return None, None
-        return result, (*run.way, frozenset(run.joins), *heard[before:])
+        return result, (*run.way_gone(), *heard[before:])
+
+    def _run(self, recorder: Recorder, batch: int) -> Run:
+        """A forward on the whole batch that begins."""
+        return Run(batch, recorder.escalation.order)
+
+    def _begun(self, run: Run, args: Any, kwargs: Any) -> Any:
+        """The arguments, as that forward takes them."""
+        return args, kwargs
+
+    def _inside(self, run: Run) -> AbstractContextManager[None]:
+        """How modules inside of it are called."""
+        return nullcontext()
+
+    def _lent(self) -> tuple[list[Slot], list[Tensor]]:
+        """Where the parameters are that know their samples in it, and these."""
+        own = self._own()
+        return [place for place, _, _ in own], [parameter for _, parameter, _ in own]
 
     def _judged(self, call: Called, *, hooks: bool) -> tuple[Verdict, Way | None]:
         """Whether the forward on the whole batch gives what it gives sample by sample, and the way it has gone."""

@@ -143,7 +143,7 @@ class Trial:
         """Whether the plain forward gives this again, or even with other random numbers."""
         if other_numbers:
             self.plain(hooks=self.hooks, draws=True)
-        return all(map(_near, expected, self.plain(hooks=self.hooks)))
+        return all(map(near, expected, self.plain(hooks=self.hooks)))
 
     def mapped_again(self) -> tuple[Mapped, list[Tensor]]:
         """The samples' results from arguments like those of the call, and the inputs that they have derivatives by."""
@@ -207,7 +207,7 @@ class Trial:
         for result, plain, dim in zip(results, expected, dims, strict=True):
             if plain.dim() == result.dim() > 0 and plain.shape[dim] == 1:
                 plain = plain.expand(*plain.shape[:dim], result.shape[dim], *plain.shape[dim + 1 :])
-            if result.shape != plain.shape or not _near(plain, result.detach(), size):
+            if result.shape != plain.shape or not near(plain, result.detach(), size):
                 return False
         return True
 
@@ -259,7 +259,7 @@ def _is_same(leaf: Any, other: Any) -> bool:
     """Whether two parts of results are the same, tensors but for rounding."""
     if isinstance(leaf, Tensor) and isinstance(other, Tensor):
         is_alike = leaf.shape == other.shape and leaf.dtype == other.dtype
-        return is_alike and _near(leaf.detach(), other.detach(), 1.0)
+        return is_alike and near(leaf.detach(), other.detach(), 1.0)
     return type(leaf) is type(other) and (leaf is other or bool(leaf == other))
 
 
@@ -308,7 +308,7 @@ def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and has_derivatives(leaf)
 
 
-def _near(plain: Tensor, other: Tensor, size: float = 0.0) -> bool:
+def near(plain: Tensor, other: Tensor, size: float = 0.0) -> bool:
     """Whether two results differ by no more than rounding, of themselves or of inputs of such a size."""
     if not has_derivatives(plain) or plain.is_meta:
         return plain.shape == other.shape

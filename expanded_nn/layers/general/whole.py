@@ -33,6 +33,8 @@ from expanded_nn.layers.general.batched import (
     refuse_unless,
     with_dims,
 )
+from expanded_nn.layers.general.folded import linear_of_rows
+from expanded_nn.layers.general.owners import Arrangement, Owners, constant, together
 from expanded_nn.layers.linear import linear
 
 _BOTH = ("weight", "bias")
@@ -50,9 +52,11 @@ def _run_of(args: Any) -> Run:
     return run
 
 
-def _has_rows(x: Any, run: Run, dims: int) -> bool:
-    """Whether it is a plain tensor of B rows with at least so many dimensions."""
-    return isinstance(x, Tensor) and not is_own(x) and x.dim() >= max(dims, 1) and x.shape[0] == run.batch
+def _noted(run: Run, y: Tensor, arrangement: Arrangement) -> Tensor:
+    """A result whose rows belong to the samples as those of an operand do."""
+    assert run.owners is not None
+    run.owners.note(y, arrangement.samples)
+    return y
 
 
 # Rules: what becomes of the operations of one kind
@@ -61,6 +65,15 @@ def _has_rows(x: Any, run: Run, dims: int) -> bool:
 def _as_it_looks(func: Any, args: Any, kwargs: Any) -> Any:
     with no_torch_function():
         return func(*args, **kwargs)
+
+
+def _set_data(func: Any, args: Any, kwargs: Any) -> None:
+    """To itself, as where a module is moved to the dtype that it has."""
+    refuse_unless(args[0] is args[1])
+
+
+def _no_grad(func: Any, args: Any, kwargs: Any) -> None:
+    """The `.grad` of what is no leaf."""
 
 
 def _requires_grad(func: Any, args: Any, kwargs: Any) -> bool:
@@ -74,11 +87,12 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     own = [operand for operand in args if is_own(operand)]
     plain = [operand for operand in args if isinstance(operand, Tensor) and not is_own(operand)]
     dims = max(operand.rank if is_own(operand) else operand.dim() for operand in chain(own, plain))
+    if run.owners is not None and any(operand.dim() for operand in plain):
+        return _with_folded(func, args, kwargs, run, dims)
     if any(operand.rank == 0 for operand in own):  # a number takes the dtype of the others, a row of numbers does not
         refuse_unless(len({operand.dtype for operand in chain((mine.value for mine in own), plain)}) == 1)
-    whole = any(_has_rows(operand, run, dims) for operand in plain)
-    in_place = getattr(func, "__name__", "")
-    if in_place.startswith("__i") or (in_place.endswith("_") and not in_place.endswith("__")):
+    whole = any(run.has_rows(operand, dims) for operand in plain)
+    if _is_in_place(func):
         refuse_unless(whole and not is_own(args[0]))
     if whole:
         run.note(func, whole=True)
@@ -99,6 +113,32 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     return run.derived(func, of_values, *spread)
 
 
+def _with_folded(func: Any, args: Any, kwargs: Any, run: Run, dims: int) -> Tensor:
+    """Tensors that broadcast against each other, of which some have rows of which each is known to be of one sample."""
+    owners = run.owners
+    assert owners is not None
+    plain = [operand for operand in args if isinstance(operand, Tensor) and not is_own(operand) and operand.dim()]
+    samples = together([owners.of(operand) for operand in plain], dims)
+    assert samples is not None
+    own = [operand for operand in args if is_own(operand)]
+    refuse_unless(all(operand.rank < dims or operand.value.shape[1] == 1 for operand in own))
+    refuse_unless(not (_is_in_place(func) and is_own(args[0])))
+    count = max(operand.shape[0] for operand in plain if operand.dim() == dims)
+    arrangement = owners.arranged(samples, count)
+    run.note(func, whole=True)
+    if len(plain) == 1 and arrangement.length is not None and not _is_in_place(func):
+        by_sample = arrangement.padded(plain[0])
+        y = func(*(by_sample if x is plain[0] else beside(x, dims + 1) if is_own(x) else x for x in args), **kwargs)
+        return _noted(run, arrangement.unpadded(y), arrangement)
+    of_rows = (arrangement.rows_of(beside(x, dims)) if is_own(x) else x for x in args)
+    return _noted(run, func(*of_rows, **kwargs), arrangement)
+
+
+def _is_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
 def _of_each_number(func: Any, args: Any, kwargs: Any) -> Batched:
     own, rest = _own(args[0]), args[1:]
     refuse_unless(not any(isinstance(value, Tensor) for value in chain(rest, kwargs.values())))
@@ -109,9 +149,11 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Batched:
     """Another dtype; a value that is expanded stays so."""
     own, rest = _own(args[0]), args[1:]
     refuse_unless(not any(map(is_own, rest)))
-    own.run.note(func, whole=False)
     like = func(own.value.new_empty(()), *rest, **kwargs)
-    refuse_unless(like.device == own.value.device)
+    refuse_unless(isinstance(like, Tensor) and like.device == own.value.device)
+    if like.dtype == own.value.dtype:
+        return own
+    own.run.note(func, whole=False)
     return own.run.batched(cast_shared(own.value, like.dtype))
 
 
@@ -217,12 +259,21 @@ def _repeat(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _index(func: Any, args: Any, kwargs: Any) -> Batched:
     own, key = _own(args[0]), args[1]
     keys = key if isinstance(key, tuple) else (key,)
+    if len(keys) == 1 and own.run.owners is not None and _is_number(keys[0]):  # the weight of one of the experts
+        number = int(keys[0])
+        refuse_unless(-own.value.shape[1] <= number < own.value.shape[1])
+        own.run.note(func, whole=False)
+        return own.run.batched(own.part(number % own.value.shape[1]))
     if len(keys) == 1 and isinstance(keys[0], Tensor):  # entries of a table, by an index that all samples share
         (index,) = keys
-        refuse_unless(not is_own(index) and index.dtype == torch.int64 and not _has_rows(index, own.run, 1))
+        refuse_unless(not is_own(index) and index.dtype == torch.int64 and own.run.are_shared(index))
     else:
         refuse_unless(all(part is None or part is Ellipsis or type(part) in (int, slice) for part in keys))
     return own.run.derived(func, lambda value: value[(slice(None), *keys)], own, begins=False)
+
+
+def _is_number(key: Any) -> bool:
+    return type(key) is int or (isinstance(key, Tensor) and key.dim() == 0 and key.dtype == torch.int64)
 
 
 def _resized(func: Any, args: Any, kwargs: Any) -> Batched:
@@ -244,7 +295,9 @@ def _join(func: Any, args: Any, kwargs: Any) -> Batched:
     return _run_of(joined).derived(func, lambda *values: func(values, _behind(dim)), *joined)
 
 
-def _with_weights(op: Callable[..., Tensor], dims: int, names: Sequence[str], weights: Sequence[str]) -> Rule:
+def _with_weights(
+    op: Callable[..., Tensor], dims: int, names: Sequence[str], weights: Sequence[str], *, by_position: bool = False
+) -> Rule:
     """A layer's operation on weights with a batch dimension, called as torch's is.
 
     Args:
@@ -252,6 +305,7 @@ def _with_weights(op: Callable[..., Tensor], dims: int, names: Sequence[str], we
         dims: How many dimensions the input has, `(B, …)`, at the least.
         names: What torch's operation calls its arguments.
         weights: Which of them are weights.
+        by_position: Whether a sample may have any number of rows.
     """
 
     def rule(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -260,12 +314,18 @@ def _with_weights(op: Callable[..., Tensor], dims: int, names: Sequence[str], we
         x = named.pop("input")
         refuse_unless(bool(own) and all(map(is_own, own)))
         run = _run_of(own)
-        whole = _has_rows(x, run, max(dims, 1 + len(named.get("normalized_shape", ()))))
+        dims_needed = max(dims, 1 + len(named.get("normalized_shape", ())))
+        arrangement = run.arranged(x) if by_position and run.owners is not None and x.dim() >= dims_needed else None
+        whole = arrangement is not None or run.has_rows(x, dims_needed)
         refuse_unless(whole and not named.get("training") and named.get("max_norm") is None)
         run.note(func, whole=True)
         for name in weights:
             named[name] = named[name].value if named.get(name) is not None else None
-        return op(x, **named)
+        if arrangement is None or arrangement.length == 1:
+            return op(x, **named)
+        if op is linear:
+            return _noted(run, linear_of_rows(x, named["weight"], named["bias"], arrangement), arrangement)
+        return _noted(run, arrangement.unpadded(op(arrangement.padded(x), **named)), arrangement)
 
     return rule
 
@@ -296,7 +356,8 @@ def _look_up(func: Any, args: Any, kwargs: Any) -> Tensor:
     index, own = named.pop("input"), _own(named.pop("weight"))
     refuse_unless(isinstance(index, Tensor) and not is_own(index) and named.get("max_norm") is None)
     run = own.run
-    whole = _has_rows(index, run, 1)
+    whole = run.has_rows(index, 1)
+    refuse_unless(whole or run.are_shared(index))
     run.note(func, whole=whole)
     if whole:
         return embedding(index, own.value, **named)
@@ -312,11 +373,54 @@ def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
         refuse_unless(left.rank == right.rank >= 2)
         return run.derived(func, torch.matmul, left, right)
     own, x = (right, left) if is_own(right) else (left, right)
-    refuse_unless(own.rank >= 2 and _has_rows(x, run, 2 if own is right and own.rank == 2 else 3))
+    if own is right and own.rank == 2 and isinstance(x, Tensor) and x.dim() >= 2:
+        arrangement = run.arranged(x)
+        if arrangement is not None:
+            run.note(func, whole=True)
+            return _noted(run, linear_of_rows(x, own.value.mT, None, arrangement), arrangement)
+    if run.owners is not None and own is right and own.rank == x.dim() == 3:
+        return _product_by_expert(func, x, own, run.owners)
+    refuse_unless(own.rank >= 2 and run.has_rows(x, 2 if own is right and own.rank == 2 else 3))
     run.note(func, whole=True)
     if own is right and own.rank == 2:
         return linear(x, own.value.mT)
     return torch.matmul(*(beside(side, x.dim()) if side is own else side for side in args))
+
+
+def _product_by_expert(func: Any, x: Tensor, own: Batched, owners: Owners) -> Tensor:
+    """Of the same rows `(E, n, in)` for each expert with its matrix, `(E, in, out)`."""
+    samples, experts = owners.of(x), own.value.shape[1]
+    refuse_unless(samples is not None and x.shape[0] == experts)
+    assert samples is not None
+    samples = constant(samples, [0, 2])
+    arrangement = owners.arranged(samples[0], x.shape[1])
+    own.run.note(func, whole=True)
+    y = torch.stack([linear_of_rows(x[e], own.part(e).mT, None, arrangement) for e in range(experts)])
+    owners.note(y, samples)
+    return y
+
+
+def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Of rows `(n, in)`, which stand expert by expert, with the matrices `(E, in, out)` of these."""
+    x: Tensor = args[0]
+    own, ends = _own(args[1]), kwargs.get("offs", args[2] if len(args) > 2 else None)
+    refuse_unless(isinstance(x, Tensor) and not is_own(x))
+    options = {name: value for name, value in kwargs.items() if value is not None and name != "offs"}
+    owners, samples = own.run.owners, None if own.run.owners is None else own.run.owners.of(x)
+    refuse_unless(isinstance(ends, Tensor) and not options and len(args) < 4)
+    refuse_unless(x.dim() == 2 and own.rank == 3 and len(ends) == own.value.shape[1])
+    assert owners is not None
+    assert samples is not None
+    samples, numbers, results = constant(samples, [1]), ends.tolist(), []
+    refuse_unless(numbers[-1] == len(x))
+    own.run.note(func, whole=True)
+    for expert, (start, end) in enumerate(zip([0, *numbers], numbers, strict=False)):
+        if start < end:
+            arrangement = owners.arranged(samples.expand(len(x), 1)[start:end], end - start)
+            results.append(linear_of_rows(x[start:end], own.part(expert).mT, None, arrangement))
+    y = torch.cat(results)
+    owners.note(y, samples)
+    return y
 
 
 # The table: what may be done with a parameter, and by which rule
@@ -334,7 +438,7 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys(attributes("shape", "dtype", "device", "ndim", "layout", "is_cuda"), _as_it_looks),
     **dict.fromkeys(functions("dim", "size", "numel", "nelement", "is_floating_point", "is_complex"), _as_it_looks),
     Tensor.__len__: _as_it_looks,
-    **dict.fromkeys(attributes("requires_grad"), _requires_grad),
+    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
     **dict.fromkeys(
         functions(
             *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "rsub"),
@@ -352,7 +456,7 @@ TABLE: dict[Any, Rule] = {
         _of_each_number,
     ),
     **dict.fromkeys(functions("clone", "contiguous"), _same),
-    **dict.fromkeys(functions("to", "type_as", "float", "double", "half", "bfloat16"), _cast),
+    **dict.fromkeys(functions("to", "type", "type_as", "float", "double", "half", "bfloat16"), _cast),
     **dict.fromkeys(functions("unsqueeze", "squeeze", "transpose", "unbind", "split", "chunk"), _by_dims),
     **dict.fromkeys(functions("softmax", "sum", "mean", "std", "var"), _by_dims),
     torch.var_mean: _var_mean,
@@ -367,10 +471,14 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys(functions("matmul", "__matmul__", "bmm"), _product),
     F.embedding: _look_up,
     F.interpolate: _resized,
-    F.linear: _with_weights(linear, 2, ("input", *_BOTH), _BOTH),
+    F.linear: _with_weights(linear, 2, ("input", *_BOTH), _BOTH, by_position=True),
     F.prelu: _with_weights(prelu, 1, ("input", "weight"), ("weight",)),
-    F.layer_norm: _with_weights(norm.layer_norm, 2, ("input", "normalized_shape", *_BOTH, "eps"), _BOTH),
-    F.rms_norm: _with_weights(norm.rms_norm, 2, ("input", "normalized_shape", "weight", "eps"), ("weight",)),
+    F.layer_norm: _with_weights(
+        norm.layer_norm, 2, ("input", "normalized_shape", *_BOTH, "eps"), _BOTH, by_position=True
+    ),
+    F.rms_norm: _with_weights(
+        norm.rms_norm, 2, ("input", "normalized_shape", "weight", "eps"), ("weight",), by_position=True
+    ),
     F.group_norm: _with_weights(norm.group_norm, 2, ("input", "num_groups", *_BOTH, "eps"), _BOTH),
     F.batch_norm: _batch_norm,
     F.instance_norm: _with_weights(norm.instance_norm, 2, (*_STATISTICS, "use_input_stats", "momentum", "eps"), _BOTH),
@@ -386,4 +494,11 @@ TABLE: dict[Any, Rule] = {
         )
     },
 }
-RULES.update(TABLE)
+# what only forwards do that fold their samples, which run with the parameters of all layers in them
+FOLDED: dict[Any, Rule] = {
+    torch._has_compatible_shallow_copy_type: _as_it_looks,
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.grad.__get__: _no_grad,  # type: ignore[union-attr]
+    **dict.fromkeys(functions("grouped_mm", "_grouped_mm"), _grouped_product),  # from torch 2.10 on
+}
+RULES.update({**TABLE, **FOLDED})

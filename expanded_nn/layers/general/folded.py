@@ -1,0 +1,105 @@
+"""Layers on rows of which each is known to be of one sample, however many there are of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from expanded_nn.common.modes import in_own_dtype, refuse_batched
+from expanded_nn.common.shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
+from expanded_nn.core import algebra
+from expanded_nn.factored import FactoredTensor, materialized
+from expanded_nn.layers.general.owners import Arrangement
+from expanded_nn.layers.linear import bias_rows, linear, positions
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map of rows `(n, *, in)`; only for the rows of its weight they stand sample by sample."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, arrangement: Arrangement) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.arrangement, ctx.bias_dtype = arrangement, None if bias is None else bias.dtype
+        return owned(F.linear(x, shared(weight), shared_or_none(bias)))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_batched(g)
+        x, weight = ctx.saved_tensors
+        padded, grad_x, grad_weight, grad_bias = ctx.arrangement.padded, None, None, None
+        if ctx.needs_input_grad[0]:
+            if torch.is_grad_enabled():
+                transposed = cast_shared(weight, g.dtype).transpose(1, 2)
+                grad_x = ctx.arrangement.unpadded(linear(padded(g), transposed)).to(x.dtype)
+            else:
+                grad_x = torch.matmul(g, shared(weight).to(g.dtype)).to(x.dtype)
+        by_sample = padded(g) if any(ctx.needs_input_grad[1:3]) else g
+        if ctx.needs_input_grad[1]:
+            # dense: what is padded has no positions that could be counted, or compared with those of other layers
+            with in_own_dtype(g):
+                rows = torch.bmm(positions(by_sample).mT, positions(padded(x.to(g.dtype))))
+            grad_weight = rows.to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = bias_rows(by_sample, ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, None
+
+
+def linear_of_rows(
+    x: Tensor,  # (n, *, in)
+    weight: Tensor,  # (B, out, in)
+    bias: Tensor | None,  # (B, out)
+    arrangement: Arrangement,
+) -> Tensor:  # (n, *, out)
+    """Applies to each row the linear map of its sample."""
+    if is_constant(weight, bias):
+        return F.linear(x, shared(weight), shared_or_none(bias))
+    if arrangement.length is None and is_shared(weight, bias):
+        return _Linear.apply(x, weight, bias, arrangement)  # type: ignore[no-untyped-call,no-any-return]
+    return arrangement.unpadded(linear(arrangement.padded(x), weight, bias))
+
+
+class _Parts(torch.autograd.Function):
+    """The parts of a weight `(B, E, *shape)` that all samples share, one for each of E experts: `(B, *shape)`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.weight = weight.detach()
+        return tuple(part.expand(weight.shape[0], *part.shape) for part in shared(weight).unbind())
+
+    @staticmethod
+    def backward(ctx: Any, *parts: Tensor | None) -> Tensor | None:
+        if all(part is None for part in parts):
+            return None
+        weight: Tensor = ctx.weight
+        if torch.is_grad_enabled():
+            zeros = torch.zeros_like(weight[:, 0])
+            return torch.stack([zeros if part is None else materialized(part) for part in parts], 1)
+        rows = weight.new_empty(weight.shape)
+        for place, part in enumerate(parts):
+            _write(part, rows[:, place])
+        return rows
+
+
+def _write(part: Tensor | None, place: Tensor) -> None:
+    """Writes rows, zeros if there are none, to memory of their shape."""
+    if part is None:
+        place.zero_()
+        return
+    if isinstance(part, FactoredTensor) and not part.is_dense:
+        part = algebra.dense(part._unchanged(), part._kind, place)
+    if part.data_ptr() != place.data_ptr():
+        place.copy_(part)
+
+
+MOST_PARTS = 1 << 10
+
+
+def parts_of(weight: Tensor) -> tuple[Tensor, ...] | None:
+    """The parts of a weight `(B, E, *shape)`, each `(B, *shape)`, whose rows are put together once."""
+    if weight.dim() < 3 or not 0 < weight.shape[1] <= MOST_PARTS or not is_shared(weight):
+        return None
+    return _Parts.apply(weight)  # type: ignore[no-untyped-call,no-any-return]

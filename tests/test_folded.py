@@ -1,0 +1,659 @@
+"""Modules that fold their samples into rows, as mixtures of experts do, and run on the whole batch nevertheless."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import expanded_nn as enn
+from expanded_nn.core import cost
+from expanded_nn.layers.general import owners
+from expanded_nn.layers.general.alone import Alone
+from expanded_nn.layers.general.owners import NOBODY, Owners, Unknown
+from expanded_nn.modules.registry import EXPANDED
+from oracle import Call, assert_close, assert_close_rows, gradient_penalty, loop, rows_of, total_loss
+
+B, T, D, E = 3, 5, 4, 3
+
+
+def values(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", enn.PerSampleWarning)
+        warnings.filterwarnings("ignore", message="The .grad attribute")  # Module.to in a forward, in a loop
+        yield
+
+
+# Mixtures of experts: how rows choose their experts, and what these are
+
+
+def by_score(scores: Tensor, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The weights and the experts, `(n, k)`."""
+    weights, chosen = torch.topk(scores.softmax(-1), k, dim=-1)
+    return weights / weights.sum(-1, keepdim=True), chosen
+
+
+def by_first_feature(scores: Tensor, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As a test says it, by the first number of each row."""
+    chosen = x[:, :1].detach().long().clamp(0, E - 1).expand(-1, k)
+    return scores.softmax(-1).gather(1, chosen), chosen
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Sequential(nn.Linear(D, 6), nn.SiLU(), nn.Linear(6, D)) for _ in range(E))
+
+    def of(self, expert: Any, x: Tensor) -> Tensor:
+        return self.each[int(expert)](x)  # type: ignore[no-any-return]
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.empty(E, 12, D)), nn.Parameter(torch.empty(E, D, 6))
+
+    def of(self, expert: Any, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.up[expert]).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down[expert])
+
+
+class WithBiases(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.empty(E, D, 6)), nn.Parameter(torch.empty(E, 6, D))
+        self.up_bias, self.down_bias = nn.Parameter(torch.empty(E, 6)), nn.Parameter(torch.empty(E, D))
+
+    def of(self, expert: Any, x: Tensor) -> Tensor:
+        hidden = x @ self.up[expert] + self.up_bias[expert]
+        return torch.tanh(hidden) @ self.down[expert] + self.down_bias[expert]
+
+
+class WithNorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(E))
+        self.scale = nn.Parameter(torch.empty(D))
+
+    def of(self, expert: Any, x: Tensor) -> Tensor:
+        y = self.norms[int(expert)](x) * self.scale
+        y += self.scale
+        return y
+
+
+class Mixture(nn.Module):
+    """A block of a transformer; `chooses` says which rows take which experts."""
+
+    def __init__(self, experts: nn.Module, chooses: Callable[..., Any] = by_score, k: int = 2) -> None:
+        super().__init__()
+        self.gate, self.experts, self.shared = nn.Linear(D, E, bias=False), experts, nn.Linear(D, D)
+        self.chooses, self.k, self.capacity = chooses, k, 1000
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        rows = x.view(-1, D)
+        weights, chosen = self.chooses(self.gate(rows), rows, self.k)
+        total = torch.zeros_like(rows)
+        mask = F.one_hot(chosen, E).permute(2, 1, 0)
+        for expert in mask.sum((-1, -2)).nonzero():
+            place, row = torch.where(mask[expert[0]])
+            place, row = place[: self.capacity], row[: self.capacity]  # beyond it they are dropped
+            y = self.experts.of(expert[0], rows[row]) * weights[row, place, None]  # type: ignore[operator]
+            total.index_add_(0, row, y)
+        return total.view(x.shape) + self.shared(x)
+
+
+class Around(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.before, self.part, self.after = nn.Linear(D, D), part, nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.part(self.before(x)))  # type: ignore[no-any-return]
+
+
+def built(part: nn.Module, *, around: bool = True) -> nn.Module:
+    module = (Around(part) if around else part).double()
+    for number, parameter in enumerate(module.parameters()):
+        parameter.data.copy_(0.7 * values(*parameter.shape, seed=number + 3))
+    return module
+
+
+def folding(model: nn.Module) -> list[Alone]:
+    return [module for module in model.modules() if isinstance(module, Alone)]
+
+
+def runs_whole(model: nn.Module) -> bool:
+    parts = folding(model)
+    return bool(parts) and all(part._ways and all(ways.known for ways in part._ways.values()) for part in parts)
+
+
+def assert_right(module: nn.Module, *calls: Call, samples: int = B, objective: Any = total_loss) -> nn.Module:
+    """In the first step, which compares, and in those after it, with other inputs."""
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for call in calls:
+        model.zero_grad()
+        assert_close(call.on(model), call.on(module).detach())
+        objective(model, call).backward()
+        used = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+        expected = loop(module, call, samples, objective=objective)
+        assert not any(rows.any() for name, rows in expected.items() if name not in used)
+        rows = {name: model.get_parameter(name).grad_sample for name in used}
+        assert_close_rows(rows, {name: expected[name] for name in used})
+        for name in used:
+            assert_close(model.get_parameter(name).grad, rows[name].sum(0), name=name)
+    return model
+
+
+def calls(samples: int = B, positions: int = T, number: int = 3) -> list[Call]:
+    return [Call((values(samples, positions, D, seed=seed),)) for seed in range(number)]
+
+
+KINDS = [Layers, Stacked, WithBiases, WithNorms]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestMixtures:
+    @pytest.mark.parametrize("k", [1, 2])
+    def test_rows_equal_the_loop(self, kind: Any, k: int) -> None:
+        assert runs_whole(assert_right(built(Mixture(kind(), k=k)), *calls()))
+
+    @pytest.mark.parametrize(("samples", "positions"), [(1, 5), (4, 4), (2, 1), (5, 2)])
+    def test_sizes(self, kind: Any, samples: int, positions: int) -> None:
+        """One sample, as many as positions, one position; so an expert has B rows by chance."""
+        model = assert_right(built(Mixture(kind())), *calls(samples, positions), samples=samples)
+        assert samples == 1 or runs_whole(model)
+
+    def test_second_derivatives(self, kind: Any) -> None:
+        model = assert_right(built(Mixture(kind())), *calls(), objective=gradient_penalty)
+        assert runs_whole(model)
+
+    @pytest.mark.parametrize(
+        "experts",
+        [
+            [[0] * 5, [0] * 5, [0] * 5],  # one has all rows
+            [[0] * 5, [1] * 5, [2] * 5],  # each has those of one sample
+            [[0, 1, 1, 1, 1], [1, 0, 1, 1, 1], [1, 1, 1, 1, 0]],  # one has B rows, one of each sample
+            [[0, 0, 0, 1, 1], [1] * 5, [1] * 5],  # one has B rows, all of the first sample
+            [[1] * 5, [0, 1, 1, 1, 1], [0, 0, 1, 1, 1]],  # one has B rows, of two samples
+        ],
+    )
+    def test_who_gets_which_rows(self, kind: Any, experts: list[list[int]]) -> None:
+        """Also after other ones, as the choice is another one in each step."""
+        x = 0.3 * values(B, T, D).abs()
+        x[..., 0] = torch.tensor(experts) + 0.5
+        module = built(Mixture(kind(), by_first_feature, k=1), around=False)
+        assert runs_whole(assert_right(module, Call((x,)), *calls(), Call((x,))))
+
+
+def test_inputs_without_gradients_and_embedded_ones() -> None:
+    model = assert_right(built(Mixture(Stacked()), around=False), *calls())
+    assert runs_whole(model)
+
+
+def test_frozen_experts_have_no_rows() -> None:
+    module = built(Mixture(Stacked()))
+    module.part.experts.up.requires_grad_(False)  # type: ignore[union-attr]
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    (call, *_) = calls()
+    total_loss(model, call).backward()
+    assert runs_whole(model)
+    rows, expected = rows_of(model), loop(module, call, B)
+    assert "part.experts.up" not in rows
+    assert_close_rows(rows, {name: expected[name] for name in rows})
+
+
+def test_an_expert_without_rows_leaves_zeros() -> None:
+    x = 0.3 * values(B, T, D).abs()
+    with torch.random.fork_rng():
+        torch.use_deterministic_algorithms(True)  # which fills memory that is not written with NaN
+        try:
+            assert_right(built(Mixture(Stacked(), by_first_feature, k=1), around=False), Call((x,)), Call((x,)))
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def test_experts_share_a_weight() -> None:
+    experts = Layers()
+    experts.each[1] = experts.each[0]
+    assert runs_whole(assert_right(built(Mixture(experts)), *calls()))
+
+
+def test_clipping_and_norms() -> None:
+    module, (call, *_) = built(Mixture(Stacked())), calls()
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    total_loss(model, call).backward()
+    expected = torch.cat([rows.flatten(1) for rows in loop(module, call, B).values()], 1).norm(dim=1)
+    assert_close(enn.clip_grad_sample_norms_(model, 0.1), expected)
+
+
+class Checkpointed(Around):
+    use_reentrant = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.part, self.before(x), use_reentrant=self.use_reentrant)
+        return self.after(hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints(use_reentrant: bool) -> None:
+    """There the graph cannot be looked at: the samples go through it one by one."""
+    module = built(Mixture(Stacked()))
+    checkpointed: Any = deepcopy(module)
+    checkpointed.__class__, checkpointed.use_reentrant = Checkpointed, use_reentrant
+    model = enn.convert(checkpointed).per_sample(loss_reduction="sum")
+    for call in calls():
+        model.zero_grad()
+        total_loss(model, call).backward()
+        assert_close_rows(rows_of(model), loop(module, call, B))
+
+
+def test_a_mixing_auxiliary_loss_is_shared_out() -> None:
+    """A loss that is common to all samples has rows that add up to its gradient."""
+    module, (call, *_) = built(Mixture(Stacked())), calls()
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    model_output, output = call.on(model), call.on(module)
+    model_output.mean((0, 1)).square().sum().backward()
+    output.mean((0, 1)).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad_sample.sum(0), module.get_parameter(name).grad, name=name)
+
+
+# Samples that meet
+
+
+def test_a_capacity_of_the_whole_batch_is_refused() -> None:
+    module = built(Mixture(Stacked()))
+    module.part.capacity = 4  # type: ignore[union-attr]
+    model = enn.convert(module).per_sample()
+    with pytest.raises(enn.PerSampleError, match="sample by sample"):
+        calls()[0].on(model)
+
+
+def test_a_capacity_that_is_met_later_is_found_soon() -> None:
+    """In the trial no row was dropped."""
+    module = built(Mixture(Stacked()))
+    model = enn.convert(module).per_sample()
+    for call in calls():
+        call.on(model)
+    assert runs_whole(model)
+    model.part.capacity = 1  # type: ignore[union-attr]
+    with pytest.raises(enn.PerSampleError, match="sample by sample"):
+        assert [call.on(model) for call in calls(number=B * cost.TURNS_OF_A_SAMPLE)]
+
+
+def test_dropout_is_drawn_once_in_each_step() -> None:
+    """Also where a sample alone is compared; of what is drawn nothing can be."""
+
+    class Drops(Mixture):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(F.dropout(x, 0.5))
+
+    module, (call, *_) = built(Drops(Stacked())), calls()
+    model = enn.convert(module).per_sample()
+    call.on(model)
+    for _ in range(cost.TURNS_OF_A_SAMPLE + 1):
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            expected, state = call.on(module).detach(), torch.get_rng_state()
+            torch.manual_seed(7)
+            assert_close(call.on(model), expected)
+            assert torch.equal(torch.get_rng_state(), state)
+    assert runs_whole(model)
+
+
+def test_rows_of_experts_have_no_positions() -> None:
+    """Those that an expert takes are others in each sample, and fewer in some."""
+    model = enn.convert(built(Mixture(Layers()))).per_sample(keep_factors=True)
+    total_loss(model, calls()[0]).backward()
+    assert runs_whole(model)
+    with pytest.raises(enn.PerSampleError, match=r"kronecker: .*'part.experts.each.0.0.weight'"):
+        enn.per_sample_grads(model).kronecker()
+
+
+def test_mixed_rows_do_not_run_on_the_whole_batch() -> None:
+    class Mixes(Mixture):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + 1e-9 * x.flip(0))  # too little for a comparison of results
+
+    module, (call, *_) = built(Mixes(Stacked())), calls()
+    model = enn.convert(module).per_sample()
+    call.on(model)
+    assert not runs_whole(model)
+
+
+# Models of the `transformers` package
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch has it from 2.10 on")
+def test_experts_by_a_grouped_product() -> None:
+    """In float32, as it knows no float64."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1, "vocab_size": 30}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = transformers.MixtralConfig(**sizes, **experts, use_cache=False)
+        module = transformers.MixtralForCausalLM(config).float().eval()
+    module.set_experts_implementation("grouped_mm")
+    model = enn.convert(deepcopy(module)).per_sample(loss_reduction="sum")
+    for seed in range(2):
+        words = torch.randint(30, (B, 6), generator=torch.Generator().manual_seed(seed))
+        model.zero_grad()
+        model(words).logits.sin().sum().backward()
+        for i in range(B):
+            module.zero_grad()
+            module(words[i : i + 1]).logits.sin().sum().backward()
+            for name, parameter in module.named_parameters():
+                row = model.get_parameter(name).grad_sample[i]
+                assert float((row - parameter.grad).norm()) <= 1e-4 * float(parameter.grad.norm()) + 1e-5, name
+    assert runs_whole(model)
+
+
+DECODER = {
+    "vocab_size": 30,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "num_hidden_layers": 1,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "use_cache": False,
+}
+SWITCH = {
+    "vocab_size": 30,
+    "d_model": 8,
+    "d_kv": 4,
+    "d_ff": 12,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_sparse_encoder_layers": 1,
+    "num_sparse_decoder_layers": 1,
+    "num_heads": 2,
+    "num_experts": 3,
+    "expert_capacity": 2,  # beyond which rows are dropped, in each sample
+    "use_cache": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("Mixtral", DECODER),
+        ("GptOss", {**DECODER, "layer_types": ["full_attention"]}),
+        ("GraniteMoe", {key: value for key, value in DECODER.items() if key != "head_dim"}),
+        ("SwitchTransformers", SWITCH),
+    ],
+)
+def test_models(name: str, sizes: dict[str, Any]) -> None:
+    """Unedited: of gpt-oss the whole layer folds its samples, the router of Switch moves itself to its own dtype."""
+    transformers = pytest.importorskip("transformers")
+    seq2seq = name.startswith("Switch")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**sizes)
+        module = getattr(transformers, f"{name}For{'ConditionalGeneration' if seq2seq else 'CausalLM'}")(config)
+        module = module.double().eval()
+        for parameter in module.parameters():
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+    for router in module.modules():
+        if hasattr(router, "classifier"):
+            router.dtype = torch.float64  # the config knows no other than float32
+    if not seq2seq:
+        module.set_experts_implementation("eager")
+        module.set_attn_implementation("eager")
+    model = enn.convert(deepcopy(module)).per_sample(loss_reduction="sum")
+    for seed in range(2):
+        words = torch.randint(3, 30, (B, 6), generator=torch.Generator().manual_seed(seed))
+        inputs = {"input_ids": words, **({"decoder_input_ids": words.flip(1)} if seq2seq else {})}
+        model.zero_grad()
+        model(**inputs).logits.sin().sum().backward()
+        for i in range(B):
+            module.zero_grad()
+            module(**{key: value[i : i + 1] for key, value in inputs.items()}).logits.sin().sum().backward()
+            for key, parameter in module.named_parameters():
+                rows = model.get_parameter(key).grad_sample
+                if parameter.grad is not None:
+                    assert_close(rows[i], parameter.grad, name=key)
+                else:
+                    assert rows is None or not rows[i].any()
+    assert runs_whole(model)
+
+
+# Other folds
+
+
+class Windows(nn.Module):
+    """Attention within windows of two positions, shifted by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        y = torch.roll(x, -1, 1).reshape(-1, 2, D)
+        q, k, v = self.qkv(self.norm(y)).view(-1, 2, 3, 2, D // 2).permute(2, 0, 3, 1, 4).unbind()
+        mixed = (q @ k.mT).softmax(-1) @ v
+        y = self.out(mixed.transpose(1, 2).reshape(y.shape))
+        return x + torch.roll(y.reshape(x.shape), 1, 1)
+
+
+class Patches(nn.Module):
+    """A transformer over the patches of an image, whose pixels are folded into the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.layer = nn.Conv2d(2, D, 3, padding=1), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        image = self.conv(x.view(-1, 2, 4, 4))
+        count = len(image)
+        patches = image.reshape(count * D * 2, 2, 2, 2).transpose(1, 2).reshape(count, D, 4, 4)
+        rows = patches.transpose(1, 3).reshape(count * 4, 4, D)
+        rows = self.layer(rows).sigmoid().view(count, 4, 4, D).transpose(1, 3)
+        rows = rows.reshape(count * D * 2, 2, 2, 2).transpose(1, 2).reshape(count, D, 4, 4)
+        return rows.flatten(1)
+
+
+class EachAlone(nn.Module):
+    """All experts take all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.weight = nn.Linear(D, E), nn.Parameter(torch.empty(E, D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        results = torch.bmm(rows.repeat(E, 1).view(E, -1, D), self.weight)
+        return (results * self.gate(rows).t()[..., None]).sum(0).view(x.shape)
+
+
+class OutOfOrder(nn.Module):
+    """Its samples take each other's places, and stand in their own again in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flip(0).transpose(0, 1).flatten(0, 1)
+        return self.layer(rows).tanh().unflatten(0, (x.shape[1], x.shape[0])).transpose(0, 1).flip(0)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (Windows, (6, D)),
+        (Windows, (2 * B, D)),
+        (Patches, (8, D)),
+        (EachAlone, (T, D)),
+        (OutOfOrder, (T, D)),
+    ],
+)
+def test_other_folds(module: Any, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXPANDED, module, None)  # to be taken away again
+    enn.alone(module)
+    inputs = [Call((values(B, *shape, seed=seed),)) for seed in range(3)]
+    assert runs_whole(assert_right(built(module(), around=False), *inputs))
+
+
+# The table: whose the numbers of a result are, against the derivatives by each sample
+
+
+def index(*numbers: int) -> Tensor:
+    return torch.tensor(numbers)
+
+
+def folded(x: Tensor) -> Tensor:
+    return x.flatten(0, 1)
+
+
+KNOWN: dict[str, Callable[[Tensor], Any]] = {  # of x (B, 4, 6)
+    "elementwise": lambda x: F.gelu(x.exp() + 1) * x[:, :1] / 3 - x.clamp(max=1),
+    "where": lambda x: torch.where(x > 0, x, 2 * x).masked_fill(x > 1, 0),
+    "flatten": folded,
+    "groups": lambda x: x.reshape(B * 4 * 2, 3).view(B, 2, 4, 3).transpose(1, 2).reshape(-1, 3, 4),
+    "ones": lambda x: x.unsqueeze(0).view(1, B, 1, 24, 1).squeeze(-1).squeeze(),
+    "transpose": lambda x: x.transpose(0, 1).reshape(-1, 6),
+    "permute": lambda x: x.permute(-1, 0, 1).flatten(0, 1),
+    "matrix transposed": lambda x: folded(x).t(),
+    "expand": lambda x: x[None].expand(2, -1, -1, -1).reshape(-1, 6),
+    "repeat": lambda x: x.repeat(2, 1, 1),
+    "interleaved": lambda x: folded(x).repeat_interleave(2, 0),
+    "slice": lambda x: folded(x)[1:9:2, ..., ::2],
+    "slice from behind": lambda x: x[-2:, :-1],
+    "select": lambda x: x[1] * x[-2],
+    "unbind": lambda x: x.unbind()[2],
+    "chunk": lambda x: folded(x).chunk(4)[1],
+    "split": lambda x: folded(x).split([5, 7])[1],
+    "split of features": lambda x: x.split([2, 4], -1)[1],
+    "index": lambda x: folded(x)[index(0, 7, 7, 11, 2)],
+    "index in front of features": lambda x: folded(x)[index(0, 7, 3), index(1, 2, 0), None],
+    "index behind": lambda x: x.transpose(0, 2)[:, index(1, 0), index(2, 2)],
+    "index by a mask": lambda x: x[x.detach().sum(-1) > 0],
+    "index_select": lambda x: folded(x).index_select(0, index(5, 1)),
+    "gather": lambda x: x.gather(2, torch.zeros(B, 4, 2, dtype=torch.int64)),
+    "flip and roll": lambda x: torch.roll(x.flip(0, 2), (1, 2), (0, 1)),
+    "pad": lambda x: F.pad(x, (1, 0, 2, 0)),
+    "cat": lambda x: torch.cat([x[1:], x[:1]]),
+    "cat of samples": lambda x: torch.cat([x[:1, 0], x[1:2, 0]], -1),
+    "cat of features": lambda x: torch.cat([-x[..., 3:], x[..., :3], torch.zeros(B, 4, 1).double()], -1),
+    "stack": lambda x: torch.stack([x, 2 * x], 1).flatten(0, 1),
+    "softmax": lambda x: folded(x).softmax(-1).log_softmax(-1),
+    "reductions": lambda x: x.sum(1) + x.mean((1,)) + x.amax(1) + x.var(1) + x.logsumexp(1) + x.norm(dim=1),
+    "kept dimensions": lambda x: x - x.mean((1, 2), keepdim=True),
+    "topk": lambda x: folded(x).topk(2, -1)[0] + folded(x).sort(-1)[0][:, :2] + folded(x).max(-1, keepdim=True)[0],
+    "products": lambda x: x @ x.mT @ x,
+    "product with what all share": lambda x: F.linear(folded(x), torch.ones(2, 6).double()),
+    "einsum": lambda x: torch.einsum("bti,bsi->bts", x, x),
+    "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]),
+    "index_add": lambda x: torch.zeros(12, 6).double().index_add(0, index(3, 0, 11), folded(x)[index(3, 0, 11)]),
+    "index_add to its own": lambda x: folded(x).index_add(0, index(1, 4), folded(x)[index(2, 7)]),
+    "scatter": lambda x: torch.zeros(B, 4, 6).double().scatter(2, torch.ones(B, 4, 1, dtype=torch.int64), x[..., :1]),
+    "norm": lambda x: F.layer_norm(folded(x), (6,)),
+    "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.view(B, 4, 3, 2)) * 2j).flatten(0, 1),
+    "pooling": lambda x: F.interpolate(F.avg_pool2d(x[:, None], 2), size=(3, 3)),
+    "dropout": lambda x: F.dropout(folded(x), 0.5),
+    "a change in place": lambda x: folded(x).clone().add_(1).relu_(),
+}
+MIXED: dict[str, Callable[[Tensor], Any]] = {
+    "a sum over the samples": lambda x: x - x.sum(0, keepdim=True),
+    "over positions of several": lambda x: folded(x).mean(0),
+    "over all": lambda x: x * x.sum(),
+    "another sample": lambda x: x + x.flip(0),
+    "softmax": lambda x: folded(x).softmax(0),
+    "a product over the rows": lambda x: folded(x).t() @ folded(x),
+    "attention between samples": lambda x: F.scaled_dot_product_attention(*[folded(x)[None, None]] * 3),
+    "index_add": lambda x: torch.zeros(2, 6).double().index_add(0, index(0, 0), folded(x)[index(0, 11)]),
+    "index_add to another": lambda x: folded(x).index_add(0, index(0), folded(x)[index(11)]),
+    "scatter": lambda x: torch.zeros(B, 4, 6).double().scatter(0, torch.zeros(1, 4, 6, dtype=torch.int64), x[1:2]),
+    "a change in place of a part": lambda x: _written(folded(x).clone()),
+    "an operation that is not in the table": lambda x: x.cumprod(1),
+    "filled up with what is of no sample": lambda x: torch.cat([x[:1], torch.zeros(1, 4, 6).double()]),
+}
+
+
+def _written(rows: Tensor) -> Tensor:
+    rows.view(-1)[:6] = rows[-1].detach() + rows[5]
+    return rows
+
+
+def samples_of(function: Callable[[Tensor], Any]) -> tuple[Any, Tensor, Tensor]:
+    """What the graph says; what the derivatives say `(*shape, B)`; the result."""
+    torch.manual_seed(0)
+    known, argument = Owners(B), values(B, 4, 6)
+    x = known.begin(argument, by_sample=True)
+    y = function(x)
+    y = torch.view_as_real(y) if y.is_complex() else y
+    depends = torch.zeros(*y.shape, B, dtype=torch.bool)
+    for place in range(y.numel()):
+        (grad,) = torch.autograd.grad(y.flatten()[place], x, retain_graph=True, allow_unused=True)
+        if grad is not None:
+            depends.view(-1, B)[place] = grad.flatten(1).ne(0).any(1)
+    return known.of(y), depends, y
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_samples_of_a_result(name: str) -> None:
+    found, depends, y = samples_of(KNOWN[name])
+    assert found.dim() == y.dim()
+    found = found.expand(y.shape)
+    assert depends.any()
+    assert int(depends.sum(-1).max()) == 1
+    of = depends.int().argmax(-1)
+    assert torch.equal(found[depends.any(-1)], of[depends.any(-1)])
+    assert bool((found[~depends.any(-1)] >= NOBODY).all())
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_samples_that_are_not_known(name: str) -> None:
+    with pytest.raises(Unknown):
+        samples_of(MIXED[name])
+
+
+def test_each_rule_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for operations that work as another one does."""
+    used: set[str] = set()
+    alike = {"Elu", "Mish", "LeakyRelu"}
+
+    class Noting(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            used.add(name)
+            return super().get(name, default)
+
+    monkeypatch.setattr(owners, "RULES", Noting(owners.RULES))
+    for function in KNOWN.values():
+        samples_of(function)
+    moves = {name for name, rule in owners.RULES.items() if rule not in (owners._elementwise, owners._along)}
+    assert len(moves & used) > 25, sorted(moves - used)
+    assert alike <= set(owners.RULES)
+
+
+def test_rows_in_their_places_again() -> None:
+    owner, x = index(2, 0, 2, 2, 0), values(5, 2)
+    arrangement = owners.Arrangement(owner, B, owner[:, None])
+    padded = arrangement.padded(x)
+    assert padded.shape == (B, 3, 2)
+    assert_close(padded[0], torch.stack([x[1], x[4], torch.zeros(2).double()]))
+    assert not padded[1].any()
+    assert torch.equal(arrangement.unpadded(padded), x)
+
+
+def test_a_copy_learns_anew() -> None:
+    module, (call, *_) = built(Mixture(Stacked())), calls()
+    model = deepcopy(enn.convert(module)).per_sample(loss_reduction="sum")
+    total_loss(model, call).backward()
+    copied = deepcopy(model)
+    total_loss(copied, call).backward()
+    assert_close_rows(rows_of(copied), loop(module, call, B))
