@@ -10,7 +10,7 @@ import gc
 import linecache
 import traceback
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -49,6 +49,7 @@ from expanded_nn.recording.recorder import Recorder
 _SHOWN = {Tensor.__repr__, Tensor.__format__, Tensor.numpy, Tensor.__array__, Tensor.tolist}
 _NUMBER = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SYMBOLS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _READ = torch.ops.aten._local_scalar_dense.default
 _LIFT = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default  # of numbers in the step's code
 _ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
@@ -83,7 +84,9 @@ class Outcome:
         flags: Parameters without rows from before, and whether their `.grad` is scaled and has a foreign part; only
             where a `.grad` was there before.
         rows: The rows that recorders hold.
-        attributes: The new attributes and buffers of modules: the dictionary that has it, the name, and the value.
+        trainable: Parameters and arguments that require gradients now and did not before, or the other way around.
+        attributes: The new attributes and buffers of modules, and attributes of parameters: the dictionary that has it,
+            the name, and the value.
         removed: The attributes that the step has removed.
         items: The new items of lists and dicts among the arguments: the place of the list or dict among the containers,
             the keys that are no more there, and the new items by their keys.
@@ -97,6 +100,7 @@ class Outcome:
     filled: list[tuple[Find, Remake]] = field(default_factory=list)
     flags: list[tuple[Leaf, bool, bool]] = field(default_factory=list)
     rows: list[RecorderRows] = field(default_factory=list)
+    trainable: list[tuple[Find, bool]] = field(default_factory=list)
     attributes: list[tuple[dict[str, Any], str, Remake]] = field(default_factory=list)
     removed: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     items: list[tuple[int, list[Any], dict[Any, Remake]]] = field(default_factory=list)
@@ -255,6 +259,14 @@ class _Generator:
         if running_backward() < 0:
             raise OnlyEager("it sets the state of torch's random numbers, as torch.random.fork_rng does")
 
+    def manual_seed(self, seed: int) -> None:
+        """Gives the trace up: a graph would not set the seed."""
+        raise OnlyEager("it sets the seed of torch's random numbers")
+
+    def seed(self) -> None:
+        """Gives the trace up: a graph would not set the seed."""
+        self.manual_seed(0)
+
 
 def _refuse_optimizer(optimizer: Any, *_: Any) -> None:
     raise complaint(
@@ -304,8 +316,8 @@ def trace(
     if {id(leaf) for leaf in leaves} & {id(tensor) for tensor in tensors}:
         raise OnlyEager("a parameter of a model is among its arguments")
     finds: list[Find] = [partial(_itself, leaf) for leaf in leaves]
-    finds += [itemgetter(number) for number, tensor in enumerate(tensors) if tensor.requires_grad]
-    having_grad = [find for find in finds if find(tensors).grad is not None]
+    finds += [itemgetter(number) for number, tensor in enumerate(tensors)]
+    having_grad = [find for find in finds if find(tensors).requires_grad and find(tensors).grad is not None]
     # gradients known to be zero are no inputs: the graph makes zeros, and what it adds up is copied into them
     zeros = [find for find in having_grad if states is not None and states.get(id(find(tensors)), (False,))[0]]
     if any(cast(Tensor, find(tensors).grad).layout is not torch.strided for find in zeros):
@@ -315,6 +327,7 @@ def trace(
     owned = {id(leaf.parameter()) for recorder in recorders for leaf in recorder.leaves}
     grads = [without_values(cast(Tensor, find(tensors).grad).detach()) for find in grad_inputs]
     saved = [(values, dict(values)) for module in modules for values in (vars(module), module._buffers)]
+    saved += [(vars(leaf), dict(vars(leaf))) for leaf in leaves]
     outcome, ops, readings = Outcome(), _Operations(), _Readings()
     new_modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 
@@ -325,12 +338,15 @@ def trace(
         for find in zeros:
             find(traced).grad = torch.zeros_like(find(traced).detach())
         old_grads: list[Tensor | None] = [find(traced).grad for find in finds]
+        were_trainable = [find(traced).requires_grad for find in finds]
+        names = [{*vars(tensor)} for tensor in traced]
         args, kwargs = remake([traced[number] for number in numbers])
         items = [(container, items_of(container)) for container in containers((args, kwargs))]
         results: list[Any] = []
         with ExitStack() as stack:
             for recorder in recorders:
                 stack.enter_context(isolated(recorder, clipped, states or {}))
+            own_before = {leaf: (leaf.published, _shown(leaf)) for recorder in recorders for leaf in recorder.leaves}
             conditions = stack.enter_context(assumptions(thorough=thorough, looked=states is not None))
             hidden_counts = {recorder: sum(map(has_hidden_rows, recorder.leaves)) for recorder in recorders}
             for find in having_grad:  # noted: a question whether it is zero is answered, or raises `LookFirst`
@@ -342,9 +358,17 @@ def trace(
             stack.enter_context(register_module_forward_pre_hook(partial(_note_new_module, set(modules), new_modules)))
             with readings:
                 result = step(*args, **kwargs)
+            if any(
+                not name.startswith("_")
+                for tensor, own in zip(traced, names, strict=True)
+                for name in {*vars(tensor)} - own
+            ):
+                raise OnlyEager("it sets an attribute of a tensor among its arguments (return what it sets)")
             outcome.result = packed(result, results)
             _refuse_missing_backward(results, recorders)
-            for find, old_grad in zip(finds, old_grads, strict=True):
+            for find, old_grad, was_trainable in zip(finds, old_grads, were_trainable, strict=True):
+                if find(traced).requires_grad != was_trainable:
+                    outcome.trainable.append((find, not was_trainable))
                 new_grad = find(traced).grad
                 if new_grad is not old_grad:
                     outcome.grads.append((find, None if new_grad is None else packed(new_grad, results)))
@@ -355,6 +379,7 @@ def trace(
                 if states is not None and not any(map(has_hidden_rows, recorder.leaves)):
                     outcome.flags += [(leaf, leaf.is_scaled, leaf.has_foreign_part) for leaf in recorder.leaves]
             _note_attributes(saved, outcome, results)
+            _note_own_rows(recorders, own_before, outcome, results)
             _note_items(items, outcome, results)
             if conditions:
                 outcome.assumed, outcome.otherwise = len(results), [otherwise for _, otherwise in conditions]
@@ -365,10 +390,14 @@ def trace(
     tracer = make_fx(body, _allow_non_fake_inputs=True)  # "real" mode, as the inputs are without values already
     no_optimizer = register_optimizer_step_pre_hook(_refuse_optimizer)
     no_grads = meanwhile(*leaves, grad=None)
+    texts = [_texts(cls, number, readings) for cls, number in _SYMBOLS.items()]
     drawn = RandomStates([*modules, *generators])
     own_generator = meanwhile(torch.random, default_generator=_Generator(torch.default_generator))
     try:
-        with own_generator, no_optimizer, no_grads, _attributes_restored(saved), mode, enable_python_dispatcher():
+        with own_generator, no_optimizer, no_grads, _restored(saved, leaves), ExitStack() as stack:
+            contexts: list[Any] = [*texts, mode, enable_python_dispatcher()]
+            for context in contexts:
+                stack.enter_context(context)
             graph = tracer(*fakes, *grads)
     except (PerSampleError, FirstEager, LookFirst, OnlyEager):
         raise
@@ -384,7 +413,7 @@ def trace(
     if has_drawn:
         raise OnlyEager("it draws random numbers of Python or NumPy, which a graph does not draw anew")
     # the gradients of arguments would look as if they were kept
-    kept_line = None if any(tensor.requires_grad for tensor in tensors) else ops.line_of_kept()
+    kept_line = None if any(tensor.requires_grad for tensor in (*tensors, *fakes)) else ops.line_of_kept()
     used = {node.meta["val"].node.expr for node in graph.graph.nodes if node.target is _READ and node.users}
     unused = [line for value, line in ops.values.items() if value not in used]
     if unused:  # it was printed, or kept outside of the step, where it would be the same symbol for ever
@@ -393,11 +422,7 @@ def trace(
     _refuse_other_leaves(constants, leaves)
     examples = [*fakes, *grads, *(without_values(constant.detach()) for constant in constants)]
     attributes = {
-        id(value): (values, name)
-        for module in modules
-        for values in (vars(module), module._buffers)
-        for name, value in values.items()
-        if isinstance(value, Tensor)
+        id(value): (values, name) for values, _ in saved for name, value in values.items() if isinstance(value, Tensor)
     }
     find_constants: list[Find] = [
         partial(_attribute, *attributes[id(constant)]) if id(constant) in attributes else partial(_itself, constant)
@@ -492,14 +517,31 @@ def _itself(leaf: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def _attributes_restored(saved: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[None]:
-    """Puts dictionaries of attributes and buffers, each given with a copy of it, back as they were."""
+def _restored(saved: Sequence[tuple[dict[str, Any], dict[str, Any]]], leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Puts dictionaries of attributes, each given with a copy of it, back as they were, and which leaves are frozen."""
+    trainable = [leaf.requires_grad for leaf in leaves]
     try:
         yield
     finally:
+        for leaf, was_trainable in zip(leaves, trainable, strict=True):
+            if leaf.requires_grad != was_trainable:
+                leaf.requires_grad_(was_trainable)
         for values, before in saved:
             values.clear()
             values.update(before)
+
+
+def _texts(cls: type, number: Callable[[Any], Any], readings: _Readings) -> AbstractContextManager[None]:
+    """Makes a number of a size that is a symbol, or of what is computed from it, where the user's code shows it."""
+    of_symbol = cast(Any, cls).__repr__
+
+    def text(symbol: Any, spec: str = "") -> str:
+        if not _called_by_user():
+            return of_symbol(symbol)
+        readings.len_lines.append(_line_in(traceback.extract_stack()))
+        return format(number(symbol), spec)
+
+    return meanwhile(cls, __repr__=text, __format__=text)
 
 
 def _refuse_missing_backward(parts: Sequence[Any], recorders: Sequence[Recorder]) -> None:
@@ -542,11 +584,26 @@ def _note_attributes(
 ) -> None:
     for values, before in saved:
         for name, value in values.items():
-            if name not in before or value is not before[name]:
+            if name != "grad_sample" and (name not in before or value is not before[name]):
                 if name == "_recorder":
                     raise OnlyEager("it switches per-sample mode off and on")
                 outcome.attributes.append((values, name, packed(value, results)))
         outcome.removed += [(values, name) for name in before if name not in values]
+
+
+def _note_own_rows(
+    recorders: Sequence[Recorder], before: dict[Leaf, tuple[Published, Any]], outcome: Outcome, results: list[Any]
+) -> None:
+    """Notes each `grad_sample` that the step itself has set, to `None` for example; given what was there before."""
+    for leaf in [leaf for recorder in recorders for leaf in recorder.leaves if leaf.was_reset()]:
+        parameter, rows = leaf.parameter(), _shown(leaf)
+        published, rows_before = before.get(leaf, (None, None))
+        if parameter is not None and not (published is leaf.published and rows is rows_before):
+            outcome.attributes.append((vars(parameter), "grad_sample", packed(rows, results)))
+
+
+def _shown(leaf: Leaf) -> Any:
+    return getattr(leaf.parameter(), "grad_sample", None)
 
 
 def _note_items(items: Sequence[tuple[Any, dict[Any, Any]]], outcome: Outcome, results: list[Any]) -> None:
