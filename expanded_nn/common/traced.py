@@ -148,11 +148,13 @@ def wait_for_values(reason: str) -> None:
 def recorders_met() -> Iterator[dict[Any, None]]:
     """Collects the recorders that take part in a step."""
     recorders: dict[Any, None] = {}
-    _STATE.recorders = recorders
+    before, _STATE.recorders = _STATE.recorders, recorders
     try:
         yield recorders
     finally:
-        _STATE.recorders = None
+        _STATE.recorders = before
+        if before is not None:  # a step within a step
+            before.update(recorders)
 
 
 def note_recorder(recorder: Any) -> None:

@@ -10,7 +10,7 @@ from functools import cache, partial
 from io import IOBase
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,7 @@ from expanded_nn._errors import shown
 from expanded_nn.common.steady import is_generator
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.names import Names, Referred, Variable, is_the_users, names_in_class
-from expanded_nn.compiling.state import State, is_of_trace
+from expanded_nn.compiling.state import State, is_of_trace, slots_of
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
 MOST_ITEMS = 1000  # of a list or an array; a longer one counts by its identity, a longer dict by what is named
@@ -115,7 +115,7 @@ class Look:
         if id(value) in self.numbers:
             return cls, self.numbers[id(value)]
         self.numbers[id(value)] = len(self.numbers)
-        of_object = self._of_object(value) if hasattr(value, "__dict__") or _slots(cls) else ()
+        of_object = self._of_object(value) if hasattr(value, "__dict__") or slots_of(cls) else ()
         if isinstance(value, partial):
             of_keywords = self._of_places(value.keywords, value.keywords, itemgetter, list(value.keywords))
             return cls, self._key(value.func), self._key(value.args), of_keywords
@@ -163,7 +163,7 @@ class Look:
             takes_all = names.any_attribute and not isinstance(value, ModuleType)
             counted = [name for name in attributes if takes_all or name in names.words]
             keys.append(self._of_places(value, attributes, itemgetter, counted))
-        slots = [name for name in _slots(cls) if name in names.words and hasattr(value, name)]
+        slots = [name for name in slots_of(cls) if name in names.words and hasattr(value, name)]
         keys.append(self._of_places(value, None, attrgetter, slots))
         for base in filter(is_the_users, classes[:-1]):
             attributes = vars(base)
@@ -343,11 +343,6 @@ def is_fixed(value: Any) -> bool:
     if type(value) is tuple:
         return all(map(is_fixed, value))
     return type(value) in PLAIN or isinstance(value, _WHOLE)
-
-
-@cache
-def _slots(cls: type) -> list[str]:
-    return [name for base in cls.__mro__ for name, member in vars(base).items() if type(member) is MemberDescriptorType]
 
 
 @cache

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from functools import cache, partial
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -46,8 +46,12 @@ class State:
                 left += [value.func, value.args, value.keywords]
             elif isinstance(value, MethodType):
                 left.append(value.__self__)
-            elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] != _OURS:
-                left.append(vars(value))
+            elif type(value).__module__.partition(".")[0] != _OURS:
+                left += [vars(value)] if hasattr(value, "__dict__") else []
+                if slots := slots_of(type(value)):
+                    attributes = _Slots(value, slots)
+                    self.kept.append((attributes, dict(attributes.items())))
+                    left += [item for _, item in attributes.items()]
 
     def set_to_tensor(self) -> str | None:
         """The first attribute, item of a dict or item of a list that is a tensor of a trace now; `None` without one.
@@ -68,6 +72,30 @@ class State:
             if any(True for _ in _changed(container, before)):
                 container.clear()
                 container.extend(before) if isinstance(container, list) else container.update(before)
+
+
+class _Slots:
+    """The attributes of an object that has slots for them, as a dict that can be put back."""
+
+    def __init__(self, owner: Any, names: list[str]) -> None:
+        self.owner, self.names = owner, names
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        return [(name, getattr(self.owner, name)) for name in self.names if hasattr(self.owner, name)]
+
+    def clear(self) -> None:
+        for name, _ in self.items():
+            object.__delattr__(self.owner, name)
+
+    def update(self, items: dict[str, Any]) -> None:
+        for name, value in items.items():
+            object.__setattr__(self.owner, name, value)
+
+
+@cache
+def slots_of(cls: Any) -> list[str]:
+    """The attributes for which the instances of a class have slots."""
+    return [name for base in cls.__mro__ for name, member in vars(base).items() if type(member) is MemberDescriptorType]
 
 
 def _changed(container: Any, before: Any) -> Iterable[tuple[Any, Any]]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from operator import itemgetter
+from threading import get_ident
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -249,26 +250,34 @@ class _Generator:
     """Torch's generator of random numbers in a trace: its state may be read, but not set."""
 
     def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
+        self._generator, self._thread = generator, get_ident()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
 
     def set_state(self, state: Tensor) -> None:
         """Gives the trace up, but for a checkpoint, within whose backward no numbers may be drawn anyway."""
-        if running_backward() < 0:
+        if get_ident() != self._thread:
+            self._generator.set_state(state)
+        elif running_backward() < 0:
             raise OnlyEager("it sets the state of torch's random numbers, as torch.random.fork_rng does")
 
-    def manual_seed(self, seed: int) -> None:
+    def manual_seed(self, seed: int) -> Any:
         """Gives the trace up: a graph would not set the seed."""
-        raise OnlyEager("it sets the seed of torch's random numbers")
+        if get_ident() == self._thread:
+            raise OnlyEager("it sets the seed of torch's random numbers")
+        return self._generator.manual_seed(seed)
 
-    def seed(self) -> None:
-        """Gives the trace up: a graph would not set the seed."""
-        self.manual_seed(0)
+    def seed(self) -> int:
+        """Gives the trace up, too."""
+        if get_ident() == self._thread:
+            raise OnlyEager("it sets the seed of torch's random numbers")
+        return self._generator.seed()
 
 
-def _refuse_optimizer(optimizer: Any, *_: Any) -> None:
+def _refuse_optimizer(thread: int, optimizer: Any, *_: Any) -> None:
+    if get_ident() != thread:  # hooks of all optimizers are called in all threads
+        return
     raise complaint(
         "enn.compile",
         f"the step calls {type(optimizer).__name__}.step()",
@@ -355,7 +364,8 @@ def trace(
                     note_gradient(cast(Tensor, find(traced).grad), None if states is None else states[key][0])
             versions = {find: cast(Tensor, find(traced).grad)._version for find in zeros}
             stack.enter_context(ops)
-            stack.enter_context(register_module_forward_pre_hook(partial(_note_new_module, set(modules), new_modules)))
+            note_new = partial(_note_new_module, get_ident(), {*modules}, new_modules)
+            stack.enter_context(register_module_forward_pre_hook(note_new))
             with readings:
                 result = step(*args, **kwargs)
             if any(
@@ -388,7 +398,7 @@ def trace(
         return results
 
     tracer = make_fx(body, _allow_non_fake_inputs=True)  # "real" mode, as the inputs are without values already
-    no_optimizer = register_optimizer_step_pre_hook(_refuse_optimizer)
+    no_optimizer = register_optimizer_step_pre_hook(partial(_refuse_optimizer, get_ident()))
     no_grads = meanwhile(*leaves, grad=None)
     texts = [_texts(cls, number, readings) for cls, number in _SYMBOLS.items()]
     drawn = RandomStates([*modules, *generators])
@@ -452,10 +462,10 @@ def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder
 
 
 def _note_new_module(
-    called: Collection[nn.Module], new_modules: MutableMapping[nn.Module, None], module: nn.Module, _: Any
+    thread: int, called: Collection[nn.Module], new_modules: MutableMapping[nn.Module, None], module: nn.Module, _: Any
 ) -> None:
     """Notes a module that no step has called before; puts the trace off before it calls one that could be changed."""
-    if module not in called:
+    if module not in called and get_ident() == thread:  # hooks of all modules are called in all threads
         parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
         if isinstance(module, PerSampleModule) or not all(
             isinstance(parameter, FakeTensor) for parameter in parameters
@@ -537,7 +547,7 @@ def _texts(cls: type, number: Callable[[Any], Any], readings: _Readings) -> Abst
 
     def text(symbol: Any, spec: str = "") -> str:
         if not _called_by_user():
-            return of_symbol(symbol)
+            return str(of_symbol(symbol))
         readings.len_lines.append(_line_in(traceback.extract_stack()))
         return format(number(symbol), spec)
 
