@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from functools import cache, partial
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -48,7 +48,7 @@ class State:
                 left.append(value.__self__)
             elif type(value).__module__.partition(".")[0] != _OURS:
                 left += [vars(value)] if hasattr(value, "__dict__") else []
-                if slots := slots_of(type(value)):
+                if slots := slots_of(cast(Any, type(value))):
                     attributes = _Slots(value, slots)
                     self.kept.append((attributes, dict(attributes.items())))
                     left += [item for _, item in attributes.items()]

@@ -312,7 +312,8 @@ def trace(
 
     def without_values(tensor: Tensor, number: int = -1) -> Tensor:
         dims = symbolic.DimDynamic
-        free = tensor.is_contiguous()  # the strides of other tensors would be symbols, too
+        # the strides of other tensors would be symbols, too
+        free = tensor.layout is torch.strided and tensor.is_contiguous()
         kinds = [dims.DUCK if free and (number, dim) in varying else dims.STATIC for dim in range(tensor.dim())]
         context = symbolic.StatelessSymbolicContext(dynamic_sizes=kinds) if varying else None
         return mode.from_tensor(tensor, symbolic_context=context)
