@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -547,7 +548,7 @@ def _texts(cls: type, number: Callable[[Any], Any], readings: _Readings) -> Abst
     of_symbol = cast(Any, cls).__repr__
 
     def text(symbol: Any, spec: str = "") -> str:
-        if not _called_by_user():
+        if sys._getframe(1).f_code.co_filename.startswith(LIBRARIES):
             return str(of_symbol(symbol))
         readings.len_lines.append(_line_in(traceback.extract_stack()))
         return format(number(symbol), spec)
