@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Lock, RLock, get_ident
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from expanded_nn._errors import PerSampleError, complaint, shown, warn
 from expanded_nn.common.modes import running_backward
-from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, recorders_met
+from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, is_traced, recorders_met
 from expanded_nn.compiling.backends import Backend, CompilerError, backend_of
 from expanded_nn.compiling.kinds import of_arguments, of_gradients, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
@@ -108,7 +109,7 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
         )
         remedy = "Write inductor's by name: enn.compile(step, max_autotune=True)."
         raise TypeError(str(complaint("enn.compile", problem, wanted, remedy)))
-    return CompiledStep(step, backend_of(backend, options))
+    return CompiledStep(step, backend, options)
 
 
 class CallKey(NamedTuple):
@@ -181,8 +182,11 @@ class CompiledStep:
     Attributes:
         step: The user's function.
         backend: Makes functions of its graphs.
+        given: The name of the backend, or what makes it, and its options.
+        lock: Held by the thread that calls the step: a trace changes the models for a while.
         step_values: Gives a key for the values that the step refers to by names.
         modules: The modules that have taken part.
+        module_count: How many these were when kinds that came once were let go of last.
         recorders: The recorders of their rows.
         families: The graphs, by the kind of the call.
         first_shapes: The shapes of the first calls, which ran eagerly before any module was known, by the kind of their
@@ -193,10 +197,12 @@ class CompiledStep:
         reasons: Why calls run eagerly, as far as that was said.
     """
 
-    def __init__(self, step: Callable[..., Any], backend: Backend) -> None:
+    def __init__(self, step: Callable[..., Any], backend: str | Backend, options: dict[str, Any]) -> None:
         functools.update_wrapper(self, step)
-        self.step, self.backend, self.step_values = step, backend, StepValues(step)
+        self.step, self.backend, self.step_values = step, backend_of(backend, options), StepValues(step)
+        self.given, self.lock = (backend, options), RLock()
         self.modules: list[nn.Module] = []
+        self.module_count = 0
         self.recorders: list[Recorder] = []
         self.families: dict[Hashable, Family] = {}
         self.first_shapes: dict[Hashable, list[Shapes]] = {}
@@ -204,13 +210,24 @@ class CompiledStep:
         self.last_graph: Graph | None = None
         self.reasons: set[str] = set()
 
+    def __reduce__(self) -> Any:
+        """A copy has no graphs; a function of a module, which is decorated there, is the same one."""
+        name = getattr(self, "__qualname__", "")
+        if getattr(sys.modules.get(self.__module__), name, None) is self:
+            return name
+        return CompiledStep, (self.step, *self.given)
+
     def __get__(self, instance: Any, owner_class: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step."""
-        if not torch.is_grad_enabled() or running_backward() >= 0 or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or running_backward() >= 0 or torch.compiler.is_compiling() or is_traced():
             return self.step(*args, **kwargs)
+        with self.lock:
+            return self._call(args, kwargs)
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
         by_id: dict[int, Tensor] = {}
         objects: list[Any] = []
         try:
@@ -231,6 +248,8 @@ class CompiledStep:
         if family is None:
             if len(self.families) >= MOST_KINDS:
                 self._drop_idle_families()
+                if not self.modules:
+                    return self._run_eagerly(key, shapes, objects, args, kwargs)
             family = self.families[kind] = Family(by_shapes=dict.fromkeys(self.first_shapes.pop(key, ())))
             if len(self.families) == NEW_KINDS and not any(other.graphs for other in self.families.values()):
                 self._warn_of_kinds()
@@ -275,7 +294,13 @@ class CompiledStep:
         """Runs the step eagerly, and notes which models take part; the key is that of a call before any was known."""
         self.last = self.last_graph = None
         modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # not those that the step makes for itself
-        noting = register_module_forward_pre_hook(lambda module, _: modules.setdefault(module))
+        thread = get_ident()
+
+        def note(module: nn.Module, _: Any) -> None:
+            if get_ident() == thread:
+                modules.setdefault(module)
+
+        noting = register_module_forward_pre_hook(note)
         with noting, recorders_met() as recorders, self.step_values.noting_changes(objects):
             result = self.step(*args, **kwargs)
         for recorder in recorders:
@@ -401,6 +426,10 @@ class CompiledStep:
             f"call after call is of another kind{self.step_values.changed()} (make what changes an argument of the "
             "step: a tensor, or tensors in tuples, lists, dicts or dataclasses)"
         )
+        if len(self.modules) > self.module_count:  # new ones at each call, which would be held for ever
+            self.modules, self.recorders, self.families = [], [], {}
+            self.step_values = StepValues(self.step)
+        self.module_count = len(self.modules)
 
     def _warn(self, reason: str) -> None:
         if reason not in self.reasons:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class _State:
             version, and whether they are zero, `None` if nobody has looked.
         has_looked: Whether somebody has looked at the gradients from before the trace.
         is_thorough: Whether the trace assumes less than usual, at a cost.
-        recorders: The recorders that have taken part in the step, `None` if they are not looked for.
+        recorders: The recorders that have taken part in the step of each thread where they are looked for.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class _State:
         self.gradients: dict[int, tuple[Tensor, int, bool | None]] = {}
         self.is_thorough = False
         self.has_looked = False
-        self.recorders: dict[Any, None] | None = None
+        self.recorders: dict[int, dict[Any, None]] = {}
 
 
 _STATE = _State()
@@ -148,14 +149,19 @@ def wait_for_values(reason: str) -> None:
 def recorders_met() -> Iterator[dict[Any, None]]:
     """Collects the recorders that take part in a step."""
     recorders: dict[Any, None] = {}
-    _STATE.recorders = recorders
+    thread = get_ident()
+    outer = _STATE.recorders.get(thread)
+    _STATE.recorders[thread] = recorders
     try:
         yield recorders
     finally:
-        _STATE.recorders = None
+        del _STATE.recorders[thread]
+        if outer is not None:  # of a step that has called this one
+            _STATE.recorders[thread] = outer
+            outer.update(recorders)
 
 
 def note_recorder(recorder: Any) -> None:
     """Notes that a recorder takes part in the step."""
-    if _STATE.recorders is not None:
-        _STATE.recorders[recorder] = None
+    if _STATE.recorders and (recorders := _STATE.recorders.get(get_ident())) is not None:
+        recorders[recorder] = None

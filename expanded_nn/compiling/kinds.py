@@ -9,11 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from expanded_nn._errors import shown
 from expanded_nn.common.batch import contents
 from expanded_nn.common.modes import is_autocast
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.common.traced import OnlyEager
-from expanded_nn.compiling.looks import PLAIN, Look, by_identity
+from expanded_nn.compiling.looks import PLAIN, Look, by_identity, is_number
 from expanded_nn.compiling.names import HOOKS, Names, names_in_class
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.isolation import Grads, look_at_grads
@@ -46,11 +47,18 @@ def of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) -> 
     if isinstance(value, Tensor):
         number = list(tensors).index(id(value)) if id(value) in tensors else len(tensors)
         tensors[id(value)] = value
-        layout = None if value.is_contiguous() else value.stride()
+        if value.__dict__ and own_attributes(value):
+            names = shown(sorted(own_attributes(value)))
+            raise OnlyEager(
+                f"an argument is a tensor with attributes of its own, {names} (give these as arguments, too)"
+            )
+        layout: Hashable = value.layout
+        if layout is torch.strided:
+            layout = None if value.is_contiguous() else value.stride()
         traits = (value.dtype, value.device, value.dim(), value.requires_grad, layout)
         return number, type(value), traits, value.requires_grad and value.grad is not None
     cls = type(value)
-    if cls in PLAIN:
+    if cls in PLAIN or is_number(value):
         return cls, value
     if isinstance(value, Mapping):
         return cls, tuple((key, of_arguments(item, tensors, objects)) for key, item in value.items())
@@ -118,7 +126,19 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Ha
             if parameter._post_accumulate_grad_hooks:
                 key += map(by_identity, parameter._post_accumulate_grad_hooks.values())
             add(of_gradient(parameter, recorders))
+            if len(parameter.__dict__) > 1:
+                add(_of_attributes(own_attributes(parameter)))
     return tuple(key)
+
+
+def own_attributes(tensor: Tensor) -> dict[str, Any]:
+    """What the user has set as attributes of a tensor."""
+    return {name: value for name, value in vars(tensor).items() if name != "grad_sample"}
+
+
+def _of_attributes(attributes: Mapping[str, Any]) -> Hashable:
+    items = attributes.items()
+    return tuple((name, _of_tensor(v) if isinstance(v, Tensor) else Look([v], Names()).key) for name, v in items)
 
 
 def of_gradient(parameter: nn.Parameter, recorders: Sequence[Recorder]) -> Hashable:

@@ -10,12 +10,11 @@ from functools import cache, partial
 from io import IOBase
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -23,6 +22,7 @@ from expanded_nn._errors import shown
 from expanded_nn.common.steady import is_generator
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.names import Names, Referred, Variable, is_the_users, names_in_class
+from expanded_nn.compiling.state import State, is_of_trace, slots_of
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
 MOST_ITEMS = 1000  # of a list or an array; a longer one counts by its identity, a longer dict by what is named
@@ -101,7 +101,7 @@ class Look:
 
     def _key(self, value: Any) -> Hashable:
         cls: Any = type(value)
-        if cls in PLAIN:
+        if cls in PLAIN or is_number(value):
             return cls, value
         if isinstance(value, FunctionType):
             self.functions.append(value)
@@ -115,7 +115,7 @@ class Look:
         if id(value) in self.numbers:
             return cls, self.numbers[id(value)]
         self.numbers[id(value)] = len(self.numbers)
-        of_object = self._of_object(value) if hasattr(value, "__dict__") or _slots(cls) else ()
+        of_object = self._of_object(value) if hasattr(value, "__dict__") or slots_of(cls) else ()
         if isinstance(value, partial):
             of_keywords = self._of_places(value.keywords, value.keywords, itemgetter, list(value.keywords))
             return cls, self._key(value.func), self._key(value.args), of_keywords
@@ -163,7 +163,7 @@ class Look:
             takes_all = names.any_attribute and not isinstance(value, ModuleType)
             counted = [name for name in attributes if takes_all or name in names.words]
             keys.append(self._of_places(value, attributes, itemgetter, counted))
-        slots = [name for name in _slots(cls) if name in names.words and hasattr(value, name)]
+        slots = [name for name in slots_of(cls) if name in names.words and hasattr(value, name)]
         keys.append(self._of_places(value, None, attrgetter, slots))
         for base in filter(is_the_users, classes[:-1]):
             attributes = vars(base)
@@ -260,15 +260,17 @@ class StepValues:
         before = self._look_at_all(objects)
         states = {id(owner): (owner, _State(owner)) for owner, _ in before.items.values()}
         variables = self.referred.variables()
+        reachable = State((*self.referred.values(), *self.referred.owners, *objects))
         try:
             yield
-            name = _without_values(variables, self.referred.variables(), self._look_at_all(objects))
+            name = _without_values(variables, self.referred.variables()) or reachable.set_to_tensor()
             if name is not None:
                 raise OnlyEager(
                     f"it sets {name} to a tensor, which a graph does not (return the tensor and set it after the call, "
                     "change a tensor in place, or remove it at the end of the step)"
                 )
         except BaseException:
+            reachable.restore()
             for owner, state in states.values():
                 state.restore(owner)
             for variable, now in zip(variables, self.referred.variables(), strict=False):
@@ -296,8 +298,9 @@ class StepValues:
             is_changed = place[0] in before.numbers and before.items.get(place) != after.items.get(place)
             if isinstance(value, dict) and type(value.get(place[1])) in PLAIN and self.referred.reads_item(place[1]):
                 continue
-            has_numbers = place[1] is None and not isinstance(value, dict) and not _NUMBERS.isdisjoint(map(type, value))
-            if is_changed and not has_numbers and isinstance(value, list | dict | set | deque):
+            if not is_changed or not isinstance(value, list | dict | set | deque):
+                continue
+            if isinstance(value, dict) or place[1] is not None or _NUMBERS.isdisjoint(map(type, value)):
                 self.changing[place] = value
 
 
@@ -324,15 +327,15 @@ def _container(owner: Any) -> Any:
     return {} if isinstance(owner, type | ModuleType) else getattr(owner, "__dict__", {})
 
 
-def _without_values(before: Sequence[Variable], after: Sequence[Variable], look: Look) -> str | None:
-    """The first variable, attribute or item that is a tensor without values now."""
-    for old, new in zip(before, after, strict=False):
-        if isinstance(new.value, FakeTensor) and old.value is not new.value:
-            return new.name
-    for (_, place), (_, key) in look.items.items():
-        if place is not None and isinstance(key, Identity) and isinstance(key.value, FakeTensor):
-            return shown(place)
-    return None
+def _without_values(before: Sequence[Variable], after: Sequence[Variable]) -> str | None:
+    """The first variable that is a tensor without values now, or holds one."""
+    changed = (new for old, new in zip(before, after, strict=False) if old.value is not new.value)
+    return next((new.name for new in changed if is_of_trace(new.value)), None)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number or a string of NumPy, which is not an array."""
+    return type(value).__module__ == "numpy" and hasattr(value, "dtype") and not hasattr(value, "__setitem__")
 
 
 def is_fixed(value: Any) -> bool:
@@ -340,11 +343,6 @@ def is_fixed(value: Any) -> bool:
     if type(value) is tuple:
         return all(map(is_fixed, value))
     return type(value) in PLAIN or isinstance(value, _WHOLE)
-
-
-@cache
-def _slots(cls: type) -> list[str]:
-    return [name for base in cls.__mro__ for name, member in vars(base).items() if type(member) is MemberDescriptorType]
 
 
 @cache

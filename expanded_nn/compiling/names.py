@@ -61,6 +61,7 @@ class Referred:
 
     Attributes:
         owners: The step's objects.
+        bound: The step's partial functions, whose arguments count.
         cells: The variables of enclosing functions.
         globals: The global namespaces, each with a name in it.
         functions: The functions.
@@ -70,6 +71,7 @@ class Referred:
 
     def __init__(self, step: Any) -> None:
         self.owners: list[Any] = []
+        self.bound: list[partial[Any]] = []
         self.cells: list[CellType] = []
         self.globals: list[tuple[dict[str, Any], str]] = []
         self.functions: dict[FunctionType, None] = {}
@@ -77,6 +79,10 @@ class Referred:
         self.places: dict[int, list[Mapping[str, Any]]] = {}
         while step is not None:
             self._look(step)
+            if isinstance(step, partial):
+                self.bound.append(step)
+                for value in (*step.args, *step.keywords.values()):
+                    self._follow(value)
             inner = step.func if isinstance(step, partial) else getattr(step, "__func__", None)
             step = inner or getattr(step, "__wrapped__", None)
         self._read_all()
@@ -195,6 +201,8 @@ class Referred:
         except ValueError:  # one is not filled yet
             values = [_content(cell) for cell in self.cells]
         values += [namespace.get(name) for namespace, name in self.globals]
+        for step in self.bound:
+            values += (*step.args, *step.keywords.values())
         for function in self.functions:
             values += function.__defaults__ or ()
             values += (function.__kwdefaults__ or {}).values()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from operator import setitem
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from expanded_nn.common.batch import contents
 from expanded_nn.common.traced import OnlyEager
@@ -18,6 +21,7 @@ from expanded_nn.factored import FactoredTensor
 from expanded_nn.grads import PerSampleGrads
 from expanded_nn.rows.cell import Cell, Guarded
 
+MOST = 10_000  # objects that are looked into for tensors
 Parts = Sequence[Any]  # tensors, and symbolic sizes in a graph for changing sizes
 Remake = Callable[[Parts], Any]
 
@@ -51,13 +55,35 @@ def packed(value: Any, parts: list[Any]) -> Remake:
     if is_dataclass(value) and not isinstance(value, type):
         attributes = {field.name: getattr(value, field.name) for field in fields(value)}
         return _packed_items(value, attributes, object.__setattr__, parts)  # a frozen dataclass's own refuses
+    if isinstance(value, Iterator):
+        raise OnlyEager(
+            f"it returns a {type(value).__name__}, which ends after the first call (return a list or a tuple)"
+        )
     is_ours = type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
-    if not is_ours and not isinstance(value, nn.Module) and any(isinstance(part, Tensor) for part in contents(value)):
+    if not is_ours and not isinstance(value, nn.Module) and _holds_tensors(value):
         raise OnlyEager(
             f"it returns a {type(value).__name__}, or sets it on a module, that holds tensors (take these, in tuples, "
             "lists, dicts or dataclasses)"
         )
     return lambda new_parts: value
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether tensors are in a value, or what it refers to holds tensors of a trace, as a set or a function may."""
+    if any(isinstance(part, Tensor) for part in contents(value)):
+        return True
+    seen, left = {id(value)}, [value]
+    while left and len(seen) < MOST:
+        part = left.pop()
+        if isinstance(part, FakeTensor | FactoredTensor):
+            return True
+        if isinstance(part, Tensor | nn.Module | type | ModuleType | FrameType | CodeType):
+            continue
+        is_function = isinstance(part, FunctionType)  # it refers to all globals
+        referents = [part.__closure__, part.__defaults__] if is_function else gc.get_referents(part)
+        left += [referent for referent in referents if id(referent) not in seen]
+        seen.update(map(id, referents))
+    return False
 
 
 def containers(value: Any) -> Iterator[Any]:

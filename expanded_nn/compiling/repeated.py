@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from expanded_nn.compiling.kinds import NOT_THE_USERS, of_gradient, of_surroundings
+from expanded_nn.compiling.kinds import NOT_THE_USERS, of_gradient, of_surroundings, own_attributes
 from expanded_nn.compiling.looks import Look, StepValues, is_fixed
 from expanded_nn.compiling.names import HOOKS, names_in_class
 from expanded_nn.recording.recorder import Recorder
@@ -35,7 +35,8 @@ class Repeated:
         recorders: The recorders, with their settings.
         modules: The modules, with the number of attributes and what gets those that are looked at.
         attributes: These attributes, of one module after the other.
-        mappings: Children, parameters, buffers and hooks of each module, and hooks of parameters.
+        mappings: Children, parameters, buffers and hooks of each module, hooks of parameters; and their attributes, of
+            which there are no others than `grad_sample`.
         lengths: The length of each.
         filled: Those of them that hold anything.
         contents: The values in these, one after the other.
@@ -79,9 +80,10 @@ class Repeated:
         self.hooks = self._hooks_of_parameters()
         self.mappings += [mapping for mapping in self.hooks if mapping is not None]
         self.attributes = [value for module, _, get in self.modules for value in get(vars(module))]
-        self.lengths = [*map(len, self.mappings)]
         self.filled = [mapping for mapping in self.mappings if mapping]
         self.contents = [value for mapping in self.filled for value in mapping.values()]
+        self.mappings += map(vars, self.parameters)
+        self.lengths = [*map(len, self.mappings)]
         self.tensors = tensors
         self.facts = [*map(_FACTS, tensors)]
         strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
@@ -98,6 +100,9 @@ class Repeated:
     @staticmethod
     def serves(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> bool:
         """Whether a call is simple enough."""
+        parameters = [parameter for module in modules for parameter in module._parameters.values()]
+        if any(parameter is not None and own_attributes(parameter) for parameter in parameters):
+            return False
         are_dicts = all(isinstance(vars(module)[name], dict) for module in modules for name in _LOOKED_AT[1:])
         return are_dicts and not any(recorder.rows_stand_alone for recorder in recorders)
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from expanded_nn.common.modes import is_autocast
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.compiling.memory import memory_of, written_by
 from expanded_nn.compiling.packing import containers, put_items
@@ -88,7 +89,7 @@ class Graph:
         _add_inputs(traced.graph, examples)
         self.changed = _changed(traced.graph)
         self.copied: set[int] | None = None
-        with torch.no_grad():
+        with torch.no_grad(), torch._C._DisableAutocast():
             self.function = backend(traced.graph, [*traced.examples, *examples])
 
     def run(self, tensors: Sequence[Tensor], arguments: Any) -> tuple[str | None, Any]:
@@ -106,7 +107,11 @@ class Graph:
         states = RandomStates(()) if self.draws else None
         torch._C._set_grad_enabled(False)  # torch.no_grad() takes eight times as long
         try:
-            results = self.function(*inputs)
+            if is_autocast():  # the graph has the casts that it made
+                with torch._C._DisableAutocast():
+                    results = self.function(*inputs)
+            else:
+                results = self.function(*inputs)
             assumed = self.outcome.assumed
             if assumed is not None and not bool(results[assumed + 1]):
                 for tensor, values in saved:
@@ -120,6 +125,8 @@ class Graph:
         grads = [None if remake is None else remake(results) for _, remake in outcome.grads]
         if self.copied is None:
             self.copied = _with_shared_memory(grads, [*inputs, *results])
+        for find, requires_grad in outcome.trainable:
+            find(tensors).requires_grad_(requires_grad)
         for index, (find, _) in enumerate(outcome.grads):
             grad = grads[index]
             find(tensors).grad = grad.clone() if grad is not None and index in self.copied else grad

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import gc
 import linecache
+import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from operator import itemgetter
+from threading import get_ident
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -49,6 +51,7 @@ from expanded_nn.recording.recorder import Recorder
 _SHOWN = {Tensor.__repr__, Tensor.__format__, Tensor.numpy, Tensor.__array__, Tensor.tolist}
 _NUMBER = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SYMBOLS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _READ = torch.ops.aten._local_scalar_dense.default
 _LIFT = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default  # of numbers in the step's code
 _ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
@@ -84,7 +87,9 @@ class Outcome:
             where a `.grad` was there before.
         rows: The rows that recorders hold.
         shown: What the step itself has set as the `grad_sample` of parameters, such as `None`.
-        attributes: The new attributes and buffers of modules: the dictionary that has it, the name, and the value.
+        trainable: Parameters and arguments that require gradients now and did not before, or the other way around.
+        attributes: The new attributes and buffers of modules, and attributes of parameters: the dictionary that has it,
+            the name, and the value.
         removed: The attributes that the step has removed.
         items: The new items of lists and dicts among the arguments: the place of the list or dict among the containers,
             the keys that are no more there, and the new items by their keys.
@@ -99,6 +104,7 @@ class Outcome:
     flags: list[tuple[Leaf, bool, bool]] = field(default_factory=list)
     rows: list[RecorderRows] = field(default_factory=list)
     shown: list[tuple[Leaf, Remake]] = field(default_factory=list)
+    trainable: list[tuple[Find, bool]] = field(default_factory=list)
     attributes: list[tuple[dict[str, Any], str, Remake]] = field(default_factory=list)
     removed: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     items: list[tuple[int, list[Any], dict[Any, Remake]]] = field(default_factory=list)
@@ -247,18 +253,34 @@ class _Generator:
     """Torch's generator of random numbers in a trace: its state may be read, but not set."""
 
     def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
+        self._generator, self._thread = generator, get_ident()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
 
     def set_state(self, state: Tensor) -> None:
         """Gives the trace up, but for a checkpoint, within whose backward no numbers may be drawn anyway."""
-        if running_backward() < 0:
+        if get_ident() != self._thread:
+            self._generator.set_state(state)
+        elif running_backward() < 0:
             raise OnlyEager("it sets the state of torch's random numbers, as torch.random.fork_rng does")
 
+    def manual_seed(self, seed: int) -> Any:
+        """Gives the trace up: a graph would not set the seed."""
+        if get_ident() == self._thread:
+            raise OnlyEager("it sets the seed of torch's random numbers")
+        return self._generator.manual_seed(seed)
 
-def _refuse_optimizer(optimizer: Any, *_: Any) -> None:
+    def seed(self) -> int:
+        """Gives the trace up, too."""
+        if get_ident() == self._thread:
+            raise OnlyEager("it sets the seed of torch's random numbers")
+        return self._generator.seed()
+
+
+def _refuse_optimizer(thread: int, optimizer: Any, *_: Any) -> None:
+    if get_ident() != thread:  # hooks of all optimizers are called in all threads
+        return
     raise complaint(
         "enn.compile",
         f"the step calls {type(optimizer).__name__}.step()",
@@ -293,7 +315,8 @@ def trace(
 
     def without_values(tensor: Tensor, number: int = -1) -> Tensor:
         dims = symbolic.DimDynamic
-        free = tensor.is_contiguous()  # the strides of other tensors would be symbols, too
+        # the strides of other tensors would be symbols, too
+        free = tensor.layout is torch.strided and tensor.is_contiguous()
         kinds = [dims.DUCK if free and (number, dim) in varying else dims.STATIC for dim in range(tensor.dim())]
         context = symbolic.StatelessSymbolicContext(dynamic_sizes=kinds) if varying else None
         return mode.from_tensor(tensor, symbolic_context=context)
@@ -306,8 +329,8 @@ def trace(
     if {id(leaf) for leaf in leaves} & {id(tensor) for tensor in tensors}:
         raise OnlyEager("a parameter of a model is among its arguments")
     finds: list[Find] = [partial(_itself, leaf) for leaf in leaves]
-    finds += [itemgetter(number) for number, tensor in enumerate(tensors) if tensor.requires_grad]
-    having_grad = [find for find in finds if find(tensors).grad is not None]
+    finds += [itemgetter(number) for number, tensor in enumerate(tensors)]
+    having_grad = [find for find in finds if find(tensors).requires_grad and find(tensors).grad is not None]
     # gradients known to be zero are no inputs: the graph makes zeros, and what it adds up is copied into them
     zeros = [find for find in having_grad if states is not None and states.get(id(find(tensors)), (False,))[0]]
     if any(cast(Tensor, find(tensors).grad).layout is not torch.strided for find in zeros):
@@ -317,6 +340,7 @@ def trace(
     owned = {id(leaf.parameter()) for recorder in recorders for leaf in recorder.leaves}
     grads = [without_values(cast(Tensor, find(tensors).grad).detach()) for find in grad_inputs]
     saved = [(values, dict(values)) for module in modules for values in (vars(module), module._buffers)]
+    saved += [(vars(leaf), dict(vars(leaf))) for leaf in leaves]
     outcome, ops, readings = Outcome(), _Operations(), _Readings()
     new_modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 
@@ -327,6 +351,8 @@ def trace(
         for find in zeros:
             find(traced).grad = torch.zeros_like(find(traced).detach())
         old_grads: list[Tensor | None] = [find(traced).grad for find in finds]
+        were_trainable = [find(traced).requires_grad for find in finds]
+        names = [{*vars(tensor)} for tensor in traced]
         args, kwargs = remake([traced[number] for number in numbers])
         items = [(container, items_of(container)) for container in containers((args, kwargs))]
         results: list[Any] = []
@@ -341,12 +367,21 @@ def trace(
                     note_gradient(cast(Tensor, find(traced).grad), None if states is None else states[key][0])
             versions = {find: cast(Tensor, find(traced).grad)._version for find in zeros}
             stack.enter_context(ops)
-            stack.enter_context(register_module_forward_pre_hook(partial(_note_new_module, set(modules), new_modules)))
+            note_new = partial(_note_new_module, get_ident(), {*modules}, new_modules)
+            stack.enter_context(register_module_forward_pre_hook(note_new))
             with readings:
                 result = step(*args, **kwargs)
+            if any(
+                not name.startswith("_")
+                for tensor, own in zip(traced, names, strict=True)
+                for name in {*vars(tensor)} - own
+            ):
+                raise OnlyEager("it sets an attribute of a tensor among its arguments (return what it sets)")
             outcome.result = packed(result, results)
             _refuse_missing_backward(results, recorders)
-            for find, old_grad in zip(finds, old_grads, strict=True):
+            for find, old_grad, was_trainable in zip(finds, old_grads, were_trainable, strict=True):
+                if find(traced).requires_grad != was_trainable:
+                    outcome.trainable.append((find, not was_trainable))
                 new_grad = find(traced).grad
                 if new_grad is not old_grad:
                     outcome.grads.append((find, None if new_grad is None else packed(new_grad, results)))
@@ -365,12 +400,16 @@ def trace(
         return results
 
     tracer = make_fx(body, _allow_non_fake_inputs=True)  # "real" mode, as the inputs are without values already
-    no_optimizer = register_optimizer_step_pre_hook(_refuse_optimizer)
+    no_optimizer = register_optimizer_step_pre_hook(partial(_refuse_optimizer, get_ident()))
     no_grads = meanwhile(*leaves, grad=None)
+    texts = [_texts(cls, number, readings) for cls, number in _SYMBOLS.items()]
     drawn = RandomStates([*modules, *generators])
     own_generator = meanwhile(torch.random, default_generator=_Generator(torch.default_generator))
     try:
-        with own_generator, no_optimizer, no_grads, _attributes_restored(saved), mode, enable_python_dispatcher():
+        with own_generator, no_optimizer, no_grads, _restored(saved, leaves), ExitStack() as stack:
+            contexts: list[Any] = [*texts, mode, enable_python_dispatcher()]
+            for context in contexts:
+                stack.enter_context(context)
             graph = tracer(*fakes, *grads)
     except (PerSampleError, FirstEager, LookFirst, OnlyEager):
         raise
@@ -386,7 +425,7 @@ def trace(
     if has_drawn:
         raise OnlyEager("it draws random numbers of Python or NumPy, which a graph does not draw anew")
     # the gradients of arguments would look as if they were kept
-    kept_line = None if any(tensor.requires_grad for tensor in tensors) else ops.line_of_kept()
+    kept_line = None if any(tensor.requires_grad for tensor in (*tensors, *fakes)) else ops.line_of_kept()
     used = {node.meta["val"].node.expr for node in graph.graph.nodes if node.target is _READ and node.users}
     unused = [line for value, line in ops.values.items() if value not in used]
     if unused:  # it was printed, or kept outside of the step, where it would be the same symbol for ever
@@ -395,11 +434,7 @@ def trace(
     _refuse_other_leaves(constants, leaves)
     examples = [*fakes, *grads, *(without_values(constant.detach()) for constant in constants)]
     attributes = {
-        id(value): (values, name)
-        for module in modules
-        for values in (vars(module), module._buffers)
-        for name, value in values.items()
-        if isinstance(value, Tensor)
+        id(value): (values, name) for values, _ in saved for name, value in values.items() if isinstance(value, Tensor)
     }
     find_constants: list[Find] = [
         partial(_attribute, *attributes[id(constant)]) if id(constant) in attributes else partial(_itself, constant)
@@ -429,10 +464,10 @@ def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder
 
 
 def _note_new_module(
-    called: Collection[nn.Module], new_modules: MutableMapping[nn.Module, None], module: nn.Module, _: Any
+    thread: int, called: Collection[nn.Module], new_modules: MutableMapping[nn.Module, None], module: nn.Module, _: Any
 ) -> None:
     """Notes a module that no step has called before; puts the trace off before it calls one that could be changed."""
-    if module not in called:
+    if module not in called and get_ident() == thread:  # hooks of all modules are called in all threads
         parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
         if isinstance(module, PerSampleModule) or not all(
             isinstance(parameter, FakeTensor) for parameter in parameters
@@ -494,14 +529,31 @@ def _itself(leaf: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def _attributes_restored(saved: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[None]:
-    """Puts dictionaries of attributes and buffers, each given with a copy of it, back as they were."""
+def _restored(saved: Sequence[tuple[dict[str, Any], dict[str, Any]]], leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Puts dictionaries of attributes, each given with a copy of it, back as they were, and which leaves are frozen."""
+    trainable = [leaf.requires_grad for leaf in leaves]
     try:
         yield
     finally:
+        for leaf, was_trainable in zip(leaves, trainable, strict=True):
+            if leaf.requires_grad != was_trainable:
+                leaf.requires_grad_(was_trainable)
         for values, before in saved:
             values.clear()
             values.update(before)
+
+
+def _texts(cls: type, number: Callable[[Any], Any], readings: _Readings) -> AbstractContextManager[None]:
+    """Makes a number of a size that is a symbol, or of what is computed from it, where the user's code shows it."""
+    of_symbol = cast(Any, cls).__repr__
+
+    def text(symbol: Any, spec: str = "") -> str:
+        if sys._getframe(1).f_code.co_filename.startswith(LIBRARIES):
+            return str(of_symbol(symbol))
+        readings.len_lines.append(_line_in(traceback.extract_stack()))
+        return format(number(symbol), spec)
+
+    return meanwhile(cls, __repr__=text, __format__=text)
 
 
 def _refuse_missing_backward(parts: Sequence[Any], recorders: Sequence[Recorder]) -> None:
@@ -549,7 +601,7 @@ def _note_attributes(
 ) -> None:
     for values, before in saved:
         for name, value in values.items():
-            if name not in before or value is not before[name]:
+            if name != "grad_sample" and (name not in before or value is not before[name]):
                 if name == "_recorder":
                     raise OnlyEager("it switches per-sample mode off and on")
                 outcome.attributes.append((values, name, packed(value, results)))

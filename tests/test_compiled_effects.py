@@ -1,0 +1,435 @@
+"""A compiled step and what it does to tensors' attributes, to state below the names, beside other threads."""
+
+import copy
+import functools
+import gc
+import pickle
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import expanded_nn as enn
+from test_compiled_state import batch, compared, trained
+from test_compiled_step import graphs, perceptron
+
+
+def called(step: Callable[..., Any], wrap: Any, after: Any = None) -> Any:
+    compiled = wrap(step)
+    return lambda number, x, y: compiled(x, y), after
+
+
+# Programs, as in `test_compiled_state.py`.
+
+
+def momentum_in_a_list(model: nn.Module, wrap: Any) -> Any:
+    """The list is an attribute of an object, as with a user's own optimizer."""
+    momenta = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    own = SimpleNamespace(momenta=momenta, steps=0)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        own.steps += 1
+        loss = trained(model, x, y)
+        for i, parameter in enumerate(model.parameters()):
+            own.momenta[i] = 0.9 * own.momenta[i] + parameter.grad
+            parameter.data.sub_(own.momenta[i], alpha=0.1)
+        return loss
+
+    return called(step, wrap, lambda: (own.steps, *own.momenta))
+
+
+def momentum_in_tuples(model: nn.Module, wrap: Any) -> Any:
+    state = {name: (torch.zeros_like(parameter), 0.5) for name, parameter in model.named_parameters()}
+
+    def step(x: Tensor, y: Tensor) -> None:
+        trained(model, x, y)
+        for name, parameter in model.named_parameters():
+            state[name] = (state[name][0] + parameter.grad, 0.5)
+
+    return called(step, wrap, state.copy)
+
+
+class Remembers(nn.Module):
+    """Keeps a sum in a dict among its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.cache = nn.Linear(8, 3), {"sum": torch.zeros(())}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache["sum"] = self.cache["sum"] + x.detach().mean()
+        result: Tensor = self.layer(x) + self.cache["sum"]
+        return result
+
+
+def cache_of_a_module(model: Any, wrap: Any) -> Any:
+    own = enn.convert(Remembers()).per_sample()
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        own.zero_grad()
+        return trained(own, x, y)
+
+    return called(step, wrap, lambda: own.cache["sum"])
+
+
+class Slots:
+    """Has slots."""
+
+    __slots__ = ("mean",)
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(())
+
+
+def tensor_in_a_slot(model: nn.Module, wrap: Any) -> Any:
+    own = Slots()
+
+    def step(x: Tensor, y: Tensor) -> None:
+        own.mean = 0.9 * own.mean + trained(model, x, y)
+
+    return called(step, wrap, lambda: own.mean)
+
+
+def unscaled(model: nn.Module, wrap: Any) -> Any:
+    """The scaler keeps tensors in dicts below its attributes, and there that it has unscaled."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        scaler.scale(F.cross_entropy(model(x), y)).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
+
+    compiled = wrap(step)
+
+    def call(number: int, x: Tensor, y: Tensor) -> float:
+        compiled(x, y)
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    return call, None
+
+
+def seed_set(model: nn.Module, wrap: Any) -> Any:
+    def step(x: Tensor, y: Tensor) -> Any:
+        torch.manual_seed(3)
+        return trained(model, x + torch.randn_like(x), y)
+
+    return called(step, wrap)
+
+
+def argument_with_attributes(model: nn.Module, wrap: Any) -> Any:
+    compiled = wrap(lambda x, y: trained(model, x, y, getattr(x, "scale", 1.0)))
+
+    def call(number: int, x: Tensor, y: Tensor) -> Any:
+        x.scale = 1.0 + (number > 3)  # type: ignore[attr-defined]
+        return compiled(x, y)
+
+    return call, None
+
+
+def attribute_of_an_argument(model: nn.Module, wrap: Any) -> Any:
+    def step(x: Tensor, y: Tensor) -> None:
+        x.loss = trained(model, x, y)  # type: ignore[attr-defined]
+
+    compiled = wrap(step)
+
+    def call(number: int, x: Tensor, y: Tensor) -> Any:
+        compiled(x, y)
+        return x.loss  # type: ignore[attr-defined]
+
+    return call, None
+
+
+def result_of(kind: Callable[[Tensor], Any], read: Callable[[Any], Any]) -> Any:
+    def program(model: nn.Module, wrap: Any) -> Any:
+        compiled = wrap(lambda x, y: kind(trained(model, x, y)))
+        return lambda number, x, y: read(compiled(x, y)), None
+
+    return program
+
+
+EAGER = {
+    momentum_in_a_list: "sets item 0 of a list to a tensor",
+    momentum_in_tuples: "sets '0.weight' to a tensor",
+    cache_of_a_module: "sets 'sum' to a tensor",
+    tensor_in_a_slot: "sets 'mean' to a tensor",
+    unscaled: "sets .* to a tensor",
+    seed_set: "sets the seed of torch's random numbers",
+    argument_with_attributes: "an argument is a tensor with attributes of its own",
+    attribute_of_an_argument: "it sets an attribute of a tensor among its arguments",
+}
+RESULTS = {
+    "generator": (lambda loss: (loss * i for i in range(2)), list, "it returns a generator"),
+    "map": (lambda loss: map(torch.neg, [loss]), list, "it returns a map"),
+    "set": (lambda loss: {loss}, lambda result: result.pop(), "it returns a set"),
+    "values": (lambda loss: {"loss": loss}.values(), list, "it returns a dict_values"),
+    "function": (lambda loss: lambda: loss, lambda result: result(), "it returns a function"),
+    "partial": (lambda loss: functools.partial(torch.neg, loss), lambda result: result(), "it returns a partial"),
+}
+
+
+@pytest.mark.parametrize("program", EAGER, ids=lambda program: program.__name__)
+def test_a_step_that_runs_eagerly(program: Any) -> None:
+    assert compared(program, EAGER[program]) == 0
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_that_hides_tensors(name: str) -> None:
+    kind, read, reason = RESULTS[name]
+    assert compared(result_of(kind, read), reason) == 0
+
+
+def momentum_of_parameters(model: nn.Module, wrap: Any) -> Any:
+    def step(x: Tensor, y: Tensor) -> Any:
+        loss = trained(model, x, y)
+        for parameter in model.parameters():
+            parameter.momentum = 0.9 * getattr(parameter, "momentum", 0.0) + parameter.grad  # type: ignore[attr-defined]
+            parameter.steps = 1  # type: ignore[attr-defined]
+        return loss
+
+    return called(step, wrap, lambda: [(p.momentum.clone(), p.steps) for p in model.parameters()])  # type: ignore[attr-defined]
+
+
+def number_of_a_parameter(model: Any, wrap: Any) -> Any:
+    weight = model[0].weight
+    weight.scale = 1.0
+    compiled = wrap(lambda x, y: trained(model, x, y, weight.scale))
+
+    def call(number: int, x: Tensor, y: Tensor) -> Any:
+        weight.scale = 1.0 + (number > 3)
+        return compiled(x, y)
+
+    return call, None
+
+
+def frozen_and_thawed(model: Any, wrap: Any) -> Any:
+    def step(x: Tensor, y: Tensor) -> Any:
+        loss = trained(model, x, y)
+        model[0].weight.requires_grad_(not model[0].weight.requires_grad)
+        return loss
+
+    return called(step, wrap, lambda: model[0].weight.requires_grad)
+
+
+def gradients_of_an_argument(model: nn.Module, wrap: Any) -> Any:
+    """As in a PINN whose step makes its points require gradients."""
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        return trained(model, x.requires_grad_(), y)
+
+    compiled = wrap(step)
+
+    def call(number: int, x: Tensor, y: Tensor) -> Any:
+        compiled(x, y)
+        return x.requires_grad, x.grad
+
+    return call, None
+
+
+def rows_set_to_none(model: nn.Module, wrap: Any) -> Any:
+    """As Opacus does; `grad_sample` is seen by what is compared."""
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        loss = trained(model, x, y)
+        for parameter in model.parameters():
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+        return loss
+
+    return called(step, wrap)
+
+
+def rows_set_anew(model: Any, wrap: Any) -> Any:
+    def step(x: Tensor, y: Tensor) -> Any:
+        loss = trained(model, x, y)
+        model[0].weight.grad_sample = 2 * model[0].weight.grad_sample
+        return loss
+
+    return called(step, wrap)
+
+
+def settings_in_a_partial(model: nn.Module, wrap: Any) -> Any:
+    settings = {"scale": 1.0}
+
+    def step(settings: dict[str, float], x: Tensor, y: Tensor) -> Any:
+        return trained(model, x, y, settings["scale"])
+
+    compiled = wrap(functools.partial(step, settings))
+
+    def call(number: int, x: Tensor, y: Tensor) -> Any:
+        settings["scale"] = 1.0 + (number > 3)
+        return compiled(x, y)
+
+    return call, None
+
+
+def numbers_of_numpy(model: nn.Module, wrap: Any) -> Any:
+    compiled = wrap(lambda x, y, scale, twice: trained(model, x, y, scale * (1 + bool(twice))))
+    return lambda number, x, y: compiled(x, y, np.float64(1 + number // 4), np.bool_(True)), None
+
+
+def autocast_around(model: nn.Module, wrap: Any) -> Any:
+    compiled = wrap(lambda x, y: trained(model, x, y))
+
+    def call(number: int, x: Tensor, y: Tensor) -> Any:
+        model.float()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return compiled(x.float(), y)
+
+    return call, None
+
+
+def step_within_a_step(model: nn.Module, wrap: Any) -> Any:
+    inner = wrap(lambda x, y: trained(model, x, y))
+    return called(lambda x, y: (inner(x, y), enn.clip_grad_sample_norms_(model, 0.5)), wrap)
+
+
+COMPILED = {
+    momentum_of_parameters: 1,
+    number_of_a_parameter: 2,
+    frozen_and_thawed: 2,
+    gradients_of_an_argument: 1,
+    rows_set_to_none: 1,
+    rows_set_anew: 1,
+    settings_in_a_partial: 2,
+    numbers_of_numpy: 2,
+    autocast_around: 1,
+    step_within_a_step: 1,
+}
+
+
+@pytest.mark.parametrize("program", COMPILED, ids=lambda program: program.__name__)
+def test_a_step_that_is_a_graph(program: Any) -> None:
+    assert compared(program, None) == COMPILED[program]
+
+
+@pytest.mark.filterwarnings("ignore:.*each size takes a graph of its own")
+@pytest.mark.parametrize("text", [lambda n: f"{n} samples", "{:d}".format, "%s".__mod__, lambda n: f"{n / 2:.1f}"])
+def test_a_size_in_a_text(text: Callable[[Any], str]) -> None:
+    model = enn.convert(perceptron()).per_sample()
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> Any:
+        trained(model, x, y)
+        return text(x.shape[0])
+
+    for number, size in enumerate((4, 4, 5, 6)):
+        model.zero_grad()
+        assert step(*batch(number, size)) == text(size)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_compressed_sparse_arguments() -> None:
+    model = enn.convert(perceptron()).per_sample()
+    compiled = enn.compile(lambda x, y: trained(model, x.to_dense(), y), backend="eager")
+    for number in range(4):
+        x, y = batch(number)
+        model.zero_grad()
+        expected = trained(model, x, y)
+        model.zero_grad()
+        torch.testing.assert_close(compiled(x.to_sparse_csr() if number < 3 else x, y), expected)
+
+
+def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
+    results: list[Any] = [None] * count
+
+    def run(number: int) -> None:
+        try:
+            results[number] = work(number)
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_one_step_in_several_threads() -> None:
+    models = [enn.convert(perceptron()).per_sample() for _ in range(3)]
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+        model.zero_grad()
+        return trained(model, x, y), enn.clip_grad_sample_norms_(model, 0.5)
+
+    compiled = enn.compile(step, backend="eager")
+    found = in_threads(lambda number: [compiled(models[number], *batch(i)) for i in range(6)], 3)
+    torch.testing.assert_close(found, [[step(model, *batch(i)) for i in range(6)] for model in models])
+
+
+def test_what_other_threads_do_beside_a_trace() -> None:
+    """They may call new modules, step optimizers and set seeds."""
+    model, other = enn.convert(perceptron()).per_sample(), perceptron()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def train_other(_: int) -> None:
+        torch.manual_seed(0)
+        F.cross_entropy(other(batch(0)[0]), batch(0)[1]).backward()
+        optimizer.step()
+
+    results: list[Any] = []
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        loss = trained(model, x, y)
+        results.extend(in_threads(train_other, 1))
+        return loss
+
+    compiled = enn.compile(step, backend="eager")
+    for number in range(2):
+        model.zero_grad()
+        compiled(*batch(number))
+    assert results == [None, None]
+
+
+MODEL = enn.convert(perceptron().double()).per_sample()
+
+
+@enn.compile(backend="eager")
+def decorated(x: Tensor, y: Tensor) -> Any:
+    """A step of this module."""
+    MODEL.zero_grad()
+    return trained(MODEL, x, y)
+
+
+class Trainer:
+    """Holds its step."""
+
+    def __init__(self) -> None:
+        self.model = enn.convert(perceptron()).per_sample()
+        self.step = enn.compile(self.run, backend="eager")
+
+    def run(self, x: Tensor, y: Tensor) -> Any:
+        """The step."""
+        self.model.zero_grad()
+        return trained(self.model, x, y)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))])
+def test_copies(copied: Callable[[Any], Any]) -> None:
+    trainer = Trainer()
+    for number in range(3):
+        trainer.step(*batch(number))
+        decorated(*batch(number))
+    assert copied(decorated) is decorated
+    other = copied(trainer)
+    assert not graphs(other.step)
+    with torch.no_grad():
+        trainer.model[0].weight.zero_()
+    torch.testing.assert_close([other.step(*batch(i)) for i in range(3)], [other.run(*batch(i)) for i in range(3)])
+
+
+@pytest.mark.filterwarnings("ignore:.*call after call is of another kind")
+def test_models_of_earlier_calls_are_let_go_of() -> None:
+    compiled = enn.compile(trained, backend="eager")
+    for number in range(140):
+        compiled(enn.convert(nn.Linear(8, 3)).per_sample(), *batch(number))
+    gc.collect()
+    assert len(compiled.modules) < 70
