@@ -18,7 +18,6 @@ import torch.distributed as dist
 import expanded_nn as enn
 from expanded_nn.modules.registry import EXPANDED
 from expanded_nn.recording import backward, passes, stale
-from expanded_nn.recording.owner import Settings
 
 pytestmark = pytest.mark.small_rows
 
@@ -158,7 +157,7 @@ def test_the_table_of_settings_has_them_all() -> None:
     shown = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", table, re.MULTILINE))
     parameters = list(inspect.signature(enn.Linear.per_sample).parameters)[2:]
     assert {name: ast.literal_eval(value) for name, value in shown.items()} == {
-        name: getattr(Settings(), name) for name in parameters
+        name: getattr(enn.Linear._settings, name) for name in parameters
     }
 
 
