@@ -44,35 +44,37 @@ html_theme_options = {"navigation_with_keys": True}
 
 
 def gallery() -> str:
-    """Each example: its docstring, its picture if it has drawn one, and its code; the quickstart first."""
-    scripts = sorted((ROOT / "examples").glob("[!_]*.py"), key=lambda each: (each.stem != "quickstart", each.stem))
-    return "\n".join(map(entry, scripts))
+    """Each example: its docstring, its picture if it has drawn one, and where it is; the quickstart first.
+
+    The second half of gallery.md, which a test compares. To write it anew: `python docs/conf.py`.
+    """
+    return "\n".join(map(entry, scripts()))
+
+
+def scripts() -> list[Path]:
+    return sorted((ROOT / "examples").glob("[!_]*.py"), key=lambda each: (each.stem != "quickstart", each.stem))
 
 
 def entry(script: Path) -> str:
     name = script.stem
     title, _, text = (ast.get_docstring(ast.parse(script.read_text())) or name).partition("\n\n")
     has_picture = (ROOT / "docs" / "images" / f"{name}.png").exists()
-    picture = f"![What {script.name} draws](images/{name}.png)\n" if has_picture else ""
-    return f"""
-## {name}
+    picture = f"![What {script.name} draws](images/{name}.png)" if has_picture else ""
+    parts = ["## " + name.replace("_", " "), f"**{' '.join(title.split())}**", text, picture, where(script)]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
-**{" ".join(title.split())}**
 
-{text}
+def where(script: Path) -> str:
+    return f"Run it: `python examples/{script.name}`. The whole file: [{script.name}](../examples/{script.name})."
 
-{picture}
-```sh
-python examples/{script.name}
-```
 
-<details><summary>The whole file</summary>
-
-```{{literalinclude}} ../examples/{script.name}
-```
-
-</details>
-"""
+def with_code(text: str) -> str:
+    """The gallery as it is on the site, with each file unfolded below where it is."""
+    for script in scripts():
+        include = f"```{{literalinclude}} ../examples/{script.name}\n```"
+        code = f"<details><summary>The whole file</summary>\n\n{include}\n\n</details>"
+        text = text.replace(where(script), f"```sh\npython examples/{script.name}\n```\n\n{code}")
+    return text
 
 
 def results() -> str:
@@ -84,16 +86,25 @@ def results() -> str:
 def layers() -> str:
     """The classes that the library registers for those of torch.nn."""
     found = sorted(each.__name__ for each in EXPANDED.values() if each.__module__.startswith("expanded_nn.layers"))
-    return "\n".join(f".. autoclass:: {name}" for name in found if name in expanded_nn.__all__)
+    names = "\n".join(f".. autoclass:: {name}" for name in found if name in expanded_nn.__all__)
+    return f"```{{eval-rst}}\n.. currentmodule:: expanded_nn\n\n{names}\n```"
 
 
 def fill(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Puts what lies elsewhere in the repository where a page has `%% name %%` on a line."""
-    for name, text in {"gallery": gallery, "results": results, "layers": layers}.items():
-        if f"%% {name} %%" in source[0]:
-            source[0] = source[0].replace(f"%% {name} %%", text())
+    """Puts what is made here in place of what the page has for its readers in the repository."""
+    for name, text in {"results": results, "layers": layers}.items():
+        before, mark, rest = source[0].partition(f"<!-- {name} -->")
+        if mark:
+            source[0] = before + text() + rest.partition("<!-- until here -->")[2]
+    if docname == "gallery":
+        source[0] = with_code(source[0])
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", fill)
     return {"parallel_read_safe": True}
+
+
+if __name__ == "__main__":
+    page = ROOT / "docs" / "gallery.md"
+    page.write_text(page.read_text().partition("\n## ")[0] + "\n" + gallery())

@@ -2,8 +2,10 @@
 
 import ast
 import contextlib
+import inspect
 import io
 import re
+import runpy
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -92,17 +94,71 @@ def test_blocks_are_found() -> None:
         assert text.count("<!-- setup") == sum(block["hidden"] is not None for block in BLOCK.finditer(text)), page.name
 
 
+def slug(title: str) -> str:
+    """A heading's name in links."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
 def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
     text = (ROOT / "README.md").read_text()
-    assert len(text) <= 8_000
+    assert len(text) <= 10_000
     links = [link.partition("#") for link in re.findall(r"\]\(([^)]+)\)", text)]
     assert {path for path, _, _ in links if not (ROOT / path).exists()} == set()
     for path, anchor in ((path, anchor) for path, _, anchor in links if anchor):
         titles = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE)
-        assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, anchor
+        assert anchor in {slug(title) for title in titles}, anchor
     lowest, above = re.findall(r"torch>=2\.(\d+),<2\.(\d+)", (ROOT / "setup.cfg").read_text())[0]
     for page in ("README.md", "docs/tutorial.md"):
         assert f"2.{lowest} to 2.{int(above) - 1}" in (ROOT / page).read_text(), page
+
+
+def test_links_from_the_pages_lead_to_what_is_there() -> None:
+    """To files of the repository, and to headings as a repository's browser names them."""
+    anchors = {}
+    for page in PAGES:
+        text = page.read_text()
+        titles, marks = (re.findall(form, text, re.MULTILINE) for form in (r"^#+ (.*)$", r"^\((\S+)\)=$"))
+        anchors[page] = {*map(slug, titles), *marks}
+    for page in PAGES:
+        prose = re.sub(r"^```.*?^```$|`[^`\n]+`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for path, _, anchor in (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", prose)):
+            if not path.startswith("http"):
+                target = (page.parent / path).resolve() if path else page
+                assert target.exists(), f"{page.name}: {path}"
+                assert not anchor or anchor in anchors[target], f"{page.name}: {path}#{anchor}"
+
+
+def test_the_gallery_is_what_the_examples_say() -> None:
+    """To write it anew: `python docs/conf.py`."""
+    pytest.importorskip("sphinx")
+    conf = runpy.run_path(str(DOCS / "conf.py"))
+    text = (DOCS / "gallery.md").read_text()
+    assert text.endswith("\n\n" + conf["gallery"]())
+    assert conf["with_code"](text).count("{literalinclude}") == text.count("\n## ") == len(conf["scripts"]())
+
+
+def test_the_pages_show_no_mark_of_the_site() -> None:
+    """What sphinx fills in is a comment, around what the repository's readers get."""
+    marks = [
+        mark
+        for page in PAGES
+        for mark in re.findall(r"^<!-- (\w+) -->$.+?^<!-- until here -->$", page.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+    assert sorted(marks) == ["layers", "results"]
+    assert not [page for page in PAGES if re.search(r"^%% \w+ %%$", page.read_text(), re.MULTILINE)]
+    written = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.md")}
+    linked = re.findall(r"\(\.\./benchmarks/results/([^)]+)\)", (DOCS / "benchmarks.md").read_text())
+    assert sorted(linked) == sorted(written)
+
+
+def test_the_table_of_settings_has_them_all() -> None:
+    """With their defaults."""
+    table = (DOCS / "meaning.md").read_text().partition("## The settings")[2].partition("\n## ")[0]
+    shown = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", table, re.MULTILINE))
+    parameters = list(inspect.signature(enn.Linear.per_sample).parameters)[2:]
+    assert {name: ast.literal_eval(value) for name, value in shown.items()} == {
+        name: getattr(enn.Linear._settings, name) for name in parameters
+    }
 
 
 def test_each_line_of_the_silent_failures_names_a_test() -> None:
