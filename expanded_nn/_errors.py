@@ -124,11 +124,16 @@ def refuse_no_count(who: str, argument: str, value: Any, least: int = 0) -> None
         raise ValueError(f"{who}: {argument} is {shown(value)}; wanted a whole number, {least} or more.")
 
 
-def refuse_no_positive_number(who: str, argument: str, value: Any, wanted: str = "a number above 0") -> None:
+def refuse_no_positive_number(
+    who: str, argument: str, value: Any, wanted: str = "a number above 0", remedy: str = ""
+) -> None:
     """Raises a `ValueError` for what is no number above 0."""
     is_number = isinstance(value, Real | torch.SymFloat) or (isinstance(value, Tensor) and value.numel() == 1)
     if not is_number or isinstance(value, bool) or not value > 0:
-        raise ValueError(f"{who}: {argument} is {shown(value)}; wanted {wanted}.")
+        found = shown(value)
+        if isinstance(value, Tensor):
+            found = f"a tensor of {value.item()}" if is_number else f"a tensor of shape {tuple(value.shape)}"
+        raise ValueError(f"{who}: {argument} is {found}; wanted {wanted}.{f' {remedy}' if remedy else ''}")
 
 
 def warn(text: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -34,7 +36,12 @@ _APART = (
     "Normalize, pool, attend and route within a sample: GroupNorm for BatchNorm, or its eval mode; attention with "
     "batch_first=True where the samples come first."
 )
-_MEAN = "Average over a sample's own parts before the samples are averaged; leave penalties to the optimizer."
+_MEAN = (
+    "Average over a sample's own parts before the samples are averaged: class weights, ignore_index and weighted means "
+    'divide by a number of the whole batch, so take reduction="none", each sample\'s own mean, and the mean of these. '
+    "Leave penalties on the weights to the optimizer."
+)
+_OWN = "Compute a sample's loss from that sample alone: one that compares samples is no sample's own."
 _REPORT = (
     "Look for a result of expanded_nn.expanded, (B, *shape), that broadcasts with another shape: a parameter without "
     "dimensions becomes (B,), and with (B, 1) that makes (B, B), so give it shape (1,). If neither that nor a layer of "
@@ -72,7 +79,7 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
 
     Raises:
         PerSampleError: If the inputs hold fewer than 2 samples.
-        TypeError: If `model` is no model, or `loss` no function of one.
+        TypeError: If `model` is no model, or `loss` no function of one, or either does not take the arguments.
         Exception: Whatever the plain model, or the loss of it, raises on these inputs.
 
     Example:
@@ -91,10 +98,9 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
           1. 2.weight: the parameter is also used outside of its module...
     """
     refuse_no_model("check", model)
-    if loss is not None and (not callable(loss) or isinstance(loss, nn.modules.loss._Loss)):
-        problem, wanted = f"loss is {shown(loss)}", "a function of the model and the arguments"
-        remedy = "Write it as check(model, x, y, loss=lambda model, x, y: criterion(model(x), y))."
-        raise TypeError(str(complaint("check", problem, wanted, remedy)))
+    if loss is not None and (not callable(loss) or isinstance(loss, type) or _is_torchs(loss)):
+        is_function = not isinstance(loss, type) and hasattr(loss, "__name__")
+        raise _strange_loss(f"loss is {loss.__name__ if is_function else shown(loss)}")
     settings = next((recorder.settings for recorder in recorders_of(model.modules())), Settings())
     with undisturbed(), WithoutDropout() if loss is None else WithoutChance() as chance:
         try:
@@ -119,6 +125,39 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
             if is_met:
                 checking.findings.notes.append(f"{what} in all runs, so that a sample alone can be compared.")
         return checking.findings.report(is_ambiguous=call.is_ambiguous())
+
+
+def _is_torchs(loss: Any) -> bool:
+    """Whether it is one of torch's own losses, which take the model's output and not the model."""
+    while isinstance(loss, partial):
+        loss = loss.func
+    return isinstance(loss, nn.modules.loss._Loss) or getattr(loss, "__module__", None) == "torch.nn.functional"
+
+
+def _strange_loss(problem: str) -> TypeError:
+    wanted = "a function of the model and the arguments, which calls the model itself: loss(model, x, y)"
+    remedy = "Write it as check(model, x, y, loss=lambda model, x, y: criterion(model(x), y))."
+    return TypeError(str(complaint("check", problem, wanted, remedy)))
+
+
+def _refuse_other_arguments(model: nn.Module, arguments: tuple[Any, Any], error: TypeError) -> None:
+    """Raises where an error comes from arguments that a forward, or a loss, does not take."""
+    args, kwargs = arguments
+    function: Any = model.forward
+    if isinstance(model, Step):
+        function, args = model.loss, (model.model, *args)
+        function = function.forward if isinstance(function, nn.Module) else function
+    try:
+        signature(function).bind(*args, **kwargs)
+    except TypeError as mismatch:
+        if isinstance(model, Step):
+            problem = f"loss does not take the model and the arguments that check was given ({mismatch})"
+            raise _strange_loss(problem) from error
+        remedy = "Give a target to the loss: check(model, x, y, loss=lambda model, x, y: criterion(model(x), y))."
+        problem = f"the forward of {type(model).__name__} does not take the arguments ({mismatch})"
+        raise TypeError(str(complaint("check", problem, "what the model is called with", remedy))) from error
+    except ValueError:  # it has no signature
+        pass
 
 
 def _uncopied(model: nn.Module, error: Exception) -> Problem:
@@ -159,7 +198,11 @@ class _Check:
     def run(self, model: nn.Module) -> None:
         """Runs all comparisons; the parameters of `model`, which was copied, must not be used by the copies."""
         with Trace(self.plain.module, with_grads=True) as self.whole:
-            self.outputs = self.plain(self.call)
+            try:
+                self.outputs = self.plain(self.call)
+            except TypeError as error:
+                _refuse_other_arguments(self.plain.module, self.call.arguments, error)
+                raise
         self.set_tolerance()
         leaves = leaves_behind(self.outputs)
         used = {id(leaf) for leaf in leaves}
@@ -394,7 +437,7 @@ class _Check:
             self.complain_of_mixing(last, "the gradient of a sample's own loss reaches others")
         return True
 
-    def complain_of_mixing(self, index: int, evidence: str, remedy: str = _APART) -> None:
+    def complain_of_mixing(self, index: int, evidence: str) -> None:
         where, between = self.whole.before(index)
         if any(problem.where == where and between in problem.text for problem in self.findings.problems):
             return
@@ -403,8 +446,11 @@ class _Check:
             where,
             f"{between}the result for a sample depends on the other samples ({evidence})",
             "each sample's result from that sample alone",
-            remedy,
+            self.remedy_for_mixing(where),
         )
+
+    def remedy_for_mixing(self, where: str) -> str:
+        return _APART
 
     # Rows
 
@@ -485,12 +531,18 @@ class _StepCheck(_Check):
         reduced_by = self.layout.reduced_by
         if not reduced_by:
             index = first_mixed(self.whole, self.lone, self.call.batch - 1, self.call.batch, self.findings.tolerance)
-            self.complain_of_mixing(index, self.layout.mismatch(self.outputs), f"{_APART} {_MEAN}")
+            self.complain_of_mixing(index, self.layout.mismatch(self.outputs))
         elif self.reduction not in reduced_by:
             problem = f"it is the {reduced_by[0]} of the samples' losses, and loss_reduction is {self.reduction!r}"
             remedy = f'Say per_sample(loss_reduction="{reduced_by[0]}"), or return the {self.reduction}.'
             self.complain("loss", self.who, problem, f"the {self.reduction}", remedy)
         return bool(reduced_by)
+
+    def remedy_for_mixing(self, where: str) -> str:
+        """In the loss another one than in the model."""
+        if where != self.who:
+            return _APART
+        return _OWN if self.outputs[0].dim() else f"{_MEAN} {_OWN}"
 
     def remedy_for_rows(self) -> str:
         if self.outputs[0].dim():

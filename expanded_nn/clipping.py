@@ -24,6 +24,7 @@ from expanded_nn.modules.held import (
     snapshot,
     squared_norms,
 )
+from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.sharded import added_over_ranks, is_shard, scattered
 from expanded_nn.recording.stale import holds_more
@@ -43,6 +44,9 @@ def clip_grad_sample_norms_(
     and divide by the size of the whole batch at the end. Norms are accumulated in float32 or a wider dtype (clipping as
     in Abadi et al., 2016, "Deep learning with differential privacy").
 
+    Rows are held until `.grad` is cleared. Without `zero_grad()` those of a step are clipped and added in the next step
+    once more, of which a `PerSampleWarning` tells.
+
     Args:
         model: A model in per-sample mode, after a backward; the model itself, not `model.parameters()`.
         max_norm: The norm to clip to, over all parameters together, as a number or a tensor of one. Or a function of
@@ -58,7 +62,7 @@ def clip_grad_sample_norms_(
     Raises:
         PerSampleError: If no parameter has rows, a row holds inf or NaN, a parameter belongs to no module in per-sample
             mode, or has a gradient in `.grad` that no row is a part of, so that it would stay unclipped; or if
-            `max_norm` lacks a name or has one too many, or a function gives another shape than `(B,)`.
+            `max_norm` lacks a name or has one too many, or a function gives another shape than `(B,)`, inf or NaN.
         ValueError: If `reduction` or `max_norm` has no meaning.
         TypeError: If `model` is no model.
 
@@ -79,7 +83,9 @@ def clip_grad_sample_norms_(
         elif not callable(limit):
             argument = "max_norm" if name is None else f"max_norm[{name!r}]"
             wanted = "a number above 0, or a function of the norms"
-            refuse_no_positive_number("clip_grad_sample_norms_", argument, limit, wanted)
+            is_list = isinstance(limit, Tensor) and limit.dim() > 0
+            remedy = "For a bound per sample give the factors: lambda norms: bounds / norms.clamp(min=bounds)."
+            refuse_no_positive_number("clip_grad_sample_norms_", argument, limit, wanted, remedy if is_list else "")
     with no_torch_function():  # the rows' own dispatch costs more than the algebra of small models
         return _clip(model, max_norm, reduction)
 
@@ -101,7 +107,9 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
             "Clip after backward and before zero_grad, and with accumulate_grad=False once after each backward.",
         )
     if not adds and not is_traced():
-        _warn_of_what_is_replaced(parameters, held, recorders)
+        known = _leaves_of(parameters, held, recorders)
+        _warn_of_what_is_replaced(known)
+        _warn_of_earlier_steps(model, known)
     count = batch_size_of(held)
     shards = [parameters[name] for name in held if is_shard(parameters[name])]
     together = not isinstance(max_norm, Mapping)
@@ -131,18 +139,41 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     return norms[""] if together else norms
 
 
-def _warn_of_what_is_replaced(
+def _leaves_of(
     parameters: Mapping[str, Tensor], held: Iterable[str], recorders: Iterable[Recorder]
-) -> None:
-    """Says that clipping replaces more than the sum of rows, such as the gradient of a penalty."""
+) -> list[tuple[str, Leaf]]:
+    """The parameters that hold rows, each with what its recorder knows of it."""
     leaves = ((name, recorder.leaves.get(parameters[name])) for recorder in recorders for name in held)
-    more = [name for name, leaf in leaves if leaf is not None and holds_more(leaf)]
+    return [(name, leaf) for name, leaf in leaves if leaf is not None]
+
+
+def _warn_of_what_is_replaced(leaves: Iterable[tuple[str, Leaf]]) -> None:
+    """Says that clipping replaces more than the sum of rows, such as the gradient of a penalty."""
+    more = [name for name, leaf in leaves if holds_more(leaf)]
     if more:
         warn(
             f"clip_grad_sample_norms_: .grad of the parameters {first_few(more)} is more than the sum of the "
             "per-sample gradients, as with that of a penalty or of a backward with per-sample mode off, and is "
             "replaced as a whole. Add what is to stay after the clipping."
         )
+
+
+def _warn_of_earlier_steps(model: nn.Module, leaves: Iterable[tuple[str, Leaf]]) -> None:
+    """Says that samples are clipped and added again that an optimizer's step has used already."""
+    counts = {name: leaf.rows_of_earlier_steps() for name, leaf in leaves}
+    changed = [name for name, count in counts.items() if count and not _changes_itself(model, name)]
+    if changed:
+        count = counts[changed[0]]
+        warn(
+            f"clip_grad_sample_norms_: {count} of the per-sample gradients held were clipped once already, before the "
+            f"parameters {first_few(changed)} were changed, as by an optimizer's step, so that these samples count "
+            "again in .grad. Clear the gradients of the last step before the next backward: optimizer.zero_grad()."
+        )
+
+
+def _changes_itself(model: nn.Module, name: str) -> bool:
+    """Whether a forward changes a parameter in place, as that of an embedding with a `max_norm` does."""
+    return getattr(model.get_submodule(name.rpartition(".")[0]), "max_norm", None) is not None
 
 
 def _norms(parts: list[Part], groups: Mapping[str, str], limits: Iterable[str]) -> dict[str, Tensor]:
@@ -167,14 +198,15 @@ def _grouped(names: Iterable[str], limits: Mapping[str, MaxNorm]) -> dict[str, s
             groups[name] = key
     lacking, idle = [name for name in names if name not in groups], sorted(set(limits) - set(groups.values()) - {""})
     if lacking or idle:
-        raise complaint(
-            "clip_grad_sample_norms_",
-            f"max_norm has no entry for the parameters {first_few(lacking)}"
-            if lacking
-            else f"the entries of max_norm for {first_few(idle)} belong to no parameter that has per-sample gradients",
-            "one entry for each parameter that has per-sample gradients, or for a module around it",
-            'Add an entry: their names, their module\'s, or "" for all others.' if lacking else "Leave these out.",
-        )
+        problem = f"the entries of max_norm for {first_few(idle)} belong to no parameter that has per-sample gradients"
+        remedy = "Correct these names, or leave them out."
+        if lacking:
+            problem = (
+                f"max_norm has no entry for the parameters {first_few(lacking)}{f', and {problem}' if idle else ''}"
+            )
+            remedy = f'{f"{remedy} " if idle else ""}Add an entry: their names, their module\'s, or "" for all others.'
+        wanted = "one entry for each parameter that has per-sample gradients, or for a module around it"
+        raise complaint("clip_grad_sample_norms_", problem, wanted, remedy)
     return groups
 
 
@@ -188,6 +220,7 @@ def _set_grad(parameter: Tensor, total: Tensor, *, add: bool) -> None:
 def _factors(norms: Tensor, max_norm: MaxNorm) -> Tensor:
     if callable(max_norm):
         factors = max_norm(norms)
+        factors = factors.detach() if isinstance(factors, Tensor) else factors
         if not isinstance(factors, Tensor) or factors.shape != norms.shape:
             returned = f"shape {tuple(factors.shape)}" if isinstance(factors, Tensor) else f"a {type(factors).__name__}"
             raise complaint(
@@ -196,8 +229,26 @@ def _factors(norms: Tensor, max_norm: MaxNorm) -> Tensor:
                 f"a tensor of shape {tuple(norms.shape)}, the number that multiplies each sample's gradient",
                 "Return one number per sample, such as max_norm / norms.clamp(min=max_norm).",
             )
-        return factors.detach()
+        _refuse_nonfinite_factors(factors, norms)
+        return factors
     return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
+
+
+def _refuse_nonfinite_factors(factors: Tensor, norms: Tensor) -> None:
+    if is_traced():
+        assume(factors.isfinite().all(), "call after call the function given as max_norm returns inf or NaN")
+        return
+    if math.isfinite(factors.sum()):
+        return
+    bad = (~factors.isfinite()).nonzero().flatten().tolist()
+    if bad:
+        raise complaint(
+            "clip_grad_sample_norms_",
+            f"the function given as max_norm returned inf or NaN for the rows {first_few(bad)} of grad_sample, whose "
+            f"norms are {first_few(norms[bad].tolist())}",
+            "finite numbers, for a norm of 0 as well",
+            "Add to the norm or clamp it, as in 1 / (norms + 0.01) or max_norm / norms.clamp(min=max_norm).",
+        )
 
 
 def _refuse_nonfinite(what: str, norms: Tensor) -> None:

@@ -139,7 +139,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
             `(B,)` over all parameters together, or name -> `(B,)`.
         """
         refuse_no_bool("PerSampleGrads.norms", per_parameter=per_parameter)
-        refuse_emptiness("norms", self._rows)
+        refuse_emptiness("PerSampleGrads.norms", self._rows)
         parts = side_by_side(self._rows, join=not per_parameter)
         squares = squared_norms(parts)
         if per_parameter:
@@ -158,14 +158,14 @@ class PerSampleGrads(Mapping[str, Tensor]):
         Raises:
             PerSampleError: If `weights` has another shape than `(B,)`.
         """
-        refuse_emptiness("sum", self._rows)
+        refuse_emptiness("PerSampleGrads.sum", self._rows)
         if weights is not None:
             refuse_other_weights(weights, self.batch_size)
         return self._by_parameter(lambda rows: rows.weighted_sum(weights))
 
     def mean(self) -> dict[str, Tensor]:
         """The mean row of each parameter, `(*shape)`."""
-        refuse_emptiness("mean", self._rows)
+        refuse_emptiness("PerSampleGrads.mean", self._rows)
         return self._by_parameter(average)
 
     def var(self, correction: float = 1) -> dict[str, Tensor]:
@@ -174,7 +174,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
         Args:
             correction: What is taken off B in the denominator, as in `torch.var`.
         """
-        refuse_emptiness("var", self._rows)
+        refuse_emptiness("PerSampleGrads.var", self._rows)
         variances = {name: _variance(rows, correction) for name, rows in self._real().items()}
         return {name: var.sum(-1) if self._rows[name].is_complex() else var for name, var in variances.items()}
 
@@ -198,7 +198,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 parameters hold rows without positions, or not equally many positions.
         """
         refuse_no_bool("PerSampleGrads.gram", per_position=per_position)
-        refuse_emptiness("gram", self._rows)
+        refuse_emptiness("PerSampleGrads.gram", self._rows)
         if other is None:
             other = self
         elif not isinstance(other, PerSampleGrads):
@@ -359,7 +359,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
             PerSampleError: If `vectors` has other names or shapes than the parameters.
             TypeError: If it is no mapping to tensors.
         """
-        refuse_emptiness("matvec", self._rows)
+        refuse_emptiness("PerSampleGrads.matvec", self._rows)
         refuse_no_vectors("matvec", vectors)
         refuse_others("matvec", self._rows, vectors, 0)
         return added(_matvec(rows, vectors[name]) for name, rows in self._rows.items())
@@ -380,7 +380,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
         Raises:
             ValueError: If `dim` or `seed` has no meaning.
         """
-        refuse_emptiness("project", self._rows)
+        refuse_emptiness("PerSampleGrads.project", self._rows)
         projection = Projection(dim, seed=seed)
         if generator is None:
             return projection(self)
@@ -400,7 +400,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
     def flatten(self) -> Tensor:
         """G itself, dense: `(B, P)`."""
-        refuse_emptiness("flatten", self._rows)
+        refuse_emptiness("PerSampleGrads.flatten", self._rows)
         return torch.cat(
             [
                 torch.cat([part.reshape(part.shape[0], math.prod(part.shape[1:])) for part in rows.chunks()])

@@ -15,7 +15,7 @@ from expanded_nn.common.modes import in_own_dtype, no_torch_function
 from expanded_nn.core.sketch import Side, Sketch, Totals, TwoSided
 from expanded_nn.core.terms import Dense, Term, sides
 from expanded_nn.factored import FactoredTensor, as_factored, as_real
-from expanded_nn.rows.arguments import refuse_no_rows
+from expanded_nn.rows.arguments import refuse_emptiness, refuse_no_rows
 from expanded_nn.rows.factors import widened
 
 KINDS = ("sketch", "kronecker", "gaussian")
@@ -88,15 +88,14 @@ class Projection:
             `(B, dim)`, in float32 or a wider dtype, without history.
 
         Raises:
-            PerSampleError: If the parameters hold different numbers of rows, or one has another shape than in an
-                earlier call.
+            PerSampleError: If there are no rows, or the parameters hold different numbers of them, or one has another
+                shape than in an earlier call.
         """
         refuse_no_rows("Projection", "grads", grads)
+        refuse_emptiness("Projection", grads)
         with torch.no_grad(), no_torch_function():
             rows = {name: widened(as_real(as_factored(tensor))) for name, tensor in grads.items()}
             self._refuse_other_shapes(rows)
-            if not rows:
-                return torch.zeros(0, self.dim)
             first = next(iter(rows.values()))
             with in_own_dtype(first):
                 totals = [

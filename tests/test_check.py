@@ -973,7 +973,56 @@ def test_a_mean_over_all_tokens() -> None:
     assert enn.check(model, w, w.clamp(min=1), loss=step).ok
     report = enn.check(model, w, torch.tensor([[1, 2, 3]] + 4 * [[1, 0, 0]]), loss=step)
     assert of_kind(report, "mixing") == ["the loss"]
-    assert "Average over a sample's own parts before the samples are averaged" in str(report)
+    remedy = r"averaged: class weights, ignore_index and weighted means divide by .* reduction=.none., .* compares"
+    assert re.search(remedy, str(report))
+    assert "GroupNorm" not in str(report)
+
+
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+
+
+def weighted(m: Any, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(m(x), y, WEIGHTS, reduction=reduction)
+
+
+class WithLoss(nn.Module):
+    """As the models of transformers, it returns a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.layer(x), y, WEIGHTS)
+
+
+def centered(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return (m(x) - m(x).mean(0)).square().sum(1)
+
+
+def test_the_remedy_for_mixing_in_a_loss() -> None:
+    """Another one than for mixing in the model, and the one that helps."""
+    y = torch.tensor([0, 1, 2, 1, 0])
+    cases: list[tuple[nn.Module, Any, str, bool, bool]] = [
+        (nn.Linear(4, 3), weighted, "the loss", True, False),
+        (nn.Linear(4, 3), centered, "the loss", False, False),
+        (WithLoss(), lambda m, x, y: m(x, y), "the loss", True, False),
+        (nn.Sequential(nn.Linear(4, 3), Pooling()), weighted, "1 (Pooling)", False, True),
+    ]
+    for model, loss, where, averages, normalizes in cases:
+        (problem, *_) = enn.check(model, features(), y, loss=loss).problems
+        assert (problem.kind, problem.where) == ("mixing", where)
+        assert ("class weights, ignore_index and weighted means" in problem.text) == averages
+        assert ("GroupNorm for BatchNorm" in problem.text) == normalizes
+        assert ("compares samples is no sample's own" in problem.text) == (where != "1 (Pooling)")
+    assert enn.check(nn.Linear(4, 3), features(), y, loss=lambda *step: weighted(*step, reduction="none").mean()).ok
+
+
+class Pooling(nn.Module):
+    """Takes the mean over the batch away."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
 
 
 @pytest.mark.parametrize("samples", [3, 5])

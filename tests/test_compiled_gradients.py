@@ -253,3 +253,20 @@ def test_an_assumption_that_fails_is_named() -> None:
         texts += [str(warning.message) for warning in caught]
     (text,) = texts
     assert "as call after call the squares of its gradients are out of range" in text
+
+
+def test_factors_that_are_not_finite_are_refused_in_a_graph() -> None:
+    model = enn.convert(perceptron()).per_sample()
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor, y: Tensor, factors: Tensor) -> Any:
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        return enn.clip_grad_sample_norms_(model, lambda norms: norms * factors)
+
+    (x, y), factors = samples(4)[0], torch.ones(4)
+    for _ in range(3):
+        step(x, y, factors)
+    assert len(graphs(step)) == 1
+    with pytest.raises(enn.PerSampleError, match=r"max_norm returned inf or NaN for the rows \[2\] of grad_sample"):
+        step(x, y, torch.tensor([1.0, 1.0, torch.nan, 1.0]))

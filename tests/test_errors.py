@@ -10,6 +10,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -113,6 +114,15 @@ def a_mode_of_numpy() -> None:
 @refused(r"^per_sample: materialize is 'no'; wanted True or False\. Write materialize=True or materialize=F", TypeError)
 def a_setting_that_is_neither_on_nor_off() -> None:
     enn.Linear(2, 2).per_sample(materialize="no")  # type: ignore[arg-type]
+
+
+@refused(
+    r"^per_sample: there are no settings \['reduction'\]; wanted some of loss_reduction, batch_first, batch_size, "
+    r"materialize, accumulate_grad, keep_factors, escalate\. Correct the name; help\(model\.per_sample\)",
+    TypeError,
+)
+def a_setting_that_is_none() -> None:
+    enn.per_sample(enn.Linear(2, 2), reduction="sum")
 
 
 @refused(r"^convert: inplace is 1; wanted True or False\. Write inplace=True or inplace=False", TypeError)
@@ -271,6 +281,24 @@ def a_folded_batch() -> None:
 
 
 @refused(
+    r"^1 \(Linear\): input has shape \(12, 4\), 12 rows in dimension 0 \(folded batch of 3 x 4\); .* share\. Keep the "
+    r"batch in a dimension of its own: 0 \(Flatten\) folds it, so leave that out, or flatten from dimension 1 on; or "
+    r"say where .*batch_size=\.\.\., batch_first=\.\.\.\)\. B = 3 comes from the first tensor of the call\.$"
+)
+def a_batch_folded_by_a_flatten() -> None:
+    on(nn.Flatten(0, 1), nn.Linear(4, 2), nn.Flatten())(torch.randn(3, 4, 4))
+
+
+@refused(
+    r"^0 \(Linear\): input has shape \(12, 4\), .*\(other rows\); wanted 5 rows, one per sample, or 1 that all share\. "
+    r"B = 5 comes from per_sample\(batch_size=5\): if there are 12 samples, say so there, or leave it to the first "
+    r"tensor of each call, batch_size=None\. Keep .*; or say where .* stand, per_sample\(batch_first=\.\.\.\)\.$"
+)
+def a_setting_that_says_other_samples() -> None:
+    on(nn.Linear(4, 2), batch_size=5)(torch.randn(12, 4))
+
+
+@refused(
     r"^0 \(Linear\): input has shape \(6, 4\), .*\(folded batch of 3 x 2\); wanted 3 rows, one per sample, or 1 that "
     r"all share\. B = 3 comes from one_pass: if there are 6 samples, say so there\. K.*batch_first=.*\)\.$"
 )
@@ -328,7 +356,10 @@ def other_bags() -> None:
     feed(nn.EmbeddingBag(9, 4), lambda layer, x: layer(torch.arange(6), torch.tensor([0, 3])), batch_size=SAMPLES)
 
 
-@refused(r"0 \(BatchNorm1d\): it normalizes by the statistics of the batch.*GroupNorm")
+@refused(
+    r"0 \(BatchNorm1d\): it normalizes by the statistics of the batch.*GroupNorm\(32, C\)\), as Opacus' "
+    r"ModuleValidator\.fix\(model\) does before convert; or running statistics: \.eval\(\) with track"
+)
 def batch_norm_in_train_mode() -> None:
     on(nn.BatchNorm1d(4))(torch.randn(SAMPLES, 4))
 
@@ -514,6 +545,11 @@ def a_slice_of_gradients() -> None:
 )
 def the_first_gradient() -> None:
     of_one_layer()[0]
+
+
+@refused(r"^Projection: no parameter has per-sample gradients; wanted those of a backward.* after backward and before")
+def a_projection_of_nothing() -> None:
+    enn.Projection(4)(enn.per_sample_grads(on(nn.Linear(4, 4))))
 
 
 @refused(r"^PerSampleGrads: it has no entry 'weight'; wanted a parameter's name, one of \['0\.weight'")
@@ -772,7 +808,11 @@ def numbers_of_one_sample() -> None:
     in_a_loop(lambda self, x: (x * self.scale, float(x.sum())))
 
 
-@refused(r"^layer\.weight: the parameter is also used outside of its module")
+@refused(
+    r"^layer\.weight: the parameter is also used outside of its module.* holds it\. Use it through "
+    r"expanded_nn\.expanded\(weight\), .* within one_pass\(model, batch_size\)\. "
+    r"Or give the second use a layer .*embedding\.weight\)\.$"
+)
 def a_use_outside_in_a_forward_that_cannot_start_over() -> None:
     """It changes an argument that has a graph of its own."""
     module = Feed(nn.Linear(4, 4), lambda layer, x: nn.functional.linear(layer(x.mul_(2)), layer.weight))
@@ -861,14 +901,20 @@ def bags_by_offsets_inside() -> None:
 # --- backward -------------------------------------------------------------------------------------------------
 
 
-@refused(r"^0\.weight: the parameter is also used outside of its module.*share")
+@refused(
+    r"^0\.weight: the parameter is also used outside of its module.*holds it\. If the loss has a penalty on the "
+    r"weights, take the optimizer's weight_decay in its place, or add the penalty's gradient after the clipping\. "
+    r"If a sample's own loss needs the parameter, use it through .* The backward stops at the first such parameter: "
+    r"check\(model, x, y, loss=\.\.\.\) names them all\.$"
+)
 def a_use_outside() -> None:
     model = on(nn.Linear(4, 4))
     (model(torch.randn(SAMPLES, 4)).sum() + model[0].weight.sum()).backward()
 
 
 @refused(
-    r"^0\.(weight|bias): the parameter is also used.*If per_sample\(True\) came after the forward, call the model ag"
+    r"^0\.(weight|bias): the parameter is also used.*holds it\. If per_sample\(True\) came after the forward, call the "
+    r"model again\. If this backward needs no .* before its forward\. If the loss has a penalty on"
 )
 def the_mode_after_the_forward() -> None:
     model = enn.convert(nn.Sequential(nn.Linear(4, 4)))
@@ -878,7 +924,7 @@ def the_mode_after_the_forward() -> None:
 
 
 @refused(
-    r"^0\.scale: .* Use it through expanded_nn\.expanded\(weight\)\.view\(-1, 1, \.\.\.\), with as many dimensions as"
+    r"^0\.scale: .* use it through expanded_nn\.expanded\(weight\)\.view\(-1, 1, \.\.\.\), with as many dimensions as"
 )
 def a_scalar_used_outside() -> None:
     class Scaled(nn.Module):
@@ -1585,14 +1631,19 @@ def clipping_twice() -> None:
         enn.clip_grad_sample_norms_(model, 1.0)
 
 
-@refused(r"max_norm has no entry for the parameters \['0\.bias'\]; wanted one entry for each parameter.*Add an entry")
+@refused(
+    r"max_norm has no entry for the parameters \['0\.bias'\], and the entries of max_norm for \['1'\] belong to no "
+    r"parameter that has per-sample gradients; wanted one entry for each parameter.*Correct these names.*Add an entry"
+)
 def clipping_by_other_names() -> None:
     model = on(nn.Linear(4, 4))
     model(torch.randn(SAMPLES, 4)).sum().backward()
     enn.clip_grad_sample_norms_(model, {"0.weight": 1.0, "1": 1.0})
 
 
-@refused(r"the entries of max_norm for \['1'\] belong to no parameter that has .*Leave these out")
+@refused(
+    r"the entries of max_norm for \['1'\] belong to no parameter that has .*Correct these names, or leave them out"
+)
 def clipping_by_a_name_too_many() -> None:
     model = on(nn.Linear(4, 4))
     model(torch.randn(SAMPLES, 4)).sum().backward()
@@ -1623,6 +1674,41 @@ def clipping_all_rows_by_one_number() -> None:
     model = on(nn.Linear(4, 4))
     rows_held(model)
     enn.clip_grad_sample_norms_(model, lambda norms: 1 / norms.max())
+
+
+@refused(r"max_norm has no entry for the parameters \['0\.bias'\]; wanted .* around it\. Add an entry: their names")
+def clipping_by_too_few_names() -> None:
+    rows_held(model := on(nn.Linear(4, 4)))
+    enn.clip_grad_sample_norms_(model, {"0.weight": 1.0})
+
+
+@refused(
+    r"^clip_grad_sample_norms_: max_norm is a tensor of shape \(3,\); wanted a number above 0, or a function of the "
+    r"norms\. For a bound per sample give the factors: lambda norms: bounds / norms\.clamp\(min=bounds\)\.$",
+    ValueError,
+)
+def clipping_by_a_bound_per_sample() -> None:
+    rows_held(model := on(nn.Linear(4, 4)))
+    enn.clip_grad_sample_norms_(model, torch.ones(SAMPLES))
+
+
+@refused(
+    r"^clip_grad_sample_norms_: max_norm\[''\] is a tensor of -1\.0; wanted a number above 0, or .* norms\.$",
+    ValueError,
+)
+def clipping_by_a_tensor_below_zero() -> None:
+    rows_held(model := on(nn.Linear(4, 4)))
+    enn.clip_grad_sample_norms_(model, {"": torch.tensor(-1.0)})
+
+
+@refused(
+    r"the function given as max_norm returned inf or NaN for the rows \[1\] of grad_sample, whose norms are \[0\.0\]; "
+    r"wanted finite numbers, for a norm of 0 as well\. Add to the norm or clamp it, as in 1 / \(norms \+ 0\.01\) or"
+)
+def clipping_by_the_inverse_of_a_norm_of_zero() -> None:
+    model = on(nn.Linear(4, 4))
+    (model(torch.randn(SAMPLES, 4)).sum(1) * torch.tensor([1.0, 0.0, 1.0])).sum().backward()
+    enn.clip_grad_sample_norms_(model, lambda norms: 1 / norms)
 
 
 @refused(r"the function given as max_norm returned a float; wanted a tensor of shape \(3,\)")
@@ -1681,14 +1767,77 @@ def checking_one_sample() -> None:
     enn.check(nn.Linear(4, 4), torch.randn(1, 4))
 
 
-@refused(r"^check: no input is a tensor; wanted those of 2 samples or more, as in check\(model, x\)")
+@refused(
+    r"^check: no input is a tensor; wanted those of 2 samples or more, as in check\(model, x\)\. Give the batch to "
+    r"check, not to the loss: check\(model, x, y, loss=\.\.\.\) calls loss\(model, x, y\)\.$"
+)
 def checking_without_inputs() -> None:
-    enn.check(nn.Linear(4, 4))
+    x = torch.randn(SAMPLES, 4)
+    enn.check(nn.Linear(4, 4), loss=lambda model: model(x).sum())
 
 
-@refused(r"^check: loss is a MSELoss; wanted a function .*lambda model, x, y: criterion\(model\(x\), y\)", TypeError)
+@refused(
+    r"^check: the forward of Linear does not take the arguments \(too many positional arguments\); wanted what the "
+    r"model is called with\. Give a target to the loss: check\(model, x, y, loss=lambda model, x, y: criterion",
+    TypeError,
+)
+def checking_a_forward_with_its_target() -> None:
+    enn.check(enn.convert(nn.Linear(4, 4)), torch.randn(SAMPLES, 4), torch.randn(SAMPLES, 4))
+
+
+def checking_by(loss: Any) -> None:
+    enn.check(nn.Linear(4, 4), torch.randn(SAMPLES, 4), torch.randn(SAMPLES, 4), loss=loss)
+
+
+A_STEP = (
+    r"; wanted a function of the model and the arguments, which calls the model itself: loss\(model, x, y\)\. Write it "
+    r"as check\(model, x, y, loss=lambda model, x, y: criterion\(model\(x\), y\)\)\.$"
+)
+
+
+@refused(rf"^check: loss is a MSELoss{A_STEP}", TypeError)
 def checking_a_criterion() -> None:
-    enn.check(nn.Linear(4, 4), torch.randn(SAMPLES, 4), torch.randn(SAMPLES, 4), loss=nn.MSELoss())
+    checking_by(nn.MSELoss())
+
+
+@refused(rf"^check: loss is the class MSELoss{A_STEP}", TypeError)
+def checking_a_class_of_criteria() -> None:
+    checking_by(nn.MSELoss)
+
+
+@refused(rf"^check: loss is mse_loss{A_STEP}", TypeError)
+def checking_a_loss_of_torch() -> None:
+    checking_by(nn.functional.mse_loss)
+
+
+@refused(rf"^check: loss is a partial{A_STEP}", TypeError)
+def checking_a_loss_of_torch_with_arguments() -> None:
+    checking_by(partial(nn.functional.mse_loss, reduction="sum"))
+
+
+@refused(
+    rf"^check: loss does not take the model and the arguments that check was given \(too many positional .*\){A_STEP}",
+    TypeError,
+)
+def checking_a_loss_of_the_output() -> None:
+    checking_by(lambda output, target: (output - target).square().mean())
+
+
+@refused(r"^check: loss does not take .* given \(missing a required argument: 'weights'\); wanted", TypeError)
+def checking_a_loss_of_more() -> None:
+    class Weighted(nn.Module):
+        def forward(self, model: nn.Module, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+            return (weights * (model(x) - y)).mean()
+
+    checking_by(Weighted())
+
+
+@refused(r"^of the user's own$", TypeError)
+def checking_a_loss_that_fails() -> None:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        raise TypeError("of the user's own")
+
+    checking_by(loss)
 
 
 @refused(r"1\. the loss: it returns no floating-point tensor; wanted the losses, \(3,\), or their sum or mean")

@@ -286,7 +286,8 @@ def test_no_rows_no_parameters_no_numbers(kind: str) -> None:
     model = enn.convert(mlp()).per_sample()
     projection = enn.Projection(6, kind=kind)
     assert projection(grads_of(model, torch.randn(0, 30))).shape == (0, 6)
-    assert projection({}).shape == (0, 6)
+    with pytest.raises(enn.PerSampleError, match="Projection: no parameter has per-sample gradients"):
+        projection({})
     assert projection({"empty": torch.zeros(3, 0, 5)}).tolist() == torch.zeros(3, 6).tolist()
     assert projection({"scalar": torch.ones(3)}).shape == (3, 6)
 

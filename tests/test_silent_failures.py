@@ -590,15 +590,21 @@ def test_clipping_a_model_that_is_not_in_per_sample_mode() -> None:
     model = nn.Linear(3, 2)
     model(torch.randn(4, 3)).sum().backward()
     with pytest.raises(
-        enn.PerSampleError, match=r"\['weight', 'bias'\] are in no layer in per-sample mode.*per_sample\(True\)"
+        enn.PerSampleError,
+        match=r"\['weight', 'bias'\] are in no layer in per-sample mode.*: convert\(model, inplace=True\)\.per_sample",
     ):
         enn.clip_grad_sample_norms_(model, 1.0)
+    model = enn.convert(model)
+    model(torch.randn(4, 3)).sum().backward()
+    for use in (enn.per_sample_grads, lambda model: enn.clip_grad_sample_norms_(model, 1.0)):
+        with pytest.raises(enn.PerSampleError, match=r"on before the forward: model\.per_sample\(True\)\.$"):
+            use(model)
 
 
 def test_clipping_a_model_of_which_a_part_is_plain() -> None:
     model = nn.Sequential(enn.Linear(4, 4).per_sample(), nn.Linear(4, 2))
     model(torch.randn(3, 4)).sum().backward()
-    with pytest.raises(enn.PerSampleError, match=r"\['1.weight', '1.bias'\] are in no layer"):
+    with pytest.raises(enn.PerSampleError, match=r"\['1.weight', '1.bias'\] are in no layer.*: convert\(model, inp"):
         enn.clip_grad_sample_norms_(model, 1.0)
 
 

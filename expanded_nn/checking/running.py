@@ -99,10 +99,13 @@ class Call:
         batch_first = settings.batch_first if own is None else own
         batch = settings.batch_size or batch_of(arguments, batch_first=batch_first) or 0
         if batch < 2:
-            found, wanted = f"the inputs hold {batch} sample(s)", "2 or more"
+            found, wanted, remedy = f"the inputs hold {batch} sample(s)", "2 or more", "Give it a larger batch."
             if not list(tensors(arguments)):
                 found, wanted = "no input is a tensor", "those of 2 samples or more, as in check(model, x)"
-            raise complaint("check", found, wanted, "Give it a larger batch.")
+                remedy = (
+                    "Give the batch to check, not to the loss: check(model, x, y, loss=...) calls loss(model, x, y)."
+                )
+            raise complaint("check", found, wanted, remedy)
         return cls(arguments, batch, batch_first)
 
     def sample(self, i: int) -> Call:

@@ -336,8 +336,8 @@ def _mixing(who: str) -> PerSampleError:
         who,
         "it normalizes by the statistics of the batch, which mix the samples, so that no gradient is one sample's own",
         "statistics that do not depend on the other samples",
-        "Use GroupNorm in its place (GroupNorm(1, C) or GroupNorm(32, C)), or running statistics: .eval() with "
-        "track_running_stats=True.",
+        "Use GroupNorm in its place (GroupNorm(1, C) or GroupNorm(32, C)), as Opacus' ModuleValidator.fix(model) does "
+        "before convert; or running statistics: .eval() with track_running_stats=True.",
     )
 
 

@@ -6,8 +6,8 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import update_wrapper
-from inspect import get_annotations
+from functools import update_wrapper, wraps
+from inspect import get_annotations, signature
 from types import FunctionType, new_class
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -31,6 +31,7 @@ from expanded_nn.recording.order import Order
 from expanded_nn.recording.recorder import Forward, Recorder, Settings, modules_in
 
 Model = TypeVar("Model", bound=nn.Module)
+Function = TypeVar("Function", bound=Callable[..., Any])
 _ZERO_GRAD = nn.Module.zero_grad
 
 
@@ -55,6 +56,22 @@ def _show_plain_forward(kind: type[PerSampleModule]) -> None:
     kind.forward = update_wrapper(shown, plain.forward)  # type: ignore[method-assign, unused-ignore]
 
 
+def _refusing_other_settings(per_sample: Function) -> Function:
+    """Raises a `TypeError` that lists the settings, in place of Python's own, for a name that is none."""
+    names = list(signature(per_sample).parameters)[2:]
+
+    @wraps(per_sample)
+    def switched(self: Any, *args: Any, **settings: Any) -> Any:
+        unknown = sorted(settings.keys() - {"mode", *names})
+        if unknown:
+            wanted = f"some of {', '.join(names)}"
+            remedy = "Correct the name; help(model.per_sample) says what each does."
+            raise TypeError(str(complaint("per_sample", f"there are no settings {unknown}", wanted, remedy)))
+        return per_sample(self, *args, **settings)
+
+    return cast(Function, switched)
+
+
 class PerSampleModule(nn.Module):
     """A module that can be switched to per-sample mode.
 
@@ -75,6 +92,7 @@ class PerSampleModule(nn.Module):
             super().__init_subclass__(**arguments)
         _show_plain_forward(cls)
 
+    @_refusing_other_settings
     def per_sample(
         self: Model,
         mode: bool = True,
@@ -116,7 +134,8 @@ class PerSampleModule(nn.Module):
         Raises:
             PerSampleError: If a module within holds parameters and was not converted.
             ValueError: If `loss_reduction` or `batch_size` has no meaning, or rows are to be dense and factored.
-            TypeError: If `mode`, or a setting that is on or off, is neither `True` nor `False`.
+            TypeError: If `mode`, or a setting that is on or off, is neither `True` nor `False`; or if there is no such
+                setting.
         """
         told = {name: value for name, value in locals().items() if value is not AS_BEFORE}
         del told["self"], told["mode"]

@@ -14,7 +14,7 @@ from expanded_nn.common.traced import assume, is_traced, note_recorder
 from expanded_nn.core import cost
 from expanded_nn.core.terms import Products
 from expanded_nn.factored import FactoredTensor, as_factored, as_real, refuse_hidden
-from expanded_nn.modules.base import Expanded, all_parameters, recorders_of
+from expanded_nn.modules.base import Expanded, PerSampleModule, all_parameters, recorders_of
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.sharded import is_zero
 from expanded_nn.rows.factors import widened
@@ -39,13 +39,15 @@ def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[
     expandable = {id(parameter) for layer in layers for parameter in all_parameters(layer)}
     lacking = [name for name, p in parameters.items() if p.requires_grad and id(p) not in expandable]
     if lacking:
+        converted = {id(p) for module in modules if isinstance(module, Expanded) for p in all_parameters(module)}
+        is_off = isinstance(model, PerSampleModule) and converted.issuperset(id(parameters[name]) for name in lacking)
+        switch = "model" if is_off else "convert(model, inplace=True)"
         raise complaint(
             type(model).__name__,
             f"the parameters {first_few(lacking)} are in no layer in per-sample mode, so they have no per-sample "
             "gradients",
             "every trainable parameter in a converted layer, with per-sample mode on",
-            "Switch it on before the forward: model.per_sample(True) if the model is converted, "
-            "convert(model, inplace=True).per_sample(True) if not.",
+            f"Switch it on before the forward: {switch}.per_sample(True).",
         )
     recorders = recorders_of(modules)
     for recorder in recorders:

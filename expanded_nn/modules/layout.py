@@ -132,19 +132,41 @@ def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleE
         guess = second + guess
     elif rows < batch:
         guess = "Where only some samples take this way, run it for all of them and choose by torch.where. "
-    forward = forward_of(layer)
-    said = f" B = {batch} comes from the first tensor of the call."
+    forward, is_folded = forward_of(layer), batch > 0 and rows % batch == 0
+    told = None if layer._recorder is None else layer._recorder.settings.batch_size
+    settings, said = "batch_size=..., batch_first=...", f" B = {batch} comes from the first tensor of the call."
     if forward is not None and forward.is_explicit:
         guess, said = f"B = {batch} comes from one_pass: if there are {rows} samples, say so there. {guess}", ""
-    fold = f"folded batch of {batch} x {rows // batch}" if batch and rows % batch == 0 else "other rows"
+    elif told is not None:
+        settings, said = "batch_first=...", ""
+        guess = (
+            f"B = {batch} comes from per_sample(batch_size={told}): if there are {rows} samples, say so there, or "
+            f"leave it to the first tensor of each call, batch_size=None. {guess}"
+        )
+    folding = _name_of_folding(layer) if is_folded else None
+    remedy = (
+        "Keep the batch in a dimension of its own (unflatten it); or send the module that folds it through the general "
+        "rule, alone(ItsClass) before convert"
+        if folding is None
+        else f"Keep the batch in a dimension of its own: {folding} folds it, so leave that out, or flatten from "
+        "dimension 1 on"
+    )
+    fold = f"folded batch of {batch} x {rows // batch}" if is_folded else "other rows"
     return refusal(
         layer,
         f"{argument} has shape {tuple(x.shape)}, {rows} rows in dimension {dim} ({fold})",
         f"{batch} rows, one per sample, or 1 that all share",
-        f"{guess}Keep the batch in a dimension of its own (unflatten it); or send the module that folds it through the "
-        "general rule, alone(ItsClass) before convert; or say where the samples stand, "
-        f"per_sample(batch_size=..., batch_first=...).{said}",
+        f"{guess}{remedy}; or say where the samples stand, per_sample({settings}).{said}",
     )
+
+
+def _name_of_folding(layer: Reader) -> str | None:
+    """The only `nn.Flatten` of the model that takes the dimension of the samples, if there is one."""
+    recorder = layer._recorder
+    if recorder is None:
+        return None
+    folding = [module for module in recorder.modules() if isinstance(module, nn.Flatten) and module.start_dim == 0]
+    return recorder.name_of(folding[0]) if len(folding) == 1 else None
 
 
 def refuse_other_than_sequences(module: Member, argument: str, x: Tensor, dim: int) -> None:

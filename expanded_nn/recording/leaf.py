@@ -114,6 +114,7 @@ class Leaf:
         is_scaled: Whether `.grad` was scaled since it was cleared, so that it differs from the sum of the rows.
         has_foreign_part: Whether `.grad` has a part that no rows are of, so that it differs from their sum.
         clipped_grad: The `.grad` that clipping has set, and its version then.
+        clipped_rows: The number of the last pass whose rows were clipped, and the parameter's version then.
         incomplete_grad: The `.grad` with a part whose rows were dropped, as the parameter was frozen meanwhile.
         memory: Where its dense rows are written, if memory is used again.
         location: Where it is in the model, as far as that is known.
@@ -129,6 +130,7 @@ class Leaf:
     is_scaled: bool = False
     has_foreign_part: bool = False
     clipped_grad: tuple[weakref.ref[Tensor], int] | None = None
+    clipped_rows: tuple[int, int] | None = None
     incomplete_grad: weakref.ref[Tensor] | None = None
     memory: Recycled | None = field(default_factory=Recycled)
     location: Location | None = None
@@ -238,6 +240,25 @@ class Leaf:
         if grad is None or self.incomplete_grad() is not grad or vanishes(grad):
             self.incomplete_grad = None
         return self.incomplete_grad is not None
+
+    def note_clipping(self) -> None:
+        """Notes that clipping has set `.grad` to the sum of the rows held."""
+        parameter, passes = self.visible_parameter(), self.published.passes
+        self.clipped_grad, self.incomplete_grad = self.noted_grad, None
+        self.clipped_rows = None if parameter is None or not passes else (passes[-1].number, parameter._version)
+
+    def rows_of_earlier_steps(self) -> int:
+        """How many of the rows held were clipped before the parameter was changed in place, as by an optimizer.
+
+        A parameter's version tells, which torch's fused optimizers leave as it is: after their steps it is 0.
+        """
+        parameter = self.visible_parameter()
+        if parameter is None or self.clipped_grad is None or self.clipped_rows is None:
+            return 0
+        last, version = self.clipped_rows
+        if parameter._version == version:
+            return 0
+        return sum(pass_.batch for pass_ in self.published.passes if pass_.number <= last)
 
     def was_scaled_or_clipped(self) -> bool:
         """Whether `.grad` was scaled or clipped since it was cleared, so that it differs from the sum of the rows."""

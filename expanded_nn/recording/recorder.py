@@ -405,7 +405,7 @@ class Recorder:
         for leaf in self.leaves:
             leaf.note_grad()
         for leaf in clipped:
-            leaf.clipped_grad, leaf.incomplete_grad = leaf.noted_grad, None
+            leaf.note_clipping()
             leaf.has_foreign_part = leaf.has_foreign_part and not self.settings.accumulate_grad
             self.store.suspended = None  # the rows that stood alone are what `.grad` is made of now
 

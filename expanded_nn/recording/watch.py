@@ -73,7 +73,7 @@ class Watch:
                 "Convert the model again after changing its layers: convert(model, inplace=True).per_sample(True). A "
                 "part that is to have no per-sample gradients says so: part.per_sample(False).",
             )
-        raise used_outside(recorder.name_of(parameter), parameter)
+        raise used_in_loss(recorder.name_of(parameter), parameter, has_rows=expected is not None)
 
 
 def refuse_outside_use(recorder: RecorderLike, result: Any) -> None:
@@ -87,7 +87,7 @@ def refuse_outside_use(recorder: RecorderLike, result: Any) -> None:
             is_watched = parameter is not None and recorder.leaves.is_watched(parameter)
             holder = recorder.holder_of(parameter) if is_watched else None
             if holder is not None and _without_rows(holder) is None:  # the watch has more to say of another
-                error = used_outside(recorder.name_of(parameter), parameter)
+                error = used_in_forward(recorder.name_of(parameter), parameter)
                 error.refused_by, error.is_early = holder, True
                 raise error
 
@@ -100,20 +100,42 @@ def _without_rows(holder: nn.Module) -> str | None:
     return None if "_recorder" in vars(holder) else f"the new layer {kind}, on which per_sample(True) was not called"
 
 
-def used_outside(name: str, parameter: Tensor) -> PerSampleError:
-    """The error about a parameter that is used where no expansion sees it."""
+def used_in_forward(name: str, parameter: Tensor) -> PerSampleError:
+    """The error about a parameter that a forward uses where no expansion sees it."""
+    remedy = f"Use it through {_by_expansion(parameter)}. Or give the second use a layer of its own that shares the parameter "
+    return _used_outside(name, f"{remedy}(head.weight = embedding.weight).")
+
+
+def used_in_loss(name: str, parameter: Tensor, *, has_rows: bool) -> PerSampleError:
+    """The error about a parameter that is used outside of the forward; the likeliest cause comes first.
+
+    Without rows none of what this backward has brought came through a layer.
+    """
+    causes = [
+        "If the loss has a penalty on the weights, take the optimizer's weight_decay in its place, or add the "
+        "penalty's gradient after the clipping.",
+        f"If a sample's own loss needs the parameter, use it through {_by_expansion(parameter)}.",
+        "If per_sample(True) came after the forward, call the model again.",
+        "If this backward needs no per-sample gradients, switch per_sample(False) before its forward.",
+    ]
+    remedy = " ".join(causes if has_rows else [*causes[2:], *causes[:2]])
+    more = "The backward stops at the first such parameter: check(model, x, y, loss=...) names them all."
+    return _used_outside(name, f"{remedy} {more}")
+
+
+def _by_expansion(parameter: Tensor) -> str:
     use = (
         "(weight), as in expanded_nn.functional.linear(x, expanded(weight))"
         if parameter.dim()
         else "(weight).view(-1, 1, ...), with as many dimensions as the tensor that it meets"
     )
+    return f"expanded_nn.expanded{use}, and in a method other than forward within one_pass(model, batch_size)"
+
+
+def _used_outside(name: str, remedy: str) -> PerSampleError:
     return complaint(
         name,
         "the parameter is also used outside of its module's forward, so a part of its gradient is not per sample",
         "every use inside the forward of the module that holds it",
-        f"Use it through expanded_nn.expanded{use}, and in a method other than forward within "
-        "one_pass(model, batch_size). Or give the second use a layer of its own that shares the parameter "
-        "(head.weight = embedding.weight). For a penalty on the weights alone take the optimizer's weight_decay. If "
-        "per_sample(True) came after the forward, call the model again. If this backward needs no per-sample "
-        "gradients, switch per_sample(False) before its forward.",
+        remedy,
     )

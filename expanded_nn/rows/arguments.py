@@ -22,11 +22,11 @@ def refuse_no_rows(who: str, argument: str, rows: Any) -> None:
             raise complaint(who, f"{argument}[{name!r}] has no dimensions", "a tensor (B, *shape)", remedy)
 
 
-def refuse_emptiness(method: str, rows: Mapping[str, Tensor]) -> None:
+def refuse_emptiness(who: str, rows: Mapping[str, Tensor]) -> None:
     """Raises if there are no rows at all, as before the first backward."""
     if not rows:
         raise complaint(
-            f"PerSampleGrads.{method}",
+            who,
             "no parameter has per-sample gradients",
             "those of a backward in per-sample mode",
             "Call per_sample_grads(model) after backward and before zero_grad.",

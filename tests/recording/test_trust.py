@@ -1760,6 +1760,114 @@ def test_clipping_says_that_it_replaces_what_was_there_before() -> None:
         enn.clip_grad_sample_norms_(model, 1.0)
 
 
+AGAIN = (
+    r"^clip_grad_sample_norms_: 4 of the per-sample gradients held were clipped once already, before the parameters "
+    r"\['weight', 'bias'\] were changed, as by an optimizer's step, so that these samples count again in \.grad\. "
+    r"Clear the gradients of the last step before the next backward: optimizer\.zero_grad\(\)\.$"
+)
+
+
+def clipped_step(model: nn.Module, x: Tensor) -> Tensor:
+    model(x).square().sum().backward()
+    norms = enn.clip_grad_sample_norms_(model, 1.0)
+    assert isinstance(norms, Tensor)
+    return norms
+
+
+def changed_by_hand(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.1)
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), foreach=True).step(),
+    "by hand": changed_by_hand,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("settings", [{}, {"materialize": True}, {"keep_factors": True}], ids=str)
+def test_clipping_says_that_a_zero_grad_is_missing(change: Callable[[nn.Module], Any], settings: Any) -> None:
+    model = on(nn.Linear(D, 2), **settings)
+    clipped_step(model, values(4, D))
+    change(model)
+    with pytest.warns(enn.PerSampleWarning, match=AGAIN):
+        assert len(clipped_step(model, values(3, D))) == 7
+    assert len(clipped_step(model, values(3, D))) == 10  # no step came in between
+    change(model)
+    with pytest.warns(enn.PerSampleWarning, match="10 of the per-sample gradients held were clipped once already"):
+        enn.clip_grad_sample_norms_(model, 1.0)
+
+
+def test_a_zero_grad_is_missing_where_clipping_was_a_part_of_a_graph() -> None:
+    model = on(nn.Linear(D, 2))
+    step = enn.compile(lambda x: clipped_step(model, x), backend="eager")
+    for _ in range(4):
+        model.zero_grad()
+        step(values(4, D))
+        changed_by_hand(model)
+    with pytest.warns(enn.PerSampleWarning, match=AGAIN):
+        clipped_step(model, values(3, D))
+
+
+CLEARED: dict[str, Callable[[nn.Module], Any]] = {
+    "model": lambda model: model.zero_grad(),
+    "model, zeros": lambda model: model.zero_grad(set_to_none=False),
+    "optimizer": lambda model: torch.optim.SGD(model.parameters()).zero_grad(),
+    "optimizer, zeros": lambda model: torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False),
+    "data": lambda model: [parameter.grad.data.zero_() for parameter in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("clear", CLEARED.values(), ids=CLEARED)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_zero_grad_is_missing_after_one(clear: Callable[[nn.Module], Any], compiled: bool) -> None:
+    """Neither in steps of several parts, without a change in between."""
+    model = on(nn.Linear(D, 2))
+    state = {name: 2 * value for name, value in model.state_dict().items()}
+
+    def first_part(x: Tensor) -> Tensor:
+        model.zero_grad()
+        return clipped_step(model, x)
+
+    first = enn.compile(first_part, backend="eager") if compiled else lambda x: clipped_step(model, x)
+    for _ in range(4):
+        first(values(4, D))
+        clipped_step(model, values(4, D))
+        enn.clip_grad_sample_norms_(model, 0.5)
+        changed_by_hand(model)
+        clear(model)
+        model.load_state_dict(state)
+
+
+def test_no_zero_grad_is_missing_where_clipping_adds() -> None:
+    model = on(nn.Linear(D, 2), accumulate_grad=False)
+    for _ in range(3):
+        clipped_step(model, values())
+        changed_by_hand(model)
+
+
+def test_no_zero_grad_is_missing_in_a_second_backward_of_a_graph() -> None:
+    """The pass is that of before, its rows are new."""
+    model = on(nn.Embedding(5, D))  # whose backward does not look at the weight
+    output = model(torch.tensor([[1, 2], [3, 4]]))
+    for _ in range(3):
+        output.square().sum().backward(retain_graph=True)
+        enn.clip_grad_sample_norms_(model, 1.0)
+        changed_by_hand(model)
+        model.zero_grad()
+
+
+def test_an_embedding_changes_itself() -> None:
+    """`max_norm` scales entries down in each forward, which is no step."""
+    model, index = on(nn.Embedding(5, D, max_norm=0.5)), torch.tensor([[1, 2], [3, 4]])
+    for _ in range(3):
+        clipped_step(model, index)
+    assert len(model.weight.grad_sample) == 6
+
+
 class Pooled(nn.Module):
     """Adds up rows by an index, as those of sets that lie side by side."""
 
