@@ -102,8 +102,8 @@ def _without_rows(holder: nn.Module) -> str | None:
 
 def used_in_forward(name: str, parameter: Tensor) -> PerSampleError:
     """The error about a parameter that a forward uses where no expansion sees it."""
-    remedy = f"Use it through {_by_expansion(parameter)}. Or give the second use a layer of its own that shares the parameter "
-    return _used_outside(name, f"{remedy}(head.weight = embedding.weight).")
+    own_layer = "give the second use a layer of its own that shares the parameter (head.weight = embedding.weight)"
+    return _used_outside(name, f"Use it through {_by_expansion(parameter)}. Or {own_layer}.")
 
 
 def used_in_loss(name: str, parameter: Tensor, *, has_rows: bool) -> PerSampleError:
