@@ -243,6 +243,24 @@ def test_a_module_that_samples_go_through_one_by_one() -> None:
         law(lambda: nn.Sequential(nn.Linear(8, 3), Branches()), classified, samples(4, 4, 4), least=0)
 
 
+class RelativeBias(nn.Module):
+    """Adds a bias for each pair of positions, by a table and an index that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1.0, 1.0, 7)[:, None])
+        self.register_buffer("index", torch.arange(4)[:, None] - torch.arange(4) + 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.table[self.index.view(-1)].view(4, 4)  # type: ignore[operator]
+        return (x @ x.mT + bias).softmax(-1) @ x
+
+
+def test_a_table_by_an_index() -> None:
+    batches = [(torch.randn(size, 4, 8),) for size in (3, 3, 3, 3, 5)]
+    law(lambda: nn.Sequential(nn.Linear(8, 8), RelativeBias()), clipped, batches, least=2)
+
+
 @pytest.mark.parametrize("has_parameters", [True, False])
 def test_a_module_that_is_first_called_in_the_trace(has_parameters: bool, tmp_path: Path) -> None:
     """As a file is there, which no key holds; the module takes part from then on: what is set on it is seen."""

@@ -48,7 +48,8 @@ def along(func: Any, args: Any, kwargs: Any) -> str:
     """The name of an operation, and whether it is one along the samples."""
     if func in _BY_KEY:
         key = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-        return f"{func.__name__} {type(key).__name__} {isinstance(key, slice) and key == slice(None)}"
+        kind = "Tensor" if isinstance(key, Tensor) else type(key).__name__  # in a trace it is one of another class
+        return f"{func.__name__} {kind} {isinstance(key, slice) and key == slice(None)}"
     values = [*args, *kwargs.values()]
     lists = [value for value in values if isinstance(value, tuple | list)]
     numbers = [value for value in chain(values, *lists) if type(value) is int]
