@@ -76,6 +76,7 @@ class Run:
         self.keys: dict[int, Key] = {}
         self.parameters: dict[Key, nn.Parameter] = {}
         self.shown: dict[Key, Tensor | None] = {}
+        self.versions_at_clipping: dict[Key, int] = {}
         self.counter = itertools.count()
         self.happened: Counter[str] = Counter()
         self.find_parameters()
@@ -791,8 +792,8 @@ class Clip(Step):
         refusal = "there are no rows" if not of_trainable and (gone or not uncertain) else run.refusal()
         foreign = contract.bare | contract.doubtful
         try:
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always" if foreign else "error")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
                 norms = enn.clip_grad_sample_norms_(run.model, self.max_norm, reduction=self.reduction)
         except enn.PerSampleError as error:
             run.happened[f"clipping refused{', as is due' if refusal else ''}"] += 1
@@ -801,6 +802,17 @@ class Clip(Step):
             return
         if refusal:
             raise Wrong("no error", f"clipping went through where {refusal}")
+        texts = [str(warning.message) for warning in caught]
+        of_earlier_steps = [text for text in texts if "were clipped once already, before the parameters" in text]
+        said = [text for text in texts if text not in of_earlier_steps]
+        if said and not foreign:
+            raise Wrong("false alarm", said[0])
+        versions = {key: parameter._version for key, parameter in run.parameters.items()}
+        if of_earlier_steps and all(
+            versions.get(key, before) == before for key, before in run.versions_at_clipping.items()
+        ):
+            raise Wrong("false alarm", of_earlier_steps[0])
+        run.versions_at_clipping = versions
         run.happened[f"clipped{', with a warning of what it replaces' if said else ''}"] += 1
         replaced = {key for key in contract.bare - contract.doubtful - contract.cleared if key in of_trainable}
         if replaced and contract.accumulates and not said:
