@@ -1861,6 +1861,7 @@ NEVER_SEEN = (
     "raise OnlyEager(",
     "raise CompilerError(",
     "raise NotInTable",
+    "raise Unknown",
     "raise FirstEager(",
     "raise LookFirst",
     "raise _Recomputed",

@@ -106,7 +106,12 @@ class Order(TorchFunctionMode):
     def _refuse_batch_norm(self, func: Any, x: Tensor) -> None:
         """Raises where the forward normalizes samples by the statistics of the batch."""
         forward, batch = self.recorder.forward, self._batch()
-        if forward is None or x.dim() < 2 or not (torch.is_grad_enabled() or is_in_reentrant_checkpoint()):
+        if (
+            forward is None
+            or type(x) not in PLAIN
+            or x.dim() < 2
+            or not (torch.is_grad_enabled() or is_in_reentrant_checkpoint())
+        ):
             return
         if self.recorder.general_rule is not None:
             mixes = x.numel() == x.shape[1]  # of a single sample there is nothing to normalize by
@@ -118,7 +123,7 @@ class Order(TorchFunctionMode):
             raise complaint(
                 self.recorder.name_of(forward.module),
                 f"its forward normalizes by the statistics of the batch ({func.__name__} with training=True"
-                f"{line_of_user()}), which mix the samples, so that no gradient is one sample's own",
+                f"{_place(line_of_user())}), which mix the samples, so that no gradient is one sample's own",
                 "statistics that do not depend on the other samples",
                 "Use F.group_norm or F.layer_norm in its place, or running statistics with training=False.",
             )
@@ -264,8 +269,7 @@ class Order(TorchFunctionMode):
         if moved is None:
             return
         assert self.recorder.forward is not None
-        file, line = moved.line
-        where = f", line {line} of {file}" if file else ""
+        where = _place(moved.line)
         error = complaint(
             self.recorder.name_of(self.recorder.forward.module if layer is None else layer),
             f"in its input samples have taken each other's places ({moved.operation}{where}), so that row i of "
@@ -277,6 +281,10 @@ class Order(TorchFunctionMode):
         )
         error.refused_by = self  # which module is around all of it is not known: the one that was called
         raise error
+
+
+def _place(line: tuple[str, int]) -> str:
+    return f", line {line[1]} of {line[0]}" if line[0] else ""
 
 
 _OF_DIMS = (*functions("size"), *attributes("shape"))
