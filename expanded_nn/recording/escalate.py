@@ -213,8 +213,9 @@ class _Attempts:
         remedy = "" if loops else "alone(ItsClass) before convert does the same without this warning, and "
         again = "" if rolled_back else " What this forward had drawn or changed until then has happened twice."
         warn(
-            f"{names}: runs sample by sample from now on,{' in a loop,' * loops} which is right but slower. The "
-            f"reason: {new[0]._learned.why} {remedy}per_sample(escalate=False) makes it an error.{again}"
+            f"{names}: runs sample by sample from now on{', in a loop' * loops}, or on the whole batch where its graph "
+            "tells whose each row is. That is right, but may be slower. "
+            f"The reason: {new[0]._learned.why} {remedy}per_sample(escalate=False) makes it an error.{again}"
         )
 
 
