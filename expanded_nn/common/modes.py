@@ -28,6 +28,11 @@ def is_autocast() -> bool:
     return torch._C._is_any_autocast_enabled()
 
 
+def without_autocast() -> AbstractContextManager[object]:
+    """Switches autocast off on all devices."""
+    return torch._C._DisableAutocast() if is_autocast() else nullcontext()
+
+
 def in_own_dtype(rows: Tensor) -> AbstractContextManager[object]:
     """Switches autocast off, so that what is computed from the rows has their dtype."""
     return torch.autocast(rows.device.type, enabled=False) if is_autocast() else nullcontext()

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from expanded_nn.common.modes import is_autocast
+from expanded_nn.common.modes import without_autocast
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.compiling.memory import memory_of, written_by
 from expanded_nn.compiling.packing import containers, put_items
@@ -89,7 +89,7 @@ class Graph:
         _add_inputs(traced.graph, examples)
         self.changed = _changed(traced.graph)
         self.copied: set[int] | None = None
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), without_autocast():
             self.function = backend(traced.graph, [*traced.examples, *examples])
 
     def run(self, tensors: Sequence[Tensor], arguments: Any) -> tuple[str | None, Any]:
@@ -107,10 +107,7 @@ class Graph:
         states = RandomStates(()) if self.draws else None
         torch._C._set_grad_enabled(False)  # torch.no_grad() takes eight times as long
         try:
-            if is_autocast():  # the graph has the casts that it made
-                with torch._C._DisableAutocast():
-                    results = self.function(*inputs)
-            else:
+            with without_autocast():  # the graph has the casts that it made
                 results = self.function(*inputs)
             assumed = self.outcome.assumed
             if assumed is not None and not bool(results[assumed + 1]):

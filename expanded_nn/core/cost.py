@@ -34,6 +34,9 @@ TURNS_OF_A_SAMPLE = 4
 It trades finding a mixture of samples late against a forward of one sample. Chosen, not measured.
 """
 
+PARTS_OF_A_WEIGHT = 1 << 10
+"""For how many experts at most a weight is taken apart, each part one of the graph's tensors. Chosen, not measured."""
+
 DERIVED_NUMEL = 1 << 14
 
 

@@ -193,6 +193,14 @@ class PerSampleModule(nn.Module):
         return (_new_twin, (kind, self.plain_class), *state)
 
 
+def _with_rows(module: Root | Expanded, recorder: Recorder, args: Any, kwargs: Any) -> Any:
+    """The forward in per-sample mode: a part of the one that runs, or one that may start over."""
+    if torch.compiler.is_compiling():
+        return outside_of_graph(module.forward, *args, **kwargs)
+    recorder.refuse_other_thread(module)
+    return module._in_pass(args, kwargs) if recorder.escalation.runs else recorder.escalation.run(module, args, kwargs)
+
+
 class Root(PerSampleModule):
     """A module without parameters of its own, a model or a part of it: its forward begins a pass where none runs."""
 
@@ -209,10 +217,7 @@ class Root(PerSampleModule):
                 return super().forward(*args, **kwargs)
             with recorder.without_gradients(self, self.samples_in(*args, **kwargs), (args, kwargs)):
                 return super().forward(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return outside_of_graph(self.forward, *args, **kwargs)
-        recorder.refuse_other_thread(self)
-        return self._in_pass(args, kwargs) if recorder.escalation.runs else recorder.escalation.run(self, args, kwargs)
+        return _with_rows(self, recorder, args, kwargs)
 
     def _in_pass(self, args: Any, kwargs: Any) -> Any:
         """The forward as a part of the one that runs, or in a pass."""
@@ -276,10 +281,7 @@ class Expanded(PerSampleModule):
             else:
                 output = order.as_one_operation(super().forward, *args, **kwargs)
             return owned(output) if self.returns_fresh and recorder is not None and recorder.in_forward else output
-        if torch.compiler.is_compiling():
-            return outside_of_graph(self.forward, *args, **kwargs)
-        recorder.refuse_other_thread(self)
-        return self._in_pass(args, kwargs) if recorder.escalation.runs else recorder.escalation.run(self, args, kwargs)
+        return _with_rows(self, recorder, args, kwargs)
 
     def _in_pass(self, args: Any, kwargs: Any) -> Any:
         """The forward as a part of the one that runs, or in a pass."""

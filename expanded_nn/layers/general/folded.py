@@ -10,7 +10,7 @@ from torch import Tensor
 
 from expanded_nn.common.modes import in_own_dtype, refuse_batched
 from expanded_nn.common.shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
-from expanded_nn.core import algebra
+from expanded_nn.core import algebra, cost
 from expanded_nn.factored import FactoredTensor, materialized
 from expanded_nn.layers.general.owners import Arrangement
 from expanded_nn.layers.linear import bias_rows, linear, positions
@@ -95,11 +95,8 @@ def _write(part: Tensor | None, place: Tensor) -> None:
         place.copy_(part)
 
 
-MOST_PARTS = 1 << 10
-
-
 def parts_of(weight: Tensor) -> tuple[Tensor, ...] | None:
     """The parts of a weight `(B, E, *shape)`, each `(B, *shape)`, whose rows are put together once."""
-    if weight.dim() < 3 or not 0 < weight.shape[1] <= MOST_PARTS or not is_shared(weight):
+    if weight.dim() < 3 or not 0 < weight.shape[1] <= cost.PARTS_OF_A_WEIGHT or not is_shared(weight):
         return None
     return _Parts.apply(weight)  # type: ignore[no-untyped-call,no-any-return]

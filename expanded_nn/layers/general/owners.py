@@ -16,6 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from expanded_nn.recording.backward import saved_number, turned_dims
+
 Samples = Tensor | None  # of a tensor: an index of its shape, of size 1 where it is constant; `None` of what has none
 NOBODY = -1  # in such an index: what is of no sample
 
@@ -208,11 +210,7 @@ class Operation:
         rank = len(self.shape_of(0)) if rank is None else rank
         given = self.saved(name)
         given = given if isinstance(given, tuple | list) else [given]
-        return [_signed(dim) % max(1, rank) for dim in given] or list(range(rank))
-
-
-def _signed(number: int) -> int:
-    return number - 2**64 if number >= 2**63 else number
+        return [saved_number(dim) % max(1, rank) for dim in given] or list(range(rank))
 
 
 def _first(samples: Tensor, dims: int) -> Tensor:
@@ -312,22 +310,21 @@ def _of_first(change: Callable[[Operation, Tensor], Tensor]) -> Callable[[Operat
     return rule
 
 
-def _transpose(op: Operation, samples: Tensor) -> Tensor:
-    rank = samples.dim()
-    return samples.transpose(_signed(op.saved("dim0")) % rank, _signed(op.saved("dim1")) % rank)
+def _turned(op: Operation, samples: Tensor) -> Tensor:
+    return samples.permute(cast("list[int]", turned_dims(op.node, samples.dim())))
 
 
 def _slice(op: Operation, samples: Tensor) -> Tensor:
     (dim,) = op.dims()
     if samples.shape[dim] == 1:
         return samples
-    start, end, step = (_signed(op.saved(name)) for name in ("start", "end", "step"))
+    start, end, step = (saved_number(op.saved(name)) for name in ("start", "end", "step"))
     return samples[(*[slice(None)] * dim, slice(start, end, step))]
 
 
 def _select(op: Operation, samples: Tensor) -> Tensor:
     (dim,) = op.dims()
-    return samples.select(dim, 0 if samples.shape[dim] == 1 else _signed(op.saved("index")))
+    return samples.select(dim, 0 if samples.shape[dim] == 1 else saved_number(op.saved("index")))
 
 
 def _unbind(op: Operation, samples: Tensor) -> Tensor:
@@ -365,7 +362,9 @@ def _roll(op: Operation, samples: Tensor) -> Tensor:
     if not op.saved("dims"):
         raise Unknown
     dims = op.dims("dims")
-    return torch.roll(_whole(samples, op.shape_of(0), dims), [_signed(shift) for shift in op.saved("shifts")], dims)
+    return torch.roll(
+        _whole(samples, op.shape_of(0), dims), [saved_number(shift) for shift in op.saved("shifts")], dims
+    )
 
 
 def _filled_up(op: Operation, samples: Tensor) -> Tensor:
@@ -376,7 +375,7 @@ def _filled_up(op: Operation, samples: Tensor) -> Tensor:
 
 
 def _pad(op: Operation, samples: Tensor) -> Tensor:
-    pads = [_signed(number) for number in op.saved("pad")]
+    pads = [saved_number(number) for number in op.saved("pad")]
     padded = [samples.dim() - 1 - place // 2 for place, number in enumerate(pads) if number]
     return _filled_up(op, constant(samples, padded))
 
@@ -461,7 +460,7 @@ def _stack(op: Operation) -> Samples:
         return None
     if len(there) < len(found) or not _are_equal(there):
         raise Unknown
-    return there[0].unsqueeze(_signed(op.saved("dim")) % len(op.shape))
+    return there[0].unsqueeze(saved_number(op.saved("dim")) % len(op.shape))
 
 
 def _product(op: Operation) -> Samples:
@@ -511,9 +510,7 @@ RULES: dict[str, Callable[[Operation], Samples]] = {
         _along,
     ),
     **dict.fromkeys(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"], _view),
-    "Transpose": _of_first(_transpose),
-    "T": _of_first(lambda op, samples: samples.t()),
-    "Permute": _of_first(lambda op, samples: samples.permute(op.dims("dims"))),
+    **dict.fromkeys(["Transpose", "T", "Permute"], _of_first(_turned)),
     "Expand": _of_first(lambda op, samples: _with_dims(samples, len(op.shape))),
     "Slice": _of_first(_slice),
     "Select": _of_first(_select),
