@@ -31,6 +31,7 @@ from expanded_nn.common.steady import WithoutChance, WithoutDropout
 from expanded_nn.convert import convert, revert
 from expanded_nn.modules.base import recorders_of, switch
 from expanded_nn.recording.recorder import Recorder, Settings, recorder_of
+from expanded_nn.recording.sharded import is_sharded
 
 _APART = (
     "Normalize, pool, attend and route within a sample: GroupNorm for BatchNorm, or its eval mode; attention with "
@@ -163,6 +164,8 @@ def _refuse_other_arguments(model: nn.Module, arguments: tuple[Any, Any], error:
 def _uncopied(model: nn.Module, error: Exception) -> Problem:
     who, problem = type(model).__name__, f"it cannot be copied ({type(error).__name__}: {error})"
     remedy = "Take out what it keeps of an earlier forward, locks and open files before the check."
+    if any(map(is_sharded, model.modules())):
+        remedy = "Check it before it is sharded."
     return Problem("conversion", who, str(complaint(who, problem, "a model that copy.deepcopy takes", remedy)))
 
 

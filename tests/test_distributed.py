@@ -271,6 +271,71 @@ def a_model_converted_after_it_was_sharded(rank: int, world: int) -> None:
         assert_close(whole(parameters_of(model)[name].grad), total, name=name)
 
 
+class Scaled(nn.Module):
+    """A parameter of its own beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(6))
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x * self.scale)
+
+
+def fsdp_of_the_model_alone(rank: int, world: int) -> None:
+    """All parameters are gathered before the root's forward; the model was switched on before it was sharded."""
+    for make_model, make_input in (*MODELS.values(), (Scaled, lambda rows: torch.randn(rows, 6))):
+        for accumulate in (True, False):
+            plain = make_model()
+            model = fully_shard(enn.convert(plain).per_sample(accumulate_grad=accumulate))
+            x = make_input(ROWS * world)
+            rows = expected_rows(plain, x)
+            for _ in range(2):
+                model.zero_grad()
+                backward(model, x[rank * ROWS : (rank + 1) * ROWS])
+                assert_close(torch.cat(gathered(enn.clip_grad_sample_norms_(model, LIMIT))), norms_of(rows))
+            for name, total in clipped_sum(rows).items():
+                assert_close(whole(parameters_of(model)[name].grad), total, name=name)
+
+
+def fsdp_clips_micro_batches_that_are_not_synchronized(rank: int, world: int) -> None:
+    for make_model, make_input in MODELS.values():
+        plain = make_model()
+        model = enn.convert(plain).per_sample(accumulate_grad=False)
+        for module in [model.block] if isinstance(model, TinyGPT) else model:
+            if any(True for _ in module.parameters()):
+                fully_shard(module)
+        fully_shard(model)
+        expected = clipped_sum(expected_rows(plain, x := make_input(ROWS * world)))
+        for number, part in enumerate(x[rank * ROWS : (rank + 1) * ROWS].split(2)):
+            model.set_requires_gradient_sync(number == 1)
+            backward(model, part)
+            enn.clip_grad_sample_norms_(model, LIMIT)
+        for name, parameter in model.named_parameters():
+            assert_close(whole(parameter.grad), expected[name], name=name)
+
+
+def fsdp_refusals(rank: int, world: int) -> None:
+    x = torch.randn(ROWS, 6)
+    model = fully_shard(enn.convert(mlp()).per_sample())
+    backward(model, x)
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(enn.PerSampleError, match=r"set_requires_gradient_sync.*accumulate_grad=False"):
+        backward(model, x)
+    model.set_requires_gradient_sync(True)
+    loss = objective(model, Call((x,)))
+    model.set_requires_all_reduce(False)
+    with pytest.raises(enn.PerSampleError, match="held back"):
+        loss.backward()
+    assert "before it is sharded" in str(enn.check(model, x))
+    model = enn.convert(Scaled()).per_sample()
+    fully_shard(model.layer)
+    fully_shard(model)
+    with pytest.raises(enn.PerSampleError, match=r"FSDP shards 'layer'.*as a whole"):
+        model(x)
+
+
 DDP = [
     ddp_reduces_the_gradient_and_leaves_the_rows_local,
     ddp_with_a_part_that_is_not_used,
@@ -285,6 +350,9 @@ FSDP = [
     fsdp_clips_micro_batches_at_constant_memory,
     fsdp_in_mixed_precision,
     a_model_converted_after_it_was_sharded,
+    fsdp_of_the_model_alone,
+    fsdp_clips_micro_batches_that_are_not_synchronized,
+    fsdp_refusals,
 ]
 
 

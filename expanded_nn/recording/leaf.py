@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from expanded_nn.common.traced import assume, is_traced, known_zero
 from expanded_nn.recording.backward import running_backward
 from expanded_nn.recording.passes import Pass
-from expanded_nn.recording.sharded import is_shard, is_zero
+from expanded_nn.recording.sharded import is_shard, is_sharded, is_zero
 from expanded_nn.rows.storage import Recycled
 
 
@@ -171,13 +171,15 @@ class Leaf:
         self.publish(published.rows)
         self.published = published
 
-    def publish_on_shard(self) -> None:
-        """Sets `grad_sample` of the shard that has replaced a parameter that FSDP had gathered."""
+    def publish_on_shard(self) -> Tensor | None:
+        """Sets `grad_sample` of the shard that has replaced a parameter that FSDP had gathered; the shard."""
         location, rows = self.location, self.published.rows
         module = None if location is None or rows is None else location.module()
         parameter: Any = None if location is None or module is None else module._parameters.get(location.name)
-        if location is not None and is_shard(parameter):
-            location.shard, parameter.grad_sample = parameter, rows
+        if location is None or not is_shard(parameter):
+            return None
+        location.shard, parameter.grad_sample = parameter, rows
+        return location.shard
 
     def was_reset(self) -> bool:
         """Whether the user has set `grad_sample`."""
@@ -299,8 +301,8 @@ class Leaves:
         return leaf is not None and leaf.handle is not None and leaf.parameter() is parameter
 
     def look_for_shards(self, module: nn.Module) -> None:
-        """Notes whether FSDP has sharded parameters of a module."""
-        self.sharded = self.sharded or any(map(is_shard, module.parameters()))
+        """Notes whether FSDP has sharded parameters of a module; those that it gathers at the root are whole now."""
+        self.sharded = self.sharded or any(map(is_sharded, module.modules())) or any(map(is_shard, module.parameters()))
 
     def add(self, parameter: Tensor) -> Leaf:
         """The leaf of a parameter that has none."""

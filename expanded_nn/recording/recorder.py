@@ -26,6 +26,7 @@ from expanded_nn.recording.linked import linked_pass
 from expanded_nn.recording.order import Order
 from expanded_nn.recording.passes import Pass, Passes, PassStage
 from expanded_nn.recording.settings import Settings as Settings
+from expanded_nn.recording.sharded import holds_back
 from expanded_nn.recording.stale import stale
 from expanded_nn.recording.store import Store
 from expanded_nn.recording.watch import Watch
@@ -220,6 +221,7 @@ class Recorder:
         if running_backward() >= 0:
             return pass_of_recomputation(self, module, batch)
         self.backward.end_unfinished()
+        self._refuse_held_back()
         if in_transform():
             raise complaint(
                 self.name_of(module),
@@ -258,6 +260,18 @@ class Recorder:
             self.expanded.clear()
             self._make_room()
         return pass_
+
+    def _refuse_held_back(self) -> None:
+        """Raises where FSDP keeps gradients out of `.grad`, so that nothing tells whether they were cleared."""
+        if self.leaves.sharded and self.settings.accumulate_grad and any(map(holds_back, self.modules())):
+            raise complaint(
+                "The gradients of a model sharded by FSDP",
+                "they are held back, set_requires_gradient_sync(False) or set_requires_all_reduce(False), and not in "
+                ".grad yet",
+                "gradients in .grad, which tells whether the rows are a part of it",
+                "Say per_sample(accumulate_grad=False), with which clipping alone adds to .grad and there is nothing "
+                "to hold back; or leave the synchronization on.",
+            )
 
     def expand(self, parameter: Tensor, recompute: Recompute | None = None) -> Tensor:
         """A parameter, or a weight computed from some, as `(B, *shape)`: the same tensor for all its uses in a pass.
@@ -340,6 +354,8 @@ class Recorder:
         """
         self.store.resume(self.leaves)
         held = self.leaves.with_rows()
+        if not stand_alone:
+            self._refuse_held_back()
         if stand_alone:
             self._drop([leaf for leaf in held if leaf.was_reset()])
             self.store.suspend(self.leaves)
@@ -395,8 +411,9 @@ class Recorder:
                 self._drop_passes_without_parameters()
         self.store.complete(self.leaves)
         if self.leaves.sharded:
-            for leaf in self.leaves:
-                leaf.publish_on_shard()
+            for shard in [leaf.publish_on_shard() for leaf in self.leaves]:
+                if shard is not None:
+                    self._leaf(shard)  # clipping notes there what it has set
         if delivered and not self.rows_stand_alone:
             self.note_grads()
 

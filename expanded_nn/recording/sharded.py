@@ -24,6 +24,21 @@ def is_shard(parameter: Any) -> bool:
     return kind is not None and isinstance(parameter, kind)
 
 
+def is_sharded(module: Any) -> bool:
+    """Whether FSDP2 gathers parameters for a module's forward."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def holds_back(module: Any) -> bool:
+    """Whether FSDP2 keeps gradients of a module until a later backward; nothing public tells."""
+    if not is_sharded(module):
+        return False
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one, up to torch 2.10
+    return any(group is not None and not (group.reduce_grads and group.all_reduce_grads) for group in groups)
+
+
 def is_zero(grad: Tensor) -> bool:
     """Whether a gradient is zero, on all ranks where it is sharded."""
     known = known_zero(grad)

@@ -30,6 +30,7 @@ from expanded_nn.modules.layout import note_input, refuse_square
 from expanded_nn.recording.forward import InputNotes
 from expanded_nn.recording.lift import Slot, swapped
 from expanded_nn.recording.recorder import Forward, Recorder
+from expanded_nn.recording.sharded import is_sharded
 
 # what a forward on the whole batch raises, but not because of the batch
 _NOT_OF_THE_FORWARD = (torch.OutOfMemoryError, FirstEager, OnlyEager)
@@ -116,6 +117,7 @@ class General(Expanded):
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._has_own_rows():
             return self._plain_forward(*args, **kwargs)  # its children see to theirs
+        self._refuse_shards_within()
         batch = self.pass_batch_size
         is_plain = not kwargs and all(type(arg) is Tensor for arg in args)
         leaves = list(args) if is_plain else tree_leaves((args, kwargs))
@@ -345,6 +347,18 @@ class General(Expanded):
     def _dim_of(self, tensor: Tensor) -> int:
         """Where the samples stand: as the module says, if it has a `batch_first` of its own, or as the model does."""
         return batch_dim(tensor.dim(), batch_first=getattr(self, "batch_first", self.model_batch_first))
+
+    def _refuse_shards_within(self) -> None:
+        """FSDP gathers a module's parameters in hooks, which comparisons leave out and a `vmap` would repeat."""
+        sharded = self._recorder is not None and self._recorder.leaves.sharded
+        within = [name for name, module in self.named_modules() if name and is_sharded(module)] if sharded else ()
+        if within:
+            raise self._refusal(
+                f"it has parameters of its own, or its samples go through it alone, and FSDP shards {within[0]!r} by "
+                "itself, which is within it",
+                "a module whose parameters are gathered together",
+                f"Shard the {type(self).__name__} as a whole, fully_shard(it), and not the modules within it.",
+            )
 
     def _refuse_backward_hooks(self) -> None:
         for name, module in self.named_modules():
