@@ -612,7 +612,7 @@ def test_a_traced_model_is_copied(own: bool) -> None:
     traced, x = torch.fx.symbolic_trace(Described(own)), torch.randn(5, 4)
     model = enn.convert(nn.Sequential(traced)).per_sample(loss_reduction="sum")
     copied = copy.deepcopy(model)
-    for each in (copied, model):
+    for each in (copied, pickle.loads(pickle.dumps(model)), model):
         each[0](x, 3.0).sum().backward()
         rows = [parameter.grad_sample for parameter in each.parameters()]
         assert all(torch.allclose(own_rows.sum(0), p.grad) for own_rows, p in zip(rows, each.parameters(), strict=True))

@@ -9,7 +9,8 @@ import contextlib
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed.fsdp
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
@@ -402,6 +405,73 @@ def a_recurrent_layer_changed_before_its_backward() -> None:
 @refused(r"^Sequential: torch\.fx traces it symbolically.*wanted per-sample mode off\. .*per_sample\(False\)")
 def a_symbolic_trace() -> None:
     torch.fx.symbolic_trace(on(nn.Linear(4, 4)))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's own warnings, of what is deprecated or a prototype."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@refused(r"^torch\.jit\.trace: the model is in per-sample mode; .*per_sample\(False\)")
+def a_trace_of_jit() -> None:
+    with quiet():
+        torch.jit.trace(on(nn.Linear(4, 4)), torch.randn(SAMPLES, 4))
+
+
+@refused(r"^torch\.jit\.script: the model is converted; wanted a plain one\. .*revert\(model\)")
+def a_script() -> None:
+    with quiet():
+        torch.jit.script(enn.convert(nn.Linear(4, 4)))
+
+
+@refused(r"or forward-mode differentiation, is applied to a model in per-sample mode.*per_sample\(False\)")
+def forward_mode() -> None:
+    x = torch.randn(SAMPLES, 4)
+    with quiet(), forward_ad.dual_level():
+        on(nn.Linear(4, 4))(forward_ad.make_dual(x, x))
+
+
+@refused(
+    r"Linear.*: input is a tensor of layout torch\.sparse_coo; wanted a dense one\. Call it with input\.to_dense\(\)"
+)
+def a_sparse_input() -> None:
+    on(nn.Linear(4, 4))(torch.randn(SAMPLES, 4).to_sparse())
+
+
+@refused(r"Linear.*: input is a nested tensor; wanted a dense one\..*to_padded_tensor\(input, 0\.0\)")
+def a_nested_input() -> None:
+    with quiet():
+        on(nn.Linear(4, 4))(torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)]))
+
+
+class _Shard(nn.Module):
+    """What `fully_shard` makes of a layer, as far as it is looked at."""
+
+    def __init__(self, *, synchronized: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        group = SimpleNamespace(reduce_grads=synchronized, all_reduce_grads=True)
+        self._get_fsdp_state = lambda: SimpleNamespace(_fsdp_param_groups=[group])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@refused(r"^The gradients of a model sharded by FSDP: they are held back.*Say per_sample\(accumulate_grad=False\)")
+def gradients_that_are_held_back() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed.fsdp, "FSDPModule", _Shard)
+        on(_Shard(synchronized=False))(torch.randn(SAMPLES, 4))
+
+
+@refused(r"0\.layer \(Own\): it has parameters of its own.*FSDP shards 'inner' by itself.*fully_shard\(it\)")
+def a_shard_within() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed.fsdp, "FSDPModule", _Shard)
+        own(lambda self, x: self.inner(x) * self.scale, inner=_Shard())
 
 
 @refused(r"^Feed: its forward normalizes by the statistics of the batch \(batch_norm with training=True, line .*F\.gro")

@@ -666,6 +666,29 @@ def test_the_error_says_why_no_module_can_go_sample_by_sample() -> None:
     assert re.search(r"not possible either: Does: its forward keeps tensors in attribute 'cache'.*use_cache", note)
 
 
+def test_a_cache_that_the_model_makes() -> None:
+    """A part of it fills the cache, so that the model goes sample by sample."""
+
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(D))
+
+        def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+            cache.append(x * self.scale)
+            return torch.stack(cache).sum(0)
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        cache: list[Tensor] = []
+        return m.second(m.first(m.linear(x), cache), cache)
+
+    module = Does(forward, linear=nn.Linear(D, D), first=Cached(), second=Cached())
+    model = on(module)
+    with pytest.warns(enn.PerSampleWarning, match="Does: runs sample by sample.*keeps tensors in an argument"):
+        assert_right(model, module, Call((torch.randn(B, T, D),)))
+    assert learned(model) == {""}
+
+
 def test_an_error_that_is_not_of_shapes_behind_a_shared_row() -> None:
     """The forward does not start over for it."""
     calls: list[int] = []

@@ -53,7 +53,7 @@ def batch_of(value: Any, *, batch_first: bool = True) -> int | None:
             refuse_values("sequences have different lengths")
             return int(tensor.batch_sizes[0]) if len(tensor.batch_sizes) else 0
         if tensor.dim() > 0:
-            return tensor.shape[batch_dim(tensor.dim(), batch_first=batch_first)]
+            return tensor.size(batch_dim(tensor.dim(), batch_first=batch_first))  # a nested tensor has no shape
     return None
 
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from expanded_nn.common.batch import contents
+
 # The attributes that the library sets on modules: by `per_sample`, by the general rule, by what layers have seen of
 # inputs. All others are the user's, and what a forward that starts over has changed in them is put back; so is an
 # Embedding's `_takes_labels`, which is none of these. `OURS` are those that nobody puts back.
@@ -196,8 +198,8 @@ def _copied_argument(leaf: Any) -> Any:
         return leaf.detach().clone()
     if not hasattr(leaf, "__dict__") or isinstance(leaf, nn.Module | type | FunctionType | MutableMapping):
         return _copied(leaf)
-    try:  # an object of the user's, such as a cache
-        return copy.deepcopy(leaf)
+    try:  # an object of the user's, such as a cache; its tensors may be computed, which torch does not copy
+        return copy.deepcopy(leaf, {id(x): x.detach().clone() for x in contents(leaf) if isinstance(x, Tensor)})
     except Exception:  # it holds something that cannot be copied
         return leaf
 

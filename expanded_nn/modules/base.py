@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import update_wrapper, wraps
 from inspect import get_annotations, signature
@@ -188,15 +188,28 @@ class PerSampleModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.plain_class is None:
             return super().__reduce_ex__(protocol)
-        _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         kind = next(base for base in type(self).__bases__ if issubclass(base, PerSampleModule))
+        if issubclass(self.plain_class, GraphModule):
+            with _as_plain_graph(self):
+                return _unpickled_graph, (kind, *self.__reduce_ex__(protocol)[:2])
+        _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         return (_new_twin, (kind, self.plain_class), *state)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Called by `torch.jit.script`, which cannot compile what a twin adds to the plain class."""
+        raise complaint(
+            "torch.jit.script", "the model is converted", "a plain one", "Script its plain copy: revert(model)."
+        )
 
 
 def _with_rows(module: Root | Expanded, recorder: Recorder, args: Any, kwargs: Any) -> Any:
     """The forward in per-sample mode: a part of the one that runs, or one that may start over."""
     if torch.compiler.is_compiling():
         return outside_of_graph(module.forward, *args, **kwargs)
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise complaint(
+            "torch.jit.trace", "the model is in per-sample mode", "that mode off", "Trace it with per_sample(False)."
+        )
     recorder.refuse_other_thread(module)
     return module._in_pass(args, kwargs) if recorder.escalation.runs else recorder.escalation.run(module, args, kwargs)
 
@@ -504,19 +517,37 @@ def twin_class(kind: type[PerSampleModule], plain_class: type[nn.Module]) -> typ
 
 def _deepcopied_graph(module: Any, memo: dict[int, Any]) -> Any:
     """A copy of a module of torch.fx, which gives each of its modules a class of its own."""
-    twin, kind = type(module), type(module).__bases__[0]
-    object.__setattr__(module, "__class__", twin.plain_class)
-    try:
+    kind = type(module).__bases__[0]
+    with _as_plain_graph(module):
         copied = copy.deepcopy(module, memo)  # with what its graph refers to
-    finally:
-        object.__setattr__(module, "__class__", twin)
-    object.__setattr__(copied, "__class__", twin_class(kind, type(copied)))
     own_state = {name: module.__dict__[name] for name in OWN_STATE if name in module.__dict__}
     copied.__dict__.update(copy.deepcopy(own_state, memo))
-    if copied._recorder is not None:
-        _prepare(copied.parameters())
-        copied._recorder.adopt(copied)
-    return copied
+    return _twin_of_graph(kind, copied)
+
+
+@contextmanager
+def _as_plain_graph(module: Any) -> Iterator[None]:
+    """Makes a module of torch.fx plain for a while, as it writes its code into its class where it is copied."""
+    twin = type(module)
+    object.__setattr__(module, "__class__", twin.plain_class)
+    try:
+        yield
+    finally:
+        object.__setattr__(module, "__class__", twin)
+
+
+def _unpickled_graph(kind: type[PerSampleModule], make: Callable[..., Any], arguments: Any) -> Any:
+    """A module of torch.fx, made of its code again."""
+    return _twin_of_graph(kind, make(*arguments))
+
+
+def _twin_of_graph(kind: type[PerSampleModule], module: Any) -> Any:
+    """A plain module of torch.fx, with the attributes of a twin, as one."""
+    object.__setattr__(module, "__class__", twin_class(kind, type(module)))
+    if module._recorder is not None:
+        _prepare(module.parameters())
+        module._recorder.adopt(module)
+    return module
 
 
 def _new_twin(kind: type[PerSampleModule], plain_class: type[nn.Module]) -> nn.Module:

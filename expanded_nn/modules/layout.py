@@ -33,6 +33,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint
@@ -97,6 +98,8 @@ def note_shared_result(layer: Reader, result: Tensor, *, is_new: bool) -> None:
 def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str) -> Tensor:
     """`x` with B rows in dimension `dim`, one per sample; one that all share is expanded, any others are refused."""
     batch = layer.pass_batch_size
+    if x.layout is not torch.strided or x.is_nested:
+        refuse_layout(layer, x, argument)
     if x.dim() <= feature_dims:
         raise refusal(
             layer,
@@ -122,6 +125,17 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
             "after a position embedding, or put it before; do not mix or pick samples.",
         )
     return x.expand(*x.shape[:dim], batch, *x.shape[dim + 1 :])
+
+
+def refuse_layout(layer: Reader, x: Tensor, argument: str) -> None:
+    """Raises for a sparse or nested tensor; a jagged one, which has its samples first, may be taken."""
+    if x.layout is torch.jagged:
+        return
+    remedy = f"{argument}.to_dense()"
+    if x.is_nested:
+        remedy = f"torch.nested.to_padded_tensor({argument}, 0.0), or with layout=torch.jagged"
+    kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
+    raise refusal(layer, f"{argument} is {kind}", "a dense one", f"Call it with {remedy}.")
 
 
 def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleError:

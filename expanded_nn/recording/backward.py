@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from expanded_nn.common.modes import running_backward as running_backward
 
@@ -23,8 +24,8 @@ def running_node() -> Any:
 
 
 def in_transform() -> bool:
-    """Whether a transform of `torch.func` runs this code."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a transform of `torch.func`, or forward-mode differentiation, runs this code."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def accumulates(parameter: Tensor) -> bool:

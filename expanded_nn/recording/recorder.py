@@ -225,7 +225,8 @@ class Recorder:
         if in_transform():
             raise complaint(
                 self.name_of(module),
-                "a transform of torch.func (grad, vmap, jvp, ...) is applied to a model in per-sample mode",
+                "a transform of torch.func (grad, vmap, jvp, ...), or forward-mode differentiation, is applied to a "
+                "model in per-sample mode",
                 "one of the two",
                 "Switch per_sample(False) for the transform; its functions see the plain torch.nn model then.",
             )

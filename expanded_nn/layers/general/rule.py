@@ -371,12 +371,14 @@ class General(Expanded):
                 )
 
     def _keeping(self, what: str) -> PerSampleError:
-        return complaint(
+        error = complaint(
             self.qualified_name,
             f"its forward keeps tensors in {what}",
             "a forward that keeps nothing for the next call",
             "Do without the cache in per-sample mode (use_cache=False), or write the per-sample forward with @expands.",
         )
+        error.refused_by = self  # a larger module may make what it keeps them in
+        return error
 
 
 @contextmanager
