@@ -10,8 +10,9 @@ import pickle
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
 import expanded_nn as enn
@@ -128,6 +129,52 @@ def test_checkpoint(family: Family, use_reentrant: bool, nested: bool) -> None:
     expected = loop(Checkpointed(family.module(), False), call, SAMPLES)  # torch.autograd.grad refuses reentrant ones
     model = on(Checkpointed(family.module(), use_reentrant, nested))
     call = call.requires_grad() if use_reentrant else call
+    for _ in range(2):
+        right(model, expected, call)
+
+
+_ATEN = torch.ops.aten
+_KEPT = (_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.tanh, _ATEN.embedding, _ATEN.native_layer_norm, _ATEN._softmax)
+KEEPING = partial(create_selective_checkpoint_contexts, [operation.default for operation in _KEPT])
+
+
+@every_family
+def test_selective_checkpoint(family: Family) -> None:
+    class Selective(Checkpointed):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False, context_fn=KEEPING).tanh()
+
+    call = family.call(SAMPLES)
+    model, expected = on(Selective(family.module(), False)), loop(Checkpointed(family.module(), False), call, SAMPLES)
+    for _ in range(2):
+        right(model, expected, call)
+
+
+class Positions(nn.Module):
+    """What is between its layers is counted by the checkpoint, and looked at: samples in order, copies of positions."""
+
+    keeping: Mapping[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.places = nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(5, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False, **self.keeping)  # type: ignore[no-any-return]
+
+    def inner(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh().flip(1)
+        h = h + torch.tanh(self.places(torch.arange(5)))
+        return self.second((h @ h.mT).softmax(-1) @ h.tanh())
+
+
+def test_selective_checkpoint_of_more_than_a_layer() -> None:
+    call = Call((torch.randn(SAMPLES, 5, 4, dtype=torch.float64),))
+    module = Positions()
+    expected = loop(module, call, SAMPLES)
+    module.keeping = {"context_fn": KEEPING}
+    model = on(module)
     for _ in range(2):
         right(model, expected, call)
 

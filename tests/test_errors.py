@@ -257,6 +257,16 @@ def samples_made_of_other_samples() -> None:
     model[1](model[0](torch.randn(3, 4)).repeat_interleave(2, 0))
 
 
+@refused(
+    r"^Sequential: its result comes from the 1 samples of an earlier .*kept.*one_pass\(model, 3\).*detach what is kept"
+)
+def samples_made_of_others_that_were_kept() -> None:
+    model = on(nn.Linear(4, 4), nn.Linear(4, 2))
+    kept = model[0](torch.randn(1, 4))
+    model[0].register_forward_hook(lambda layer, args, output: output + kept)
+    model(torch.randn(3, 4))
+
+
 @refused(r"^1 \(Linear\): since an earlier call .* each other's places \(flip\).*sort the batch before.*detach")
 def samples_in_another_order_between_two_calls() -> None:
     model = on(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -841,6 +851,27 @@ def own(forward: Callable[..., Any], *args: Any, **children: nn.Module) -> None:
 @refused(r"0\.layer \(Own\): on the whole batch its forward gives another result than sample by sample.*as a buffer")
 def a_forward_that_mixes_samples() -> None:
     own(lambda self, x: (x - x.mean(0)) * self.scale)
+
+
+@refused(
+    r"0\.layer \(Own\): its forward changes the parameter 0.layer.scale in place, and more each .*optimizer's step"
+)
+def a_forward_that_scales_a_parameter() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.scale.data.mul_(0.9)
+        return x * self.scale  # type: ignore[no-any-return]
+
+    own(forward)
+
+
+@refused(r"0\.layer \(Own\): its forward changes in place what all samples share, such as a param.*optimizer's step")
+def a_forward_that_sets_a_parameter() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.fill_(0.5)
+        return x * self.scale  # type: ignore[no-any-return]
+
+    own(forward)
 
 
 @refused(r"0\.layer \(Own\): an argument has shape \(3, 3\), one row per sample or a matrix that all share")

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -268,6 +269,65 @@ def test_encoder_with_a_mask() -> None:
     module = Own(forward, encoder=nn.TransformerEncoder(layer, 1, enable_nested_tensor=False))
     own = {"self_attn", "linear1", "linear2", "norm1", "norm2"}
     assert_right(module, features(T, D)(B), fast={f"encoder.layers.0.{name}" for name in own})
+
+
+def called_with(weights: Callable[[Any], dict[str, Tensor]]) -> Callable[..., Tensor]:
+    return lambda module, x: functional_call(module.layer, weights(module), (x,))
+
+
+def with_a_weight_in_its_place(module: Any, x: Tensor) -> Tensor:
+    layer, weight = module.layer, module.layer.weight
+    layer._parameters["weight"] = weight * module.scale
+    try:
+        return layer(x)  # type: ignore[no-any-return]
+    finally:
+        layer._parameters["weight"] = weight
+
+
+OTHER_WEIGHTS: dict[str, Callable[..., Tensor]] = {
+    "scaled": called_with(lambda module: {"weight": module.layer.weight * module.scale}),
+    "that of another layer": called_with(lambda module: {"weight": module.other.weight}),
+    "detached": called_with(lambda module: {"weight": module.layer.weight.detach(), "bias": module.scale.expand(D)}),
+    "put in its place": with_a_weight_in_its_place,
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.7])
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("forward", OTHER_WEIGHTS.values(), ids=OTHER_WEIGHTS)
+def test_layer_that_is_given_other_weights(forward: Callable[..., Tensor], is_frozen: bool, scale: float) -> None:
+    def also_as_it_is(module: Any, x: Tensor) -> Any:
+        return forward(module, x) * module.scale + module.layer(x).sin() + module.other(x).cos()
+
+    module = Own(also_as_it_is, layer=nn.Linear(D, D).requires_grad_(not is_frozen), other=nn.Linear(D, D))
+    module.scale.data.fill_(scale)  # of 1 no result tells
+    assert_right(module, features(T, D)(B))
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_forward_that_scales_a_parameter_leaves_it_as_it_was(*, loops: bool) -> None:
+    """Each comparison would scale it once more."""
+
+    def forward(module: Any, x: Tensor) -> Any:
+        module.layer.weight.data.mul_(0.9)
+        return module.layer(x * (2 if loops and x.sum() > 100 else 1)) * module.scale
+
+    module = Own(forward, layer=nn.Linear(D, D))
+    model = enn.convert(module).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"changes the parameter layer\.weight in place"):
+        model(values(B, T, D))
+    assert_close(model.layer.weight, module.layer.weight)
+
+
+def test_forward_that_bounds_a_parameter() -> None:
+    """Once more changes nothing."""
+
+    def forward(module: Any, x: Tensor) -> Any:
+        module.layer.weight.data.clamp_(-0.1, 0.1)
+        return module.layer(x) * module.scale
+
+    with pytest.warns(enn.PerSampleWarning, match="in a loop"):
+        assert_right(Own(forward, layer=nn.Linear(D, D)), features(T, D)(B))
 
 
 def test_lifted_layers_keep_their_factors() -> None:

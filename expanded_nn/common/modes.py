@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from expanded_nn._errors import PerSampleError, complaint
 
@@ -79,9 +80,55 @@ def is_of_checkpoint(error: BaseException) -> bool:
     return type(error).__module__ == checkpoint.__name__
 
 
-def uncounted() -> AbstractContextManager[object]:
-    """Keeps what autograd saves meanwhile from the checkpoint around, which counts it."""
-    return nullcontext() if checkpoint_hooks() is None else saved_tensors_hooks(_as_it_is, _as_it_is)
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Keeps what autograd saves meanwhile from the checkpoint around, which counts it; and the operations."""
+    saving = nullcontext() if checkpoint_hooks() is None else saved_tensors_hooks(_as_it_is, _as_it_is)
+    with saving, WithoutSelection():
+        yield
+
+
+class WithoutSelection:
+    """Without the mode of a selective checkpoint, which counts operations and gives back results by their number.
+
+    What runs meanwhile is computed again in the backward, whatever the checkpoint was told to keep.
+    """
+
+    def __enter__(self) -> WithoutSelection:
+        self._modes: list[TorchDispatchMode] = []  # the innermost first
+        while is_selective():
+            self._modes.append(_pop_mode())
+        self._others = [mode for mode in reversed(self._modes) if not _selects(mode)]
+        for mode in self._others:
+            _push_mode(mode)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for _ in self._others:
+            _pop_mode()
+        for mode in reversed(self._modes):
+            _push_mode(mode)
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that is called with the mode on."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.__exit__()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.__enter__()
+
+        return call
+
+
+def is_selective() -> bool:
+    """Whether the mode of a selective checkpoint is on."""
+    return torch._C._len_torch_dispatch_stack() > 0 and any(map(_selects, _get_current_dispatch_mode_stack()))
+
+
+def _selects(mode: TorchDispatchMode) -> bool:
+    return any(base.__module__ == checkpoint.__name__ for base in type(mode).__mro__)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

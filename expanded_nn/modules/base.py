@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import update_wrapper, wraps
+from functools import partial, update_wrapper, wraps
 from inspect import get_annotations, signature
 from types import FunctionType, new_class
 from typing import Any, ClassVar, TypeVar, cast
@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from expanded_nn._errors import PerSampleError, complaint, named, refuse_other_kind
 from expanded_nn.common.batch import batch_of, tensors
 from expanded_nn.common.meanwhile import meanwhile
-from expanded_nn.common.modes import outside_of_graph
+from expanded_nn.common.modes import WithoutSelection, is_selective, outside_of_graph
 from expanded_nn.common.shared import owned
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.modules import layout
@@ -211,7 +211,11 @@ def _with_rows(module: Root | Expanded, recorder: Recorder, args: Any, kwargs: A
             "torch.jit.trace", "the model is in per-sample mode", "that mode off", "Trace it with per_sample(False)."
         )
     recorder.refuse_other_thread(module)
-    return module._in_pass(args, kwargs) if recorder.escalation.runs else recorder.escalation.run(module, args, kwargs)
+    run = module._in_pass if recorder.escalation.runs else partial(recorder.escalation.run, module)
+    if not is_selective():
+        return run(args, kwargs)
+    with WithoutSelection():
+        return run(args, kwargs)
 
 
 class Root(PerSampleModule):
@@ -306,7 +310,10 @@ class Expanded(PerSampleModule):
         if recorder.forward is not None:
             if order is None or self.calls_others:
                 return self._noting_what_is_shared(recorder.forward, args, kwargs)
-            return order.as_one_operation(self._noting_what_is_shared, recorder.forward, args, kwargs)
+            result = order.as_one_operation(self._noting_what_is_shared, recorder.forward, args, kwargs)
+            if type(self).sample_dims is not Expanded.sample_dims:
+                order.note_layout(self, result)
+            return result
         with recorder.open_forward(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
             with Order(recorder) if self.calls_others else nullcontext():
                 result = self.expanded_forward(*args, **kwargs)
@@ -330,10 +337,10 @@ class Expanded(PerSampleModule):
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
         """Inside the general rule's `vmap`: on the whole batch if it can be, sample by sample otherwise."""
-        originals, result = recorder.general_rule, NotImplemented
+        lent, result = recorder.general_rule, NotImplemented
         if torch.is_grad_enabled() and (recorder.settings.batch_first or hasattr(self, "batch_first")):
             with meanwhile(recorder, general_rule=None):
-                result = lifted(self, originals or {}, args, kwargs)
+                result = lifted(self, lent or {}, args, kwargs)
         return super().forward(*args, **kwargs) if result is NotImplemented else result
 
     def expanded(self, name: str) -> Any:

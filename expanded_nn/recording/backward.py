@@ -18,6 +18,12 @@ from torch.autograd import forward_ad
 from expanded_nn.common.modes import running_backward as running_backward
 
 
+def keeps_graph() -> bool:
+    """Whether the running backward leaves its graph for another one (`retain_graph=True`)."""
+    # outside of a backward torch's function crashes
+    return running_backward() >= 0 and torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def running_node() -> Any:
     """The autograd node whose backward calls this code."""
     return torch._C._current_autograd_node()

@@ -14,6 +14,7 @@ from expanded_nn.common.batch import batch_dim, contents, data_in, has_derivativ
 from expanded_nn.common.modes import is_of_checkpoint
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.checkpoints import note_pass, note_result
+from expanded_nn.recording.expand import passes_behind
 from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.settings import RecorderLike
 from expanded_nn.recording.shared_results import SharedResult, taken_apart
@@ -121,6 +122,8 @@ class Forward:
             self._refuse_taken_apart(result)
         if not self.is_explicit and self.recorder.settings.batch_size is None and not is_traced():
             self._refuse_other_rows(result)
+        if self._pass is not None and not self.is_explicit:
+            self._refuse_other_passes(result, self._pass)
         if self._pass is not None:
             input_ids = [id(x) for x in tensors(self.inputs)]  # may be returned as it is, and comes from elsewhere
             own_layout = own_batch_first(self.module) is not None
@@ -157,6 +160,27 @@ class Forward:
                 f"returns {count}: there are {batch} per-sample gradients. If these are not your samples, clipping "
                 "does not bound what one of yours adds. Give it an input with a row for each sample, filled up if need "
                 "be."
+            )
+
+    def _refuse_other_passes(self, result: Any, own_pass: Pass) -> None:
+        """Looks whether the result comes from another pass, by what the model or the code around it has kept.
+
+        Those behind the arguments are known: what is wrong with them was said when the pass was chosen.
+        """
+        others = {pass_ for pass_ in self.recorder.passes.living() if pass_.may_go_on and pass_ is not own_pass}
+        if not others:
+            return
+        others.difference_update(passes_behind(self.recorder, *(x.grad_fn for x in data_in(self.inputs))))
+        ends = (x.grad_fn for x in data_in(result)) if others else ()
+        pass_ = next((pass_ for pass_ in passes_behind(self.recorder, *ends) if pass_ in others), None)
+        if pass_ is not None:
+            raise complaint(
+                self.recorder.name_of(self.module),
+                f"its result comes from the {pass_.batch} samples of an earlier call as well, by what it has kept of "
+                f"that, so that its {own_pass.batch} samples would have rows beside those",
+                "one row for each sample",
+                f"Make both calls within one_pass(model, {own_pass.batch}); or detach what is kept, if the earlier "
+                "call is to get no gradient from this one.",
             )
 
     def _rows_in(self, x: Tensor) -> int:

@@ -5,14 +5,28 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from expanded_nn.common.modes import is_batched
+
 Slot = tuple[nn.Module, str]
+
+
+class Lent(NamedTuple):
+    """What stands in the place of a parameter while the general rule's `vmap` runs.
+
+    Attributes:
+        original: The parameter.
+        weight: The tensor in its place, as the `vmap` sees it.
+    """
+
+    original: Tensor
+    weight: Tensor
 
 
 class LiftedCall:
@@ -27,9 +41,7 @@ class LiftedCall:
     def run(self, leaves: Sequence[Any]) -> list[Tensor]:
         """The layer's per-sample forward on the whole batch; the result's tensors."""
         args, kwargs = tree_unflatten(list(leaves), self.structure)
-        places = [(member, name) for member in self.module.modules() for name in member._parameters]
-        places = [place for place in places if place in self.originals]
-        with swapped(places, [self.originals[place] for place in places]):
+        with swapped(list(self.originals), list(self.originals.values())):
             self.result = tree_flatten(self.module.expanded_forward(*args, **kwargs))  # type: ignore[operator]
         return [leaf for leaf in self.result[0] if isinstance(leaf, Tensor)]
 
@@ -78,11 +90,14 @@ def _apply(call: LiftedCall, *leaves: Any) -> tuple[Tensor, ...]:
     return _Lift.apply(call, *leaves)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def lifted(module: nn.Module, originals: Mapping[Slot, Tensor], args: Any, kwargs: Any) -> Any:
+def lifted(module: nn.Module, lent: Mapping[Slot, Lent], args: Any, kwargs: Any) -> Any:
     """The layer's result, computed on the whole batch, or `NotImplemented` where that cannot be."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if not originals or not any(map(torch._C._functorch.is_batchedtensor, tensors)):
+    if not lent or not any(map(torch._C._functorch.is_batchedtensor, tensors)):
+        return NotImplemented
+    originals = _originals(module, lent)
+    if originals is None:
         return NotImplemented
     if torch._C._functorch.peek_interpreter_stack().level() > 1:
         return NotImplemented  # a transform of the user's own, inside
@@ -95,6 +110,21 @@ def lifted(module: nn.Module, originals: Mapping[Slot, Tensor], args: Any, kwarg
     call = LiftedCall(module, originals, structure, dims)
     result = call.rebuild(_apply(call, *leaves))
     return result if fits else result.squeeze(0)
+
+
+def _originals(module: nn.Module, lent: Mapping[Slot, Lent]) -> dict[Slot, Tensor] | None:
+    """The layer's parameters; `None` if the forward gives it other weights, as by `functional_call`."""
+    originals = {}
+    for member in module.modules():
+        for name, parameter in member._parameters.items():
+            if parameter is not None:
+                loan = lent.get((member, name))
+                if loan is None or loan.weight is not parameter:
+                    return None
+                originals[member, name] = loan.original
+        if any(isinstance(value, Tensor) and is_batched(value) for value in vars(member).values()):
+            return None
+    return originals
 
 
 def _is_one_sample(tensor: Tensor, dim: int) -> bool:

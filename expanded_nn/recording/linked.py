@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._errors import PerSampleError, complaint, warn
-from expanded_nn.common.batch import batch_dim, data_in, own_batch_first, tensors
+from expanded_nn.common.batch import batch_dim, contents, data_in, own_batch_first, tensors
 from expanded_nn.recording.backward import saved_dims, saved_number, turned_dims
 from expanded_nn.recording.checkpoints import has_own_layout, orders_of, pass_of
 from expanded_nn.recording.forward import Forward
@@ -50,7 +50,8 @@ def linked_pass(recorder: RecorderLike, forward: Forward, batch: int, models: It
     """
     if _READING.runs:
         raise _Recomputed
-    ends: list[Any] = [x.grad_fn for x in data_in(forward.inputs) if x.grad_fn is not None]
+    arguments = (x for x in (*data_in(forward.inputs), *contents(forward.inputs)) if isinstance(x, Tensor))
+    ends: list[Any] = list(dict.fromkeys(x.grad_fn for x in arguments if x.grad_fn is not None))
     own_passes = set(recorder.passes.living()) if ends else set()
     other_passes = {
         pass_
@@ -233,13 +234,15 @@ def _refuse(recorder: RecorderLike, forward: Forward, moved: Moved) -> None:
 
 
 def _other_samples(recorder: RecorderLike, forward: Forward, batch: int, pass_: Pass) -> PerSampleError:
+    for_one = f"give the earlier call a row for each sample, x.expand({batch}, ...), if all share that one row; or "
     return complaint(
         recorder.name_of(forward.module),
         f"it is called with {batch} samples, which are computed from the {pass_.batch} samples of an earlier "
         "call of the model",
         "the same samples in both calls",
         f"Make both calls within one_pass(model, {pass_.batch}), for rows of those {pass_.batch} samples, and "
-        "unfold the batch; or detach the argument, if the earlier call is to get no gradient from it.",
+        f"unfold the batch; or {for_one if pass_.batch == 1 else ''}detach the argument, if the earlier call is to get "
+        "no gradient from it.",
     )
 
 

@@ -18,6 +18,7 @@ from expanded_nn._errors import complaint
 from expanded_nn.common.batch import batch_dim, data_in
 from expanded_nn.common.bytecode import constant_index
 from expanded_nn.common.functions import SIZES, attributes, functions
+from expanded_nn.common.modes import WithoutSelection, is_selective
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.callers import (
     calling_frame,
@@ -39,6 +40,7 @@ from expanded_nn.recording.places import (
     is_transposed,
     move_of,
     moved_by,
+    names_of,
 )
 from expanded_nn.recording.settings import RecorderLike
 
@@ -73,18 +75,28 @@ class Order(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _LOOKED_AT and not self.moved and not self.copies.layers:
             return func(*args, **kwargs)
+        if not is_selective():
+            return self._looked_at(func, func, args, kwargs)
+        with WithoutSelection() as selection:  # a checkpoint has to count the operation alone
+            return self._looked_at(func, selection.around(func), args, kwargs)
+
+    def _looked_at(self, func: Any, call: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation, which `call` gives, after a look at it and its arguments."""
         if func in _SIZES_AND_RANKS and args:
             self._look_at_size(func, *args, **kwargs)
         if func in _BATCH_NORMS and (args[5] if len(args) > 5 else kwargs.get("training")):
             self._refuse_batch_norm(func, args[0] if args else kwargs["input"])
         move = move_of(func, args, kwargs)
         moved = None if move is None else self._moved_by(move, func)
-        result = func(*args, **kwargs)
+        result = call(*args, **kwargs)
         if self.copies.layers:
             self.copies.look_at(func, args, kwargs, result, are_samples=self._are_samples)
         if func is torch.stack and moved is None and not self.reasons((args, kwargs)):
             moved = self._stacked(result, *args, **kwargs)
-        if moved is None and func in TURNS_BACK and args:
+        names = names_of(*args) if func is torch.einsum else None
+        if names is not None:
+            self._turn_by_names(names, args[1:], result)
+        elif moved is None and func in TURNS_BACK and args:
             self._turn(func, args, kwargs, result)
         elif moved is not None or self.moved:
             changed = args[:1] if func is Tensor.__setitem__ else ()
@@ -167,6 +179,20 @@ class Order(TorchFunctionMode):
                 dim = 1 if number and isinstance(layer, nn.RNNBase) else cast(Any, layer)._samples_dim
                 self.refuse(layer, [moved for moved in self.reasons(x) if moved.dim is None or moved.dim != dim])
 
+    def note_layout(self, layer: Any, result: Any) -> None:
+        """Notes results of a layer that have their samples second, and something else of as many where these are usual.
+
+        So it is with the states of recurrent layers, `(layers, B, hidden)`.
+        """
+        batch = self._batch()
+        if batch is None:
+            return
+        results = list(data_in(result))
+        for x, dim in zip(results, layer.sample_dims(len(results)), strict=True):
+            usual = self._samples_dim(x.dim())
+            if dim != usual and x.dim() > max(dim, usual) and x.shape[dim] == x.shape[usual] == batch:
+                self._note([Moved(f"what {type(layer).__name__} returns", None, line=line_of_user(), dim=dim)], x)
+
     def note_outside_use(self) -> None:
         """Notes that an expanded weight is used outside of layers."""
         self.weights_are_outside = True
@@ -248,6 +274,26 @@ class Order(TorchFunctionMode):
             kept.append(Moved(func.__name__, None, line=line_of_user(), dim=dims.index(usual)))
         self._note(kept, result)
 
+    def _turn_by_names(self, names: Sequence[str], operands: Sequence[Any], result: Tensor) -> None:
+        """`_turn`, for an operation that names the dimensions of its operands, and last those of its result."""
+        batch, usual, after = self._batch(), self._samples_dim(result.dim()), names[-1]
+        tensors = list(data_in(operands))
+        reasons = self.reasons(tensors)
+        kept = [reason for reason in reasons if reason.dim is None]
+        if batch is not None and len(after) > usual and result.shape[usual] in (1, batch):
+            found = [self._name_of_samples(x, of_x, batch) for x, of_x in zip(tensors, names, strict=False)]
+            of_samples = [name for name in found if name in after]
+            if of_samples and after[usual] not in of_samples and not is_called_by_libraries(torch.einsum):
+                kept.append(Moved("einsum", None, line=line_of_user(), dim=after.index(of_samples[0])))
+        self._note(kept, result)
+
+    def _name_of_samples(self, x: Tensor, names: str, batch: int) -> str:
+        """The name of the dimension in which the samples stand in an operand, if it has any."""
+        dim = next((reason.dim for reason in self.reasons(x) if reason.dim is not None), None)
+        if dim is None and type(x) in PLAIN and x.dim() > (usual := self._samples_dim(x.dim())):
+            dim = usual if x.shape[usual] == batch and self._are_samples(x) else None
+        return "-" if dim is None or dim >= len(names) else names[dim]
+
     def _stacked(self, result: Tensor, tensors: Sequence[Tensor], dim: int = 0, **out: Any) -> Moved | None:
         """As many positions as there are samples, put where these are looked for."""
         usual, batch = self._samples_dim(result.dim()), self._batch()
@@ -290,4 +336,4 @@ def _place(line: tuple[str, int]) -> str:
 _OF_DIMS = (*functions("size"), *attributes("shape"))
 _SIZES_AND_RANKS = {*SIZES, *functions("dim"), *attributes("ndim")}
 _BATCH_NORMS = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
-_LOOKED_AT = {*_SIZES_AND_RANKS, *MOVES, *TURNS, *_BATCH_NORMS}
+_LOOKED_AT = {*_SIZES_AND_RANKS, *MOVES, *TURNS, *_BATCH_NORMS, torch.einsum}

@@ -38,11 +38,13 @@ class Pass:
         batch: B, the number of samples.
         number: Its place among all passes of a model, in the order of their forwards.
         stage: How far it has come.
+        may_go_on: Whether a backward may still come: none has, or it has left the graph for another one.
     """
 
     def __init__(self, batch: int, number: int) -> None:
         self.batch, self.number = batch, number
         self.stage = PassStage.OPEN
+        self.may_go_on = True
 
     def __repr__(self) -> str:
         return f"Pass(batch={self.batch}, number={self.number}, stage={self.stage.name})"

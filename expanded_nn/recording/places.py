@@ -150,6 +150,14 @@ def dims_after(func: Any, x: Tensor, args: Any, kwargs: Any) -> list[int] | None
     return dims if result is not None and len(set(dims)) == len(dims) and set(dims) <= set(range(x.dim())) else None
 
 
+def names_of(equation: Any, *operands: Any) -> list[str] | None:
+    """The names that `torch.einsum` gives to the dimensions of each operand, and last of the result, if it says all."""
+    if not isinstance(equation, str) or "..." in equation or "->" not in equation:
+        return None
+    before, after = equation.replace(" ", "").split("->")
+    return [*before.split(","), after]
+
+
 def _length(key: Any) -> int:
     """How many dimensions a key of an index is for."""
     if key is Ellipsis:

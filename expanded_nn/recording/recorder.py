@@ -16,12 +16,13 @@ from expanded_nn._errors import complaint, named
 from expanded_nn.common.batch import rows_are_nodes
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.traced import note_recorder
-from expanded_nn.recording.backward import Backward, in_transform, running_backward
+from expanded_nn.recording.backward import Backward, in_transform, keeps_graph, running_backward
 from expanded_nn.recording.checkpoints import noted_pass, pass_of_recomputation
 from expanded_nn.recording.escalate import Escalation
 from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recompute, leaves_of
 from expanded_nn.recording.forward import Forward as Forward
 from expanded_nn.recording.leaf import NO_ROWS, Leaf, Leaves, Location
+from expanded_nn.recording.lift import Lent, Slot
 from expanded_nn.recording.linked import linked_pass
 from expanded_nn.recording.order import Order
 from expanded_nn.recording.passes import Pass, Passes, PassStage
@@ -59,7 +60,7 @@ class Recorder:
         self.settings = settings
         self.roots: list[weakref.ref[nn.Module]] = []
         self.forward: Forward | None = None
-        self.general_rule: Mapping[tuple[nn.Module, str], Tensor] | None = None
+        self.general_rule: Mapping[Slot, Lent] | None = None
         self.leaves = Leaves()
         self.escalation = Escalation()
         self.begin_anew()
@@ -324,9 +325,9 @@ class Recorder:
         elif self.forward is not None:
             self.forward.will_run_again = True
 
-    def in_general_rule(self, originals: Mapping[tuple[nn.Module, str], Tensor]) -> AbstractContextManager[None]:
+    def in_general_rule(self, lent: Mapping[Slot, Lent]) -> AbstractContextManager[None]:
         """Makes layers run their plain forward or, if they can, on the whole batch with these parameters."""
-        return meanwhile(self, general_rule=originals)
+        return meanwhile(self, general_rule=lent)
 
     def layout(self, *, batch_first: bool) -> AbstractContextManager[None]:
         """Sets `batch_first` for the layers that a module with a layout of its own calls."""
@@ -343,7 +344,7 @@ class Recorder:
         if self.backward.enter(delivers=True):
             self._before_delivery(stand_alone)
         if not stand_alone and pass_.stage is PassStage.OPEN:
-            pass_.stage = PassStage.REACHED
+            pass_.stage, pass_.may_go_on = PassStage.REACHED, keeps_graph()
         if rows is not None:
             self.store.add(pass_, leaf, rows)
 

@@ -1680,6 +1680,66 @@ def test_samples_made_of_other_samples() -> None:
         right(together, module, unfolded, x)
 
 
+class Kept:
+    """What a caller gives to call after call, as a cache."""
+
+    codes: Tensor
+
+
+class GoesOn(nn.Module):
+    """Its second call goes on from what the first one has left, in an object or in the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc, self.head = nn.Linear(D, D), nn.Linear(D, 2)
+
+    def begin(self, x: Tensor, kept: Any = None) -> None:
+        kept = self if kept is None else kept
+        kept.codes = self.enc(x)
+
+    def forward(self, x: Tensor, kept: Any = None) -> Tensor:
+        return self.head(x + (self if kept is None else kept).codes)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kept", [Kept(), None], ids=["object", "module"])
+def test_samples_made_of_other_samples_that_were_kept(kept: Any) -> None:
+    prefix, module = values(1, D, seed=2), GoesOn()
+    model = on(module)
+    model.begin(prefix, kept)
+    words = "computed from the 1 samples.*give the earlier call a row" if kept else "comes from the 1 samples of"
+    with pytest.raises(enn.PerSampleError, match=rf"GoesOn: .*{words}"):
+        model(values(), kept)
+
+    def begun_with(rows: int) -> Step:
+        def step(m: Any, x: Tensor) -> Tensor:
+            m.begin(prefix.expand(rows if len(x) == B else 1, -1), kept)
+            return m(x, kept)  # type: ignore[no-any-return]
+
+        return step
+
+    for rows in (1, B):
+        model.zero_grad()
+        with enn.one_pass(model, B):
+            right(model, module, begun_with(rows))
+    (kept or model).codes.detach_()
+    model(values(), kept).sum().backward()
+
+
+@pytest.mark.parametrize("kept", [Kept(), None], ids=["object", "module"])
+def test_a_graph_that_is_left_for_a_call_that_goes_on(kept: Any) -> None:
+    model, x = on(GoesOn()), values()
+    model.begin(x, kept)
+    model(x, kept).sum().backward(retain_graph=True)
+    if kept is None:
+        with pytest.raises(enn.PerSampleError, match="GoesOn: its result comes from the 3 samples of an earlier call"):
+            model(x)
+    else:
+        model(x, kept).sum().backward()
+        assert len(model.enc.weight.grad_sample) == B
+    (kept or model).codes.detach_()
+    model(x, kept).sum().backward()
+
+
 class Checkpointed(nn.Sequential):
     """Runs its layers again in the backward."""
 
@@ -2148,6 +2208,7 @@ TURNS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
     "swapaxes": (lambda h: h.swapaxes(0, 1), lambda h: h.swapdims(1, 0)),
     "movedim": (lambda h: h.movedim(0, 1), lambda h: torch.moveaxis(h, 0, 1)),
     "stack": (lambda h: torch.stack([h[:, t] for t in range(h.shape[1])]), lambda h: torch.stack(h.unbind(1))),
+    "einsum": (lambda h: torch.einsum("btd -> tbd", h), lambda h: torch.einsum("tbd, d -> btd", [h, torch.ones(D)])),
     "twice": (lambda h: h.permute(1, 2, 0).transpose(1, 2), lambda h: h.transpose(0, 1)),
     "heads": (
         lambda h: by_head(h.transpose(0, 1)).transpose(0, 1).tanh().transpose(0, 1).reshape(h.shape[1], -1, D),
@@ -2623,6 +2684,37 @@ def test_states_of_as_many_layers_as_samples(*, batch_first: bool) -> None:
 
     module = Model()
     right(on(module), module, forward, values(B, 5, D), values(B, B, D))
+
+
+STATES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "each": lambda last, h: last(h).sum(0),
+    "one": lambda last, h: last(h)[-1],
+    "mean": lambda last, h: last(h.tanh()).mean(0),
+}
+STATES_IN_PLACE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "last": lambda last, h: last(h[-1]),
+    "all": lambda last, h: last(h.transpose(0, 1)).flatten(1),
+    "named": lambda last, h: last(torch.einsum("lbd->bld", h)).flatten(1),
+    "sum": lambda last, h: last(torch.einsum("lbd->bd", h)),
+    "joined": lambda last, h: last(torch.cat([h[0], h[-1]], -1)[:, :D]),
+}
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("use", {**STATES, **STATES_IN_PLACE}.values(), ids={**STATES, **STATES_IN_PLACE})
+def test_layer_of_the_states_of_as_many_layers_as_samples(use: Callable[[Any, Tensor], Tensor], kind: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.last = kind(D, D, num_layers=B, batch_first=True), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            _, states = self.rnn(x)
+            return use(self.last, states if isinstance(states, Tensor) else states[0])
+
+    module, refused = Model(), r"M.*each other's places \(what (GRU|LSTM) returns, line"
+    with pytest.warns(enn.PerSampleWarning, match=refused) if use in STATES.values() else nullcontext():
+        right(on(module), module, forward, values(B, 5, D))
 
 
 def test_samples_in_another_order_between_two_models() -> None:

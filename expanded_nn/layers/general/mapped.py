@@ -28,10 +28,13 @@ from expanded_nn.common.modes import checkpoint_hooks
 from expanded_nn.common.steady import OURS, attributes_of
 from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
 from expanded_nn.recording.backward import graph_of
-from expanded_nn.recording.lift import Slot, quiet_fallbacks, swapped
+from expanded_nn.recording.lift import Lent, Slot, quiet_fallbacks, swapped
 
 # torch's words where vmap gives up; the last two where values are read, and where samples' results differ in size
 _OF_VMAP = "vmap|functorch|[Bb]atching rule|doesn't have storage|stack expects each tensor to be equal size"
+
+# and where something is changed in place that is one tensor for all
+_OF_CHANGES = "more than one element of the written-to tensor|Output 0 of Expand is a view"
 
 # what the forward does not write, or is looked at by name
 _NOT_ITS_OWN = {*OURS, "_buffers", *(name for name in vars(nn.Module()) if name.startswith("_"))}
@@ -144,7 +147,9 @@ class Mapper:
         def one_sample(weights: list[Tensor], inputs: list[Any]) -> list[Tensor]:
             alone = [x if dim is None else x.unsqueeze(dim) for x, dim in zip(inputs, dims, strict=True)]
             args, kwargs = tree_unflatten(alone, structure)
-            with swapped(places, weights), quiet_fallbacks(), OneSample(module):
+            lent = {place: Lent(*pair) for place, *pair in zip(places, self.originals.values(), weights, strict=True)}
+            inside = module._children_inside(lent)
+            with swapped(places, weights), inside, quiet_fallbacks(), OneSample(module):
                 result = module._plain_forward(*args, **kwargs)
             if Counter(ids_of_one_sample((args, kwargs))) - Counter(ids_of_one_sample(alone)):
                 raise module._keeping("an argument")
@@ -156,11 +161,15 @@ class Mapper:
 
         loops = module.goes_in_a_loop()
         leaving_nothing = self._as_before(leaves) if loops else self._nothing_of_one_sample(leaves, thorough=thorough)
-        with module._children_inside(self.originals), leaving_nothing:
+        with leaving_nothing:
             try:
                 results = (self._one_by_one if loops else self._by_vmap)(one_sample, leaves)
             except RuntimeError as error:
-                if isinstance(error, PerSampleError) or not re.search(_OF_VMAP, str(error)):
+                if isinstance(error, PerSampleError):
+                    raise
+                if re.search(_OF_CHANGES, str(error)):
+                    raise self._changes(error) from error
+                if not re.search(_OF_VMAP, str(error)):
                     raise
                 raise self._not_followed(error) from error
         if loops:
@@ -203,6 +212,15 @@ class Mapper:
             f"its forward does what vmap cannot follow ({error})",
             "a forward that treats each sample alone and changes nothing in place that samples share",
             remedy,
+        )
+
+    def _changes(self, error: RuntimeError) -> PerSampleError:
+        """What to say where torch cannot change in place what is one tensor for all samples."""
+        return self.module._refusal(  # type: ignore[no-any-return]
+            f"its forward changes in place what all samples share, such as a parameter ({error})",
+            "a forward that leaves it as it is",
+            "Change parameters after the optimizer's step, or in the forward of a module around this one that has no "
+            "parameters of its own.",
         )
 
     # What the forward leaves behind

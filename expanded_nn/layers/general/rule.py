@@ -28,7 +28,7 @@ from expanded_nn.layers.general.whole import Run, reads_of_its_own
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.layout import note_input, refuse_square
 from expanded_nn.recording.forward import InputNotes
-from expanded_nn.recording.lift import Slot, swapped
+from expanded_nn.recording.lift import Lent, Slot, swapped
 from expanded_nn.recording.recorder import Forward, Recorder
 from expanded_nn.recording.sharded import is_sharded
 
@@ -317,9 +317,9 @@ class General(Expanded):
                     "Give the matrix to the module as a buffer, or the batch another size.",
                 )
 
-    def _children_inside(self, originals: Mapping[Slot, Tensor]) -> AbstractContextManager[None]:
+    def _children_inside(self, lent: Mapping[Slot, Lent]) -> AbstractContextManager[None]:
         """Expanded layers called meanwhile find the parameters that `vmap` has taken from them."""
-        return nullcontext() if self._recorder is None else self._recorder.in_general_rule(originals)
+        return nullcontext() if self._recorder is None else self._recorder.in_general_rule(lent)
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
         return self._plain_forward(*args, **kwargs)  # sample by sample already; its layers find their own way

@@ -87,8 +87,41 @@ class Trial:
         self.mapper, self.module, self.batch, self.hooks = mapper, mapper.module, mapper.call.batch, hooks
         self.arguments = copies((mapper.call.args, mapper.call.kwargs))  # as the forward may change its own
         self.states = RandomStates([*self.module.modules(), self.arguments])
-        self.expected = self.plain(hooks=False)
+        self.has_drawn = False
+        self.expected = self._first()
         self.is_random = self.has_drawn
+
+    @torch.no_grad()
+    def _first(self) -> list[Tensor]:
+        """The plain forward's tensors, where it leaves the parameters as they are, or does so when it runs again.
+
+        Raises:
+            PerSampleError: If it changes one each time that it runs, as by a factor; they are what they were then.
+        """
+        parameters = [weight for weight in self.mapper.originals.values() if not weight.is_meta]
+        before = [weight.detach().clone() for weight in parameters]
+        expected = self.plain(hooks=False)
+        has_drawn = self.has_drawn
+        pairs = list(zip(parameters, before, strict=True))
+        if all(map(_are_equal, parameters, before)):
+            return expected
+        once = [weight.detach().clone() for weight in parameters]
+        self.plain(hooks=False)
+        changed = [pair for pair, weight in zip(pairs, once, strict=True) if not _are_equal(pair[0], weight)]
+        self.has_drawn = has_drawn
+        if not changed:
+            return expected
+        for weight, value in pairs:
+            weight.data.copy_(value)
+        recorder = self.module._recorder
+        raise complaint(
+            self.module.qualified_name,
+            f"its forward changes the parameter {recorder.name_of(changed[0][0]) if recorder else ''} in place, and "
+            "more each time that it runs",
+            "a forward that leaves parameters as they are, as it may run more than once",
+            "Change them after the optimizer's step, or in the forward of a module around this one that has no "
+            "parameters of its own.",
+        )
 
     @torch.no_grad()
     def plain(self, *, hooks: bool, arguments: Any = None, draws: bool = False) -> list[Tensor]:
@@ -253,6 +286,11 @@ class Trial:
         grads = torch.autograd.grad(ends, [x for x, _ in by_sample], weights, allow_unused=True)
         given = zip(grads, by_sample, strict=True)
         return any(bool(grad.narrow(dim, 1, self.batch - 1).any()) for grad, (_, dim) in given if grad is not None)
+
+
+def _are_equal(weight: Tensor, other: Tensor) -> bool:
+    """Whether two values of a parameter are the same; NaN equals NaN."""
+    return weight.shape == other.shape and bool(torch.allclose(weight, other, rtol=0.0, atol=0.0, equal_nan=True))
 
 
 def _is_same(leaf: Any, other: Any) -> bool:
