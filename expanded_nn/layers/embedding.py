@@ -164,11 +164,10 @@ def embedding(
 
 def _renormalize(weight: Tensor, index: Tensor, valid: Tensor | None, max_norm: float, norm_type: float) -> None:
     """Scales the entries looked up down to `max_norm`, in place: of the one weight, or of each sample's own."""
-    chosen = [index] if is_shared(weight) else index.unbind()
-    if valid is not None:
-        masks = [valid] if is_shared(weight) else valid.unbind()
-        chosen = [entries[mask] for entries, mask in zip(chosen, masks, strict=True)]
-    for table, entries in zip([shared(weight)] if is_shared(weight) else weight.detach(), chosen, strict=True):
+    if is_shared(weight):
+        weight, index, valid = shared(weight)[None], index[None], None if valid is None else valid[None]
+    for b, table in enumerate(weight.detach()):
+        entries = index[b] if valid is None else index[b][valid[b]]
         torch.embedding_renorm_(table, entries.reshape(-1), max_norm, norm_type)
 
 
@@ -228,9 +227,9 @@ class _Bags:
         if offsets is None:
             return cls(input.long(), None, None)
         offsets = offsets.long()
-        starts = offsets[:-1] if include_last_offset else offsets
-        ends = offsets[1:] if include_last_offset else torch.cat([offsets[1:], offsets.new_full((1,), len(input))])
-        lengths = (ends[: len(starts)] - starts)[:, None]
+        if not include_last_offset:
+            offsets = torch.cat([offsets, offsets.new_full((1,), len(input))])
+        starts, lengths = offsets[:-1], offsets.diff()[:, None]
         longest = int(lengths.max()) if lengths.numel() else 0
         numbers = torch.arange(longest, device=input.device)
         valid = numbers < lengths
