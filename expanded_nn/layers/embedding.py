@@ -47,16 +47,6 @@ def _wrapped(padding_idx: int | None, entries: int) -> int | None:
     return padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + entries
 
 
-def _looked_up(
-    index: Tensor,  # (B, *) int
-    weight: Tensor,  # (entries, dim)
-) -> Tensor:  # (B, *, dim)
-    if index.dim() > 1 and index.transpose(0, 1).is_contiguous():
-        # The layout (T, B, dim) is that of the index, and the one that the user's views expect.
-        return F.embedding(index.transpose(0, 1), weight).transpose(0, 1)
-    return F.embedding(index, weight)
-
-
 class _Embedding(torch.autograd.Function):
     """A look-up; where `valid` is false nothing was asked for."""
 
@@ -76,7 +66,7 @@ class _Embedding(torch.autograd.Function):
         if not ctx.is_shared:
             flat = _flat_index(index)[..., None].expand(-1, -1, weight.shape[2])
             return owned(weight.gather(1, flat).reshape(*index.shape, weight.shape[2]))
-        return owned(_looked_up(index, shared(weight)))
+        return owned(F.embedding(index, shared(weight)))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -158,7 +148,7 @@ def embedding(
     if max_norm is not None:
         _renormalize(weight, input, None, max_norm, norm_type)
     if is_constant(weight):
-        return _looked_up(input, shared(weight))
+        return F.embedding(input, shared(weight))
     return _Embedding.apply(input, weight, padding_idx, scale_grad_by_freq, sparse, None)  # type: ignore[no-untyped-call,no-any-return]
 
 
