@@ -360,7 +360,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
             TypeError: If it is no mapping to tensors.
         """
         refuse_emptiness("PerSampleGrads.matvec", self._rows)
-        refuse_no_vectors("matvec", vectors)
+        refuse_no_vectors(vectors)
         refuse_others("matvec", self._rows, vectors, 0)
         return added(_matvec(rows, vectors[name]) for name, rows in self._rows.items())
 

@@ -98,15 +98,13 @@ class Projection:
             self._refuse_other_shapes(rows)
             first = next(iter(rows.values()))
             with in_own_dtype(first):
-                totals = [
-                    Totals(self.dim, first.shape[0], dtype, device)
-                    for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for tensor in rows.values())
-                ]
-                totals_of = {(total.dtype, total.device): total for total in totals}
+                kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in rows.values())
+                totals = {kind: Totals(self.dim, first.shape[0], *kind) for kind in kinds}
                 for name, tensor in rows.items():
-                    self._add(name, tensor, totals_of[tensor.dtype, tensor.device])
+                    self._add(name, tensor, totals[tensor.dtype, tensor.device])
                 # in the widest of the dtypes, on the first of the devices
-                return sum((total.result().to(first.device) for total in totals[1:]), start=totals[0].result())
+                result, *more = (total.result().to(first.device) for total in totals.values())
+                return sum(more, start=result)
 
     def _add(self, name: str, rows: FactoredTensor, totals: Totals) -> None:
         linear_map = self._map(name, tuple(rows.shape[1:]), rows.device)

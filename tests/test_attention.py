@@ -570,6 +570,14 @@ def test_dropout_draws_as_torch_does(need_weights: bool) -> None:
     assert_close_rows({name: r.sum(0) for name, r in rows_of(model).items()}, grads_of(module))
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_output_with_time_first_lies_as_torch_lays_it(need_weights: bool) -> None:
+    module, x = nn.MultiheadAttention(SIZE, HEADS), torch.randn(QUERIES, BATCH, SIZE)
+    model = enn.convert(module).per_sample()
+    ours, theirs = (one(x, x, x, need_weights=need_weights)[0] for one in (model, module))
+    assert ours.stride() == theirs.stride()
+
+
 def test_dropout_is_differentiable_twice() -> None:
     module = Attend(nn.MultiheadAttention(SIZE, HEADS, dropout=0.4, batch_first=True), need_weights=False)
     model, call = enn.convert(module).per_sample(loss_reduction="sum"), two(BATCH)

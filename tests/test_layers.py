@@ -619,6 +619,15 @@ def test_outputs_are_views_only_where_torchs_are(case: Case) -> None:
     assert theirs._is_view() or not ours._is_view()
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_what_is_looked_up_lies_as_torch_lays_it(batch_first: bool) -> None:
+    """Whatever the index is a view of: of what comes out users take views."""
+    index = torch.randint(13, (4, BATCH))
+    module, index = nn.Sequential(nn.Embedding(13, 6)), index.t() if batch_first else index
+    model = enn.convert(module).per_sample(batch_first=batch_first)
+    assert model(index).stride() == module(index).stride()
+
+
 def test_means_of_bags_take_the_weight_s_dtype() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

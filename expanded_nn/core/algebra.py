@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -59,12 +60,9 @@ def squared_norms(blocks: Sequence[Block], kind: Kind, products: Products | None
 
 
 def _block_norms(size: int, terms: Sequence[Term], kind: Kind, products: Products | None) -> Tensor:
-    total: Tensor | None = None
-    for i, term in enumerate(terms):
-        total = _plus(total, term.squared_norms(products))
-        for earlier in terms[:i]:
-            total = total + 2 * term.inner(earlier)
-    return kind.zeros(size) if total is None else total
+    norms = [term.squared_norms(products) for term in terms]
+    norms += [2 * term.inner(earlier) for i, term in enumerate(terms) for earlier in terms[:i]]
+    return reduce(torch.add, norms) if norms else kind.zeros(size)
 
 
 def weighted_sum(
@@ -103,11 +101,8 @@ def gram(
     """`<row, other_row>` for each pair."""
 
     def block(size: int, terms: Sequence[Term], width: int, other_terms: Sequence[Term]) -> Tensor:
-        total: Tensor | None = None
-        for term in terms:
-            for other in other_terms:
-                total = _plus(total, term.gram(other))
-        return kind.zeros(size, width) if total is None else total
+        grams = (term.gram(other) for term in terms for other in other_terms)
+        return sum(grams, start=kind.zeros(size, width))
 
     return _cat([_cat([block(*rows, *columns) for columns in other_blocks], 1) for rows in blocks])
 
@@ -144,10 +139,6 @@ def _joined(group: list[Term]) -> list[Term]:
         joined = [torch.cat(parts, 1) for parts in zip(*factors, strict=True)]
         return [first.remake(joined, first.coefficient if alike else 1.0, first.dtype)]
     return group
-
-
-def _plus(total: Tensor | None, part: Tensor) -> Tensor:
-    return part if total is None else total + part
 
 
 def _cat(parts: list[Tensor], dim: int = 0) -> Tensor:

@@ -101,8 +101,6 @@ def convolution(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
 
 def weight_gradient(g: Tensor, x: Tensor, shape: tuple[int, ...], geometry: Geometry) -> Tensor:
     """The gradient of a convolution's weight by torch's own fused kernel."""
-    if not g.numel():
-        return g.new_zeros(shape)
     output_mask = (False, True, False)
     gradients = torch.ops.aten.convolution_backward(g, x, g.new_empty(shape), None, *geometry.arguments(), output_mask)
     return cast(Tensor, gradients[1])

@@ -134,8 +134,6 @@ def _add_patches(term: Patches, total: KroneckerFactors) -> None:
     """Adds those of a convolution, whose groups are linear maps: to `A` their mean, to `G` a block for each."""
     groups = term.geometry.groups
     for chunk in term.chunks(prod(term.row_shape[1:]) * term.positions * groups):
-        if not chunk.batch:
-            continue
         g, columns = as_linear(chunk).unscaled()  # (B * groups, T, out / groups), (B * groups, T, in * kernel)
         _add_product(total.A, columns.flatten(0, 1), 1 / groups)
         size = len(total.G) // groups

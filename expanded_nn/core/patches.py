@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from math import prod
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -54,12 +53,6 @@ class Patches(Term):
     ) -> Patches:
         return cls((g, x), row_shape, dtype, geometry=geometry)
 
-    def remake(self, factors: Sequence[Tensor], coefficient: float, dtype: torch.dtype) -> Patches:
-        return Patches(factors, self.row_shape, dtype, coefficient, geometry=self.geometry)
-
-    def chunks(self, numel: int | None = None) -> Iterator[Patches]:
-        return cast(Iterator[Patches], super().chunks(numel))
-
     def dense(self, out: Tensor | None = None) -> Tensor:
         if self._is_empty:
             return self.factors[0].new_zeros(self.batch, *self.row_shape, dtype=self.dtype)
@@ -96,11 +89,11 @@ class Patches(Term):
         return (y * g).flatten(1).sum(1).mul_(self.coefficient)
 
     def squared_norms(self, products: Products | None = None) -> Tensor:
-        return self.inner(self)
+        return super().squared_norms() if self.norms_take_rows else self.inner(self)
 
     def inner(self, other: Term) -> Tensor:
         if not isinstance(other, Patches) or not self._by_pairs(other):
-            return super().squared_norms() if other is self else super().inner(other)
+            return super().inner(other)
         entries = prod(self.padded_size) * prod(other.padded_size)
         if cost.inner_by_entries(entries, prod(self.row_shape[2:]) * self.positions * other.positions):
             inner, numel = inner_by_entries, entries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from math import sqrt
+from math import prod, sqrt
 from typing import Any, ClassVar
 
 import torch
@@ -47,28 +47,18 @@ class _TwiceDifferentiable(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return g, None, None, None, None, None
-        inputs = ctx.saved_tensors
+        # views, as one input may be computed from another, whose gradient must not go through the first
+        inputs: list[Any] = [None if x is None else x.view_as(x) for x in ctx.saved_tensors]
         query, key, value = (x.to(g.dtype) for x in inputs[:3])
-        mask = None if inputs[3] is None else inputs[3].to(g.dtype)
-        logits = _logits(query, key, mask)
+        logits = _logits(query, key, inputs[3])
         if ctx.is_causal:
             logits = logits.masked_fill(logits.new_ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
         nowhere = (logits == -torch.inf).all(-1, keepdim=True)  # to attend: the output is zero
-        weights = logits.masked_fill(nowhere, 0).softmax(-1).masked_fill(nowhere, 0)
-        by_weights = g @ value.mT
-        by_logits = weights * (by_weights - (by_weights * weights).sum(-1, keepdim=True))
-        by_product = by_logits / sqrt(query.shape[-1])
-        grads = (
-            by_product @ key,
-            by_product.mT @ query,
-            weights.mT @ g,
-            None if mask is None else by_logits.sum_to_size(mask.shape),
-        )
-        return (
-            None,
-            *(None if x is None or grad is None else grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)),
-            None,
-        )
+        output = logits.masked_fill(nowhere, 0).softmax(-1).masked_fill(nowhere, 0) @ value
+        needed = ctx.needs_input_grad[1:5]
+        sources = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
+        grads = iter(torch.autograd.grad(output, sources, g, create_graph=True))
+        return None, *(next(grads) if is_needed else None for is_needed in needed), None
 
 
 def _logits(
@@ -163,7 +153,8 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
             heads = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
             if not dropout and heads.requires_grad:  # what is drawn at random could not be drawn again
                 heads = _TwiceDifferentiable.apply(heads, q, k, v, mask, is_causal)  # type: ignore[no-untyped-call]
-        output = self._out_projection(heads.transpose(1, 2).flatten(2)).transpose(0, self._samples_dim)
+        output = self._out_projection(heads.transpose(1, 2).flatten(2))
+        output = output.transpose(0, self._samples_dim).contiguous()  # as torch's, of which the user may take views
         if not need_weights:
             return output, None
         return output, weights.mean(1) if average_attn_weights else weights
@@ -218,11 +209,9 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         attn_mask = F._canonical_mask(attn_mask, "attn_mask", None, "", query.dtype, False)
         masks = []
         if attn_mask is not None:
-            batch = (self.pass_batch_size * self.num_heads,) if attn_mask.dim() == 3 else ()
-            self._refuse_other_shape("attn_mask", attn_mask, (*batch, *sizes))
-            masks.append(
-                attn_mask.reshape(self.pass_batch_size if batch else 1, self.num_heads if batch else 1, *sizes)
-            )
+            own = (self.pass_batch_size, self.num_heads) if attn_mask.dim() == 3 else ()
+            self._refuse_other_shape("attn_mask", attn_mask, (prod(own), *sizes) if own else sizes)
+            masks.append(attn_mask.reshape(*(own or (1, 1)), *sizes))
         if key_padding_mask is not None:
             key_padding_mask = self.checked(key_padding_mask, 1, argument="key_padding_mask")
             self._refuse_other_shape("key_padding_mask", key_padding_mask, (self.pass_batch_size, sizes[1]))

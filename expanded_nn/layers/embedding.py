@@ -47,16 +47,6 @@ def _wrapped(padding_idx: int | None, entries: int) -> int | None:
     return padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + entries
 
 
-def _looked_up(
-    index: Tensor,  # (B, *) int
-    weight: Tensor,  # (entries, dim)
-) -> Tensor:  # (B, *, dim)
-    if index.dim() > 1 and index.transpose(0, 1).is_contiguous():
-        # The layout (T, B, dim) is that of the index, and the one that the user's views expect.
-        return F.embedding(index.transpose(0, 1), weight).transpose(0, 1)
-    return F.embedding(index, weight)
-
-
 class _Embedding(torch.autograd.Function):
     """A look-up; where `valid` is false nothing was asked for."""
 
@@ -76,7 +66,7 @@ class _Embedding(torch.autograd.Function):
         if not ctx.is_shared:
             flat = _flat_index(index)[..., None].expand(-1, -1, weight.shape[2])
             return owned(weight.gather(1, flat).reshape(*index.shape, weight.shape[2]))
-        return owned(_looked_up(index, shared(weight)))
+        return owned(F.embedding(index, shared(weight)))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -158,17 +148,16 @@ def embedding(
     if max_norm is not None:
         _renormalize(weight, input, None, max_norm, norm_type)
     if is_constant(weight):
-        return _looked_up(input, shared(weight))
+        return F.embedding(input, shared(weight))
     return _Embedding.apply(input, weight, padding_idx, scale_grad_by_freq, sparse, None)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _renormalize(weight: Tensor, index: Tensor, valid: Tensor | None, max_norm: float, norm_type: float) -> None:
     """Scales the entries looked up down to `max_norm`, in place: of the one weight, or of each sample's own."""
-    chosen = [index] if is_shared(weight) else index.unbind()
-    if valid is not None:
-        masks = [valid] if is_shared(weight) else valid.unbind()
-        chosen = [entries[mask] for entries, mask in zip(chosen, masks, strict=True)]
-    for table, entries in zip([shared(weight)] if is_shared(weight) else weight.detach(), chosen, strict=True):
+    if is_shared(weight):
+        weight, index, valid = shared(weight)[None], index[None], None if valid is None else valid[None]
+    for b, table in enumerate(weight.detach()):
+        entries = index[b] if valid is None else index[b][valid[b]]
         torch.embedding_renorm_(table, entries.reshape(-1), max_norm, norm_type)
 
 
@@ -228,9 +217,9 @@ class _Bags:
         if offsets is None:
             return cls(input.long(), None, None)
         offsets = offsets.long()
-        starts = offsets[:-1] if include_last_offset else offsets
-        ends = offsets[1:] if include_last_offset else torch.cat([offsets[1:], offsets.new_full((1,), len(input))])
-        lengths = (ends[: len(starts)] - starts)[:, None]
+        if not include_last_offset:
+            offsets = torch.cat([offsets, offsets.new_full((1,), len(input))])
+        starts, lengths = offsets[:-1], offsets.diff()[:, None]
         longest = int(lengths.max()) if lengths.numel() else 0
         numbers = torch.arange(longest, device=input.device)
         valid = numbers < lengths

@@ -55,7 +55,7 @@ def _containers(model: nn.Module) -> Iterator[nn.Module]:
     convertible = set(_convertible(model))
     for _, module in _members(model):
         is_called = type(module).forward is not nn.Module.forward
-        has_layers = any(True for _ in module.children()) and any(True for _ in module.parameters())
+        has_layers = any(True for _ in module.parameters())
         if is_called and has_layers and module not in convertible and not isinstance(module, PerSampleModule):
             yield module
 

@@ -53,9 +53,9 @@ def refuse_others(method: str, rows: Mapping[str, Tensor], other: Mapping[str, T
             )
 
 
-def refuse_no_vectors(method: str, vectors: Any) -> None:
+def refuse_no_vectors(vectors: Any) -> None:
     """Raises if an argument is no mapping from parameter name to a tensor."""
-    who = f"PerSampleGrads.{method}"
+    who = "PerSampleGrads.matvec"
     remedy = "Give it as in {name: p.detach() for name, p in model.named_parameters()}."
     refuse_other_kind(who, "vectors", vectors, Mapping, "a mapping from parameter name to (*shape)", remedy)
     for name, value in vectors.items():
