@@ -88,13 +88,11 @@ def is_generator(value: Any) -> bool:
 
 
 def _source_of(generator: Any) -> Source:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state, generator.set_state
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
-    if not hasattr(generator, "bit_generator"):
+    bits = getattr(generator, "bit_generator", None)  # of numpy's new kind
+    if bits is None:
         return generator.get_state, generator.set_state
-    bits = generator.bit_generator
     return lambda: bits.state, partial(setattr, bits, "state")
 
 

@@ -25,7 +25,6 @@ from expanded_nn.recording.callers import (
     is_in_reentrant_checkpoint,
     line_of_user,
 )
-from expanded_nn.recording.copies import Copies
 from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.places import (
     MOVES,
@@ -41,6 +40,7 @@ from expanded_nn.recording.places import (
     moved_by,
 )
 from expanded_nn.recording.settings import RecorderLike
+from expanded_nn.recording.shared_results import Copies
 
 
 class Order(TorchFunctionMode):

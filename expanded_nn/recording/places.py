@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +67,7 @@ def move_of(operation: Any, args: Any, kwargs: Any) -> Move | None:
         return None
     try:
         return of_call(*args, **kwargs)
-    except (AttributeError, IndexError, TypeError, ValueError):  # torch says what is wrong with the call
+    except (AttributeError, LookupError, TypeError, ValueError):  # torch says what is wrong with the call
         return None
 
 
@@ -183,39 +182,21 @@ def _index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) 
     return Move(values, input.shape, range(input.dim()), keys)
 
 
-def _chosen(input: Any, dim: Any, index: Any, **options: Any) -> Move:
-    return Move(input, input.shape, [dim], index)
-
-
-def _written(input: Any, dim: Any, index: Any, source: Any = None, **options: Any) -> Move:
-    return Move(options.get("src", source), input.shape, [dim], index)
-
-
-def _take_along_dim(input: Any, indices: Any, dim: Any = None) -> Move:
-    return Move(input, input.shape, [] if dim is None else [dim], indices)
-
-
 def _flip(input: Any, *dims: Any, **named: Any) -> Move:
     (dims,) = (named["dims"],) if named else dims if len(dims) == 1 else (dims,)
     return Move(input, input.shape, [dims] if isinstance(dims, int) else dims)
 
 
-def _roll(input: Any, shifts: Any, dims: Any = ()) -> Move:
-    return Move(input, input.shape, [dims] if isinstance(dims, int) else dims)
+def _along(*names: str, dim: Any = -1, rows: str = "input") -> Callable[..., Move]:
+    """Of an operation along `dim`, or `dims`: its arguments after the input by name, its usual dimension, its rows."""
 
+    def of_call(*args: Any, **kwargs: Any) -> Move:
+        given = {**dict(zip(("input", *names), args, strict=False)), **kwargs}
+        index, dims = given.get("index", given.get("indices")), given.get("dims", given.get("dim"))
+        dims = dim if dims is None else dims
+        return Move(given.get(rows), given["input"].shape, [dims] if isinstance(dims, int) else dims, index)
 
-def _sort(input: Any, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Move:
-    return Move(input, input.shape, [dim])
-
-
-def _unique(
-    input: Any, sorted: bool = True, inverse: bool = False, counts: bool = False, dim: Any = 0, **_: Any
-) -> Move:
-    return Move(input, input.shape, [0 if dim is None else dim])
-
-
-def _topk(input: Any, k: int, dim: int = -1, **options: Any) -> Move:
-    return Move(input, input.shape, [dim])
+    return of_call
 
 
 def _cat(tensors: Any, dim: int = 0, **options: Any) -> Move | None:
@@ -258,17 +239,16 @@ MOVES: dict[Any, Callable[..., Move | None]] = {
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
     **_named(_index_put, "index_put", "index_put_"),
-    **_named(_chosen, "index_select", "gather"),
-    **_named(_written, "index_copy", "index_copy_", "index_add", "index_add_"),
-    **_named(_written, "scatter", "scatter_", "scatter_add", "scatter_add_"),
-    **_named(_take_along_dim, "take_along_dim"),
+    **_named(_along("dim", "index"), "index_select", "gather"),
+    **_named(_along("dim", "index", "source", rows="source"), "index_copy", "index_copy_", "index_add", "index_add_"),
+    **_named(_along("dim", "index", "src", rows="src"), "scatter", "scatter_", "scatter_add", "scatter_add_"),
+    **_named(_along("indices", "dim", dim=()), "take_along_dim"),
     **_named(_flip, "flip"),
-    **_named(partial(_flip, dims=0), "flipud"),
-    **_named(_roll, "roll"),
-    **_named(_sort, "sort"),
-    **_named(partial(_sort, dim=0), "msort"),
-    **_named(_unique, "unique"),
-    **_named(_topk, "topk"),
+    **_named(_along(dim=0), "flipud", "msort"),
+    **_named(_along("shifts", "dims", dim=()), "roll"),
+    **_named(_along("dim"), "sort"),
+    **_named(_along("k", "dim"), "topk"),
+    **_named(_along("sorted", "return_inverse", "return_counts", "dim", dim=0), "unique"),
     **_named(_cat, "cat", "concat", "concatenate"),
     **_named(_stack, "stack"),
 }

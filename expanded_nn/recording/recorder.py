@@ -76,11 +76,8 @@ class Recorder:
         copied: Recorder = memo.setdefault(id(self), Recorder(self.settings))
         return copied  # the modules that are copied with it register themselves by `adopt`
 
-    def __getstate__(self) -> Settings:
-        return self.settings
-
-    def __setstate__(self, settings: Settings) -> None:
-        self.__init__(settings)  # type: ignore[misc]
+    def __reduce__(self) -> Any:
+        return Recorder, (self.settings,)
 
     # The model: whose parameters are watched.
 

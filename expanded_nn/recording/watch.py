@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrize
 
 from expanded_nn._errors import PerSampleError, complaint
@@ -55,7 +56,7 @@ class Watch:
         if expected is not None and expected.matches(grad):
             return
         # torch.autograd.grad leaves rows with create_graph=True only
-        if not accumulates(parameter) and (expected is None or not torch.is_grad_enabled()):
+        if not accumulates(get_gradient_edge(parameter).node) and (expected is None or not torch.is_grad_enabled()):
             return
         holder = recorder.holder_of(parameter)
         if expected is None and holder is None:
