@@ -81,11 +81,7 @@ def is_of_checkpoint(error: BaseException) -> bool:
 
 def uncounted() -> AbstractContextManager[object]:
     """Keeps what autograd saves meanwhile from the checkpoint around, which counts it."""
-    return nullcontext() if checkpoint_hooks() is None else saved_tensors_hooks(_as_it_is, _as_it_is)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+    return nullcontext() if checkpoint_hooks() is None else saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def is_batched(tensor: Tensor) -> bool:

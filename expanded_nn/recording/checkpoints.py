@@ -40,7 +40,7 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
         )
     recorder.backward.enter(delivers=False)
     node, noted = running_node(), noted_pass()
-    living = recorder.passes.living()
+    living = list(recorder.passes.alive)
     is_sure = len(living) == 1 and living[0].stage is not PassStage.DONE
     candidates = [noted] if noted is not None else [] if is_sure else passes_behind(recorder, node)
     if not candidates and all(pass_.stage is PassStage.DONE for pass_ in living):

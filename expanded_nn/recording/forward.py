@@ -127,9 +127,8 @@ class Forward:
             note_result([x for x in tensors(result) if id(x) not in input_ids], self._pass, own_layout=own_layout)
         if not self.will_run_again or (self._pass is None and self.batch is None):
             return
-        kept = self.recorder.passes.kept
-        if not note_pass(contents(result), self.own_pass) and self.own_pass not in kept:
-            kept.append(self.own_pass)
+        if not note_pass(contents(result), self.own_pass):
+            self.recorder.passes.kept.add(self.own_pass)
 
     def _refuse_other_rows(self, result: Any) -> None:
         """Looks whether the result speaks of another number of samples than the first tensor among the arguments."""
@@ -206,7 +205,7 @@ class Forward:
         if self.is_explicit:
             self.recorder.passes.last = None
             if self.will_run_again and self._pass is not None:
-                self.recorder.passes.kept.append(self._pass)
+                self.recorder.passes.kept.add(self._pass)
         if error is not None:
             self.blame(error)
 

@@ -1,6 +1,7 @@
 """Calls whose samples come from those of an earlier call: the two are one pass, or refused.
 
-Two models have rows of their own: between them nothing is joined, and only other numbers of samples are warned of.
+Nothing is joined between two models, as each has rows of its own. A warning says where they have other numbers of
+samples.
 """
 
 from __future__ import annotations
@@ -46,21 +47,24 @@ def linked_pass(recorder: RecorderLike, forward: Forward, batch: int, models: It
     if getattr(_READING, "runs", False):
         raise _Recomputed
     ends: list[Any] = [x.grad_fn for x in data_in(forward.inputs) if x.grad_fn is not None]
-    own_passes = set(recorder.passes.living()) if ends else set()
+    if not ends:
+        return None
+    own_passes = set(recorder.passes.alive)
     other_passes = {
         pass_
-        for model in (models if ends else ())
+        for model in models
         if model is not recorder
-        for pass_ in model.passes.living()
+        for pass_ in model.passes.alive
         if pass_.stage is PassStage.OPEN and pass_.batch != batch
     }
     if not own_passes and not other_passes:
         return None
-    samples_dim = _samples_dim(recorder, forward)
+    of_model, of_module = recorder.settings.batch_first, own_batch_first(forward.module)
+    usual_dim = partial(batch_dim, batch_first=of_model)
+    samples_dim = partial(batch_dim, batch_first=of_model if of_module is None else of_module)
     orders = [order for x in tensors(forward.inputs) if isinstance(x, PackedSequence) for order in orders_of(x)]
     linked: list[Pass] = []
     moves: list[Moved] = []
-    usual_dim = partial(batch_dim, batch_first=recorder.settings.batch_first)
     for pass_, of_sequences, moved in _passes_behind(ends, own_passes, samples_dim, usual_dim, batch):
         if pass_ in own_passes:
             if pass_.batch != batch:
@@ -198,13 +202,6 @@ _PARTS: dict[str, Callable[[Any, int], int]] = {
     "Select": lambda node, number: saved_number(node._saved_index),
     "Unbind": lambda node, number: number,
 }
-
-
-def _samples_dim(recorder: RecorderLike, forward: Forward) -> Callable[[int], int]:
-    """Where the samples stand in a tensor of so many dimensions."""
-    of_module = own_batch_first(forward.module)
-    batch_first = recorder.settings.batch_first if of_module is None else of_module
-    return lambda dims: batch_dim(dims, batch_first=batch_first)
 
 
 def _refuse(recorder: RecorderLike, forward: Forward, moved: Moved) -> None:

@@ -41,8 +41,8 @@ class Moved(NamedTuple):
         stays: Whether each sample has stayed in its place; `None` where none can have.
         places: Which ones it has given them; `None` where the operation itself says it.
         line: The file and the number of its line, as `line_of_user` says them.
-        dim: Where the samples stand since another dimension of as many has taken the place of theirs; `None` if it is
-            they that have taken each other's places.
+        dim: Where the samples stand now, if another dimension of size B stands where theirs is expected; `None` if the
+            samples themselves have taken each other's places.
     """
 
     operation: str
@@ -72,10 +72,11 @@ def move_of(operation: Any, args: Any, kwargs: Any) -> Move | None:
 
 
 def chosen(index: Any, shape: Sequence[int], dim: int, batch: int) -> tuple[Any, int]:
-    """Which samples an index takes, in the order in which it does, and among how many places.
+    """The samples that an index takes, in its order, and the number of places that it chooses among.
 
-    They are places of the dimension `dim`, or all those of a mask; where they are the positions of B samples, and B are
-    taken, it says whose they are. `NotImplemented` if the index chooses nothing there, or by another one.
+    Those are the places in the dimension `dim`, or all places of a mask. If there are several for each sample, and the
+    index takes B of them, they are turned into the samples that they belong to. Instead of the samples it is
+    `NotImplemented` if no tensor chooses in that dimension, or if one takes an element of each sample.
     """
     count = shape[dim]
     if isinstance(index, tuple):
@@ -86,17 +87,13 @@ def chosen(index: Any, shape: Sequence[int], dim: int, batch: int) -> tuple[Any,
 
 
 def index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
-    """The integers that an index has for a dimension; `NotImplemented` if it has none, or chooses there by another."""
-    lengths = [0 if key is None or isinstance(key, bool) else _length(key) for key in keys]
-    key_dims, key_dim = [], 0  # the first dimension that a key is for
-    for key, length in zip(keys, lengths, strict=True):
-        key_dims.append(key_dim)
-        key_dim += dims - sum(lengths) if key is Ellipsis else length
-    integers = [
-        (key_dim, key)
-        for key_dim, key in zip(key_dims, keys, strict=True)
-        if isinstance(key, Tensor) and key.dim() and key.dtype not in (torch.bool, torch.uint8)
-    ]
+    """The integers that an index has for a dimension; `NotImplemented` without any, or if it is by samples in order."""
+    rest = dims - sum(map(_length, keys))  # which an ellipsis is for
+    integers, key_dim = [], 0  # the first dimension that a key is for
+    for key in keys:
+        if isinstance(key, Tensor) and key.dim() and key.dtype not in (torch.bool, torch.uint8):
+            integers.append((key_dim, key))
+        key_dim += rest if key is Ellipsis else _length(key)
     if len(integers) > 1:  # an element for each sample, as in h[torch.arange(B), lengths - 1]
         vectors = [key for _, key in integers if key.dim() == 1]
         if any(torch.equal(key, torch.arange(len(key), device=key.device)) for key in vectors if not is_traced()):
@@ -151,7 +148,7 @@ def dims_after(func: Any, x: Tensor, args: Any, kwargs: Any) -> list[int] | None
 
 def _length(key: Any) -> int:
     """How many dimensions a key of an index is for."""
-    if key is Ellipsis:
+    if key is None or key is Ellipsis or isinstance(key, bool):
         return 0
     return key.dim() if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8) else 1
 

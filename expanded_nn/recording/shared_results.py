@@ -64,14 +64,11 @@ class SharedResult(NamedTuple):
 def taken_apart(results: Sequence[SharedResult], ends: Iterable[Tensor], batch: int) -> tuple[nn.Module, str] | None:
     """The first layer whose result is taken apart along the samples on the way to `ends`, and by which operation."""
     consumers: dict[Any, list[Any]] = {}
-    layouts: dict[Any, tuple[int, int, nn.Module]] = {}  # of what is computed from such results alone
-    for end in ends:
-        for node in graph_of(end.grad_fn):
-            for parent, _ in node.next_functions:
-                if parent is not None:
-                    consumers.setdefault(parent, []).append(node)
-    for result in results:  # those of the same layout may meet
-        layouts[result.node] = result.dim, result.rank, result.layer
+    for node in graph_of(*(end.grad_fn for end in ends)):
+        for parent, _ in node.next_functions:
+            consumers.setdefault(parent, []).append(node)
+    # of what is computed from such results alone; those of the same layout may meet
+    layouts = {result.node: (result.dim, result.rank, result.layer) for result in results}
     waiting = list(layouts)
     while waiting:
         node = waiting.pop()

@@ -38,13 +38,9 @@ class Watch:
     def put(cls, recorder: RecorderLike, leaf: Leaf, parameter: Tensor) -> None:
         """Watches a parameter that requires gradients."""
         leaf.handle = parameter.register_hook(cls(recorder, leaf))
-        hooks = parameter._backward_hooks
-        assert hooks is not None
-        # torch runs hooks in the order of insertion, which `move_to_end` does not change
-        later = {key: hook for key, hook in hooks.items() if key != leaf.handle.id}
-        watch = hooks[leaf.handle.id]
-        hooks.clear()
-        hooks.update({leaf.handle.id: watch, **later})
+        hooks: Any = parameter._backward_hooks
+        for key in [key for key in hooks if key != leaf.handle.id]:
+            hooks[key] = hooks.pop(key)  # torch runs hooks in the order of insertion: `move_to_end` does not change it
 
     def __call__(self, grad: Tensor | None) -> None:
         recorder, parameter = self.recorder(), self.leaf.parameter()
