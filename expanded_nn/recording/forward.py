@@ -172,7 +172,7 @@ class Forward:
             order, batch_first = self.recorder.escalation.order, self.recorder.settings.batch_first
             may_meet = is_new and dim == 0 and batch_first and self.own_pass.batch > 1
             if order is not None and may_meet and result.is_floating_point():
-                order.copies.note(layer, result)
+                order.copies.layers[id(result)] = result, layer
 
     def _refuse_taken_apart(self, result: Any) -> None:
         """Looks through the graph for it, once for each mode and each list of layers with shared results."""

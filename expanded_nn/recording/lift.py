@@ -27,8 +27,8 @@ class LiftedCall:
     def run(self, leaves: Sequence[Any]) -> list[Tensor]:
         """The layer's per-sample forward on the whole batch; the result's tensors."""
         args, kwargs = tree_unflatten(list(leaves), self.structure)
-        places = [(member, name) for member in self.module.modules() for name in member._parameters]
-        places = [place for place in places if place in self.originals]
+        slots = ((member, name) for member in self.module.modules() for name in member._parameters)
+        places = [slot for slot in slots if slot in self.originals]
         with swapped(places, [self.originals[place] for place in places]):
             self.result = tree_flatten(self.module.expanded_forward(*args, **kwargs))  # type: ignore[operator]
         return [leaf for leaf in self.result[0] if isinstance(leaf, Tensor)]
@@ -87,7 +87,8 @@ def lifted(module: nn.Module, originals: Mapping[Slot, Tensor], args: Any, kwarg
     if torch._C._functorch.peek_interpreter_stack().level() > 1:
         return NotImplemented  # a transform of the user's own, inside
     dims: list[int] = module.sample_dims(len(tensors))  # type: ignore[operator]
-    fits = all(_is_one_sample(leaf, dim) or _is_mask(leaf) for leaf, dim in zip(tensors, dims, strict=True))
+    pairs = zip(tensors, dims, strict=True)
+    fits = all((leaf.dim() > 1 and leaf.shape[dim] == 1) or _is_mask(leaf) for leaf, dim in pairs)
     if not fits and (not module.positionwise or any(leaf.dim() == 0 for leaf in tensors)):
         return NotImplemented
     if not fits:  # (T, features): a sample's positions without its batch dimension
@@ -95,10 +96,6 @@ def lifted(module: nn.Module, originals: Mapping[Slot, Tensor], args: Any, kwarg
     call = LiftedCall(module, originals, structure, dims)
     result = call.rebuild(_apply(call, *leaves))
     return result if fits else result.squeeze(0)
-
-
-def _is_one_sample(tensor: Tensor, dim: int) -> bool:
-    return tensor.dim() > 1 and tensor.shape[dim] == 1
 
 
 def _is_mask(tensor: Tensor) -> bool:

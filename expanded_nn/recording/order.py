@@ -29,6 +29,8 @@ from expanded_nn.recording.shared_results import Copies
 class Order(TorchFunctionMode):
     """Follows samples that take each other's places, and raises where they reach a layer.
 
+    Invariant: it is on within a forward of the recorder's only.
+
     Attributes:
         recorder: The recorder of the model.
         moved: The tensors whose samples stand in another order, by their ids, and what did it.
@@ -77,7 +79,7 @@ class Order(TorchFunctionMode):
     def _look_at_size(self, func: Any, x: Tensor, dim: int | None = None) -> None:
         """Raises where the forward asks for a size that the samples' dimension has made another one."""
         forward = self.recorder.forward
-        results = () if forward is None or self.recorder.general_rule is not None else forward.notes.shared_results
+        results = () if self.recorder.general_rule is not None else forward.notes.shared_results
         shared = next((result for result in results if result.is_new and result.node is x.grad_fn), None)
         if shared is None or callers.is_called_by_libraries(func):
             return
@@ -89,12 +91,9 @@ class Order(TorchFunctionMode):
     def _refuse_batch_norm(self, func: Any, x: Tensor) -> None:
         """Raises where the forward normalizes samples by the statistics of the batch."""
         forward, batch = self.recorder.forward, self._batch()
-        if (
-            forward is None
-            or type(x) not in places.PLAIN
-            or x.dim() < 2
-            or not (torch.is_grad_enabled() or callers.is_in_reentrant_checkpoint())
-        ):
+        if type(x) not in places.PLAIN or x.dim() < 2:
+            return
+        if not (torch.is_grad_enabled() or callers.is_in_reentrant_checkpoint()):
             return
         if self.recorder.general_rule is not None:
             mixes = x.numel() == x.shape[1]  # of a single sample there is nothing to normalize by
@@ -162,8 +161,7 @@ class Order(TorchFunctionMode):
 
     def _batch(self) -> int | None:
         """B, if there are several samples, whose order counts where the forward is."""
-        forward = self.recorder.forward
-        batch = None if forward is None or self.recorder.general_rule is not None else forward.batch_so_far
+        batch = None if self.recorder.general_rule is not None else self.recorder.forward.batch_so_far
         return None if batch is None or batch < 2 else batch
 
     def _samples_dim(self, dims: int) -> int:
@@ -252,7 +250,6 @@ class Order(TorchFunctionMode):
         moved = next((reason for reason in reasons if not reason.may_be_assumed_away("its layers")), None)
         if moved is None:
             return
-        assert self.recorder.forward is not None
         where = _place(moved.line)
         error = complaint(
             self.recorder.name_of(self.recorder.forward.module if layer is None else layer),

@@ -198,7 +198,7 @@ class Recorder:
         """Makes all calls meanwhile one pass of `batch` samples; inside of a forward they are a part of that."""
         self.refuse_other_thread(module)
         if self.forward is None:
-            with Order(self), Forward(self, module, batch, (), is_explicit=True):
+            with Forward(self, module, batch, (), is_explicit=True), Order(self):
                 yield
         elif self.forward.own_pass.batch == batch:
             yield

@@ -137,16 +137,16 @@ def _layout_after(node: Any, dim: int, rank: int, batch: int) -> tuple[int, int]
 
 
 class Copies:
-    """The copies of a forward, by their ids, and the layer that each comes from."""
+    """The copies of a forward that have no dimension for the samples in the plain model.
+
+    Attributes:
+        recorder: The recorder of the model.
+        layers: The copies by their ids, and the layer that each comes from.
+    """
 
     def __init__(self, recorder: RecorderLike) -> None:
         self.recorder = recorder
         self.layers: dict[int, tuple[Tensor, nn.Module]] = {}
-
-    def note(self, layer: nn.Module, result: Tensor) -> None:
-        """Notes a layer's result for what all samples share; in the plain model it has no dimension for them."""
-        if self.recorder.general_rule is None:
-            self.layers[id(result)] = result, layer
 
     def look_at(self, func: Any, args: Any, kwargs: Any, result: Any, *, are_samples: Callable[[Tensor], bool]) -> None:
         """Raises where an operation does something else with the copies than with one alone.
