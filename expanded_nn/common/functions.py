@@ -1,4 +1,4 @@
-"""Torch's functions, as those who look at operations are told of them."""
+"""Torch's functions and attributes of tensors by name, as a `TorchFunctionMode` is told of their calls."""
 
 from typing import Any
 

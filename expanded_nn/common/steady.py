@@ -38,7 +38,6 @@ OWN_STATE = (
 )
 OURS = {"_parameters", "_modules", "_flat_weights", "_flat_weight_refs", *OWN_STATE}
 _LEARNED = ("_compared", "_readings", "_ways", "_turn")  # what the general rule knows of a module
-_ATOMS = {bool, int, float, str, type(None)}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -88,13 +87,11 @@ def is_generator(value: Any) -> bool:
 
 
 def _source_of(generator: Any) -> Source:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state, generator.set_state
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
-    if not hasattr(generator, "bit_generator"):
+    bits = getattr(generator, "bit_generator", None)  # of numpy's new kind
+    if bits is None:
         return generator.get_state, generator.set_state
-    bits = generator.bit_generator
     return lambda: bits.state, partial(setattr, bits, "state")
 
 
@@ -206,8 +203,6 @@ def _copied_argument(leaf: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     """Copies containers and the tensors in them; anything else is taken as it is."""
-    if type(value) in _ATOMS:
-        return value
     if isinstance(value, Tensor):
         return value if isinstance(value, nn.Parameter) or value.requires_grad else value.clone()
     if isinstance(value, MutableMapping):

@@ -7,9 +7,9 @@ not, the step is run eagerly instead.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class LookFirst(Exception):
 
 
 class _State:
-    """The state of the trace that runs, and of the step whose models are looked for; one of each at most in a process.
+    """The state of the trace that runs; there is one at most in a process.
 
     Attributes:
         assumed: The conditions that the trace has assumed, each with what it means that it does not hold; `None`
@@ -38,7 +38,6 @@ class _State:
             version, and whether they are zero, `None` if nobody has looked.
         has_looked: Whether somebody has looked at the gradients from before the trace.
         is_thorough: Whether the trace assumes less than usual, at a cost.
-        recorders: The recorders that have taken part in the step of each thread where they are looked for.
     """
 
     def __init__(self) -> None:
@@ -46,10 +45,12 @@ class _State:
         self.gradients: dict[int, tuple[Tensor, int, bool | None]] = {}
         self.is_thorough = False
         self.has_looked = False
-        self.recorders: dict[int, dict[Any, None]] = {}
 
 
 _STATE = _State()
+_MET = (
+    threading.local()
+)  # `recorders`: those that have taken part in the step of this thread, where they are looked for
 
 
 @contextmanager
@@ -147,21 +148,20 @@ def wait_for_values(reason: str) -> None:
 
 @contextmanager
 def recorders_met() -> Iterator[dict[Any, None]]:
-    """Collects the recorders that take part in a step."""
+    """Collects the recorders that take part in a step of this thread."""
+    outer: dict[Any, None] | None = getattr(_MET, "recorders", None)
     recorders: dict[Any, None] = {}
-    thread = get_ident()
-    outer = _STATE.recorders.get(thread)
-    _STATE.recorders[thread] = recorders
+    _MET.recorders = recorders
     try:
         yield recorders
     finally:
-        del _STATE.recorders[thread]
+        _MET.recorders = outer
         if outer is not None:  # of a step that has called this one
-            _STATE.recorders[thread] = outer
             outer.update(recorders)
 
 
 def note_recorder(recorder: Any) -> None:
     """Notes that a recorder takes part in the step."""
-    if _STATE.recorders and (recorders := _STATE.recorders.get(get_ident())) is not None:
+    recorders = getattr(_MET, "recorders", None)
+    if recorders is not None:
         recorders[recorder] = None

@@ -170,14 +170,12 @@ class PerSampleModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         recorder, inherited = self._recorder, super().zero_grad
-        if recorder is None:
-            inherited(set_to_none)
-            return
         is_torchs = set_to_none and getattr(inherited, "__func__", None) is _ZERO_GRAD
-        if not is_torchs:  # zeros, or a method of the user's
+        if recorder is None or not is_torchs:  # zeros, or a method of the user's
             inherited(set_to_none)
-        parameters = (parameter for module in modules_in(self) for parameter in module._parameters.values())
-        recorder.drop([parameter for parameter in parameters if parameter is not None], grads=is_torchs)
+        if recorder is not None:
+            parameters = (parameter for module in modules_in(self) for parameter in module._parameters.values())
+            recorder.drop([parameter for parameter in parameters if parameter is not None], grads=is_torchs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

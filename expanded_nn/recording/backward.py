@@ -12,7 +12,6 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import forward_ad
 
 from expanded_nn.common.modes import running_backward as running_backward
@@ -34,19 +33,10 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def accumulates(parameter: Tensor) -> bool:
+def accumulates(leaf_node: Any) -> bool:
     """Whether the running backward adds to the `.grad` of a leaf; `torch.autograd.grad` only returns the gradient."""
-    return _is_executed(torch.autograd.graph.get_gradient_edge(parameter).node)
-
-
-def accumulates_next(node: Any) -> bool:
-    """`accumulates`, for the leaf that is the only input of a node."""
-    return _is_executed(node.next_functions[0][0])
-
-
-def _is_executed(node: Any) -> bool:
     try:
-        torch._C._will_engine_execute_node(node)
+        torch._C._will_engine_execute_node(leaf_node)
     except RuntimeError:  # the engine does not answer for a leaf that torch.autograd.grad asks for
         return False
     return True
@@ -64,6 +54,12 @@ def graph_of(*ends: Any) -> Iterator[Any]:
             nodes.extend(parent for parent, _ in node.next_functions)
 
 
+def operation_of(node: Any) -> str:
+    """Of which operation of torch's a node is the backward: `"Mean"` of `MeanBackward0`; `""` for a user's Function."""
+    operation, _, number = node.name().rpartition("Backward")
+    return operation if number else ""
+
+
 def saved_number(number: int) -> int:
     """A number that a node has saved; torch shows a negative one as one without a sign."""
     return number - (1 << 64) if number >= 1 << 63 else number
@@ -78,14 +74,14 @@ def saved_dims(node: Any, rank: int) -> list[int]:
 
 def turned_dims(node: Any, rank: int) -> list[int] | None:
     """Which of so many dimensions each one was before a node turned them; `None` for a node that turns none."""
-    name, dims = node.name(), list(range(rank))
-    if name.startswith("PermuteBackward"):
-        return [saved_number(dim) % rank for dim in node._saved_dims]
-    if name.startswith("TransposeBackward"):
+    operation, dims = operation_of(node), list(range(rank))
+    if operation == "Permute":
+        return saved_dims(node, rank)
+    if operation == "Transpose":
         first, second = saved_number(node._saved_dim0) % rank, saved_number(node._saved_dim1) % rank
         dims[first], dims[second] = second, first
         return dims
-    return dims[::-1] if name.startswith("TBackward") else None
+    return dims[::-1] if operation == "T" else None
 
 
 class BackwardStage(Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -35,15 +36,11 @@ def is_called_by_libraries(func: Any) -> bool:
 
 def is_in_reentrant_checkpoint() -> bool:
     """Whether a reentrant checkpoint's first forward runs this code."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not checkpoint.CheckpointFunction.forward.__code__:
-        frame = frame.f_back
-    return frame is not None
+    first_forward = checkpoint.CheckpointFunction.forward.__code__
+    return any(frame.f_code is first_forward for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def line_of_user() -> tuple[str, int]:
     """The file and the number of the innermost line of the user's that runs; `("", 0)` if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((*LIBRARIES, "<")):
-        frame = frame.f_back
-    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    lines = ((frame.f_code.co_filename, number) for frame, number in walk_stack(sys._getframe(1)))
+    return next((line for line in lines if not line[0].startswith((*LIBRARIES, "<"))), ("", 0))

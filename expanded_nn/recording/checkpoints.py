@@ -18,7 +18,6 @@ from expanded_nn.recording.settings import RecorderLike
 # keys in the metadata of a node of the graph
 _NOTE = "expanded_nn"
 _RESULT = "expanded_nn.result"
-_LAYOUT = "expanded_nn.own_layout"
 
 
 def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int | None) -> Pass:
@@ -41,7 +40,7 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
         )
     recorder.backward.enter(delivers=False)
     node, noted = running_node(), noted_pass()
-    living = recorder.passes.living()
+    living = list(recorder.passes.alive)
     is_sure = len(living) == 1 and living[0].stage is not PassStage.DONE
     candidates = [noted] if noted is not None else [] if is_sure else passes_behind(recorder, node)
     if not candidates and all(pass_.stage is PassStage.DONE for pass_ in living):
@@ -91,11 +90,11 @@ def note_result(outputs: Iterable[Any], pass_: Pass, *, own_layout: bool) -> Non
     `own_layout` says that the samples stand where the module says, and not where the model does.
     """
     for value in outputs:
-        x = value.data if isinstance(value, PackedSequence) else value
+        is_packed = isinstance(value, PackedSequence)
+        x = value.data if is_packed else value
         node: Any = x.grad_fn if isinstance(x, Tensor) else None
         if node is not None:
-            node.metadata[_RESULT] = pass_, orders_of(value) if isinstance(value, PackedSequence) else []
-            node.metadata[_LAYOUT] = own_layout
+            node.metadata[_RESULT] = pass_, orders_of(value) if is_packed else [], own_layout
 
 
 def orders_of(packed: PackedSequence) -> list[Tensor]:
@@ -103,20 +102,16 @@ def orders_of(packed: PackedSequence) -> list[Tensor]:
     return [order for order in (packed.sorted_indices, packed.unsorted_indices) if order is not None]
 
 
-def pass_of(node: Any) -> tuple[Pass | None, list[Tensor]]:
+def pass_of(node: Any) -> tuple[Pass | None, list[Tensor], bool]:
     """The pass that a node of the graph tells: that of a result, of its expansion, or of its reentrant checkpoint.
 
-    With it come the `orders_of` a result that is a packed sequence.
+    With it come the `orders_of` a result that is a packed sequence, and whether samples may not stand where the model
+    says.
     """
     if isinstance(node, Expand._backward_cls):
-        return cast(Any, node).pass_, []
+        return cast(Any, node).pass_, [], True
     notes = node.metadata
-    return notes.get(_RESULT) or (notes.get(_NOTE) if _is_custom(node) else None, [])
-
-
-def has_own_layout(node: Any) -> bool:
-    """Whether a node is that of a result whose samples may not stand where the model says."""
-    return bool(node.metadata.get(_LAYOUT, True))
+    return notes.get(_RESULT) or (notes.get(_NOTE) if _is_custom(node) else None, [], True)
 
 
 def _is_custom(node: Any) -> bool:

@@ -65,12 +65,6 @@ class Escalation:
             )
         kinds = [(name, type(value)) for name, value in kwargs.items()]
         kind = (id(module), module.training, *map(type, args), *kinds)
-        result = self._run(module, args, kwargs, kind)
-        self.proven.add(kind)
-        return result
-
-    def _run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Any) -> Any:
-        """The forward, started over where a layer refuses."""
         if not module._recorder.settings.escalate:
             return self._called(module, args, kwargs)
         state = None if kind in self.proven else StateBefore(module, (args, kwargs))
@@ -83,6 +77,7 @@ class Escalation:
             state.restore()
         result = self._result_of(attempts, args, kwargs, state)
         attempts.warn(rolled_back=state is not None)
+        self.proven.add(kind)
         return result
 
     def _result_of(

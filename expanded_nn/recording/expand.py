@@ -14,7 +14,7 @@ from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import in_own_dtype, no_torch_function, refuse_batched
 from expanded_nn.core.terms import Dense
 from expanded_nn.factored import FactoredTensor, materialized, times
-from expanded_nn.recording.backward import accumulates_next, graph_of
+from expanded_nn.recording.backward import accumulates, graph_of
 from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.lift import quiet_fallbacks
 from expanded_nn.recording.passes import Pass
@@ -47,7 +47,7 @@ class Expand(torch.autograd.Function):
             recorder.deliver(ctx.pass_, leaf, None)
             return None, None, None, None
         # torch.autograd.grad asks for the gradient, and adds nothing to .grad
-        settings, asked_for = recorder.settings, not accumulates_next(ctx)
+        settings, asked_for = recorder.settings, not accumulates(ctx.next_functions[0][0])
         scale = max(1, ctx.pass_.batch) if settings.loss_reduction == "mean" else 1
         # without no_torch_function each attribute of a factored tensor costs a call in Python
         with no_torch_function(), in_own_dtype(rows):

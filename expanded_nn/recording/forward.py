@@ -130,9 +130,8 @@ class Forward:
             note_result([x for x in tensors(result) if id(x) not in input_ids], self._pass, own_layout=own_layout)
         if not self.will_run_again or (self._pass is None and self.batch is None):
             return
-        kept = self.recorder.passes.kept
-        if not note_pass(contents(result), self.own_pass) and self.own_pass not in kept:
-            kept.append(self.own_pass)
+        if not note_pass(contents(result), self.own_pass):
+            self.recorder.passes.kept.add(self.own_pass)
 
     def _refuse_other_rows(self, result: Any) -> None:
         """Looks whether the result speaks of another number of samples than the first tensor among the arguments."""
@@ -167,7 +166,7 @@ class Forward:
 
         Those behind the arguments are known: what is wrong with them was said when the pass was chosen.
         """
-        others = {pass_ for pass_ in self.recorder.passes.living() if pass_.may_go_on and pass_ is not own_pass}
+        others = {pass_ for pass_ in self.recorder.passes.alive if pass_.may_go_on and pass_ is not own_pass}
         if not others:
             return
         others.difference_update(passes_behind(self.recorder, *(x.grad_fn for x in data_in(self.inputs))))
@@ -197,7 +196,7 @@ class Forward:
             order, batch_first = self.recorder.escalation.order, self.recorder.settings.batch_first
             may_meet = is_new and dim == 0 and batch_first and self.own_pass.batch > 1
             if order is not None and may_meet and result.is_floating_point():
-                order.copies.note(layer, result)
+                order.copies.layers[id(result)] = result, layer
 
     def _refuse_taken_apart(self, result: Any) -> None:
         """Looks through the graph for it, once for each mode and each list of layers with shared results."""
@@ -230,7 +229,7 @@ class Forward:
         if self.is_explicit:
             self.recorder.passes.last = None
             if self.will_run_again and self._pass is not None:
-                self.recorder.passes.kept.append(self._pass)
+                self.recorder.passes.kept.add(self._pass)
         if error is not None:
             self.blame(error)
 

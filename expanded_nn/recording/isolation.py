@@ -1,4 +1,7 @@
-"""A recorder before and while a step is traced (`look_at_grads`, `isolated`), and after its graph ran (`set_rows`)."""
+"""For `enn.compile`: a recorder before and while a step is traced, and after its graph has run.
+
+First `look_at_grads` says what the step will find, `isolated` is around the trace, `set_rows` follows the graph.
+"""
 
 from __future__ import annotations
 

@@ -212,8 +212,7 @@ class Leaf:
 
     def grad_is_another(self) -> bool:
         """Whether `.grad` is another tensor than the one that was noted."""
-        parameter = self.visible_parameter()
-        return self.noted_grad is not None and parameter is not None and self.noted_grad[0]() is not parameter.grad
+        return self.noted_grad is not None and self.noted_grad[0]() is not self.grad
 
     def was_cleared(self) -> bool:
         """Whether `.grad` is gone or zero, and has changed since it was noted."""

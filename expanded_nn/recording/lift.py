@@ -102,7 +102,8 @@ def lifted(module: nn.Module, lent: Mapping[Slot, Lent], args: Any, kwargs: Any)
     if torch._C._functorch.peek_interpreter_stack().level() > 1:
         return NotImplemented  # a transform of the user's own, inside
     dims: list[int] = module.sample_dims(len(tensors))  # type: ignore[operator]
-    fits = all(_is_one_sample(leaf, dim) or _is_mask(leaf) for leaf, dim in zip(tensors, dims, strict=True))
+    pairs = zip(tensors, dims, strict=True)
+    fits = all((leaf.dim() > 1 and leaf.shape[dim] == 1) or _is_mask(leaf) for leaf, dim in pairs)
     if not fits and (not module.positionwise or any(leaf.dim() == 0 for leaf in tensors)):
         return NotImplemented
     if not fits:  # (T, features): a sample's positions without its batch dimension
@@ -125,10 +126,6 @@ def _originals(module: nn.Module, lent: Mapping[Slot, Lent]) -> dict[Slot, Tenso
         if any(isinstance(value, Tensor) and is_batched(value) for value in vars(member).values()):
             return None
     return originals
-
-
-def _is_one_sample(tensor: Tensor, dim: int) -> bool:
-    return tensor.dim() > 1 and tensor.shape[dim] == 1
 
 
 def _is_mask(tensor: Tensor) -> bool:

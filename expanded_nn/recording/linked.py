@@ -1,6 +1,7 @@
 """Calls whose samples come from those of an earlier call: the two are one pass, or refused.
 
-Two models have rows of their own: between them nothing is joined, and only other numbers of samples are warned of.
+Nothing is joined between two models, as each has rows of its own. A warning says where they have other numbers of
+samples.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn.common.batch import batch_dim, contents, data_in, own_batch_first, tensors
-from expanded_nn.recording.backward import saved_dims, saved_number, turned_dims
-from expanded_nn.recording.checkpoints import has_own_layout, orders_of, pass_of
+from expanded_nn.recording.backward import operation_of, saved_dims, saved_number, turned_dims
+from expanded_nn.recording.checkpoints import orders_of, pass_of
 from expanded_nn.recording.forward import Forward
 from expanded_nn.recording.passes import Pass, PassStage
 from expanded_nn.recording.places import Moved, chosen, moved_by
@@ -29,13 +30,8 @@ class _Recomputed(Exception):
     """A checkpoint runs layers again for a value that is read here, and that can be done without."""
 
 
-class _Reading(threading.local):
-    """What each thread has for itself."""
-
-    runs = False  # whether values are read that the graph has saved, for which a checkpoint may run layers again
-
-
-_READING = _Reading()
+# of each thread: whether it reads values that the graph has saved, for which a checkpoint may run layers again
+_READING = threading.local()
 
 
 def linked_pass(recorder: RecorderLike, forward: Forward, batch: int, models: Iterable[RecorderLike]) -> Pass | None:
@@ -48,25 +44,28 @@ def linked_pass(recorder: RecorderLike, forward: Forward, batch: int, models: It
     Raises:
         PerSampleError: If the samples of that pass are others in number, or have taken each other's places.
     """
-    if _READING.runs:
+    if getattr(_READING, "runs", False):
         raise _Recomputed
     arguments = (x for x in (*data_in(forward.inputs), *contents(forward.inputs)) if isinstance(x, Tensor))
     ends: list[Any] = list(dict.fromkeys(x.grad_fn for x in arguments if x.grad_fn is not None))
-    own_passes = set(recorder.passes.living()) if ends else set()
+    if not ends:
+        return None
+    own_passes = set(recorder.passes.alive)
     other_passes = {
         pass_
-        for model in (models if ends else ())
+        for model in models
         if model is not recorder
-        for pass_ in model.passes.living()
+        for pass_ in model.passes.alive
         if pass_.stage is PassStage.OPEN and pass_.batch != batch
     }
     if not own_passes and not other_passes:
         return None
-    samples_dim = _samples_dim(recorder, forward)
+    of_model, of_module = recorder.settings.batch_first, own_batch_first(forward.module)
+    usual_dim = partial(batch_dim, batch_first=of_model)
+    samples_dim = partial(batch_dim, batch_first=of_model if of_module is None else of_module)
     orders = [order for x in tensors(forward.inputs) if isinstance(x, PackedSequence) for order in orders_of(x)]
     linked: list[Pass] = []
     moves: list[Moved] = []
-    usual_dim = partial(batch_dim, batch_first=recorder.settings.batch_first)
     for pass_, of_sequences, moved in _passes_behind(ends, own_passes, samples_dim, usual_dim, batch):
         if pass_ in own_passes:
             if pass_.batch != batch:
@@ -110,9 +109,9 @@ def _passes_behind(
         if node is None or (node, moved is None, dim) in seen:
             continue
         seen.add((node, moved is None, dim))
-        pass_, orders = pass_of(node)
+        pass_, orders, own_layout = pass_of(node)
         if pass_ is not None:
-            if moved is None and dim is not None and not has_own_layout(node):
+            if moved is None and dim is not None and not own_layout:
                 shape = _shape_of(node)
                 usual = usual_dim(len(shape))
                 if dim != usual and shape[dim] == shape[usual] == batch:
@@ -135,8 +134,8 @@ def _shape_of(node: Any, output: int = 0) -> Sequence[int]:
 
 def _moves_of(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple[Sequence[int], Moved | None]:
     """The edges of a node that lead to samples, by their numbers, and whether the node gives these another order."""
-    operation, edge = _OPERATIONS.get(type(node).__name__, ("", 0))
-    shape = node._input_metadata[0].shape if operation else ()
+    operation = operation_of(node)
+    shape = node._input_metadata[0].shape if operation in _OPERATIONS else ()
     if not len(shape):
         return (), None
     index = None
@@ -162,7 +161,7 @@ def _moves_of(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple
     finally:
         _READING.runs = False
     moved = moved_by(operation.lower(), index, dim, dims, batch)
-    return (() if moved is None else (edge,)), moved
+    return (() if moved is None else (_OPERATIONS[operation],)), moved
 
 
 def _joins_elsewhere(node: Any, dim: int, batch: int) -> bool:
@@ -173,36 +172,30 @@ def _joins_elsewhere(node: Any, dim: int, batch: int) -> bool:
             return False
         if _place_of(parent, number, dim, batch) not in (None, place):
             return True
-        place += parent._input_metadata[number].shape[dim] if node.name().startswith("Cat") else 1
+        place += parent._input_metadata[number].shape[dim] if operation_of(node) == "Cat" else 1
     return False
 
 
 def _place_of(node: Any, number: int, dim: int, batch: int) -> int | None:
     """Where the samples of a node's result begin in the tensor of B samples that it is a part of; `None` if in none."""
-    name = node.name().removesuffix("Backward0")
-    if name == "Unsqueeze" and node._saved_dim == dim:
+    operation = operation_of(node)
+    if operation == "Unsqueeze" and node._saved_dim == dim:
         parent, number = node.next_functions[0]
         return _place_of(parent, number, dim, batch)
     sizes = getattr(node, "_saved_self_sym_sizes", ())
-    if name not in _PARTS or (sizes and (len(sizes) <= dim or sizes[dim] != batch)):
+    if operation not in _PARTS or (sizes and (len(sizes) <= dim or sizes[dim] != batch)):
         return None
     if dim not in saved_dims(node, len(sizes) or len(node._input_metadata[number].shape) + 1):
         return None
-    return _PARTS[name](node, number) % batch
+    return _PARTS[operation](node, number) % batch
 
 
-# nodes that may move samples: the operation, and the number of the edge that leads to them
+# operations that may move samples, and the number of the edge that leads to these
 _OPERATIONS = {
-    f"{operation}Backward0": (operation, edge)
-    for edge, operations in enumerate(
-        (
-            ("Flip", "Roll", "Sort", "Index", "IndexSelect", "Gather", "Cat", "Stack"),
-            ("Scatter", "ScatterAdd", "IndexCopy", "IndexAdd", "IndexPut", "IndexPutImpl"),
-        )
-    )
-    for operation in operations
-} | {"SortBackward1": ("Sort", 0)}  # with stable=True
-# nodes that take a part, and where it begins
+    **dict.fromkeys(("Flip", "Roll", "Sort", "Index", "IndexSelect", "Gather", "Cat", "Stack"), 0),
+    **dict.fromkeys(("Scatter", "ScatterAdd", "IndexCopy", "IndexAdd", "IndexPut", "IndexPutImpl"), 1),
+}
+# operations that take a part, and where it begins
 _PARTS: dict[str, Callable[[Any, int], int]] = {
     "Slice": lambda node, number: saved_number(node._saved_start),
     "Split": lambda node, number: number * node._saved_split_size,
@@ -210,13 +203,6 @@ _PARTS: dict[str, Callable[[Any, int], int]] = {
     "Select": lambda node, number: saved_number(node._saved_index),
     "Unbind": lambda node, number: number,
 }
-
-
-def _samples_dim(recorder: RecorderLike, forward: Forward) -> Callable[[int], int]:
-    """Where the samples stand in a tensor of so many dimensions."""
-    of_module = own_batch_first(forward.module)
-    batch_first = recorder.settings.batch_first if of_module is None else of_module
-    return lambda dims: batch_dim(dims, batch_first=batch_first)
 
 
 def _refuse(recorder: RecorderLike, forward: Forward, moved: Moved) -> None:

@@ -20,33 +20,17 @@ from expanded_nn.common.bytecode import constant_index
 from expanded_nn.common.functions import SIZES, attributes, functions
 from expanded_nn.common.modes import WithoutSelection, is_selective
 from expanded_nn.common.traced import is_traced
-from expanded_nn.recording.callers import (
-    calling_frame,
-    is_called_by_libraries,
-    is_in_reentrant_checkpoint,
-    line_of_user,
-)
-from expanded_nn.recording.copies import Copies
+from expanded_nn.recording import callers, places
 from expanded_nn.recording.expand import comes_from_rows
-from expanded_nn.recording.places import (
-    MOVES,
-    PLAIN,
-    TURNS,
-    TURNS_BACK,
-    Move,
-    Moved,
-    chosen,
-    dims_after,
-    is_transposed,
-    move_of,
-    moved_by,
-    names_of,
-)
+from expanded_nn.recording.places import Move, Moved
 from expanded_nn.recording.settings import RecorderLike
+from expanded_nn.recording.shared_results import Copies
 
 
 class Order(TorchFunctionMode):
     """Follows samples that take each other's places, and raises where they reach a layer.
+
+    Invariant: it is on within a forward of the recorder's only.
 
     Attributes:
         recorder: The recorder of the model.
@@ -86,17 +70,17 @@ class Order(TorchFunctionMode):
             self._look_at_size(func, *args, **kwargs)
         if func in _BATCH_NORMS and (args[5] if len(args) > 5 else kwargs.get("training")):
             self._refuse_batch_norm(func, args[0] if args else kwargs["input"])
-        move = move_of(func, args, kwargs)
+        move = places.move_of(func, args, kwargs)
         moved = None if move is None else self._moved_by(move, func)
         result = call(*args, **kwargs)
         if self.copies.layers:
             self.copies.look_at(func, args, kwargs, result, are_samples=self._are_samples)
         if func is torch.stack and moved is None and not self.reasons((args, kwargs)):
             moved = self._stacked(result, *args, **kwargs)
-        names = names_of(*args) if func is torch.einsum else None
+        names = places.names_of(*args) if func is torch.einsum else None
         if names is not None:
             self._turn_by_names(names, args[1:], result)
-        elif moved is None and func in TURNS_BACK and args:
+        elif moved is None and func in places.TURNS_BACK and args:
             self._turn(func, args, kwargs, result)
         elif moved is not None or self.moved:
             changed = args[:1] if func is Tensor.__setitem__ else ()
@@ -106,24 +90,21 @@ class Order(TorchFunctionMode):
     def _look_at_size(self, func: Any, x: Tensor, dim: int | None = None) -> None:
         """Raises where the forward asks for a size that the samples' dimension has made another one."""
         forward = self.recorder.forward
-        results = () if forward is None or self.recorder.general_rule is not None else forward.notes.shared_results
+        results = () if self.recorder.general_rule is not None else forward.notes.shared_results
         shared = next((result for result in results if result.is_new and result.node is x.grad_fn), None)
-        if shared is None or is_called_by_libraries(func):
+        if shared is None or callers.is_called_by_libraries(func):
             return
         if func in _OF_DIMS and dim is None:
-            dim = constant_index(calling_frame(func))
+            dim = constant_index(callers.calling_frame(func))
         if dim is None or dim >= 0 or dim % shared.rank <= shared.dim:
             raise forward.taking_apart(shared.layer, "its size")
 
     def _refuse_batch_norm(self, func: Any, x: Tensor) -> None:
         """Raises where the forward normalizes samples by the statistics of the batch."""
         forward, batch = self.recorder.forward, self._batch()
-        if (
-            forward is None
-            or type(x) not in PLAIN
-            or x.dim() < 2
-            or not (torch.is_grad_enabled() or is_in_reentrant_checkpoint())
-        ):
+        if type(x) not in places.PLAIN or x.dim() < 2:
+            return
+        if not (torch.is_grad_enabled() or callers.is_in_reentrant_checkpoint()):
             return
         if self.recorder.general_rule is not None:
             mixes = x.numel() == x.shape[1]  # of a single sample there is nothing to normalize by
@@ -135,7 +116,7 @@ class Order(TorchFunctionMode):
             raise complaint(
                 self.recorder.name_of(forward.module),
                 f"its forward normalizes by the statistics of the batch ({func.__name__} with training=True"
-                f"{_place(line_of_user())}), which mix the samples, so that no gradient is one sample's own",
+                f"{_place(callers.line_of_user())}), which mix the samples, so that no gradient is one sample's own",
                 "statistics that do not depend on the other samples",
                 "Use F.group_norm or F.layer_norm in its place, or running statistics with training=False.",
             )
@@ -173,7 +154,7 @@ class Order(TorchFunctionMode):
         """
         if not self.moved or self.recorder.general_rule is not None:  # there each sample is alone
             return
-        if not is_plain or is_in_reentrant_checkpoint():
+        if not is_plain or callers.is_in_reentrant_checkpoint():
             for number, x in enumerate(data_in(arguments)):
                 # the states of a recurrent layer are (layers, B, features) in any case
                 dim = 1 if number and isinstance(layer, nn.RNNBase) else cast(Any, layer)._samples_dim
@@ -191,7 +172,9 @@ class Order(TorchFunctionMode):
         for x, dim in zip(results, layer.sample_dims(len(results)), strict=True):
             usual = self._samples_dim(x.dim())
             if dim != usual and x.dim() > max(dim, usual) and x.shape[dim] == x.shape[usual] == batch:
-                self._note([Moved(f"what {type(layer).__name__} returns", None, line=line_of_user(), dim=dim)], x)
+                self._note(
+                    [Moved(f"what {type(layer).__name__} returns", None, line=callers.line_of_user(), dim=dim)], x
+                )
 
     def note_outside_use(self) -> None:
         """Notes that an expanded weight is used outside of layers."""
@@ -205,8 +188,7 @@ class Order(TorchFunctionMode):
 
     def _batch(self) -> int | None:
         """B, if there are several samples, whose order counts where the forward is."""
-        forward = self.recorder.forward
-        batch = None if forward is None or self.recorder.general_rule is not None else forward.batch_so_far
+        batch = None if self.recorder.general_rule is not None else self.recorder.forward.batch_so_far
         return None if batch is None or batch < 2 else batch
 
     def _samples_dim(self, dims: int) -> int:
@@ -223,14 +205,15 @@ class Order(TorchFunctionMode):
         dims, dim = len(shape), self._samples_dim(len(shape))
         if (
             batch is None
-            or type(rows) not in PLAIN
+            or type(rows) not in places.PLAIN
             or rows.is_meta
             or dims <= dim
             or dim not in [move_dim % dims for move_dim in move.dims]
         ):
             return None
-        index, count = chosen(move.index, shape, dim, batch)
-        if count % batch or index is NotImplemented or is_called_by_libraries(func) or not self._are_samples(rows):
+        index, count = places.chosen(move.index, shape, dim, batch)
+        is_for_samples = index is not NotImplemented and count % batch == 0
+        if not is_for_samples or callers.is_called_by_libraries(func) or not self._are_samples(rows):
             return None
         turned_dim = None
         if count != batch:  # positions of all samples in one dimension, and not what all samples share
@@ -239,26 +222,26 @@ class Order(TorchFunctionMode):
             if index is None or index.dim() != 1 or len(index) not in (batch, count) or not are_of_samples:
                 return None
             if len(index) == count:
-                if not is_traced() and is_transposed(index, batch):
+                if not is_traced() and places.is_transposed(index, batch):
                     if count != batch**2:  # then no layer takes the positions for samples
                         return None
                     turned_dim = 1 - dim
                 index = (index // (count // batch)).view(batch, -1)
             dim, dims = 0, 1
-        moved = moved_by(getattr(func, "__name__", str(func)), index, dim, dims, batch)
-        return None if moved is None else moved._replace(line=line_of_user(), dim=turned_dim)
+        moved = places.moved_by(getattr(func, "__name__", str(func)), index, dim, dims, batch)
+        return None if moved is None else moved._replace(line=callers.line_of_user(), dim=turned_dim)
 
     def _turn(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Follows samples whose dimension another one of B takes the place of, and may give it back."""
+        """Follows what turns dimensions: another one of size B may take the place of the samples', and give it back."""
         x, batch = args[0], self._batch()
-        if batch is None or type(x) not in PLAIN or x.dim() < 2:
+        if batch is None or type(x) not in places.PLAIN or x.dim() < 2:
             return
         usual, sizes, reasons = self._samples_dim(x.dim()), list(x.shape), self.reasons((args, kwargs))
         # a single position would be taken for what all samples share
         may_turn = sizes[usual] == batch and (1 in sizes or sizes.count(batch) > 1)
         if not reasons and not may_turn:
             return
-        dims = dims_after(func, x, args[1:], kwargs)
+        dims = places.dims_after(func, x, args[1:], kwargs)
         if dims is None:
             self.follow((args, kwargs), result)
             return
@@ -270,8 +253,8 @@ class Order(TorchFunctionMode):
             if reason.dim is None or dim != here or size != batch:
                 kept.append(reason._replace(dim=dim))
         is_turned = not reasons and size in (1, batch) and usual in dims and dims[here] != usual
-        if is_turned and not is_called_by_libraries(func) and self._are_samples(x):
-            kept.append(Moved(func.__name__, None, line=line_of_user(), dim=dims.index(usual)))
+        if is_turned and not callers.is_called_by_libraries(func) and self._are_samples(x):
+            kept.append(Moved(func.__name__, None, line=callers.line_of_user(), dim=dims.index(usual)))
         self._note(kept, result)
 
     def _turn_by_names(self, names: Sequence[str], operands: Sequence[Any], result: Tensor) -> None:
@@ -283,14 +266,14 @@ class Order(TorchFunctionMode):
         if batch is not None and len(after) > usual and result.shape[usual] in (1, batch):
             found = [self._name_of_samples(x, of_x, batch) for x, of_x in zip(tensors, names, strict=False)]
             of_samples = [name for name in found if name in after]
-            if of_samples and after[usual] not in of_samples and not is_called_by_libraries(torch.einsum):
-                kept.append(Moved("einsum", None, line=line_of_user(), dim=after.index(of_samples[0])))
+            if of_samples and after[usual] not in of_samples and not callers.is_called_by_libraries(torch.einsum):
+                kept.append(Moved("einsum", None, line=callers.line_of_user(), dim=after.index(of_samples[0])))
         self._note(kept, result)
 
     def _name_of_samples(self, x: Tensor, names: str, batch: int) -> str:
         """The name of the dimension in which the samples stand in an operand, if it has any."""
         dim = next((reason.dim for reason in self.reasons(x) if reason.dim is not None), None)
-        if dim is None and type(x) in PLAIN and x.dim() > (usual := self._samples_dim(x.dim())):
+        if dim is None and type(x) in places.PLAIN and x.dim() > (usual := self._samples_dim(x.dim())):
             dim = usual if x.shape[usual] == batch and self._are_samples(x) else None
         return "-" if dim is None or dim >= len(names) else names[dim]
 
@@ -299,9 +282,9 @@ class Order(TorchFunctionMode):
         usual, batch = self._samples_dim(result.dim()), self._batch()
         if batch is None or dim % result.dim() != usual or list(result.shape[:2]) != [batch, batch]:
             return None
-        if is_called_by_libraries(torch.stack) or not all(map(self._are_samples, tensors)):
+        if callers.is_called_by_libraries(torch.stack) or not all(map(self._are_samples, tensors)):
             return None
-        return Moved("stack", None, line=line_of_user(), dim=1 - usual)
+        return Moved("stack", None, line=callers.line_of_user(), dim=1 - usual)
 
     def _are_samples(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of the forward, or comes from a layer; others may have B rows by chance."""
@@ -314,7 +297,6 @@ class Order(TorchFunctionMode):
         moved = next((reason for reason in reasons if not reason.may_be_assumed_away("its layers")), None)
         if moved is None:
             return
-        assert self.recorder.forward is not None
         where = _place(moved.line)
         error = complaint(
             self.recorder.name_of(self.recorder.forward.module if layer is None else layer),
@@ -336,4 +318,4 @@ def _place(line: tuple[str, int]) -> str:
 _OF_DIMS = (*functions("size"), *attributes("shape"))
 _SIZES_AND_RANKS = {*SIZES, *functions("dim"), *attributes("ndim")}
 _BATCH_NORMS = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
-_LOOKED_AT = {*_SIZES_AND_RANKS, *MOVES, *TURNS, *_BATCH_NORMS, torch.einsum}
+_LOOKED_AT = {*_SIZES_AND_RANKS, *places.MOVES, *places.TURNS, *_BATCH_NORMS, torch.einsum}

@@ -63,7 +63,7 @@ class Passes:
 
     Attributes:
         last: The pass that the next forward joins, if it is OPEN and has as many samples.
-        alive: The passes that something keeps alive, and dead references.
+        alive: The passes that something keeps alive.
         opened: How many passes there have been.
         no_grad_forward: The outermost forward that runs without gradients.
         kept: Passes that are kept alive here, as their reentrant checkpoint has left no node to note them on.
@@ -71,9 +71,9 @@ class Passes:
 
     def __init__(self) -> None:
         self.last: Pass | None = None
-        self.alive: list[weakref.ref[Pass]] = []
+        self.alive: weakref.WeakSet[Pass] = weakref.WeakSet()
         self.opened = 0
-        self.kept: list[Pass] = []
+        self.kept: set[Pass] = set()
         self.no_grad_forward = _NoGradForward()
 
     def joined_or_new(self, batch: int) -> Pass:
@@ -86,13 +86,8 @@ class Passes:
         """A pass without forwards, which is not `last`: no forward joins it by itself."""
         pass_ = Pass(batch, self.opened)
         self.opened += 1
-        self.alive = [ref for ref in self.alive if ref() is not None]
-        self.alive.append(weakref.ref(pass_))
+        self.alive.add(pass_)
         return pass_
-
-    def living(self) -> list[Pass]:
-        """The passes that something keeps alive."""
-        return [pass_ for ref in self.alive if (pass_ := ref()) is not None]
 
     def recomputed(self, batch: int | None, behind: Iterable[Pass]) -> list[Pass]:
         """The passes that a forward inside a backward, as a checkpoint makes it, may belong to: one, if all is well.
@@ -105,7 +100,7 @@ class Passes:
             batch: How many samples its arguments hold; a single one may be shared by all samples.
             behind: The passes in the graph behind the running node, if any are known.
         """
-        candidates = list(behind) or self.living()
+        candidates = list(behind) or list(self.alive)
         # only a second backward on a retained graph runs a forward of a pass that is done
         candidates = [pass_ for pass_ in candidates if pass_.stage is not PassStage.DONE] or candidates
         if len(candidates) > 1:
@@ -114,9 +109,9 @@ class Passes:
 
     def backward_is_over(self) -> None:
         """Ends a backward: the passes that it has reached are done."""
-        for pass_ in self.living():
+        for pass_ in self.alive:
             if pass_.stage is PassStage.REACHED:
                 pass_.stage = PassStage.DONE
-        self.kept = [pass_ for pass_ in self.kept if pass_.stage is not PassStage.DONE]
+        self.kept = {pass_ for pass_ in self.kept if pass_.stage is not PassStage.DONE}
         if self.last is not None and self.last.stage is PassStage.DONE:
             self.last = None

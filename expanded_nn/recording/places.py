@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +41,8 @@ class Moved(NamedTuple):
         stays: Whether each sample has stayed in its place; `None` where none can have.
         places: Which ones it has given them; `None` where the operation itself says it.
         line: The file and the number of its line, as `line_of_user` says them.
-        dim: Where the samples stand since another dimension of as many has taken the place of theirs; `None` if it is
-            they that have taken each other's places.
+        dim: Where the samples stand now, if another dimension of size B stands where theirs is expected; `None` if the
+            samples themselves have taken each other's places.
     """
 
     operation: str
@@ -68,15 +67,16 @@ def move_of(operation: Any, args: Any, kwargs: Any) -> Move | None:
         return None
     try:
         return of_call(*args, **kwargs)
-    except (AttributeError, IndexError, TypeError, ValueError):  # torch says what is wrong with the call
+    except (AttributeError, LookupError, TypeError, ValueError):  # torch says what is wrong with the call
         return None
 
 
 def chosen(index: Any, shape: Sequence[int], dim: int, batch: int) -> tuple[Any, int]:
-    """Which samples an index takes, in the order in which it does, and among how many places.
+    """The samples that an index takes, in its order, and the number of places that it chooses among.
 
-    They are places of the dimension `dim`, or all those of a mask; where they are the positions of B samples, and B are
-    taken, it says whose they are. `NotImplemented` if the index chooses nothing there, or by another one.
+    Those are the places in the dimension `dim`, or all places of a mask. If there are several for each sample, and the
+    index takes B of them, they are turned into the samples that they belong to. Instead of the samples it is
+    `NotImplemented` if no tensor chooses in that dimension, or if one takes an element of each sample.
     """
     count = shape[dim]
     if isinstance(index, tuple):
@@ -87,17 +87,13 @@ def chosen(index: Any, shape: Sequence[int], dim: int, batch: int) -> tuple[Any,
 
 
 def index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
-    """The integers that an index has for a dimension; `NotImplemented` if it has none, or chooses there by another."""
-    lengths = [0 if key is None or isinstance(key, bool) else _length(key) for key in keys]
-    key_dims, key_dim = [], 0  # the first dimension that a key is for
-    for key, length in zip(keys, lengths, strict=True):
-        key_dims.append(key_dim)
-        key_dim += dims - sum(lengths) if key is Ellipsis else length
-    integers = [
-        (key_dim, key)
-        for key_dim, key in zip(key_dims, keys, strict=True)
-        if isinstance(key, Tensor) and key.dim() and key.dtype not in (torch.bool, torch.uint8)
-    ]
+    """The integers that an index has for a dimension; `NotImplemented` without any, or if it is by samples in order."""
+    rest = dims - sum(map(_length, keys))  # which an ellipsis is for
+    integers, key_dim = [], 0  # the first dimension that a key is for
+    for key in keys:
+        if isinstance(key, Tensor) and key.dim() and key.dtype not in (torch.bool, torch.uint8):
+            integers.append((key_dim, key))
+        key_dim += rest if key is Ellipsis else _length(key)
     if len(integers) > 1:  # an element for each sample, as in h[torch.arange(B), lengths - 1]
         vectors = [key for _, key in integers if key.dim() == 1]
         if any(torch.equal(key, torch.arange(len(key), device=key.device)) for key in vectors if not is_traced()):
@@ -160,7 +156,7 @@ def names_of(equation: Any, *operands: Any) -> list[str] | None:
 
 def _length(key: Any) -> int:
     """How many dimensions a key of an index is for."""
-    if key is Ellipsis:
+    if key is None or key is Ellipsis or isinstance(key, bool):
         return 0
     return key.dim() if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8) else 1
 
@@ -191,39 +187,21 @@ def _index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) 
     return Move(values, input.shape, range(input.dim()), keys)
 
 
-def _chosen(input: Any, dim: Any, index: Any, **options: Any) -> Move:
-    return Move(input, input.shape, [dim], index)
-
-
-def _written(input: Any, dim: Any, index: Any, source: Any = None, **options: Any) -> Move:
-    return Move(options.get("src", source), input.shape, [dim], index)
-
-
-def _take_along_dim(input: Any, indices: Any, dim: Any = None) -> Move:
-    return Move(input, input.shape, [] if dim is None else [dim], indices)
-
-
 def _flip(input: Any, *dims: Any, **named: Any) -> Move:
     (dims,) = (named["dims"],) if named else dims if len(dims) == 1 else (dims,)
     return Move(input, input.shape, [dims] if isinstance(dims, int) else dims)
 
 
-def _roll(input: Any, shifts: Any, dims: Any = ()) -> Move:
-    return Move(input, input.shape, [dims] if isinstance(dims, int) else dims)
+def _along(*names: str, dim: Any = -1, rows: str = "input") -> Callable[..., Move]:
+    """Of an operation along `dim`, or `dims`: its arguments after the input by name, its usual dimension, its rows."""
 
+    def of_call(*args: Any, **kwargs: Any) -> Move:
+        given = {**dict(zip(("input", *names), args, strict=False)), **kwargs}
+        index, dims = given.get("index", given.get("indices")), given.get("dims", given.get("dim"))
+        dims = dim if dims is None else dims
+        return Move(given.get(rows), given["input"].shape, [dims] if isinstance(dims, int) else dims, index)
 
-def _sort(input: Any, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Move:
-    return Move(input, input.shape, [dim])
-
-
-def _unique(
-    input: Any, sorted: bool = True, inverse: bool = False, counts: bool = False, dim: Any = 0, **_: Any
-) -> Move:
-    return Move(input, input.shape, [0 if dim is None else dim])
-
-
-def _topk(input: Any, k: int, dim: int = -1, **options: Any) -> Move:
-    return Move(input, input.shape, [dim])
+    return of_call
 
 
 def _cat(tensors: Any, dim: int = 0, **options: Any) -> Move | None:
@@ -266,17 +244,16 @@ MOVES: dict[Any, Callable[..., Move | None]] = {
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
     **_named(_index_put, "index_put", "index_put_"),
-    **_named(_chosen, "index_select", "gather"),
-    **_named(_written, "index_copy", "index_copy_", "index_add", "index_add_"),
-    **_named(_written, "scatter", "scatter_", "scatter_add", "scatter_add_"),
-    **_named(_take_along_dim, "take_along_dim"),
+    **_named(_along("dim", "index"), "index_select", "gather"),
+    **_named(_along("dim", "index", "source", rows="source"), "index_copy", "index_copy_", "index_add", "index_add_"),
+    **_named(_along("dim", "index", "src", rows="src"), "scatter", "scatter_", "scatter_add", "scatter_add_"),
+    **_named(_along("indices", "dim", dim=()), "take_along_dim"),
     **_named(_flip, "flip"),
-    **_named(partial(_flip, dims=0), "flipud"),
-    **_named(_roll, "roll"),
-    **_named(_sort, "sort"),
-    **_named(partial(_sort, dim=0), "msort"),
-    **_named(_unique, "unique"),
-    **_named(_topk, "topk"),
+    **_named(_along(dim=0), "flipud", "msort"),
+    **_named(_along("shifts", "dims", dim=()), "roll"),
+    **_named(_along("dim"), "sort"),
+    **_named(_along("k", "dim"), "topk"),
+    **_named(_along("sorted", "return_inverse", "return_counts", "dim", dim=0), "unique"),
     **_named(_cat, "cat", "concat", "concatenate"),
     **_named(_stack, "stack"),
 }

@@ -73,15 +73,8 @@ class Recorder:
         self.store = Store(self.settings.materialize)
         self.expanded: dict[Tensor, tuple[Pass, int, int, Tensor]] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
-        copied: Recorder = memo.setdefault(id(self), Recorder(self.settings))
-        return copied  # the modules that are copied with it register themselves by `adopt`
-
-    def __getstate__(self) -> Settings:
-        return self.settings
-
-    def __setstate__(self, settings: Settings) -> None:
-        self.__init__(settings)  # type: ignore[misc]
+    def __reduce__(self) -> Any:
+        return Recorder, (self.settings,)  # the modules that are copied or loaded with it register by `adopt`
 
     # The model: whose parameters are watched.
 
@@ -139,12 +132,10 @@ class Recorder:
             self._forget_lost()  # a parameter that is gone may have had the same id
             leaf = self.leaves.add(parameter)
             leaf.scales_rows = self.settings.loss_reduction == "mean"
-            if module is None and self.leaves.sharded:  # where its shard will be found again after the forward
-                module = self.holder_of(parameter)
-                names = () if module is None else module._parameters.items()
-                name = next((own_name for own_name, own in names if own is parameter), "")
-            if module is not None:
+            if module is not None:  # where its shard will be found again after the forward
                 leaf.location = Location(weakref.ref(module), name)
+            elif self.leaves.sharded:
+                leaf.location = self._location_of(parameter)
         return leaf
 
     def name_of(self, member: nn.Module | Tensor) -> str:
@@ -158,9 +149,14 @@ class Recorder:
 
     def holder_of(self, parameter: Tensor) -> nn.Module | None:
         """The module of the model that holds the parameter itself."""
+        location = self._location_of(parameter)
+        return None if location is None else location.module()
+
+    def _location_of(self, parameter: Tensor) -> Location | None:
         for module in self.modules():
-            if any(parameter is own for own in module._parameters.values()):
-                return module
+            for name, own in module._parameters.items():
+                if own is parameter:
+                    return Location(weakref.ref(module), name)
         return None
 
     # Forward: passes and expansions.
@@ -203,7 +199,7 @@ class Recorder:
         """Makes all calls meanwhile one pass of `batch` samples; inside of a forward they are a part of that."""
         self.refuse_other_thread(module)
         if self.forward is None:
-            with Order(self), Forward(self, module, batch, (), is_explicit=True):
+            with Forward(self, module, batch, (), is_explicit=True), Order(self):
                 yield
         elif self.forward.own_pass.batch == batch:
             yield
@@ -298,13 +294,11 @@ class Recorder:
         """`expand`, for a use of a weight outside of the layers: in the forward that runs, or after the last one."""
         if self.escalation.order is not None:
             self.escalation.order.note_outside_use()
-        if self.forward is not None:
-            return self.expand(weight)
-        model = next(iter(self.living_roots()), None)
-        if model is not None and running_backward() >= 0:
-            with Forward(self, model, None, ()):  # in the pass that a checkpoint's forward was in
+        roots, pass_ = self.living_roots(), self.current_pass
+        if self.forward is None and running_backward() >= 0 and roots:
+            with Forward(self, roots[0], None, ()):  # in the pass that a checkpoint's forward was in
                 return self.expand(weight)
-        if self.current_pass is None or self.current_pass.stage is not PassStage.OPEN:
+        if self.forward is None and (pass_ is None or pass_.stage is not PassStage.OPEN):
             raise complaint(
                 "expanded(weight)",
                 "there was no forward since the last backward",
@@ -400,8 +394,7 @@ class Recorder:
     def backward_is_over(self, delivered: bool, failed: bool) -> None:
         """Ends a backward: all its rows are here, or it has failed on the way."""
         self.passes.backward_is_over()
-        if any(entry[0].stage is not PassStage.OPEN for entry in self.expanded.values()):
-            self.expanded = {key: entry for key, entry in self.expanded.items() if entry[0].stage is PassStage.OPEN}
+        self.expanded = {key: entry for key, entry in self.expanded.items() if entry[0].stage is PassStage.OPEN}
         if failed:
             for leaf in self.leaves:
                 leaf.expected.clear()

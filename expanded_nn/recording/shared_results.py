@@ -1,45 +1,54 @@
-"""Results that all samples share, and of which the model takes a part.
+"""Results that all samples share, and operations that take one of their copies for all of them.
 
-A table of positions that is looked up by an index `(1, T)` gives `(1, T, dim)` in the plain model, and `(B, T, dim)` in
-per-sample mode. So `table(index)[0]`, which is harmless in the plain model, would take the first sample's copy for all
-samples, and one row would get the gradient of all. The graph shows it.
+A layer's result for what all samples share has a copy for each sample: of positions `(1, T)` a table gives `(1, T,
+dim)` in the plain model, and `(B, T, dim)` in per-sample mode. So `table(index)[0]`, which is harmless in the plain
+model, would take the first sample's copy for all samples, and one row would get the gradient of all. After the forward
+the graph shows it (`taken_apart`).
+
+Of positions `(T,)` the plain model has `(T, dim)`. What `normalize(table(index))` or `q @ table(index).mT` says of its
+dimensions is then said of others, and no graph shows that. So each operation on such copies is done again, with copies
+that differ and with one of them alone (`Copies`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from expanded_nn.recording.backward import graph_of, saved_dims, saved_number, turned_dims
+from expanded_nn.common.batch import tensors
+from expanded_nn.common.traced import wait_for_values
+from expanded_nn.recording.backward import graph_of, operation_of, saved_dims, saved_number, turned_dims
+from expanded_nn.recording.callers import is_called_by_libraries
 from expanded_nn.recording.expand import is_expansion
+from expanded_nn.recording.settings import RecorderLike
 
-_SAME = ("CloneBackward", "ToCopyBackward", "AliasBackward")
-_ELEMENTWISE = tuple(
-    f"{name}Backward"
-    for name in (
-        *("Mul", "Div", "Add", "Sub", "Rsub", "Neg", "Pow", "Abs", "Exp", "Log", "Sqrt", "Rsqrt", "Sin", "Cos"),
-        *("Tanh", "Sigmoid", "Relu", "Gelu", "Silu", "Elu", "LeakyRelu", "Softplus", "Clamp", "NativeDropout"),
-    )
-)
 # operations that take a part of a dimension, reduce it, or join what is in it
-_REDUCE = (
-    *("MeanBackward", "SumBackward", "AmaxBackward", "AminBackward", "MaxBackward", "MinBackward", "ProdBackward"),
-    *("LogsumexpBackward", "LinalgVectorNormBackward", "NormBackward", "StdBackward", "VarBackward"),
-    *("StdMeanBackward", "VarMeanBackward", "MedianBackward", "KthvalueBackward", "ModeBackward"),
-)
-_SHORTEN = ("IndexSelectBackward", "SplitBackward", "SplitWithSizesBackward", "SliceBackward", "TopkBackward")
-_JOIN = (
-    *("SoftmaxBackward", "LogSoftmaxBackward", "CumsumBackward", "CumprodBackward", "LogcumsumexpBackward"),
-    *("CummaxBackward", "CumminBackward", "FlipBackward", "RollBackward", "SortBackward", "GatherBackward"),
-    *("CatBackward", "UnfoldBackward"),
-)
-_TAKE = ("SelectBackward", "UnbindBackward", *_SHORTEN, *_REDUCE, *_JOIN)
-_VIEW = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward")
-_PRODUCT = ("MmBackward", "AddmmBackward")  # for which torch folds what is not a matrix, and unfolds it afterwards
+_REDUCE = {
+    *("Mean", "Sum", "Amax", "Amin", "Max", "Min", "Prod", "Logsumexp", "LinalgVectorNorm", "Norm"),
+    *("Std", "Var", "StdMean", "VarMean", "Median", "Kthvalue", "Mode"),
+}
+_SHORTEN = {"IndexSelect", "Split", "SplitWithSizes", "Slice", "Topk"}
+_JOIN = {
+    *("Softmax", "LogSoftmax", "Cumsum", "Cumprod", "Logcumsumexp", "Cummax", "Cummin"),
+    *("Flip", "Roll", "Sort", "Gather", "Cat", "Unfold"),
+}
+_STAY = {  # what leaves all dimensions where they are
+    *("Clone", "ToCopy", "Alias", "Mul", "Div", "Add", "Sub", "Rsub", "Neg", "Pow", "Abs", "Exp", "Log", "Sqrt"),
+    *("Rsqrt", "Sin", "Cos", "Tanh", "Sigmoid", "Relu", "Gelu", "Silu", "Elu", "LeakyRelu", "Softplus", "Clamp"),
+    *("NativeDropout", *_SHORTEN, *_JOIN),
+}
+_TAKE = {"Select", "Unbind", *_SHORTEN, *_REDUCE, *_JOIN}
+_VIEW = {"View", "UnsafeView", "ReshapeAlias"}
+_PRODUCT = {"Mm", "Addmm"}  # for which torch folds what is not a matrix, and unfolds it afterwards
+_PLACE = {"Unsqueeze", "Squeeze", "Transpose", "Permute", "Stack"}
 _LAYERS = "expanded_nn.layers."
-_PLACE = ("UnsqueezeBackward", "SqueezeBackward", "TransposeBackward", "PermuteBackward", "StackBackward")
+# operations that draw random numbers, or change a tensor in place
+_NOT_REPEATED = re.compile("dropout|^__i(?!nvert)|^__setitem__|[^_]_$")
 
 
 class SharedResult(NamedTuple):
@@ -55,24 +64,20 @@ class SharedResult(NamedTuple):
 def taken_apart(results: Sequence[SharedResult], ends: Iterable[Tensor], batch: int) -> tuple[nn.Module, str] | None:
     """The first layer whose result is taken apart along the samples on the way to `ends`, and by which operation."""
     consumers: dict[Any, list[Any]] = {}
-    layouts: dict[Any, tuple[int, int, nn.Module]] = {}  # of what is computed from such results alone
-    for end in ends:
-        for node in graph_of(end.grad_fn):
-            for parent, _ in node.next_functions:
-                if parent is not None:
-                    consumers.setdefault(parent, []).append(node)
-    for result in results:  # those of the same layout may meet
-        layouts[result.node] = result.dim, result.rank, result.layer
+    for node in graph_of(*(end.grad_fn for end in ends)):
+        for parent, _ in node.next_functions:
+            consumers.setdefault(parent, []).append(node)
+    # of what is computed from such results alone; those of the same layout may meet
+    layouts = {result.node: (result.dim, result.rank, result.layer) for result in results}
     waiting = list(layouts)
     while waiting:
         node = waiting.pop()
         dim, rank, layer = layouts[node]
         for consumer in consumers.get(node, ()):
-            name = consumer.name()
-            is_folded = any(behind.name().startswith(_PRODUCT) for behind in consumers.get(consumer, ()))
-            if _takes_apart(consumer, name, dim, rank, batch) and not is_folded:
-                return layer, name.rstrip("01").removesuffix("Backward").lower()
-            layout = _layout_after(consumer, name, dim, rank, batch)
+            is_folded = any(operation_of(behind) in _PRODUCT for behind in consumers.get(consumer, ()))
+            if _takes_apart(consumer, dim, rank, batch) and not is_folded:
+                return layer, operation_of(consumer).lower()
+            layout = _layout_after(consumer, dim, rank, batch)
             parents = [parent for parent, _ in consumer.next_functions if parent is not None]
             stays_whole = all(layouts.get(parent, ())[:2] == (dim, rank) or is_expansion(parent) for parent in parents)
             if layout is not None and stays_whole and consumer not in layouts:
@@ -81,22 +86,22 @@ def taken_apart(results: Sequence[SharedResult], ends: Iterable[Tensor], batch: 
     return None
 
 
-def _takes_apart(node: Any, name: str, dim: int, rank: int, batch: int) -> bool:
+def _takes_apart(node: Any, dim: int, rank: int, batch: int) -> bool:
     """Whether an operation takes a part of the samples' dimension, reduces it, or joins what is in it."""
-    if name.startswith("IndexBackward"):
+    operation = operation_of(node)
+    if operation == "Index":
         indices = node._saved_indices
         return len(indices) > dim and indices[dim] is not None
-    if name.startswith(_VIEW):
+    if operation in _VIEW:
         return not _keeps(node, dim, batch)
-    if name.startswith("GatherBackward") and not _keeps(node, dim, batch):
+    if operation == "Gather" and not _keeps(node, dim, batch):
         return True  # an index of fewer samples takes the first ones
-    if not name.startswith(_TAKE):  # any other that names dimensions, such as a Fourier transform, takes those
-        return not name.startswith(_PLACE) and dim in saved_dims(node, rank)
-    if dim not in _dims(node, rank):
-        return False
-    if name.startswith("SliceBackward"):
-        return len(range(*slice(saved_number(node._saved_start), saved_number(node._saved_end)).indices(batch))) < batch
-    return True
+    if operation not in _TAKE:  # any other that names dimensions, such as a Fourier transform, takes those
+        return operation not in _PLACE and dim in saved_dims(node, rank)
+    if operation == "Slice":
+        taken = range(*slice(saved_number(node._saved_start), saved_number(node._saved_end)).indices(batch))
+        return dim in _dims(node, rank) and len(taken) < batch
+    return dim in _dims(node, rank)
 
 
 def _dims(node: Any, rank: int) -> list[int]:
@@ -110,21 +115,103 @@ def _keeps(node: Any, dim: int, batch: int) -> bool:
     return len(shape) > dim and shape[dim] == batch
 
 
-def _layout_after(node: Any, name: str, dim: int, rank: int, batch: int) -> tuple[int, int] | None:
+def _layout_after(node: Any, dim: int, rank: int, batch: int) -> tuple[int, int] | None:
     """The dimension of the samples, and the rank, after an operation that leaves the samples whole; `None` otherwise.
 
     It rearranges, or takes a part of another dimension, or is that of a layer.
     """
+    operation = operation_of(node)
     if getattr(type(node), "_forward_cls", type).__module__.startswith(_LAYERS):
         return (dim, len(node._input_metadata[0].shape)) if _keeps(node, dim, batch) else None
-    if name.startswith((*_SAME, *_SHORTEN, *_JOIN, *_ELEMENTWISE)):
+    if operation.removesuffix("Backward") in _STAY:  # or is the derivative of such a one
         return dim, rank
-    if name.startswith(_VIEW):
+    if operation in _VIEW:
         return dim, len(node._input_metadata[0].shape)
-    if name.startswith(_TAKE):
+    if operation in _TAKE:
         gone = [] if getattr(node, "_saved_keepdim", False) else _dims(node, rank)
         return dim - sum(gone_dim < dim for gone_dim in gone), rank - len(gone)
-    if name.startswith("UnsqueezeBackward"):
+    if operation == "Unsqueeze":
         return dim + (saved_number(node._saved_dim) % (rank + 1) <= dim), rank + 1
     turned = turned_dims(node, rank)
     return None if turned is None else (turned.index(dim), rank)
+
+
+class Copies:
+    """The copies of a forward that have no dimension for the samples in the plain model.
+
+    Attributes:
+        recorder: The recorder of the model.
+        layers: The copies by their ids, and the layer that each comes from.
+    """
+
+    def __init__(self, recorder: RecorderLike) -> None:
+        self.recorder = recorder
+        self.layers: dict[int, tuple[Tensor, nn.Module]] = {}
+
+    def look_at(self, func: Any, args: Any, kwargs: Any, result: Any, *, are_samples: Callable[[Tensor], bool]) -> None:
+        """Raises where an operation does something else with the copies than with one alone.
+
+        `are_samples` tells of a tensor of B rows whether they are the samples'.
+        """
+        leaves, structure = tree_flatten((args, kwargs))
+        results = _floats(result)
+        copies = [leaf for leaf in leaves if id(leaf) in self.layers]
+        if not copies or not results or self.recorder.general_rule is not None or is_called_by_libraries(func):
+            return
+        batch, layer = len(copies[0]), self.layers[id(copies[0])][1]
+        others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self.layers]
+        meets_samples = any(x.dim() and x.shape[0] == batch and are_samples(x) for x in others)
+        name = getattr(func, "__name__", "")
+        key = (func, meets_samples, *(tuple(leaf.shape) if isinstance(leaf, Tensor) else str(leaf) for leaf in leaves))
+        gives_copies = self.recorder.escalation.gives_copies
+        if key not in gives_copies and not _NOT_REPEATED.search(name):
+            wait_for_values("it looks at what all samples share")
+            differing = [_differing(leaf) if id(leaf) in self.layers else leaf for leaf in leaves]
+            second = [x[1] if id(leaf) in self.layers else x for leaf, x in zip(leaves, differing, strict=True)]
+            of_all, of_second = (_called(func, *tree_unflatten(values, structure)) for values in (differing, second))
+            if not _are_alike(of_all, of_second, batch, meets_samples=meets_samples):
+                raise self.recorder.forward.taking_apart(layer, "select" if name == "__getitem__" else name)
+            gives_copies[key] = not meets_samples and not any(map(_is_spread, of_second, of_all))
+        if gives_copies.get(key, not meets_samples):
+            self.layers.update({id(x): (x, layer) for x in results if x.dim() and len(x) == batch})
+
+    def follow(self, arguments: Any, result: Any) -> None:
+        """Notes that what a layer computes from copies alone are copies."""
+        inputs = list(tensors(arguments))
+        layers = [self.layers[id(x)][1] for x in inputs if id(x) in self.layers]
+        if layers and len(layers) == len(inputs):
+            self.layers.update({id(x): (x, layers[0]) for x in _floats(result)})
+
+
+def _floats(result: Any) -> list[Tensor]:
+    return [x for x in tensors(result) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _differing(copies: Tensor) -> Tensor:  # (B, ...)
+    """Copies that differ from each other."""
+    factors = 1 + torch.arange(len(copies), device=copies.device) / len(copies)
+    return copies.detach() * factors.to(copies.dtype).view(-1, *[1] * (copies.dim() - 1))
+
+
+def _called(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    with torch.no_grad():
+        return [x for x in tensors(func(*args, **kwargs)) if isinstance(x, Tensor)]
+
+
+def _is_spread(alone: Tensor, whole: Tensor) -> bool:
+    """Whether what all samples share was expanded to a row for each of them."""
+    return alone.dim() > 0 and alone.shape == whole.shape
+
+
+def _are_alike(of_all: list[Tensor], of_second: list[Tensor], batch: int, *, meets_samples: bool) -> bool:
+    """Whether results for all copies hold, for the second sample, those of its copy alone."""
+    for whole, alone in zip(of_all, of_second, strict=True):
+        if meets_samples and (alone.dim() == 0 or alone.shape[0] != batch):
+            continue  # a loss of all samples
+        has_samples = meets_samples or _is_spread(alone, whole)
+        if whole.shape != (alone.shape if has_samples else (batch, *alone.shape)):
+            return False
+        wanted = alone[1] if has_samples else alone
+        if not torch.allclose(whole[1], wanted, rtol=1e-2 if whole.dtype.itemsize < 4 else 1e-4, equal_nan=True):
+            return False
+    return True

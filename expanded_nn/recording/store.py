@@ -88,42 +88,40 @@ class Store:
         if len(parts) == 1 and parts[0] is not None:
             rows = materialized(parts[0], leaf.memory) if self.materialize else parts[0]
             leaf.publish(rows, self.held)
-        elif self.materialize or not any(isinstance(part, FactoredTensor) for part in parts):
-            self._publish_dense(leaf, parameter, parts, first_new)
+            return
+        is_factored = not self.materialize and any(isinstance(part, FactoredTensor) for part in parts)
+        zeros = _factored_zeros if is_factored else _dense_zeros
+        pairs = zip(self.held, parts, strict=True)
+        full = [zeros(pass_.batch, parameter) if part is None else part for pass_, part in pairs]
+        if is_factored:
+            leaf.publish(joined(full), self.held)
         else:
-            passes = zip(self.held, parts, strict=True)
-            all_parts = [_zero_rows(pass_.batch, parameter) if part is None else part for pass_, part in passes]
-            leaf.publish(joined(all_parts), self.held)
+            self._publish_dense(leaf, parameter, full, first_new)
 
-    def _publish_dense(self, leaf: Leaf, parameter: Tensor, parts: list[Tensor | None], first_new: Pass | None) -> None:
-        """Publishes dense rows of several passes: appends to those published already, in memory with room for more.
+    def _publish_dense(self, leaf: Leaf, parameter: Tensor, parts: list[Tensor], first_new: Pass | None) -> None:
+        """Publishes dense rows of several passes: behind those published already, in memory with room for more.
 
         Writing behind the published rows is safe, as nobody else has written there. After a failed backward, `undo`
         publishes all rows anew, in other memory.
         """
         passes, published = tuple(self.held), leaf.published
         batches = [pass_.batch for pass_ in passes]
-        if is_traced() or any(part is not None and part.requires_grad for part in parts):
-            pairs = zip(batches, parts, strict=True)
-            zeros_for_none = [parameter.new_zeros(n, *parameter.shape) if part is None else part for n, part in pairs]
-            leaf.publish(torch.cat(zeros_for_none), passes)
+        if is_traced() or any(part.requires_grad for part in parts):
+            leaf.publish(torch.cat(parts), passes)
             return
         first = 0 if first_new is None else passes.index(first_new)
-        start = sum(batches[:first])
-        room = _room(published, start, sum(batches), parameter) if published.passes == passes[:first] else None
-        if room is None:
-            room = parameter.detach().new_empty(2 * sum(batches), *parameter.shape)
-            if first and published.passes == passes[:first] and published.rows is not None:
-                _from(room, 0, start).copy_(materialized(published.rows))  # with what the user has written to zero rows
-            else:
-                first, start = 0, 0
-        rows = _from(room, 0, sum(batches))
-        for batch, part in list(zip(batches, parts, strict=True))[first:]:
-            slice_ = _from(room, start, batch)
-            if part is None:
-                slice_.zero_()
-            else:
-                slice_.copy_(materialized(part))
+        before = published.rows if published.passes == passes[:first] else None
+        first = 0 if before is None else first
+        start, end = sum(batches[:first]), sum(batches)
+        if before is not None and published.has_room and _has_room(before, end):
+            room = before
+        else:
+            room = parameter.detach().new_empty(2 * end, *parameter.shape)
+            if before is not None:
+                _from(room, 0, start).copy_(materialized(before))  # with what the user has written to zero rows
+        rows = _from(room, 0, end)
+        for batch, part in zip(batches[first:], parts[first:], strict=True):
+            _from(room, start, batch).copy_(materialized(part))
             start += batch
         leaf.publish(rows, passes, has_room=True)
         self._hold_slices(leaf)
@@ -233,17 +231,18 @@ class Store:
         self.rows_before.clear()
 
 
-def _zero_rows(batch: int, parameter: Tensor) -> FactoredTensor:
+def _dense_zeros(batch: int, parameter: Tensor) -> Tensor:
+    return parameter.new_zeros(()).expand(batch, *parameter.shape)
+
+
+def _factored_zeros(batch: int, parameter: Tensor) -> Tensor:
     cell = Cell([(batch, ())], Kind(parameter.shape, parameter.dtype, parameter.device))
     return FactoredTensor(cell, (batch, *parameter.shape))
 
 
-def _room(published: Published, start: int, end: int, parameter: Tensor) -> Tensor | None:
-    """The published rows, if there are `start` of them and their memory has room up to row `end`."""
-    rows = published.rows
-    if rows is None or not published.has_room or len(rows) != start:
-        return None
-    return rows if rows.untyped_storage().nbytes() >= end * prod(parameter.shape) * rows.element_size() else None
+def _has_room(rows: Tensor, count: int) -> bool:
+    """Whether the memory of rows has room for so many."""
+    return rows.untyped_storage().nbytes() >= count * prod(rows.shape[1:]) * rows.element_size()
 
 
 def _from(room: Tensor, start: int, count: int) -> Tensor:

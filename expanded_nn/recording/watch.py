@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrize
 
 from expanded_nn._errors import PerSampleError, complaint
@@ -37,13 +38,9 @@ class Watch:
     def put(cls, recorder: RecorderLike, leaf: Leaf, parameter: Tensor) -> None:
         """Watches a parameter that requires gradients."""
         leaf.handle = parameter.register_hook(cls(recorder, leaf))
-        hooks = parameter._backward_hooks
-        assert hooks is not None
-        # torch runs hooks in the order of insertion, which `move_to_end` does not change
-        later = {key: hook for key, hook in hooks.items() if key != leaf.handle.id}
-        watch = hooks[leaf.handle.id]
-        hooks.clear()
-        hooks.update({leaf.handle.id: watch, **later})
+        hooks: Any = parameter._backward_hooks
+        for key in [key for key in hooks if key != leaf.handle.id]:
+            hooks[key] = hooks.pop(key)  # torch runs hooks in the order of insertion: `move_to_end` does not change it
 
     def __call__(self, grad: Tensor | None) -> None:
         recorder, parameter = self.recorder(), self.leaf.parameter()
@@ -55,7 +52,7 @@ class Watch:
         if expected is not None and expected.matches(grad):
             return
         # torch.autograd.grad leaves rows with create_graph=True only
-        if not accumulates(parameter) and (expected is None or not torch.is_grad_enabled()):
+        if not accumulates(get_gradient_edge(parameter).node) and (expected is None or not torch.is_grad_enabled()):
             return
         holder = recorder.holder_of(parameter)
         if expected is None and holder is None:
