@@ -226,6 +226,7 @@ WHOLE: dict[str, Case] = {
     "positions": (own(positions, (9, D)), X),
     "positions of each sample": (own(lambda m, i: F.embedding(i, m.w).cumsum(1), (7, D)), WORDS),
     "positions indexed": (own(lambda m, x: x + m.w[torch.arange(T)], (9, D)), X),
+    "squeezed": (own(lambda m, x: x * m.w.squeeze() + m.v.squeeze(0) - m.u.squeeze(), (1, D), (1, 1, D), (1, 1)), X),
     "positions sliced": (own(lambda m, x: x + m.w[:T].unsqueeze(0), (9, D)), X),
     "positions resized": (own(lambda m, x: x + F.interpolate(m.w, T).transpose(1, 2), (1, D, 3)), X),
     "grid resized": (

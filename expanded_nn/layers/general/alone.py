@@ -19,7 +19,7 @@ from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.rule import General
 from expanded_nn.layers.general.trial import Way, Ways, near
 from expanded_nn.layers.general.whole import Run
-from expanded_nn.modules.base import PerSampleModule
+from expanded_nn.modules.base import Expanded, PerSampleModule
 from expanded_nn.modules.registry import EXPANDED, refuse_no_class
 from expanded_nn.recording.lift import Slot
 from expanded_nn.recording.recorder import Recorder
@@ -46,6 +46,13 @@ class Alone(General):
         if is_traced() or saved_tensors_are_packed() or self._ways.get(call.kind_of_ways()) == Ways(trials_left=0):
             return False
         return call.batch > 0 and any(dim == 0 for dim in call.dims) and not any(call.dims)
+
+    def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
+        """As a layer does, it leaves the `vmap` of a module around it, unless that one is tried in its place."""
+        trial = recorder.escalation.on_trial
+        if trial is not None and trial is not self and any(self is inner for inner in trial.modules()):
+            return self._plain_forward(*args, **kwargs)
+        return Expanded._inside_general(self, recorder, args, kwargs)
 
     def _on_whole_batch(self, call: Called) -> Any:
         result = super()._on_whole_batch(call)

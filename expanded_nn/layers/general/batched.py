@@ -152,7 +152,7 @@ class Run:
     def batched(self, value: Tensor | Derived) -> Batched:
         made = Batched(value, self)
         self.made.append(weakref.ref(made))
-        self.numel = max(self.numel, (value.shared if isinstance(value, Derived) else value)[0].numel())
+        self.numel = max(self.numel, (value.shared if isinstance(value, Derived) else value).shape[1:].numel())
         return made
 
     def derived(self, func: Any, function: Callable[..., Tensor], *operands: Any, begins: bool = True) -> Batched:

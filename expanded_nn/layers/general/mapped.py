@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from expanded_nn.common.batch import contents, has_derivatives
 from expanded_nn.common.modes import checkpoint_hooks
 from expanded_nn.common.steady import OURS, attributes_of
 from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
+from expanded_nn.modules.base import PerSampleModule
+from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.backward import graph_of
 from expanded_nn.recording.lift import Lent, Slot, quiet_fallbacks, swapped
 
@@ -208,11 +211,20 @@ class Mapper:
             remedy = "Let all samples give results of one size: pad_packed_sequence(..., total_length=x.shape[1])."
         elif "setup_context" in str(error):
             remedy = "Give a checkpoint use_reentrant=False, and an autograd Function of your own a setup_context."
-        return self.module._vmap_refusal(  # type: ignore[no-any-return]
+        refused = refusal(
+            self._where_raised(error),
             f"its forward does what vmap cannot follow ({error})",
             "a forward that treats each sample alone and changes nothing in place that samples share",
             remedy,
         )
+        refused.by_vmap = True
+        return refused
+
+    def _where_raised(self, error: BaseException) -> Any:
+        """The innermost module in whose forward it was that may go sample by sample by itself."""
+        within = {id(module): module for module in self.module.modules()}
+        called = (within.get(id(frame.f_locals.get("self"))) for frame, _ in walk_tb(error.__traceback__))
+        return [self.module, *(m for m in called if isinstance(m, PerSampleModule) and m._kind() is not None)][-1]
 
     def _changes(self, error: RuntimeError) -> PerSampleError:
         """What to say where torch cannot change in place what is one tensor for all samples."""

@@ -8,6 +8,7 @@ are known, whatever their number is. Where an operation is not in the table they
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from operator import mul
@@ -80,7 +81,7 @@ class Owners:
             if x.requires_grad:
                 raise Unknown
             return None
-        return self._of(x.grad_fn, x.output_nr, x.shape)
+        return self._of(x.grad_fn, x.output_nr)
 
     def of_rows(self, x: Tensor) -> Arrangement | None:
         """How the rows of a tensor `(n, ...)` belong to the samples; `None` if it requires no gradient."""
@@ -105,7 +106,7 @@ class Owners:
             self.kept.append(samples)
         return self.arrangements[key]
 
-    def _of(self, node: Any, number: int, shape: Sequence[int]) -> Samples:
+    def _of(self, node: Any, number: int) -> Samples:
         key = node, number
         if key not in self.known:
             name = node.name().rstrip("0123456789").removesuffix("Backward")
@@ -113,7 +114,7 @@ class Owners:
             if rule is None:
                 raise Unknown(name)
             try:
-                self.known[key] = rule(Operation(self, node, number, tuple(shape)))
+                self.known[key] = rule(Operation(self, node, number))
             except (TypeError, ValueError, IndexError, RuntimeError):  # it was called in another way than the rule's
                 raise Unknown(name) from None
         return self.known[key]
@@ -133,9 +134,7 @@ class Arrangement:
         self.owner, self.batch, self.samples = owner, batch, samples
         self._slots: tuple[Tensor, int] | None = None
         length, left = divmod(len(owner), batch)
-        in_order = torch.arange(batch, device=owner.device)[:, None]
-        is_even = not left and bool((owner.view(batch, length) == in_order).all())
-        self.length = length if is_even else None
+        self.length = None if left or not torch.equal(owner, _each(batch, length, owner)) else length
 
     def rows_of(
         self,
@@ -152,7 +151,7 @@ class Arrangement:
         if self.length is not None:
             return x.reshape(self.batch, self.length, *x.shape[1:])
         slots, longest = self.slots()
-        rows = x.new_zeros(self.batch * longest, *x.shape[1:]).index_copy(0, slots, x)
+        rows = x.new_zeros(self.batch * longest, *x.shape[1:]).index_copy_(0, slots, x)
         return rows.view(self.batch, longest, *x.shape[1:])
 
     def unpadded(
@@ -181,20 +180,24 @@ class Operation:
         owners: What is known.
         node: The node.
         number: Which of its outputs is looked at.
-        shape: The shape of that.
+        inputs: The nodes that its inputs come from, and which of their outputs these are.
     """
 
-    def __init__(self, owners: Owners, node: Any, number: int, shape: tuple[int, ...]) -> None:
-        self.owners, self.node, self.number, self.shape = owners, node, number, shape
+    def __init__(self, owners: Owners, node: Any, number: int) -> None:
+        self.owners, self.node, self.number = owners, node, number
         self.inputs = node.next_functions
 
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of that output."""
+        return _shape(self.node, self.number)
+
     def shape_of(self, place: int) -> tuple[int, ...]:
-        node, number = self.inputs[place]
-        return tuple(node._input_metadata[number].shape)
+        return _shape(*self.inputs[place])
 
     def samples_of(self, place: int) -> Samples:
         node, number = self.inputs[place]
-        return None if node is None else self.owners._of(node, number, self.shape_of(place))
+        return None if node is None else self.owners._of(node, number)
 
     def all_samples(self) -> list[Samples]:
         return [self.samples_of(place) for place in range(len(self.inputs))]
@@ -211,6 +214,15 @@ class Operation:
         given = self.saved(name)
         given = given if isinstance(given, tuple | list) else [given]
         return [saved_number(dim) % max(1, rank) for dim in given] or list(range(rank))
+
+
+def _shape(node: Any, number: int) -> tuple[int, ...]:
+    return tuple(node._input_metadata[number].shape)
+
+
+def _each(batch: int, length: int, like: Tensor) -> Tensor:
+    """The samples of as many rows of each, in order."""
+    return torch.arange(batch, device=like.device).repeat_interleave(length)
 
 
 def _first(samples: Tensor, dims: int) -> Tensor:
@@ -280,7 +292,7 @@ def reshaped(samples: Tensor, before: Sequence[int], after: Sequence[int]) -> Te
 
 
 def _elementwise(op: Operation) -> Samples:
-    return together(op.all_samples(), len(op.shape))
+    return op.samples_of(0) if len(op.inputs) == 1 else together(op.all_samples(), len(op.shape))
 
 
 def _along(op: Operation) -> Samples:

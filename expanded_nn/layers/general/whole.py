@@ -189,6 +189,15 @@ def _by_dims(func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(map(own.run.batched, parts))
 
 
+def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
+    """Without a dimension of size 1, or without all of them."""
+    own = _own(args[0])
+    if len(args) > 1 or kwargs:
+        return _by_dims(func, args, kwargs)
+    ones = [dim for dim, size in enumerate(own.value.shape) if dim > 0 and size == 1]
+    return own.run.derived(func, lambda value: value.squeeze(ones), own, begins=False)
+
+
 def _var_mean(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     options = {name: value for name, value in kwargs.items() if name in ("dim", "keepdim")}
     return _by_dims(torch.var, args, kwargs), _by_dims(torch.mean, args, options)
@@ -457,7 +466,8 @@ TABLE: dict[Any, Rule] = {
     ),
     **dict.fromkeys(functions("clone", "contiguous"), _same),
     **dict.fromkeys(functions("to", "type", "type_as", "float", "double", "half", "bfloat16"), _cast),
-    **dict.fromkeys(functions("unsqueeze", "squeeze", "transpose", "unbind", "split", "chunk"), _by_dims),
+    **dict.fromkeys(functions("unsqueeze", "transpose", "unbind", "split", "chunk"), _by_dims),
+    **dict.fromkeys(functions("squeeze"), _squeeze),
     **dict.fromkeys(functions("softmax", "sum", "mean", "std", "var"), _by_dims),
     torch.var_mean: _var_mean,
     **dict.fromkeys(functions("permute"), _permute),
