@@ -457,6 +457,14 @@ def a_nested_input() -> None:
         on(nn.Linear(4, 4))(torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)]))
 
 
+@refused(r"^clip_grad_sample_norms_: it is called within a backward, as by a hook.*Call it after backward\(\)\.")
+def clipping_by_a_hook() -> None:
+    model = on(nn.Linear(4, 4))
+    hook = lambda _: enn.clip_grad_sample_norms_(model, 1.0)  # noqa: E731
+    next(model.parameters()).register_post_accumulate_grad_hook(hook)
+    model(torch.randn(SAMPLES, 4)).sum().backward()
+
+
 class _Shard(nn.Module):
     """What `fully_shard` makes of a layer, as far as it is looked at."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint, refuse_no_model
+from expanded_nn.common.modes import running_backward
 from expanded_nn.common.traced import assume, is_traced, note_recorder
 from expanded_nn.core import cost
 from expanded_nn.core.terms import Products
@@ -25,7 +26,7 @@ def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[
 
     Raises:
         TypeError: If `model` is none.
-        PerSampleError: If a trainable parameter has no recorder, or the recorders' settings differ.
+        PerSampleError: If a trainable parameter has no recorder, the recorders' settings differ, or a backward runs.
     """
     refuse_no_model(who, model)
     modules, by_id = [], dict[int, tuple[str, nn.Parameter]]()
@@ -52,6 +53,13 @@ def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[
     recorders = recorders_of(modules)
     for recorder in recorders:
         note_recorder(recorder)
+        if running_backward() in recorder.store.backwards:
+            raise complaint(
+                who,
+                "it is called within a backward, as by a hook, which has not delivered all rows yet",
+                "the rows of a whole backward",
+                "Call it after backward().",
+            )
         recorder.drop_outdated_rows()
     settings = {(recorder.settings.loss_reduction, recorder.settings.accumulate_grad) for recorder in recorders}
     if len(settings) > 1:
