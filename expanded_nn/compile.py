@@ -17,7 +17,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from expanded_nn._errors import PerSampleError, complaint, shown, warn
 from expanded_nn.common.modes import running_backward
 from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, is_traced, recorders_met
-from expanded_nn.compiling.backends import Backend, CompilerError, backend_of
+from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, draws_alike
+from expanded_nn.compiling.comparison import run_beside
 from expanded_nn.compiling.kinds import of_arguments, of_gradients, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
 from expanded_nn.compiling.repeated import Repeated
@@ -263,6 +264,8 @@ class CompiledStep:
             return self._run_eagerly(None, shapes, objects, args, kwargs)
         if graph is None:
             return self.step(*args, **kwargs)
+        if not graph.is_compared:
+            return self._run_beside(family, graph, tensors, args, kwargs)
         is_simple = not objects and not family.grads
         self._note_call(family, graph, (arguments_key, shapes), is_simple=is_simple)
         return self._run(family, graph, tensors, args, kwargs)
@@ -274,6 +277,21 @@ class CompiledStep:
             repeated = Repeated(arguments, self.step_values, self.modules, self.recorders)
             self.last = repeated, family, graph
 
+    def _run_beside(self, family: Family, graph: Graph, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        """Runs a new graph and the step itself; if they differ beyond rounding, such calls run eagerly from now on."""
+        self.last = self.last_graph = None
+        of_step = self.modules, self.step_values.referred
+        alike = draws_alike(*self.given)
+        otherwise, difference, result = run_beside(
+            graph, self.step, tensors, (args, kwargs), *of_step, draws_alike=alike
+        )
+        if otherwise is not None:
+            self._note_otherwise(family, otherwise)
+        elif difference is not None:
+            self._give_up(family, difference)
+        graph.is_compared = otherwise is None
+        return result
+
     def _run(self, family: Family, graph: Graph, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         """Runs a graph, and the step itself if its assumptions do not hold."""
         otherwise, result = graph.run(tensors, (args, kwargs))
@@ -282,13 +300,17 @@ class CompiledStep:
             return result
         self.last = self.last_graph = None
         result = self.step(*args, **kwargs)  # raises if gradients are not finite, which is no fault of the graph
+        self._note_otherwise(family, otherwise)
+        return result
+
+    def _note_otherwise(self, family: Family, otherwise: str) -> None:
+        """Notes that an assumption of a graph did not hold."""
         if family.is_thorough:
             self._fault(family, otherwise)
         else:
             family.is_thorough = True
             family.graphs.clear()
             family.by_shapes = dict.fromkeys(family.by_shapes)
-        return result
 
     def _run_eagerly(self, key: CallKey | None, shapes: Shapes, objects: list[Any], args: Any, kwargs: Any) -> Any:
         """Runs the step eagerly, and notes which models take part; the key is that of a call before any was known."""
@@ -366,11 +388,6 @@ class CompiledStep:
                 f"enn.compile: each size takes a graph of its own, as a size is made a number in {traced.len_lines[0]}."
                 " Write x.shape[0] in place of len(x)."
             )
-        if traced.kept_line:
-            warn(
-                f"enn.compile: a tensor of the step is kept outside of it, where it has no values, and later calls add "
-                f"none; it was made in {traced.kept_line}. Return it from the step, and keep it after the call."
-            )
         family.graphs.append(graph)
         family.by_shapes[shapes] = graph
         return graph
@@ -397,6 +414,11 @@ class CompiledStep:
         with values.undoing(objects):
             generators = values.looks[-1].generators
             traced = trace(*of_step, thorough=family.is_thorough, states=family.grads, generators=generators)
+        if traced.kept_line:
+            raise OnlyEager(
+                f"a tensor of it is kept outside of it, which a graph does not; it was made in {traced.kept_line} "
+                "(return it from the step, and keep it after the call)"
+            )
         try:
             return traced, Graph(traced, shapes, varying, self.backend)
         except CompilerError as error:
@@ -414,6 +436,8 @@ class CompiledStep:
 
     def _give_up(self, family: Family, reason: str) -> None:
         family.is_eager = True
+        family.graphs.clear()
+        family.by_shapes = dict.fromkeys(family.by_shapes)
         self._warn(reason)
 
     def _drop_idle_families(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from functools import cache, partial
+from operator import is_
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, cast
 
@@ -67,9 +68,11 @@ class State:
         return None
 
     def restore(self) -> None:
-        """Puts the lists, dicts and attributes back that have tensors of a trace now."""
+        """Puts all of them back."""
         for container, before in self.kept:
-            if any(True for _ in _changed(container, before)):
+            values = container if isinstance(container, list) else [value for _, value in container.items()]
+            values_before = before if isinstance(container, list) else before.values()
+            if len(values) != len(values_before) or not all(map(is_, values, values_before)):
                 container.clear()
                 container.extend(before) if isinstance(container, list) else container.update(before)
 
