@@ -54,8 +54,11 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
     Sizes that change from call to call, as that of the batch, become symbols of one graph where the step reads them by
     `x.shape[0]`; `len(x)` is a plain number, with a graph for each. New values of parameters, by an optimizer or
     `load_state_dict`, and of buffers are seen. Lists and dicts among the arguments that the step changes are changed by
-    the graph, too. What else Python does happens in the first two calls of a kind, and not again. A tensor that the
-    step keeps outside, as in a list, has no values then; a `PerSampleWarning` names the line.
+    the graph, too. What else Python does, such as printing, happens in the first two calls of a kind, and not again.
+
+    At the call that makes a graph the step runs eagerly as well, and what both leave is compared. If more than rounding
+    differs, as it does where the step counts its calls or does something else while it is traced, calls of this kind
+    run eagerly for good, and a `PerSampleWarning` names what differs.
 
     Where a graph cannot be right the step runs eagerly: a `PerSampleWarning` says why if it is for good (rows of
     earlier calls that it looks at, random numbers within a backward, sparse gradients, sequences of different
@@ -195,6 +198,7 @@ class CompiledStep:
         last: The last call, if it was simple and its graph had run at the call before it, too; with its family and
             graph.
         last_graph: The graph of the last call.
+        kinds_in_a_row: How many new kinds there were since a graph ran last.
         reasons: Why calls run eagerly, as far as that was said.
     """
 
@@ -209,6 +213,7 @@ class CompiledStep:
         self.first_shapes: dict[Hashable, list[Shapes]] = {}
         self.last: tuple[Repeated, Family, Graph] | None = None
         self.last_graph: Graph | None = None
+        self.kinds_in_a_row = 0
         self.reasons: set[str] = set()
 
     def __reduce__(self) -> Any:
@@ -252,7 +257,8 @@ class CompiledStep:
                 if not self.modules:
                     return self._run_eagerly(key, shapes, objects, args, kwargs)
             family = self.families[kind] = Family(by_shapes=dict.fromkeys(self.first_shapes.pop(key, ())))
-            if len(self.families) == NEW_KINDS and not any(other.graphs for other in self.families.values()):
+            self.kinds_in_a_row += 1
+            if self.kinds_in_a_row == NEW_KINDS:
                 self._warn_of_kinds()
         if not family.by_shapes:  # the first of its kind
             family.by_shapes[shapes] = None
@@ -264,8 +270,6 @@ class CompiledStep:
             return self._run_eagerly(None, shapes, objects, args, kwargs)
         if graph is None:
             return self.step(*args, **kwargs)
-        if not graph.is_compared:
-            return self._run_beside(family, graph, tensors, args, kwargs)
         is_simple = not objects and not family.grads
         self._note_call(family, graph, (arguments_key, shapes), is_simple=is_simple)
         return self._run(family, graph, tensors, args, kwargs)
@@ -293,7 +297,10 @@ class CompiledStep:
         return result
 
     def _run(self, family: Family, graph: Graph, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        """Runs a graph, and the step itself if its assumptions do not hold."""
+        """Runs a graph, and the step itself if its assumptions do not hold, or if it is new."""
+        self.kinds_in_a_row = 0
+        if not graph.is_compared:
+            return self._run_beside(family, graph, tensors, args, kwargs)
         otherwise, result = graph.run(tensors, (args, kwargs))
         if otherwise is None:
             family.faults = 0

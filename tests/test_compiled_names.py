@@ -412,6 +412,16 @@ class Counter:
         return self.calls
 
 
+class CountsInClass:
+    """Counts in an attribute of the class."""
+
+    calls = 0
+
+    def add(self) -> int:
+        CountsInClass.calls += 1
+        return self.calls
+
+
 def add_to_item(calls: Any, place: Any) -> Callable[[], int]:
     def add() -> int:
         calls[place] += 1
@@ -434,19 +444,30 @@ COUNTERS: dict[str, Callable[[], Callable[[], int]]] = {
     "variable": add_to_variable,
     "attribute": lambda: Counter().add,
     "item of a dict": lambda: add_to_item({"calls": 0}, "calls"),
+    "attribute of a class": lambda: CountsInClass().add,
     "item of a list": lambda: add_to_item([0], 0),
+    "number of an array": lambda: add_to_item(np.zeros(1), 0),
     "list": add_to_list,
 }
 
 
+@pytest.mark.parametrize("in_hook", [False, True], ids=["step", "hook"])
 @pytest.mark.parametrize("counter", COUNTERS)
-def test_what_the_step_counts_goes_on(counter: str) -> None:
+def test_what_the_step_counts_goes_on(counter: str, in_hook: bool) -> None:
     """The comparison with the eager step finds it at the second call."""
     model, (x, y), add = enn.convert(perceptron()).per_sample(), samples(4)[0], COUNTERS[counter]()
+    CountsInClass.calls = 0
 
     def step(x: Tensor, y: Tensor) -> None:
-        add()
+        if not in_hook:
+            add()
         classified(model, x, y)
+
+    def hook(_: Tensor) -> None:
+        add()
+
+    if in_hook:
+        model[0].weight.register_post_accumulate_grad_hook(hook)
 
     compiled = enn.compile(step, backend="eager")
     for call in range(5):

@@ -67,14 +67,9 @@ class RandomStates:
         self.sources += map(_source_of, generators.values())
         self.before = [get_state() for get_state, _ in self.sources]
 
-    def have_changed(self) -> bool:
-        """Whether anything was drawn since."""
-        pairs = zip(self.before, self.sources, strict=True)
-        return not all(_same(before, get_state()) for before, (get_state, _) in pairs)
-
     def restore(self) -> bool:
         """Sets the states to those from the beginning; whether anything was drawn since."""
-        if not self.have_changed():
+        if all(_same(before, get_state()) for before, (get_state, _) in zip(self.before, self.sources, strict=True)):
             return False
         for before, (_, set_state) in zip(self.before, self.sources, strict=True):
             set_state(before)

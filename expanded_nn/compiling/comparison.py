@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn.common.modes import without_autocast
-from expanded_nn.common.steady import OWN_STATE, RandomStates
+from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.looks import PLAIN
 from expanded_nn.compiling.names import Referred
 from expanded_nn.compiling.packing import containers, items_of
 from expanded_nn.compiling.replay import Graph
-from expanded_nn.compiling.state import State
+from expanded_nn.compiling.state import LISTS, State
 from expanded_nn.compiling.tracing import Outcome, RecorderRows
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.modules.held import snapshot
@@ -151,9 +151,9 @@ class _Before:
                 if (id(container), place) in done or place in OWN_STATE or place == "grad_sample":
                     continue
                 old = items_before.get(place, _NOTHING)
-                name = f"item {place}" if isinstance(container, list) else str(place)
+                name = f"item {place}" if isinstance(container, LISTS) else str(place)
                 if old is _NOTHING:  # a key of a cache; but an item that is appended to a list
-                    if isinstance(container, list) and type(value) in PLAIN:
+                    if isinstance(container, LISTS) and type(value) in PLAIN:
                         comparison.differ("list to which the step appends", _COUNTED)
                 else:
                     _add_change(comparison, name, old, value)
@@ -175,7 +175,7 @@ def _is_apart(tensor: Tensor) -> bool:
 
 
 def _items(container: Any) -> Mapping[Any, Any]:
-    return dict(enumerate(container)) if isinstance(container, list) else dict(container.items())
+    return dict(enumerate(container)) if isinstance(container, LISTS) else dict(container.items())
 
 
 def run_beside(
@@ -203,7 +203,6 @@ def run_beside(
         return otherwise, None, step(*args, **kwargs)
     outcome, comparison = graph.outcome, Comparison(graph.digits)
     changed = [(inputs[index], inputs[index].detach().clone()) for index in graph.changed]
-    drawn = RandomStates(())
     undo()
     parameters = {id(parameter): parameter for module in modules for parameter in module._parameters.values()}
     leaves = [leaf for leaf in (*parameters.values(), *tensors) if leaf is not None]
@@ -211,13 +210,11 @@ def run_beside(
     sets = {id(find(tensors)): None if remake is None else remake(results) for find, remake in outcome.grads}
     sets |= {id(find(tensors)): remake(results) for find, remake in outcome.filled}
     switched = {id(find(tensors)) for find, _ in outcome.trainable}
-    all_grads = [grad for _, grad, _ in grads]
-    before = _Before(referred, [*referred.values(), *referred.owners, *modules, arguments, all_grads])
+    watched = [*tensors, *(grad for _, grad, _ in grads)]
+    before = _Before(referred, [*referred.reachable(), *modules, arguments, watched])
     result = step(*args, **kwargs)
     if graph.draws and not draws_alike:
         return None, None, result
-    if drawn.have_changed():
-        comparison.differ("state of the random numbers")
     with torch.no_grad(), without_autocast():
         comparison.add("result", "returned value", outcome.result(results), result)
         for tensor, values in changed:

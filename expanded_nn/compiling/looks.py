@@ -260,7 +260,7 @@ class StepValues:
         before = self._look_at_all(objects)
         states = {id(owner): (owner, _State(owner)) for owner, _ in before.items.values()}
         variables = self.referred.variables()
-        reachable = State((*self.referred.values(), *self.referred.owners, *objects))
+        reachable = State((*self.referred.reachable(), *objects))
         try:
             yield
             name = _without_values(variables, self.referred.variables()) or reachable.set_to_tensor()
