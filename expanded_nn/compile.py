@@ -17,7 +17,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from expanded_nn._errors import PerSampleError, complaint, shown, warn
 from expanded_nn.common.modes import running_backward
 from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, is_traced, recorders_met
-from expanded_nn.compiling.backends import Backend, CompilerError, backend_of
+from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, draws_alike
+from expanded_nn.compiling.comparison import run_beside
 from expanded_nn.compiling.kinds import of_arguments, of_gradients, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
 from expanded_nn.compiling.repeated import Repeated
@@ -53,8 +54,11 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
     Sizes that change from call to call, as that of the batch, become symbols of one graph where the step reads them by
     `x.shape[0]`; `len(x)` is a plain number, with a graph for each. New values of parameters, by an optimizer or
     `load_state_dict`, and of buffers are seen. Lists and dicts among the arguments that the step changes are changed by
-    the graph, too. What else Python does happens in the first two calls of a kind, and not again. A tensor that the
-    step keeps outside, as in a list, has no values then; a `PerSampleWarning` names the line.
+    the graph, too. What else Python does, such as printing, happens in the first two calls of a kind, and not again.
+
+    At the call that makes a graph the step runs eagerly as well, and what both leave is compared. If more than rounding
+    differs, as it does where the step counts its calls or does something else while it is traced, calls of this kind
+    run eagerly for good, and a `PerSampleWarning` names what differs.
 
     Where a graph cannot be right the step runs eagerly: a `PerSampleWarning` says why if it is for good (rows of
     earlier calls that it looks at, random numbers within a backward, sparse gradients, sequences of different
@@ -194,6 +198,7 @@ class CompiledStep:
         last: The last call, if it was simple and its graph had run at the call before it, too; with its family and
             graph.
         last_graph: The graph of the last call.
+        kinds_in_a_row: How many new kinds there were since a graph ran last.
         reasons: Why calls run eagerly, as far as that was said.
     """
 
@@ -208,6 +213,7 @@ class CompiledStep:
         self.first_shapes: dict[Hashable, list[Shapes]] = {}
         self.last: tuple[Repeated, Family, Graph] | None = None
         self.last_graph: Graph | None = None
+        self.kinds_in_a_row = 0
         self.reasons: set[str] = set()
 
     def __reduce__(self) -> Any:
@@ -251,7 +257,8 @@ class CompiledStep:
                 if not self.modules:
                     return self._run_eagerly(key, shapes, objects, args, kwargs)
             family = self.families[kind] = Family(by_shapes=dict.fromkeys(self.first_shapes.pop(key, ())))
-            if len(self.families) == NEW_KINDS and not any(other.graphs for other in self.families.values()):
+            self.kinds_in_a_row += 1
+            if self.kinds_in_a_row == NEW_KINDS:
                 self._warn_of_kinds()
         if not family.by_shapes:  # the first of its kind
             family.by_shapes[shapes] = None
@@ -274,21 +281,43 @@ class CompiledStep:
             repeated = Repeated(arguments, self.step_values, self.modules, self.recorders)
             self.last = repeated, family, graph
 
+    def _run_beside(self, family: Family, graph: Graph, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        """Runs a new graph and the step itself; if they differ beyond rounding, such calls run eagerly from now on."""
+        self.last = self.last_graph = None
+        of_step = self.modules, self.step_values.referred
+        alike = draws_alike(*self.given)
+        otherwise, difference, result = run_beside(
+            graph, self.step, tensors, (args, kwargs), *of_step, draws_alike=alike
+        )
+        if otherwise is not None:
+            self._note_otherwise(family, otherwise)
+        elif difference is not None:
+            self._give_up(family, difference)
+        graph.is_compared = otherwise is None
+        return result
+
     def _run(self, family: Family, graph: Graph, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        """Runs a graph, and the step itself if its assumptions do not hold."""
+        """Runs a graph, and the step itself if its assumptions do not hold, or if it is new."""
+        self.kinds_in_a_row = 0
+        if not graph.is_compared:
+            return self._run_beside(family, graph, tensors, args, kwargs)
         otherwise, result = graph.run(tensors, (args, kwargs))
         if otherwise is None:
             family.faults = 0
             return result
         self.last = self.last_graph = None
         result = self.step(*args, **kwargs)  # raises if gradients are not finite, which is no fault of the graph
+        self._note_otherwise(family, otherwise)
+        return result
+
+    def _note_otherwise(self, family: Family, otherwise: str) -> None:
+        """Notes that an assumption of a graph did not hold."""
         if family.is_thorough:
             self._fault(family, otherwise)
         else:
             family.is_thorough = True
             family.graphs.clear()
             family.by_shapes = dict.fromkeys(family.by_shapes)
-        return result
 
     def _run_eagerly(self, key: CallKey | None, shapes: Shapes, objects: list[Any], args: Any, kwargs: Any) -> Any:
         """Runs the step eagerly, and notes which models take part; the key is that of a call before any was known."""
@@ -366,11 +395,6 @@ class CompiledStep:
                 f"enn.compile: each size takes a graph of its own, as a size is made a number in {traced.len_lines[0]}."
                 " Write x.shape[0] in place of len(x)."
             )
-        if traced.kept_line:
-            warn(
-                f"enn.compile: a tensor of the step is kept outside of it, where it has no values, and later calls add "
-                f"none; it was made in {traced.kept_line}. Return it from the step, and keep it after the call."
-            )
         family.graphs.append(graph)
         family.by_shapes[shapes] = graph
         return graph
@@ -397,6 +421,11 @@ class CompiledStep:
         with values.undoing(objects):
             generators = values.looks[-1].generators
             traced = trace(*of_step, thorough=family.is_thorough, states=family.grads, generators=generators)
+        if traced.kept_line:
+            raise OnlyEager(
+                f"a tensor of it is kept outside of it, which a graph does not; it was made in {traced.kept_line} "
+                "(return it from the step, and keep it after the call)"
+            )
         try:
             return traced, Graph(traced, shapes, varying, self.backend)
         except CompilerError as error:
@@ -414,6 +443,8 @@ class CompiledStep:
 
     def _give_up(self, family: Family, reason: str) -> None:
         family.is_eager = True
+        family.graphs.clear()
+        family.by_shapes = dict.fromkeys(family.by_shapes)
         self._warn(reason)
 
     def _drop_idle_families(self) -> None:

@@ -1,4 +1,4 @@
-"""A tensor of a compiled step that is kept outside of it, where it has no values, is named by its line."""
+"""A tensor of a step that is kept outside of it, which a graph would not do, is named by its line."""
 
 from collections.abc import Callable
 from typing import Any
@@ -56,14 +56,19 @@ LINES = {rows: r"line \d+ of .*loss.backward\(\)"}
 def test_a_tensor_that_is_kept_is_named(step: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    KEPT.clear()
     model.history = []
     compiled = enn.compile(lambda x, y: step(model, x, y), backend="eager")
     compiled(x, y)
     model.zero_grad()
     line = LINES.get(step, rf"line \d+ of .*{step.__code__.co_filename.rpartition('/')[2]}: .*# here")
-    with pytest.warns(enn.PerSampleWarning, match=rf"kept outside of it.* made in {line}.* Return it from the step"):
+    with pytest.warns(enn.PerSampleWarning, match=rf"kept outside of it.* made in {line}.*return it from the step"):
         compiled(x, y)
-    KEPT.clear()
+    model.zero_grad()
+    compiled(x, y)
+    kept = [*KEPT, *model.history]
+    assert len(kept) == 3
+    assert all(value.detach().sum().item() for value in kept)  # they have values
 
 
 def test_what_is_returned_or_held_is_not_kept() -> None:

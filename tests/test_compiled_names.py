@@ -391,21 +391,92 @@ def test_numbers_that_a_module_keeps(change: Callable[[Any], Any]) -> None:
     assert len(graphs(compiled)) == 2
 
 
-def test_what_the_step_itself_changes_makes_no_other_kind() -> None:
-    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
-    log, counts = [], {"steps": 0}
+def add_to_variable() -> Callable[[], int]:
+    calls = 0
+
+    def add() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return add
+
+
+class Counter:
+    """Counts in an attribute."""
+
+    calls = 0
+
+    def add(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+class CountsInClass:
+    """Counts in an attribute of the class."""
+
+    calls = 0
+
+    def add(self) -> int:
+        CountsInClass.calls += 1
+        return self.calls
+
+
+def add_to_item(calls: Any, place: Any) -> Callable[[], int]:
+    def add() -> int:
+        calls[place] += 1
+        return int(calls[place])
+
+    return add
+
+
+def add_to_list() -> Callable[[], int]:
+    log: list[str] = []
+
+    def add() -> int:
+        log.append("a step")
+        return len(log)
+
+    return add
+
+
+COUNTERS: dict[str, Callable[[], Callable[[], int]]] = {
+    "variable": add_to_variable,
+    "attribute": lambda: Counter().add,
+    "item of a dict": lambda: add_to_item({"calls": 0}, "calls"),
+    "attribute of a class": lambda: CountsInClass().add,
+    "item of a list": lambda: add_to_item([0], 0),
+    "number of an array": lambda: add_to_item(np.zeros(1), 0),
+    "list": add_to_list,
+}
+
+
+@pytest.mark.parametrize("in_hook", [False, True], ids=["step", "hook"])
+@pytest.mark.parametrize("counter", COUNTERS)
+def test_what_the_step_counts_goes_on(counter: str, in_hook: bool) -> None:
+    """The comparison with the eager step finds it at the second call."""
+    model, (x, y), add = enn.convert(perceptron()).per_sample(), samples(4)[0], COUNTERS[counter]()
+    CountsInClass.calls = 0
 
     def step(x: Tensor, y: Tensor) -> None:
-        log.append("a step")
-        counts["steps"] += 1
+        if not in_hook:
+            add()
         classified(model, x, y)
 
+    def hook(_: Tensor) -> None:
+        add()
+
+    if in_hook:
+        model[0].weight.register_post_accumulate_grad_hook(hook)
+
     compiled = enn.compile(step, backend="eager")
-    for _ in range(5):
+    for call in range(5):
         model.zero_grad()
-        compiled(x, y)
-    assert len(graphs(compiled)) == 1
-    assert len(log) == counts["steps"] == 2  # the eager call, and the trace
+        expected = pytest.warns(enn.PerSampleWarning, match="runs eagerly.*change it after the call")
+        with expected if call == 1 else nullcontext():
+            compiled(x, y)
+    assert add() == 6
+    assert not graphs(compiled)
 
 
 class Batch:

@@ -392,12 +392,12 @@ EAGER = {
     mode_switched: "it switches per-sample mode off and on",
     queries_as_argument: "per-sample gradients are among its arguments",
     iterator_as_argument: "it refers to an iterator, a map",
+    counter_in_a_dict: "its graph leaves another value of calls",
+    numbers_in_a_list: "its graph leaves another list to which the step appends",
+    numbers_in_a_deque: "its graph leaves another (list|value of item 0)",
 }
 COMPILED = {
     # each call is one of another kind, so that the graph of the second serves no other
-    counter_in_a_dict: 1,
-    numbers_in_a_list: 1,
-    numbers_in_a_deque: 1,
     number_of_the_function: 1,
     averaged_in_place: 1,
     counter_in_a_tensor: 1,

@@ -308,7 +308,10 @@ class Cached(nn.Module):
 def test_a_compiler_may_lay_results_out_in_another_way() -> None:
     """Inductor's `cat` does, where one tensor is empty; the view of the result has to be a copy then."""
     step = law(
-        Cached, clipped, [(torch.randn(size, 7, 8),) for size in (3, 3, 4, 5)], backend="aot_eager_decomp_partition"
+        Cached,
+        clipped,
+        [(torch.randn(size, 7, 8),) for size in (3, 3, 4, 5, 3, 4)],
+        backend="aot_eager_decomp_partition",
     )
     assert graphs(step)
 
@@ -541,7 +544,7 @@ def test_an_empty_batch_of_a_mean() -> None:
     """Its mean is `nan`, and its trace divides by zero."""
     model = enn.convert(perceptron()).per_sample()
     compiled = enn.compile(lambda x: F.mse_loss(model(x), torch.zeros(len(x), 3)).backward(), backend="eager")
-    for size in (4, 4, 0, 0, 0):
+    for size in (4, 4, 0, 0, 0, 4):
         model.zero_grad()
         compiled(torch.randn(size, 8))
         assert model[0].weight.grad_sample.shape == (size, 16, 8)

@@ -27,6 +27,11 @@ def backend_of(backend: str | Backend, options: dict[str, Any]) -> Backend:
     return partial(_of_torch, backend, options)
 
 
+def draws_alike(backend: str | Backend, options: dict[str, Any]) -> bool:
+    """Whether its graphs are sure to draw the random numbers of the eager step."""
+    return backend == "eager" or (backend == "inductor" and options.get("fallback_random", True))
+
+
 def _of_torch(
     backend: str | Backend, options: dict[str, Any], graph: fx.GraphModule, examples: list[Tensor]
 ) -> Callable[..., Any]:

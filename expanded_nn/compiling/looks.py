@@ -252,7 +252,7 @@ class StepValues:
 
     @contextmanager
     def undoing(self, objects: Sequence[Any]) -> Iterator[None]:
-        """Puts what a trace has changed in variables, attributes, lists and dicts back, if the trace is given up.
+        """Puts what a trace has changed in variables, attributes, lists and dicts back: the step runs eagerly after it.
 
         Raises:
             OnlyEager: If it has set any to a tensor, which has no values.
@@ -260,7 +260,7 @@ class StepValues:
         before = self._look_at_all(objects)
         states = {id(owner): (owner, _State(owner)) for owner, _ in before.items.values()}
         variables = self.referred.variables()
-        reachable = State((*self.referred.values(), *self.referred.owners, *objects))
+        reachable = State((*self.referred.reachable(), *objects))
         try:
             yield
             name = _without_values(variables, self.referred.variables()) or reachable.set_to_tensor()
@@ -269,14 +269,13 @@ class StepValues:
                     f"it sets {name} to a tensor, which a graph does not (return the tensor and set it after the call, "
                     "change a tensor in place, or remove it at the end of the step)"
                 )
-        except BaseException:
+        finally:
             reachable.restore()
             for owner, state in states.values():
                 state.restore(owner)
             for variable, now in zip(variables, self.referred.variables(), strict=False):
                 if variable.value is not now.value:
                     variable.put(variable.value)
-            raise
 
     def _look_at_all(self, objects: Sequence[Any]) -> Look:
         """A look also at what the step changes itself."""

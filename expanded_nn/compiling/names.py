@@ -64,6 +64,7 @@ class Referred:
         bound: The step's partial functions, whose arguments count.
         cells: The variables of enclosing functions.
         globals: The global namespaces, each with a name in it.
+        hooks: The hooks of modules and parameters, by their ids.
         functions: The functions.
         names: What they refer to.
         places: Where more functions may be found by these names: the namespaces of objects and modules, by their ids.
@@ -74,6 +75,7 @@ class Referred:
         self.bound: list[partial[Any]] = []
         self.cells: list[CellType] = []
         self.globals: list[tuple[dict[str, Any], str]] = []
+        self.hooks: dict[int, Any] = {}
         self.functions: dict[FunctionType, None] = {}
         self.names = Names()
         self.places: dict[int, list[Mapping[str, Any]]] = {}
@@ -109,8 +111,14 @@ class Referred:
                 if any(not name.startswith("__") and type(value) in _NUMBERS for name, value in vars(base).items()):
                     self.owners.append(base)
             hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
+            parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+            of_parameters = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in parameters]
+            hooks += [
+                hook for registries in of_parameters for registry in registries for hook in (registry or {}).values()
+            ]
+            self.hooks |= {id(hook): hook for hook in hooks}
             for value in (*vars(module).values(), *hooks):
-                if isinstance(value, FunctionType | partial):
+                if isinstance(value, FunctionType | MethodType | partial):
                     self._follow(value)
         self._read_all()
 
@@ -193,6 +201,10 @@ class Referred:
         return of_cells + [
             Variable(partial(setitem, namespace, name), name, namespace.get(name)) for namespace, name in self.globals
         ]
+
+    def reachable(self) -> list[Any]:
+        """What the step can reach: these values, its objects, and its hooks."""
+        return [*self.values(), *self.owners, *self.hooks.values()]
 
     def values(self) -> list[Any]:
         """The values of these names at this moment, but for those of attributes and items."""

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from expanded_nn.common.modes import without_autocast
 from expanded_nn.common.steady import RandomStates
@@ -68,6 +69,8 @@ class Graph:
         draws: Whether it draws random numbers.
         free_dims: The dimensions of arguments whose sizes are inputs of their own.
         changed: The indices of the inputs that it changes.
+        digits: The largest distance of neighbors, relative to their size, of a dtype that it computes in.
+        is_compared: Whether its results were those of the eager step; see `comparison.py`.
         copied: The indices of the gradients that share their memory with another tensor, and so are cloned; `None`
             before the first run.
         function: The compiled graph.
@@ -89,6 +92,7 @@ class Graph:
         _add_inputs(traced.graph, examples)
         self.changed = _changed(traced.graph)
         self.copied: set[int] | None = None
+        self.digits, self.is_compared = _digits(traced.graph), False
         with torch.no_grad(), without_autocast():
             self.function = backend(traced.graph, [*traced.examples, *examples])
 
@@ -97,27 +101,9 @@ class Graph:
 
         If one did not hold, nothing has changed. The tensors are those among the arguments, `(args, kwargs)`.
         """
-        inputs: list[Any] = [
-            *tensors,
-            *(find(tensors).grad for find in self.grad_inputs),
-            *(find(tensors) for find in self.constants),
-            *(tensors[number].shape[dim] for number, dim in self.free_dims),
-        ]
-        saved = [(tensor, tensor.detach().clone()) for tensor in map(inputs.__getitem__, self.changed)]
-        states = RandomStates(()) if self.draws else None
-        torch._C._set_grad_enabled(False)  # torch.no_grad() takes eight times as long
-        try:
-            with without_autocast():  # the graph has the casts that it made
-                results = self.function(*inputs)
-            assumed = self.outcome.assumed
-            if assumed is not None and not bool(results[assumed + 1]):
-                for tensor, values in saved:
-                    tensor.copy_(values)
-                if states is not None:
-                    states.restore()
-                return self.outcome.otherwise[results[assumed].tolist().index(False)], None
-        finally:
-            torch._C._set_grad_enabled(True)  # as it was: there is no graph for a call without
+        otherwise, inputs, results, _ = self.compute(tensors)
+        if otherwise is not None:
+            return otherwise, None
         outcome = self.outcome
         grads = [None if remake is None else remake(results) for _, remake in outcome.grads]
         if self.copied is None:
@@ -147,6 +133,41 @@ class Graph:
                 put_items(owners[number], gone, {key: remake(results) for key, remake in new.items()})
         return None, outcome.result(results)
 
+    def compute(self, tensors: Sequence[Tensor]) -> tuple[str | None, list[Any], Sequence[Any], Callable[[], None]]:
+        """Runs the graph, and does nothing with its results.
+
+        Returns:
+            Which of its assumptions did not hold, if any; its inputs; its results; and what takes the changes of inputs
+            and of random states back, which is done already if an assumption did not hold.
+        """
+        inputs: list[Any] = [
+            *tensors,
+            *(find(tensors).grad for find in self.grad_inputs),
+            *(find(tensors) for find in self.constants),
+            *(tensors[number].shape[dim] for number, dim in self.free_dims),
+        ]
+        saved = [(tensor, tensor.detach().clone()) for tensor in map(inputs.__getitem__, self.changed)]
+        states = RandomStates(()) if self.draws else None
+
+        def undo() -> None:
+            with torch.no_grad():
+                for tensor, values in saved:
+                    tensor.copy_(values)
+            if states is not None:
+                states.restore()
+
+        torch._C._set_grad_enabled(False)  # torch.no_grad() takes eight times as long
+        try:
+            with without_autocast():  # the graph has the casts that it made
+                results = self.function(*inputs)
+            assumed = self.outcome.assumed
+            if assumed is not None and not bool(results[assumed + 1]):
+                undo()
+                return self.outcome.otherwise[results[assumed].tolist().index(False)], inputs, results, undo
+        finally:
+            torch._C._set_grad_enabled(True)  # as it was: there is no graph for a call without
+        return None, inputs, results, undo
+
 
 def _add_inputs(graph: fx.GraphModule, sizes: Sequence[Any]) -> None:
     """Puts sizes behind a graph's inputs: in front of them, inductor's `cpp_wrapper` takes one for another.
@@ -160,6 +181,16 @@ def _add_inputs(graph: fx.GraphModule, sizes: Sequence[Any]) -> None:
             node = graph.graph.placeholder(f"size_{size}")
         node.meta["val"] = size
     graph.recompile()
+
+
+def _digits(graph: fx.GraphModule) -> float:
+    """The precision of a graph's least precise numbers; products of float32 may be of bfloat16 or TF32."""
+    values = [value for node in graph.graph.nodes for value in tree_leaves(node.meta.get("val"))]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()}
+    is_coarse = any(tensor.is_cuda for tensor in tensors) or torch.get_float32_matmul_precision() != "highest"
+    eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float64).eps)
+    return max(eps, 2.0**-10) if is_coarse and torch.float32 in dtypes else eps
 
 
 def _with_shared_memory(grads: Sequence[Tensor | None], values: Sequence[Any]) -> set[int]:

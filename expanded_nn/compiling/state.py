@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from functools import cache, partial
+from operator import is_
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, cast
 
@@ -13,9 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from expanded_nn.common.batch import contents
 from expanded_nn.common.steady import OWN_STATE
+from expanded_nn.compiling.names import is_the_users
 from expanded_nn.factored import FactoredTensor
 
 MOST = 100_000  # lists, dicts and objects that are looked into
+LISTS = (list, deque)
 MOST_ITEMS = 1000  # of a list; the items of a longer one are not looked into
 _OURS = __name__.partition(".")[0]
 
@@ -32,26 +35,41 @@ class State:
         left = list(roots)
         while left and len(seen) < MOST:
             value = left.pop()
-            if id(value) in seen or isinstance(value, Tensor | type | ModuleType | FunctionType | str | int | float):
+            if id(value) in seen or isinstance(value, Tensor | ModuleType | FunctionType | str | int | float):
                 continue
             seen.add(id(value))
+            cls = cast(Any, type(value))
+            if isinstance(value, type):
+                if is_the_users(value):
+                    constants = [name for name, item in vars(value).items() if _is_constant(name, item)]
+                    left += self._kept_attributes(value, constants)
+                continue
             if isinstance(value, dict):
                 self.kept.append((value, dict(value)))
                 left += [item for name, item in value.items() if name not in OWN_STATE]
             elif isinstance(value, list | tuple | deque):
-                if isinstance(value, list):
+                if isinstance(value, LISTS):
                     self.kept.append((value, list(value)))
                 left += value if len(value) <= MOST_ITEMS else ()
             elif isinstance(value, partial):
                 left += [value.func, value.args, value.keywords]
             elif isinstance(value, MethodType):
                 left.append(value.__self__)
-            elif type(value).__module__.partition(".")[0] != _OURS:
-                left += [vars(value)] if hasattr(value, "__dict__") else []
-                if slots := slots_of(cast(Any, type(value))):
-                    attributes = _Slots(value, slots)
-                    self.kept.append((attributes, dict(attributes.items())))
-                    left += [item for _, item in attributes.items()]
+            elif cls.__module__ == "numpy" and hasattr(value, "tobytes"):
+                if hasattr(value, "__setitem__") and value.size <= MOST:
+                    array = _Array(value)
+                    self.kept.append((array, dict(array.items())))
+            elif cls.__module__.partition(".")[0] != _OURS:
+                left += [cls, *([vars(value)] if hasattr(value, "__dict__") else ())]
+                left += self._kept_attributes(value, slots_of(cls))
+
+    def _kept_attributes(self, owner: Any, names: list[str]) -> Iterable[Any]:
+        """Keeps attributes of a class, or those for which an object has slots; returns their values."""
+        attributes = _Attributes(owner, names)
+        before = dict(attributes.items())
+        if before:
+            self.kept.append((attributes, before))
+        return before.values()
 
     def set_to_tensor(self) -> str | None:
         """The first attribute, item of a dict or item of a list that is a tensor of a trace now; `None` without one.
@@ -60,22 +78,24 @@ class State:
         """
         for container, before in self.kept:
             for place, _ in _changed(container, before):
-                if not isinstance(container, list):
+                if not isinstance(container, LISTS):
                     return repr(place)
                 if place < len(before):
                     return f"item {place} of a list"
         return None
 
     def restore(self) -> None:
-        """Puts the lists, dicts and attributes back that have tensors of a trace now."""
+        """Puts all of them back."""
         for container, before in self.kept:
-            if any(True for _ in _changed(container, before)):
+            values = container if isinstance(container, LISTS) else [value for _, value in container.items()]
+            values_before = before if isinstance(container, LISTS) else before.values()
+            if len(values) != len(values_before) or not all(map(is_, values, values_before)):
                 container.clear()
-                container.extend(before) if isinstance(container, list) else container.update(before)
+                container.extend(before) if isinstance(container, LISTS) else container.update(before)
 
 
-class _Slots:
-    """The attributes of an object that has slots for them, as a dict that can be put back."""
+class _Attributes:
+    """Attributes of a class, or of an object that has slots for them, as a dict that can be put back."""
 
     def __init__(self, owner: Any, names: list[str]) -> None:
         self.owner, self.names = owner, names
@@ -85,11 +105,38 @@ class _Slots:
 
     def clear(self) -> None:
         for name, _ in self.items():
-            object.__delattr__(self.owner, name)
+            self._own_class.__delattr__(self.owner, name)
 
     def update(self, items: dict[str, Any]) -> None:
         for name, value in items.items():
-            object.__setattr__(self.owner, name, value)
+            self._own_class.__setattr__(self.owner, name, value)
+
+    @property
+    def _own_class(self) -> Any:
+        return type if isinstance(self.owner, type) else object
+
+
+class _Array:
+    """The numbers of an array of NumPy's, as a dict of one item that can be put back."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.before = array, array.copy()
+        self.numbers = array.tobytes()
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        numbers = self.array.tobytes()
+        return [("an array", self.numbers if numbers == self.numbers else numbers)]
+
+    def clear(self) -> None:
+        pass
+
+    def update(self, _: Any) -> None:
+        self.array[...] = self.before
+
+
+def _is_constant(name: str, member: Any) -> bool:
+    """Whether a member of a class is a value, and no function or property."""
+    return not name.startswith("__") and not hasattr(member, "__get__") and not isinstance(member, type)
 
 
 @cache
@@ -100,7 +147,7 @@ def slots_of(cls: Any) -> list[str]:
 
 def _changed(container: Any, before: Any) -> Iterable[tuple[Any, Any]]:
     """The items that have been set to a tensor of a trace, or to what holds one, with their places."""
-    if isinstance(container, list):
+    if isinstance(container, LISTS):
         places = enumerate(container)
         return ((i, v) for i, v in places if (i >= len(before) or v is not before[i]) and is_of_trace(v))
     return ((k, v) for k, v in container.items() if (k not in before or v is not before[k]) and is_of_trace(v))

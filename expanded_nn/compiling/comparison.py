@@ -1,0 +1,271 @@
+"""A new graph beside one eager step: whether both come to the same, before the graph's results are trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from expanded_nn.common.modes import without_autocast
+from expanded_nn.common.steady import OWN_STATE
+from expanded_nn.compiling.looks import PLAIN
+from expanded_nn.compiling.names import Referred
+from expanded_nn.compiling.packing import containers, items_of
+from expanded_nn.compiling.replay import Graph
+from expanded_nn.compiling.state import LISTS, State
+from expanded_nn.compiling.tracing import Outcome, RecorderRows
+from expanded_nn.factored import FactoredTensor
+from expanded_nn.modules.held import snapshot
+
+# Rounding decides a share `digits` of all comparisons, such as x > 0, another way, and each costs its number: so what
+# it changes is about sqrt(digits) of a tensor's norm, and numbers that cancel to zero are some `digits` of the others.
+MOST_ROUNDING = 10.0  # times sqrt(digits)
+MOST_ALIKE = 0.3  # what differs by more is not rounding in any dtype
+MOST_CANCELLED = 100.0  # times digits
+_TRACED = (
+    "code that asks torch.compiler.is_compiling(), or whether tensors have values, has gone another way in the trace, "
+    "or reads what a graph cannot see, as the time; make both the same, or call the step without enn.compile"
+)
+_COUNTED = "return a tensor and change it after the call, or change a tensor in place, n.add_(1)"
+_NOTHING = object()
+
+
+class Comparison:
+    """What a graph leaves and what the eager step leaves, value by value.
+
+    Attributes:
+        digits: The precision of the least precise numbers.
+        difference: The first that differs, other than by its numbers, as the end of a sentence "as its graph ...".
+        pairs: The tensors, by their group: a name, what the graph leaves, and what the step leaves.
+    """
+
+    def __init__(self, digits: float) -> None:
+        self.digits = digits
+        self.difference: str | None = None
+        self.pairs: dict[str, list[tuple[str, Tensor, Tensor]]] = {}
+
+    def differ(self, name: str, remedy: str = _TRACED) -> None:
+        """Notes a difference."""
+        self.difference = self.difference or f"its graph leaves another {name} than the eager step ({remedy})"
+
+    def add(self, group: str, name: str, found: Any, wanted: Any) -> None:
+        """Adds what the graph and the step leave in one place; what is neither tensors nor numbers does not count."""
+        if isinstance(found, Tensor) and isinstance(wanted, Tensor):
+            if found.shape != wanted.shape or found.dtype != wanted.dtype:
+                self.differ(name)
+            elif not isinstance(found, FactoredTensor) and not isinstance(wanted, FactoredTensor):
+                self.pairs.setdefault(group, []).append((name, found, wanted))
+            else:
+                self.add_rows(name, found, wanted)
+        elif isinstance(found, Mapping) and isinstance(wanted, Mapping):
+            self._add_items(group, name, found, wanted)
+        elif isinstance(found, list | tuple) and isinstance(wanted, list | tuple):
+            self._add_items(group, name, dict(enumerate(found)), dict(enumerate(wanted)))
+        elif is_dataclass(found) and type(found) is type(wanted):
+            values = ({field.name: getattr(value, field.name) for field in fields(value)} for value in (found, wanted))
+            self._add_items(group, name, *values)
+        elif isinstance(found, float) and isinstance(wanted, float):
+            numbers = torch.tensor([found, wanted], dtype=torch.float64)
+            self.pairs.setdefault(group, []).append((name, numbers[0], numbers[1]))
+        elif isinstance(found, Tensor) or isinstance(wanted, Tensor) or _are_other(found, wanted):
+            self.differ(name)
+
+    def _add_items(self, group: str, name: str, found: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> None:
+        if found.keys() != wanted.keys():
+            self.differ(name)
+            return
+        for key, value in found.items():
+            self.add(group, f"{name}[{key!r}]", value, wanted[key])
+
+    def add_rows(self, name: str, found: Tensor, wanted: Tensor) -> None:
+        """Adds per-sample gradients: a weighted sum of them, which takes no dense rows."""
+        if found.shape != wanted.shape:
+            self.differ(name)
+        elif found.shape[0]:
+            weights = torch.linspace(0.5, 1.5, found.shape[0], dtype=found.dtype, device=found.device)
+            sums = [snapshot(rows.detach()).weighted_sum(weights) for rows in (found, wanted)]
+            self.pairs.setdefault("rows", []).append((name, sums[0], sums[1]))
+
+    def first_difference(self) -> str | None:
+        """The first difference beyond rounding."""
+        for pairs in self.pairs.values() if self.difference is None else ():
+            sizes = [_size(wanted) for _, _, wanted in pairs]
+            for (name, found, wanted), size in zip(pairs, sizes, strict=True):
+                if not self._are_alike(found, wanted, size, max(sizes)):
+                    self.differ(name)
+                    return self.difference
+        return self.difference
+
+    def _are_alike(self, found: Tensor, wanted: Tensor, size: float, largest: float) -> bool:
+        tolerance: float = min(MOST_ROUNDING * self.digits**0.5, MOST_ALIKE)
+        if found is wanted or not wanted.numel():
+            return True
+        if not wanted.is_floating_point() and not wanted.is_complex():
+            return bool((found != wanted).double().mean() <= tolerance**2)
+        is_usual = wanted.isfinite()
+        if not torch.equal(is_usual, found.isfinite()):
+            return False
+        if not torch.equal(found[~is_usual].nan_to_num(), wanted[~is_usual].nan_to_num()):
+            return False
+        distance = _size(torch.where(is_usual, found, 0) - torch.where(is_usual, wanted, 0))
+        return distance <= tolerance * size + min(MOST_CANCELLED * self.digits, tolerance) * largest
+
+
+def _are_other(found: Any, wanted: Any) -> bool:
+    """Whether two values are numbers, strings or the like, and not equal."""
+    return type(found) in PLAIN and type(wanted) in PLAIN and bool(found != wanted)
+
+
+def _size(tensor: Tensor) -> float:
+    """The root of the mean square of what is finite."""
+    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    values = torch.where(tensor.isfinite(), tensor, 0)
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    largest = float(values.abs().max())
+    return largest * float((values / largest).abs().square().mean().sqrt()) if largest else 0.0
+
+
+class _Before:
+    """What is in Python before an eager step: numbers and tensors that it may change where its graph does not."""
+
+    def __init__(self, referred: Referred, roots: Sequence[Any]) -> None:
+        self.referred, self.variables = referred, referred.variables()
+        self.state = State(roots)
+        values = (value for _, before in self.state.kept for value in _items(before).values())
+        tensors = {id(value): value for value in values if isinstance(value, Tensor) and not _is_apart(value)}
+        self.versions = [(tensor, tensor._version) for tensor in tensors.values()]
+
+    def add_changes(self, comparison: Comparison, done: set[tuple[int, Any]], written: Iterable[Tensor]) -> None:
+        """Notes what has changed, but for places where the graph sets something, and tensors that it writes to."""
+        memory = {tensor.untyped_storage().data_ptr() for tensor in written}
+        for tensor, version in self.versions:
+            if tensor._version != version and tensor.untyped_storage().data_ptr() not in memory:
+                comparison.differ(f"tensor of shape {tuple(tensor.shape)}, which the step changes in place,")
+        for container, before in self.state.kept:
+            items, items_before = _items(container), _items(before)
+            for place, value in items.items():
+                if (id(container), place) in done or place in OWN_STATE or place == "grad_sample":
+                    continue
+                old = items_before.get(place, _NOTHING)
+                name = f"item {place}" if isinstance(container, LISTS) else str(place)
+                if old is _NOTHING:  # a key of a cache; but an item that is appended to a list
+                    if isinstance(container, LISTS) and type(value) in PLAIN:
+                        comparison.differ("list to which the step appends", _COUNTED)
+                else:
+                    _add_change(comparison, name, old, value)
+        for old_one, new_one in zip(self.variables, self.referred.variables(), strict=False):
+            _add_change(comparison, old_one.name, old_one.value, new_one.value)
+
+
+def _add_change(comparison: Comparison, name: str, old: Any, new: Any) -> None:
+    """Adds what the step, and not its graph, has set to another number or tensor."""
+    if _are_other(old, new):
+        comparison.differ(f"value of {name}", _COUNTED)
+    elif new is not old and isinstance(new, Tensor) and isinstance(old, Tensor):
+        comparison.add("state", f"value of {name}", old, new)
+
+
+def _is_apart(tensor: Tensor) -> bool:
+    """Whether a tensor has no memory or no version of its own."""
+    return isinstance(tensor, FactoredTensor) or tensor.is_inference() or tensor.layout is not torch.strided
+
+
+def _items(container: Any) -> Mapping[Any, Any]:
+    return dict(enumerate(container)) if isinstance(container, LISTS) else dict(container.items())
+
+
+def run_beside(
+    graph: Graph,
+    step: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    arguments: Any,  # (args, kwargs), with these tensors
+    modules: Sequence[nn.Module],
+    referred: Referred,
+    *,
+    draws_alike: bool,
+) -> tuple[str | None, str | None, Any]:
+    """Runs a graph, takes back what it has changed, and runs the step.
+
+    It takes an eager step's time and memory beside the graph's. With `draws_alike` the graph draws the random numbers
+    of the eager step; without, nothing is compared if it draws any.
+
+    Returns:
+        Which of the graph's assumptions did not hold, if any, so that nothing is compared; what differs, if anything;
+        and what the step returns.
+    """
+    args, kwargs = arguments
+    otherwise, inputs, results, undo = graph.compute(tensors)
+    if otherwise is not None:
+        return otherwise, None, step(*args, **kwargs)
+    outcome, comparison = graph.outcome, Comparison(graph.digits)
+    changed = [(inputs[index], inputs[index].detach().clone()) for index in graph.changed]
+    undo()
+    parameters = {id(parameter): parameter for module in modules for parameter in module._parameters.values()}
+    leaves = [leaf for leaf in (*parameters.values(), *tensors) if leaf is not None]
+    grads = [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves if leaf.is_leaf]
+    sets = {id(find(tensors)): None if remake is None else remake(results) for find, remake in outcome.grads}
+    sets |= {id(find(tensors)): remake(results) for find, remake in outcome.filled}
+    switched = {id(find(tensors)) for find, _ in outcome.trainable}
+    watched = [*tensors, *(grad for _, grad, _ in grads)]
+    before = _Before(referred, [*referred.reachable(), *modules, arguments, watched])
+    result = step(*args, **kwargs)
+    if graph.draws and not draws_alike:
+        return None, None, result
+    with torch.no_grad(), without_autocast():
+        comparison.add("result", "returned value", outcome.result(results), result)
+        for tensor, values in changed:
+            comparison.add("state", f"tensor of shape {tuple(tensor.shape)}, changed in place,", values, tensor)
+        names = {id(p): name for module in reversed(modules) for name, p in module.named_parameters()}
+        for leaf, grad, was_trainable in grads:
+            name = names.get(id(leaf), "an argument")
+            comparison.add("grads", f".grad of {name}", sets.get(id(leaf), grad), leaf.grad)
+            if (leaf.requires_grad != was_trainable) != (id(leaf) in switched):
+                comparison.differ(f"requires_grad of {name}")
+        for rows in outcome.rows:
+            _add_rows(comparison, rows, results)
+        for row_leaf, remake in outcome.shown:
+            comparison.add("rows", "grad_sample", remake(results), getattr(row_leaf.parameter(), "grad_sample", None))
+        done = _add_places(comparison, outcome, results, list(containers(arguments)))
+        written = [tensor for tensor, _ in changed]
+        written += [grad for leaf, grad, _ in grads if grad is not None and id(leaf) in sets]
+        before.add_changes(comparison, done, written)
+        return None, comparison.first_difference(), result
+
+
+def _add_rows(comparison: Comparison, rows: RecorderRows, results: Sequence[Any]) -> None:
+    """Adds the rows of the passes that a graph leaves."""
+    held = [*rows.recorder.store.held.values()]
+    if len(held) < len(rows.passes):
+        comparison.differ("number of rows")
+        return
+    for pass_rows, wanted in zip(rows.passes, held[len(held) - len(rows.passes) :], strict=True):
+        for leaf, remake in pass_rows.items():
+            name = rows.recorder.name_of(cast(Tensor, leaf.parameter()))
+            shown = leaf.published.rows if len(held) == 1 else wanted.get(leaf)
+            comparison.add("rows", f"grad_sample of {name}", remake(results), shown)
+
+
+def _add_places(
+    comparison: Comparison, outcome: Outcome, results: Sequence[Any], owners: Sequence[Any]
+) -> set[tuple[int, Any]]:
+    """Adds the attributes and items that a graph sets; returns them, by the id of what has them, and the name there."""
+    done = set()
+    for values, name, remake in outcome.attributes:
+        comparison.add("state", f"attribute {name}", remake(results), values.get(name))
+        done.add((id(values), name))
+    for values, name in outcome.removed:
+        if name in values:
+            comparison.differ(f"attribute {name}")
+    for number, gone, new in outcome.items:
+        owner, items = owners[number], items_of(owners[number])
+        if not items.keys().isdisjoint(gone) or not items.keys() >= new.keys():
+            comparison.differ("number of items in an argument")
+            continue
+        for key, remake in new.items():
+            comparison.add("state", f"item {key!r} of an argument", remake(results), items[key])
+            done.add((id(owner if isinstance(owner, list | dict) else vars(owner)), key))
+    return done
