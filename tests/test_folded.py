@@ -222,6 +222,25 @@ def test_an_expert_without_rows_leaves_zeros() -> None:
             torch.use_deterministic_algorithms(False)
 
 
+class Scaled(Around):
+    """With a parameter of its own, so that its forward goes through the general rule."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__(part)
+        self.scale = nn.Parameter(torch.empty(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.part(self.before(x) * self.scale))  # type: ignore[no-any-return]
+
+
+def test_a_module_with_a_parameter_of_its_own_around_them() -> None:
+    """The experts, which `vmap` cannot follow, are sent through the general rule, and not all that is around them."""
+    model = assert_right(built(Scaled(Mixture(Stacked())), around=False), *calls())
+    assert runs_whole(model)
+    assert not isinstance(model, Alone)
+    assert isinstance(model.part, Alone)
+
+
 def test_experts_share_a_weight() -> None:
     experts = Layers()
     experts.each[1] = experts.each[0]

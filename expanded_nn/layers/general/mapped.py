@@ -221,7 +221,9 @@ class Mapper:
         return refused
 
     def _where_raised(self, error: BaseException) -> Any:
-        """The innermost module in whose forward it was that may go sample by sample by itself."""
+        """The innermost module in whose forward it was that may go sample by sample by itself, if not all do."""
+        if self.module._alone:
+            return self.module
         within = {id(module): module for module in self.module.modules()}
         called = (within.get(id(frame.f_locals.get("self"))) for frame, _ in walk_tb(error.__traceback__))
         return [self.module, *(m for m in called if isinstance(m, PerSampleModule) and m._kind() is not None)][-1]
