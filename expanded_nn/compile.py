@@ -198,7 +198,6 @@ class CompiledStep:
         last: The last call, if it was simple and its graph had run at the call before it, too; with its family and
             graph.
         last_graph: The graph of the last call.
-        kinds_in_a_row: How many new kinds there were since a graph ran last.
         reasons: Why calls run eagerly, as far as that was said.
     """
 
@@ -213,7 +212,6 @@ class CompiledStep:
         self.first_shapes: dict[Hashable, list[Shapes]] = {}
         self.last: tuple[Repeated, Family, Graph] | None = None
         self.last_graph: Graph | None = None
-        self.kinds_in_a_row = 0
         self.reasons: set[str] = set()
 
     def __reduce__(self) -> Any:
@@ -257,8 +255,7 @@ class CompiledStep:
                 if not self.modules:
                     return self._run_eagerly(key, shapes, objects, args, kwargs)
             family = self.families[kind] = Family(by_shapes=dict.fromkeys(self.first_shapes.pop(key, ())))
-            self.kinds_in_a_row += 1
-            if self.kinds_in_a_row == NEW_KINDS:
+            if len(self.families) == NEW_KINDS and not any(other.graphs for other in self.families.values()):
                 self._warn_of_kinds()
         if not family.by_shapes:  # the first of its kind
             family.by_shapes[shapes] = None
@@ -298,7 +295,6 @@ class CompiledStep:
 
     def _run(self, family: Family, graph: Graph, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         """Runs a graph, and the step itself if its assumptions do not hold, or if it is new."""
-        self.kinds_in_a_row = 0
         if not graph.is_compared:
             return self._run_beside(family, graph, tensors, args, kwargs)
         otherwise, result = graph.run(tensors, (args, kwargs))
