@@ -430,7 +430,7 @@ def test_reentrant_checkpoint_in_the_general_rule() -> None:
     module = Scaled(Applied(nn.Linear(2, 2), lambda layer, x: checkpoint(layer, x, use_reentrant=True)), 2)
     for escalate in (False, True):
         model = enn.convert(module).per_sample(escalate=escalate)
-        with pytest.raises(enn.PerSampleError, match=r"Scaled: .*setup_context.* use_reentrant=False"):
+        with pytest.raises(enn.PerSampleError, match=r"layer \(Applied\): .*setup_context.* use_reentrant=False"):
             model(torch.randn(3, 2, requires_grad=True))
 
 

@@ -120,6 +120,8 @@ def _originals(module: nn.Module, lent: Mapping[Slot, Lent]) -> dict[Slot, Tenso
         for name, parameter in member._parameters.items():
             if parameter is not None:
                 loan = lent.get((member, name))
+                if loan is None and isinstance(parameter, nn.Parameter) and not is_batched(parameter):
+                    continue  # of a layer that is given to the module, which has it as it is
                 if loan is None or loan.weight is not parameter:
                     return None
                 originals[member, name] = loan.original
