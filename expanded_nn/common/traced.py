@@ -48,9 +48,7 @@ class _State:
 
 
 _STATE = _State()
-_MET = (
-    threading.local()
-)  # `recorders`: those that have taken part in the step of this thread, where they are looked for
+_MET = threading.local()  # `recorders`: those that took part in the step of this thread, where they are looked for
 
 
 @contextmanager

@@ -99,7 +99,7 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
     """`x` with B rows in dimension `dim`, one per sample; one that all share is expanded, any others are refused."""
     batch = layer.pass_batch_size
     if x.layout is not torch.strided or x.is_nested:
-        refuse_layout(layer, x, argument)
+        _refuse_layout(layer, x, argument)
     if x.dim() <= feature_dims:
         raise refusal(
             layer,
@@ -127,7 +127,7 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
     return x.expand(*x.shape[:dim], batch, *x.shape[dim + 1 :])
 
 
-def refuse_layout(layer: Reader, x: Tensor, argument: str) -> None:
+def _refuse_layout(layer: Reader, x: Tensor, argument: str) -> None:
     """Raises for a sparse or nested tensor; a jagged one, which has its samples first, may be taken."""
     if x.layout is torch.jagged:
         return
