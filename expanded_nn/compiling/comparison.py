@@ -26,8 +26,8 @@ MOST_ROUNDING = 10.0  # times sqrt(digits)
 MOST_ALIKE = 0.3  # what differs by more is not rounding in any dtype
 MOST_CANCELLED = 100.0  # times digits
 _TRACED = (
-    "code that asks torch.compiler.is_compiling(), or whether tensors have values, has gone another way in the trace, "
-    "or reads what a graph cannot see, as the time; make both the same, or call the step without enn.compile"
+    "code that asks whether tensors have values has gone another way in the trace, or reads what a graph cannot see, "
+    "as the time; make both the same, or call the step without enn.compile"
 )
 _COUNTED = "return a tensor and change it after the call, or change a tensor in place, n.add_(1)"
 _NOTHING = object()
