@@ -27,6 +27,14 @@ from expanded_nn.recording.settings import RecorderLike
 from expanded_nn.recording.shared_results import Copies
 
 
+class BetweenLayers(TorchFunctionMode):
+    """Looks at operations between layers: it is off within one."""
+
+    def is_on(self) -> bool:
+        """Whether it sees the operations of now."""
+        return any(mode is self for mode in _modes())
+
+
 class Order(TorchFunctionMode):
     """Follows samples that take each other's places, and raises where they reach a layer.
 
@@ -133,14 +141,16 @@ class Order(TorchFunctionMode):
 
     def as_one_operation(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a layer without a look at the operations in it, under which torch's have no fused inference."""
-        count = torch._C._len_torch_function_stack()
-        if not count or torch._C._get_function_stack_at(count - 1) is not self:
-            return function(*args, **kwargs)
-        mode = _pop_mode()
+        modes = []  # the innermost first
+        while (mode := _innermost_mode()) is self or isinstance(mode, BetweenLayers):
+            modes.append(_pop_mode())
         try:
             result = function(*args, **kwargs)
         finally:
-            _push_mode(mode)
+            for mode in reversed(modes):
+                _push_mode(mode)
+        if self not in modes:  # it looks on, under a mode of somebody else's
+            return result
         if self.moved:
             self.follow((args, kwargs), result)
         if self.copies.layers:
@@ -309,6 +319,15 @@ class Order(TorchFunctionMode):
         )
         error.refused_by = self  # which module is around all of it is not known: the one that was called
         raise error
+
+
+def _modes() -> list[TorchFunctionMode]:
+    """The modes that are on, the innermost last."""
+    return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
+
+
+def _innermost_mode() -> TorchFunctionMode | None:
+    return next(reversed(_modes()), None)
 
 
 def _place(line: tuple[str, int]) -> str:

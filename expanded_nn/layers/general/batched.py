@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn.common.batch import has_derivatives
@@ -23,6 +22,7 @@ from expanded_nn.layers.general.folded import parts_of
 from expanded_nn.layers.general.mapped import flatten
 from expanded_nn.layers.general.owners import Arrangement, Owners
 from expanded_nn.layers.general.ways import JOINS, READS, along, is_of_a_layer
+from expanded_nn.recording.order import BetweenLayers
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[Any, Rule] = {}  # what may be done with a parameter, and by which rule: the table in whole.py
@@ -32,7 +32,7 @@ class NotInTable(Exception):
     """A parameter was used in a way, or with a shape, that the table does not have."""
 
 
-class _Reads(TorchFunctionMode):
+class _Reads(BetweenLayers):
     """Notes what the innermost forward on the whole batch does with other tensors than its parameters.
 
     It may read values: one sample may lead elsewhere than another. Or it may join samples or move them, as it does not
@@ -59,11 +59,6 @@ class _Running(local):
 
 
 _RUNNING = _Running()
-
-
-def _are_read() -> bool:
-    """Whether a forward runs whose operations are noted: where its graph tells whose the rows are, they are not."""
-    return any(run.owners is None for run in _RUNNING.runs)
 
 
 class Run:
@@ -96,13 +91,15 @@ class Run:
         self.hooks = checkpoint_hooks()
 
     def __enter__(self) -> None:
-        if self.owners is None and not _are_read():
+        # where its graph tells whose the rows are, what it does needs no note
+        self.is_noted = self.owners is None and not _RUNNING.reads.is_on()
+        if self.is_noted:
             _RUNNING.reads.__enter__()  # type: ignore[no-untyped-call]
         _RUNNING.runs.append(self)
 
     def __exit__(self, *error: object) -> None:
         _RUNNING.runs.pop()
-        if self.owners is None and not _are_read():
+        if self.is_noted:
             _RUNNING.reads.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def begin(self, arguments: Any, dims: list[int | None], module: nn.Module) -> Any:
