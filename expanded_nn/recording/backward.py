@@ -129,6 +129,8 @@ class Backward:
         on_end: The method to call when it ends, with whether it delivered rows, and whether it failed.
         mark: Gives the mark, `None` when no backward runs.
         resumed: The passes that checkpoints have run forwards of again, the last one last.
+        computed: The node of a computed weight's expansion, while a backward within its own takes rows to parameters:
+            the graph of that one does not lead to the pass.
     """
 
     def __init__(self, on_end: Callable[[bool, bool], None]) -> None:
@@ -136,6 +138,7 @@ class Backward:
         self.on_end = weakref.WeakMethod(on_end)
         self.mark: Callable[[], _Mark | None] = lambda: None
         self.resumed: list[Any] = []
+        self.computed: Any = None
 
     def enter(self, *, delivers: bool) -> bool:
         """Notes that a backward delivers rows, or else runs a forward; whether these are its first rows."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
@@ -1142,10 +1143,11 @@ def test_module_called_twice() -> None:
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant: bool, whole: bool = False) -> None:
+    def __init__(self, use_reentrant: bool, *, parametrized: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(4, 5)
-        self.block = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.LayerNorm(5), Scale(5))
+        linear = parametrizations.weight_norm(nn.Linear(5, 5)) if parametrized else nn.Linear(5, 5)
+        self.block = nn.Sequential(linear, nn.Tanh(), nn.LayerNorm(5), Scale(5))
         self.last = nn.Linear(5, 2)
         self.use_reentrant = use_reentrant
 
@@ -1169,14 +1171,19 @@ def test_checkpoint(use_reentrant: bool) -> None:
     assert_close_rows(grads_of(model), {name: r.sum(0) for name, r in expected.items()})
 
 
+@pytest.mark.parametrize("parametrized", [True, False])
+@pytest.mark.parametrize("sizes", [(3, 2), (1, 2), (2, 1)])
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_two_passes_with_checkpoints_in_one_backward(use_reentrant: bool) -> None:
-    module = Checkpointed(use_reentrant)
+def test_two_passes_with_checkpoints_in_one_backward(
+    use_reentrant: bool, sizes: tuple[int, int], parametrized: bool
+) -> None:
+    """A single row of what runs again may be of a single sample, or shared by all of another pass."""
+    module, (one, two) = Checkpointed(use_reentrant, parametrized=parametrized), sizes
     model = enn.convert(module).per_sample(loss_reduction="sum")
-    (total_loss(model, batch(3)) + total_loss(model, batch(2, 2))).backward()
+    (total_loss(model, batch(one)) + total_loss(model, batch(two, 2))).backward()
     reference = deepcopy(module)
     reference.use_reentrant = False
-    assert_close_rows(rows_of(model), cat(rows(reference, batch(3)), rows(reference, batch(2, 2))))
+    assert_close_rows(rows_of(model), cat(rows(reference, batch(one)), rows(reference, batch(two, 2))))
 
 
 def test_reentrant_checkpoints_around_the_calls_of_two_passes_are_refused() -> None:
