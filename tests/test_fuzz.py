@@ -479,15 +479,16 @@ def test_layer_of_fixed_layout_alone_in_a_time_first_model() -> None:
     assert layer.weight.grad_sample.shape == (2, 3)
 
 
-def test_checkpoint_of_a_fixed_layout_in_a_time_first_model() -> None:
+@pytest.mark.parametrize("sizes", [(2, 4), (1, 4), (1,)])
+def test_checkpoint_of_a_fixed_layout_in_a_time_first_model(sizes: tuple[int, ...]) -> None:
     def how(layer: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(layer, x.transpose(0, 1), use_reentrant=False)
 
     model = enn.convert(Applied(nn.GroupNorm(3, 3), how)).per_sample(batch_first=False, loss_reduction="sum")
-    calls = [Call((torch.randn(3, n, 5),)) for n in (2, 4)]
+    calls = [Call((torch.randn(3, n, 5),)) for n in sizes]
     sum(total_loss(model, call) for call in calls).backward()
     alone = Applied(nn.GroupNorm(3, 3), lambda layer, x: layer(x))
-    rows = [loop(alone, Call((call.args[0].transpose(0, 1),)), n) for call, n in zip(calls, (2, 4), strict=True)]
+    rows = [loop(alone, Call((call.args[0].transpose(0, 1),)), n) for call, n in zip(calls, sizes, strict=True)]
     assert_close(model.layer.weight.grad_sample, torch.cat([each["layer.weight"] for each in rows]))
 
 

@@ -13,6 +13,7 @@ from cases import CASES, EVEN_SAME, GENERAL, Case, layer_of
 from expanded_nn.core import cost
 from oracle import (
     Call,
+    Objective,
     assert_all_close,
     assert_close,
     assert_close_rows,
@@ -626,6 +627,40 @@ def test_what_is_looked_up_lies_as_torch_lays_it(batch_first: bool) -> None:
     module, index = nn.Sequential(nn.Embedding(13, 6)), index.t() if batch_first else index
     model = enn.convert(module).per_sample(batch_first=batch_first)
     assert model(index).stride() == module(index).stride()
+
+
+POSITIONWISE = [
+    (lambda: nn.Linear(4, 5), (4,)),
+    (lambda: nn.Linear(4, 5, bias=False), (2, 4)),
+    (lambda: nn.LayerNorm(4), (4,)),
+    (lambda: nn.LayerNorm((3, 4)), (3, 4)),
+    (lambda: nn.LayerNorm((3, 4)), (2, 3, 4)),
+    (lambda: nn.RMSNorm(4), (4,)),
+    (lambda: nn.RMSNorm((3, 4)), (2, 3, 4)),
+    (lambda: nn.PReLU(), (4,)),
+]
+
+
+@pytest.mark.parametrize("objective", [total_loss, gradient_penalty])
+@pytest.mark.parametrize("lies_so", [True, False])
+@pytest.mark.parametrize(("build", "shape"), POSITIONWISE)
+def test_time_first_in_memory(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], lies_so: bool, objective: Objective
+) -> None:
+    """Samples second: results lie in memory as torch's, and the rows are right, also where they do not."""
+
+    def samples_first(module: nn.Module, call: Call, first: int = 0) -> Tensor:
+        return objective(lambda x: module(x.transpose(0, 1)).transpose(0, 1), call, first)
+
+    torch.manual_seed(7)
+    module, x = nn.Sequential(nn.PReLU(), build()), torch.randn(BATCH, 3, *shape)
+    x = x.transpose(0, 1).contiguous().transpose(0, 1) if lies_so else x
+    model = enn.convert(module).per_sample(batch_first=False, loss_reduction="sum")
+    ours = model(x.transpose(0, 1))
+    assert ours.stride() == torch.empty(ours.shape).stride()
+    assert not ours._is_view()
+    samples_first(model, Call((x,))).backward()
+    assert_close_rows(rows_of(model), loop(module, Call((x,)), BATCH, objective=samples_first))
 
 
 def test_means_of_bags_take_the_weight_s_dtype() -> None:

@@ -1,13 +1,13 @@
 """Who is a sample: the batch size of a call, found in its arguments."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from inspect import unwrap
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn.common.traced import refuse_values
 
@@ -100,3 +100,19 @@ def own_batch_first(module: nn.Module) -> bool | None:
 def has_derivatives(tensor: Tensor) -> bool:
     """Whether it holds real or complex numbers, and no counts, indices or truth values."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def in_memory_order(
+    function: Callable[..., Any],
+    x: Tensor,  # (B, *, *features)
+    *others: Tensor,  # (B, *, …)
+    feature_dims: int = 1,
+) -> Any:  # (B, *, …), one or several
+    """`function` of each position, in the order in which the positions of `x` lie in memory; so the results lie too.
+
+    Where that is `(T, B, …)` there is nothing to copy.
+    """
+    if x.dim() < feature_dims + 2 or x.is_contiguous() or not x.transpose(0, 1).is_contiguous():
+        return function(x, *others)
+    results = function(x.transpose(0, 1), *(other.transpose(0, 1) for other in others))
+    return tree_map(lambda result: result.transpose(0, 1), results)

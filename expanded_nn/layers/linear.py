@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from einops import einsum
 from torch import Tensor, nn
 
+from expanded_nn.common.batch import in_memory_order
 from expanded_nn.common.modes import in_own_dtype, is_batched
 from expanded_nn.common.shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
 from expanded_nn.core import cost
@@ -68,7 +69,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return owned(F.linear(x, shared(weight), shared_or_none(bias)))
+        w, b = shared(weight), shared_or_none(bias)
+        return owned(in_memory_order(lambda x: F.linear(x, w, b), x))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -78,7 +80,8 @@ class _Linear(torch.autograd.Function):
             if torch.is_grad_enabled():
                 grad_x = linear(g, cast_shared(weight, g.dtype).transpose(1, 2)).to(x.dtype)
             else:
-                grad_x = torch.matmul(g, shared(weight).to(g.dtype)).to(x.dtype)
+                w = shared(weight).to(g.dtype)
+                grad_x = in_memory_order(lambda g: torch.matmul(g, w), g).to(x.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = outer_rows(g, x.to(g.dtype), weight.dtype, keep_factors=keeps_factors(weight))
         if ctx.needs_input_grad[2]:

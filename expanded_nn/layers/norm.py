@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn.common.batch import in_memory_order
 from expanded_nn.common.modes import is_batched
 from expanded_nn.common.shared import is_constant, is_shared, owned, shared, shared_or_none
 from expanded_nn.core import cost
@@ -96,12 +97,16 @@ class _OfPositions(torch.autograd.Function):
         eps: float | None,
         centered: bool,
     ) -> Tensor:
+        y: Tensor
         mean = rstd = None
         ctx.eps = torch.finfo(_widest(x.dtype)).eps if eps is None else eps
+        w, b, dims = shared(weight), shared_or_none(bias), len(normalized_shape)
         if centered:
-            y, mean, rstd = torch.native_layer_norm(x, normalized_shape, shared(weight), shared_or_none(bias), ctx.eps)
+            y, mean, rstd = in_memory_order(
+                lambda x: torch.native_layer_norm(x, normalized_shape, w, b, ctx.eps), x, feature_dims=dims
+            )
         else:
-            y = F.rms_norm(x, list(normalized_shape), shared(weight), eps)
+            y = in_memory_order(lambda x: F.rms_norm(x, list(normalized_shape), w, eps), x, feature_dims=dims)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.centered, ctx.bias_dtype = centered, None if bias is None else bias.dtype
         return y
@@ -115,10 +120,14 @@ class _OfPositions(torch.autograd.Function):
         if ctx.centered and not torch.is_grad_enabled():
             if ctx.needs_input_grad[0]:
                 same_weight = shared(weight).to(torch.promote_types(weight.dtype, g.dtype))
-                grad_x, _, _ = aten.native_layer_norm_backward(
-                    g, x.to(g.dtype), same_weight.shape, mean, rstd, same_weight, None, (True, False, False)
-                )
-                grad_x = grad_x.to(x.dtype)
+
+                def backward(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+                    statistics = mean.contiguous(), rstd.contiguous()  # as torch takes them to be
+                    shape, wanted = same_weight.shape, (True, False, False)
+                    grads = aten.native_layer_norm_backward(g, x, shape, *statistics, same_weight, None, wanted)
+                    return cast(Tensor, grads[0])
+
+                grad_x = in_memory_order(backward, g, x.to(g.dtype), mean, rstd, feature_dims=dims).to(x.dtype)
             terms = _times((x.to(dtype) - mean).mul_(rstd), g) if ctx.needs_input_grad[1] else g
         else:  # not by torch's own backward: the derivative of that of its layer norm is wrong
             xhat, rstd = _standardized(x.to(dtype), dims, ctx.eps, centered=ctx.centered)

@@ -412,7 +412,8 @@ class Expanded(PerSampleModule):
             layout.refuse_square(self, first)
         moved = [self.checked(x, feature_dims, dim=dim, argument=argument) for argument, x in inputs.items()]
         if dim:
-            return function(*(x.transpose(0, dim) for x in moved)).transpose(0, dim)
+            result = function(*(x.transpose(0, dim) for x in moved)).transpose(0, dim)
+            return owned(result.contiguous())  # it lies in memory as torch's does
         result = function(*moved)
         if self._samples_dim and all(x.shape[0] == 1 for x in inputs.values()):
             layout.note_shared_result(self, result, is_new=False)

@@ -183,7 +183,8 @@ class Forward:
             )
 
     def _rows_in(self, x: Tensor) -> int:
-        dim = batch_dim(x.dim(), batch_first=self.recorder.settings.batch_first)
+        batch_first = getattr(self.module, "fixed_layout", False) or self.recorder.settings.batch_first
+        dim = batch_dim(x.dim(), batch_first=batch_first)
         return x.shape[dim] if x.dim() else 1
 
     def note_shared(self, layer: nn.Module, result: Any, dim: int, *, is_new: bool) -> None:
