@@ -477,6 +477,34 @@ def test_user_subclass(kind: type[nn.Module], batch_first: bool) -> None:
     assert types(enn.revert(model)) == types(module)
 
 
+class OfTokens(nn.Transformer):
+    """A user's language model on torch's transformer: a forward of its own, which takes tokens `(T, B)`."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__(SIZE, HEADS, 1, 1, 6, dropout=0.0, batch_first=batch_first)
+        self.embedding, self.head = nn.Embedding(7, SIZE), nn.Linear(SIZE, 7)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        return self.head(self.encoder(self.embedding(tokens)))
+
+
+@pytest.mark.parametrize("positions", [1, BATCH, BATCH + 2])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_user_subclass_that_takes_tokens(batch_first: bool, positions: int) -> None:
+    module = OfTokens(batch_first)
+    tokens = torch.randint(7, (BATCH, positions))
+    model = enn.convert(module).per_sample(batch_first=batch_first, loss_reduction="sum")
+
+    def samples_first(model: nn.Module, call: Call, first: int = 0) -> Tensor:
+        dim = 0 if batch_first else 1
+        return total_loss(lambda x: model(x.transpose(0, dim)).transpose(0, dim), call, first)
+
+    samples_first(model, Call((tokens,))).backward()
+    used = {name: rows for name, rows in rows_of(model).items() if not name.startswith("decoder")}
+    expected = loop(module, Call((tokens,)), BATCH, objective=samples_first)
+    assert_close_rows(used, {name: expected[name] for name in used})
+
+
 # --- what the kernels do --------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from expanded_nn.layers.linear import Linear, linear
 from expanded_nn.layers.twins import expand_modules, raise_for
 from expanded_nn.modules.base import Expanded, PerSampleModule, Root
 from expanded_nn.modules.layout import refuse_other_than_sequences
-from expanded_nn.modules.registry import expands
+from expanded_nn.modules.registry import expands, registered_base
 from expanded_nn.recording.recorder import Recorder
 
 
@@ -286,7 +286,7 @@ class _Container(_Converted, Root):
         if recorder is None or recorder.general_rule is not None or batch_first is None:
             self._refuse_unknown_layout(batch_first)
             return super().forward(*args, **kwargs)
-        if self._rows_are_due():
+        if self._forward_is_torchs() and self._rows_are_due():
             first = next((x for x in tensors((args, kwargs)) if isinstance(x, Tensor)), None)
             if first is not None:
                 refuse_other_than_sequences(self, "input", first, 0 if batch_first else 1)
@@ -294,6 +294,11 @@ class _Container(_Converted, Root):
             return super().forward(*args, **kwargs)
         with recorder.layout(batch_first=batch_first):
             return super().forward(*args, **kwargs)
+
+    def _forward_is_torchs(self) -> bool:
+        """Whether it takes sequences; a forward of the user's may begin with tokens."""
+        base = registered_base(type(self))
+        return self.plain_class is None or base is None or self.plain_class.forward is base.forward
 
     def _rows_are_due(self) -> bool:
         if self._recorder is None or not torch.is_grad_enabled():
