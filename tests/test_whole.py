@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from expanded_nn.core import cost
+from expanded_nn.factored import FactoredTensor
 from expanded_nn.layers.general import whole
 from expanded_nn.layers.general.batched import RULES, Rule
 from expanded_nn.layers.general.rule import General
@@ -199,6 +200,31 @@ WHOLE: dict[str, Case] = {
     "standardized by batch norm": (own(standardized_by_batch_norm, (2, 4, 3, 3), (2, 1, 1, 1), (2,)), IMAGE),
     "standardized over the first": (own(standardized_over_the_first, (6, D)), X),
     "weight norm by hand": (own(weight_norm, (6, D), (6, 1)), X),
+    "a child's weight": (
+        own(lambda m, x: F.linear(m.w * x, m.inner.weight, m.inner.bias), (D,), inner=nn.Linear(D, 6)),
+        X,
+    ),
+    "a child's weight, scaled": (
+        own(lambda m, x: F.linear(x, m.inner.weight * m.w), (6, 1), inner=nn.Linear(D, 6, bias=False)),
+        X,
+    ),
+    "a child and its weight": (
+        own(lambda m, x: F.linear(m.inner(x * m.w), m.inner.weight.t()), (D,), inner=nn.Linear(D, 6)),
+        X,
+    ),
+    "a child's weight, biases in part constant": (
+        own(
+            lambda m, x: F.linear(x, weight=m.inner.weight, bias=torch.cat((m.w, torch.ones(2).to(x), m.v))),
+            (1,),
+            (3,),
+            inner=nn.Linear(D, 6, bias=False),
+        ),
+        X,
+    ),
+    "a frozen child's weight": (
+        own(lambda m, x: F.linear(m.w * x, m.inner.weight), (D,), inner=nn.Linear(D, 6).requires_grad_(False)),
+        X,
+    ),
     "low rank": (own(lambda m, x: F.linear(x, m.w + m.v @ m.u * 0.5), (6, D), (6, 2), (2, D)), X),
     "computed, used in two ways": (own(used_in_two_ways, (6, 2), (2, D)), X),
     "computed, detached in part": (own(detached_in_part, (D, D), (D,)), X),
@@ -454,6 +480,23 @@ SQUARE = (values(B, B, D),)
 NOT_WHOLE: dict[str, Case] = {
     "not in the table": (own(lambda m, x: torch.einsum("btd,de->bte", x, m.w), (D, D)), X),
     "an error that the forward catches": (own(swallows, (D,)), X),
+    "a child's weight, of a class that is not in the table": (
+        own(lambda m, x: torch.einsum("btd,ed->bte", m.w * x, m.inner.weight), (D,), inner=nn.Linear(D, 6, False)),
+        X,
+    ),
+    "linear maps in a vmap": (
+        own(
+            lambda m, x: (
+                F.linear(torch.einsum("btd,de->bte", x, m.w), m.inner.weight, torch.cat((m.v, m.inner.bias[2:] * 0)))
+                + F.linear(x.sum(1), m.inner.weight, m.inner.bias)[:, None]
+                + F.linear(torch.ones(2, D).to(x), m.inner.weight).sum(0)
+            ),
+            (D, D),
+            (2,),
+            inner=nn.Linear(D, 6),
+        ),
+        X,
+    ),
     "folded": (own(lambda m, x: F.linear(x.flatten(0, 1), m.w).unflatten(0, x.shape[:2]), (6, D)), X),
     "folded, elementwise": (own(lambda m, x: (x.flatten(0, 1) * m.w).unflatten(0, x.shape[:2]), (D,)), X),
     "samples moved": (own(lambda m, x: (x.transpose(0, 1) * m.w).transpose(0, 1), (D,)), X),
@@ -464,10 +507,6 @@ NOT_WHOLE: dict[str, Case] = {
     "as many positions as samples": (own(lambda m, x: x + F.embedding(torch.arange(B), m.w), (9, D)), SQUARE),
     "expanded to positions, not samples": (own(lambda m, x: x * m.w.expand(B, D), (1, D)), SQUARE),
     "a table of B rows": (own(lambda m, x: x + torch.arange(B)[:, None] * m.w, (D,)), SQUARE),
-    "a child's weight": (
-        own(lambda m, x: F.linear(m.w * x, m.inner.weight, m.inner.bias), (D,), inner=nn.Linear(D, 6)),
-        X,
-    ),
     "a checkpoint inside": (
         own(lambda m, x: checkpoint(lambda y: (y * m.w).sin(), x, use_reentrant=False), (D,)),
         X,
@@ -485,6 +524,17 @@ def scale_of(m: Any) -> Tensor:
 @pytest.mark.parametrize(("make", "args"), NOT_WHOLE.values(), ids=NOT_WHOLE)
 def test_goes_sample_by_sample(make: Callable[[], nn.Module], args: Any) -> None:
     assert not runs_whole(assert_right(make(), Call(args)))
+
+
+def test_linear_maps_in_a_vmap_keep_their_factors() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return F.linear(torch.einsum("btd,d->btd", x, m.w), m.inner.weight)
+
+    model = enn.convert(own(forward, (D,), inner=nn.Linear(D, 60))()).per_sample()
+    model(values(B, 1, D)).sin().mean().backward()
+    rows = model.inner.weight.grad_sample
+    assert isinstance(rows, FactoredTensor)
+    assert not rows.is_dense
 
 
 @pytest.mark.parametrize(("make", "args"), [*WHOLE.values(), *NOT_WHOLE.values()], ids=[*WHOLE, *NOT_WHOLE])

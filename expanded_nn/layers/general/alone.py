@@ -87,7 +87,7 @@ class Alone(General):
         return result
 
     def _run(self, recorder: Recorder, batch: int) -> Run:
-        return Run(batch, recorder.escalation.order, Owners(batch))
+        return Run(batch, recorder, Owners(batch))
 
     def _begun(self, run: Run, args: Any, kwargs: Any) -> Any:
         dims = [self._sample_dim(leaf, run.batch) for leaf in tree_leaves((args, kwargs))]

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from threading import local
 from typing import Any
 
@@ -23,9 +24,12 @@ from expanded_nn.layers.general.mapped import flatten
 from expanded_nn.layers.general.owners import Arrangement, Owners
 from expanded_nn.layers.general.ways import JOINS, READS, along, is_of_a_layer
 from expanded_nn.recording.order import BetweenLayers
+from expanded_nn.recording.settings import RecorderLike
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-RULES: dict[Any, Rule] = {}  # what may be done with a parameter, and by which rule: the table in whole.py
+# the table in whole.py: what may be done with a parameter, and by which rule; and what of that has derivatives
+RULES: dict[Any, Rule] = {}
+COMPUTED: set[Any] = set()
 
 
 class NotInTable(Exception):
@@ -36,7 +40,7 @@ class _Reads(BetweenLayers):
     """Notes what the innermost forward on the whole batch does with other tensors than its parameters.
 
     It may read values: one sample may lead elsewhere than another. Or it may join samples or move them, as it does not
-    in the forward that was compared.
+    in the forward that was compared. Parameters of modules within, which it computes with itself, it takes for its own.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,6 +51,8 @@ class _Reads(BetweenLayers):
             joins, operation = _RUNNING.runs[-1].joins, along(func, args, kwargs)
             if operation not in joins and not is_of_a_layer():
                 joins.add(operation)
+        if func in COMPUTED and torch.is_grad_enabled():
+            args, kwargs = _RUNNING.runs[-1].with_its_own(args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -66,6 +72,7 @@ class Run:
 
     Attributes:
         batch: B.
+        recorder: The recorder of the model.
         order: What looks at the order of the samples, if that is looked at.
         way: What was done with the parameters, and whether with a tensor of B rows, and where values were read: another
             forward that goes this way does the same with its samples.
@@ -80,8 +87,9 @@ class Run:
         module: The module whose forward it is, if it may fold them.
     """
 
-    def __init__(self, batch: int, order: Any = None, owners: Owners | None = None) -> None:
-        self.batch, self.order, self.owners = batch, order, owners
+    def __init__(self, batch: int, recorder: RecorderLike, owners: Owners | None = None) -> None:
+        self.batch, self.recorder, self.owners = batch, recorder, owners
+        self.order = recorder.escalation.order
         self.by_sample: list[Tensor] = []
         self.module: nn.Module | None = None
         self.way: list[Any] = []
@@ -151,6 +159,16 @@ class Run:
         self.made.append(weakref.ref(made))
         self.numel = max(self.numel, (value.shared if isinstance(value, Derived) else value).shape[1:].numel())
         return made
+
+    def with_its_own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of an operation, with what stands for a parameter in place of it."""
+        if not any(type(value) is nn.Parameter for value in chain(args, kwargs.values())):
+            return args, kwargs
+        return tuple(map(self._own, args)), {name: self._own(value) for name, value in kwargs.items()}
+
+    def _own(self, value: Any) -> Any:
+        is_trained = type(value) is nn.Parameter and value.requires_grad and self.recorder.leaves.is_watched(value)
+        return self.batched(self.recorder.expand(value)) if is_trained else value
 
     def derived(self, func: Any, function: Callable[..., Tensor], *operands: Any, begins: bool = True) -> Batched:
         """What is computed from parameters alone: once for all samples, where it pays.

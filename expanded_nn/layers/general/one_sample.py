@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from expanded_nn.common.modes import checkpoint_hooks, is_batched, uncounted
+from expanded_nn.common.modes import checkpoint_hooks, is_batched, is_expanded, uncounted
+from expanded_nn.layers.linear import linear
 
 
 class OneSample(TorchFunctionMode):
@@ -33,6 +34,8 @@ class OneSample(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _corrected(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in _LINEAR:
+            return _linear(func, *args, **kwargs)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
         if func is F.embedding_bag and ((len(args) > 2 and args[2] is not None) or kwargs.get("offsets") is not None):
@@ -64,6 +67,43 @@ class OneSample(TorchFunctionMode):
         )
 
 
+class _LinearOfAll(torch.autograd.Function):
+    """A linear map whose batching rule is that of a layer: at once for all samples, and its rows stay factored."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        raise AssertionError("the weight is a batched one")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor | None) -> tuple[Tensor, int]:
+        x, weight, bias = (
+            tensor if tensor is None else _by_sample(tensor, dim, info.batch_size)
+            for tensor, dim in zip(tensors, in_dims, strict=True)
+        )
+        assert x is not None
+        assert weight is not None
+        return linear(x, weight, bias), 0
+
+
+def _by_sample(tensor: Tensor, dim: int | None, batch: int) -> Tensor:
+    if dim is None:
+        return tensor.expand(batch, *tensor.shape)
+    return tensor.movedim(dim, 0) if dim else tensor  # rows of the weight itself stay factored
+
+
+def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not is_expanded(weight) or input.dim() == 0:
+        return func(input, weight, bias)  # type: ignore[no-any-return]
+    if bias is None or is_expanded(bias):
+        return _LinearOfAll.apply(input, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
+    y: Tensor = _LinearOfAll.apply(input, weight, None)  # type: ignore[no-untyped-call]
+    return y + bias
+
+
 def _is_floating_mask(mask: Any) -> bool:
     return is_of_one_sample(mask) and mask.is_floating_point()
 
@@ -74,7 +114,8 @@ def _is_in_place(func: Any) -> bool:
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
-_CORRECTED = {F.embedding, F.embedding_bag, F.scaled_dot_product_attention}
+_LINEAR = {F.linear}
+_CORRECTED = {F.embedding, F.embedding_bag, F.scaled_dot_product_attention, *_LINEAR}
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"}
 
 

@@ -268,7 +268,7 @@ class General(Expanded):
 
     def _run(self, recorder: Recorder, batch: int) -> Run:
         """A forward on the whole batch that begins."""
-        return Run(batch, recorder.escalation.order)
+        return Run(batch, recorder)
 
     def _begun(self, run: Run, args: Any, kwargs: Any) -> Any:
         """The arguments, as that forward takes them."""

@@ -23,6 +23,7 @@ from expanded_nn.layers import conv, norm
 from expanded_nn.layers.activation import prelu
 from expanded_nn.layers.embedding import embedding
 from expanded_nn.layers.general.batched import (
+    COMPUTED,
     RULES,
     Batched,
     Rule,
@@ -297,11 +298,14 @@ def _resized(func: Any, args: Any, kwargs: Any) -> Batched:
 
 
 def _join(func: Any, args: Any, kwargs: Any) -> Batched:
-    """Parameters beside each other."""
+    """Parameters beside each other, or beside constants that all samples share."""
     joined, *rest = args
-    dim = rest[0] if rest else kwargs.get("dim", 0)
-    refuse_unless(all(map(is_own, joined)) and len({own.rank for own in joined}) == 1)
-    return _run_of(joined).derived(func, lambda *values: func(values, _behind(dim)), *joined)
+    dim, run = rest[0] if rest else kwargs.get("dim", 0), _run_of(joined)
+    constants = [part for part in joined if not is_own(part)]
+    refuse_unless(all(run.are_shared(part) and not part.requires_grad for part in constants))
+    refuse_unless(len({part.rank if is_own(part) else part.dim() for part in joined}) == 1)
+    spread = (part if is_own(part) else part.expand(run.batch, *part.shape) for part in joined)
+    return run.derived(func, lambda *values: func(values, _behind(dim)), *spread)
 
 
 def _with_weights(
@@ -512,3 +516,4 @@ FOLDED: dict[Any, Rule] = {
     **dict.fromkeys(functions("grouped_mm", "_grouped_mm"), _grouped_product),  # from torch 2.10 on
 }
 RULES.update({**TABLE, **FOLDED})
+COMPUTED.update(func for func, rule in TABLE.items() if rule not in (_as_it_looks, _requires_grad))
