@@ -5,24 +5,36 @@ from collections.abc import Callable, Iterator, Mapping
 from inspect import unwrap
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, device, dtype, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn.common.traced import refuse_values
 
+_NUMBERS = {int, float, bool, str, type(None), slice, dtype, device}
+
 
 def tensors(value: Any) -> Iterator[Tensor | PackedSequence]:
     """The tensors inside tuples, lists, dicts and dataclasses, in order."""
-    if isinstance(value, Tensor | PackedSequence):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
+    found: list[Tensor | PackedSequence] = []
+    _collect(value, found)
+    return iter(found)
+
+
+def _collect(value: Any, found: list[Tensor | PackedSequence]) -> None:
+    if isinstance(value, (Tensor, PackedSequence)):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors(item)
+            _collect(item, found)
+    elif type(value) in _NUMBERS:  # most arguments are, and the classes below take long to ask
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _collect(item, found)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
+        for field in dataclasses.fields(value):
+            _collect(getattr(value, field.name), found)
 
 
 def data_in(value: Any) -> Iterator[Tensor]:
