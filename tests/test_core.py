@@ -40,9 +40,9 @@ class Case(NamedTuple):
     twin: Callable[..., Tensor]
 
 
-def outer(positions: int, *, dtype: torch.dtype = torch.float64) -> Case:
+def outer(positions: int, out: int = 4, features: int = 6, *, dtype: torch.dtype = torch.float64) -> Case:
     return Case(
-        lambda: (torch.randn(B, positions, 4, dtype=dtype), torch.randn(B, positions, 6, dtype=dtype)),
+        lambda: (torch.randn(B, positions, out, dtype=dtype), torch.randn(B, positions, features, dtype=dtype)),
         lambda g, a: Outer.of(g, a, dtype),
         lambda g, a: torch.einsum("bto,bti->boi", g, a),
     )
@@ -492,6 +492,15 @@ def test_products_of_a_factor_in_common_are_made_once() -> None:
     assert calls.count(torch.ops.aten.bmm.default) == 2 + 1 + 2 + 1
 
 
+@pytest.mark.parametrize("law", ["dense", "dense out", "weighted_sum", "weighted_sum plain", "add_weighted_sum"])
+@pytest.mark.parametrize("features", [1, 2, 8, 9])
+def test_products_with_few_features(features: int, law: str) -> None:
+    case = outer(9, 64, features)
+    factors = case.factors()
+    compute, wanted = LAWS[law]
+    torch.testing.assert_close(compute(case.term(*factors)), wanted(case.twin(*factors), case.term(*factors)))
+
+
 BY_NAME = {
     *(
         "kronecker.has_factors",
@@ -500,6 +509,7 @@ BY_NAME = {
         "kronecker.between",
         "kronecker.eigenbasis",
         "terms.sides",
+        "terms.outer_products",
     ),
     *("positions.numbers_of_positions", "positions.gram_by_position", "terms.products_of_positions"),
     "sketch.transform_length",

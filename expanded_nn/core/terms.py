@@ -251,6 +251,18 @@ class Dense(Term):
         return (norms if self.coefficient == 1.0 else norms.mul_(self.coefficient)).square()
 
 
+def outer_products(
+    g: Tensor,  # (B, T, out)
+    a: Tensor,  # (B, T, in)
+    out: Tensor | None = None,
+) -> Tensor:  # (B, out, in)
+    """`sum_t g[b,t,:] (x) a[b,t,:]`, written to `out` if that is given."""
+    if not cost.multiplies_turned(g.shape[1], g.shape[2], a.shape[2]):
+        return torch.bmm(g.mT, a, out=out)
+    rows = torch.bmm(a.mT, g).mT
+    return rows.contiguous() if out is None else out.copy_(rows)
+
+
 class Outer(Term):
     """`sum_t g[b,t,:] (x) a[b,t,:]` with `g (B, T, out)` and `a (B, T, in)`: rows `(B, out, in)`."""
 
@@ -279,10 +291,13 @@ class Outer(Term):
         g, a = self.weighted()
         if g.shape[1] == 1:
             return torch.mul(g.transpose(1, 2), a, out=out)
-        return torch.bmm(g.mT, a, out=out)
+        return outer_products(g, a, out)
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
-        return torch.mm(*self._of_all_samples(weights))
+        g, a = self._of_all_samples(weights)
+        if a.shape[1] > 1 and cost.multiplies_turned(len(a), *self.row_shape):  # of a single one torch takes good care
+            return torch.mm(a.t(), g.t()).t().contiguous()
+        return torch.mm(g, a)
 
     def add_weighted_sum(self, total: Tensor, weights: Tensor | None) -> Tensor:
         return total.addmm_(*self._of_all_samples(weights))
