@@ -244,9 +244,10 @@ class Leaf:
 
     def note_clipping(self) -> None:
         """Notes that clipping has set `.grad` to the sum of the rows held."""
-        parameter, passes = self.visible_parameter(), self.published.passes
+        passes = self.published.passes
+        parameter = self.visible_parameter() if passes else None
         self.clipped_grad, self.incomplete_grad = self.noted_grad, None
-        self.clipped_rows = None if parameter is None or not passes else (passes[-1].number, parameter._version)
+        self.clipped_rows = None if parameter is None else (passes[-1].number, parameter._version)
 
     def rows_of_earlier_steps(self) -> int:
         """How many of the rows held were clipped before the parameter was changed in place, as by an optimizer.

@@ -412,13 +412,16 @@ class Recorder:
         if delivered and not self.rows_stand_alone:
             self.note_grads()
 
-    def note_grads(self, clipped: Iterable[Leaf] = ()) -> None:
+    def note_grads(self, clipped: Collection[Leaf] = ()) -> None:
         """Notes each `.grad`, so that a change is seen; those of the leaves `clipped` are what clipping has set."""
         for leaf in self.leaves:
             leaf.note_grad()
+        accumulates = self.settings.accumulate_grad
         for leaf in clipped:
             leaf.note_clipping()
-            leaf.has_foreign_part = leaf.has_foreign_part and not self.settings.accumulate_grad
+            if accumulates:
+                leaf.has_foreign_part = False
+        if clipped:
             self.store.suspended = None  # the rows that stood alone are what `.grad` is made of now
 
     @property
