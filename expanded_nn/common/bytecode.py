@@ -11,6 +11,15 @@ _NO_COMPUTED_KEY = {"LOAD_CONST", "LOAD_SMALL_INT", "BUILD_SLICE", "BUILD_TUPLE"
 _SPREAD = {"DICT_MERGE", "DICT_UPDATE", "CALL_FUNCTION_EX"}
 
 
+def global_names(code: CodeType) -> dict[str, None]:
+    """The global variables that it names, in this order; attributes are none, whose names stand beside them."""
+    return {
+        instruction.argval: None
+        for instruction in get_instructions(code)
+        if "GLOBAL" in instruction.opname or instruction.opname.endswith("_NAME")
+    }
+
+
 def computes_keys(code: CodeType) -> bool:
     """Whether it finds items by keys that are no constants, or gives a dict as keyword arguments."""
     return any(
