@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from threading import Lock, RLock, get_ident
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from expanded_nn._errors import PerSampleError, complaint, shown, warn
@@ -19,10 +19,10 @@ from expanded_nn.common.modes import running_backward
 from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, is_traced, recorders_met
 from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, draws_alike
 from expanded_nn.compiling.comparison import run_beside
-from expanded_nn.compiling.kinds import of_arguments, of_gradients, of_models, of_surroundings
+from expanded_nn.compiling.kinds import Call, of_gradients, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
-from expanded_nn.compiling.repeated import Repeated
 from expanded_nn.compiling.replay import ArgumentDim, Graph
+from expanded_nn.compiling.seen import Seen
 from expanded_nn.compiling.tracing import Traced, trace
 from expanded_nn.modules.base import PerSampleModule
 from expanded_nn.recording.isolation import Grads
@@ -30,6 +30,7 @@ from expanded_nn.recording.recorder import Recorder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Shapes = tuple[torch.Size, ...]
+Key = tuple[Hashable, Hashable, Hashable]  # of the arguments, of what the step names, of torch's global state
 
 MOST_GRAPHS = 16
 MOST_FAULTS = 4
@@ -116,12 +117,12 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
     return CompiledStep(step, backend, options)
 
 
-class CallKey(NamedTuple):
-    """What a call depends on, but for the models."""
+class LastCall(NamedTuple):
+    """A call: the key of its arguments, all else that it depends on, and the family of its graph."""
 
     arguments: Hashable
-    values: Hashable  # those that the step refers to by names
-    surroundings: Hashable
+    seen: Seen
+    family: Family
 
 
 @dataclass
@@ -179,6 +180,11 @@ class Family:
             self.by_shapes[shapes] = graph
         return graph
 
+    def drop_graphs(self) -> None:
+        """Lets go of the graphs."""
+        self.graphs.clear()
+        self.by_shapes = dict.fromkeys(self.by_shapes)
+
 
 class CompiledStep:
     """A step that runs as a graph where it can; see `compile`.
@@ -195,9 +201,7 @@ class CompiledStep:
         families: The graphs, by the kind of the call.
         first_shapes: The shapes of the first calls, which ran eagerly before any module was known, by the kind of their
             arguments.
-        last: The last call, if it was simple and its graph had run at the call before it, too; with its family and
-            graph.
-        last_graph: The graph of the last call.
+        last: The last call, if a graph ran and it did not depend on gradients from before.
         reasons: Why calls run eagerly, as far as that was said.
     """
 
@@ -210,8 +214,7 @@ class CompiledStep:
         self.recorders: list[Recorder] = []
         self.families: dict[Hashable, Family] = {}
         self.first_shapes: dict[Hashable, list[Shapes]] = {}
-        self.last: tuple[Repeated, Family, Graph] | None = None
-        self.last_graph: Graph | None = None
+        self.last: LastCall | None = None
         self.reasons: set[str] = set()
 
     def __reduce__(self) -> Any:
@@ -232,78 +235,68 @@ class CompiledStep:
             return self._call(args, kwargs)
 
     def _call(self, args: Any, kwargs: Any) -> Any:
-        by_id: dict[int, Tensor] = {}
-        objects: list[Any] = []
         try:
-            arguments_key = of_arguments((args, kwargs), by_id, objects)
-            tensors = list(by_id.values())
-            shapes = tuple(tensor.shape for tensor in tensors)
-            last = self.last
-            if last is not None and not objects and last[0].holds((arguments_key, shapes)):
-                return self._run(last[1], last[2], tensors, args, kwargs)
-            key = CallKey(arguments_key, self.step_values.key(objects), of_surroundings())
+            call, last = Call(args, kwargs), self.last
+            if last is not None and call.key == last.arguments and last.seen.holds():
+                graph = last.family.by_shapes.get(call.shapes)
+                if graph is not None:
+                    return self._run(last.family, graph, call)
+            key = call.key, self.step_values.key(call.objects), of_surroundings()
         except OnlyEager as reason:
             self._warn(str(reason))
             return self.step(*args, **kwargs)
         if not self.modules:
-            return self._run_eagerly(key, shapes, objects, args, kwargs)
-        kind = *key, of_models(self.modules, self.recorders)
+            return self._run_eagerly(call, key)
+        seen, self.last = self.step_values.looks[-1].seen, None
+        seen.note_fact(of_surroundings)
+        kind = *key, of_models(self.modules, self.recorders, seen)
+        seen.close()
         family = self.families.get(kind)
         if family is None:
             if len(self.families) >= MOST_KINDS:
                 self._drop_idle_families()
                 if not self.modules:
-                    return self._run_eagerly(key, shapes, objects, args, kwargs)
+                    return self._run_eagerly(call, key)
             family = self.families[kind] = Family(by_shapes=dict.fromkeys(self.first_shapes.pop(key, ())))
             if len(self.families) == NEW_KINDS and not any(other.graphs for other in self.families.values()):
                 self._warn_of_kinds()
         if not family.by_shapes:  # the first of its kind
-            family.by_shapes[shapes] = None
-            return self._run_eagerly(None, shapes, objects, args, kwargs)
+            family.by_shapes[call.shapes] = None
+            return self._run_eagerly(call)
         try:
-            family, graph = self._graph(kind, family, shapes, tensors, objects, (args, kwargs))
+            family, graph = self._graph(kind, family, call)
         except FirstEager as reason:
             self._fault(family, str(reason))
-            return self._run_eagerly(None, shapes, objects, args, kwargs)
+            return self._run_eagerly(call)
         if graph is None:
             return self.step(*args, **kwargs)
-        is_simple = not objects and not family.grads
-        self._note_call(family, graph, (arguments_key, shapes), is_simple=is_simple)
-        return self._run(family, graph, tensors, args, kwargs)
+        if not family.grads:
+            self.last = LastCall(call.key, seen, family)
+        return self._run(family, graph, call)
 
-    def _note_call(self, family: Family, graph: Graph, arguments: Hashable, *, is_simple: bool) -> None:
-        """Notes a call, if the one before ran the same graph: the next one is likely to do so, too."""
-        is_repeated, self.last, self.last_graph = graph is self.last_graph, None, graph
-        if is_repeated and is_simple and Repeated.serves(self.modules, self.recorders):
-            repeated = Repeated(arguments, self.step_values, self.modules, self.recorders)
-            self.last = repeated, family, graph
+    def _run(self, family: Family, graph: Graph, call: Call) -> Any:
+        """Runs a graph; and the step itself if the graph's assumptions do not hold, or if the graph is new.
 
-    def _run_beside(self, family: Family, graph: Graph, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        """Runs a new graph and the step itself; if they differ beyond rounding, such calls run eagerly from now on."""
-        self.last = self.last_graph = None
-        of_step = self.modules, self.step_values.referred
-        alike = draws_alike(*self.given)
-        otherwise, difference, result = run_beside(
-            graph, self.step, tensors, (args, kwargs), *of_step, draws_alike=alike
-        )
+        If a new graph and the step differ beyond rounding, such calls run eagerly from now on.
+        """
+        if graph.is_compared:
+            otherwise, result = graph.run(call)
+            if otherwise is None:
+                family.faults = 0
+                return result
+            self.last = None
+            args, kwargs = call.arguments
+            result = self.step(*args, **kwargs)  # raises if gradients are not finite, which is no fault of the graph
+        else:
+            self.last, referred = None, self.step_values.referred
+            alike = draws_alike(*self.given)
+            of_step = self.step, self.modules, referred
+            otherwise, difference, result = run_beside(graph, call, *of_step, draws_alike=alike)
+            graph.is_compared = otherwise is None
+            if difference is not None:
+                self._give_up(family, difference)
         if otherwise is not None:
             self._note_otherwise(family, otherwise)
-        elif difference is not None:
-            self._give_up(family, difference)
-        graph.is_compared = otherwise is None
-        return result
-
-    def _run(self, family: Family, graph: Graph, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        """Runs a graph, and the step itself if its assumptions do not hold, or if it is new."""
-        if not graph.is_compared:
-            return self._run_beside(family, graph, tensors, args, kwargs)
-        otherwise, result = graph.run(tensors, (args, kwargs))
-        if otherwise is None:
-            family.faults = 0
-            return result
-        self.last = self.last_graph = None
-        result = self.step(*args, **kwargs)  # raises if gradients are not finite, which is no fault of the graph
-        self._note_otherwise(family, otherwise)
         return result
 
     def _note_otherwise(self, family: Family, otherwise: str) -> None:
@@ -312,12 +305,11 @@ class CompiledStep:
             self._fault(family, otherwise)
         else:
             family.is_thorough = True
-            family.graphs.clear()
-            family.by_shapes = dict.fromkeys(family.by_shapes)
+            family.drop_graphs()
 
-    def _run_eagerly(self, key: CallKey | None, shapes: Shapes, objects: list[Any], args: Any, kwargs: Any) -> Any:
+    def _run_eagerly(self, call: Call, key: Key | None = None) -> Any:
         """Runs the step eagerly, and notes which models take part; the key is that of a call before any was known."""
-        self.last = self.last_graph = None
+        self.last = None
         modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # not those that the step makes for itself
         thread = get_ident()
 
@@ -325,8 +317,8 @@ class CompiledStep:
             if get_ident() == thread:
                 modules.setdefault(module)
 
-        noting = register_module_forward_pre_hook(note)
-        with noting, recorders_met() as recorders, self.step_values.noting_changes(objects):
+        noting, (args, kwargs) = register_module_forward_pre_hook(note), call.arguments
+        with noting, recorders_met() as recorders, self.step_values.noting_changes(call.objects):
             result = self.step(*args, **kwargs)
         for recorder in recorders:
             modules.update(dict.fromkeys(recorder.modules()))
@@ -337,26 +329,18 @@ class CompiledStep:
         self.recorders = list(dict.fromkeys([*self.recorders, *new_recorders]))
         self.step_values.referred.add_modules(self.modules)
         if key is not None:  # the functions of the modules are known now
-            key = key._replace(values=self.step_values.look(objects).key)
-            self.first_shapes.setdefault(key, []).append(shapes)
+            key = key[0], self.step_values.look(call.objects).key, key[2]
+            self.first_shapes.setdefault(key, []).append(call.shapes)
         return result
 
-    def _graph(
-        self,
-        kind: Hashable,
-        family: Family,
-        shapes: Shapes,
-        tensors: Sequence[Tensor],
-        objects: Sequence[Any],
-        arguments: Any,  # (args, kwargs)
-    ) -> tuple[Family, Graph | None]:
+    def _graph(self, kind: Hashable, family: Family, call: Call) -> tuple[Family, Graph | None]:
         """The graph for a call, a new one if need be, `None` if there is none; and the family that it is of."""
         if not family.by_gradients:
-            graph = family.find(shapes)
-            if graph is not None or family.is_eager or family.is_rare(shapes):
+            graph = family.find(call.shapes)
+            if graph is not None or family.is_eager or family.is_rare(call.shapes):
                 return family, None if family.is_eager else graph
             try:
-                return family, self._traced(family, shapes, tensors, objects, arguments)
+                return family, self._traced(family, call)
             except LookFirst:
                 family.by_gradients = True
         try:
@@ -369,11 +353,9 @@ class CompiledStep:
             inner = Family(by_shapes=dict.fromkeys(family.by_shapes), varying=set(family.varying), grads=grads)
             self.families[kind] = inner
         # no `LookFirst` this time: it knows the gradients
-        return self._graph(kind, inner, shapes, tensors, objects, arguments)
+        return self._graph(kind, inner, call)
 
-    def _traced(
-        self, family: Family, shapes: Shapes, tensors: Sequence[Tensor], objects: Sequence[Any], arguments: Any
-    ) -> Graph | None:
+    def _traced(self, family: Family, call: Call) -> Graph | None:
         """A new graph, if there can be one."""
         try:
             if sum(len(family.graphs) for family in self.families.values()) >= MOST_GRAPHS:
@@ -382,7 +364,7 @@ class CompiledStep:
                     "take sizes from x.shape, not from len(x))"
                 )
             with _ONE_AT_A_TIME:
-                traced, graph = self._compiled(family, family.varying, shapes, tensors, objects, arguments)
+                traced, graph = self._compiled(family, family.varying, call)
         except OnlyEager as reason:
             self._give_up(family, str(reason))
             return None
@@ -392,20 +374,11 @@ class CompiledStep:
                 " Write x.shape[0] in place of len(x)."
             )
         family.graphs.append(graph)
-        family.by_shapes[shapes] = graph
+        family.by_shapes[call.shapes] = graph
         return graph
 
-    def _compiled(
-        self,
-        family: Family,
-        varying: Collection[ArgumentDim],
-        shapes: Shapes,
-        tensors: Sequence[Tensor],
-        objects: Sequence[Any],
-        arguments: Any,
-    ) -> tuple[Traced, Graph]:
+    def _compiled(self, family: Family, varying: Collection[ArgumentDim], call: Call) -> tuple[Traced, Graph]:
         """A traced step and its graph; where a compiler fails for any size, for these sizes alone."""
-        of_step = self.step, arguments, tensors, varying, self.modules, self.recorders
         values = self.step_values
         if values.scheduled is not None:
             raise complaint(
@@ -414,7 +387,8 @@ class CompiledStep:
                 "a step that ends with its gradients, as the graph would leave the scheduler as it is",
                 "Call the scheduler after the compiled step, and after the optimizer.",
             )
-        with values.undoing(objects):
+        of_step = self.step, call, varying, self.modules, self.recorders
+        with values.undoing(call.objects):
             generators = values.looks[-1].generators
             traced = trace(*of_step, thorough=family.is_thorough, states=family.grads, generators=generators)
         if traced.kept_line:
@@ -423,10 +397,10 @@ class CompiledStep:
                 "(return it from the step, and keep it after the call)"
             )
         try:
-            return traced, Graph(traced, shapes, varying, self.backend)
+            return traced, Graph(traced, call.shapes, varying, self.backend)
         except CompilerError as error:
             if varying:
-                return self._compiled(family, (), shapes, tensors, objects, arguments)
+                return self._compiled(family, (), call)
             raise OnlyEager(
                 f'its compiler raises {error} (backend="eager" replays the graph without a compiler)'
             ) from error
@@ -439,8 +413,7 @@ class CompiledStep:
 
     def _give_up(self, family: Family, reason: str) -> None:
         family.is_eager = True
-        family.graphs.clear()
-        family.by_shapes = dict.fromkeys(family.by_shapes)
+        family.drop_graphs()
         self._warn(reason)
 
     def _drop_idle_families(self) -> None:

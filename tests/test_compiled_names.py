@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -270,9 +271,9 @@ def test_numbers_that_are_found_in_other_ways(
         if number == 5:
             assert compiled.last is not None
             model.zero_grad()
-            assert compiled.last[0].holds(compiled.last[0].arguments)
+            assert compiled.last.seen.holds()
             change(held)
-            assert not compiled.last[0].holds(compiled.last[0].arguments)
+            assert not compiled.last.seen.holds()
         results = []
         for run in (compiled, step):
             model.zero_grad()
@@ -548,3 +549,48 @@ def test_a_step_that_is_an_object() -> None:
             step.model.zero_grad()
             torch.testing.assert_close(left, step(x, y))
     assert len(graphs(compiled)) == 2
+
+
+class WithLoss(nn.Module):
+    """Returns an object with the loss, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=F.cross_entropy(self.out(x), y))
+
+
+def test_a_global_variable_of_an_attributes_name_is_another_thing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step names `loss` as an attribute alone; the global one is set anew at each call."""
+    model, (x, y) = enn.convert(WithLoss()).per_sample(), samples(4)[0]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        result = model(x, y)
+        result.loss.backward()
+        return result.loss.detach()  # type: ignore[no-any-return]
+
+    compiled = enn.compile(step, backend="eager")
+    for _ in range(4):
+        model.zero_grad()
+        monkeypatch.setitem(globals(), "loss", compiled(x, y))
+    assert len(graphs(compiled)) == 1
+    assert compiled.last is not None
+
+
+def test_attributes_in_another_dict_are_seen() -> None:
+    model, held, (x, y) = enn.convert(perceptron()).per_sample(), Limits(), samples(4)[0]
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> Any:
+        F.cross_entropy(model(x), y).backward()
+        enn.clip_grad_sample_norms_(model, held.limit)
+
+    for _ in range(4):
+        model.zero_grad()
+        step(x, y)
+    held.__dict__ = {"limit": 0.01}  # the one before is not changed
+    model.zero_grad()
+    step(x, y)
+    assert torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm() <= 0.041

@@ -1,6 +1,7 @@
 """A compiled step whose calls repeat: what a graph depends on is seen at each call, whatever way it is changed."""
 
 import operator
+from collections import UserDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import expanded_nn as enn
-from expanded_nn.compiling.kinds import of_arguments
+from expanded_nn.compiling.kinds import Call
+from expanded_nn.compiling.seen import Seen
 from test_compiled_step import assert_same, graphs, outcome, samples
 
 
@@ -113,11 +115,8 @@ CHANGES: dict[str, Callable[[Step], Any]] = {
 
 def repeats(compiled: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether a call would be known as one like the last."""
-    tensors: dict[int, Tensor] = {}
-    objects: list[Any] = []
-    key = of_arguments((args, kwargs), tensors, objects)
-    repeated = compiled.last[0]
-    return not objects and bool(repeated.holds((key, tuple(tensor.shape for tensor in tensors.values()))))
+    call, last = Call(args, kwargs), compiled.last
+    return call.key == last.arguments and call.shapes in last.family.by_shapes and bool(last.seen.holds())
 
 
 @pytest.mark.parametrize("clears", [False, True], ids=["cleared_before", "clears"])
@@ -215,3 +214,91 @@ def test_one_tensor_for_two_arguments() -> None:
     x = torch.ones(2, 3)
     torch.testing.assert_close(left(x, x), torch.full((2, 3, 3), 4.0))
     assert len(graphs(step)) == 1
+
+
+def test_a_module_that_keeps_its_buffers_in_a_dict_of_its_own() -> None:
+    step, batch = Step(), samples(4)[0]
+    vars(step.model.out)["_buffers"] = UserDict()
+    for _ in range(5):
+        results = []
+        for run in (step.compiled, step.step):
+            step.model.zero_grad()
+            results.append(step.left_by(run, batch))
+        assert_same(*results)
+    assert len(graphs(step.compiled)) == 1
+    step.model.zero_grad()
+    assert not repeats(step.compiled, *batch)
+
+
+def test_attributes_of_a_parameter_are_seen() -> None:
+    step, batch = Step(), samples(4)[0]
+    step.model.out.weight.scale = 2.0  # type: ignore[assignment]
+    step.compiled = enn.compile(lambda x, y: step.model.out.weight.scale * step.step(x, y)[0], backend="eager")
+    for number in range(8):
+        if number == 5:
+            step.model.zero_grad()
+            assert repeats(step.compiled, *batch)
+            step.model.out.weight.scale = 3.0  # type: ignore[assignment]
+            assert not repeats(step.compiled, *batch)
+        torch.manual_seed(3)
+        step.model.zero_grad()
+        loss = step.compiled(*batch)
+        torch.manual_seed(3)
+        step.model.zero_grad()
+        torch.testing.assert_close(loss, step.model.out.weight.scale * step.step(*batch)[0])
+    assert len(graphs(step.compiled)) == 2
+
+
+NOTED: dict[str, tuple[Callable[[Seen, Any], None], Callable[[], Any], Callable[[Any], Any]]] = {
+    "item behind the last": (Seen.note_items, lambda: [1], lambda items: items.append(2)),
+    "item of an empty list": (Seen.note_items, lambda: [], lambda items: items.append(2)),
+    "equal number": (Seen.note_items, lambda: [1], lambda items: operator.setitem(items, 0, True)),
+    "place behind the last": (
+        lambda seen, owner: seen.note_places(list, owner),
+        lambda: [1],
+        lambda owner: owner.append(2),
+    ),
+    "equal number in a place": (
+        lambda seen, owner: seen.note_places(operator.itemgetter("a", "b"), owner),
+        lambda: {"a": 1, "b": 2},
+        lambda owner: operator.setitem(owner, "a", 1.0),
+    ),
+    "place that is gone": (
+        lambda seen, owner: seen.note_places(operator.itemgetter("a", "b"), owner),
+        lambda: {"a": 1, "b": 2},
+        lambda owner: owner.pop("a"),
+    ),
+    "values of a dict": (
+        lambda seen, owner: seen.note_items(owner.values()),
+        lambda: {"a": 1},
+        lambda owner: operator.setitem(owner, "a", 2),
+    ),
+    "dtype": (
+        lambda seen, tensor: seen.tensors.append(tensor),
+        lambda: torch.ones(2),
+        lambda tensor: setattr(tensor, "data", torch.ones(2, dtype=torch.float16)),
+    ),
+    "strides": (
+        lambda seen, tensor: seen.tensors.append(tensor),
+        lambda: torch.ones(2, 2),
+        lambda tensor: setattr(tensor, "data", torch.ones(2, 2).t()),
+    ),
+    "other dict of attributes": (
+        lambda seen, model: seen.holders.append((model, vars(model))),
+        nn.Flatten,
+        lambda model: setattr(model, "__dict__", dict(vars(model))),
+    ),
+    "fact": (lambda seen, items: seen.note_fact(items.copy), lambda: [1], lambda items: items.append(2)),
+}
+
+
+@pytest.mark.parametrize(("note", "make", "change"), NOTED.values(), ids=NOTED)
+def test_what_is_noted_is_seen_to_change(
+    note: Callable[[Seen, Any], None], make: Callable[[], Any], change: Callable[[Any], Any]
+) -> None:
+    seen, noted = Seen(), make()
+    note(seen, noted)
+    seen.close()
+    assert seen.holds()
+    change(noted)
+    assert not seen.holds()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,12 +10,13 @@ from torch import Tensor, nn
 
 from expanded_nn.common.modes import without_autocast
 from expanded_nn.common.steady import OWN_STATE
+from expanded_nn.compiling.kinds import Call
 from expanded_nn.compiling.looks import PLAIN
 from expanded_nn.compiling.names import Referred
-from expanded_nn.compiling.packing import containers, items_of
+from expanded_nn.compiling.outcome import Outcome, RecorderRows
+from expanded_nn.compiling.packing import containers, has_items, items_of
 from expanded_nn.compiling.replay import Graph
-from expanded_nn.compiling.state import LISTS, State
-from expanded_nn.compiling.tracing import Outcome, RecorderRows
+from expanded_nn.compiling.state import LISTS, State, items_in
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.modules.held import snapshot
 
@@ -60,25 +60,18 @@ class Comparison:
                 self.pairs.setdefault(group, []).append((name, found, wanted))
             else:
                 self.add_rows(name, found, wanted)
-        elif isinstance(found, Mapping) and isinstance(wanted, Mapping):
-            self._add_items(group, name, found, wanted)
-        elif isinstance(found, list | tuple) and isinstance(wanted, list | tuple):
-            self._add_items(group, name, dict(enumerate(found)), dict(enumerate(wanted)))
-        elif is_dataclass(found) and type(found) is type(wanted):
-            values = ({field.name: getattr(value, field.name) for field in fields(value)} for value in (found, wanted))
-            self._add_items(group, name, *values)
+        elif has_items(found) and has_items(wanted):
+            items, wanted_items = items_of(found), items_of(wanted)
+            if items.keys() != wanted_items.keys():
+                self.differ(name)
+                return
+            for key, item in items.items():
+                self.add(group, f"{name}[{key!r}]", item, wanted_items[key])
         elif isinstance(found, float) and isinstance(wanted, float):
             numbers = torch.tensor([found, wanted], dtype=torch.float64)
             self.pairs.setdefault(group, []).append((name, numbers[0], numbers[1]))
         elif isinstance(found, Tensor) or isinstance(wanted, Tensor) or _are_other(found, wanted):
             self.differ(name)
-
-    def _add_items(self, group: str, name: str, found: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> None:
-        if found.keys() != wanted.keys():
-            self.differ(name)
-            return
-        for key, value in found.items():
-            self.add(group, f"{name}[{key!r}]", value, wanted[key])
 
     def add_rows(self, name: str, found: Tensor, wanted: Tensor) -> None:
         """Adds per-sample gradients: a weighted sum of them, which takes no dense rows."""
@@ -135,7 +128,7 @@ class _Before:
     def __init__(self, referred: Referred, roots: Sequence[Any]) -> None:
         self.referred, self.variables = referred, referred.variables()
         self.state = State(roots)
-        values = (value for _, before in self.state.kept for value in _items(before).values())
+        values = (value for _, before in self.state.kept for value in items_in(before).values())
         tensors = {id(value): value for value in values if isinstance(value, Tensor) and not _is_apart(value)}
         self.versions = [(tensor, tensor._version) for tensor in tensors.values()]
 
@@ -146,7 +139,7 @@ class _Before:
             if tensor._version != version and tensor.untyped_storage().data_ptr() not in memory:
                 comparison.differ(f"tensor of shape {tuple(tensor.shape)}, which the step changes in place,")
         for container, before in self.state.kept:
-            items, items_before = _items(container), _items(before)
+            items, items_before = items_in(container), items_in(before)
             for place, value in items.items():
                 if (id(container), place) in done or place in OWN_STATE or place == "grad_sample":
                     continue
@@ -174,15 +167,10 @@ def _is_apart(tensor: Tensor) -> bool:
     return isinstance(tensor, FactoredTensor) or tensor.is_inference() or tensor.layout is not torch.strided
 
 
-def _items(container: Any) -> Mapping[Any, Any]:
-    return dict(enumerate(container)) if isinstance(container, LISTS) else dict(container.items())
-
-
 def run_beside(
     graph: Graph,
+    call: Call,
     step: Callable[..., Any],
-    tensors: Sequence[Tensor],
-    arguments: Any,  # (args, kwargs), with these tensors
     modules: Sequence[nn.Module],
     referred: Referred,
     *,
@@ -197,21 +185,20 @@ def run_beside(
         Which of the graph's assumptions did not hold, if any, so that nothing is compared; what differs, if anything;
         and what the step returns.
     """
-    args, kwargs = arguments
-    otherwise, inputs, results, undo = graph.compute(tensors)
+    args, kwargs = call.arguments
+    otherwise, inputs, results, undo = graph.compute(call)
     if otherwise is not None:
         return otherwise, None, step(*args, **kwargs)
     outcome, comparison = graph.outcome, Comparison(graph.digits)
     changed = [(inputs[index], inputs[index].detach().clone()) for index in graph.changed]
     undo()
-    parameters = {id(parameter): parameter for module in modules for parameter in module._parameters.values()}
-    leaves = [leaf for leaf in (*parameters.values(), *tensors) if leaf is not None]
-    grads = [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves if leaf.is_leaf]
-    sets = {id(find(tensors)): None if remake is None else remake(results) for find, remake in outcome.grads}
-    sets |= {id(find(tensors)): remake(results) for find, remake in outcome.filled}
-    switched = {id(find(tensors)) for find, _ in outcome.trainable}
-    watched = [*tensors, *(grad for _, grad, _ in grads)]
-    before = _Before(referred, [*referred.reachable(), *modules, arguments, watched])
+    owners = [*call.tensors, *graph.leaves]
+    grads = [(owner, owner.grad, owner.requires_grad) for owner in owners if owner.is_leaf]
+    sets = {id(owners[number]): None if remake is None else remake(results) for number, remake in outcome.grads}
+    sets |= {id(owners[number]): remake(results) for number, remake in outcome.filled}
+    switched = {id(owners[number]) for number, _ in outcome.trainable}
+    watched = [*call.tensors, *(grad for _, grad, _ in grads)]
+    before = _Before(referred, [*referred.reachable(), *modules, call.arguments, watched])
     result = step(*args, **kwargs)
     if graph.draws and not draws_alike:
         return None, None, result
@@ -229,7 +216,7 @@ def run_beside(
             _add_rows(comparison, rows, results)
         for row_leaf, remake in outcome.shown:
             comparison.add("rows", "grad_sample", remake(results), getattr(row_leaf.parameter(), "grad_sample", None))
-        done = _add_places(comparison, outcome, results, list(containers(arguments)))
+        done = _add_places(comparison, outcome, results, list(containers(call.arguments)))
         written = [tensor for tensor, _ in changed]
         written += [grad for leaf, grad, _ in grads if grad is not None and id(leaf) in sets]
         before.add_changes(comparison, done, written)

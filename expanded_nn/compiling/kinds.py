@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from operator import attrgetter, itemgetter
 from typing import Any, cast
 
 import torch
@@ -16,56 +16,63 @@ from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.looks import PLAIN, Look, by_identity, is_number
 from expanded_nn.compiling.names import HOOKS, Names, names_in_class
+from expanded_nn.compiling.packing import has_items, items_of
+from expanded_nn.compiling.seen import Seen
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.isolation import Grads, look_at_grads
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.watch import Watch
 
-NOT_THE_USERS = {*vars(nn.Module()), *OWN_STATE}  # the names of attributes of a module
+_NOT_THE_USERS = {*vars(nn.Module()), *OWN_STATE}  # the names of attributes of a module
+_DICTS = "_parameters", "_buffers", "_modules", *HOOKS
+_ALWAYS = "training", *_DICTS
+_TRAITS = attrgetter("dtype", "device", "ndim", "requires_grad")
+_HOOKS_OF_PARAMETER = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_GRAD_AND_HOOKS = attrgetter("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_RECORDER = attrgetter("settings", "store.suspended")
 _GLOBAL_HOOKS: list[Mapping[int, Any]] = [
     getattr(torch.nn.modules.module, f"_global_{name}_hooks")
     for name in ("forward", "forward_pre", "backward", "backward_pre")
 ]
 
 
-def of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) -> Hashable:
-    """A key for a call's arguments but for the sizes and values of tensors.
+class Call:
+    """The arguments of a call.
 
-    Args:
-        value: The arguments.
-        tensors: To which the tensors are added, by their ids.
-        objects: To which objects of other classes are added.
+    Attributes:
+        arguments: The positional ones, and those by names.
+        tensors: The tensors among them, each once.
+        objects: What is of other classes, which are looked into.
+        key: A key for them, but for the sizes and values of tensors.
+        shapes: The shapes of the tensors.
 
     Raises:
         OnlyEager: If tensors are within an object of a class that is not known, and may be others at the next call.
     """
-    if isinstance(value, FactoredTensor):
-        raise OnlyEager(
-            "per-sample gradients are among its arguments (let it refer to them by a name, or give them dense, as "
-            "per_sample_grads(model).flatten() does)"
-        )
-    if isinstance(value, Tensor):
-        number = list(tensors).index(id(value)) if id(value) in tensors else len(tensors)
-        tensors[id(value)] = value
-        if value.__dict__ and own_attributes(value):
-            names = shown(sorted(own_attributes(value)))
-            raise OnlyEager(
-                f"an argument is a tensor with attributes of its own, {names} (give these as arguments, too)"
-            )
-        layout: Hashable = value.layout
-        if layout is torch.strided:
-            layout = None if value.is_contiguous() else value.stride()
-        traits = (value.dtype, value.device, value.dim(), value.requires_grad, layout)
-        return number, type(value), traits, value.requires_grad and value.grad is not None
+
+    __slots__ = "arguments", "key", "objects", "shapes", "tensors"
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.arguments = args, kwargs
+        by_id: dict[int, Tensor] = {}
+        self.objects: list[Any] = []
+        of_names = _of_arguments(kwargs, by_id, self.objects) if kwargs else None
+        self.key: Hashable = (_of_arguments(args, by_id, self.objects), of_names)
+        self.tensors = [*by_id.values()]
+        self.shapes = tuple([tensor.shape for tensor in self.tensors])
+
+
+def _of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) -> Hashable:
+    """A key for arguments; tensors, by their ids, and objects are added to those given."""
     cls = type(value)
+    if isinstance(value, Tensor):
+        return _of_argument(value, tensors)
+    if isinstance(value, list | tuple):
+        return cls, tuple([_of_arguments(item, tensors, objects) for item in value])
     if cls in PLAIN or is_number(value):
         return cls, value
-    if isinstance(value, Mapping):
-        return cls, tuple((key, of_arguments(item, tensors, objects)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return cls, tuple(of_arguments(item, tensors, objects) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return cls, tuple(of_arguments(getattr(value, field.name), tensors, objects) for field in fields(value))
+    if isinstance(value, dict) or has_items(value):
+        return cls, tuple([(key, _of_arguments(item, tensors, objects)) for key, item in items_of(value).items()])
     if any(isinstance(part, Tensor) for part in contents(value)):
         raise OnlyEager(
             f"an argument is a {cls.__name__} that holds tensors (give these, in tuples, lists, dicts or dataclasses)"
@@ -74,61 +81,112 @@ def of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) -> 
     return cls, by_identity(value)
 
 
+def _of_argument(tensor: Tensor, tensors: dict[int, Tensor]) -> Hashable:
+    if isinstance(tensor, FactoredTensor):
+        raise OnlyEager(
+            "per-sample gradients are among its arguments (let it refer to them by a name, or give them dense, as "
+            "per_sample_grads(model).flatten() does)"
+        )
+    if tensor.__dict__ and own_attributes(tensor):
+        names = shown(sorted(own_attributes(tensor)))
+        raise OnlyEager(f"an argument is a tensor with attributes of its own, {names} (give these as arguments, too)")
+    number = list(tensors).index(id(tensor)) if id(tensor) in tensors else len(tensors)
+    tensors[id(tensor)] = tensor
+    layout: Hashable = tensor.layout
+    if layout is torch.strided:
+        layout = None if tensor.is_contiguous() else tensor.stride()
+    has_grad = tensor.requires_grad and tensor.grad is not None
+    return number, type(tensor), _TRAITS(tensor), layout, has_grad
+
+
 def of_surroundings() -> Hashable:
     """Autocast, the dtype of new tensors, and the hooks of all modules."""
-    devices = ("cpu", "cuda") if is_autocast() else ()
-    autocast = tuple(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in devices)
-    hooks = tuple(by_identity(hook) for registry in _GLOBAL_HOOKS for hook in registry.values())
+    autocast: tuple[Any, ...] = ()
+    if is_autocast():
+        enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
+        autocast = tuple((device, torch.get_autocast_dtype(device)) for device in enabled)
+    registries = _GLOBAL_HOOKS if any(_GLOBAL_HOOKS) else ()  # at each step, so it is written for speed
+    hooks = tuple(by_identity(hook) for registry in registries for hook in registry.values())
     return autocast, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), hooks
 
 
-def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> Hashable:
+def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder], seen: Seen) -> Hashable:
     """A key for the state of modules: their children, attributes and hooks, and which gradients and rows they hold.
 
     Modules and parameters count by their ids, which no other object has as long as the modules are kept; buffers and
     tensors among the attributes by their shapes and dtypes; other attributes as in `StepValues`, by the names in the
-    methods.
+    methods. What is looked at is noted.
     """
     key: list[Any] = [(recorder.settings, recorder.rows_stand_alone) for recorder in recorders]
     add = key.append
+    for recorder in recorders:
+        seen.note_places(_OF_RECORDER, recorder)
+    getters: dict[tuple[str, ...], Any] = {}
+    parameters: dict[int, nn.Parameter] = {}
     looked_into: set[tuple[int, int]] = set()
-    for module in modules:  # at each step, so it is written for speed
+    for module in modules:
         attributes = vars(module)
+        own_names = [name for name in attributes if name not in _NOT_THE_USERS]
+        seen.holders.append((module, attributes))
+        seen.sized.append(attributes)
+        looked_at = (*own_names, *_ALWAYS, *(["_recorder"] if "_recorder" in attributes else []))
+        seen.note_places(getters.setdefault(looked_at, itemgetter(*looked_at)), attributes)
+        for members in map(attributes.get, _DICTS):
+            if isinstance(members, dict):
+                seen.note_items(dict.values(members))
+            else:  # made anew when it is asked for, as in TorchScript
+                seen.note_fact(object)
         add(attributes["training"])
         add(id(attributes.get("_recorder")))
         key += map(id, attributes["_modules"].values())
-        key += map(_of_tensor, attributes["_buffers"].values())
-        attribute_names = attributes.keys() - NOT_THE_USERS
-        names = names_in_class(cast(Any, type(module))) if attribute_names else Names()
-        for name in attribute_names:
+        key += [_of_tensor(buffer, seen) for buffer in attributes["_buffers"].values()]
+        names = names_in_class(cast(Any, type(module))) if own_names else Names()
+        for name in own_names:
             value = attributes[name]
             if isinstance(value, Tensor):
-                add((name, _of_tensor(value)))
+                add((name, _of_tensor(value, seen)))
             elif type(value) in PLAIN:
                 add((name, type(value), value))
             else:  # a configuration that many modules have
                 look = id(value), id(names)
-                add((name, id(value)) if look in looked_into else (name, Look([value], names).key))
+                add((name, id(value)) if look in looked_into else (name, Look([value], names, seen).key))
                 looked_into.add(look)
         for name in HOOKS:
             if attributes[name]:
                 key += map(by_identity, attributes[name].values())
         for parameter in attributes["_parameters"].values():
-            if parameter is None:
-                add(None)
-                continue
-            add((id(parameter), parameter.requires_grad, parameter.shape, parameter.dtype, parameter.device))
-            if not parameter.is_contiguous():
-                add(parameter.stride())
-            for hook in (parameter._backward_hooks or {}).values():
-                if type(hook) is not Watch:
-                    add(by_identity(hook))
-            if parameter._post_accumulate_grad_hooks:
-                key += map(by_identity, parameter._post_accumulate_grad_hooks.values())
-            add(of_gradient(parameter, recorders))
-            if len(parameter.__dict__) > 1:
-                add(_of_attributes(own_attributes(parameter)))
-    return tuple(key)
+            add(None if parameter is None else id(parameter))
+            if parameter is not None:
+                parameters[id(parameter)] = parameter
+    key += [_of_parameter(parameter, seen) for parameter in parameters.values()]
+
+    def gradients() -> list[Hashable]:
+        return [_of_gradient(parameter, recorders) for parameter in parameters.values()]
+
+    states = gradients()
+    are_there = any(states)
+    if are_there:
+        seen.note_fact(gradients)
+    for parameter in parameters.values():  # that there are none is seen at less cost
+        seen.note_places(_HOOKS_OF_PARAMETER if are_there else _GRAD_AND_HOOKS, parameter)
+        seen.note_items(vars(parameter) if are_there else vars(parameter).values())
+    return *key, *states
+
+
+def _of_parameter(parameter: nn.Parameter, seen: Seen) -> Hashable:
+    """A key for a parameter, its hooks and attributes, without its gradient and rows."""
+    hooks: list[Any] = []
+    for registry in filter(None, _HOOKS_OF_PARAMETER(parameter)):
+        seen.note_items(dict.values(registry))
+        hooks += [by_identity(hook) for hook in registry.values() if type(hook) is not Watch]
+    own = own_attributes(parameter)
+    if own:
+        seen.note_places(itemgetter(*own, *own), vars(parameter))
+    of_own = [
+        (name, _of_tensor(value, seen) if isinstance(value, Tensor) else Look([value], Names(), seen).key)
+        for name, value in own.items()
+    ]
+    return _of_tensor(parameter, seen), tuple(hooks), tuple(of_own)
 
 
 def own_attributes(tensor: Tensor) -> dict[str, Any]:
@@ -136,18 +194,13 @@ def own_attributes(tensor: Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if name != "grad_sample"}
 
 
-def _of_attributes(attributes: Mapping[str, Any]) -> Hashable:
-    items = attributes.items()
-    return tuple((name, _of_tensor(v) if isinstance(v, Tensor) else Look([v], Names()).key) for name, v in items)
-
-
-def of_gradient(parameter: nn.Parameter, recorders: Sequence[Recorder]) -> Hashable:
+def _of_gradient(parameter: nn.Parameter, recorders: Sequence[Recorder]) -> Hashable:
     """Whether a parameter has a gradient and rows, and who has set them; `None` if it has neither."""
     grad, rows = parameter.grad, getattr(parameter, "grad_sample", None)
     if grad is None and rows is None:
         return None
     is_clipped = are_held = False
-    for recorder in recorders:  # at each step, so it is written for speed
+    for recorder in recorders:
         is_clipped = is_clipped or (grad is not None and recorder.is_clipped(parameter))
         are_held = are_held or (rows is not None and recorder.leaves.holds(parameter, rows))
     return grad is None, is_clipped, rows is None, are_held
@@ -158,8 +211,9 @@ def of_gradients(recorders: Sequence[Recorder]) -> Grads:
     return {key: state for recorder in recorders for key, state in look_at_grads(recorder).items()}
 
 
-def _of_tensor(tensor: Tensor | None) -> Hashable:
+def _of_tensor(tensor: Tensor | None, seen: Seen) -> Hashable:
     if tensor is None:
         return None
+    seen.tensors.append(tensor)
     strides = None if tensor.layout is not torch.strided or tensor.is_contiguous() else tensor.stride()
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, strides

@@ -1,15 +1,13 @@
-"""What values are at a moment: a key for them, and whether they still are what they were."""
+"""What values are at a moment: a key for them, with a note of all that was looked at."""
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from io import IOBase
-from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
@@ -22,6 +20,7 @@ from expanded_nn._errors import shown
 from expanded_nn.common.steady import is_generator
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.names import Names, Referred, Variable, is_the_users, names_in_class
+from expanded_nn.compiling.seen import Seen
 from expanded_nn.compiling.state import State, is_of_trace, slots_of
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
@@ -67,37 +66,21 @@ class Look:
         functions: The functions that are referred to.
         generators: The generators of random numbers that are referred to.
         schedulers: The schedulers of learning rates that are referred to.
+        seen: Where all that counts is noted.
     """
 
-    def __init__(self, values: Iterable[Any], names: Names, changing: Collection[Any] = (), owners: Any = ()) -> None:
+    def __init__(
+        self, values: Iterable[Any], names: Names, seen: Seen, changing: Collection[Any] = (), owners: Any = ()
+    ) -> None:
         self.items: dict[tuple[int, Any], tuple[Any, Hashable]] = {}
         self.numbers: dict[int, int] = {}
         self.iterator: str | None = None
         self.functions: list[FunctionType] = []
         self.generators: list[Any] = []
         self.schedulers: list[LRScheduler] = []
-        self._names, self._changing = names, changing
-        self._views: list[Collection[Any]] = []  # lists and dicts, to go over their items
-        self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []  # of attributes and items, and of what
-        self._arrays: list[tuple[Any, bytes]] = []
+        self._names, self._changing, self.seen = names, changing, seen
         of_owners = tuple(self._of_object(owner) for owner in owners)
         self.key: Hashable = (*map(self._key, values), *of_owners)
-        self._lengths = [*map(len, self._views)]
-        self._contents = [*chain.from_iterable(self._views)]
-        self._looked_up = [value for get, owner in self._getters for value in get(owner)]
-
-    def holds(self) -> bool:
-        """Whether all is as it was; stricter than a comparison of keys, as objects have to be the same, and cheaper."""
-        try:
-            looked_up = [get(owner) for get, owner in self._getters]
-        except (AttributeError, KeyError):
-            return False
-        return (
-            [*map(len, self._views)] == self._lengths
-            and all(map(is_, chain.from_iterable(self._views), self._contents))
-            and all(map(is_, chain.from_iterable(looked_up), self._looked_up))
-            and all(array.tobytes() == numbers for array, numbers in self._arrays)
-        )
 
     def _key(self, value: Any) -> Hashable:
         cls: Any = type(value)
@@ -134,7 +117,7 @@ class Look:
     def _of_items(self, value: Collection[Any]) -> Hashable:
         if len(value) > MOST_ITEMS or (id(value), None) in self._changing:
             return by_identity(value)
-        self._views.append(value)
+        self.seen.note_items(value)
         join = frozenset if isinstance(value, set | frozenset) else tuple
         self.items[id(value), None] = value, join(map(_outside, value))
         return join(map(self._key, value))
@@ -160,6 +143,7 @@ class Look:
         keys: list[Hashable] = []
         if not isinstance(value, type) and hasattr(value, "__dict__"):
             attributes = vars(value)
+            self.seen.holders.append((value, attributes))
             takes_all = names.any_attribute and not isinstance(value, ModuleType)
             counted = [name for name in attributes if takes_all or name in names.words]
             keys.append(self._of_places(value, attributes, itemgetter, counted))
@@ -174,24 +158,22 @@ class Look:
     def _of_places(self, value: Any, mapping: Any, getter: Callable[..., Any], places: list[Any]) -> Hashable:
         """The key of what is in some places of a dict, or of an object, whose attributes may be in a mapping."""
         if mapping is not None:
-            self._views.append(mapping)
-        if not places:
+            self.seen.note_items(mapping)  # its keys
+        counted = [place for place in places if (id(value), place) not in self._changing]
+        if not counted:
             return ()
         source = value if mapping is None else mapping
-        get = getter(*places, places[0])  # one more, as for a single place it gives no tuple
-        self._getters.append((get, source))
-        keys = []
-        for place, item in zip(places, get(source), strict=False):
-            if (id(value), place) not in self._changing:
-                self.items[id(value), place] = value, _outside(item)
-                keys.append((place, self._key(item)))
-        return tuple(keys)
+        get = getter(*counted, counted[0])  # one more, as for a single place it gives no tuple
+        self.seen.note_places(get, source)
+        for place, item in zip(counted, get(source), strict=False):
+            self.items[id(value), place] = value, _outside(item)
+        return tuple((place, self._key(item)) for place, item in zip(counted, get(source), strict=False))
 
     def _of_array(self, value: Any) -> Hashable:
         if not hasattr(value, "__array_interface__") or value.size > MOST_ITEMS:
             return by_identity(value)
         numbers = value.tobytes()
-        self._arrays.append((value, numbers))
+        self.seen.note_fact(value.tobytes)
         self.items[id(value), None] = value, numbers
         return type(value), value.shape, value.dtype.str, numbers
 
@@ -219,11 +201,12 @@ class StepValues:
             referred.add(value)
         while True:
             values = (*referred.values(), *objects)
-            look = Look(values, referred.names, self.changing, referred.owners)
+            look = Look(values, referred.names, Seen(), self.changing, referred.owners)
             known = len(referred.functions)
             for function in look.functions:
                 referred.add(function)
             if len(referred.functions) == known:
+                referred.note(look.seen)
                 return look
 
     def key(self, objects: Sequence[Any]) -> Hashable:
@@ -257,8 +240,6 @@ class StepValues:
         Raises:
             OnlyEager: If it has set any to a tensor, which has no values.
         """
-        before = self._look_at_all(objects)
-        states = {id(owner): (owner, _State(owner)) for owner, _ in before.items.values()}
         variables = self.referred.variables()
         reachable = State((*self.referred.reachable(), *objects))
         try:
@@ -271,15 +252,9 @@ class StepValues:
                 )
         finally:
             reachable.restore()
-            for owner, state in states.values():
-                state.restore(owner)
             for variable, now in zip(variables, self.referred.variables(), strict=False):
                 if variable.value is not now.value:
                     variable.put(variable.value)
-
-    def _look_at_all(self, objects: Sequence[Any]) -> Look:
-        """A look also at what the step changes itself."""
-        return Look((*self.referred.values(), *objects), self.referred.names, (), self.referred.owners)
 
     @contextmanager
     def noting_changes(self, objects: Sequence[Any]) -> Iterator[None]:
@@ -303,29 +278,6 @@ class StepValues:
                 self.changing[place] = value
 
 
-class _State:
-    """What a list, a dict or an object holds, to be put back."""
-
-    def __init__(self, owner: Any) -> None:
-        self.contents: Any = copy.copy(_container(owner))
-
-    def restore(self, owner: Any) -> None:
-        """Puts it back."""
-        container = _container(owner)
-        container.clear()
-        if isinstance(container, list | deque):
-            container.extend(self.contents)
-        else:
-            container.update(self.contents)
-
-
-def _container(owner: Any) -> Any:
-    """A list, dict or set itself, or the attributes of an object; nothing of a class or module."""
-    if isinstance(owner, list | dict | set | deque):
-        return owner
-    return {} if isinstance(owner, type | ModuleType) else getattr(owner, "__dict__", {})
-
-
 def _without_values(before: Sequence[Variable], after: Sequence[Variable]) -> str | None:
     """The first variable that is a tensor without values now, or holds one."""
     changed = (new for old, new in zip(before, after, strict=False) if old.value is not new.value)
@@ -335,13 +287,6 @@ def _without_values(before: Sequence[Variable], after: Sequence[Variable]) -> st
 def is_number(value: Any) -> bool:
     """Whether a value is a number or a string of NumPy, which is not an array."""
     return type(value).__module__ == "numpy" and hasattr(value, "dtype") and not hasattr(value, "__setitem__")
-
-
-def is_fixed(value: Any) -> bool:
-    """Whether its key is the same at any time for the same object, as nothing in it counts that may change."""
-    if type(value) is tuple:
-        return all(map(is_fixed, value))
-    return type(value) in PLAIN or isinstance(value, _WHOLE)
 
 
 @cache

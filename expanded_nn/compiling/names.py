@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from operator import setitem
+from operator import attrgetter, setitem
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from expanded_nn._errors import LIBRARIES
-from expanded_nn.common.bytecode import computes_keys, constant_keys
+from expanded_nn.common.bytecode import computes_keys, constant_keys, global_names
+from expanded_nn.compiling.seen import Seen
 
 _NOT_THE_USERS = (*LIBRARIES, *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")), "<")
 
+_DEFAULTS = attrgetter("__defaults__", "__kwdefaults__")
 _NUMBERS = {bool, int, float, complex, str, list, dict, set, tuple}  # and what may hold any
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -208,17 +210,27 @@ class Referred:
 
     def values(self) -> list[Any]:
         """The values of these names at this moment, but for those of attributes and items."""
-        try:
-            values = [cell.cell_contents for cell in self.cells]
-        except ValueError:  # one is not filled yet
-            values = [_content(cell) for cell in self.cells]
-        values += [namespace.get(name) for namespace, name in self.globals]
+        values = [variable.value for variable in self.variables()]
         for step in self.bound:
             values += (*step.args, *step.keywords.values())
         for function in self.functions:
             values += function.__defaults__ or ()
             values += (function.__kwdefaults__ or {}).values()
         return values
+
+    def note(self, seen: Seen) -> None:
+        """Notes where these values are."""
+        seen.note_places(_contents, self.cells)
+        names: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        for namespace, name in self.globals:
+            names.setdefault(id(namespace), (namespace, []))[1].append(name)
+        for namespace, own_names in names.values():
+            seen.note_places(partial(map, namespace.get), own_names)
+        for function in self.functions:
+            seen.note_places(_DEFAULTS, function)
+        keywords = [step.keywords for step in self.bound] + [function.__kwdefaults__ for function in self.functions]
+        for own_keywords in filter(None, keywords):
+            seen.note_items(own_keywords.values())
 
 
 @cache
@@ -252,7 +264,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _globals_of(code: CodeType) -> list[str]:
-    return list(dict.fromkeys(name for inner in _codes(code) for name in inner.co_names))
+    return list(dict.fromkeys(name for inner in _codes(code) for name in global_names(inner)))
 
 
 @cache
@@ -270,6 +282,13 @@ def _keys_in(code: CodeType) -> frozenset[Any]:
     keys = frozenset(key for inner in _codes(code) for key in constant_keys(inner) if isinstance(key, Hashable))
     words = _names_in(code).words
     return keys | words if "get" in words else keys
+
+
+def _contents(cells: Sequence[CellType]) -> list[Any]:
+    try:
+        return [cell.cell_contents for cell in cells]
+    except ValueError:  # one is not filled yet
+        return [*map(_content, cells)]
 
 
 def _content(cell: CellType) -> Any:

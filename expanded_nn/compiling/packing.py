@@ -44,17 +44,14 @@ def packed(value: Any, parts: list[Any]) -> Remake:
     if isinstance(value, PerSampleGrads):
         rows = packed(dict(value), parts)
         return lambda new_parts: PerSampleGrads(rows(new_parts))
-    if isinstance(value, Mapping):
-        return _packed_items(value, value, setitem, parts)
     if isinstance(value, list | tuple):
         cls: Any = type(value)
         items = [packed(item, parts) for item in value]
         if hasattr(value, "_fields"):
             return lambda new_parts: cls(*(item(new_parts) for item in items))
         return lambda new_parts: cls(item(new_parts) for item in items)
-    if is_dataclass(value) and not isinstance(value, type):
-        attributes = {field.name: getattr(value, field.name) for field in fields(value)}
-        return _packed_items(value, attributes, object.__setattr__, parts)  # a frozen dataclass's own refuses
+    if has_items(value):
+        return _packed_items(value, parts)
     if isinstance(value, Iterator):
         raise OnlyEager(
             f"it returns a {type(value).__name__}, which ends after the first call (return a list or a tuple)"
@@ -88,19 +85,24 @@ def _holds_tensors(value: Any) -> bool:
 
 def containers(value: Any) -> Iterator[Any]:
     """The lists, dicts and dataclasses within a value that a step may change, in the order in which they are met."""
-    is_data = is_dataclass(value) and not isinstance(value, type)
-    if isinstance(value, list | MutableMapping) or is_data:
+    if not has_items(value):
+        return
+    if not isinstance(value, tuple):
         yield value
-    if isinstance(value, list | tuple | Mapping) or is_data:
-        for item in list(value) if isinstance(value, tuple) else list(items_of(value).values()):
-            yield from containers(item)
+    for item in list(items_of(value).values()):
+        yield from containers(item)
+
+
+def has_items(value: Any) -> bool:
+    """Whether it is a list, a tuple, a mapping or a dataclass."""
+    return isinstance(value, list | tuple | Mapping) or (is_dataclass(value) and not isinstance(value, type))
 
 
 def items_of(container: Any) -> dict[Any, Any]:
-    """What a list, a mapping or a dataclass holds, by index, key or name."""
+    """What a list, a tuple, a mapping or a dataclass holds, by index, key or name."""
     if isinstance(container, Mapping):
         return dict(container)
-    if isinstance(container, list):
+    if isinstance(container, list | tuple):
         return dict(enumerate(container))
     return {field.name: getattr(container, field.name) for field in fields(container)}
 
@@ -121,11 +123,10 @@ def put_items(container: Any, removed: Sequence[Any], new: Mapping[Any, Any]) ->
             object.__setattr__(container, name, value)
 
 
-def _packed_items(
-    value: Any, items: Mapping[Any, Any], put: Callable[[Any, Any, Any], None], parts: list[Any]
-) -> Remake:
-    """Packs what a value holds under some keys, where `put` puts it."""
-    remakes = {key: packed(item, parts) for key, item in items.items()}
+def _packed_items(value: Any, parts: list[Any]) -> Remake:
+    """Packs what a mapping or a dataclass holds."""
+    put = setitem if isinstance(value, Mapping) else object.__setattr__  # a frozen dataclass's own refuses
+    remakes = {key: packed(item, parts) for key, item in items_of(value).items()}
     emptied = copy.copy(value)  # so that nothing of the trace lives on
     for key in remakes:
         put(emptied, key, None)

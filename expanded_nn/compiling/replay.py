@@ -12,10 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from expanded_nn.common.modes import without_autocast
 from expanded_nn.common.steady import RandomStates
+from expanded_nn.compiling.kinds import Call
 from expanded_nn.compiling.memory import memory_of, written_by
-from expanded_nn.compiling.packing import containers, put_items
-from expanded_nn.compiling.tracing import Outcome, Traced
-from expanded_nn.recording.isolation import set_rows
+from expanded_nn.compiling.tracing import Traced
 
 ArgumentDim = tuple[int, int]  # the number of a tensor among the arguments, and of one of its dimensions
 
@@ -64,8 +63,9 @@ class Graph:
     Attributes:
         sizes: The shapes.
         outcome: What to do with the results.
-        grad_inputs: The parameters and arguments whose `.grad` is an input.
-        constants: The tensors that are neither arguments nor gradients, such as parameters and buffers.
+        leaves: The parameters, each once.
+        grad_inputs: The numbers of the owners of gradients whose `.grad` is an input.
+        constants: Where the tensors are that are neither arguments nor gradients, such as parameters and buffers.
         draws: Whether it draws random numbers.
         free_dims: The dimensions of arguments whose sizes are inputs of their own.
         changed: The indices of the inputs that it changes.
@@ -84,8 +84,8 @@ class Graph:
         backend: Callable[..., Any],
     ) -> None:
         self.sizes = Sizes(traced, shapes, varying)
-        self.outcome: Outcome = traced.outcome
-        self.grad_inputs, self.constants, self.draws = traced.grad_inputs, traced.constants, traced.draws
+        self.outcome, self.leaves, self.draws = traced.outcome, traced.leaves, traced.draws
+        self.grad_inputs, self.constants = traced.grad_inputs, traced.constants
         numbers = traced.shape_env.replacements  # what tracing has made of some symbols
         self.free_dims = [dim for symbol, dim in self.sizes.symbols.items() if symbol not in numbers]
         examples = [traced.examples[number].shape[dim] for number, dim in self.free_dims]
@@ -96,57 +96,36 @@ class Graph:
         with torch.no_grad(), without_autocast():
             self.function = backend(traced.graph, [*traced.examples, *examples])
 
-    def run(self, tensors: Sequence[Tensor], arguments: Any) -> tuple[str | None, Any]:
+    def run(self, call: Call) -> tuple[str | None, Any]:
         """Runs the step. Returns which of the graph's assumptions did not hold, if any, and what the step returns.
 
-        If one did not hold, nothing has changed. The tensors are those among the arguments, `(args, kwargs)`.
+        If one did not hold, nothing has changed.
         """
-        otherwise, inputs, results, _ = self.compute(tensors)
+        otherwise, inputs, results, _ = self.compute(call)
         if otherwise is not None:
             return otherwise, None
-        outcome = self.outcome
-        grads = [None if remake is None else remake(results) for _, remake in outcome.grads]
+        grads = [None if remake is None else remake(results) for _, remake in self.outcome.grads]
         if self.copied is None:
             self.copied = _with_shared_memory(grads, [*inputs, *results])
-        for find, requires_grad in outcome.trainable:
-            find(tensors).requires_grad_(requires_grad)
-        for index, (find, _) in enumerate(outcome.grads):
-            grad = grads[index]
-            find(tensors).grad = grad.clone() if grad is not None and index in self.copied else grad
-        for find, remake in outcome.filled:
-            cast(Tensor, find(tensors).grad).detach().copy_(remake(results))
-        for leaf, is_scaled, has_foreign_part in outcome.flags:
-            leaf.is_scaled, leaf.has_foreign_part = is_scaled, has_foreign_part
-        for rows in outcome.rows:
-            passes = [{leaf: remake(results) for leaf, remake in pass_rows.items()} for pass_rows in rows.passes]
-            set_rows(rows.recorder, passes, appends=rows.appends)
-            rows.recorder.note_grads(rows.clipped)
-        for leaf, remake in outcome.shown:
-            cast(Any, leaf.parameter()).grad_sample = remake(results)
-        for values, name, remake in outcome.attributes:
-            values[name] = remake(results)
-        for values, name in outcome.removed:
-            values.pop(name, None)
-        if outcome.items:
-            owners = list(containers(arguments))
-            for number, gone, new in outcome.items:
-                put_items(owners[number], gone, {key: remake(results) for key, remake in new.items()})
-        return None, outcome.result(results)
+        for index in self.copied:
+            grads[index] = cast(Tensor, grads[index]).clone()
+        self.outcome.put([*call.tensors, *self.leaves], grads, results, call.arguments)
+        return None, self.outcome.result(results)
 
-    def compute(self, tensors: Sequence[Tensor]) -> tuple[str | None, list[Any], Sequence[Any], Callable[[], None]]:
+    def compute(self, call: Call) -> tuple[str | None, list[Any], Sequence[Any], Callable[[], None]]:
         """Runs the graph, and does nothing with its results.
 
         Returns:
             Which of its assumptions did not hold, if any; its inputs; its results; and what takes the changes of inputs
             and of random states back, which is done already if an assumption did not hold.
         """
-        inputs: list[Any] = [
-            *tensors,
-            *(find(tensors).grad for find in self.grad_inputs),
-            *(find(tensors) for find in self.constants),
-            *(tensors[number].shape[dim] for number, dim in self.free_dims),
-        ]
-        saved = [(tensor, tensor.detach().clone()) for tensor in map(inputs.__getitem__, self.changed)]
+        inputs: list[Any] = call.tensors + [values[name] for values, name in self.constants]
+        if self.grad_inputs:
+            owners = [*call.tensors, *self.leaves]
+            inputs[len(call.tensors) : len(call.tensors)] = [owners[number].grad for number in self.grad_inputs]
+        if self.free_dims:
+            inputs += [call.shapes[number][dim] for number, dim in self.free_dims]
+        saved = [(inputs[index], inputs[index].detach().clone()) for index in self.changed]
         states = RandomStates(()) if self.draws else None
 
         def undo() -> None:

@@ -1,4 +1,4 @@
-"""What a step can reach in Python and may set to a tensor: looked at before a trace, and after it."""
+"""What a step can reach in Python and may change: looked at before a trace, and after it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from expanded_nn.factored import FactoredTensor
 
 MOST = 100_000  # lists, dicts and objects that are looked into
 LISTS = (list, deque)
+_FILLED_ANEW = (*LISTS, set)
+_OPAQUE = Tensor, ModuleType, str, int, float
+_NOTHING = object()
 MOST_ITEMS = 1000  # of a list; the items of a longer one are not looked into
 _OURS = __name__.partition(".")[0]
 
@@ -35,7 +38,7 @@ class State:
         left = list(roots)
         while left and len(seen) < MOST:
             value = left.pop()
-            if id(value) in seen or isinstance(value, Tensor | ModuleType | FunctionType | str | int | float):
+            if id(value) in seen or isinstance(value, _OPAQUE):
                 continue
             seen.add(id(value))
             cls = cast(Any, type(value))
@@ -47,10 +50,12 @@ class State:
             if isinstance(value, dict):
                 self.kept.append((value, dict(value)))
                 left += [item for name, item in value.items() if name not in OWN_STATE]
-            elif isinstance(value, list | tuple | deque):
-                if isinstance(value, LISTS):
+            elif isinstance(value, list | tuple | deque | set | frozenset):
+                if isinstance(value, _FILLED_ANEW):
                     self.kept.append((value, list(value)))
                 left += value if len(value) <= MOST_ITEMS else ()
+            elif isinstance(value, FunctionType):
+                left.append(vars(value))
             elif isinstance(value, partial):
                 left += [value.func, value.args, value.keywords]
             elif isinstance(value, MethodType):
@@ -77,21 +82,31 @@ class State:
         What is appended to a list is none.
         """
         for container, before in self.kept:
-            for place, _ in _changed(container, before):
-                if not isinstance(container, LISTS):
-                    return repr(place)
-                if place < len(before):
+            items_before = items_in(before)
+            for place, value in items_in(container).items():
+                is_new = value is not items_before.get(place, _NOTHING)
+                if isinstance(container, LISTS) and is_new and place in items_before and is_of_trace(value):
                     return f"item {place} of a list"
+                if not isinstance(container, LISTS) and is_new and is_of_trace(value):
+                    return repr(place)
         return None
 
     def restore(self) -> None:
         """Puts all of them back."""
         for container, before in self.kept:
-            values = container if isinstance(container, LISTS) else [value for _, value in container.items()]
-            values_before = before if isinstance(container, LISTS) else before.values()
+            is_dict = not isinstance(container, _FILLED_ANEW)
+            values = [value for _, value in container.items()] if is_dict else [*container]
+            values_before = [*before.values()] if is_dict else before
             if len(values) != len(values_before) or not all(map(is_, values, values_before)):
                 container.clear()
                 container.extend(before) if isinstance(container, LISTS) else container.update(before)
+
+
+def items_in(container: Any) -> dict[Any, Any]:
+    """The items of a list, a dict or the like by their places; none of a set, which has no places."""
+    if isinstance(container, set):
+        return {}
+    return dict(enumerate(container)) if isinstance(container, LISTS) else dict(container.items())
 
 
 class _Attributes:
@@ -143,14 +158,6 @@ def _is_constant(name: str, member: Any) -> bool:
 def slots_of(cls: Any) -> list[str]:
     """The attributes for which the instances of a class have slots."""
     return [name for base in cls.__mro__ for name, member in vars(base).items() if type(member) is MemberDescriptorType]
-
-
-def _changed(container: Any, before: Any) -> Iterable[tuple[Any, Any]]:
-    """The items that have been set to a tensor of a trace, or to what holds one, with their places."""
-    if isinstance(container, LISTS):
-        places = enumerate(container)
-        return ((i, v) for i, v in places if (i >= len(before) or v is not before[i]) and is_of_trace(v))
-    return ((k, v) for k, v in container.items() if (k not in before or v is not before[k]) and is_of_trace(v))
 
 
 def is_of_trace(value: Any) -> bool:

@@ -1,0 +1,90 @@
+"""What was looked at, and what was there: to see that all of it is the same is cheaper than a key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FACTS = attrgetter("layout", "requires_grad", "shape", "dtype", "device")
+Get = Callable[[Any], Iterable[Any]]
+
+
+class Seen:
+    """Places that are noted while a key is made, each with what is there.
+
+    `holds` is stricter than a comparison of keys: objects have to be the same ones, not equal ones. Nothing is
+    compared by a method of the user's, nor by the numbers in a tensor. It runs at each step, so its loops are in C.
+
+    Attributes:
+        holders: Objects, with the dicts of their attributes.
+        sized: Lists, dicts and the like whose lengths count.
+        listed: Lists, sets, and views of dicts, whose items count.
+        places: What gets attributes or items, and of what.
+        tensors: Tensors whose shapes, dtypes and the like count.
+        facts: Functions, with what they give, which is compared by `==`: with `object`, nothing is as it was.
+    """
+
+    def __init__(self) -> None:
+        self.holders: list[tuple[Any, dict[str, Any]]] = []
+        self.sized: list[Collection[Any]] = []
+        self.listed: list[Collection[Any]] = []
+        self.places: dict[Get, list[Any]] = {}
+        self.tensors: list[Tensor] = []
+        self.facts: list[tuple[Callable[[], Any], Any]] = []
+
+    def note_items(self, items: Collection[Any]) -> None:
+        """Notes what is in a list, a set or a view of a dict, in this order."""
+        self.sized.append(items)
+        self.listed.append(items)
+
+    def note_places(self, get: Get, owner: Any) -> None:
+        """Notes what a function gets from an object."""
+        self.places.setdefault(get, []).append(owner)
+
+    def note_fact(self, get: Callable[[], Any]) -> None:
+        """Notes what a function gives: numbers, strings and the like."""
+        self.facts.append((get, get()))
+
+    def close(self) -> None:
+        """Ends the look: what is in all these places now is what has to be there."""
+        self._facts = [fact for _, fact in self.facts]
+        self._holders, self._namespaces = [*zip(*self.holders, strict=True)] or [(), ()]
+        self._empty = [items for items in self.sized if not items]
+        self._filled = [items for items in self.sized if items]
+        self._lengths = [*map(len, self._filled)]
+        self.listed = [items for items in self.listed if items]
+        self._items = [*chain.from_iterable(self.listed)]
+        self._found = self._get()
+        self._traits = [*map(_FACTS, self.tensors)]
+        self._strided = [tensor for tensor in self.tensors if tensor.layout is torch.strided]
+        self._strides = [*map(Tensor.stride, self._strided)]
+
+    def _get(self) -> list[Any]:
+        found: list[Any] = []
+        for get, owners in self.places.items():
+            for values in map(get, owners):
+                found += values
+        return found
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        try:
+            found = self._get()
+        except (AttributeError, KeyError):
+            return False
+        return (
+            not any(self._empty)
+            and [*map(len, self._filled)] == self._lengths
+            and len(found) == len(self._found)
+            and all(map(is_, found, self._found))
+            and all(map(is_, chain.from_iterable(self.listed), self._items))
+            and all(map(is_, map(vars, self._holders), self._namespaces))
+            and [*map(_FACTS, self.tensors)] == self._traits
+            and [*map(Tensor.stride, self._strided)] == self._strides
+            and [get() for get, _ in self.facts] == self._facts
+        )

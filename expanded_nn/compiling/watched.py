@@ -1,0 +1,217 @@
+"""What a trace meets on its way: operations and readings of values that a graph cannot have, and where they stand."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from threading import get_ident
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import TensorWeakRef
+
+from expanded_nn._errors import LIBRARIES, PerSampleError, complaint
+from expanded_nn.common.functions import SIZES
+from expanded_nn.common.meanwhile import meanwhile
+from expanded_nn.common.modes import running_backward
+from expanded_nn.common.traced import OnlyEager, note_zeroed
+from expanded_nn.factored import FactoredTensor, is_hidden
+from expanded_nn.recording.callers import is_called_by_libraries, line_of_user
+from expanded_nn.recording.leaf import Leaf, Published
+
+READ = torch.ops.aten._local_scalar_dense.default
+_SHOWN = {Tensor.__repr__, Tensor.__format__, Tensor.numpy, Tensor.__array__, Tensor.tolist}
+_NUMBER = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SYMBOLS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_LIFT = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default  # of numbers in the step's code
+_ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
+
+
+class Operations(TorchDispatchMode):
+    """Looks at the operations of a trace, and gives it up where a graph would draw other random numbers.
+
+    Attributes:
+        draws: Whether random numbers are drawn.
+        values: The symbols of values that the step has read, `tensor.item()`, with the line of each.
+        tensors: The tensors that were made, each with the line that made it.
+        changed: Tensors with values, such as a weight, that the trace may have changed in place, each with its version
+            and a copy from before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws = False
+        self.values: dict[Any, str] = {}
+        self.tensors: list[tuple[TensorWeakRef, tuple[str, int]]] = []
+        self.changed: list[tuple[Tensor, int, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is READ:
+            value = func(*args, **kwargs)
+            if hasattr(value, "node"):
+                self.values[value.node.expr] = line_in(traceback.extract_stack())
+            return value
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws = True
+            if running_backward() >= 0:
+                raise OnlyEager("it draws random numbers within a backward, as a checkpoint around a dropout does")
+            if isinstance(kwargs.get("generator"), torch.Generator):
+                raise OnlyEager("it draws random numbers from a torch.Generator of its own")
+        if func in _ZERO:
+            for tensor in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
+                note_zeroed(tensor)
+        # torch computes some operations of such tensors alone, as `weight.mul_(0.9)`, in spite of the trace
+        real = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not _is_fake(leaf)]
+        if real and func._schema.is_mutable:
+            with no_dispatch(), torch.no_grad():
+                self.changed += [(tensor, tensor._version, tensor.detach().clone()) for tensor in real]
+        result = func(*args, **kwargs)
+        if real and func not in _LIFT:
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, FakeTensor):
+                    tensor.constant = None  # its value may be another at the next call
+        line = line_of_user()
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, Tensor) and not any(tensor is arg for arg in args):  # no argument changed in place
+                self.tensors.append((TensorWeakRef(tensor), line))
+        return result
+
+    def put_back(self) -> None:
+        """Gives the tensors that have values those from before the trace."""
+        with torch.no_grad():
+            for tensor, version, before in reversed(self.changed):
+                if tensor._version != version:
+                    tensor.detach().copy_(before)
+        self.changed.clear()
+
+    def line_of_kept(self) -> str | None:
+        """The line that made a tensor to which something refers still, after the trace."""
+        if all(ref() is None for ref, _ in self.tensors):
+            return None
+        gc.collect()  # it takes long where much is in memory, and is seldom needed
+        for ref, (file, number) in reversed(self.tensors):
+            tensor = ref()
+            # none: autograd alone, which a checkpoint may leave
+            if tensor is not None and not all(map(_is_of_rows, gc.get_referrers(tensor))):
+                return f"line {number} of {file}: {linecache.getline(file, number).strip()}"
+        return None
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values, or is made of such."""
+    return isinstance(tensor, FakeTensor | FactoredTensor)
+
+
+def _is_of_rows(holder: object) -> bool:
+    """Whether an object holds rows, for a recorder that the step itself has made by `per_sample`."""
+    if isinstance(holder, dict):
+        return "grad_sample" in holder or any(isinstance(key, Leaf) for key in holder)
+    return isinstance(holder, Published)
+
+
+class Readings(TorchFunctionMode):
+    """Refuses to print a tensor, which a graph does not, and to read one that has values: they would stay the same.
+
+    Attributes:
+        len_lines: The user's lines that take `len` of a tensor whose size is a symbol, which makes a number of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.len_lines: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _SHOWN or (func in _NUMBER and not isinstance(args[0], FakeTensor)):
+            raise reading(line_in(traceback.extract_stack()))
+        if func == _SET_DATA and not _is_fake(args[0]):
+            raise OnlyEager("it sets .data of a tensor anew (change it in place under torch.no_grad(), p.sub_(...))")
+        if func in SIZES and args and is_hidden(args[0]) and not is_called_by_libraries(func):
+            raise OnlyEager("it uses the number of per-sample gradients from before the call (clear them)")
+        counts = func is Tensor.__len__ and args[0].dim() and isinstance(args[0].shape[0], torch.SymInt)
+        if counts and not is_called_by_libraries(func):
+            self.len_lines.append(line_in(traceback.extract_stack()))
+        return func(*args, **(kwargs or {}))
+
+
+class Generator:
+    """Torch's generator of random numbers in a trace: its state may be read, but not set."""
+
+    def __init__(self) -> None:
+        self._generator, self._thread = torch.default_generator, get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("set_state", "manual_seed", "seed") or get_ident() != self._thread:
+            return getattr(self._generator, name)
+        if name != "set_state":
+            raise OnlyEager("it sets the seed of torch's random numbers")
+        if running_backward() < 0:
+            raise OnlyEager("it sets the state of torch's random numbers, as torch.random.fork_rng does")
+        return lambda state: None  # for a checkpoint, within whose backward no numbers may be drawn anyway
+
+
+def refuse_optimizer(thread: int, optimizer: Any, *_: Any) -> None:
+    """Raises for the step of an optimizer in this thread."""
+    if get_ident() != thread:  # hooks of all optimizers are called in all threads
+        return
+    raise complaint(
+        "enn.compile",
+        f"the step calls {type(optimizer).__name__}.step()",
+        "a step that ends with its gradients, as the graph would keep the learning rate of the first call",
+        "Call the optimizer after the compiled step.",
+    )
+
+
+def texts(readings: Readings) -> list[AbstractContextManager[None]]:
+    """While these are entered, a text of a size that is a symbol is that of its number."""
+    return [_text(cls, number, readings) for cls, number in _SYMBOLS.items()]
+
+
+def _text(cls: type, number: Callable[[Any], Any], readings: Readings) -> AbstractContextManager[None]:
+    """Makes a number of a size that is a symbol, or of what is computed from it, where the user's code shows it."""
+    of_symbol = cast(Any, cls).__repr__
+
+    def text(symbol: Any, spec: str = "") -> str:
+        if sys._getframe(1).f_code.co_filename.startswith(LIBRARIES):
+            return str(of_symbol(symbol))
+        readings.len_lines.append(line_in(traceback.extract_stack()))
+        return format(number(symbol), spec)
+
+    return meanwhile(cls, __repr__=text, __format__=text)
+
+
+def reads_values(error: Exception) -> bool:
+    """Whether an error is that of code that reads a value of a tensor that has none."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    value_errors = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}
+    texts = ("data is not allocated yet", "trying to get value", "passed to Sym")
+    return bool(names & value_errors) or any(text in str(error) for text in texts)
+
+
+def reading(line: str) -> PerSampleError:
+    """The error of a step that reads values of tensors."""
+    return complaint(
+        "enn.compile",
+        f"the step reads a value of a tensor in {line}",
+        "a step that does the same operations whatever the values are",
+        "Use torch.where in place of an if, return the tensor and look at it after the step, or call the step "
+        "without enn.compile.",
+    )
+
+
+def line_in(frames: traceback.StackSummary) -> str:
+    """The innermost line of the user's code."""
+    user_frames = [frame for frame in frames if not frame.filename.startswith((*LIBRARIES, "<string>"))]
+    innermost = (user_frames or frames)[-1]
+    return f"line {innermost.lineno} of {innermost.filename}: {innermost.line}"
