@@ -245,7 +245,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
     def _held(self, name: str) -> FactoredTensor:
         """The rows of a parameter as they were in the beginning: factored, even if they were made dense since."""
         rows = self._rows[name]
-        return rows if rows._cell.version else rows._like(self._blocks[name], rows.shape)
+        return rows if rows._cell.version or not rows.is_dense else rows._like(self._blocks[name], rows.shape)
 
     def kronecker(self, total: Mapping[str, KroneckerFactors] | None = None) -> dict[str, KroneckerFactors]:
         """The Kronecker factors of each weight's second moment, as K-FAC and influence functions take them.
@@ -274,7 +274,12 @@ class PerSampleGrads(Mapping[str, Tensor]):
             PerSampleError: If a matrix holds dense rows, whose factors are gone: switch on
                 `per_sample(keep_factors=True)`. If `total` has other sizes. Then nothing was added.
         """
-        weights = {name: self._held(name) for name in self._rows if self._may_have_factors(name)}
+        with no_torch_function():
+            return self._kronecker(total)
+
+    def _kronecker(self, total: Mapping[str, KroneckerFactors] | None) -> dict[str, KroneckerFactors]:
+        held = {name: self._held(name) for name, rows in self._rows.items() if rows.dim() > 2}
+        weights = {name: rows for name, rows in held.items() if not _is_of_embedding(rows)}
         lacking = [name for name, rows in weights.items() if rows.is_complex() or not rows.has_kronecker_factors()]
         if lacking:
             raise complaint(
@@ -289,11 +294,6 @@ class PerSampleGrads(Mapping[str, Tensor]):
         for name in weights.keys() & before.keys():
             refuse_other_sizes("kronecker", name, weights[name], before[name])
         return before | {name: rows.kronecker_factors(before.get(name)) for name, rows in weights.items()}
-
-    def _may_have_factors(self, name: str) -> bool:
-        """Whether the parameter is a matrix, but not an embedding's."""
-        terms = self._held(name).terms()
-        return self._rows[name].dim() > 2 and not (terms and all(isinstance(term, OneHot) for term in terms))
 
     def ekfac(self, factors: Mapping[str, KroneckerFactors | EigenFactors]) -> dict[str, EigenFactors]:
         """The second moment of the rows' entries in the eigenbasis of Kronecker factors, added up over the data.
@@ -449,6 +449,11 @@ def per_sample_grads(model: nn.Module) -> PerSampleGrads:
     if not any(recorder.rows_stand_alone for recorder in recorders):
         refuse_gradients_without_rows("per_sample_grads", parameters, recorders)
     return PerSampleGrads(held)
+
+
+def _is_of_embedding(rows: FactoredTensor) -> bool:
+    terms = rows.terms()
+    return bool(terms) and all(isinstance(term, OneHot) for term in terms)
 
 
 def _matvec(rows: FactoredTensor, vector: Tensor) -> Tensor:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, gcd, isqrt, prod, sqrt
+from math import ceil, isqrt, prod, sqrt
 
 import torch
 from torch import Tensor
 
 from expanded_nn._errors import complaint, refuse_no_count
 from expanded_nn.common.modes import in_own_dtype, no_torch_function
-from expanded_nn.core.sketch import Side, Sketch, Totals, TwoSided
+from expanded_nn.common.traced import is_traced
+from expanded_nn.core.sketch import Sketch, Totals, TwoSided
 from expanded_nn.core.terms import Dense, Term, sides
 from expanded_nn.factored import FactoredTensor, as_factored, as_real
 from expanded_nn.rows.arguments import refuse_emptiness, refuse_no_rows
@@ -99,7 +100,9 @@ class Projection:
             first = next(iter(rows.values()))
             with in_own_dtype(first):
                 kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in rows.values())
-                totals = {kind: Totals(self.dim, first.shape[0], *kind) for kind in kinds}
+                totals = {
+                    kind: Totals(self.dim, first.shape[0], *kind, reuses_memory=not is_traced()) for kind in kinds
+                }
                 for name, tensor in rows.items():
                     self._add(name, tensor, totals[tensor.dtype, tensor.device])
                 # in the widest of the dtypes, on the first of the devices
@@ -171,12 +174,7 @@ def _drawn_sketch(seed: int, sizes: tuple[int, int], dim: int, device: torch.dev
     orders = [torch.randperm(size, generator=generator, device="cpu") for size in sizes]
     signs = [_random_signs((size,), generator) for size in sizes]
     shift = int(torch.randint(dim, (), generator=generator, device="cpu"))
-    width = next(width for width in range(max(1, *sizes), max(sizes) + dim + 1) if gcd(width, dim) == 1)
-    out, in_ = (
-        Side(indices.to(device), indices.argsort().to(device), side_signs.to(device))
-        for indices, side_signs in zip(orders, signs, strict=True)
-    )
-    return Sketch((out, in_), dim, int(sizes[1] >= sizes[0]), width, shift)
+    return Sketch.of([order.to(device) for order in orders], [side.to(device) for side in signs], dim, shift)
 
 
 def _drawn_two_sided(seed: int, sizes: tuple[int, int], dim: int, device: torch.device) -> TwoSided:

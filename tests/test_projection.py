@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import expanded_nn as enn
 from expanded_nn.core import cost
@@ -133,7 +134,7 @@ def test_a_sketch_is_that_of_its_definition() -> None:
 
 
 def test_both_routes_are_taken() -> None:
-    """Few positions go by Fourier transforms, many by rows."""
+    """Rows that are large beside the transforms go by these, others are made."""
     assert cost.sketch_by_factors(1, 1024, 1024, transform_length(512))
     assert not cost.sketch_by_factors(9, 10, 10, transform_length(4096))
     assert not cost.sketch_by_factors(2048, 1024, 1024, transform_length(1 << 14))
@@ -151,6 +152,32 @@ def test_small_chunks(
             patch.setattr(cost, "CHUNK_NUMEL", chunk)
             patch.setattr(cost, "SHUFFLED_NUMEL", chunk)
             close(enn.Projection(24, kind=kind)(grads), whole)
+
+
+def test_a_compiled_step_projects_alike(route: str) -> None:
+    """From a traced graph, in which passing results do not share memory: it would be copied at each use."""
+    make_model, make_input = MODELS["lstm"]
+    model = enn.convert(make_model()).per_sample()
+    projection = enn.Projection(24)
+
+    captured: list[fx.GraphModule] = []
+
+    def backend(graph: fx.GraphModule, _: Any) -> fx.GraphModule:
+        captured.append(graph)
+        return graph
+
+    @enn.compile(backend=backend)
+    def step(x: Tensor) -> Tensor:
+        return projection(grads_of(model, x))
+
+    for batch in (BATCH, BATCH, BATCH, 3, 3, 1, 7, BATCH):
+        x = make_input(batch)
+        actual = step(x)
+        close(actual, projection(grads_of(model, x)))
+    nodes = captured[0].graph.nodes
+    sizes = [math.prod(node.args[0]) for node in nodes if node.target is torch.ops.aten.empty.memory_format]
+    assert sizes
+    assert all(size < cost.SHUFFLED_NUMEL for size in sizes)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,9 +5,9 @@ The random numbers of a map are drawn elsewhere; a map is given by its tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil, gcd, prod
 from typing import NamedTuple
 
 import torch
@@ -24,10 +24,13 @@ class Totals:
     Attributes:
         buckets: The numbers, `(B, dim)`.
         length: The length of the Fourier transform.
+        reuses_memory: Whether passing results share memory. A traced graph would copy all of it at each use.
     """
 
-    def __init__(self, dim: int, batch: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device, self.dim = dtype, device, dim
+    def __init__(
+        self, dim: int, batch: int, dtype: torch.dtype, device: torch.device, *, reuses_memory: bool = True
+    ) -> None:
+        self.dtype, self.device, self.dim, self.reuses_memory = dtype, device, dim, reuses_memory
         self.buckets = torch.zeros(batch, dim, dtype=dtype, device=device)
         self.length = transform_length(dim)
         self._spectrum: Tensor | None = None
@@ -35,6 +38,8 @@ class Totals:
 
     def scratch(self, *shape: int) -> Tensor:
         """Memory for passing results, used again: fresh pages cost more than writing to them."""
+        if not self.reuses_memory:
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
         numel = prod(shape)
         if self._scratch is None or self._scratch.numel() < numel:
             self._scratch = torch.empty(max(numel, cost.SHUFFLED_NUMEL), dtype=self.dtype, device=self.device)
@@ -60,12 +65,12 @@ class Side(NamedTuple):
 
     Attributes:
         order: The index at each place of the shuffled order.
-        place: The place of each index; the inverse of `order`.
+        buckets: The bucket of each index: `h(out)` or `h'(in)`.
         signs: ±1 for each index.
     """
 
     order: Tensor
-    place: Tensor
+    buckets: Tensor
     signs: Tensor
 
 
@@ -101,6 +106,17 @@ class Sketch:
     width: int
     shift: int
 
+    @classmethod
+    def of(cls, orders: Sequence[Tensor], signs: Sequence[Tensor], dim: int, shift: int) -> Sketch:
+        """That of a matrix whose sides, output and input, are shuffled to these orders, with these signs."""
+        sizes = [len(order) for order in orders]
+        along, longer = int(sizes[1] >= sizes[0]), max(sizes)
+        width = next(width for width in range(max(1, longer), longer + dim + 1) if gcd(width, dim) == 1)
+        places = [order.argsort() for order in orders]
+        buckets = [place if side == along else place * width + shift for side, place in enumerate(places)]
+        out, in_ = (Side(*tensors) for tensors in zip(orders, (b % dim for b in buckets), signs, strict=True))
+        return cls((out, in_), dim, along, width, shift)
+
     @property
     def sizes(self) -> tuple[int, int]:
         """Those of the matrix, `(out, in)`."""
@@ -130,23 +146,24 @@ class Sketch:
 
     def _add_by_factors(self, term: Outer, totals: Totals, start: int) -> None:
         """Adds the sketches, from Fourier transforms of the sketches of the factors, position by position."""
-        for chunk in term.chunks(2 * term.positions * totals.length):
+        for chunk in term.chunks(cost.SPECTRUM_SHARE * term.positions * totals.length):
             g, a = chunk.weighted()
-            spectrum = self._transform(g, 0, totals.length).mul_(self._transform(a, 1, totals.length)).sum(1)
+            spectrum = self._transform(g, 0, totals).mul_(self._transform(a, 1, totals)).sum(1)
             totals.spectrum[start : start + chunk.batch] += spectrum
             start += chunk.batch
 
-    def _transform(self, factor: Tensor, side: int, length: int) -> Tensor:
+    def _transform(self, factor: Tensor, side: int, totals: Totals) -> Tensor:
         """The transform of the sketch of a factor `(B, T, features)`, `(B, T, length / 2 + 1)`."""
-        signed = factor.reshape(-1, factor.shape[-1]) * self.sides[side].signs.to(factor.dtype)
-        sketch = signed.new_zeros(len(signed), self.dim).index_add_(1, self._buckets(side), signed)
-        spectrum: Tensor = torch.fft.rfft(sketch, n=length)
-        return spectrum.view(*factor.shape[:-1], length // 2 + 1)
-
-    def _buckets(self, side: int) -> Tensor:
-        """The bucket of each index of a side: `h(out)` or `h'(in)`."""
-        place = self.sides[side].place
-        return (place if side == self.along else place * self.width + self.shift) % self.dim
+        if _is_time_first(factor):
+            return self._transform(factor.transpose(0, 1), side, totals).transpose(0, 1)
+        order, buckets, signs = self.sides[side]
+        flat, signs = factor.reshape(-1, len(order)), signs.to(factor.dtype)
+        if side == self.along and len(order) <= self.dim:  # places are buckets
+            sketch = torch.index_select(flat, 1, order, out=totals.scratch(*flat.shape)).mul_(signs[order])
+        else:
+            sketch = flat.new_zeros(len(flat), self.dim).index_add_(1, buckets, flat * signs)
+        spectrum: Tensor = torch.fft.rfft(sketch, n=totals.length)
+        return spectrum.view(*factor.shape[:2], totals.length // 2 + 1)
 
     def _add_by_rows(self, term: Outer, totals: Totals, start: int) -> None:
         """Adds the sketches, from shuffled rows, which are made from shuffled factors, a bounded number at once."""
@@ -177,7 +194,7 @@ class Sketch:
         """A factor in the shuffled order, with the signs, and zeros behind; contiguous sample by sample."""
         batch, positions, features = factor.shape
         order = self.sides[side].order
-        if not factor.is_contiguous() and factor.transpose(0, 1).is_contiguous():  # as in recurrent layers
+        if _is_time_first(factor):
             ordered = factor.transpose(0, 1).reshape(-1, features).index_select(1, order)
             ordered = ordered.view(positions, batch, features).transpose(0, 1)
         else:
@@ -189,7 +206,7 @@ class Sketch:
 
     def _add_by_entries(self, term: OneHot, totals: Totals, start: int) -> None:
         """Adds the values of an embedding's rows to their buckets."""
-        out_buckets, in_buckets = self._buckets(0), self._buckets(1)
+        out_buckets, in_buckets = (side.buckets for side in self.sides)
         for chunk in term.chunks(term.factors[0][0].numel()):
             values, index = chunk.weighted()
             out_signs, in_signs = (side.signs.to(values.dtype) for side in self.sides)
@@ -219,8 +236,8 @@ class Sketch:
 
     def _buckets_of(self, lines: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """The buckets and the signs of a part of the matrix, flat."""
-        buckets = (self._buckets(0)[lines, None] + self._buckets(1)[columns]) % self.dim
         out, in_ = self.sides
+        buckets = (out.buckets[lines, None] + in_.buckets[columns]) % self.dim
         return buckets.flatten(), (out.signs[lines, None] * in_.signs[columns]).flatten()
 
 
@@ -258,6 +275,11 @@ class TwoSided:
         if not isinstance(term, Outer | OneHot):
             return None
         return term.factors[0].shape[1] * (len(self.left) + len(self.right)) + len(self.left) * len(self.right)
+
+
+def _is_time_first(factor: Tensor) -> bool:
+    """Whether a factor `(B, T, features)` lies in memory as those of recurrent layers do."""
+    return factor.stride(0) < factor.stride(1)
 
 
 def transform_length(dim: int) -> int:
