@@ -241,6 +241,24 @@ def squared_norms_differentiated(model: nn.Module, rows: dict[str, Tensor], inpu
     return [dense(g) for g in torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)]
 
 
+@where(lambda case: case.has_float_input() and not case.name.startswith(("bilinear", "embedding_bag")))
+def test_a_jacobian_by_one_vmapped_backward(case: Case) -> None:
+    """By the inputs it is the plain one; rows would be those of several backwards at once.
+
+    Not so for einsum, of which torch has no such variant, and for bags, whose weights come with the rows of the table.
+    """
+    a, b = case.inputs(BATCH).requires_grad(), case.inputs(BATCH).requires_grad()
+    model = expanded(case)
+    outputs = [out[0] if isinstance(out, tuple) else out for out in (a.on(model), b.on(case.module()))]
+    seeds = torch.randn(4, *outputs[0].shape)
+    actual = torch.autograd.grad(outputs[0], a.floats(), seeds, retain_graph=True, is_grads_batched=True)
+    by_seed = [torch.autograd.grad(outputs[1], b.floats(), seed, retain_graph=True) for seed in seeds]
+    assert_all_close(actual, [torch.stack(grads) for grads in zip(*by_seed, strict=True)])
+    if case.has_parameters():
+        with pytest.raises(enn.PerSampleError, match="vmapped backward"):
+            torch.autograd.grad(outputs[0], list(model.parameters()), seeds, is_grads_batched=True)
+
+
 # --- small layers ---------------------------------------------------------------------------------------------
 
 

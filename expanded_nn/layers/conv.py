@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
+from expanded_nn.common.modes import is_batched
 from expanded_nn.common.shared import cast_shared, is_constant, is_shared, shared, shared_or_none
-from expanded_nn.core.geometry import Geometry, cropped
+from expanded_nn.core.geometry import Geometry, cropped, rows_at_once
 from expanded_nn.core.patches import Patches
 from expanded_nn.factored import from_factors
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.registry import expands
 from expanded_nn.recording.expand import saved_tensors
 
-aten = torch.ops.aten
 Sizes = int | Sequence[int]
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -37,6 +37,9 @@ def patch_rows(
     if any(size >= stride for size, stride in zip(excess, geometry.stride, strict=True)):
         # Only the output_padding of a dilated transposed convolution reaches so far.
         x, geometry = geometry.padded(x, cut=excess)
+
+    if is_batched(g) or is_batched(x):
+        return rows_at_once(g, x, row_shape, geometry).to(dtype)
 
     def of_g(grad: Tensor, g: Tensor, x: Tensor) -> Tensor:
         return _apply(x, cast_shared(grad, g.dtype), None, geometry, None)
@@ -72,11 +75,7 @@ class _Convolution(torch.autograd.Function):
         transposed = ctx.output_padding is not None
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            if torch.is_grad_enabled():
-                grad_x = _input_gradient(g, x, cast_shared(weight, g.dtype), geometry, transposed=transposed).to(dtype)
-            else:
-                tensors, arguments = (g, x, shared(weight).to(g.dtype), None), geometry.arguments(ctx.output_padding)
-                grad_x = aten.convolution_backward(*tensors, *arguments, (True, False, False))[0].to(dtype)
+            grad_x = _input_gradient(g, x, cast_shared(weight, g.dtype), geometry, transposed=transposed).to(dtype)
         if ctx.needs_input_grad[1]:
             factors: tuple[Tensor, Tensor] = (x, g) if transposed else (g, x)  # as `Patches` has them
             grad_weight = patch_rows(*factors, tuple(weight.shape[1:]), weight.dtype, geometry)

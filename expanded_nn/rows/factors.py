@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.modes import in_own_dtype, refuse_batched
+from expanded_nn.common.modes import in_own_dtype
 from expanded_nn.core import algebra, cost, kronecker
 from expanded_nn.core.algebra import Kind
 from expanded_nn.core.kronecker import KroneckerFactors
@@ -52,7 +52,6 @@ class Rows(Tensor):
     @classmethod
     def of(cls: type[R], term: Term) -> R:
         """One term as a tensor, `(B, *term.row_shape)`."""
-        refuse_batched(term.factors[0])
         kind = Kind(term.row_shape, term.dtype, term.factors[0].device)
         cell = Cell([(term.batch, (Guarded.of(term),))], kind)
         return cls(cell, (term.batch, *term.row_shape))
