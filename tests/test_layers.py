@@ -596,6 +596,7 @@ def test_operation_twice_differentiated(case: Case) -> None:
         (nn.Conv2d(64, 128, 3, groups=2), (6, 6)),
         (nn.Conv2d(64, 64, 1), (20, 20)),
         (nn.ConvTranspose2d(64, 64, 3, stride=2), (6, 6)),
+        (nn.ConvTranspose2d(32, 32, 3, stride=2, dilation=3, output_padding=2), (5, 6)),  # more than a stride is unread
     ],
     ids=str,
 )

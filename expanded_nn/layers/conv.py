@@ -64,15 +64,14 @@ class _Convolution(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.geometry, ctx.output_padding = geometry, output_padding
+        ctx.geometry, ctx.transposed = geometry, output_padding is not None
         return _torch_convolution(x, shared(weight), shared_or_none(bias), geometry, output_padding)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = saved_tensors(ctx)
         dtype, x = x.dtype, x.to(g.dtype)
-        geometry: Geometry = ctx.geometry
-        transposed = ctx.output_padding is not None
+        geometry, transposed = ctx.geometry, ctx.transposed
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_x = _input_gradient(g, x, cast_shared(weight, g.dtype), geometry, transposed=transposed).to(dtype)
