@@ -1,5 +1,6 @@
 """The laws: what holds for every layer. The cases are in cases.py."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -416,6 +417,54 @@ def shared_output(module: nn.Module, shared: Tensor) -> Tensor:
 def test_bad_input_is_refused(case: Case, bad: Any) -> None:
     with pytest.raises(enn.PerSampleError, match=bad.match):
         bad.call().on(expanded(case))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(4, 2), (3, 5)),
+        (nn.Conv1d(4, 2, 3), (3, 5, 5)),
+        (nn.Conv2d(4, 2, 3), (3, 4, 2, 2)),
+        (nn.ConvTranspose1d(4, 2, 3), (3, 5, 5)),
+        (nn.LayerNorm(4), (3, 5)),
+        (nn.RMSNorm(4), (3, 5)),
+        (nn.GroupNorm(2, 4), (3, 6, 5)),
+        (nn.GroupNorm(2, 4), (3, 5, 5)),
+        (nn.BatchNorm1d(4).eval(), (3, 5)),
+        (nn.InstanceNorm1d(4, affine=True), (3, 5, 6)),
+        (nn.InstanceNorm1d(4, affine=True), (3, 4, 1)),
+        (nn.InstanceNorm2d(4, affine=True, track_running_stats=True), (3, 5, 6, 6)),
+        (nn.PReLU(4), (3, 5)),
+        (nn.LSTM(4, 3, batch_first=True), (3, 5, 6)),
+        (nn.RNN(4, 3, batch_first=True), (3, 0, 4)),
+        (nn.GRUCell(4, 3), (3, 5)),
+    ],
+    ids=str,
+)
+def test_what_torch_refuses_is_refused_in_its_words(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    x, model = torch.randn(shape), enn.convert(layer).per_sample()
+    with pytest.raises(Exception) as plain:  # noqa: PT011 (whichever it is)
+        layer(x)
+    with pytest.raises(plain.type, match=re.escape(str(plain.value))):
+        model(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("group_norm", {"num_groups": 2, "weight": (4,)}),
+        ("instance_norm", {"weight": (4,)}),
+        ("batch_norm", {"running_mean": (4,), "running_var": (4,), "weight": (4,)}),
+    ],
+)
+def test_operations_refuse_other_channels_in_torchs_words(name: str, arguments: dict[str, Any]) -> None:
+    x = torch.randn(BATCH, 6, 5)
+    plain = {key: torch.ones(size) if isinstance(size, tuple) else size for key, size in arguments.items()}
+    own = plain | {"weight": plain["weight"].expand(BATCH, 4).requires_grad_()}
+    with pytest.raises(RuntimeError) as expected:
+        getattr(F, name)(x, **plain)
+    with pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
+        getattr(enn.functional, name)(x, **own)
 
 
 # --- weights that really differ by sample ---------------------------------------------------------------------
