@@ -126,6 +126,13 @@ CLEAN: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
         (torch.randn(3, 6, 4), torch.tensor([4, 6, 1])),
         {},
     ),
+    "packed_numbers_that_could_be_split": lambda: (  # in three parts, each as long as the last sequence
+        Model(tagger, lstm=nn.LSTM(4, 5, batch_first=True), head=nn.Linear(5, 2)),
+        (torch.randn(3, 6, 4), torch.tensor([4, 2, 3])),
+        {},
+    ),
+    "sparse_input": lambda: (Model(lambda m, x: m.a(x.to_dense()), a=nn.Linear(4, 2)), (features().to_sparse(),), {}),
+    "number": lambda: (Model(lambda m, x, t: m.a(x) * t, a=nn.Linear(4, 2)), (features(), torch.tensor(2.0)), {}),
     "tied": lambda: (tied(), (words(),), {}),
     "frozen": lambda: (
         nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Tanh(), nn.Linear(4, 2)),

@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from expanded_nn._errors import PerSampleError, named
-from expanded_nn.common.batch import data_in
+from expanded_nn.common.batch import tensors
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.modules.base import PerSampleModule
 
@@ -76,7 +77,10 @@ class Trace:
 
     def _note(self, path: str, who: str, side: str, value: Any) -> None:
         values: list[Tensor] = []
-        for tensor in data_in(value):
+        for tensor in tensors(value):
+            if isinstance(tensor, PackedSequence):  # padded, as its data has no dimension of the samples to look for
+                values.append(pad_packed_sequence(tensor, batch_first=True)[0].detach())
+                continue
             if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 continue
             if self.with_grads and tensor.requires_grad:
