@@ -70,6 +70,11 @@ def tagger(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
     return m.head(pad_packed_sequence(m.lstm(packed)[0], batch_first=True)[0])
 
 
+def chosen(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+    h = m.a(x)
+    return m.head(torch.zeros_like(h).masked_scatter(mask[..., None], m.act(h[mask])))
+
+
 def transposed(m: Any, x: Tensor) -> Tensor:
     return m.a(x).transpose(0, 1).flatten(0, 1)
 
@@ -129,6 +134,11 @@ CLEAN: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
     "packed_numbers_that_could_be_split": lambda: (  # in three parts, each as long as the last sequence
         Model(tagger, lstm=nn.LSTM(4, 5, batch_first=True), head=nn.Linear(5, 2)),
         (torch.randn(3, 6, 4), torch.tensor([4, 2, 3])),
+        {},
+    ),
+    "positions_that_could_be_split": lambda: (
+        Model(chosen, a=nn.Linear(4, 5), act=nn.Tanh(), head=nn.Linear(5, 2)),
+        (torch.randn(3, 4, 4), torch.arange(4) < torch.tensor([4, 2, 3])[:, None]),
         {},
     ),
     "sparse_input": lambda: (Model(lambda m, x: m.a(x.to_dense()), a=nn.Linear(4, 2)), (features().to_sparse(),), {}),

@@ -39,6 +39,9 @@ class Event:
         return f"the {self.side} of {self.who}"
 
 
+Shapes = list[tuple[str, list[torch.Size]]]  # of each event, which it is, and the shapes of its values
+
+
 class Trace:
     """All that goes into and comes out of the modules of a model, in order, while the context is open.
 
@@ -102,6 +105,9 @@ class Trace:
                 self.grads[key] = grad
 
         node.register_prehook(note)  # torch crashes at a hook of a view that was changed in place
+
+    def shapes(self) -> Shapes:
+        return [(str(event), [value.shape for value in event.values]) for event in self.events]
 
     def first_difference(self, other: Trace, is_same: Callable[[Tensor, Tensor], bool]) -> int | None:
         """The index of the first event that is not the same in `other`."""
