@@ -427,7 +427,8 @@ class _Check:
     def find_mixing(self) -> bool:
         """Looks for samples that are mixed: by the outputs of one alone, and by where the gradient of its loss goes.
 
-        Whether the rows can be compared nevertheless.
+        Returns:
+            Whether the rows can be compared nevertheless.
         """
         errors = [self.layout.difference(self.outputs, own, i) for i, own in enumerate(self.layout.alone)]
         i = errors.index(max(errors))

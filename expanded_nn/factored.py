@@ -208,7 +208,7 @@ def is_hidden(rows: object) -> bool:
 
 
 def refuse_hidden(rows: Iterable[Tensor]) -> None:
-    """Gives a trace up that asks for rows from before it, whose number it does not know either.
+    """Gives a trace up that asks for rows from before it: it knows neither them nor how many they are.
 
     Raises:
         OnlyEager: If any are hidden.

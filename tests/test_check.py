@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
@@ -279,6 +279,17 @@ def test_mixing_between_layers(mix: Callable[[Tensor], Tensor], convert: bool) -
     assert "GroupNorm" in str(problem)
     is_refused = mix is MIXING["rolled"]  # where it happens, so there are no rows to compare
     assert is_refused or max(report.errors.values()) > 1e-2 or mix is MIXING["weakly"]
+
+
+def test_mixing_of_packed_sequences() -> None:
+    def forward(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(m.a(x), lengths, batch_first=True, enforce_sorted=False)
+        centred = PackedSequence(packed.data - packed.data.mean(0), *packed[1:])
+        return m.b(pad_packed_sequence(m.lstm(centred)[0], batch_first=True)[0])
+
+    model = Model(forward, a=nn.Linear(4, 4), lstm=nn.LSTM(4, 5, batch_first=True), b=nn.Linear(5, 2))
+    report = enn.check(model, torch.randn(3, 6, 4), torch.tensor([6, 2, 3]))
+    assert "between the output of a (Linear) and the input of lstm (LSTM)" in str(report.problems[0])
 
 
 def test_mixing_in_a_layer_of_the_users_own() -> None:

@@ -105,7 +105,7 @@ class Layout:
         ]
 
     def kept(self, alone: list[Tensor]) -> list[Tensor]:
-        """The same of a sample's own outputs."""
+        """Of a sample's own outputs, those that have samples in the batch."""
         return [output for output, axis in zip(alone, self.axes, strict=True) if axis is not None]
 
     def difference(self, outputs: list[Tensor], own: list[Tensor], i: int) -> float:
