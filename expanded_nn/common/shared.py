@@ -18,10 +18,8 @@ def is_shared(*weights: Tensor | None) -> bool:
 
 
 def is_constant(*weights: Tensor | None) -> bool:
-    """Whether the weights are the same for all samples and no gradients are due, so that torch's own op serves."""
-    if not _are_the_same(*weights):
-        return False
-    return not (torch.is_grad_enabled() and any(weight is not None and weight.requires_grad for weight in weights))
+    """Whether the weights are the same for all samples and require no gradients, so that torch's own op serves."""
+    return _are_the_same(*weights) and not any(weight is not None and weight.requires_grad for weight in weights)
 
 
 def _are_the_same(*weights: Tensor | None) -> bool:

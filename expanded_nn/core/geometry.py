@@ -28,9 +28,10 @@ class Geometry:
         """The number of spatial dimensions."""
         return len(self.stride)
 
-    def arguments(self) -> tuple[Any, ...]:
-        """What torch's operators of a convolution take after the tensors."""
-        return self.stride, self.padding, self.dilation, False, (0,) * self.dims, self.groups
+    def arguments(self, output_padding: tuple[int, ...] | None = None) -> tuple[Any, ...]:
+        """What torch's operators take after the tensors; the convolution is transposed if it has an output padding."""
+        transposed, added = output_padding is not None, output_padding or (0,) * self.dims
+        return self.stride, self.padding, self.dilation, transposed, added, self.groups
 
     def excess(self, size: Sequence[int], kernel: Sequence[int], positions: Sequence[int]) -> tuple[int, ...]:
         """How many entries at the end of each padded dimension of the input no kernel position reaches."""

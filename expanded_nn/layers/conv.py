@@ -20,6 +20,7 @@ from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.registry import expands
 from expanded_nn.recording.expand import saved_tensors
 
+aten = torch.ops.aten
 Sizes = int | Sequence[int]
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -64,17 +65,22 @@ class _Convolution(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.geometry, ctx.transposed = geometry, output_padding is not None
+        ctx.geometry, ctx.output_padding = geometry, output_padding
         return _torch_convolution(x, shared(weight), shared_or_none(bias), geometry, output_padding)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = saved_tensors(ctx)
         dtype, x = x.dtype, x.to(g.dtype)
-        geometry, transposed = ctx.geometry, ctx.transposed
+        geometry: Geometry = ctx.geometry
+        transposed = ctx.output_padding is not None
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = _input_gradient(g, x, cast_shared(weight, g.dtype), geometry, transposed=transposed).to(dtype)
+            if torch.is_grad_enabled():
+                grad_x = _input_gradient(g, x, cast_shared(weight, g.dtype), geometry, transposed=transposed).to(dtype)
+            else:
+                tensors, arguments = (g, x, shared(weight).to(g.dtype), None), geometry.arguments(ctx.output_padding)
+                grad_x = aten.convolution_backward(*tensors, *arguments, (True, False, False))[0].to(dtype)
         if ctx.needs_input_grad[1]:
             factors: tuple[Tensor, Tensor] = (x, g) if transposed else (g, x)  # as `Patches` has them
             grad_weight = patch_rows(*factors, tuple(weight.shape[1:]), weight.dtype, geometry)
