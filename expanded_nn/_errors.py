@@ -73,7 +73,7 @@ def named(path: str, module: object) -> str:
 
 
 def complaint(who: str, problem: str, wanted: str, remedy: str) -> PerSampleError:
-    """Builds an error in the library's form; `_layout.refusal` builds one after which a module around is tried.
+    """Builds an error in the library's form; after that of `layout.refusal` the module around the one named is tried.
 
     Args:
         who: The qualified name of the module or parameter.

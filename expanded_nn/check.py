@@ -24,7 +24,7 @@ from expanded_nn.checking.loop import Loop, listed
 from expanded_nn.checking.report import Findings, Problem, Report as Report
 from expanded_nn.checking.running import Call, Runner, Step, leaves_behind, undisturbed
 from expanded_nn.checking.samples import GivenLosses, Layout, difference, first_mixed, last_mixed, layer_without_samples
-from expanded_nn.checking.trace import ErrorCollector, Trace
+from expanded_nn.checking.trace import ErrorCollector, Shapes, Trace
 from expanded_nn.common.batch import has_derivatives
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.steady import WithoutChance, WithoutDropout
@@ -181,6 +181,7 @@ class _Check:
         whole: The trace of the batch through the plain copy.
         outputs: The outputs of the batch.
         lone: The trace of the last sample alone.
+        shapes_alone: The shapes in the traces of all of them.
         layout: Where the samples are in the outputs.
         is_random: Whether the model draws random numbers.
     """
@@ -382,11 +383,13 @@ class _Check:
     def run_alone(self) -> list[list[Tensor]] | None:
         """The outputs of each sample alone, `None` if one fails; keeps the trace of the last one."""
         alone: list[list[Tensor]] = []
+        self.shapes_alone: list[Shapes] = []
         for i in range(self.call.batch):
             self.lone = Trace(self.plain.module)
             try:
                 with self.lone:
                     alone.append([output.detach() for output in self.plain(self.call.sample(i))])
+                self.shapes_alone.append(self.lone.shapes())
             except Exception as error:
                 where = self.lone.stack[-1]
                 if all(problem.where != where for problem in self.findings.problems):
@@ -424,7 +427,8 @@ class _Check:
     def find_mixing(self) -> bool:
         """Looks for samples that are mixed: by the outputs of one alone, and by where the gradient of its loss goes.
 
-        Whether the rows can be compared nevertheless.
+        Returns:
+            Whether the rows can be compared nevertheless.
         """
         errors = [self.layout.difference(self.outputs, own, i) for i, own in enumerate(self.layout.alone)]
         i = errors.index(max(errors))
@@ -435,7 +439,7 @@ class _Check:
             first = first_mixed(self.whole, lone, i, self.call.batch, self.findings.tolerance)
             evidence = f"alone and in the batch, sample {i} differs by {errors[i]:.1e} in the output"
             self.complain_of_mixing(first, evidence)
-        last = last_mixed(self.whole, self.lone, self.layout.losses(self.outputs))
+        last = last_mixed(self.whole, self.shapes_alone, self.layout.losses(self.outputs))
         if last is not None and last > first:
             self.complain_of_mixing(last, "the gradient of a sample's own loss reaches others")
         return True
@@ -481,7 +485,8 @@ class _Check:
         errors, tolerance = self.findings.errors, self.findings.tolerance
         layers: dict[tuple[str, str, int], list[str]] = {}
         for name in (name for name, error in errors.items() if error > tolerance):
-            layers.setdefault(layer_without_samples(self.whole, self.lone, name, self.call), []).append(name)
+            layer = layer_without_samples(self.whole, self.shapes_alone[-1], name, self.call)
+            layers.setdefault(layer, []).append(name)
         for (where, shape, rows), names in layers.items():
             worst = max(names, key=errors.__getitem__)
             differ = f"the rows of {listed(names)} differ from the sample-by-sample loop (by {errors[worst]:.1e})"

@@ -120,7 +120,15 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     held.clear()
     norms = _norms(parts, groups, limits)
     for key, group_norms in norms.items():
-        _refuse_nonfinite(key or "all parameters", group_norms)
+        bad = _nonfinite(group_norms, "call after call its gradients are not finite")
+        if bad:
+            raise complaint(
+                "clip_grad_sample_norms_",
+                f"the per-sample gradients of {key or 'all parameters'} are inf or NaN in the rows {first_few(bad)} of "
+                "grad_sample",
+                "finite ones",
+                "Leave these samples out, or scale their loss down.",
+            )
     factors = {key: _factors(group_norms, limits[key]) for key, group_norms in norms.items()}
     if shards and reduction == "mean":
         count = added_over_ranks(count, shards[0])
@@ -229,39 +237,28 @@ def _factors(norms: Tensor, max_norm: MaxNorm) -> Tensor:
                 f"a tensor of shape {tuple(norms.shape)}, the number that multiplies each sample's gradient",
                 "Return one number per sample, such as max_norm / norms.clamp(min=max_norm).",
             )
-        _refuse_nonfinite_factors(factors, norms)
+        bad = _nonfinite(factors, "call after call the function given as max_norm returns inf or NaN")
+        if bad:
+            raise complaint(
+                "clip_grad_sample_norms_",
+                f"the function given as max_norm returned inf or NaN for the rows {first_few(bad)} of grad_sample, "
+                f"whose norms are {first_few(norms[bad].tolist())}",
+                "finite numbers, for a norm of 0 as well",
+                "Add to the norm or clamp it, as in 1 / (norms + 0.01) or max_norm / norms.clamp(min=max_norm).",
+            )
         return factors
     return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
 
 
-def _refuse_nonfinite_factors(factors: Tensor, norms: Tensor) -> None:
+def _nonfinite(
+    values: Tensor,  # (B,)
+    otherwise: str,
+) -> list[int]:
+    """The samples whose number is inf or NaN; a trace assumes that there are none, or else what `otherwise` says."""
     if is_traced():
-        assume(factors.isfinite().all(), "call after call the function given as max_norm returns inf or NaN")
-        return
-    if math.isfinite(factors.sum()):
-        return
-    bad = (~factors.isfinite()).nonzero().flatten().tolist()
-    if bad:
-        raise complaint(
-            "clip_grad_sample_norms_",
-            f"the function given as max_norm returned inf or NaN for the rows {first_few(bad)} of grad_sample, whose "
-            f"norms are {first_few(norms[bad].tolist())}",
-            "finite numbers, for a norm of 0 as well",
-            "Add to the norm or clamp it, as in 1 / (norms + 0.01) or max_norm / norms.clamp(min=max_norm).",
-        )
-
-
-def _refuse_nonfinite(what: str, norms: Tensor) -> None:
-    if is_traced():
-        assume(norms.isfinite().all(), "call after call its gradients are not finite")
-        return
-    if math.isfinite(norms.sum()):  # one operation in place of four; a sum may be too large as well
-        return
-    bad = (~norms.isfinite()).nonzero().flatten().tolist()
-    if bad:
-        raise complaint(
-            "clip_grad_sample_norms_",
-            f"the per-sample gradients of {what} are inf or NaN in the rows {first_few(bad)} of grad_sample",
-            "finite ones",
-            "Leave these samples out, or scale their loss down.",
-        )
+        assume(values.isfinite().all(), otherwise)
+        return []
+    if math.isfinite(values.sum()):  # one operation in place of four; a sum may be too large as well
+        return []
+    numbers: list[int] = (~values.isfinite()).nonzero().flatten().tolist()
+    return numbers

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.modes import no_torch_function
+from expanded_nn.common.modes import no_torch_function, refuse_batched
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.core.algebra import Kind
 from expanded_nn.core.geometry import Geometry
@@ -178,6 +178,7 @@ def from_factors(term: Callable[..., Term], factors: Sequence[Tensor], gradients
         gradients: How each factor's gradient is made of that of the rows, `(B, *shape)`, and the factors: by operations
             that have derivatives themselves.
     """
+    refuse_batched(factors[0])
     if torch.is_grad_enabled():
         return _FromFactors.apply(term, gradients, *factors)  # type: ignore[no-untyped-call,no-any-return]
     return FactoredTensor.of(term(*factors))
@@ -207,7 +208,7 @@ def is_hidden(rows: object) -> bool:
 
 
 def refuse_hidden(rows: Iterable[Tensor]) -> None:
-    """Gives a trace up that asks for rows from before it, whose number it does not know either.
+    """Gives a trace up that asks for rows from before it: it knows neither them nor how many they are.
 
     Raises:
         OnlyEager: If any are hidden.

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
@@ -68,6 +68,11 @@ def tagger(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
     """The output is padded to the longest sequence of the batch, or of the sample alone."""
     packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
     return m.head(pad_packed_sequence(m.lstm(packed)[0], batch_first=True)[0])
+
+
+def chosen(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+    h = m.a(x)
+    return m.head(torch.zeros_like(h).masked_scatter(mask[..., None], m.act(h[mask])))
 
 
 def transposed(m: Any, x: Tensor) -> Tensor:
@@ -126,6 +131,18 @@ CLEAN: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
         (torch.randn(3, 6, 4), torch.tensor([4, 6, 1])),
         {},
     ),
+    "packed_numbers_that_could_be_split": lambda: (  # in three parts, each as long as the last sequence
+        Model(tagger, lstm=nn.LSTM(4, 5, batch_first=True), head=nn.Linear(5, 2)),
+        (torch.randn(3, 6, 4), torch.tensor([4, 2, 3])),
+        {},
+    ),
+    "positions_that_could_be_split": lambda: (
+        Model(chosen, a=nn.Linear(4, 5), act=nn.Tanh(), head=nn.Linear(5, 2)),
+        (torch.randn(3, 4, 4), torch.arange(4) < torch.tensor([4, 2, 3])[:, None]),
+        {},
+    ),
+    "sparse_input": lambda: (Model(lambda m, x: m.a(x.to_dense()), a=nn.Linear(4, 2)), (features().to_sparse(),), {}),
+    "number": lambda: (Model(lambda m, x, t: m.a(x) * t, a=nn.Linear(4, 2)), (features(), torch.tensor(2.0)), {}),
     "tied": lambda: (tied(), (words(),), {}),
     "frozen": lambda: (
         nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Tanh(), nn.Linear(4, 2)),
@@ -262,6 +279,17 @@ def test_mixing_between_layers(mix: Callable[[Tensor], Tensor], convert: bool) -
     assert "GroupNorm" in str(problem)
     is_refused = mix is MIXING["rolled"]  # where it happens, so there are no rows to compare
     assert is_refused or max(report.errors.values()) > 1e-2 or mix is MIXING["weakly"]
+
+
+def test_mixing_of_packed_sequences() -> None:
+    def forward(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(m.a(x), lengths, batch_first=True, enforce_sorted=False)
+        centred = PackedSequence(packed.data - packed.data.mean(0), *packed[1:])
+        return m.b(pad_packed_sequence(m.lstm(centred)[0], batch_first=True)[0])
+
+    model = Model(forward, a=nn.Linear(4, 4), lstm=nn.LSTM(4, 5, batch_first=True), b=nn.Linear(5, 2))
+    report = enn.check(model, torch.randn(3, 6, 4), torch.tensor([6, 2, 3]))
+    assert "between the output of a (Linear) and the input of lstm (LSTM)" in str(report.problems[0])
 
 
 def test_mixing_in_a_layer_of_the_users_own() -> None:

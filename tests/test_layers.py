@@ -1,5 +1,6 @@
 """The laws: what holds for every layer. The cases are in cases.py."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -241,6 +242,24 @@ def squared_norms_differentiated(model: nn.Module, rows: dict[str, Tensor], inpu
     return [dense(g) for g in torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)]
 
 
+@where(lambda case: case.has_float_input() and not case.name.startswith(("bilinear", "embedding_bag")))
+def test_a_jacobian_by_one_vmapped_backward(case: Case) -> None:
+    """By the inputs it is the plain one; rows would be those of several backwards at once.
+
+    Not so for einsum, of which torch has no such variant, and for bags, whose weights come with the rows of the table.
+    """
+    a, b = case.inputs(BATCH).requires_grad(), case.inputs(BATCH).requires_grad()
+    model = expanded(case)
+    outputs = [out[0] if isinstance(out, tuple) else out for out in (a.on(model), b.on(case.module()))]
+    seeds = torch.randn(4, *outputs[0].shape)
+    actual = torch.autograd.grad(outputs[0], a.floats(), seeds, retain_graph=True, is_grads_batched=True)
+    by_seed = [torch.autograd.grad(outputs[1], b.floats(), seed, retain_graph=True) for seed in seeds]
+    assert_all_close(actual, [torch.stack(grads) for grads in zip(*by_seed, strict=True)])
+    if case.has_parameters():
+        with pytest.raises(enn.PerSampleError, match="vmapped backward"):
+            torch.autograd.grad(outputs[0], list(model.parameters()), seeds, is_grads_batched=True)
+
+
 # --- small layers ---------------------------------------------------------------------------------------------
 
 
@@ -398,6 +417,54 @@ def shared_output(module: nn.Module, shared: Tensor) -> Tensor:
 def test_bad_input_is_refused(case: Case, bad: Any) -> None:
     with pytest.raises(enn.PerSampleError, match=bad.match):
         bad.call().on(expanded(case))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(4, 2), (3, 5)),
+        (nn.Conv1d(4, 2, 3), (3, 5, 5)),
+        (nn.Conv2d(4, 2, 3), (3, 4, 2, 2)),
+        (nn.ConvTranspose1d(4, 2, 3), (3, 5, 5)),
+        (nn.LayerNorm(4), (3, 5)),
+        (nn.RMSNorm(4), (3, 5)),
+        (nn.GroupNorm(2, 4), (3, 6, 5)),
+        (nn.GroupNorm(2, 4), (3, 5, 5)),
+        (nn.BatchNorm1d(4).eval(), (3, 5)),
+        (nn.InstanceNorm1d(4, affine=True), (3, 5, 6)),
+        (nn.InstanceNorm1d(4, affine=True), (3, 4, 1)),
+        (nn.InstanceNorm2d(4, affine=True, track_running_stats=True), (3, 5, 6, 6)),
+        (nn.PReLU(4), (3, 5)),
+        (nn.LSTM(4, 3, batch_first=True), (3, 5, 6)),
+        (nn.RNN(4, 3, batch_first=True), (3, 0, 4)),
+        (nn.GRUCell(4, 3), (3, 5)),
+    ],
+    ids=str,
+)
+def test_what_torch_refuses_is_refused_in_its_words(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    x, model = torch.randn(shape), enn.convert(layer).per_sample()
+    with pytest.raises(Exception) as plain:  # noqa: PT011 (whichever it is)
+        layer(x)
+    with pytest.raises(plain.type, match=re.escape(str(plain.value))):
+        model(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("group_norm", {"num_groups": 2, "weight": (4,)}),
+        ("instance_norm", {"weight": (4,)}),
+        ("batch_norm", {"running_mean": (4,), "running_var": (4,), "weight": (4,)}),
+    ],
+)
+def test_operations_refuse_other_channels_in_torchs_words(name: str, arguments: dict[str, Any]) -> None:
+    x = torch.randn(BATCH, 6, 5)
+    plain = {key: torch.ones(size) if isinstance(size, tuple) else size for key, size in arguments.items()}
+    own = plain | {"weight": plain["weight"].expand(BATCH, 4).requires_grad_()}
+    with pytest.raises(RuntimeError) as expected:
+        getattr(F, name)(x, **plain)
+    with pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
+        getattr(enn.functional, name)(x, **own)
 
 
 # --- weights that really differ by sample ---------------------------------------------------------------------
@@ -578,6 +645,7 @@ def test_operation_twice_differentiated(case: Case) -> None:
         (nn.Conv2d(64, 128, 3, groups=2), (6, 6)),
         (nn.Conv2d(64, 64, 1), (20, 20)),
         (nn.ConvTranspose2d(64, 64, 3, stride=2), (6, 6)),
+        (nn.ConvTranspose2d(32, 32, 3, stride=2, dilation=3, output_padding=2), (5, 6)),  # more than a stride is unread
     ],
     ids=str,
 )

@@ -117,7 +117,9 @@ class Call:
             dim = self._dim(value)
             if dim is None:
                 return value
-            return value.detach().narrow(dim, i, 1).requires_grad_(value.requires_grad and value.is_leaf)
+            number = torch.tensor([i], device=value.device)
+            own = value.detach().index_select(dim, number) if value.is_sparse else value.detach().narrow(dim, i, 1)
+            return own.requires_grad_(value.requires_grad and value.is_leaf)
 
         return Call(_mapped(self.arguments, alone), 1, self.batch_first)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 
 import torch
 from torch import Tensor
 
 from expanded_nn.checking.running import Call
-from expanded_nn.checking.trace import Trace
+from expanded_nn.checking.trace import Shapes, Trace
 from expanded_nn.common.batch import batch_dim
 
 # where the samples stand: in which dimension, and whether they change fastest in it, as in `(T * B, ...)`
@@ -104,7 +105,7 @@ class Layout:
         ]
 
     def kept(self, alone: list[Tensor]) -> list[Tensor]:
-        """The same of a sample's own outputs."""
+        """Of a sample's own outputs, those that have samples in the batch."""
         return [output for output, axis in zip(alone, self.axes, strict=True) if axis is not None]
 
     def difference(self, outputs: list[Tensor], own: list[Tensor], i: int) -> float:
@@ -202,7 +203,7 @@ def first_mixed(whole: Trace, lone: Trace, i: int, batch: int, tolerance: float)
 
 def last_mixed(
     whole: Trace,  # with_grads
-    lone: Trace,
+    alone: list[Shapes],  # of each sample
     losses: list[Tensor],  # each sample's own
 ) -> int | None:
     """The place of the first event from which on the loss of some samples reaches no others.
@@ -210,6 +211,13 @@ def last_mixed(
     Any two samples are parted in one of `2 log2(B)` backwards, by a bit of their numbers.
     """
     batch, reached = len(losses), -1
+
+    @cache
+    def shape_alone(k: int, n: int) -> torch.Size | None:
+        """That for one sample, where it splits the batch's value for all: what a mask chooses may do so by chance."""
+        value, shapes = whole.events[k].values[n], [lone_shape(whole, own, k, n) for own in alone]
+        return shapes[-1] if all(shape is None or candidate_splits(value, shape, batch) for shape in shapes) else None
+
     for bit in range((batch - 1).bit_length()):
         for side in (0, 1):
             others = (torch.arange(batch) >> bit) % 2 == side
@@ -218,16 +226,16 @@ def last_mixed(
             if own:
                 torch.stack(own).sum().backward(retain_graph=True)
             for (k, n), grad in whole.grads.items():
-                if k > reached and _reaches(grad, lone_shape(whole, lone, k, n), others.to(grad.device)):
+                if k > reached and _reaches(grad, shape_alone(k, n), others.to(grad.device)):
                     reached = k
     whole.grads.clear()
     return None if reached < 0 else reached + 1
 
 
-def lone_shape(whole: Trace, lone: Trace, k: int, n: int) -> torch.Size | None:
+def lone_shape(whole: Trace, lone: Shapes, k: int, n: int) -> torch.Size | None:
     """The shape that a value has for one sample, as far as the model goes the same way."""
-    same_way = k < len(lone.events) and str(lone.events[k]) == str(whole.events[k])
-    return lone.events[k].values[n].shape if same_way and n < len(lone.events[k].values) else None
+    event, shapes = lone[k] if k < len(lone) else ("", [])
+    return shapes[n] if event == str(whole.events[k]) and n < len(shapes) else None
 
 
 def _reaches(grad: Tensor, shape: torch.Size | None, others: Tensor) -> bool:
@@ -237,7 +245,7 @@ def _reaches(grad: Tensor, shape: torch.Size | None, others: Tensor) -> bool:
     return bool(splits) and all(bool(split[others].norm() > precision * split.norm()) for split in splits)
 
 
-def layer_without_samples(whole: Trace, lone: Trace, parameter: str, call: Call) -> tuple[str, str, int]:
+def layer_without_samples(whole: Trace, lone: Shapes, parameter: str, call: Call) -> tuple[str, str, int]:
     """The layer that holds a parameter, if its input has as many rows for one sample as for the batch, 1 or B.
 
     Returns:

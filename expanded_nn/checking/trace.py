@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from expanded_nn._errors import PerSampleError, named
-from expanded_nn.common.batch import data_in
+from expanded_nn.common.batch import tensors
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.modules.base import PerSampleModule
 
@@ -36,6 +37,9 @@ class Event:
 
     def __str__(self) -> str:
         return f"the {self.side} of {self.who}"
+
+
+Shapes = list[tuple[str, list[torch.Size]]]  # of each event, which it is, and the shapes of its values
 
 
 class Trace:
@@ -76,7 +80,10 @@ class Trace:
 
     def _note(self, path: str, who: str, side: str, value: Any) -> None:
         values: list[Tensor] = []
-        for tensor in data_in(value):
+        for tensor in tensors(value):
+            if isinstance(tensor, PackedSequence):  # padded, as its data has no dimension of the samples to look for
+                values.append(pad_packed_sequence(tensor, batch_first=True)[0].detach())
+                continue
             if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 continue
             if self.with_grads and tensor.requires_grad:
@@ -98,6 +105,9 @@ class Trace:
                 self.grads[key] = grad
 
         node.register_prehook(note)  # torch crashes at a hook of a view that was changed in place
+
+    def shapes(self) -> Shapes:
+        return [(str(event), [value.shape for value in event.values]) for event in self.events]
 
     def first_difference(self, other: Trace, is_same: Callable[[Tensor, Tensor], bool]) -> int | None:
         """The index of the first event that is not the same in `other`."""

@@ -48,7 +48,7 @@ class _State:
 
 
 _STATE = _State()
-_MET = threading.local()  # `recorders`: those that took part in the step of this thread, where they are looked for
+_MET = threading.local()  # `recorders`: those that took part in this thread's step, while somebody collects them
 
 
 @contextmanager

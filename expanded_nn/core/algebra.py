@@ -1,4 +1,4 @@
-"""The algebra of rows in blocks, one after the other: a block is how many rows, and the terms that add up to them."""
+"""The algebra of rows in blocks, one behind the other: a block is a number of rows, and their terms."""
 
 from __future__ import annotations
 

@@ -78,12 +78,17 @@ def rows_by_groups(g: Tensor, x: Tensor, row_shape: tuple[int, ...], geometry: G
     rows = g.new_empty(g.shape[0], *row_shape)
     size = cost.samples_by_group(g[0].numel() + x[0].numel() + prod(row_shape))
     for chunk_g, chunk_x, chunk_rows in zip(g.split(size), x.split(size), rows.split(size), strict=True):
-        batch = chunk_g.shape[0]
-        joined_g, joined_x = (factor.flatten(0, 1)[None].contiguous() for factor in (chunk_g, chunk_x))
-        shape = (batch * row_shape[0], *row_shape[1:])
-        gradient = weight_gradient(joined_g, joined_x, shape, replace(geometry, groups=batch * geometry.groups))
-        torch.mul(gradient.reshape(chunk_rows.shape), coefficient, out=chunk_rows)
+        torch.mul(rows_at_once(chunk_g, chunk_x, row_shape, geometry), coefficient, out=chunk_rows)
     return rows
+
+
+def rows_at_once(g: Tensor, x: Tensor, row_shape: tuple[int, ...], geometry: Geometry) -> Tensor:
+    """`rows_by_groups`, for all samples at once."""
+    batch = g.shape[0]
+    joined_g, joined_x = (f.reshape(1, batch * f.shape[1], *f.shape[2:]).contiguous() for f in (g, x))
+    shape = (batch * row_shape[0], *row_shape[1:])
+    gradient = weight_gradient(joined_g, joined_x, shape, replace(geometry, groups=batch * geometry.groups))
+    return gradient.reshape(batch, *row_shape)
 
 
 def rows_by_moving(g: Tensor, x: Tensor, row_shape: tuple[int, ...], geometry: Geometry) -> Tensor:

@@ -34,12 +34,7 @@ def gram_by_position(
         products = (torch.stack(list(_columns(term, other)), 2) for term, other in pairs)
         return sum(products, start=kind.zeros(size, positions, width))
 
-    return torch.cat(
-        [
-            torch.cat([block(size, terms, width, other_terms) for width, other_terms in other_blocks], 2)
-            for size, terms in blocks
-        ]
-    )
+    return torch.cat([torch.cat([block(*rows, *columns) for columns in other_blocks], 2) for rows in blocks])
 
 
 def _columns(term: Term, other: Term) -> Iterator[Tensor]:

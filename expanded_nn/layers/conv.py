@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
+from expanded_nn.common.modes import is_batched
 from expanded_nn.common.shared import cast_shared, is_constant, is_shared, shared, shared_or_none
-from expanded_nn.core.geometry import Geometry, cropped
+from expanded_nn.core.geometry import Geometry, cropped, rows_at_once
 from expanded_nn.core.patches import Patches
 from expanded_nn.factored import from_factors
 from expanded_nn.modules.base import Expanded
@@ -37,6 +38,9 @@ def patch_rows(
     if any(size >= stride for size, stride in zip(excess, geometry.stride, strict=True)):
         # Only the output_padding of a dilated transposed convolution reaches so far.
         x, geometry = geometry.padded(x, cut=excess)
+
+    if is_batched(g) or is_batched(x):
+        return rows_at_once(g, x, row_shape, geometry).to(dtype)
 
     def of_g(grad: Tensor, g: Tensor, x: Tensor) -> Tensor:
         return _apply(x, cast_shared(grad, g.dtype), None, geometry, None)

@@ -8,8 +8,8 @@ double backward give each sample's own parameters their gradient, at the cost of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from math import prod
 from typing import Any, ClassVar, cast
 
@@ -230,20 +230,6 @@ class RMSNorm(_OverLastDimensions, nn.RMSNorm):
 # Norms over channels
 
 
-def _one_sample(
-    x: Tensor,  # (B, C, *)
-) -> Tensor:  # (1, B * C, *)
-    """The batch as one sample; contiguous, as torch's kernels crash or err on some other memory formats."""
-    return x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:]).contiguous()
-
-
-def _flat(
-    parameter: Tensor | None,  # (B, C)
-) -> Tensor | None:  # (B * C,)
-    # contiguous, as torch's kernels err on one channel that stays expanded (stride 0)
-    return None if parameter is None else parameter.reshape(-1).contiguous()
-
-
 def _beside_positions(
     parameter: Tensor,  # (B, C)
     x: Tensor,  # (B, C, *)
@@ -264,6 +250,21 @@ def _affine(
     """Applies weight and bias by plain operations, which work without samples, too."""
     y = x if weight is None else x * _beside_positions(weight, x)
     return y if bias is None else y + _beside_positions(bias, x)
+
+
+def _as_one_sample(
+    norm: Callable[..., Tensor],  # of (1, B * C, *), weight and bias (B * C,)
+    x: Tensor,  # (B, C, *)
+    weight: Tensor | None,  # (B, C)
+    bias: Tensor | None,  # (B, C)
+) -> Tensor:  # (B, C, *)
+    """The norm of the batch as one sample, of whose channels each has its own weight and bias."""
+    if x.shape[0] == 0:
+        return _affine(x, weight, bias)
+    # contiguous, as torch's kernels crash or err on some other memory formats, and on one channel of stride 0
+    one_sample = x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:]).contiguous()
+    parameters = (None if parameter is None else parameter.reshape(-1).contiguous() for parameter in (weight, bias))
+    return owned(norm(one_sample, *parameters).view(x.shape))
 
 
 def group_norm(
@@ -287,17 +288,16 @@ def group_norm(
     """
     if not _channels_fit(x, weight, bias) or x.shape[1] % num_groups:
         return F.group_norm(x, num_groups, shared_or_none(weight), shared_or_none(bias), eps)  # raises
-    batch = x.shape[0]
-    if batch == 0:
-        return _affine(x, weight, bias)
-    # not F.group_norm, which refuses groups of one value where it sees a single sample
-    cudnn = torch.backends.cudnn.enabled
+
+    def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int = num_groups) -> Tensor:
+        # not F.group_norm, which refuses groups of one value where it sees a single sample
+        return torch.group_norm(x, groups, weight, bias, eps, torch.backends.cudnn.enabled)
+
     if is_constant(weight, bias):
-        return torch.group_norm(x, num_groups, shared_or_none(weight), shared_or_none(bias), eps, cudnn)
-    if cost.is_symbol(batch):
-        return _affine(torch.group_norm(x, num_groups, None, None, eps, cudnn), weight, bias)
-    y = torch.group_norm(_one_sample(x), batch * num_groups, _flat(weight), _flat(bias), eps, cudnn)
-    return owned(y.view(x.shape))
+        return norm(x, shared_or_none(weight), shared_or_none(bias))
+    if cost.is_symbol(x.shape[0]):
+        return _affine(norm(x, None, None), weight, bias)
+    return _as_one_sample(partial(norm, groups=x.shape[0] * num_groups), x, weight, bias)
 
 
 def instance_norm(
@@ -329,15 +329,16 @@ def instance_norm(
     if not _channels_fit(x, weight, bias, *statistics) or (use_input_stats and prod(x.shape[2:]) == 1):
         parameters = shared_or_none(weight), shared_or_none(bias)
         return F.instance_norm(x, *statistics, *parameters, use_input_stats, momentum, eps)  # raises
-    batch = x.shape[0]
-    if batch == 0:
-        return _affine(x, weight, bias)
-    mean, var = (None if running is None else running.repeat(batch) for running in statistics)
-    y = F.instance_norm(_one_sample(x), mean, var, _flat(weight), _flat(bias), use_input_stats, momentum, eps)
+    mean, var = (None if running is None else running.repeat(x.shape[0]) for running in statistics)
+
+    def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.instance_norm(x, mean, var, weight, bias, use_input_stats, momentum, eps)
+
+    y = _as_one_sample(norm, x, weight, bias)
     for running, updated in zip(statistics, (mean, var), strict=True):
-        if use_input_stats and running is not None and updated is not None:
-            running.copy_(updated.view(batch, -1).mean(0))
-    return owned(y.view(x.shape))
+        if use_input_stats and running is not None and updated is not None and len(x):
+            running.copy_(updated.view(len(x), -1).mean(0))
+    return y
 
 
 def _mixing(who: str) -> PerSampleError:
@@ -383,15 +384,15 @@ def batch_norm(
     if running_mean is None or running_var is None or not _channels_fit(x, running_mean, running_var, weight, bias):
         parameters = shared_or_none(weight), shared_or_none(bias)
         return F.batch_norm(x, running_mean, running_var, *parameters, False, momentum, eps)  # raises
-    batch = x.shape[0]
-    if batch == 0:
-        return _affine(x, weight, bias)
     dtypes = {tensor.dtype for tensor in (x, running_mean, running_var, weight, bias) if tensor is not None}
     if x.dim() > 3 and x.stride(1) == 1 != x.shape[1] and len(dtypes) == 1:
         return _by_channel(x, running_mean, torch.rsqrt(running_var + eps), weight, bias)
-    mean, var = running_mean.repeat(batch), running_var.repeat(batch)
-    y = F.batch_norm(_one_sample(x), mean, var, _flat(weight), _flat(bias), False, momentum, eps)
-    return owned(y.view(x.shape))
+    mean, var = running_mean.repeat(x.shape[0]), running_var.repeat(x.shape[0])
+
+    def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.batch_norm(x, mean, var, weight, bias, False, momentum, eps)
+
+    return _as_one_sample(norm, x, weight, bias)
 
 
 def _by_channel(

@@ -77,7 +77,7 @@ class PerSampleModule(nn.Module):
 
     Attributes:
         plain_class: The class that `revert` gives back, where it is not the first `torch.nn` class in the ancestry.
-        calls_others: Whether a forward of the user's runs in its own, which may put samples in another order.
+        calls_others: Whether its forward runs one of the user's, which may put the samples in another order.
     """
 
     plain_class: ClassVar[type[nn.Module] | None] = None
@@ -157,7 +157,7 @@ class PerSampleModule(nn.Module):
             object.__setattr__(self, "__class__", twin_class(kind, self.plain_class))
 
     def _kind(self) -> type[PerSampleModule] | None:
-        """What its class was made of, beside the plain one, where the general rule could take its place."""
+        """The library's class that its own is made of, where the general rule could take the place of that one."""
         if self._learned is not None or "plain_class" not in vars(type(self)):
             return None if self._learned is None else self._learned.kind
         kind = next(base for base in type(self).__bases__ if issubclass(base, PerSampleModule))

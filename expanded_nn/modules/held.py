@@ -29,13 +29,7 @@ def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[
         PerSampleError: If a trainable parameter has no recorder, the recorders' settings differ, or a backward runs.
     """
     refuse_no_model(who, model)
-    modules, by_id = [], dict[int, tuple[str, nn.Parameter]]()
-    for path, module in model.named_modules():  # once: torch's `named_parameters` would look for them again
-        modules.append(module)
-        for name, own in module._parameters.items():
-            if own is not None:
-                by_id.setdefault(id(own), (f"{path}.{name}" if path else name, own))
-    parameters = dict(by_id.values())
+    modules, parameters = list(model.modules()), dict(model.named_parameters())
     layers = [module for module in modules if isinstance(module, Expanded) and module._recorder is not None]
     expandable = {id(parameter) for layer in layers for parameter in all_parameters(layer)}
     lacking = [name for name, p in parameters.items() if p.requires_grad and id(p) not in expandable]

@@ -89,7 +89,7 @@ def note_input(layer: Member, *, shared: bool) -> None:
 
 
 def note_shared_result(layer: Reader, result: Tensor, *, is_new: bool) -> None:
-    """A result for what all samples share has its samples first, though they stand second in larger inputs."""
+    """The forward hears that a result, of what all samples share, has them first, where they stand second elsewhere."""
     forward = forward_of(layer)
     if forward is not None and layer.pass_batch_size > 1:
         forward.note_shared(cast(nn.Module, layer), result, 0, is_new=is_new)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.modes import in_own_dtype, refuse_batched
+from expanded_nn.common.modes import in_own_dtype
 from expanded_nn.core import algebra, cost, kronecker
 from expanded_nn.core.algebra import Kind
 from expanded_nn.core.kronecker import KroneckerFactors
@@ -52,7 +52,6 @@ class Rows(Tensor):
     @classmethod
     def of(cls: type[R], term: Term) -> R:
         """One term as a tensor, `(B, *term.row_shape)`."""
-        refuse_batched(term.factors[0])
         kind = Kind(term.row_shape, term.dtype, term.factors[0].device)
         cell = Cell([(term.batch, (Guarded.of(term),))], kind)
         return cls(cell, (term.batch, *term.row_shape))
@@ -104,9 +103,8 @@ class Rows(Tensor):
 
     def dense(self) -> Tensor:
         """The rows as a plain tensor `(B, *shape)`; they stay dense from then on."""
-        if self.requires_grad and torch.is_grad_enabled():
-            return cast(Tensor, _ToDense.apply(self))  # type: ignore[no-untyped-call]
-        return self._rows()
+        rows = self._rows()
+        return self.clone() if self.requires_grad and torch.is_grad_enabled() else rows
 
     def _rows(self, memory: Recycled | None = None) -> Tensor:
         self._check_source()
@@ -206,22 +204,6 @@ class Rows(Tensor):
     def _like(self: R, blocks: Sequence[Block], shape: Sequence[int], dtype: torch.dtype | None = None) -> R:
         kind = self._cell.kind
         return type(self)(Cell(blocks, kind if dtype is None else kind._replace(dtype=dtype)), shape)
-
-
-class _ToDense(torch.autograd.Function):
-    """The dense rows of a factored tensor that requires gradients."""
-
-    @staticmethod
-    def forward(rows: Rows) -> Tensor:
-        return rows._rows().clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
 
 
 def _absolute(term: Term) -> Term:
