@@ -466,6 +466,23 @@ def test_a_mask_with_its_samples_first_beside_a_sequence_with_them_second(steps:
     assert_right_second(Masked().double(), *calls)
 
 
+@pytest.mark.parametrize("steps", [T, B])
+def test_indices_with_a_mask_that_has_its_samples_first(steps: int) -> None:
+    module = Own(lambda m, x, y, mask: m.masked(m.layer(x) + m.layer(y), mask) * m.scale, layer=nn.Embedding(9, D))
+    module.masked = Masked()
+    x, y = torch.arange(steps * B).view(steps, B) % 9, torch.arange(steps * B).view(steps, B) % 7
+    mask = torch.arange(steps) >= torch.tensor([[1], [steps], [2]])
+    assert_right_second(module.double(), (Call((x, y, mask)), (1, 1, 0)))
+
+
+def test_what_is_folded_beside_a_mask_is_said() -> None:
+    """And not what attention raises for a mask that was read in another way."""
+    module = Own(lambda m, x, mask: m.masked(x, mask).view(-1, D) * m.scale, masked=Masked())
+    model = enn.convert(module).per_sample(batch_first=False)
+    with pytest.raises(enn.PerSampleError, match=r"for one sample its forward returns a tensor of shape \(5, 4\)"):
+        model(values(T, B, D), torch.zeros(B, T, dtype=torch.bool))
+
+
 def test_a_mask_that_was_the_same_read_either_way() -> None:
     """It tells nothing of the next one."""
     module = Own(

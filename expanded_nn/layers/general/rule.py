@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import combinations
 from typing import Any, ClassVar, cast
 
 import torch
@@ -153,6 +154,8 @@ class General(Expanded):
         matrices = [self._is_matrix(leaf) and leaf.shape[0] == batch for leaf in leaves]
         if dims.count(None) == len(dims):  # a table may have B rows by chance
             matrices = [may and self._is_of_samples(leaf) for may, leaf in zip(matrices, leaves, strict=True)]
+        elif 1 in dims:
+            matrices[dims.index(1)] = False  # the one that says B
         if not any(second) and not any(matrices):
             return dims
         inputs = [tensor for tensor in leaves if isinstance(tensor, Tensor)]
@@ -169,9 +172,10 @@ class General(Expanded):
                 for reading in _readings(of_states, matrices, 0)
                 if reading.count(None) < len(reading)
             ]
-            calls = (Called(args, kwargs, batch, leaves, reading, inputs, kind) for reading in readings)
-            dims = next((c.dims for c in calls if self._reads_well(c)), dims)
-            vars(self)["_readings"] = {**self._readings, kind: dims}
+            vars(self)["_readings"] = {
+                **self._readings,
+                kind: self._best_of(readings, args, kwargs, leaves, inputs) or dims,
+            }
         return self._readings[kind]
 
     def _is_matrix(self, leaf: Any) -> bool:
@@ -189,11 +193,24 @@ class General(Expanded):
             return False
         return leaf.shape[0] == leaf.shape[1] and torch.equal(leaf, leaf.mT)
 
-    def _reads_well(self, call: Called) -> bool:
-        """Whether the samples, as their arguments are read here, give what the plain forward of the batch gives."""
+    def _best_of(
+        self, readings: list[list[int | None]], args: Any, kwargs: Any, leaves: list[Any], inputs: list[Tensor]
+    ) -> list[int | None] | None:
+        """The first reading that is right, or else the first of which an error says what is not."""
+        told = None
+        for reading in readings:
+            error = self._error_of(Called(args, kwargs, self.pass_batch_size, leaves, reading, inputs, None))
+            if error is None:
+                return reading
+            if told is None and isinstance(error, PerSampleError):
+                told = reading
+        return told
+
+    def _error_of(self, call: Called) -> Exception | None:
+        """What is raised where the samples, as their arguments are read here, give not what the plain forward gives."""
         forward = None if self._recorder is None else self._recorder.forward
         if forward is None:
-            return True
+            return None
         states = RandomStates([*self.modules(), call.args, call.kwargs])
         try:
             with _unnoticed(forward):
@@ -201,11 +218,11 @@ class General(Expanded):
                 if not mapper.guests:
                     trial = Trial(mapper)
                     trial.compared(trial.mapped_again()[0])
-                return True
+                return None
         except _NOT_OF_THE_FORWARD:
             raise
-        except Exception:
-            return False
+        except Exception as error:
+            return error
         finally:
             states.restore()
 
@@ -417,11 +434,14 @@ class General(Expanded):
 
 
 def _readings(dims: list[int | None], may_differ: list[bool], other: int) -> list[list[int | None]]:
-    """Where samples may stand: as usual; elsewhere where nothing says it otherwise; or wherever they may."""
+    """Where samples may stand: as usual; elsewhere where nothing else says it; wherever they may; in some of these."""
     if not any(may_differ):
         return [dims]
     sure = [other if may and dim is None else dim for may, dim in zip(may_differ, dims, strict=True)]
-    return [dims, sure, [other if may else dim for may, dim in zip(may_differ, dims, strict=True)]]
+    unsure = [place for place, may in enumerate(may_differ) if may and dims[place] is not None]
+    chosen = [set(places) for count in range(1, len(unsure)) for places in combinations(unsure, count)]
+    sets = [set(), set(unsure), *(chosen if len(unsure) < 4 else ())]
+    return [dims, *([other if place in places else dim for place, dim in enumerate(sure)] for places in sets)]
 
 
 @contextmanager
