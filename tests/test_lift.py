@@ -475,6 +475,26 @@ def test_indices_with_a_mask_that_has_its_samples_first(steps: int) -> None:
     assert_right_second(module.double(), (Call((x, y, mask)), (1, 1, 0)))
 
 
+@pytest.mark.parametrize("steps", [T, B])
+def test_a_mask_of_steps_by_steps_beside_one_with_its_samples_first(steps: int) -> None:
+    """All samples share it, though it may have as many rows as there are samples."""
+    causal = torch.ones(steps, steps, dtype=torch.bool).triu(1)
+
+    def forward(m: Any, x: Tensor, mask: Tensor, ends: Tensor) -> Tensor:
+        y: Tensor = m.attention(x, x * m.scale, x, attn_mask=mask, key_padding_mask=ends)[0]
+        return y * m.scale
+
+    module = Own(forward, attention=nn.MultiheadAttention(D, 2))
+    ends = torch.arange(steps) >= torch.tensor([[1], [steps], [2]])
+    model = enn.convert(module).per_sample(loss_reduction="sum", batch_first=False)
+    x = values(steps, B, D)
+    y = model(x, causal, ends)
+    assert_close(y, module(x, causal, ends).detach())
+    y.sin().sum().backward()
+    alone = Own(lambda m, x, ends: forward(m, x, causal, ends), attention=module.attention)
+    assert_close_rows(rows_of(model), rows_of_second(alone, Call((x, ends)), (1, 0)))
+
+
 def test_what_is_folded_beside_a_mask_is_said() -> None:
     """And not what attention raises for a mask that was read in another way."""
     module = Own(lambda m, x, mask: m.masked(x, mask).view(-1, D) * m.scale, masked=Masked())

@@ -6,9 +6,9 @@ after a comparison of the two for each kind of input.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import combinations
+from itertools import chain, islice, product
 from typing import Any, ClassVar, cast
 
 import torch
@@ -144,8 +144,8 @@ class General(Expanded):
     def _read(self, args: Any, kwargs: Any, leaves: list[Any], dims: list[int | None]) -> list[int | None]:
         """Where the samples stand: as usual or, if that is not right, elsewhere in what may lie otherwise.
 
-        That are states, `(layers, B, hidden)`, with the samples second; and what has them first in a model that has
-        them second: masks `(B, T)`, and what is left of a sequence, `(B, features)`.
+        That are states, `(layers, B, hidden)`, with the samples second; and, in a model that has them second, masks
+        `(B, T)` and what is left of a sequence, `(B, features)`, with the samples first, and masks `(T, T)` of all.
         """
         batch = self.pass_batch_size
         second = [batch > 1 and dim != 1 and is_like_a_state(x, batch) for x, dim in zip(leaves, dims, strict=True)]
@@ -166,12 +166,9 @@ class General(Expanded):
             if cost.is_symbol(batch):
                 return dims
             wait_for_values("a module of the general rule is compared with its plain forward first")
-            readings = [
-                reading
-                for of_states in _readings(dims, second, 1)
-                for reading in _readings(of_states, matrices, 0)
-                if reading.count(None) < len(reading)
-            ]
+            sure = [1 if is_second and dim is None else dim for is_second, dim in zip(second, dims, strict=True)]
+            states = [1 if is_second else dim for is_second, dim in zip(second, dims, strict=True)]
+            readings = _different(chain(*(_readings(reading, matrices) for reading in (dims, sure, states))))
             vars(self)["_readings"] = {
                 **self._readings,
                 kind: self._best_of(readings, args, kwargs, leaves, inputs) or dims,
@@ -433,15 +430,15 @@ class General(Expanded):
         return error
 
 
-def _readings(dims: list[int | None], may_differ: list[bool], other: int) -> list[list[int | None]]:
-    """Where samples may stand: as usual; elsewhere where nothing else says it; wherever they may; in some of these."""
-    if not any(may_differ):
-        return [dims]
-    sure = [other if may and dim is None else dim for may, dim in zip(may_differ, dims, strict=True)]
-    unsure = [place for place, may in enumerate(may_differ) if may and dims[place] is not None]
-    chosen = [set(places) for count in range(1, len(unsure)) for places in combinations(unsure, count)]
-    sets = [set(), set(unsure), *(chosen if len(unsure) < 4 else ())]
-    return [dims, *([other if place in places else dim for place, dim in enumerate(sure)] for places in sets)]
+def _readings(dims: list[int | None], matrices: list[bool]) -> list[list[int | None]]:
+    """Where samples may stand: as usual; or, in some matrices, first, or nowhere, as in `(T, T)`; not very many."""
+    others = [(dim, 0, None) if is_matrix else (dim,) for dim, is_matrix in zip(dims, matrices, strict=True)]
+    readings = map(list, islice(product(*others), 27))
+    return [reading for reading in readings if reading.count(None) < len(reading)]
+
+
+def _different(readings: Iterable[list[int | None]]) -> list[list[int | None]]:
+    return list(map(list, dict.fromkeys(map(tuple, readings))))
 
 
 @contextmanager
