@@ -397,6 +397,170 @@ def test_samples_second_and_results_of_two_dimensions(of_steps: bool, features_o
                 assert_close(rows[i], grad)
 
 
+def rows_of_second(module: nn.Module, call: Call, dims: tuple[int, ...]) -> dict[str, Tensor]:
+    """The rows by the loop, for arguments that have their samples in these dimensions."""
+
+    def of_sample(i: int) -> tuple[Tensor, ...]:
+        args = (x.narrow(dim, i, 1) for x, dim in zip(call.args, dims, strict=True))
+        return torch.autograd.grad(module(*args).sin().sum(), list(module.parameters()))
+
+    rows = zip(*map(of_sample, range(B)), strict=True)
+    return {name: torch.stack(grads) for (name, _), grads in zip(module.named_parameters(), rows, strict=True)}
+
+
+def assert_right_second(module: nn.Module, *calls: tuple[Call, tuple[int, ...]]) -> None:
+    """In a model that has its samples second, call after call."""
+    model = enn.convert(module).per_sample(loss_reduction="sum", batch_first=False)
+    for call, dims in calls:
+        model.zero_grad()
+        y = call.on(model)
+        assert_close(y, call.on(module).detach())
+        y.sin().sum().backward()
+        assert_close_rows(rows_of(model), rows_of_second(module, call, dims))
+
+
+class Steps(nn.Module):
+    """A loop over time, whose result a module around it views."""
+
+    def __init__(self, *, samples_first: bool) -> None:
+        super().__init__()
+        self.loop, self.samples_first = Own(self.of_steps, layer=nn.Linear(D, D)), samples_first
+
+    def of_steps(self, m: Any, x: Tensor) -> Tensor:
+        h, outputs = x.new_zeros(x.shape[1:]), []
+        for step in x:
+            h = (m.layer(step) + h * m.scale).tanh()
+            outputs.append(h)
+        return torch.stack(outputs, 1).transpose(0, 1) if self.samples_first else torch.stack(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.loop(x)
+        if self.samples_first:
+            return y.transpose(0, 1).view(x.shape[1], -1)
+        return y.view(-1, D).view(len(x), -1, D)
+
+
+@pytest.mark.parametrize("steps", [T, B, 1])
+@pytest.mark.parametrize("samples_first", [False, True])
+def test_results_lie_in_memory_as_those_of_the_plain_module(steps: int, samples_first: bool) -> None:
+    calls = [(Call((values(steps, B, D, seed=seed),)), (1,)) for seed in (1, 2)]
+    assert_right_second(Steps(samples_first=samples_first).double(), *calls)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.first = nn.MultiheadAttention(D, 2), nn.Parameter(values(1, 1, D))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y: Tensor = self.attention(x + self.first, x, x, key_padding_mask=mask)[0]
+        return y + self.first
+
+
+@pytest.mark.parametrize("steps", [T, B, 2])
+def test_a_mask_with_its_samples_first_beside_a_sequence_with_them_second(steps: int) -> None:
+    """As attention takes them; also where the first mask is the same read either way, as it hides nothing."""
+    nothing = torch.zeros(B, steps, dtype=torch.bool)
+    ends = torch.arange(steps) >= torch.tensor([[1], [steps], [2]])
+    calls = [(Call((values(steps, B, D), mask)), (1, 0)) for mask in (nothing, ends, nothing)]
+    assert_right_second(Masked().double(), *calls)
+
+
+@pytest.mark.parametrize("steps", [T, B])
+def test_indices_with_a_mask_that_has_its_samples_first(steps: int) -> None:
+    module = Own(lambda m, x, y, mask: m.masked(m.layer(x) + m.layer(y), mask) * m.scale, layer=nn.Embedding(9, D))
+    module.masked = Masked()
+    x, y = torch.arange(steps * B).view(steps, B) % 9, torch.arange(steps * B).view(steps, B) % 7
+    mask = torch.arange(steps) >= torch.tensor([[1], [steps], [2]])
+    assert_right_second(module.double(), (Call((x, y, mask)), (1, 1, 0)))
+
+
+@pytest.mark.parametrize("steps", [T, B])
+def test_a_mask_of_steps_by_steps_beside_one_with_its_samples_first(steps: int) -> None:
+    """All samples share it, though it may have as many rows as there are samples."""
+    causal = torch.ones(steps, steps, dtype=torch.bool).triu(1)
+
+    def forward(m: Any, x: Tensor, mask: Tensor, ends: Tensor) -> Tensor:
+        y: Tensor = m.attention(x, x * m.scale, x, attn_mask=mask, key_padding_mask=ends)[0]
+        return y * m.scale
+
+    module = Own(forward, attention=nn.MultiheadAttention(D, 2))
+    ends = torch.arange(steps) >= torch.tensor([[1], [steps], [2]])
+    model = enn.convert(module).per_sample(loss_reduction="sum", batch_first=False)
+    x = values(steps, B, D)
+    y = model(x, causal, ends)
+    assert_close(y, module(x, causal, ends).detach())
+    y.sin().sum().backward()
+    alone = Own(lambda m, x, ends: forward(m, x, causal, ends), attention=module.attention)
+    assert_close_rows(rows_of(model), rows_of_second(alone, Call((x, ends)), (1, 0)))
+
+
+def test_what_is_folded_beside_a_mask_is_said() -> None:
+    """And not what attention raises for a mask that was read in another way."""
+    module = Own(lambda m, x, mask: m.masked(x, mask).view(-1, D) * m.scale, masked=Masked())
+    model = enn.convert(module).per_sample(batch_first=False)
+    with pytest.raises(enn.PerSampleError, match=r"for one sample its forward returns a tensor of shape \(5, 4\)"):
+        model(values(T, B, D), torch.zeros(B, T, dtype=torch.bool))
+
+
+def test_a_mask_that_was_the_same_read_either_way() -> None:
+    """It tells nothing of the next one."""
+    module = Own(
+        lambda m, x, mask: m.layer(x) * m.scale * mask.reshape(x.shape[1], -1).T.unsqueeze(-1), layer=nn.Linear(D, D)
+    )
+    masks = torch.ones(B, B, dtype=torch.int64), torch.ones(B, B, dtype=torch.int64).tril()
+    assert_right_second(module, *[(Call((values(B, B, D), mask)), (1, 0)) for mask in masks])
+
+
+class Head(nn.Module):
+    """What is left of a sequence, `(B, features)`, goes into a module with a parameter of its own."""
+
+    def __init__(self, table: Tensor | None = None) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(D, 6), Own(lambda m, h: m.layer(h) * m.scale, layer=nn.Linear(6, D))
+        self.table = table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[1][-1] if self.table is None else self.table)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("steps", [T, B, 1])
+def test_what_is_left_of_a_sequence_with_samples_second(steps: int) -> None:
+    assert_right_second(Head().double(), *[(Call((values(steps, B, D),)), (1,))] * 2)
+
+
+def test_a_table_that_has_as_many_rows_as_samples_by_chance() -> None:
+    module = Head(values(B, 6)).double()
+    model = enn.convert(module).per_sample(batch_first=False, escalate=False)
+    with pytest.raises(enn.PerSampleError, match=r"head \(Own\): the first tensor has shape \(3, 6\), 6 rows in dim"):
+        model(values(T, B, D))
+
+
+def test_an_index_of_as_many_steps_as_samples() -> None:
+    """It has no features; where its samples stand is compared, also if the first one is the same read either way."""
+    module = Own(lambda m, x: (m.layer(x[:-1]) * m.scale + x[1:].unsqueeze(-1)).cumsum(0), layer=nn.Embedding(17, D))
+    index = torch.arange(B * B).view(B, B)
+    calls = [(Call((x,)), (1,)) for x in (index + index.T, index, index.T)]
+    assert_right_second(module, *calls)
+
+
+def test_a_matrix_of_positions_is_no_index_of_the_model() -> None:
+    """It has as many rows as there are samples by chance, and all share it."""
+
+    class Relative(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = Own(lambda m, index: m.layer(index) * m.scale, layer=nn.Embedding(9, D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            steps = torch.arange(len(x))
+            return x + self.bias(steps - steps.unsqueeze(1) + 4).sum(1, keepdim=True)
+
+    model = enn.convert(Relative().double()).per_sample(batch_first=False, escalate=False)
+    with pytest.raises(enn.PerSampleError, match=r"bias \(Own\): input of shape \(3, 3\) .* first or second"):
+        model(values(B, B, D))
+
+
 # --- containers: arguments and results --------------------------------------------------------------------------
 
 

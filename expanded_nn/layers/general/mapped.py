@@ -106,6 +106,11 @@ class Mapped:
         moved = [tensor.transpose(first, dim) if dim != first else tensor for tensor, (first, *_), dim in moves]
         return dataclasses.replace(self, tensors=moved)
 
+    def laid_out(self, orders: Sequence[Sequence[int]]) -> Mapped:
+        """The same, lying in memory in these orders of dimensions, which say what `view` takes."""
+        pairs = zip(self.tensors, orders, strict=True)
+        return dataclasses.replace(self, tensors=[_laid_out(*pair) if pair[1] else pair[0] for pair in pairs])
+
     def result(self) -> Any:
         """What the forward returns for the whole batch."""
         tensors = iter(self.tensors)
@@ -331,6 +336,20 @@ class Mapper:
 
 def _tensors(result: Any) -> list[Tensor]:
     return [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Its dimensions, the one of the largest steps in memory first; none if it does not lie there without gaps."""
+    if tensor.layout is not torch.strided:
+        return ()
+    strides = tensor.stride()
+    order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+    return tuple(order) if tensor.permute(order).is_contiguous() else ()
+
+
+def _laid_out(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return tensor.permute(*order).contiguous().permute(inverse) if tensor.dim() == len(order) else tensor
 
 
 def _stacked(results: Sequence[Tensor]) -> Tensor:

@@ -6,8 +6,9 @@ after a comparison of the two for each kind of input.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, islice, product
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,13 +21,14 @@ from expanded_nn.common.batch import batch_dim, has_derivatives, is_like_a_state
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import is_of_checkpoint, running_backward, uncounted
 from expanded_nn.common.steady import RandomStates
-from expanded_nn.common.traced import FirstEager, OnlyEager, refuse_values, wait_for_values
+from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced, refuse_values, wait_for_values
 from expanded_nn.core import cost
 from expanded_nn.layers.general.mapped import Called, Mapper, flatten
 from expanded_nn.layers.general.trial import Compared, Trial, Verdict, Way, Ways
 from expanded_nn.layers.general.whole import Run, reads_of_its_own
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.layout import note_input, refuse_square
+from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.forward import InputNotes
 from expanded_nn.recording.lift import Lent, Slot, swapped
 from expanded_nn.recording.recorder import Forward, Recorder
@@ -129,37 +131,83 @@ class General(Expanded):
             )
         inputs = [tensor for tensor in leaves if isinstance(tensor, Tensor) and tensor.dim()]
         if inputs and has_derivatives(inputs[0]):
-            self.checked(inputs[0], 0, dim=self._dim_of(inputs[0]), argument="the first tensor")
-        kind = (self.training, *dims, bool(batch == 1), *(tuple(bool(n == 1) for n in x.shape) for x in inputs))
+            read = next(dim for leaf, dim in zip(leaves, dims, strict=True) if leaf is inputs[0])
+            dim = self._dim_of(inputs[0]) if read is None else read
+            self.checked(inputs[0], 0, dim=dim, argument="the first tensor")
+        sizes = (tuple(bool(n == 1) for n in x.shape) for x in inputs)
+        kind = (self.training, *dims, bool(batch == 1), *sizes, *map(self._reads_either_way, leaves))
         call = Called(args, kwargs, batch, leaves, dims, inputs, kind)
         with reads_of_its_own():
             result = self._on_whole_batch(call) if self._may_run_whole(call) else NotImplemented
             return self._sample_by_sample(call) if result is NotImplemented else result
 
     def _read(self, args: Any, kwargs: Any, leaves: list[Any], dims: list[int | None]) -> list[int | None]:
-        """Where the samples stand: as usual or, if that is not right, second in states `(layers, B, hidden)`."""
+        """Where the samples stand: as usual or, if that is not right, elsewhere in what may lie otherwise.
+
+        That are states, `(layers, B, hidden)`, with the samples second; and, in a model that has them second, masks
+        `(B, T)` and what is left of a sequence, `(B, features)`, with the samples first, and masks `(T, T)` of all.
+        """
         batch = self.pass_batch_size
         second = [batch > 1 and dim != 1 and is_like_a_state(x, batch) for x, dim in zip(leaves, dims, strict=True)]
         first = dims.index(0) + 1 if 0 in dims else len(dims)  # the argument that says B has them first
         second[:first] = [False] * first
-        if not any(second) or cost.is_symbol(batch):
+        matrices = [self._is_matrix(leaf) and leaf.shape[0] == batch for leaf in leaves]
+        if dims.count(None) == len(dims):  # a table may have B rows by chance
+            matrices = [may and self._is_of_samples(leaf) for may, leaf in zip(matrices, leaves, strict=True)]
+        elif 1 in dims:
+            matrices[dims.index(1)] = False  # the one that says B
+        if not any(second) and not any(matrices):
             return dims
         inputs = [tensor for tensor in leaves if isinstance(tensor, Tensor)]
-        kind = (self.training, *dims, *second, *(tuple(bool(n == 1) for n in tensor.shape) for tensor in inputs))
+        sizes = (tuple(bool(n == 1) for n in tensor.shape) for tensor in inputs)
+        either = map(self._reads_either_way, leaves)
+        kind = (self.training, *dims, *second, *matrices, *sizes, *either)
         if kind not in self._readings:
+            if cost.is_symbol(batch):
+                return dims
             wait_for_values("a module of the general rule is compared with its plain forward first")
             sure = [1 if is_second and dim is None else dim for is_second, dim in zip(second, dims, strict=True)]
             states = [1 if is_second else dim for is_second, dim in zip(second, dims, strict=True)]
-            calls = (Called(args, kwargs, batch, leaves, reading, inputs, kind) for reading in (dims, sure, states))
-            dims = next((c.dims for c in calls if self._reads_well(c)), dims)
-            vars(self)["_readings"] = {**self._readings, kind: dims}
+            readings = _different(chain(*(_readings(reading, matrices) for reading in (dims, sure, states))))
+            vars(self)["_readings"] = {
+                **self._readings,
+                kind: self._best_of(readings, args, kwargs, leaves, inputs) or dims,
+            }
         return self._readings[kind]
 
-    def _reads_well(self, call: Called) -> bool:
-        """Whether the samples, as their arguments are read here, give what the plain forward of the batch gives."""
+    def _is_matrix(self, leaf: Any) -> bool:
+        """Whether it is a matrix in which the samples stand second as a rule."""
+        return isinstance(leaf, Tensor) and leaf.dim() == 2 and self._dim_of(leaf) == 1
+
+    def _is_of_samples(self, leaf: Tensor) -> bool:
+        """Whether it is an argument of the model, or computed from what layers made of these."""
+        forward = None if self._recorder is None else self._recorder.forward
+        return (leaf.requires_grad and comes_from_rows(leaf)) or (forward is not None and forward.is_argument(leaf))
+
+    def _reads_either_way(self, leaf: Any) -> bool:
+        """Whether it is such a matrix and equals its transpose, so that no comparison tells where the samples stand."""
+        if not self._is_matrix(leaf) or is_traced() or leaf.is_meta:
+            return False
+        return leaf.shape[0] == leaf.shape[1] and torch.equal(leaf, leaf.mT)
+
+    def _best_of(
+        self, readings: list[list[int | None]], args: Any, kwargs: Any, leaves: list[Any], inputs: list[Tensor]
+    ) -> list[int | None] | None:
+        """The first reading that is right, or else the first of which an error says what is not."""
+        told = None
+        for reading in readings:
+            error = self._error_of(Called(args, kwargs, self.pass_batch_size, leaves, reading, inputs, None))
+            if error is None:
+                return reading
+            if told is None and isinstance(error, PerSampleError):
+                told = reading
+        return told
+
+    def _error_of(self, call: Called) -> Exception | None:
+        """What is raised where the samples, as their arguments are read here, give not what the plain forward gives."""
         forward = None if self._recorder is None else self._recorder.forward
         if forward is None:
-            return True
+            return None
         states = RandomStates([*self.modules(), call.args, call.kwargs])
         try:
             with _unnoticed(forward):
@@ -167,11 +215,11 @@ class General(Expanded):
                 if not mapper.guests:
                     trial = Trial(mapper)
                     trial.compared(trial.mapped_again()[0])
-                return True
+                return None
         except _NOT_OF_THE_FORWARD:
             raise
-        except Exception:
-            return False
+        except Exception as error:
+            return error
         finally:
             states.restore()
 
@@ -197,7 +245,7 @@ class General(Expanded):
         compared = self._compared[call.kind]
         if not compared.alike:
             self._refuse_square(call.inputs[1:], call.batch)
-        return mapped.with_samples_in(compared.dims).result()
+        return mapped.with_samples_in(compared.dims).laid_out(compared.orders).result()
 
     def _mapper(self, call: Called) -> Mapper:
         self._refuse_backward_hooks()
@@ -340,7 +388,8 @@ class General(Expanded):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             return None
         dim = self._dim_of(leaf)
-        if dim and leaf.dim() == 2:
+        # an index that is an argument of the model has no features: a comparison tells where its samples stand
+        if self._is_matrix(leaf) and (has_derivatives(leaf) or not self._is_of_samples(leaf)):
             refuse_square(self, leaf)
         return dim if leaf.shape[dim] == batch else None
 
@@ -379,6 +428,17 @@ class General(Expanded):
         )
         error.refused_by = self  # a larger module may make what it keeps them in
         return error
+
+
+def _readings(dims: list[int | None], matrices: list[bool]) -> list[list[int | None]]:
+    """Where samples may stand: as usual; or, in some matrices, first, or nowhere, as in `(T, T)`; not very many."""
+    others = [(dim, 0, None) if is_matrix else (dim,) for dim, is_matrix in zip(dims, matrices, strict=True)]
+    readings = map(list, islice(product(*others), 27))
+    return [reading for reading in readings if reading.count(None) < len(reading)]
+
+
+def _different(readings: Iterable[list[int | None]]) -> list[list[int | None]]:
+    return list(map(list, dict.fromkeys(map(tuple, readings))))
 
 
 @contextmanager

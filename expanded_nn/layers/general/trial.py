@@ -17,7 +17,7 @@ from expanded_nn.common.batch import has_derivatives
 from expanded_nn.common.steady import RandomStates, WithoutChance, copies, without_traces
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor, as_factored
-from expanded_nn.layers.general.mapped import Mapped, Mapper, flatten
+from expanded_nn.layers.general.mapped import Mapped, Mapper, flatten, memory_order
 
 
 class Compared(NamedTuple):
@@ -26,10 +26,12 @@ class Compared(NamedTuple):
     Attributes:
         alike: Whether they are the same; random results may not be comparable.
         dims: Where the samples stand in each result.
+        orders: How each result of the plain forward lies in memory, if it lies there without gaps.
     """
 
     alike: bool
     dims: tuple[int, ...]
+    orders: tuple[tuple[int, ...], ...]
 
     def fits(self, mapped: Mapped) -> bool:
         """Whether the samples may stand there in other results."""
@@ -156,7 +158,7 @@ class Trial:
                 expected = self.plain(hooks=hooks) if hooks or self.is_random else self.expected
                 dims = self._dims(mapped, expected)
                 if dims is not None and self._agree(mapped, dims, expected):
-                    return Compared(True, dims)
+                    return Compared(True, dims, tuple(map(memory_order, expected)))
             repeats = self._repeats(expected)
             is_certain = repeats and (not self.is_random or self._repeats(expected, other_numbers=True))
         if dims is None or mapped.is_filled_up or is_certain or self._mixes(dims, repeats=repeats):
@@ -170,7 +172,7 @@ class Trial:
             )
             error.refused_by = self.module  # around it, B rows by chance may be a dimension that all share
             raise error
-        return Compared(False, dims)
+        return Compared(False, dims, tuple(map(memory_order, expected)))
 
     def _repeats(self, expected: list[Tensor], *, other_numbers: bool = False) -> bool:
         """Whether the plain forward gives this again, or even with other random numbers."""
@@ -255,7 +257,7 @@ class Trial:
     def _changes_with_others(self, dims: tuple[int, ...]) -> bool:
         """Whether the first sample's result changes when all samples are like the first, or nothing could tell."""
         leaves, structure = tree_flatten(self.arguments)
-        places = [self.module._sample_dim(leaf, self.batch) for leaf in leaves]
+        places = self.mapper.call.dims
         alike = [
             leaf if dim is None else leaf.index_select(dim, torch.zeros(self.batch, dtype=torch.int64).to(leaf.device))
             for leaf, dim in zip(leaves, places, strict=True)
@@ -278,8 +280,10 @@ class Trial:
                 for result, dim in zip(results, dims, strict=True)
                 if result.requires_grad and result.dim() and result.shape[dim] == self.batch
             ]
-        places = [(x, self.module._sample_dim(x, self.batch)) for x in inputs]
-        by_sample = [(x, dim) for x, dim in places if dim is not None]
+        read = [
+            dim for leaf, dim in zip(self.mapper.call.leaves, self.mapper.call.dims, strict=True) if _is_float(leaf)
+        ]
+        by_sample = [(x, dim) for x, dim in zip(inputs, read, strict=True) if dim is not None]
         if not ends:
             return True
         weights = [torch.randn(end.shape, generator=torch.Generator().manual_seed(0)).to(end) for end in ends]
