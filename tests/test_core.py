@@ -18,7 +18,7 @@ from expanded_nn.core import algebra, cost, geometry, kronecker, patches, positi
 from expanded_nn.core.algebra import Block, Kind
 from expanded_nn.core.geometry import Geometry
 from expanded_nn.core.patches import Patches
-from expanded_nn.core.sketch import Side, Sketch, Totals, TwoSided
+from expanded_nn.core.sketch import Sketch, Totals, TwoSided
 from expanded_nn.core.terms import Dense, OneHot, Outer, Products, SparseOneHot, Term
 
 FOLDER = Path(core.__file__).parent
@@ -405,17 +405,12 @@ def test_gram_takes_rows(name: str, of_rows: bool, monkeypatch: pytest.MonkeyPat
 
 
 def drawn_sketch(sizes: tuple[int, int]) -> tuple[Tensor, ...]:
-    orders = [torch.randperm(size) for size in sizes]
-    signs = [torch.randint(2, (size,)) * 2.0 - 1 for size in sizes]
-    return tuple(
-        tensor for order, of_side in zip(orders, signs, strict=True) for tensor in (order, order.argsort(), of_side)
-    )
+    """How both sides are shuffled, and their signs."""
+    return *map(torch.randperm, sizes), *(torch.randint(2, (size,)) * 2.0 - 1 for size in sizes)
 
 
-def sketch_of(sizes: tuple[int, int], dim: int, tensors: Sequence[Tensor]) -> Sketch:
-    along = int(sizes[1] >= sizes[0])
-    width = next(width for width in range(max(sizes), max(sizes) + dim + 1) if math.gcd(width, dim) == 1)
-    return Sketch((Side(*tensors[:3]), Side(*tensors[3:])), dim, along, width, 2)
+def sketch_of(dim: int, drawn: Sequence[Tensor]) -> Sketch:
+    return Sketch.of(drawn[:2], drawn[2:], dim, 2)
 
 
 @pytest.mark.parametrize("by_factors", [True, False])
@@ -434,11 +429,11 @@ def test_sketches(name: str, dim: int, at_once: int, by_factors: bool, monkeypat
 
     def numbers(*tensors: Tensor) -> Tensor:
         totals = Totals(dim, B + 1, term.dtype, term.factors[0].device)
-        sketch_of(sizes, dim, tensors[count:]).add(case.term(*tensors[:count]).scaled(-0.5), totals, 1)
+        sketch_of(dim, tensors[count:]).add(case.term(*tensors[:count]).scaled(-0.5), totals, 1)
         return totals.result()
 
-    drawn = sketch_of(sizes, dim, inputs[1][count:])
-    places = [side.place for side in drawn.sides]
+    drawn = sketch_of(dim, inputs[1][count:])
+    places = [side.order.argsort() for side in drawn.sides]
     places[1 - drawn.along] = places[1 - drawn.along] * drawn.width + drawn.shift
     buckets = (places[0][:, None] + places[1]) % dim
     signs = drawn.sides[0].signs[:, None] * drawn.sides[1].signs

@@ -295,7 +295,7 @@ class Outer(Term):
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         g, a = self._of_all_samples(weights)
-        if a.shape[1] > 1 and cost.multiplies_turned(a.shape[0], *self.row_shape):  # of a single one torch takes good care
+        if a.shape[1] > 1 and cost.multiplies_turned(a.shape[0], *self.row_shape):  # torch is quick at one
             return torch.mm(a.t(), g.t()).t().contiguous()
         return torch.mm(g, a)
 
