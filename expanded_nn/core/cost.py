@@ -81,7 +81,7 @@ def multiplies_turned(positions: int, out: int, features: int) -> bool:
 
     A product's kernel works along the last dimension, and is idle for the most part where that is short. It trades
     another pass over the result. Measured at 1 to 8 features and 64 to 1024 outputs: 0.05 to 0.6 with 8 positions and
-    more, up to 6 with 2, where memory counts; with 12 features and more it is 0.5 to 1.5.
+    more (with two threads 0.03 to 1.0), up to 6 with 2, where memory counts; with 12 features and more 0.5 to 1.5.
     """
     are_many = is_symbol(positions) or positions >= 8
     return are_many and features <= FEW_FEATURES and out >= 8 * FEW_FEATURES

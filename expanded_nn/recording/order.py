@@ -26,13 +26,15 @@ from expanded_nn.recording.places import Move, Moved
 from expanded_nn.recording.settings import RecorderLike
 from expanded_nn.recording.shared_results import Copies
 
+_mode_at = torch._C._get_function_stack_at
+
 
 class BetweenLayers(TorchFunctionMode):
     """Looks at operations between layers: it is off within one."""
 
     def is_on(self) -> bool:
         """Whether it sees the operations of now."""
-        return any(mode is self for mode in _modes())
+        return any(_mode_at(place) is self for place in range(torch._C._len_torch_function_stack()))
 
 
 class Order(TorchFunctionMode):
@@ -141,9 +143,10 @@ class Order(TorchFunctionMode):
 
     def as_one_operation(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a layer without a look at the operations in it, under which torch's have no fused inference."""
-        modes = []  # the innermost first
-        while (mode := _innermost_mode()) is self or isinstance(mode, BetweenLayers):
+        modes, count = [], torch._C._len_torch_function_stack()  # the innermost first
+        while count and ((mode := _mode_at(count - 1)) is self or isinstance(mode, BetweenLayers)):
             modes.append(_pop_mode())
+            count -= 1
         try:
             result = function(*args, **kwargs)
         finally:
@@ -319,15 +322,6 @@ class Order(TorchFunctionMode):
         )
         error.refused_by = self  # which module is around all of it is not known: the one that was called
         raise error
-
-
-def _modes() -> list[TorchFunctionMode]:
-    """The modes that are on, the innermost last."""
-    return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
-
-
-def _innermost_mode() -> TorchFunctionMode | None:
-    return next(reversed(_modes()), None)
 
 
 def _place(line: tuple[str, int]) -> str:
