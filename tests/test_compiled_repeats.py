@@ -56,6 +56,13 @@ class Step:
         torch.manual_seed(3)
         return outcome(self.model, run(*batch))
 
+    def assert_as_eager(self, batch: tuple[Tensor, ...]) -> None:
+        results = []
+        for run in (self.compiled, self.step):
+            self.model.zero_grad()
+            results.append(self.left_by(run, batch))
+        assert_same(*results)
+
 
 def replaced_hook(step: Step) -> None:
     """Another one, so that there are as many as before."""
@@ -175,11 +182,7 @@ def test_other_arguments_are_seen(changed: Callable[..., tuple[Tensor, Tensor]])
     other = changed(*batch)
     assert not repeats(step.compiled, *other)
     for _ in range(3):
-        results = []
-        for run in (step.compiled, step.step):
-            step.model.zero_grad()
-            results.append(step.left_by(run, other))
-        assert_same(*results)
+        step.assert_as_eager(other)
 
 
 def test_batches_in_dicts_and_keywords_repeat() -> None:
@@ -220,11 +223,7 @@ def test_a_module_that_keeps_its_buffers_in_a_dict_of_its_own() -> None:
     step, batch = Step(), samples(4)[0]
     vars(step.model.out)["_buffers"] = UserDict()
     for _ in range(5):
-        results = []
-        for run in (step.compiled, step.step):
-            step.model.zero_grad()
-            results.append(step.left_by(run, batch))
-        assert_same(*results)
+        step.assert_as_eager(batch)
     assert len(graphs(step.compiled)) == 1
     step.model.zero_grad()
     assert not repeats(step.compiled, *batch)

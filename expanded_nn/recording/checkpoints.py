@@ -42,9 +42,10 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
     node, noted = running_node(), noted_pass()
     living = list(recorder.passes.alive)
     is_sure = len(living) == 1 and living[0].stage is not PassStage.DONE
-    candidates = [noted] if noted is not None else []
-    if noted is None and not is_sure:
-        candidates = passes_behind(recorder, node, recorder.backward.computed)
+    if noted is not None:
+        candidates = [noted]
+    else:
+        candidates = [] if is_sure else passes_behind(recorder, node, recorder.backward.computed)
     if not candidates and all(pass_.stage is PassStage.DONE for pass_ in living):
         # the pass of the last recomputation in this backward: of a checkpoint around this one, or beside it
         candidates = [pass_ for pass_ in recorder.backward.resumed[-1:] if batch in (pass_.batch, 1)]

@@ -85,6 +85,8 @@ class Run:
             has one for each sample, and no other has samples.
         by_sample: Its arguments that have one row for each sample.
         module: The module whose forward it is, if it may fold them.
+        is_noted: Whether it has switched the notes of operations on; where its graph tells whose the rows are it needs
+            none.
     """
 
     def __init__(self, batch: int, recorder: RecorderLike, owners: Owners | None = None) -> None:
@@ -99,7 +101,6 @@ class Run:
         self.hooks = checkpoint_hooks()
 
     def __enter__(self) -> None:
-        # where its graph tells whose the rows are, what it does needs no note
         self.is_noted = self.owners is None and not _RUNNING.reads.is_on()
         if self.is_noted:
             _RUNNING.reads.__enter__()  # type: ignore[no-untyped-call]

@@ -106,10 +106,9 @@ class Mapped:
         moved = [tensor.transpose(first, dim) if dim != first else tensor for tensor, (first, *_), dim in moves]
         return dataclasses.replace(self, tensors=moved)
 
-    def laid_out(self, orders: Sequence[Sequence[int]]) -> Mapped:
+    def laid_out(self, orders: Sequence[tuple[int, ...]]) -> Mapped:
         """The same, lying in memory in these orders of dimensions, which say what `view` takes."""
-        pairs = zip(self.tensors, orders, strict=True)
-        return dataclasses.replace(self, tensors=[_laid_out(*pair) if pair[1] else pair[0] for pair in pairs])
+        return dataclasses.replace(self, tensors=list(map(_laid_out, self.tensors, orders)))
 
     def result(self) -> Any:
         """What the forward returns for the whole batch."""
@@ -347,9 +346,10 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
     return tuple(order) if tensor.permute(order).is_contiguous() else ()
 
 
-def _laid_out(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return tensor.permute(*order).contiguous().permute(inverse) if tensor.dim() == len(order) else tensor
+def _laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    if tensor.dim() != len(order) or (turned := tensor.permute(order)).is_contiguous():
+        return tensor
+    return turned.contiguous().permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _stacked(results: Sequence[Tensor]) -> Tensor:

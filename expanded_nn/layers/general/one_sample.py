@@ -34,8 +34,8 @@ class OneSample(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _corrected(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in _LINEAR:
-            return _linear(func, *args, **kwargs)
+        if func is F.linear:
+            return _linear(*args, **kwargs)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
         if func is F.embedding_bag and ((len(args) > 2 and args[2] is not None) or kwargs.get("offsets") is not None):
@@ -95,9 +95,9 @@ def _by_sample(tensor: Tensor, dim: int | None, batch: int) -> Tensor:
     return tensor.movedim(dim, 0) if dim else tensor  # rows of the weight itself stay factored
 
 
-def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not is_expanded(weight) or input.dim() == 0:
-        return func(input, weight, bias)  # type: ignore[no-any-return]
+        return F.linear(input, weight, bias)
     if bias is None or is_expanded(bias):
         return _LinearOfAll.apply(input, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
     y: Tensor = _LinearOfAll.apply(input, weight, None)  # type: ignore[no-untyped-call]
@@ -114,8 +114,7 @@ def _is_in_place(func: Any) -> bool:
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
-_LINEAR = {F.linear}
-_CORRECTED = {F.embedding, F.embedding_bag, F.scaled_dot_product_attention, *_LINEAR}
+_CORRECTED = {F.embedding, F.embedding_bag, F.linear, F.scaled_dot_product_attention}
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"}
 
 

@@ -123,7 +123,8 @@ class General(Expanded):
         batch = self.pass_batch_size
         is_plain = not kwargs and all(type(arg) is Tensor for arg in args)
         leaves = list(args) if is_plain else tree_leaves((args, kwargs))
-        dims = self._read(args, kwargs, leaves, [self._sample_dim(leaf, batch) for leaf in leaves])
+        either = tuple(map(self._reads_either_way, leaves))
+        dims = self._read(args, kwargs, leaves, [self._sample_dim(leaf, batch) for leaf in leaves], either)
         note_input(self, shared=batch > 1 and all(dim is None for dim in dims))
         if self._learned is not None and batch > 1 and all(dim is None for dim in dims):
             raise self._refusal(
@@ -135,17 +136,20 @@ class General(Expanded):
             dim = self._dim_of(inputs[0]) if read is None else read
             self.checked(inputs[0], 0, dim=dim, argument="the first tensor")
         sizes = (tuple(bool(n == 1) for n in x.shape) for x in inputs)
-        kind = (self.training, *dims, bool(batch == 1), *sizes, *map(self._reads_either_way, leaves))
+        kind = (self.training, *dims, bool(batch == 1), *sizes, *either)
         call = Called(args, kwargs, batch, leaves, dims, inputs, kind)
         with reads_of_its_own():
             result = self._on_whole_batch(call) if self._may_run_whole(call) else NotImplemented
             return self._sample_by_sample(call) if result is NotImplemented else result
 
-    def _read(self, args: Any, kwargs: Any, leaves: list[Any], dims: list[int | None]) -> list[int | None]:
+    def _read(
+        self, args: Any, kwargs: Any, leaves: list[Any], dims: list[int | None], either: tuple[bool, ...]
+    ) -> list[int | None]:
         """Where the samples stand: as usual or, if that is not right, elsewhere in what may lie otherwise.
 
         That are states, `(layers, B, hidden)`, with the samples second; and, in a model that has them second, masks
         `(B, T)` and what is left of a sequence, `(B, features)`, with the samples first, and masks `(T, T)` of all.
+        Of those in `either`, by `_reads_either_way`, a comparison tells nothing for later calls.
         """
         batch = self.pass_batch_size
         second = [batch > 1 and dim != 1 and is_like_a_state(x, batch) for x, dim in zip(leaves, dims, strict=True)]
@@ -160,7 +164,6 @@ class General(Expanded):
             return dims
         inputs = [tensor for tensor in leaves if isinstance(tensor, Tensor)]
         sizes = (tuple(bool(n == 1) for n in tensor.shape) for tensor in inputs)
-        either = map(self._reads_either_way, leaves)
         kind = (self.training, *dims, *second, *matrices, *sizes, *either)
         if kind not in self._readings:
             if cost.is_symbol(batch):
@@ -168,11 +171,9 @@ class General(Expanded):
             wait_for_values("a module of the general rule is compared with its plain forward first")
             sure = [1 if is_second and dim is None else dim for is_second, dim in zip(second, dims, strict=True)]
             states = [1 if is_second else dim for is_second, dim in zip(second, dims, strict=True)]
-            readings = _different(chain(*(_readings(reading, matrices) for reading in (dims, sure, states))))
-            vars(self)["_readings"] = {
-                **self._readings,
-                kind: self._best_of(readings, args, kwargs, leaves, inputs) or dims,
-            }
+            readings = dict.fromkeys(chain(*(_readings(reading, matrices) for reading in (dims, sure, states))))
+            best = self._best_of(map(list, readings), args, kwargs, leaves, inputs) or dims
+            vars(self)["_readings"] = {**self._readings, kind: best}
         return self._readings[kind]
 
     def _is_matrix(self, leaf: Any) -> bool:
@@ -191,7 +192,7 @@ class General(Expanded):
         return leaf.shape[0] == leaf.shape[1] and torch.equal(leaf, leaf.mT)
 
     def _best_of(
-        self, readings: list[list[int | None]], args: Any, kwargs: Any, leaves: list[Any], inputs: list[Tensor]
+        self, readings: Iterable[list[int | None]], args: Any, kwargs: Any, leaves: list[Any], inputs: list[Tensor]
     ) -> list[int | None] | None:
         """The first reading that is right, or else the first of which an error says what is not."""
         told = None
@@ -430,15 +431,10 @@ class General(Expanded):
         return error
 
 
-def _readings(dims: list[int | None], matrices: list[bool]) -> list[list[int | None]]:
+def _readings(dims: list[int | None], matrices: list[bool]) -> list[tuple[int | None, ...]]:
     """Where samples may stand: as usual; or, in some matrices, first, or nowhere, as in `(T, T)`; not very many."""
     others = [(dim, 0, None) if is_matrix else (dim,) for dim, is_matrix in zip(dims, matrices, strict=True)]
-    readings = map(list, islice(product(*others), 27))
-    return [reading for reading in readings if reading.count(None) < len(reading)]
-
-
-def _different(readings: Iterable[list[int | None]]) -> list[list[int | None]]:
-    return list(map(list, dict.fromkeys(map(tuple, readings))))
+    return [reading for reading in islice(product(*others), 27) if reading.count(None) < len(reading)]
 
 
 @contextmanager
