@@ -151,8 +151,7 @@ def main() -> None:
         return
     found = measure_all(arguments, device)
     if not is_part(arguments):
-        name = device.type if device.type == "cuda" else f"cpu_{arguments.threads}"
-        report.write(found, ROOT / "benchmarks/results", ROOT / "docs/images", name)
+        name = report.write(found, ROOT / "benchmarks/results", ROOT / "docs/images")
         report.into(ROOT / "README.md", report.digest(found, f"docs/images/bench_{name}.png"))
 
 

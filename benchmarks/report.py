@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,14 @@ def memory(entries: Found) -> str:
 
 
 def title(machine: Found) -> str:
-    where = machine["gpu"] or f"CPU, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
     return f"{where}, expanded_nn {machine['versions'].get('expanded_nn', '?')}"
+
+
+def file_name(machine: Found) -> str:
+    """Processors differ, so each has files of its own: `amd_epyc_1` with one thread."""
+    name = re.sub(r"\(\w+\)", " ", machine["gpu"] or f"{machine['cpu']} {machine['threads']}")
+    return "_".join(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 def about(machine: Found) -> str:
@@ -206,15 +213,18 @@ def into(page: Path, text: str) -> None:
     page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
-def write(found: Found, results: Path, images: Path, name: str) -> None:
+def write(found: Found, results: Path, images: Path) -> str:
     """Writes `<name>.json` and the page of all that lie beside it; the plots are those of this run.
 
     Args:
         found: The run.
         results: The folder of the tables.
         images: The folder of the plots.
-        name: Of the device, with the number of threads.
+
+    Returns:
+        `<name>`: the processor or the GPU, with the number of threads.
     """
+    name = file_name(found["machine"])
     results.mkdir(parents=True, exist_ok=True)
     (results / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
     runs = [json.loads(each.read_text()) for each in sorted(results.glob("*.json"))]
@@ -223,6 +233,7 @@ def write(found: Found, results: Path, images: Path, name: str) -> None:
     draw_best(main_ones(found["workloads"]), images / f"bench_{name}.png")
     if found["sweeps"]:
         draw_growth(found["sweeps"], images / f"bench_growth_{name}.png")
+    return name
 
 
 def save(figure: Figure, path: Path) -> None:
