@@ -151,8 +151,9 @@ def main() -> None:
         return
     found = measure_all(arguments, device)
     if not is_part(arguments):
-        name = report.write(found, ROOT / "benchmarks/results", ROOT / "docs/images")
-        report.into(ROOT / "README.md", report.digest(found, f"docs/images/bench_{name}.png"))
+        results = ROOT / "benchmarks/results"
+        report.write(found, results, ROOT / "docs/images")
+        report.into(ROOT / "README.md", report.digest(report.runs_in(results), "docs/images"))
 
 
 if __name__ == "__main__":
