@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from expanded_nn.recording.backward import saved_number, turned_dims
+from expanded_nn.recording.backward import saved_dims, saved_number, turned_dims
 
 Samples = Tensor | None  # of a tensor: an index of its shape, of size 1 where it is constant; `None` of what has none
 NOBODY = -1  # in such an index: what is of no sample
@@ -208,12 +208,10 @@ class Operation:
         except (AttributeError, RuntimeError):  # it has none, or it was changed since
             raise Unknown from None
 
-    def dims(self, name: str = "dim", rank: int | None = None) -> list[int]:
-        """Dimensions of the first input; all, if none are named."""
+    def dims(self, rank: int | None = None) -> list[int]:
+        """The dimensions that it names, of so many or those of the first input; all, if it names none."""
         rank = len(self.shape_of(0)) if rank is None else rank
-        given = self.saved(name)
-        given = given if isinstance(given, tuple | list) else [given]
-        return [saved_number(dim) % max(1, rank) for dim in given] or list(range(rank))
+        return saved_dims(self.node, max(1, rank)) or list(range(rank))
 
 
 def _shape(node: Any, number: int) -> tuple[int, ...]:
@@ -326,32 +324,21 @@ def _turned(op: Operation, samples: Tensor) -> Tensor:
     return samples.permute(cast("list[int]", turned_dims(op.node, samples.dim())))
 
 
-def _slice(op: Operation, samples: Tensor) -> Tensor:
-    (dim,) = op.dims()
-    if samples.shape[dim] == 1:
-        return samples
+def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool = False) -> Callable[..., Samples]:
+    """What takes places along one dimension; all of them are of the same samples where these have size 1 in it."""
+
+    def change(op: Operation, samples: Tensor) -> Tensor:
+        (dim,) = op.dims()
+        if samples.shape[dim] == 1:
+            return samples.squeeze(dim) if drops_dim else samples
+        return take(op, samples, dim)
+
+    return _of_first(change)
+
+
+def _slice(op: Operation, samples: Tensor, dim: int) -> Tensor:
     start, end, step = (saved_number(op.saved(name)) for name in ("start", "end", "step"))
     return samples[(*[slice(None)] * dim, slice(start, end, step))]
-
-
-def _select(op: Operation, samples: Tensor) -> Tensor:
-    (dim,) = op.dims()
-    return samples.select(dim, 0 if samples.shape[dim] == 1 else saved_number(op.saved("index")))
-
-
-def _unbind(op: Operation, samples: Tensor) -> Tensor:
-    (dim,) = op.dims()
-    return samples.select(dim, 0 if samples.shape[dim] == 1 else op.number)
-
-
-def _split(op: Operation, samples: Tensor) -> Tensor:
-    (dim,) = op.dims()
-    return samples if samples.shape[dim] == 1 else samples.split(op.saved("split_size"), dim)[op.number]
-
-
-def _split_with_sizes(op: Operation, samples: Tensor) -> Tensor:
-    (dim,) = op.dims()
-    return samples if samples.shape[dim] == 1 else samples.split(list(op.saved("split_sizes")), dim)[op.number]
 
 
 def _repeat(op: Operation, samples: Tensor) -> Tensor:
@@ -366,17 +353,15 @@ def _whole(samples: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor
 
 
 def _flip(op: Operation, samples: Tensor) -> Tensor:
-    dims = op.dims("dims")
+    dims = op.dims()
     return _whole(samples, op.shape_of(0), dims).flip(dims)
 
 
 def _roll(op: Operation, samples: Tensor) -> Tensor:
     if not op.saved("dims"):
         raise Unknown
-    dims = op.dims("dims")
-    return torch.roll(
-        _whole(samples, op.shape_of(0), dims), [saved_number(shift) for shift in op.saved("shifts")], dims
-    )
+    dims, shifts = op.dims(), [saved_number(shift) for shift in op.saved("shifts")]
+    return torch.roll(_whole(samples, op.shape_of(0), dims), shifts, dims)
 
 
 def _filled_up(op: Operation, samples: Tensor) -> Tensor:
@@ -403,11 +388,6 @@ def _index(op: Operation, samples: Tensor) -> Tensor:
     return whole[tuple(slice(None) if key is None else key for key in keys)]
 
 
-def _index_select(op: Operation, samples: Tensor) -> Tensor:
-    (dim,) = op.dims()
-    return samples if samples.shape[dim] == 1 else samples.index_select(dim, op.saved("index"))
-
-
 def _gather(op: Operation, samples: Tensor) -> Tensor:
     (dim,) = op.dims()
     before = op.shape_of(0)
@@ -418,7 +398,7 @@ def _gather(op: Operation, samples: Tensor) -> Tensor:
 
 def _index_add(op: Operation) -> Samples:
     """Rows are added to those of the same samples."""
-    total, added, (dim,) = op.samples_of(0), op.samples_of(1), op.dims("dim", len(op.shape))
+    total, added, (dim,) = op.samples_of(0), op.samples_of(1), op.dims(len(op.shape))
     if added is None:
         return total
     sizes = [op.shape[dim] if place == dim else size for place, size in enumerate(added.shape)]
@@ -431,7 +411,7 @@ def _index_add(op: Operation) -> Samples:
 
 def _scatter(op: Operation) -> Samples:
     """Numbers are put elsewhere along a dimension."""
-    total, put, (dim,) = op.samples_of(0), op.samples_of(1), op.dims("dim", len(op.shape))
+    total, put, (dim,) = op.samples_of(0), op.samples_of(1), op.dims(len(op.shape))
     if put is not None:
         if any(size != op.shape[place] for place, size in enumerate(op.shape_of(1)) if place != dim):
             raise Unknown
@@ -441,7 +421,7 @@ def _scatter(op: Operation) -> Samples:
 
 def _joined(op: Operation) -> Samples:
     found = op.all_samples()
-    (dim,) = op.dims("dim", len(op.shape))
+    (dim,) = op.dims(len(op.shape))
     there = [samples for samples in found if samples is not None]
     if not there:
         return None
@@ -472,7 +452,8 @@ def _stack(op: Operation) -> Samples:
         return None
     if len(there) < len(found) or not _are_equal(there):
         raise Unknown
-    return there[0].unsqueeze(saved_number(op.saved("dim")) % len(op.shape))
+    (dim,) = op.dims(len(op.shape))
+    return there[0].unsqueeze(dim)
 
 
 def _product(op: Operation) -> Samples:
@@ -524,11 +505,11 @@ RULES: dict[str, Callable[[Operation], Samples]] = {
     **dict.fromkeys(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"], _view),
     **dict.fromkeys(["Transpose", "T", "Permute"], _of_first(_turned)),
     "Expand": _of_first(lambda op, samples: _with_dims(samples, len(op.shape))),
-    "Slice": _of_first(_slice),
-    "Select": _of_first(_select),
-    "Unbind": _of_first(_unbind),
-    "Split": _of_first(_split),
-    "SplitWithSizes": _of_first(_split_with_sizes),
+    "Slice": _taken(_slice),
+    "Select": _taken(lambda op, samples, dim: samples.select(dim, saved_number(op.saved("index"))), drops_dim=True),
+    "Unbind": _taken(lambda op, samples, dim: samples.select(dim, op.number), drops_dim=True),
+    "Split": _taken(lambda op, samples, dim: samples.split(op.saved("split_size"), dim)[op.number]),
+    "SplitWithSizes": _taken(lambda op, samples, dim: samples.split(list(op.saved("split_sizes")), dim)[op.number]),
     "Repeat": _of_first(_repeat),
     "Flip": _of_first(_flip),
     "Roll": _of_first(_roll),
@@ -536,7 +517,7 @@ RULES: dict[str, Callable[[Operation], Samples]] = {
     "ViewAsReal": _of_first(lambda op, samples: samples.unsqueeze(-1)),
     "ViewAsComplex": _of_first(lambda op, samples: constant(samples, [samples.dim() - 1]).squeeze(-1)),
     "Index": _of_first(_index),
-    "IndexSelect": _of_first(_index_select),
+    "IndexSelect": _taken(lambda op, samples, dim: samples.index_select(dim, op.saved("index"))),
     "Gather": _of_first(_gather),
     "IndexAdd": _index_add,
     "Scatter": _scatter,
