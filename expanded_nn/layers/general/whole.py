@@ -211,24 +211,43 @@ def _same(func: Any, args: Any, kwargs: Any) -> Batched:
     return own.run.batched(own.value)
 
 
-def _permute(func: Any, args: Any, kwargs: Any) -> Batched:
-    own, dims = _own(args[0]), args[1:]
-    refuse_unless(not kwargs)
+def _view(change: Callable[..., Callable[[Tensor], Tensor]]) -> Rule:
+    """What shows the numbers of a parameter in another shape.
+
+    Args:
+        change: Takes what the operation takes; gives a function of the value `(B, *shape)` that does the same with it.
+    """
+
+    def rule(func: Any, args: Any, kwargs: Any) -> Batched:
+        own = _own(args[0])
+        refuse_unless(not kwargs)
+        return own.run.derived(func, change(own, *args[1:]), own, begins=False)
+
+    return rule
+
+
+@_view
+def _permute(own: Batched, *dims: Any) -> Callable[[Tensor], Tensor]:
     places = [dim % own.rank + 1 for dim in _numbers(dims)]
-    return own.run.derived(func, lambda value: value.permute(0, *places), own, begins=False)
+    return lambda value: value.permute(0, *places)
 
 
-def _matrix_transposed(func: Any, args: Any, kwargs: Any) -> Batched:
-    own = _own(args[0])
+@_view
+def _matrix_transposed(own: Batched) -> Callable[[Tensor], Tensor]:
     refuse_unless(own.rank == 2)
-    return own.run.derived(func, lambda value: value.mT, own, begins=False)
+    return lambda value: value.mT
 
 
-def _flatten(func: Any, args: Any, kwargs: Any) -> Batched:
-    own, dims = _own(args[0]), args[1:]
-    refuse_unless(not kwargs and own.rank > 0)
-    start, end = (_behind(dim) for dim in (*dims, *(0, -1)[len(dims) :]))
-    return own.run.derived(func, lambda value: value.flatten(start, end), own, begins=False)
+@_view
+def _flatten(own: Batched, start: int = 0, end: int = -1) -> Callable[[Tensor], Tensor]:
+    refuse_unless(own.rank > 0)
+    return lambda value: value.flatten(_behind(start), _behind(end))
+
+
+@_view
+def _reshape(own: Batched, *shape: Any) -> Callable[[Tensor], Tensor]:
+    sizes = _sizes(shape)
+    return lambda value: value.reshape(len(value), *sizes)
 
 
 def _sizes(values: tuple[Any, ...]) -> list[int]:
@@ -236,34 +255,18 @@ def _sizes(values: tuple[Any, ...]) -> list[int]:
     return list(values[0].shape) if isinstance(values[0], Tensor) else _numbers(values)
 
 
-def _reshape(func: Any, args: Any, kwargs: Any) -> Batched:
-    own, shape = _own(args[0]), _sizes(args[1:])
-    refuse_unless(not kwargs)
-    return own.run.derived(func, lambda value: value.reshape(len(value), *shape), own, begins=False)
-
-
-def _to_rows(own: Batched, sizes: list[int]) -> bool:
-    """Whether a parameter is spread to B rows, one for each sample, and not to a larger parameter."""
-    return sizes[0] == own.run.batch and (own.rank < len(sizes) or own.value.shape[1:2] == (1,))
-
-
-def _expand(func: Any, args: Any, kwargs: Any) -> Tensor:
+def _spread(func: Any, args: Any, kwargs: Any) -> Tensor:
     """To B rows, one for each sample, or to a larger parameter."""
     own, sizes = _own(args[0]), _sizes(args[1:])
     refuse_unless(not kwargs)
-    if _to_rows(own, sizes):
-        own.run.note(func, whole=True)
-        return beside(own, len(sizes)).expand(own.run.batch, *sizes[1:])
-    return own.run.derived(func, lambda value: with_dims(value, len(sizes)).expand(-1, *sizes), own, begins=False)
 
+    def spread(value: Tensor, sizes: list[int]) -> Tensor:
+        return value.repeat(1, *sizes) if func is Tensor.repeat else value.expand(-1, *sizes)
 
-def _repeat(func: Any, args: Any, kwargs: Any) -> Tensor:
-    own, times = _own(args[0]), _numbers(args[1:])
-    refuse_unless(not kwargs)
-    if _to_rows(own, times):
+    if sizes[0] == own.run.batch and (own.rank < len(sizes) or own.value.shape[1:2] == (1,)):
         own.run.note(func, whole=True)
-        return beside(own, len(times)).repeat(1, *times[1:])
-    return own.run.derived(func, lambda value: with_dims(value, len(times)).repeat(1, *times), own, begins=False)
+        return spread(beside(own, len(sizes)), sizes[1:])
+    return own.run.derived(func, lambda value: spread(with_dims(value, len(sizes)), sizes), own, begins=False)
 
 
 def _index(func: Any, args: Any, kwargs: Any) -> Batched:
@@ -478,8 +481,7 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys([Tensor.t, torch.t, *attributes("T", "mT")], _matrix_transposed),
     **dict.fromkeys(functions("flatten"), _flatten),
     **dict.fromkeys(functions("view", "reshape", "view_as", "reshape_as"), _reshape),
-    **dict.fromkeys(functions("expand", "expand_as", "broadcast_to"), _expand),
-    Tensor.repeat: _repeat,
+    **dict.fromkeys(functions("expand", "expand_as", "broadcast_to", "repeat"), _spread),
     Tensor.__getitem__: _index,
     **dict.fromkeys(functions("cat", "concat", "stack"), _join),
     **dict.fromkeys(functions("matmul", "__matmul__", "bmm"), _product),
