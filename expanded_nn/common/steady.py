@@ -45,6 +45,8 @@ Source = tuple[Callable[[], Any], Callable[[Any], Any]]
 class RandomStates:
     """The states of all generators that a forward may draw from: torch's, Python's, numpy's, and its own.
 
+    As a context it sets them back at the end.
+
     Args:
         holders: Modules and arguments, among which generators are looked for.
 
@@ -65,6 +67,12 @@ class RandomStates:
             self.sources.append((partial(get_state, device), partial(set_state, device=device)))
         self.sources += map(_source_of, generators.values())
         self.before = [get_state() for get_state, _ in self.sources]
+
+    def __enter__(self) -> RandomStates:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
 
     def restore(self) -> bool:
         """Sets the states to those from the beginning; whether anything was drawn since."""

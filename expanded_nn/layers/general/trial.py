@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from expanded_nn._errors import complaint
+from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import has_derivatives
 from expanded_nn.common.steady import RandomStates, WithoutChance, copies, without_traces
 from expanded_nn.core import cost
@@ -67,10 +67,13 @@ class Ways(NamedTuple):
         An unclear one counts for three: if the gradients of the first steps are zero, those of the next ones will be.
         """
         if verdict is Verdict.WRONG:
-            return Ways(trials_left=0)
+            return NO_WAYS
         left = self.trials_left - (3 if verdict is Verdict.UNCLEAR else 1)
         known = self.known | {way} if verdict is Verdict.RIGHT and way else self.known
         return self._replace(known=known, trials_left=max(0, left))
+
+
+NO_WAYS = Ways(trials_left=0)
 
 
 class Trial:
@@ -88,10 +91,12 @@ class Trial:
     def __init__(self, mapper: Mapper, *, hooks: bool = True) -> None:
         self.mapper, self.module, self.batch, self.hooks = mapper, mapper.module, mapper.call.batch, hooks
         self.arguments = copies((mapper.call.args, mapper.call.kwargs))  # as the forward may change its own
-        self.states = RandomStates([*self.module.modules(), self.arguments])
-        self.has_drawn = False
+        self.states = self._states()
+        self.is_random: bool | None = None  # whether the plain forward draws random numbers, once it has run
         self.expected = self._first()
-        self.is_random = self.has_drawn
+
+    def _states(self) -> RandomStates:
+        return RandomStates([*self.module.modules(), self.arguments])
 
     @torch.no_grad()
     def _first(self) -> list[Tensor]:
@@ -103,14 +108,12 @@ class Trial:
         parameters = [weight for weight in self.mapper.originals.values() if not weight.is_meta]
         before = [weight.detach().clone() for weight in parameters]
         expected = self.plain(hooks=False)
-        has_drawn = self.has_drawn
         pairs = list(zip(parameters, before, strict=True))
         if all(map(_are_equal, parameters, before)):
             return expected
         once = [weight.detach().clone() for weight in parameters]
         self.plain(hooks=False)
         changed = [pair for pair, weight in zip(pairs, once, strict=True) if not _are_equal(pair[0], weight)]
-        self.has_drawn = has_drawn
         if not changed:
             return expected
         for weight, value in pairs:
@@ -134,7 +137,8 @@ class Trial:
         args, kwargs = copies(self.arguments if arguments is None else arguments)
         with without_traces(self.module, hooks=hooks), self.module._children_inside({}):
             leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
-        self.has_drawn = not draws and self.states.restore()
+        drawn = not draws and self.states.restore()
+        self.is_random = drawn if self.is_random is None else self.is_random
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     @torch.no_grad()
@@ -144,35 +148,32 @@ class Trial:
         Raises:
             PerSampleError: If the forward of the whole batch gives another result.
         """
-        before = RandomStates([*self.module.modules(), self.arguments])
-        try:
-            return self._compared(mapped)
-        finally:
-            before.restore()
-
-    def _compared(self, mapped: Mapped) -> Compared:
-        with WithoutChance() if self.is_random else nullcontext():
-            if self.is_random:
-                mapped, _ = self.mapped_again()
-            for hooks in sorted({False, self.hooks}):  # those of its children may add to what it returns
-                expected = self.plain(hooks=hooks) if hooks or self.is_random else self.expected
-                dims = self._dims(mapped, expected)
-                if dims is not None and self._agree(mapped, dims, expected):
-                    return Compared(True, dims, tuple(map(memory_order, expected)))
-            repeats = self._repeats(expected)
-            is_certain = repeats and (not self.is_random or self._repeats(expected, other_numbers=True))
-        if dims is None or mapped.is_filled_up or is_certain or self._mixes(dims, repeats=repeats):
-            error = complaint(
-                self.module.qualified_name,
-                "on the whole batch its forward gives another result than sample by sample",
-                "samples that do not depend on each other, and arguments whose rows are the samples",
-                "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module; give "
-                "a tensor that all samples share to the module as a buffer. Random numbers for the whole batch have to "
-                "come from torch's generators.",
-            )
-            error.refused_by = self.module  # around it, B rows by chance may be a dimension that all share
-            raise error
+        with self._states():
+            with WithoutChance() if self.is_random else nullcontext():
+                if self.is_random:
+                    mapped, _ = self.mapped_again()
+                for hooks in sorted({False, self.hooks}):  # those of its children may add to what it returns
+                    expected = self.plain(hooks=hooks) if hooks or self.is_random else self.expected
+                    dims = self._dims(mapped, expected)
+                    if dims is not None and self._agree(mapped, dims, expected):
+                        return Compared(True, dims, tuple(map(memory_order, expected)))
+                repeats = self._repeats(expected)
+                is_certain = repeats and (not self.is_random or self._repeats(expected, other_numbers=True))
+            if dims is None or mapped.is_filled_up or is_certain or self._mixes(dims, repeats=repeats):
+                raise self._refusal()
         return Compared(False, dims, tuple(map(memory_order, expected)))
+
+    def _refusal(self) -> PerSampleError:
+        error = complaint(
+            self.module.qualified_name,
+            "on the whole batch its forward gives another result than sample by sample",
+            "samples that do not depend on each other, and arguments whose rows are the samples",
+            "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module; give a "
+            "tensor that all samples share to the module as a buffer. Random numbers for the whole batch have to come "
+            "from torch's generators.",
+        )
+        error.refused_by = self.module  # around it, B rows by chance may be a dimension that all share
+        return error
 
     def _repeats(self, expected: list[Tensor], *, other_numbers: bool = False) -> bool:
         """Whether the plain forward gives this again, or even with other random numbers."""
@@ -199,21 +200,17 @@ class Trial:
         pairs = zip(self.mapper.originals, self.mapper.expanded, strict=True)
         rows = [(weight, place in own) for place, weight in pairs if weight.requires_grad]
         expanded = [weight for weight, _ in rows]
-        states = RandomStates([*self.module.modules(), self.arguments])
-        try:
-            with WithoutChance() if self.is_random else nullcontext():
-                mapped, inputs = found if not self.is_random else self.mapped_again()
-                leaves, structure = flatten(mapped.with_samples_in(dims).result())
-                wanted = _derivatives(leaves, [*expanded, *inputs])  # which lets go of what the graph holds
-                inputs, (args, kwargs) = self._with_derivatives()
-                with without_traces(self.module, hooks=self.hooks):
-                    result, way = self.module._attempt(args, kwargs)
-                whole, other_structure = flatten(result)
-                if way is None or structure != other_structure or not all(map(_is_same, leaves, whole)):
-                    return Verdict.WRONG, None
-                given = _derivatives(whole, [*expanded, *inputs])
-        finally:
-            states.restore()
+        with self._states(), WithoutChance() if self.is_random else nullcontext():
+            mapped, inputs = found if not self.is_random else self.mapped_again()
+            leaves, structure = flatten(mapped.with_samples_in(dims).result())
+            wanted = _derivatives(leaves, [*expanded, *inputs])  # which lets go of what the graph holds
+            inputs, (args, kwargs) = self._with_derivatives()
+            with without_traces(self.module, hooks=self.hooks):
+                result, way = self.module._attempt(args, kwargs)
+            whole, other_structure = flatten(result)
+            if way is None or structure != other_structure or not all(map(_is_same, leaves, whole)):
+                return Verdict.WRONG, None
+            given = _derivatives(whole, [*expanded, *inputs])
         is_own = [is_own for _, is_own in rows] + [False] * len(inputs)
         verdict = Verdict.WRONG if wanted is None or given is None else _compared_rows(wanted, given, is_own)
         return verdict, way if verdict is Verdict.RIGHT else None
