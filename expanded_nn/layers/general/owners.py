@@ -134,7 +134,8 @@ class Arrangement:
         self.owner, self.batch, self.samples = owner, batch, samples
         self._slots: tuple[Tensor, int] | None = None
         length, left = divmod(len(owner), batch)
-        self.length = None if left or not torch.equal(owner, _each(batch, length, owner)) else length
+        in_order = torch.arange(batch, device=owner.device).repeat_interleave(length)
+        self.length = None if left or not torch.equal(owner, in_order) else length
 
     def rows_of(
         self,
@@ -216,11 +217,6 @@ class Operation:
 
 def _shape(node: Any, number: int) -> tuple[int, ...]:
     return tuple(node._input_metadata[number].shape)
-
-
-def _each(batch: int, length: int, like: Tensor) -> Tensor:
-    """The samples of as many rows of each, in order."""
-    return torch.arange(batch, device=like.device).repeat_interleave(length)
 
 
 def _first(samples: Tensor, dims: int) -> Tensor:
@@ -307,17 +303,16 @@ def _along(op: Operation) -> Samples:
     return samples.reshape([size for dim, size in enumerate(samples.shape) if dim not in dims])
 
 
-def _view(op: Operation) -> Samples:
-    samples = op.samples_of(0)
-    return None if samples is None else reshaped(samples, op.shape_of(0), op.shape)
-
-
 def _of_first(change: Callable[[Operation, Tensor], Tensor]) -> Callable[[Operation], Samples]:
     def rule(op: Operation) -> Samples:
         samples = op.samples_of(0)
         return None if samples is None else change(op, samples)
 
     return rule
+
+
+def _viewed(op: Operation, samples: Tensor) -> Tensor:
+    return reshaped(samples, op.shape_of(0), op.shape)
 
 
 def _turned(op: Operation, samples: Tensor) -> Tensor:
@@ -466,8 +461,10 @@ def _product(op: Operation) -> Samples:
 
 
 def _attention(op: Operation) -> Samples:
+    if len(op.shape) != 4:
+        raise Unknown
     found = [None if samples is None else constant(samples, [2, 3]) for samples in op.all_samples()]
-    return together(found, len(op.shape)) if len(op.shape) == 4 else _unknown(op)
+    return together(found, len(op.shape))
 
 
 def _resized(op: Operation, samples: Tensor) -> Tensor:
@@ -478,10 +475,6 @@ def _resized(op: Operation, samples: Tensor) -> Tensor:
 def _normalized(op: Operation, samples: Tensor) -> Tensor:
     count = len(op.saved("normalized_shape"))
     return constant(samples, range(samples.dim() - count, samples.dim()))
-
-
-def _unknown(op: Operation) -> Samples:
-    raise Unknown
 
 
 RULES: dict[str, Callable[[Operation], Samples]] = {
@@ -502,7 +495,7 @@ RULES: dict[str, Callable[[Operation], Samples]] = {
         ],
         _along,
     ),
-    **dict.fromkeys(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"], _view),
+    **dict.fromkeys(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"], _of_first(_viewed)),
     **dict.fromkeys(["Transpose", "T", "Permute"], _of_first(_turned)),
     "Expand": _of_first(lambda op, samples: _with_dims(samples, len(op.shape))),
     "Slice": _taken(_slice),
