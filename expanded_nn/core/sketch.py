@@ -168,12 +168,12 @@ class Sketch:
     def _add_by_rows(self, term: Outer, totals: Totals, start: int) -> None:
         """Adds the sketches, from shuffled rows, which are made from shuffled factors, a bounded number at once."""
         lines = min(self.sizes)
-        lines_at_once = min(lines, cost.shuffled_at_once(self.width))
+        lines_at_once = min(lines, cost.at_once(self.width, cost.SHUFFLED_NUMEL))
         for chunk in term.chunks(max(lines_at_once * self.width, term.positions * (lines + self.width))):
             factors = chunk.weighted()
             across = self._shuffled(factors[1 - self.along], 1 - self.along, lines)
             along = self._shuffled(factors[self.along], self.along, self.width)
-            count = cost.shuffled_at_once(lines_at_once * self.width)
+            count = cost.at_once(lines_at_once * self.width, cost.SHUFFLED_NUMEL)
             count = ceil(chunk.batch / ceil(chunk.batch / count))  # so that the last group is no small one
             for first in range(0, chunk.batch, count):
                 samples = slice(first, min(first + count, chunk.batch))
@@ -221,7 +221,7 @@ class Sketch:
         if not out * in_:
             return
         chunks: Iterable[Term] = [term] if isinstance(term, Dense) else term.chunks()
-        blocks = list(_blocks(out, in_, cost.rows_at_once(term.batch if isinstance(term, Dense) else 1)))
+        blocks = list(_blocks(out, in_, cost.at_once(term.batch if isinstance(term, Dense) else 1, cost.CHUNK_NUMEL)))
         of_only_block = self._buckets_of(*blocks[0]) if len(blocks) == 1 else None
         for chunk in chunks:
             rows = chunk.matrix() if isinstance(chunk, Dense) else chunk.dense()

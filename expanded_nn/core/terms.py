@@ -177,7 +177,7 @@ class Term(ABC):
 
     def chunks(self: T, numel: int | None = None) -> Iterator[T]:
         """The term in groups of rows of bounded memory: a row takes `numel` numbers, or those of its dense form."""
-        size = cost.rows_at_once(prod(self.row_shape) if numel is None else numel)
+        size = cost.at_once(prod(self.row_shape) if numel is None else numel, cost.CHUNK_NUMEL)
         if cost.is_symbol(self.batch) or size >= self.batch:
             yield self
             return

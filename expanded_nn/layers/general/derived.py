@@ -97,7 +97,7 @@ class _Expanded(torch.autograd.Function):
 def _rows(result: Tensor, weights: list[Tensor], rows: Tensor) -> Sequence[Tensor | None]:
     """The rows of the weights from those of `result`, some samples at a time."""
     batch = rows.shape[0]
-    at_once = batch if is_traced() else cost.derived_at_once(result.numel())
+    at_once = batch if is_traced() else cost.at_once(result.numel(), cost.DERIVED_AT_ONCE)
     all_rows: list[Tensor | None] = []
     for first in range(0, batch, at_once):
         grads: Sequence[Tensor | None]
