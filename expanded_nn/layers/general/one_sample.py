@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from expanded_nn.common.functions import is_in_place
 from expanded_nn.common.modes import checkpoint_hooks, is_batched, is_expanded, uncounted
 from expanded_nn.layers.linear import linear
 from expanded_nn.recording.lift import OfAllSamples
@@ -31,7 +31,7 @@ class OneSample(TorchFunctionMode):
             # once the vmap is over, nothing of it can be computed again
             with uncounted():
                 return self._corrected(func, args, kwargs or {})
-        if _is_in_place(func) or func in _CORRECTED:
+        if is_in_place(func) or func in _CORRECTED:
             return self._corrected(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -47,7 +47,7 @@ class OneSample(TorchFunctionMode):
         ):
             with sdpa_kernel(SDPBackend.MATH):  # the fused kernels refuse a mask that may need gradient
                 return func(*args, **kwargs)
-        if _is_in_place(func) and not is_of_one_sample(args[0]) and any(map(is_of_one_sample, tree_leaves(args))):
+        if is_in_place(func) and not is_of_one_sample(args[0]) and any(map(is_of_one_sample, tree_leaves(args))):
             self._refuse_change(args[0])
         return func(*args, **kwargs)
 
@@ -92,14 +92,7 @@ def _is_floating_mask(mask: Any) -> bool:
     return is_of_one_sample(mask) and mask.is_floating_point()
 
 
-@lru_cache(maxsize=2**12)
-def _is_in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-
-
 _CORRECTED = {F.embedding, F.embedding_bag, F.linear, F.scaled_dot_product_attention}
-_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"}
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:

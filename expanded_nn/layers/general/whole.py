@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn.common.functions import attributes, functions
+from expanded_nn.common.functions import attributes, functions, is_in_place
 from expanded_nn.common.modes import no_torch_function
 from expanded_nn.common.shared import cast_shared
 from expanded_nn.layers import conv, norm
@@ -93,7 +93,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     if any(operand.rank == 0 for operand in own):  # a number takes the dtype of the others, a row of numbers does not
         refuse_unless(len({operand.dtype for operand in chain((mine.value for mine in own), plain)}) == 1)
     whole = any(run.has_rows(operand, dims) for operand in plain)
-    if _is_in_place(func):
+    if is_in_place(func):
         refuse_unless(whole and not is_own(args[0]))
     if whole:
         run.note(func, whole=True)
@@ -123,21 +123,16 @@ def _with_folded(func: Any, args: Any, kwargs: Any, run: Run, dims: int) -> Tens
     assert samples is not None
     own = [operand for operand in args if is_own(operand)]
     refuse_unless(all(operand.rank < dims or operand.value.shape[1] == 1 for operand in own))
-    refuse_unless(not (_is_in_place(func) and is_own(args[0])))
+    refuse_unless(not (is_in_place(func) and is_own(args[0])))
     count = max(operand.shape[0] for operand in plain if operand.dim() == dims)
     arrangement = owners.arranged(samples, count)
     run.note(func, whole=True)
-    if len(plain) == 1 and arrangement.length is not None and not _is_in_place(func):
+    if len(plain) == 1 and arrangement.length is not None and not is_in_place(func):
         by_sample = arrangement.padded(plain[0])
         y = func(*(by_sample if x is plain[0] else beside(x, dims + 1) if is_own(x) else x for x in args), **kwargs)
         return _noted(run, arrangement.unpadded(y), arrangement)
     of_rows = (arrangement.rows_of(beside(x, dims)) if is_own(x) else x for x in args)
     return _noted(run, func(*of_rows, **kwargs), arrangement)
-
-
-def _is_in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
 def _of_each_number(func: Any, args: Any, kwargs: Any) -> Batched:
