@@ -36,7 +36,7 @@ class LiftedCall:
         self, module: nn.Module, originals: Mapping[Slot, Tensor], structure: TreeSpec, dims: Sequence[int]
     ) -> None:
         self.module, self.originals, self.structure, self.dims = module, originals, structure, dims
-        self.result: tuple[list[Any], TreeSpec] = ([], structure)
+        self.result: tuple[list[Any], TreeSpec] = ([], structure)  # its leaves, whose tensors are of all samples
 
     def __call__(self, batch: int, in_dims: Sequence[int | None], leaves: Sequence[Any]) -> tuple[Any, Any]:
         """The layer's per-sample forward on the whole batch; the result's tensors, and where their samples stand."""
@@ -51,11 +51,6 @@ class LiftedCall:
         outputs = [leaf for leaf in self.result[0] if isinstance(leaf, Tensor)]
         dims = self.module.sample_dims(len(outputs))  # type: ignore[operator]
         return tuple(output.unsqueeze(dim + 1) for output, dim in zip(outputs, dims, strict=True)), tuple(dims)
-
-    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """The result, with its tensors as the `vmap` sees them."""
-        seen, (leaves, structure) = iter(tensors), self.result
-        return tree_unflatten([next(seen) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
 
 class OfAllSamples(torch.autograd.Function):
@@ -113,7 +108,8 @@ def lifted(module: nn.Module, lent: Mapping[Slot, Lent], args: Any, kwargs: Any)
     if not fits:  # (T, features): a sample's positions without its batch dimension
         leaves = [leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     call = LiftedCall(module, originals, structure, dims)
-    result = call.rebuild(_apply(call, *leaves))
+    seen = _apply(call, *leaves)  # as the `vmap` sees them
+    result = with_tensors(*call.result, seen)
     return result if fits else result.squeeze(0)
 
 
@@ -137,6 +133,12 @@ def _originals(module: nn.Module, lent: Mapping[Slot, Lent]) -> dict[Slot, Tenso
 def _is_mask(tensor: Tensor) -> bool:
     """Whether it is a matrix that all samples share."""
     return tensor.dim() == 2 and not torch._C._functorch.is_batchedtensor(tensor)
+
+
+def with_tensors(leaves: Sequence[Any], structure: TreeSpec, tensors: Sequence[Tensor]) -> Any:
+    """The tree of these leaves, with other tensors in the places of theirs."""
+    others = iter(tensors)
+    return tree_unflatten([next(others) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
 
 @contextmanager

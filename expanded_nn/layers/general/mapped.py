@@ -31,7 +31,7 @@ from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, 
 from expanded_nn.modules.base import PerSampleModule
 from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.backward import graph_of
-from expanded_nn.recording.lift import Lent, Slot, quiet_fallbacks, swapped
+from expanded_nn.recording.lift import Lent, Slot, quiet_fallbacks, swapped, with_tensors
 
 # torch's words where vmap gives up; the last two where values are read, and where samples' results differ in size
 _OF_VMAP = "vmap|functorch|[Bb]atching rule|doesn't have storage|stack expects each tensor to be equal size"
@@ -112,9 +112,7 @@ class Mapped:
 
     def result(self) -> Any:
         """What the forward returns for the whole batch."""
-        tensors = iter(self.tensors)
-        leaves, structure = flatten(self.returned)
-        return tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+        return with_tensors(*flatten(self.returned), self.tensors)
 
 
 @dataclasses.dataclass
