@@ -167,10 +167,6 @@ class Term(ABC):
         """The term of the rows that `choose` takes of any tensor `(B, ...)`."""
         return self.remake([choose(factor) for factor in self.factors], self.coefficient, self.dtype)
 
-    def clone(self: T) -> T:
-        """The same rows, from factors in memory of their own."""
-        return self.remake([factor.clone() for factor in self.factors], self.coefficient, self.dtype)
-
     def to(self: T, dtype: torch.dtype) -> T:
         """The same rows, in another dtype."""
         return self._with(dtype=dtype)

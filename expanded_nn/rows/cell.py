@@ -43,7 +43,7 @@ class Guarded(NamedTuple):
     def clone(self) -> Guarded:
         """The same rows, from factors in memory of their own."""
         self.check()
-        return Guarded.of(self.term.clone())
+        return Guarded.of(self.term.map(Tensor.clone))
 
     def derived(self, change: Callable[[Term], Term]) -> Guarded:
         """A term whose factors may share the memory of this one's."""

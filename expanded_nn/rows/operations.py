@@ -175,9 +175,7 @@ def _indexed(rows: Rows, indices: Sequence[Any]) -> Any:
 
 
 def _index_selected(rows: Rows, dim: int, index: Tensor) -> Any:
-    if dim % rows.dim() != 0 or index.dim() != 1:
-        return NotImplemented
-    return _chosen(rows, lambda factor: factor[index], alias=False)
+    return _indexed(rows, [index]) if dim % rows.dim() == 0 else NotImplemented
 
 
 def _are_outer_products(rows: Rows) -> bool:
