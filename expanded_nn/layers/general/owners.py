@@ -7,11 +7,9 @@ are known, whatever their number is. Where an operation is not in the table they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate
 from math import prod
-from operator import mul
 from typing import Any, cast
 
 import torch
@@ -40,19 +38,15 @@ class _Begin(torch.autograd.Function):
 
 
 class Owners:
-    """The samples of the tensors in one forward.
-
-    Attributes:
-        batch: B.
-        known: Node and number of an output -> its samples.
-        arrangements: Samples, by identity, and number of rows -> how these belong to them.
-    """
+    """The samples of the tensors in one forward."""
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
-        self.known: dict[tuple[Any, int], Samples] = {}
-        self.arrangements: dict[tuple[int, int], Arrangement] = {}
-        self.kept: list[Tensor] = []  # the samples in it, whose ids are its keys
+        self.known: dict[
+            tuple[Any, int], Samples
+        ] = {}  # by the node that made a tensor, and which of its outputs it is
+        self.arrangements: dict[tuple[int, int], Arrangement] = {}  # by the id of samples, and the number of rows
+        self.kept: list[Tensor] = []  # the samples whose ids are keys
         self.anchor = torch.zeros((), requires_grad=True)
 
     def begin(self, x: Tensor, *, by_sample: bool) -> Tensor:
@@ -123,12 +117,13 @@ class Owners:
 class Arrangement:
     """How n rows belong to B samples.
 
-    Attributes:
+    Args:
         owner: The sample of each row, `(n,)`.
         batch: B.
         samples: The same with as many dimensions as the tensor has.
-        length: How many rows there are for each sample, where they are as many and stand together, in order.
     """
+
+    length: int | None  # how many rows each sample has, where they are as many for all and stand together, in order
 
     def __init__(self, owner: Tensor, batch: int, samples: Tensor) -> None:
         self.owner, self.batch, self.samples = owner, batch, samples
@@ -175,18 +170,11 @@ class Arrangement:
 
 
 class Operation:
-    """A node of the graph.
-
-    Attributes:
-        owners: What is known.
-        node: The node.
-        number: Which of its outputs is looked at.
-        inputs: The nodes that its inputs come from, and which of their outputs these are.
-    """
+    """A node of the graph, of whose outputs the samples of one are asked for."""
 
     def __init__(self, owners: Owners, node: Any, number: int) -> None:
         self.owners, self.node, self.number = owners, node, number
-        self.inputs = node.next_functions
+        self.inputs = node.next_functions  # the nodes that its inputs come from, and which of their outputs these are
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -257,29 +245,31 @@ def _with_dims(samples: Tensor, dims: int) -> Tensor:
 
 
 def reshaped(samples: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """The samples of a tensor of another shape; only where they differ their shape becomes a whole one."""
+    """The samples of a tensor of another shape; only dimensions that have to do with them become whole ones."""
     if prod(before) == 0:
         raise Unknown
-    ends_before, ends_after = (list(accumulate(shape, mul)) for shape in (before, after))
-    cuts = sorted(set(ends_before) & set(ends_after))
-    sizes: list[int] = []
-    parts: list[int] = []
-    start_before = start_after = 0
-    for cut in cuts:
-        # with all dimensions of size 1 that follow
-        stop_before = max(place for place, end in enumerate(ends_before) if end == cut) + 1
-        stop_after = max(place for place, end in enumerate(ends_after) if end == cut) + 1
-        group = range(start_before, stop_before)
-        if any(samples.shape[dim] > 1 for dim in group):
-            parts += [before[dim] for dim in group]
-            sizes += after[start_after:stop_after]
-        else:
-            parts += [1 for _ in group]
-            sizes += [1] * (stop_after - start_after)
-        start_before, start_after = stop_before, stop_after
-    parts += [1] * (len(before) - start_before)
-    sizes += [1] * (len(after) - start_after)
-    return samples.expand(parts).reshape(sizes)
+    whole: list[int] = []
+    shape: list[int] = []
+    for dims, sizes in _runs(before, after):
+        differ = any(samples.shape[dim] > 1 for dim in dims)
+        whole += [before[dim] if differ else 1 for dim in dims]
+        shape += [size if differ else 1 for size in sizes]
+    return samples.expand(whole).reshape(shape)
+
+
+def _runs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, Sequence[int]]]:
+    """Runs of dimensions of two shapes that have equally many numbers: 0 and 1 of `(B, T, d)` become `B * T`, 2 `d`."""
+    place = other_place = 0
+    while place < len(before) or other_place < len(after):
+        start, other_start, count, other_count = place, other_place, 1, 1
+        while (start == place and other_start == other_place) or count != other_count:
+            if place < len(before) and count <= other_count:
+                count *= before[place]
+                place += 1
+            else:
+                other_count *= after[other_place]
+                other_place += 1
+        yield range(start, place), after[other_start:other_place]
 
 
 # Rules: the samples of what an operation gives
