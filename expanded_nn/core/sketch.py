@@ -21,10 +21,7 @@ from expanded_nn.core.terms import Dense, OneHot, Outer, Term, sides
 class Totals:
     """The projections of one batch while they add up: in buckets, and as a Fourier transform.
 
-    Attributes:
-        buckets: The numbers, `(B, dim)`.
-        length: The length of the Fourier transform.
-        reuses_memory: Whether passing results share memory. A traced graph would copy all of it at each use.
+    With `reuses_memory` passing results share memory, of which a traced graph would copy all at each use.
     """
 
     def __init__(
@@ -61,17 +58,11 @@ class Totals:
 
 
 class Side(NamedTuple):
-    """How the indices of one side of a matrix are shuffled.
+    """How the indices of one side of a matrix are shuffled."""
 
-    Attributes:
-        order: The index at each place of the shuffled order.
-        buckets: The bucket of each index: `h(out)` or `h'(in)`.
-        signs: ±1 for each index.
-    """
-
-    order: Tensor
-    buckets: Tensor
-    signs: Tensor
+    order: Tensor  # the index at each place of the shuffled order
+    buckets: Tensor  # the bucket of each index: h(out) or h'(in)
+    signs: Tensor  # ±1 for each index
 
 
 @dataclass(frozen=True)
@@ -91,20 +82,13 @@ class Sketch:
     So the sketch of a dense row is the sum of pieces of `dim` numbers, one after the other. And as the places on each
     side are all different, two numbers that have an index in common never share a bucket, unless a side is longer than
     `dim`. Independent hashes that put two indices of one side into one bucket do so for all indices of the other.
-
-    Attributes:
-        sides: Those of the output and of the input.
-        dim: The number of buckets.
-        along: The longer side, along which the matrix is laid out.
-        width: How far two lines of the layout are apart, prime to `dim`.
-        shift: The bucket of the first number.
     """
 
-    sides: tuple[Side, Side]
-    dim: int
-    along: int
-    width: int
-    shift: int
+    sides: tuple[Side, Side]  # those of the output and of the input
+    dim: int  # the number of buckets
+    along: int  # the longer side, along which the matrix is laid out
+    width: int  # how far two lines of the layout are apart, prime to `dim`
+    shift: int  # the bucket of the first number
 
     @classmethod
     def of(cls, orders: Sequence[Tensor], signs: Sequence[Tensor], dim: int, shift: int) -> Sketch:
@@ -243,15 +227,10 @@ class Sketch:
 
 @dataclass(frozen=True)
 class TwoSided:
-    """`(P_out g) ⊗ (P_in a)` of one parameter, of which the first `dim` numbers are taken.
+    """`(P_out g) ⊗ (P_in a)` of one parameter, of which the first `dim` numbers are taken."""
 
-    Attributes:
-        left: `P_out`, `(k_out, out)`.
-        right: `P_in`, `(k_in, in)`.
-    """
-
-    left: Tensor
-    right: Tensor
+    left: Tensor  # P_out, (k_out, out)
+    right: Tensor  # P_in, (k_in, in)
 
     def add(self, term: Term, totals: Totals, start: int) -> None:
         """Adds the projections of a term's rows to those from sample `start` on."""

@@ -70,37 +70,31 @@ _RUNNING = _Running()
 class Run:
     """One forward on the whole batch.
 
-    Attributes:
+    Its *way* is what it does with parameters, and where it reads values: a forward that goes the same way does the same
+    with its samples.
+
+    Args:
         batch: B.
         recorder: The recorder of the model.
-        order: What looks at the order of the samples, if that is looked at.
-        way: What was done with the parameters, and whether with a tensor of B rows, and where values were read: another
-            forward that goes this way does the same with its samples.
-        joins: What is done with other tensors that may join samples or move them. How often does not count: a layer
-            may be dropped by chance.
-        failed: Whether something was not in the table, even if the forward caught the error.
-        numel: Of the largest tensor so far.
-        made: The tensors that must not outlive the forward.
         owners: Whose the rows of a tensor are, in a forward that may fold its samples; `None` where a tensor of B rows
             has one for each sample, and no other has samples.
-        by_sample: Its arguments that have one row for each sample.
-        module: The module whose forward it is, if it may fold them.
-        is_noted: Whether it has switched the notes of operations on; where its graph tells whose the rows are it needs
-            none.
     """
 
     def __init__(self, batch: int, recorder: RecorderLike, owners: Owners | None = None) -> None:
         self.batch, self.recorder, self.owners = batch, recorder, owners
-        self.order = recorder.escalation.order
-        self.by_sample: list[Tensor] = []
-        self.module: nn.Module | None = None
+        self.order = recorder.escalation.order  # what looks at the order of the samples, if that is looked at
         self.way: list[Any] = []
-        self.joins: set[str] = set()
-        self.failed, self.numel = False, 0
-        self.made: list[weakref.ref[Tensor]] = []
+        self.joins: set[str] = set()  # what else may join samples or move them; a layer may be dropped by chance
+        self.failed = False  # whether something was not in the table, even if the forward caught the error
+        self.numel = 0  # of the largest tensor so far
+        self.made: list[weakref.ref[Tensor]] = []  # the tensors that must not outlive the forward
         self.hooks = checkpoint_hooks()
+        # of a forward that may fold its samples
+        self.by_sample: list[Tensor] = []  # its arguments that have one row for each sample
+        self.module: nn.Module | None = None
 
     def __enter__(self) -> None:
+        # where its graph tells whose the rows are it needs no notes of operations
         self.is_noted = self.owners is None and not _RUNNING.reads.is_on()
         if self.is_noted:
             _RUNNING.reads.__enter__()  # type: ignore[no-untyped-call]
@@ -227,19 +221,11 @@ def reads_of_its_own() -> Iterator[None]:
 
 
 class Batched(Tensor):
-    """What looks like a parameter and has a value for each sample.
+    """What looks like a parameter `(*shape)` and has a value for each sample, `(B, *shape)`."""
 
-    Attributes:
-        value: `(B, *shape)`.
-        source: What it is computed from once for all samples; `None` if that is not possible.
-        is_computed: Whether it is.
-        run: The forward that it belongs to.
-        rank: The number of dimensions of `shape`.
-    """
-
-    run: Run
-    rank: int
-    is_computed: bool
+    run: Run  # the forward that it belongs to
+    rank: int  # the number of dimensions of `shape`
+    is_computed: bool  # whether it is computed once for all samples, from its `source`
     _parts: tuple[Tensor, ...] | None = None
 
     @staticmethod
@@ -254,7 +240,7 @@ class Batched(Tensor):
         pass
 
     @cached_property
-    def value(self) -> Tensor:
+    def value(self) -> Tensor:  # (B, *shape)
         assert self.source is not None
         return self.source.expanded(self.run.batch)
 
@@ -266,6 +252,7 @@ class Batched(Tensor):
 
     @cached_property
     def source(self) -> Derived | None:
+        """What it may be computed from once for all samples, or is."""
         return source_of(self.value)
 
     @classmethod

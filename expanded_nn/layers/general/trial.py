@@ -21,17 +21,11 @@ from expanded_nn.layers.general.mapped import Mapped, Mapper, flatten, memory_or
 
 
 class Compared(NamedTuple):
-    """What came out when the results of the samples were compared with the plain forward of the whole batch.
+    """What came out when the results of the samples were compared with the plain forward of the whole batch."""
 
-    Attributes:
-        alike: Whether they are the same; random results may not be comparable.
-        dims: Where the samples stand in each result.
-        orders: How each result of the plain forward lies in memory, if it lies there without gaps.
-    """
-
-    alike: bool
-    dims: tuple[int, ...]
-    orders: tuple[tuple[int, ...], ...]
+    alike: bool  # whether they are the same; random results may not be comparable
+    dims: tuple[int, ...]  # where the samples stand in each result
+    orders: tuple[tuple[int, ...], ...]  # how each result of the plain forward lies in memory, by `memory_order`
 
     def fits(self, mapped: Mapped) -> bool:
         """Whether the samples may stand there in other results."""
@@ -49,17 +43,11 @@ class Verdict(Enum):
 
 
 class Ways(NamedTuple):
-    """What comparisons of the forward on the whole batch have told, for calls of a kind.
+    """What comparisons of the forward on the whole batch have told, for calls of a kind."""
 
-    Attributes:
-        known: The ways in which it was right.
-        trials_left: How many more comparisons there may be.
-        hooks: Whether the forward hooks of modules within are called in them, too.
-    """
-
-    known: frozenset[Way] = frozenset()
-    trials_left: int = 8
-    hooks: bool = False
+    known: frozenset[Way] = frozenset()  # in which it was right
+    trials_left: int = 8  # how many more comparisons there may be
+    hooks: bool = False  # whether the forward hooks of modules within are called in them
 
     def after(self, verdict: Verdict, way: Way | None) -> Ways:
         """What is known after another comparison; one that was wrong ends it.
