@@ -53,7 +53,7 @@ def _run_of(args: Any) -> Run:
     return run
 
 
-def _noted(run: Run, y: Tensor, arrangement: Arrangement) -> Tensor:
+def _as_arranged(run: Run, y: Tensor, arrangement: Arrangement) -> Tensor:
     """A result whose rows belong to the samples as those of an operand do."""
     assert run.owners is not None
     run.owners.note(y, arrangement.samples)
@@ -82,57 +82,59 @@ def _requires_grad(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
-    """Tensors that broadcast against each other."""
+    """Tensors that broadcast against each other: parameters with rows of the samples, or with what these share."""
     refuse_unless(not any(isinstance(operand, Tensor) for operand in kwargs.values()))
     run = _run_of(args)
     own = [operand for operand in args if is_own(operand)]
     plain = [operand for operand in args if isinstance(operand, Tensor) and not is_own(operand)]
     dims = max(operand.rank if is_own(operand) else operand.dim() for operand in chain(own, plain))
+    is_change = is_in_place(func)
+    refuse_unless(not (is_change and is_own(args[0])))
     if run.owners is not None and any(operand.dim() for operand in plain):
-        return _with_folded(func, args, kwargs, run, dims)
+        return _with_folded_rows(func, args, kwargs, run.owners, dims)
     if any(operand.rank == 0 for operand in own):  # a number takes the dtype of the others, a row of numbers does not
         refuse_unless(len({operand.dtype for operand in chain((mine.value for mine in own), plain)}) == 1)
-    whole = any(run.has_rows(operand, dims) for operand in plain)
-    if is_in_place(func):
-        refuse_unless(whole and not is_own(args[0]))
-    if whole:
+    if any(run.has_rows(operand, dims) for operand in plain):
         run.note(func, whole=True)
         return func(*(beside(operand, dims) if is_own(operand) else operand for operand in args), **kwargs)
-    if any(operand.dim() for operand in plain):  # what all samples share, but no larger than the parameter
-        shapes = [operand.value.shape[1:] for operand in own]
-        refuse_unless(torch.broadcast_shapes(*shapes, *(operand.shape for operand in plain)) in shapes)
-    numbers = [None if isinstance(arg, Tensor) and (is_own(arg) or arg.dim()) else arg for arg in args]
-    places = [place for place, number in enumerate(numbers) if number is None]
-
-    def of_values(*values: Tensor) -> Any:
-        by_place = {place: with_dims(value, dims) for place, value in zip(places, values, strict=True)}
-        return func(*(by_place.get(place, number) for place, number in enumerate(numbers)), **kwargs)
-
-    refuse_unless(not any(isinstance(number, Tensor) and number.requires_grad for number in numbers))
-    weights = [args[place] for place in places]
-    spread = (weight if is_own(weight) else weight.expand(run.batch, *weight.shape) for weight in weights)
-    return run.derived(func, of_values, *spread)
+    refuse_unless(not is_change)
+    return _with_shared(func, args, kwargs, run, dims)
 
 
-def _with_folded(func: Any, args: Any, kwargs: Any, run: Run, dims: int) -> Tensor:
-    """Tensors that broadcast against each other, of which some have rows of which each is known to be of one sample."""
-    owners = run.owners
-    assert owners is not None
+def _with_folded_rows(func: Any, args: Any, kwargs: Any, owners: Owners, dims: int) -> Tensor:
+    """With rows of which each is known to be of one sample."""
+    run, own = _run_of(args), [operand for operand in args if is_own(operand)]
     plain = [operand for operand in args if isinstance(operand, Tensor) and not is_own(operand) and operand.dim()]
     samples = together([owners.of(operand) for operand in plain], dims)
     assert samples is not None
-    own = [operand for operand in args if is_own(operand)]
     refuse_unless(all(operand.rank < dims or operand.value.shape[1] == 1 for operand in own))
-    refuse_unless(not (is_in_place(func) and is_own(args[0])))
-    count = max(operand.shape[0] for operand in plain if operand.dim() == dims)
-    arrangement = owners.arranged(samples, count)
+    arrangement = owners.arranged(samples, max(operand.shape[0] for operand in plain if operand.dim() == dims))
     run.note(func, whole=True)
     if len(plain) == 1 and arrangement.length is not None and not is_in_place(func):
         by_sample = arrangement.padded(plain[0])
         y = func(*(by_sample if x is plain[0] else beside(x, dims + 1) if is_own(x) else x for x in args), **kwargs)
-        return _noted(run, arrangement.unpadded(y), arrangement)
+        return _as_arranged(run, arrangement.unpadded(y), arrangement)
     of_rows = (arrangement.rows_of(beside(x, dims)) if is_own(x) else x for x in args)
-    return _noted(run, func(*of_rows, **kwargs), arrangement)
+    return _as_arranged(run, func(*of_rows, **kwargs), arrangement)
+
+
+def _with_shared(func: Any, args: Any, kwargs: Any, run: Run, dims: int) -> Batched:
+    """With numbers, and with tensors that all samples share and that are no larger than a parameter."""
+    is_tensor = [isinstance(arg, Tensor) and (is_own(arg) or arg.dim() > 0) for arg in args]
+    numbers = [arg for arg, is_operand in zip(args, is_tensor, strict=True) if not is_operand]
+    operands = [arg for arg, is_operand in zip(args, is_tensor, strict=True) if is_operand]
+    refuse_unless(not any(isinstance(number, Tensor) and number.requires_grad for number in numbers))
+    if not all(map(is_own, operands)):
+        shapes = [operand.value.shape[1:] for operand in operands if is_own(operand)]
+        shared = (operand.shape for operand in operands if not is_own(operand))
+        refuse_unless(torch.broadcast_shapes(*shapes, *shared) in shapes)
+
+    def of_values(*values: Tensor) -> Any:
+        left_numbers, left_values = iter(numbers), (with_dims(value, dims) for value in values)
+        return func(*(next(left_values) if is_operand else next(left_numbers) for is_operand in is_tensor), **kwargs)
+
+    spread = (operand if is_own(operand) else operand.expand(run.batch, *operand.shape) for operand in operands)
+    return run.derived(func, of_values, *spread)
 
 
 def _of_each_number(func: Any, args: Any, kwargs: Any) -> Batched:
@@ -335,8 +337,8 @@ def _with_weights(
         if arrangement is None or arrangement.length == 1:
             return op(x, **named)
         if op is linear:
-            return _noted(run, linear_of_rows(x, named["weight"], named["bias"], arrangement), arrangement)
-        return _noted(run, arrangement.unpadded(op(arrangement.padded(x), **named)), arrangement)
+            return _as_arranged(run, linear_of_rows(x, named["weight"], named["bias"], arrangement), arrangement)
+        return _as_arranged(run, arrangement.unpadded(op(arrangement.padded(x), **named)), arrangement)
 
     return rule
 
@@ -388,7 +390,7 @@ def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
         arrangement = run.arranged(x)
         if arrangement is not None:
             run.note(func, whole=True)
-            return _noted(run, linear_of_rows(x, own.value.mT, None, arrangement), arrangement)
+            return _as_arranged(run, linear_of_rows(x, own.value.mT, None, arrangement), arrangement)
     if run.owners is not None and own is right and own.rank == x.dim() == 3:
         return _product_by_expert(func, x, own, run.owners)
     refuse_unless(own.rank >= 2 and run.has_rows(x, 2 if own is right and own.rank == 2 else 3))
