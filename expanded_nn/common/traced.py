@@ -49,9 +49,7 @@ _MET = threading.local()  # `recorders`: those that took part in this thread's s
 def assumptions(*, thorough: bool = False, looked: bool = False) -> Iterator[list[tuple[Tensor, str]]]:
     """Collects the conditions that are assumed meanwhile; the `thorough` ones where there are such.
 
-    Args:
-        thorough: Whether the trace assumes less than usual, at a cost.
-        looked: Whether somebody has looked at the gradients that are there before the step.
+    `looked` says that somebody has looked at the gradients that are there before the step.
     """
     conditions: list[tuple[Tensor, str]] = []
     _STATE.assumed, _STATE.is_thorough, _STATE.has_looked = conditions, thorough, looked

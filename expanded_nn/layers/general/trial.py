@@ -180,9 +180,7 @@ class Trial:
     def judged(self, found: tuple[Mapped, list[Tensor]], dims: Sequence[int]) -> tuple[Verdict, Way | None]:
         """Whether the forward on the whole batch gives the samples' results and derivatives, and the way it has gone.
 
-        Args:
-            found: What `mapped_again` gave.
-            dims: Where the samples stand in each result.
+        `found` is what `mapped_again` gave; the samples stand in `dims` of the results.
         """
         own = {place for place, _, _ in self.module._own()}
         pairs = zip(self.mapper.originals, self.mapper.expanded, strict=True)
