@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn.core import cost
+from expanded_nn.core.kronecker import between
 from expanded_nn.core.patches import Patches, as_linear
 from expanded_nn.core.terms import Dense, OneHot, Outer, Term, sides
 
@@ -235,23 +236,14 @@ class TwoSided:
     def add(self, term: Term, totals: Totals, start: int) -> None:
         """Adds the projections of a term's rows to those from sample `start` on."""
         left, right = self.left.to(term.dtype), self.right.to(term.dtype)
-        sizes = left.shape[1], right.shape[1]
-        fits = sides(term.row_shape) == sizes
-        for chunk in term.chunks(self._numel(term) if fits else None):
-            if isinstance(chunk, Outer) and fits:
-                g, a = chunk.weighted()
-                projected = torch.bmm((g @ left.t()).mT, a @ right.t())
-            elif isinstance(chunk, OneHot) and fits:
-                values, index = chunk.weighted()
-                projected = torch.bmm(left.t()[index].mT, values @ right.t())
-            else:
-                projected = left @ chunk.dense().reshape(chunk.batch, *sizes) @ right.t()
+        for chunk in term.chunks(self._numel(term)):
+            projected = between(chunk, left, right.t()).dense()
             totals.buckets[start : start + chunk.batch] += projected.flatten(1)[:, : totals.dim]
             start += chunk.batch
 
     def _numel(self, term: Term) -> int | None:
         """How many numbers are needed in passing for one row; `None` for those of the dense row."""
-        if not isinstance(term, Outer | OneHot):
+        if not isinstance(term, Outer | OneHot) or sides(term.row_shape) != (self.left.shape[1], self.right.shape[1]):
             return None
         return term.factors[0].shape[1] * (len(self.left) + len(self.right)) + len(self.left) * len(self.right)
 
