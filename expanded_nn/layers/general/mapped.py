@@ -65,7 +65,7 @@ class Called:
     kind: Any  # what a trial tells of one call is taken for true of all calls of its kind
 
     def kind_of_ways(self) -> Any:
-        """What a comparison with the forward on the whole batch is good for.
+        """As `kind`, for comparisons with the forward on the whole batch.
 
         A checkpoint counts what is saved, also for a result that is given up: sizes that are equal by chance, and may
         lead another way, are another kind in it.
@@ -91,7 +91,7 @@ class Mapped:
         return dataclasses.replace(self, tensors=moved)
 
     def laid_out(self, orders: Sequence[tuple[int, ...]]) -> Mapped:
-        """The same, lying in memory in these orders of dimensions, which say what `view` takes."""
+        """The same, laid out in memory as torch's result is, in these orders of dimensions: `view` depends on it."""
         return dataclasses.replace(self, tensors=list(map(_laid_out, self.tensors, orders)))
 
     def result(self) -> Any:
@@ -186,7 +186,7 @@ class Mapper:
         return list(map(_stacked, zip(*results, strict=True)))
 
     def _not_followed(self, error: RuntimeError) -> PerSampleError:
-        """What to say where `vmap` gives up."""
+        """The error where `vmap` gives up."""
         remedy = "Write its per-sample forward with @expands, or keep the parameters in modules of torch.nn."
         if "stack expects" in str(error):
             remedy = "Let all samples give results of one size: pad_packed_sequence(..., total_length=x.shape[1])."
@@ -202,7 +202,7 @@ class Mapper:
         return refused
 
     def _where_raised(self, error: BaseException) -> Any:
-        """The innermost module in whose forward it was that may go sample by sample by itself, if not all do."""
+        """Of the modules whose forwards ran when it was raised, the innermost that can go sample by sample itself."""
         if self.module._alone:
             return self.module
         within = {id(module): module for module in self.module.modules()}
@@ -210,7 +210,7 @@ class Mapper:
         return [self.module, *(m for m in called if isinstance(m, PerSampleModule) and m._kind() is not None)][-1]
 
     def _changes(self, error: RuntimeError) -> PerSampleError:
-        """What to say where torch cannot change in place what is one tensor for all samples."""
+        """The error where torch cannot change in place what is one tensor for all samples."""
         return self.module._refusal(  # type: ignore[no-any-return]
             f"its forward changes in place what all samples share, such as a parameter ({error})",
             "a forward that leaves it as it is",
@@ -293,7 +293,7 @@ class Mapper:
             )
 
     def without_samples(self) -> Any:
-        """What the forward returns for no samples: the plain one says the shapes, and parameters get no rows."""
+        """What the plain forward returns for B = 0, connected to the parameters that it uses: these get 0 rows."""
         module, places = self.module, list(self.originals)
         alone = [
             original.detach().requires_grad_(weight.requires_grad)
@@ -315,7 +315,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Its dimensions, the one of the largest steps in memory first; none if it does not lie there without gaps."""
+    """The dimensions of a tensor in the order of memory, that of the largest stride first; none if there are gaps."""
     if tensor.layout is not torch.strided:
         return ()
     strides = tensor.stride()

@@ -13,8 +13,10 @@ from math import prod
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from expanded_nn.common.batch import has_derivatives
 from expanded_nn.recording.backward import saved_dims, saved_number, turned_dims
 
 Samples = Tensor | None  # of a tensor: an index of its shape, of size 1 where it is constant; `None` of what has none
@@ -38,10 +40,11 @@ class _Begin(torch.autograd.Function):
 
 
 class Owners:
-    """The samples of the tensors in one forward."""
+    """The samples of the tensors in one forward of a module."""
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
+    def __init__(self, batch: int, module: nn.Module) -> None:
+        self.batch, self.module = batch, module
+        self.by_sample: list[Tensor] = []  # the arguments that have one row for each sample
         self.known: dict[
             tuple[Any, int], Samples
         ] = {}  # by the node that made a tensor, and which of its outputs it is
@@ -49,11 +52,21 @@ class Owners:
         self.kept: list[Tensor] = []  # the samples whose ids are keys
         self.anchor = torch.zeros((), requires_grad=True)
 
-    def begin(self, x: Tensor, *, by_sample: bool) -> Tensor:
-        """An argument: `(B, ...)`, whose first dimension is that of the samples, or one that all of them share."""
-        x = _Begin.apply(x, self.anchor)  # type: ignore[no-untyped-call]
-        self.note(x, _first(torch.arange(self.batch, device=x.device), x.dim()) if by_sample else None)
-        return x
+    def begin(self, arguments: Any, dims: Sequence[int | None]) -> Any:
+        """The arguments, each where its graph begins; `dims` says which leaves have the samples first, others none."""
+        leaves, structure = tree_flatten(arguments)
+        for place, dim in enumerate(dims):
+            leaf = leaves[place]
+            if isinstance(leaf, Tensor) and has_derivatives(leaf) and (dim is not None or leaf.requires_grad):
+                leaves[place] = _Begin.apply(leaf, self.anchor)  # type: ignore[no-untyped-call]
+                self.note(leaves[place], None if dim is None else self._first(leaf))
+            if dim is not None:
+                self.by_sample.append(leaves[place])
+        return tree_unflatten(leaves, structure)
+
+    def _first(self, x: Tensor) -> Tensor:
+        """The samples of a tensor `(B, ...)` that has them first."""
+        return torch.arange(self.batch, device=x.device).view(-1, *[1] * (x.dim() - 1))
 
     def note(self, x: Tensor, samples: Samples) -> None:
         """Notes the samples of a tensor."""
@@ -63,7 +76,19 @@ class Owners:
     def note_rows(self, x: Tensor) -> None:
         """Notes that a tensor has one row for each sample, if nothing else is known of it."""
         if x.grad_fn is not None and (x.grad_fn, x.output_nr) not in self.known:
-            self.note(x, _first(torch.arange(self.batch, device=x.device), x.dim()))
+            self.note(x, self._first(x))
+
+    def have_a_row_each(self, x: Tensor) -> bool:
+        """Whether a tensor has one row for each sample, in order."""
+        if not has_derivatives(x):  # no graph tells of it
+            return any(x is argument for argument in self.by_sample)
+        arrangement = self.of_rows(x)
+        return arrangement is not None and arrangement.length == 1
+
+    def are_shared(self, x: Tensor) -> bool:
+        """Whether a tensor is one that the module holds for all samples, or a part of it."""
+        whole = x if x._base is None else x._base
+        return any(whole is buffer for buffer in self.module.buffers())
 
     def of(self, x: Tensor) -> Samples:
         """The samples of a tensor; `None` if it requires no gradient, so that they are not known.
@@ -207,12 +232,8 @@ def _shape(node: Any, number: int) -> tuple[int, ...]:
     return tuple(node._input_metadata[number].shape)
 
 
-def _first(samples: Tensor, dims: int) -> Tensor:
-    return samples.view(-1, *[1] * (dims - 1))
-
-
 def constant(samples: Tensor, dims: Sequence[int]) -> Tensor:
-    """The samples with size 1 in some dimensions, along which they have to be the same."""
+    """The samples with size 1 in these dimensions; if they are not the same along one of them, they are unknown."""
     for dim in dims:
         if samples.shape[dim] > 1:
             first = samples.narrow(dim, 0, 1)
@@ -223,7 +244,7 @@ def constant(samples: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def together(found: Sequence[Samples], dims: int) -> Samples:
-    """The samples of numbers of one sample each, that come together where they meet by broadcasting."""
+    """The samples of what is computed number by number from several tensors, which broadcast."""
     kept: list[Tensor] = []
     for samples in found:
         if samples is not None and not any(samples is other for other in kept):
@@ -245,7 +266,7 @@ def _with_dims(samples: Tensor, dims: int) -> Tensor:
 
 
 def reshaped(samples: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """The samples of a tensor of another shape; only dimensions that have to do with them become whole ones."""
+    """The samples of a tensor in another shape; along dimensions in which they do not differ their size stays 1."""
     if prod(before) == 0:
         raise Unknown
     whole: list[int] = []
@@ -258,7 +279,10 @@ def reshaped(samples: Tensor, before: Sequence[int], after: Sequence[int]) -> Te
 
 
 def _runs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, Sequence[int]]]:
-    """Runs of dimensions of two shapes that have equally many numbers: 0 and 1 of `(B, T, d)` become `B * T`, 2 `d`."""
+    """The shortest runs of dimensions that have equally many numbers in two shapes: dimensions, and sizes of the other.
+
+    From `(B, T, d)` to `(B * T, d)` they are dimensions 0 and 1 with `B * T`, and dimension 2 with `d`.
+    """
     place = other_place = 0
     while place < len(before) or other_place < len(after):
         start, other_start, count, other_count = place, other_place, 1, 1
@@ -280,7 +304,7 @@ def _elementwise(op: Operation) -> Samples:
 
 
 def _along(op: Operation) -> Samples:
-    """What brings together all numbers along some dimensions."""
+    """What computes with all numbers along some dimensions: there they have to be of one sample."""
     samples = op.samples_of(0)
     if samples is None:
         return None
@@ -310,7 +334,7 @@ def _turned(op: Operation, samples: Tensor) -> Tensor:
 
 
 def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool = False) -> Callable[..., Samples]:
-    """What takes places along one dimension; all of them are of the same samples where these have size 1 in it."""
+    """A rule for what takes places along one dimension; of size 1, the samples are the same wherever it is taken."""
 
     def change(op: Operation, samples: Tensor) -> Tensor:
         (dim,) = op.dims()
@@ -333,7 +357,7 @@ def _repeat(op: Operation, samples: Tensor) -> Tensor:
 
 
 def _whole(samples: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor:
-    """Of full size in some dimensions."""
+    """The samples with the tensor's own size in these dimensions, not 1."""
     return samples.expand([shape[dim] if dim in dims else -1 for dim in range(samples.dim())])
 
 
@@ -442,7 +466,7 @@ def _stack(op: Operation) -> Samples:
 
 
 def _product(op: Operation) -> Samples:
-    """Of matrices: what is multiplied is added up along the last dimension of one and the last but one of the other."""
+    """Of matrices: the samples are the same along the dimensions that are multiplied and added up."""
     left, right = op.all_samples()[-2:]
     left = None if left is None else constant(left, [left.dim() - 1])
     right = None if right is None else constant(right, [right.dim() - 2])
@@ -458,7 +482,7 @@ def _attention(op: Operation) -> Samples:
 
 
 def _resized(op: Operation, samples: Tensor) -> Tensor:
-    """Images `(N, C, ...)`, whose places come together."""
+    """Images `(N, C, ...)`: each is of one sample everywhere."""
     return constant(samples, range(2, samples.dim()))
 
 

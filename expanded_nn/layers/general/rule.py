@@ -1,7 +1,13 @@
-"""The general rule: any module with parameters of its own, by `vmap` of its forward over expanded parameters.
+"""The general rule, for any module with parameters of its own.
 
-Where what it does with its parameters stands in the table of `whole.py`, its forward runs on the whole batch instead,
-after a comparison of the two for each kind of input.
+A call goes this way (`General.expanded_forward`):
+
+1. Its arguments are read: where do the samples stand in each (`_called`)?
+2. If they stand first, the forward runs on the whole batch (`_on_whole_batch`), with tensors in place of the parameters
+   that know their samples. What may be done with these says the table in `whole.py`. The result counts if a comparison
+   with step 3 has found it right, for this kind of call and this way through the forward (`trial.py`).
+3. Otherwise each sample goes through the forward alone (`_sample_by_sample`), under `vmap` or in a loop. The first
+   result for a kind of call is compared with that of the plain forward.
 """
 
 from __future__ import annotations
@@ -46,10 +52,10 @@ class General(Expanded):
     """A module of the user's own: each sample goes through its forward alone, as a batch of one, under `vmap`.
 
     The parameters of the module, of its children and of its parameter lists are all expanded, and the forward may
-    use them in any way; expanded layers among the children leave the `vmap` and run on the whole batch, and so does the
-    forward itself where it uses its own parameters in ways that are known. A tensor
-    argument with B rows is split into samples; any other is shared by all. Every tensor that the forward returns has
-    the samples where the arguments have them.
+    use them in any way. Expanded layers among the children leave the `vmap` and run on the whole batch; so does the
+    forward itself where it uses its own parameters in ways that are known. A tensor argument with B rows is split into
+    samples; any other is shared by all. Every tensor that the forward returns has the samples where the arguments have
+    them.
     """
 
     calls_others: ClassVar[bool] = True
@@ -110,7 +116,7 @@ class General(Expanded):
         return tree_unflatten([self._with_all_rows(leaf) for leaf in leaves], structure)
 
     def _with_all_rows(self, output: Any) -> Any:
-        """What samples share, once for each of them."""
+        """A result, once for each sample if it is one that all of them share."""
         if not isinstance(output, Tensor) or output.dim() == 0:
             return output
         dim, batch = self._dim_of(output), self.pass_batch_size
@@ -140,7 +146,7 @@ class General(Expanded):
     # Where the samples stand in the arguments
 
     def _called(self, args: Any, kwargs: Any) -> Called:
-        """The call, its arguments read."""
+        """What the forward is called with, and where the samples stand in it."""
         batch = self.pass_batch_size
         is_plain = not kwargs and all(type(arg) is Tensor for arg in args)
         leaves = list(args) if is_plain else tree_leaves((args, kwargs))
@@ -152,7 +158,7 @@ class General(Expanded):
         return Called(args, kwargs, batch, leaves, dims, inputs, (*kind, *dims))
 
     def _read(self, call: Called) -> list[int | None]:
-        """Where the samples stand, in `call` as usual: there or, if a comparison tells so, elsewhere in some arguments.
+        """Where the samples stand in the arguments: as usual, which `call` says, or elsewhere if only that is right.
 
         In states, `(layers, B, hidden)`, they may stand second. In a model that has them second, they may stand first
         in a matrix, as in a mask `(B, T)` or what is left of a sequence, `(B, features)`; or nowhere, as in a mask
@@ -218,7 +224,7 @@ class General(Expanded):
         return told or call.dims
 
     def _error_of(self, call: Called) -> Exception | None:
-        """What is raised where the samples, as their arguments are read here, give not what the plain forward gives."""
+        """The error of a comparison with the plain forward where the arguments are read so; `None` if they agree."""
         forward = None if self._recorder is None else self._recorder.forward
         if forward is None:
             return None
@@ -235,7 +241,7 @@ class General(Expanded):
             return error
 
     def _sample_by_sample(self, call: Called) -> Any:
-        """The result, by a `vmap` over the samples."""
+        """The result of each sample alone; the first one for a kind of call is compared with the plain forward."""
         mapper = self._mapper(call)
         if call.batch == 0:
             return mapper.without_samples()
@@ -303,19 +309,20 @@ class General(Expanded):
         return result if is_known else NotImplemented
 
     def _attempt(self, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
-        """The forward on the whole batch: its result and the way it has gone, if it was possible."""
+        """The result of the forward on the whole batch, and the way it has gone; `None` if it was not possible."""
         recorder = self._recorder
         assert recorder is not None
         assert recorder.forward is not None
         heard, batch = recorder.forward.notes.inputs_shared, recorder.forward.own_pass.batch
-        before, run = len(heard), Run(batch, recorder, Owners(batch) if self._alone else None)
+        owners = Owners(batch, self) if self._alone else None
+        before, run = len(heard), Run(batch, recorder, owners)
         try:
             places, parameters = self._lent()
             weights = [run.batched(recorder.expand(parameter)) for parameter in parameters]
-            if self._alone:
+            if owners is not None:
                 dims = [self._sample_dim(leaf, batch) for leaf in tree_leaves((args, kwargs))]
-                args, kwargs = run.begin((args, kwargs), dims, self)
-            with swapped(places, weights), self._children_inside({}) if self._alone else nullcontext():
+                args, kwargs = owners.begin((args, kwargs), dims)
+            with swapped(places, weights), nullcontext() if owners is None else self._children_inside({}):
                 weights.clear()
                 with run:
                     result = self._plain_forward(*args, **kwargs)
@@ -330,7 +337,7 @@ class General(Expanded):
         return result, (*run.way_gone(), *heard[before:])
 
     def _lent(self) -> tuple[list[Slot], list[Tensor]]:
-        """Where the parameters are that know their samples in it, and these."""
+        """The parameters that know their samples in it: where they are, and themselves."""
         own = self._own()
         return [place for place, _, _ in own], [parameter for _, parameter, _ in own]
 
@@ -369,7 +376,7 @@ class General(Expanded):
                 )
 
     def _children_inside(self, lent: Mapping[Slot, Lent]) -> AbstractContextManager[None]:
-        """Expanded layers called meanwhile find the parameters that `vmap` has taken from them."""
+        """Expanded layers that are called meanwhile find their parameters here, whose places `vmap` has taken."""
         return nullcontext() if self._recorder is None else self._recorder.in_general_rule(lent)
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
@@ -434,13 +441,13 @@ class General(Expanded):
 
 
 def _readings(dims: list[int | None], matrices: list[bool]) -> list[tuple[int | None, ...]]:
-    """Where samples may stand: as usual; or, in some matrices, first, or nowhere, as in `(T, T)`; not very many."""
+    """Where samples may stand: as in `dims`; or, in some of the matrices, first or nowhere. At most 27 are tried."""
     others = [(dim, 0, None) if is_matrix else (dim,) for dim, is_matrix in zip(dims, matrices, strict=True)]
     return [reading for reading in islice(product(*others), 27) if reading.count(None) < len(reading)]
 
 
 @contextmanager
 def _unnoticed(forward: Forward) -> Iterator[None]:
-    """For comparisons: what layers note meanwhile goes, and a checkpoint does not count what is saved."""
+    """For comparisons: what layers note meanwhile is forgotten; a checkpoint around does not count what is saved."""
     with meanwhile(forward, notes=InputNotes()), uncounted():
         yield

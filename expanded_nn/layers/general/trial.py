@@ -37,7 +37,7 @@ Way = tuple[Any, ...]  # what a forward on the whole batch has done with its par
 
 
 class Verdict(Enum):
-    """Whether the forward on the whole batch gives what the samples give alone; rows of zeros tell nothing: unclear."""
+    """Whether the forward on the whole batch gives what the samples give alone; unclear if the rows are zeros."""
 
     RIGHT, UNCLEAR, WRONG = range(3)
 
@@ -65,11 +65,11 @@ NO_WAYS = Ways(trials_left=0)
 
 
 class Trial:
-    """Compares the samples' results with the plain forward of the whole batch: it has to say the same.
+    """Compares the samples' results with the plain forward of the whole batch: they have to be the same.
 
-    It does not where the forward mixes samples, or where an argument that all samples share has B rows by chance. What
-    the forward leaves behind goes, and what it draws is drawn again. Where it draws random numbers they are fixed for
-    the comparison; where that does not help, a derivative tells whether samples are mixed.
+    They are not if the forward mixes samples, or if an argument that all samples share has B rows by chance. What a
+    forward leaves behind is taken back, and random states as well. If it draws random numbers, these are fixed for the
+    comparison; if that does not help, a derivative tells whether samples are mixed.
 
     Args:
         mapper: Sends arguments through the forward of the module sample by sample; it has the call that is made.
@@ -88,10 +88,10 @@ class Trial:
 
     @torch.no_grad()
     def _first(self) -> list[Tensor]:
-        """The plain forward's tensors, where it leaves the parameters as they are, or does so when it runs again.
+        """The plain forward's tensors. It may change parameters in place only if that is done once it has run.
 
         Raises:
-            PerSampleError: If it changes one each time that it runs, as by a factor; they are what they were then.
+            PerSampleError: If it changes one each time that it runs, as by a factor; they are put back.
         """
         parameters = [weight for weight in self.mapper.originals.values() if not weight.is_meta]
         before = [weight.detach().clone() for weight in parameters]
@@ -164,13 +164,13 @@ class Trial:
         return error
 
     def _repeats(self, expected: list[Tensor], *, other_numbers: bool = False) -> bool:
-        """Whether the plain forward gives this again, or even with other random numbers."""
+        """Whether the plain forward gives this again; with `other_numbers` after other random numbers were drawn."""
         if other_numbers:
             self.plain(hooks=self.hooks, draws=True)
         return all(map(near, expected, self.plain(hooks=self.hooks)))
 
     def mapped_again(self) -> tuple[Mapped, list[Tensor]]:
-        """The samples' results from arguments like those of the call, and the inputs that they have derivatives by."""
+        """The samples' results from copies of the arguments, and the inputs by which they have derivatives."""
         inputs, arguments = self._with_derivatives()
         with without_traces(self.module, hooks=self.hooks):
             mapped = self.mapper(tree_leaves(arguments))
@@ -202,7 +202,7 @@ class Trial:
         return verdict, way if verdict is Verdict.RIGHT else None
 
     def _with_derivatives(self) -> tuple[list[Tensor], Any]:
-        """The arguments, behind tensors that derivatives are asked for."""
+        """Inputs to ask derivatives by, and arguments like those of the call that are computed from them."""
         leaves, structure = tree_flatten(copies(self.arguments))
         inputs = [leaf.requires_grad_() for leaf in leaves if _is_float(leaf)]
         return inputs, tree_unflatten([leaf.clone() if _is_float(leaf) else leaf for leaf in leaves], structure)
@@ -321,7 +321,7 @@ def _compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_o
 
 
 def _as_seen(rows: Tensor | None) -> Tensor | None:
-    """The rows; of very many numbers their inner products with some directions."""
+    """The rows; if they are very many numbers, their inner products with some directions."""
     if rows is None or cost.compares_rows(rows.numel()):
         return rows.dense() if isinstance(rows, FactoredTensor) else rows
     generator = torch.Generator().manual_seed(1)
