@@ -170,27 +170,19 @@ def _uncopied(model: nn.Module, error: Exception) -> Problem:
 
 
 class _Check:
-    """The check of a model's forward.
+    """The check of a model's forward."""
 
-    Attributes:
-        plain: Runs the plain copy.
-        expanded: Runs the converted copy.
-        call: The batch.
-        reduction: How the losses are reduced.
-        findings: What was found so far.
-        whole: The trace of the batch through the plain copy.
-        outputs: The outputs of the batch.
-        lone: The trace of the last sample alone.
-        shapes_alone: The shapes in the traces of all of them.
-        layout: Where the samples are in the outputs.
-        is_random: Whether the model draws random numbers.
-    """
+    whole: Trace  # of the batch through the plain copy
+    outputs: list[Tensor]  # of the batch
+    lone: Trace  # of the last sample alone
+    shapes_alone: list[Shapes]  # of each sample alone
+    layout: Layout  # where the samples are in the outputs
 
     def __init__(self, plain: nn.Module, expanded: nn.Module, settings: Settings, call: Call) -> None:
         self.plain, self.expanded = Runner(plain), Runner(expanded)
         self.call, self.reduction = call, settings.loss_reduction
         self.findings = Findings(call.batch)
-        self.is_random = False
+        self.is_random = False  # whether the model draws random numbers
 
     def complain(self, *words: str) -> None:
         self.findings.complain(*words)
@@ -383,7 +375,7 @@ class _Check:
     def run_alone(self) -> list[list[Tensor]] | None:
         """The outputs of each sample alone, `None` if one fails; keeps the trace of the last one."""
         alone: list[list[Tensor]] = []
-        self.shapes_alone: list[Shapes] = []
+        self.shapes_alone = []
         for i in range(self.call.batch):
             self.lone = Trace(self.plain.module)
             try:

@@ -42,7 +42,7 @@ from expanded_nn.rows.arguments import (
     refuse_no_factors,
     refuse_no_index,
     refuse_no_rows,
-    refuse_no_vectors,
+    refuse_no_tensors,
     refuse_other_sizes,
     refuse_other_weights,
     refuse_others,
@@ -360,7 +360,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
             TypeError: If it is no mapping to tensors.
         """
         refuse_emptiness("PerSampleGrads.matvec", self._rows)
-        refuse_no_vectors(vectors)
+        remedy = "Give it as in {name: p.detach() for name, p in model.named_parameters()}."
+        refuse_no_tensors("PerSampleGrads.matvec", "vectors", vectors, "(*shape)", remedy)
         refuse_others("matvec", self._rows, vectors, 0)
         return added(_matvec(rows, vectors[name]) for name, rows in self._rows.items())
 

@@ -143,7 +143,7 @@ LAWS: dict[str, tuple[Callable[[Term], Tensor], Callable[[Tensor, Term], Tensor]
         lambda rows, t: torch.einsum("b,b...->b...", weights(t), rows),
     ),
     "map": (lambda t: t.map(lambda factor: factor[1:]).dense(), lambda rows, t: rows[1:]),
-    "clone": (lambda t: t.clone().dense(), lambda rows, t: rows),
+    "map clone": (lambda t: t.map(Tensor.clone).dense(), lambda rows, t: rows),
     "to": (lambda t: t.to(torch.float64).dense(), lambda rows, t: rows.double()),
     "chunks": (lambda t: torch.cat([part.dense() for part in t.chunks(1)]), lambda rows, t: rows),
     "remake": (lambda t: t.remake(t.factors, 2.0, t.dtype).dense(), lambda rows, t: rows * 2 / t.coefficient),
@@ -507,7 +507,7 @@ BY_NAME = {
         "terms.outer_products",
     ),
     *("positions.numbers_of_positions", "positions.gram_by_position", "terms.products_of_positions"),
-    "sketch.transform_length",
+    *("sketch.transform_length", "algebra.of_pairs"),
 }
 
 

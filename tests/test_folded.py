@@ -614,8 +614,8 @@ def _written(rows: Tensor) -> Tensor:
 def samples_of(function: Callable[[Tensor], Any]) -> tuple[Any, Tensor, Tensor]:
     """What the graph says; what the derivatives say `(*shape, B)`; the result."""
     torch.manual_seed(0)
-    known, argument = Owners(B), values(B, 4, 6)
-    x = known.begin(argument, by_sample=True)
+    known, argument = Owners(B, nn.Module()), values(B, 4, 6)
+    x = known.begin(argument, [0])
     y = function(x)
     y = torch.view_as_real(y) if y.is_complex() else y
     depends = torch.zeros(*y.shape, B, dtype=torch.bool)

@@ -23,12 +23,8 @@ from expanded_nn.recording.recorder import Settings
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Switches gradients on, and leaves the random states as they were."""
-    states = RandomStates()
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
-        states.restore()
+    with RandomStates(), torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def leaves_behind(outputs: Iterable[Tensor]) -> list[Tensor]:

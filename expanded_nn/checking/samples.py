@@ -71,19 +71,13 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 class Layout:
-    """Where the samples stand in each output of a model.
-
-    Attributes:
-        alone: The outputs of each sample alone.
-        axes: That of each output; `None` if there are no samples in it.
-        unclear: The first output, if any, in which no one dimension is B times as large as for one sample.
-    """
+    """Where the samples stand in each output of a model; `alone` are the outputs of each sample alone."""
 
     def __init__(self, outputs: list[Tensor], alone: list[list[Tensor]]) -> None:
         self.batch, self.alone = len(alone), alone
         self.shapes = [[output.shape for output in own] for own in alone]
-        self.axes: list[SampleAxis | None] = []
-        self.unclear: int | None = None
+        self.axes: list[SampleAxis | None] = []  # that of each output; `None` if there are no samples in it
+        self.unclear: int | None = None  # the first output in which no one dimension is B times as large as alone
         for n, output in enumerate(outputs):
             own = [outputs_alone[n] for outputs_alone in alone if n < len(outputs_alone)]
             splits = [candidate_splits(output, x.shape, self.batch) for x in own]
@@ -127,15 +121,11 @@ class Layout:
 
 
 class GivenLosses(Layout):
-    """The same for what a loss function returned: the losses `(B,)`, or their sum or mean.
-
-    Attributes:
-        reduced_by: Of a scalar, which of the two it is, as far as its value tells.
-    """
+    """The same for what a loss function returned: the losses `(B,)`, or their sum or mean."""
 
     def __init__(self, outputs: list[Tensor], alone: list[list[Tensor]], tolerance: float) -> None:
         super().__init__(outputs, alone)
-        self.reduced_by: list[str] = []
+        self.reduced_by: list[str] = []  # which of the two a scalar is, as far as its value tells
         if outputs[0].dim() == 0:
             values = self._values()
             sums = {"mean": values.mean(), "sum": values.sum()}

@@ -19,21 +19,13 @@ from expanded_nn.modules.base import PerSampleModule
 
 @dataclass
 class Event:
-    """A module begins or ends.
+    """A module begins or ends."""
 
-    Attributes:
-        path: Its qualified name.
-        who: The name with the class.
-        side: `"input"` or `"output"`.
-        running: The name of the module that runs from here to the next event.
-        values: The tensors that go in or come out.
-    """
-
-    path: str
-    who: str
-    side: str
-    running: str
-    values: list[Tensor]
+    path: str  # its qualified name
+    who: str  # that with its class
+    side: str  # "input" or "output"
+    running: str  # the name of the module that runs from here to the next event
+    values: list[Tensor]  # that go in or come out
 
     def __str__(self) -> str:
         return f"the {self.side} of {self.who}"
@@ -43,19 +35,14 @@ Shapes = list[tuple[str, list[torch.Size]]]  # of each event, which it is, and t
 
 
 class Trace:
-    """All that goes into and comes out of the modules of a model, in order, while the context is open.
-
-    Attributes:
-        events: What happened.
-        grads: The gradients in the last backward, by the index of the event and that of the tensor in it.
-        stack: The names of the modules that run, the innermost last.
-    """
+    """All that goes into and comes out of the modules of a model, in order, while the context is open."""
 
     def __init__(self, model: nn.Module, *, with_grads: bool = False) -> None:
         self.model, self.with_grads = model, with_grads
         self.events: list[Event] = []
+        # of the last backward, by the index of the event and that of the tensor in it
         self.grads: dict[tuple[int, int], Tensor] = {}
-        self.stack = [named("", model)]
+        self.stack = [named("", model)]  # the modules that run, the innermost last
 
     def __enter__(self) -> Trace:
         self.handles = []
@@ -125,17 +112,12 @@ class Trace:
 
 
 class ErrorCollector:
-    """Collects the errors of expanded layers while the context is open: a layer that raises one runs as a plain one.
-
-    Attributes:
-        errors: The errors, in order.
-        failed: The module that raised an exception of another kind.
-    """
+    """Collects the errors of expanded layers while the context is open: a layer that raises one runs as a plain one."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.errors: list[PerSampleError] = []
-        self.failed: str | None = None
+        self.failed: str | None = None  # the module that raised an exception of another kind
 
     def __enter__(self) -> ErrorCollector:
         self.layers = [

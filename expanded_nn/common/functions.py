@@ -1,5 +1,6 @@
 """Torch's functions and attributes of tensors by name, as a `TorchFunctionMode` is told of their calls."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,9 +14,17 @@ def functions(*names: str) -> list[Any]:
     return [function for name in names for place in places if (function := getattr(place, name, None)) is not None]
 
 
+@lru_cache(maxsize=2**12)
+def is_in_place(function: Any) -> bool:
+    """Whether a function of torch's changes its first argument in place."""
+    name = getattr(function, "__name__", "")
+    return name in _OPERATORS_IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
 def attributes(*names: str) -> list[Any]:
     """What looks up attributes of tensors."""
     return [getattr(Tensor, name).__get__ for name in names]
 
 
+_OPERATORS_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"}
 SIZES = {*attributes("shape"), *functions("size", "__len__", "numel", "nelement")}

@@ -45,18 +45,18 @@ Source = tuple[Callable[[], Any], Callable[[Any], Any]]
 class RandomStates:
     """The states of all generators that a forward may draw from: torch's, Python's, numpy's, and its own.
 
+    As a context it sets them back at the end.
+
     Args:
         holders: Modules and arguments, among which generators are looked for.
-
-    Attributes:
-        sources: Of each generator, what gets its state and what sets it.
-        before: The states at the beginning.
     """
+
+    sources: list[Source]  # of each generator, what gets its state and what sets it
 
     def __init__(self, holders: Any = ()) -> None:
         held = [value for module in holders if isinstance(module, nn.Module) for value in attributes_of(module)]
         generators = {id(leaf): leaf for leaf in tree_leaves([holders, held]) if is_generator(leaf)}
-        self.sources: list[Source] = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
+        self.sources = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             self.sources.append((numpy.random.get_state, numpy.random.set_state))
@@ -65,6 +65,12 @@ class RandomStates:
             self.sources.append((partial(get_state, device), partial(set_state, device=device)))
         self.sources += map(_source_of, generators.values())
         self.before = [get_state() for get_state, _ in self.sources]
+
+    def __enter__(self) -> RandomStates:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
 
     def restore(self) -> bool:
         """Sets the states to those from the beginning; whether anything was drawn since."""
@@ -108,20 +114,14 @@ def _same(before: Any, after: Any) -> bool:
 
 
 class StateBefore:
-    """What a forward may change, as it is before: random states, attributes and buffers, its arguments.
-
-    Attributes:
-        random: The random states.
-        containers: Lists, sets and mappings, with copies of them.
-        tensors: Tensors with their versions and copies, which are `None` for those that require gradients.
-        seen: The ids of all that was looked at.
-    """
+    """What a forward may change, as it is before: random states, attributes and buffers, its arguments."""
 
     def __init__(self, module: nn.Module, arguments: Any) -> None:
         self.random = RandomStates([*module.modules(), arguments])
-        self.containers: list[tuple[Any, Any]] = []
+        self.containers: list[tuple[Any, Any]] = []  # lists, sets and mappings, with copies of them
+        # with their versions, and copies of those that require no gradients
         self.tensors: list[tuple[Tensor, int, Tensor | None]] = []
-        self.seen: set[int] = set()
+        self.seen: set[int] = set()  # the ids of all that was looked at
         for member in module.modules():
             self._keep({key: value for key, value in vars(member).items() if key not in OURS}, vars(member))
         self._keep(arguments, deep=True)

@@ -29,22 +29,16 @@ class LookFirst(Exception):
 
 
 class _State:
-    """The state of the trace that runs; there is one at most in a process.
-
-    Attributes:
-        assumed: The conditions that the trace has assumed, each with what it means that it does not hold; `None`
-            outside of a trace.
-        gradients: The gradients from before the trace, and those that it has set to zero, by their ids: with the
-            version, and whether they are zero, `None` if nobody has looked.
-        has_looked: Whether somebody has looked at the gradients from before the trace.
-        is_thorough: Whether the trace assumes less than usual, at a cost.
-    """
+    """The state of the trace that runs; there is one at most in a process."""
 
     def __init__(self) -> None:
+        # what the trace has assumed, each with what it means that it does not hold; `None` outside of a trace
         self.assumed: list[tuple[Tensor, str]] | None = None
+        # those from before the trace, and those that it has set to zero, by id: with the version, and whether they are
+        # zero, `None` if nobody has looked
         self.gradients: dict[int, tuple[Tensor, int, bool | None]] = {}
-        self.is_thorough = False
-        self.has_looked = False
+        self.is_thorough = False  # whether the trace assumes less than usual, at a cost
+        self.has_looked = False  # whether somebody has looked at the gradients from before the trace
 
 
 _STATE = _State()
@@ -55,9 +49,7 @@ _MET = threading.local()  # `recorders`: those that took part in this thread's s
 def assumptions(*, thorough: bool = False, looked: bool = False) -> Iterator[list[tuple[Tensor, str]]]:
     """Collects the conditions that are assumed meanwhile; the `thorough` ones where there are such.
 
-    Args:
-        thorough: Whether the trace assumes less than usual, at a cost.
-        looked: Whether somebody has looked at the gradients that are there before the step.
+    `looked` says that somebody has looked at the gradients that are there before the step.
     """
     conditions: list[tuple[Tensor, str]] = []
     _STATE.assumed, _STATE.is_thorough, _STATE.has_looked = conditions, thorough, looked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -99,12 +99,23 @@ def gram(
     kind: Kind,
 ) -> Tensor:  # (B, B')
     """`<row, other_row>` for each pair."""
+    return of_pairs(blocks, other_blocks, lambda term, other: term.gram(other), kind)
+
+
+def of_pairs(
+    blocks: Sequence[Block],
+    other_blocks: Sequence[Block],
+    product: Callable[[Term, Term], Tensor],  # (B, *, B')
+    kind: Kind,
+    *shape: int,
+) -> Tensor:  # (B, *shape, B')
+    """A product of each pair of rows that adds up over their terms; it has numbers of such a shape."""
 
     def block(size: int, terms: Sequence[Term], width: int, other_terms: Sequence[Term]) -> Tensor:
-        grams = (term.gram(other) for term in terms for other in other_terms)
-        return sum(grams, start=kind.zeros(size, width))
+        products = (product(term, other) for term in terms for other in other_terms)
+        return sum(products, start=kind.zeros(size, *shape, width))
 
-    return _cat([_cat([block(*rows, *columns) for columns in other_blocks], 1) for rows in blocks])
+    return _cat([_cat([block(*rows, *columns) for columns in other_blocks], -1) for rows in blocks])
 
 
 def merged(terms: Sequence[Term]) -> tuple[Term, ...]:

@@ -17,16 +17,16 @@ def is_symbol(size: object) -> bool:
     return isinstance(size, torch.SymInt)
 
 
+def at_once(numel: int, limit: int) -> int:
+    """How many things of `numel` numbers are made at once: as many as have `limit` numbers, but one at the least."""
+    return max(1, limit // max(1, numel))
+
+
 CHUNK_NUMEL = 1 << 22
+"""How many numbers of dense rows are made at once, where they are needed only in passing.
 
-
-def rows_at_once(numel: int) -> int:
-    """How many rows of `numel` numbers are made dense at once, where they are needed only in passing.
-
-    It trades memory (16 MB in float32) against calls. Chosen, not measured.
-    """
-    return max(1, CHUNK_NUMEL // max(1, numel))
-
+It trades memory (16 MB in float32) against calls. Chosen, not measured.
+"""
 
 TURNS_OF_A_SAMPLE = 4
 """At every how many calls a module that folds its samples is compared with one of them alone.
@@ -51,16 +51,11 @@ def derives_once(numel: int) -> bool:
 
 
 DERIVED_AT_ONCE = 1 << 17
+"""How many numbers of rows go back through such a computation at once.
 
-
-def derived_at_once(numel: int) -> int:
-    """How many rows of `numel` numbers go back through such a computation at once.
-
-    It trades the cache and fresh pages against calls. Measured on steps of a standardized WRN-16-4 with 16 samples,
-    relative to this: 1.2 with 2^15, 1.05 with 2^19, 1.3 with 2^21.
-    """
-    return max(1, DERIVED_AT_ONCE // max(1, numel))
-
+It trades the cache and fresh pages against calls. Measured on steps of a standardized WRN-16-4 with 16 samples,
+relative to this: 1.2 with 2^15, 1.05 with 2^19, 1.3 with 2^21.
+"""
 
 COMPARED_NUMEL = 1 << 20
 
@@ -200,26 +195,17 @@ def rows_by_columns(
 
 
 COLUMNS_NUMEL = 1 << 18
+"""How many numbers of columns are made at once on a CPU; elsewhere `CHUNK_NUMEL`.
 
-
-def samples_by_columns(device: str, numel: int) -> int:
-    """For how many samples columns of `numel` numbers are made at once.
-
-    On a CPU it trades the cache (1 MB in float32) against calls. Measured: 2^16 to 2^20 numbers within a tenth of each
-    other, 2^22 up to 3. On other devices it trades memory, as `rows_at_once`.
-    """
-    return max(1, (COLUMNS_NUMEL if device == "cpu" else CHUNK_NUMEL) // max(1, numel))
-
+It trades the cache (1 MB in float32) against calls. Measured: 2^16 to 2^20 numbers within a tenth of each other, 2^22
+up to 3.
+"""
 
 GROUPED_NUMEL = 1 << 20
+"""How many numbers of inputs, gradients and rows, which are copied, go into one convolution of several samples.
 
-
-def samples_by_group(numel: int) -> int:
-    """How many samples go into one convolution; each has `numel` numbers of input, gradient and row, which are copied.
-
-    It trades memory against calls. Measured: 2^18 numbers 0.9 to 1.2, 2^22 1, but 4 where rows are large.
-    """
-    return max(1, GROUPED_NUMEL // max(1, numel))
+It trades memory against calls. Measured: 2^18 numbers 0.9 to 1.2, 2^22 1, but 4 where rows are large.
+"""
 
 
 def keeps_gates(dtype: torch.dtype, device: str) -> bool:
@@ -257,15 +243,10 @@ def is_product_by_panels(features: int, count: int) -> bool:
 
 
 SHUFFLED_NUMEL = 1 << 20
+"""How many numbers of rows are made and sketched at once.
 
-
-def shuffled_at_once(numel: int) -> int:
-    """How many rows, or lines of a row as a matrix, are made and sketched at once; each has `numel` numbers.
-
-    It trades the cache (4 MB in float32) against calls. Chosen, not measured.
-    """
-    return max(1, SHUFFLED_NUMEL // max(1, numel))
-
+It trades the cache (4 MB in float32) against calls. Chosen, not measured.
+"""
 
 SPECTRUM_SHARE = 16
 """What part of `CHUNK_NUMEL` the numbers are that are transformed at once: 2^18, 1 MB in float32.

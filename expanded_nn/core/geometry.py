@@ -62,7 +62,7 @@ def rows_by_columns(
     if cost.is_symbol(x_windows.shape[0]):
         columns = x_windows.reshape(g.shape[0], rows_by_group.shape[2], g.shape[2])
         return torch.bmm(g, columns.mT).view(rows.shape)
-    size = cost.samples_by_columns(g.device.type, x_windows[0].numel())
+    size = cost.at_once(x_windows[0].numel(), cost.COLUMNS_NUMEL if g.device.type == "cpu" else cost.CHUNK_NUMEL)
     for start in range(0, x_windows.shape[0], size):
         chunk = slice(start * geometry.groups, (start + size) * geometry.groups)
         columns = x_windows[start : start + size].reshape(-1, rows_by_group.shape[2], g.shape[2])
@@ -76,7 +76,7 @@ def rows_by_groups(g: Tensor, x: Tensor, row_shape: tuple[int, ...], geometry: G
     The rows are copied from it, and multiplied by the coefficient meanwhile.
     """
     rows = g.new_empty(g.shape[0], *row_shape)
-    size = cost.samples_by_group(g[0].numel() + x[0].numel() + prod(row_shape))
+    size = cost.at_once(g[0].numel() + x[0].numel() + prod(row_shape), cost.GROUPED_NUMEL)
     for chunk_g, chunk_x, chunk_rows in zip(g.split(size), x.split(size), rows.split(size), strict=True):
         torch.mul(rows_at_once(chunk_g, chunk_x, row_shape, geometry), coefficient, out=chunk_rows)
     return rows

@@ -13,7 +13,7 @@ from expanded_nn._errors import complaint
 from expanded_nn.core import cost
 from expanded_nn.core.algebra import Block, Kind
 from expanded_nn.core.patches import Patches, as_linear
-from expanded_nn.core.terms import Dense, Outer, Term, sides
+from expanded_nn.core.terms import Dense, OneHot, Outer, Term, sides
 
 
 class KroneckerFactors(NamedTuple):
@@ -170,13 +170,18 @@ def damped_inverse(
     return torch.cholesky_inverse(lower), failed.eq(0) & lower.isfinite().all()
 
 
-def between(term: Term, left: Tensor, right: Tensor) -> Term:
-    """The term of the rows `left @ row @ right`, of square matrices; in memory of its own."""
-    sizes = len(left), len(right)
+def between(
+    term: Term,
+    left: Tensor,  # (k, out)
+    right: Tensor,  # (in, l)
+) -> Term:
+    """The term of the rows `left @ row @ right`, `(k, l)`; in memory of its own."""
+    sizes, row_shape = (left.shape[1], len(right)), (len(left), right.shape[1])
     if isinstance(term, Patches) and term.geometry.groups == 1 and term.positions * sum(sizes) < prod(sizes):
         term = as_linear(term)
-    if isinstance(term, Outer) and _has_sides(term, sizes):
-        g, a = term.unscaled()
-        return Outer((g @ left.t(), a @ right), sizes, term.dtype, term.coefficient)
+    if isinstance(term, Outer | OneHot) and sides(term.row_shape) == sizes:
+        first, second = term.unscaled()
+        g, a = (first @ left.t(), second) if isinstance(term, Outer) else (left.t()[second], first)
+        return Outer((g, a @ right), row_shape, term.dtype, term.coefficient)
     chunks = [left @ chunk.dense().reshape(chunk.batch, *sizes) @ right for chunk in term.chunks()]
     return Dense.of(torch.cat(chunks))

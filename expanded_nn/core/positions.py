@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn.core import cost
-from expanded_nn.core.algebra import Block, Kind
+from expanded_nn.core.algebra import Block, Kind, of_pairs
 from expanded_nn.core.terms import OneHot, Outer, Term, products_of_positions
 
 
@@ -29,12 +29,12 @@ def gram_by_position(
 ) -> Tensor:  # (B, T, B')
     """`<row[b, t], other_row[c]>` for each position t, of which all rows have `positions`."""
 
-    def block(size: int, terms: Sequence[Term], width: int, other_terms: Sequence[Term]) -> Tensor:
-        pairs = [(term, other) for term in terms for other in other_terms] if size and width else []
-        products = (torch.stack(list(_columns(term, other)), 2) for term, other in pairs)
-        return sum(products, start=kind.zeros(size, positions, width))
+    def product(term: Term, other: Term) -> Tensor:
+        if not term.batch or not other.batch:
+            return kind.zeros(term.batch, positions, other.batch)
+        return torch.stack(list(_columns(term, other)), 2)
 
-    return torch.cat([torch.cat([block(*rows, *columns) for columns in other_blocks], 2) for rows in blocks])
+    return of_pairs(blocks, other_blocks, product, kind, positions)
 
 
 def _columns(term: Term, other: Term) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn.core import cost
+from expanded_nn.core.kronecker import between
 from expanded_nn.core.patches import Patches, as_linear
 from expanded_nn.core.terms import Dense, OneHot, Outer, Term, sides
 
@@ -21,10 +22,7 @@ from expanded_nn.core.terms import Dense, OneHot, Outer, Term, sides
 class Totals:
     """The projections of one batch while they add up: in buckets, and as a Fourier transform.
 
-    Attributes:
-        buckets: The numbers, `(B, dim)`.
-        length: The length of the Fourier transform.
-        reuses_memory: Whether passing results share memory. A traced graph would copy all of it at each use.
+    With `reuses_memory` passing results share memory, of which a traced graph would copy all at each use.
     """
 
     def __init__(
@@ -61,17 +59,11 @@ class Totals:
 
 
 class Side(NamedTuple):
-    """How the indices of one side of a matrix are shuffled.
+    """How the indices of one side of a matrix are shuffled."""
 
-    Attributes:
-        order: The index at each place of the shuffled order.
-        buckets: The bucket of each index: `h(out)` or `h'(in)`.
-        signs: ±1 for each index.
-    """
-
-    order: Tensor
-    buckets: Tensor
-    signs: Tensor
+    order: Tensor  # the index at each place of the shuffled order
+    buckets: Tensor  # the bucket of each index: h(out) or h'(in)
+    signs: Tensor  # ±1 for each index
 
 
 @dataclass(frozen=True)
@@ -91,20 +83,13 @@ class Sketch:
     So the sketch of a dense row is the sum of pieces of `dim` numbers, one after the other. And as the places on each
     side are all different, two numbers that have an index in common never share a bucket, unless a side is longer than
     `dim`. Independent hashes that put two indices of one side into one bucket do so for all indices of the other.
-
-    Attributes:
-        sides: Those of the output and of the input.
-        dim: The number of buckets.
-        along: The longer side, along which the matrix is laid out.
-        width: How far two lines of the layout are apart, prime to `dim`.
-        shift: The bucket of the first number.
     """
 
-    sides: tuple[Side, Side]
-    dim: int
-    along: int
-    width: int
-    shift: int
+    sides: tuple[Side, Side]  # those of the output and of the input
+    dim: int  # the number of buckets
+    along: int  # the longer side, along which the matrix is laid out
+    width: int  # how far two lines of the layout are apart, prime to `dim`
+    shift: int  # the bucket of the first number
 
     @classmethod
     def of(cls, orders: Sequence[Tensor], signs: Sequence[Tensor], dim: int, shift: int) -> Sketch:
@@ -168,12 +153,12 @@ class Sketch:
     def _add_by_rows(self, term: Outer, totals: Totals, start: int) -> None:
         """Adds the sketches, from shuffled rows, which are made from shuffled factors, a bounded number at once."""
         lines = min(self.sizes)
-        lines_at_once = min(lines, cost.shuffled_at_once(self.width))
+        lines_at_once = min(lines, cost.at_once(self.width, cost.SHUFFLED_NUMEL))
         for chunk in term.chunks(max(lines_at_once * self.width, term.positions * (lines + self.width))):
             factors = chunk.weighted()
             across = self._shuffled(factors[1 - self.along], 1 - self.along, lines)
             along = self._shuffled(factors[self.along], self.along, self.width)
-            count = cost.shuffled_at_once(lines_at_once * self.width)
+            count = cost.at_once(lines_at_once * self.width, cost.SHUFFLED_NUMEL)
             count = ceil(chunk.batch / ceil(chunk.batch / count))  # so that the last group is no small one
             for first in range(0, chunk.batch, count):
                 samples = slice(first, min(first + count, chunk.batch))
@@ -221,7 +206,7 @@ class Sketch:
         if not out * in_:
             return
         chunks: Iterable[Term] = [term] if isinstance(term, Dense) else term.chunks()
-        blocks = list(_blocks(out, in_, cost.rows_at_once(term.batch if isinstance(term, Dense) else 1)))
+        blocks = list(_blocks(out, in_, cost.at_once(term.batch if isinstance(term, Dense) else 1, cost.CHUNK_NUMEL)))
         of_only_block = self._buckets_of(*blocks[0]) if len(blocks) == 1 else None
         for chunk in chunks:
             rows = chunk.matrix() if isinstance(chunk, Dense) else chunk.dense()
@@ -243,36 +228,22 @@ class Sketch:
 
 @dataclass(frozen=True)
 class TwoSided:
-    """`(P_out g) ⊗ (P_in a)` of one parameter, of which the first `dim` numbers are taken.
+    """`(P_out g) ⊗ (P_in a)` of one parameter, of which the first `dim` numbers are taken."""
 
-    Attributes:
-        left: `P_out`, `(k_out, out)`.
-        right: `P_in`, `(k_in, in)`.
-    """
-
-    left: Tensor
-    right: Tensor
+    left: Tensor  # P_out, (k_out, out)
+    right: Tensor  # P_in, (k_in, in)
 
     def add(self, term: Term, totals: Totals, start: int) -> None:
         """Adds the projections of a term's rows to those from sample `start` on."""
         left, right = self.left.to(term.dtype), self.right.to(term.dtype)
-        sizes = left.shape[1], right.shape[1]
-        fits = sides(term.row_shape) == sizes
-        for chunk in term.chunks(self._numel(term) if fits else None):
-            if isinstance(chunk, Outer) and fits:
-                g, a = chunk.weighted()
-                projected = torch.bmm((g @ left.t()).mT, a @ right.t())
-            elif isinstance(chunk, OneHot) and fits:
-                values, index = chunk.weighted()
-                projected = torch.bmm(left.t()[index].mT, values @ right.t())
-            else:
-                projected = left @ chunk.dense().reshape(chunk.batch, *sizes) @ right.t()
+        for chunk in term.chunks(self._numel(term)):
+            projected = between(chunk, left, right.t()).dense()
             totals.buckets[start : start + chunk.batch] += projected.flatten(1)[:, : totals.dim]
             start += chunk.batch
 
     def _numel(self, term: Term) -> int | None:
         """How many numbers are needed in passing for one row; `None` for those of the dense row."""
-        if not isinstance(term, Outer | OneHot):
+        if not isinstance(term, Outer | OneHot) or sides(term.row_shape) != (self.left.shape[1], self.right.shape[1]):
             return None
         return term.factors[0].shape[1] * (len(self.left) + len(self.right)) + len(self.left) * len(self.right)
 

@@ -167,17 +167,13 @@ class Term(ABC):
         """The term of the rows that `choose` takes of any tensor `(B, ...)`."""
         return self.remake([choose(factor) for factor in self.factors], self.coefficient, self.dtype)
 
-    def clone(self: T) -> T:
-        """The same rows, from factors in memory of their own."""
-        return self.remake([factor.clone() for factor in self.factors], self.coefficient, self.dtype)
-
     def to(self: T, dtype: torch.dtype) -> T:
         """The same rows, in another dtype."""
         return self._with(dtype=dtype)
 
     def chunks(self: T, numel: int | None = None) -> Iterator[T]:
         """The term in groups of rows of bounded memory: a row takes `numel` numbers, or those of its dense form."""
-        size = cost.rows_at_once(prod(self.row_shape) if numel is None else numel)
+        size = cost.at_once(prod(self.row_shape) if numel is None else numel, cost.CHUNK_NUMEL)
         if cost.is_symbol(self.batch) or size >= self.batch:
             yield self
             return

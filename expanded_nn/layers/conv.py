@@ -266,10 +266,19 @@ conv1d, conv2d, conv3d = map(_ConvOp, (1, 2, 3))
 conv_transpose1d, conv_transpose2d, conv_transpose3d = map(_ConvTransposeOp, (1, 2, 3))
 
 
-class _ConvNd(Expanded, nn.modules.conv._ConvNd):
-    """A convolution over as many dimensions as its kernel has."""
+class _Spatial(Expanded):
+    """A layer with a kernel, whose samples stand first and whose channels stand second."""
 
+    kernel_size: tuple[int, ...]
     fixed_layout: ClassVar[bool] = True
+
+    @property
+    def ranks(self) -> dict[str, int]:  # type: ignore[override]
+        return {"weight": len(self.kernel_size) + 2, "bias": 1}
+
+
+class _ConvNd(_Spatial, nn.modules.conv._ConvNd):
+    """A convolution over as many dimensions as its kernel has."""
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         return self.by_sample(self._convolve, len(self.kernel_size) + 1, input=input)
@@ -287,27 +296,19 @@ class _ConvNd(Expanded, nn.modules.conv._ConvNd):
 class Conv1d(_ConvNd, nn.Conv1d):
     """`torch.nn.Conv1d` with per-sample gradients; input `(B, in_channels, length)`."""
 
-    ranks: ClassVar[dict[str, int]] = {"weight": 3, "bias": 1}
-
 
 @expands(nn.Conv2d)
 class Conv2d(_ConvNd, nn.Conv2d):
     """`torch.nn.Conv2d` with per-sample gradients; input `(B, in_channels, height, width)`."""
-
-    ranks: ClassVar[dict[str, int]] = {"weight": 4, "bias": 1}
 
 
 @expands(nn.Conv3d)
 class Conv3d(_ConvNd, nn.Conv3d):
     """`torch.nn.Conv3d` with per-sample gradients; input `(B, in_channels, depth, height, width)`."""
 
-    ranks: ClassVar[dict[str, int]] = {"weight": 5, "bias": 1}
 
-
-class _ConvTransposeNd(Expanded, nn.modules.conv._ConvTransposeNd):
+class _ConvTransposeNd(_Spatial, nn.modules.conv._ConvTransposeNd):
     """A transposed convolution over as many dimensions as its kernel has."""
-
-    fixed_layout: ClassVar[bool] = True
 
     def expanded_forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         dims, padding = len(self.kernel_size), self.padding
@@ -327,18 +328,12 @@ class _ConvTransposeNd(Expanded, nn.modules.conv._ConvTransposeNd):
 class ConvTranspose1d(_ConvTransposeNd, nn.ConvTranspose1d):
     """`torch.nn.ConvTranspose1d` with per-sample gradients; input `(B, in_channels, length)`."""
 
-    ranks: ClassVar[dict[str, int]] = {"weight": 3, "bias": 1}
-
 
 @expands(nn.ConvTranspose2d)
 class ConvTranspose2d(_ConvTransposeNd, nn.ConvTranspose2d):
     """`torch.nn.ConvTranspose2d` with per-sample gradients; input `(B, in_channels, height, width)`."""
 
-    ranks: ClassVar[dict[str, int]] = {"weight": 4, "bias": 1}
-
 
 @expands(nn.ConvTranspose3d)
 class ConvTranspose3d(_ConvTransposeNd, nn.ConvTranspose3d):
     """`torch.nn.ConvTranspose3d` with per-sample gradients; input `(B, in_channels, depth, height, width)`."""
-
-    ranks: ClassVar[dict[str, int]] = {"weight": 5, "bias": 1}

@@ -200,17 +200,11 @@ class Embedding(Expanded, nn.Embedding):
 
 @dataclass(frozen=True)
 class _Bags:
-    """Bags of entries, each as long as the longest.
+    """Bags of entries, each as long as the longest."""
 
-    Attributes:
-        index: `(B, T)`, int64; 0 where a bag has ended.
-        valid: `(B, T)`, where a bag has not ended, or `None` if all are equally long.
-        place: `(B, T)`, where the entry stands in the flat input, or `None` if that is `(B, T)` itself.
-    """
-
-    index: Tensor
-    valid: Tensor | None
-    place: Tensor | None
+    index: Tensor  # (B, T) int64; 0 where a bag has ended
+    valid: Tensor | None  # (B, T), where a bag has not ended; `None` if all are equally long
+    place: Tensor | None  # (B, T), where the entry stands in the flat input; `None` if that is (B, T) itself
 
     @classmethod
     def of(cls, input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> _Bags:

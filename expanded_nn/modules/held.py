@@ -127,15 +127,10 @@ def refuse_gradients_without_rows(
 
 
 class Part(NamedTuple):
-    """The rows of one parameter, or of several small ones side by side; as real numbers.
+    """The rows of one parameter, or of several small ones side by side; as real numbers."""
 
-    Attributes:
-        shapes: Parameter name -> its shape.
-        rows: The rows; of several parameters as a matrix `(B, numbers in a row)`.
-    """
-
-    shapes: dict[str, torch.Size]
-    rows: FactoredTensor
+    shapes: dict[str, torch.Size]  # by the name of the parameter
+    rows: FactoredTensor  # of several parameters as a matrix (B, numbers in a row)
 
     def split(self, value: Tensor) -> dict[str, Tensor]:
         """Takes a tensor of the shape of one row apart, by parameter."""

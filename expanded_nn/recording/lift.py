@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -36,42 +36,41 @@ class LiftedCall:
         self, module: nn.Module, originals: Mapping[Slot, Tensor], structure: TreeSpec, dims: Sequence[int]
     ) -> None:
         self.module, self.originals, self.structure, self.dims = module, originals, structure, dims
-        self.result: tuple[list[Any], TreeSpec] = ([], structure)
+        self.result: tuple[list[Any], TreeSpec] = ([], structure)  # its leaves, whose tensors are of all samples
 
-    def run(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """The layer's per-sample forward on the whole batch; the result's tensors."""
-        args, kwargs = tree_unflatten(list(leaves), self.structure)
+    def __call__(self, batch: int, in_dims: Sequence[int | None], leaves: Sequence[Any]) -> tuple[Any, Any]:
+        """The layer's per-sample forward on the whole batch; the result's tensors, and where their samples stand."""
+        where = iter(self.dims)
+        whole = []
+        for leaf, mapped in zip(leaves, in_dims, strict=True):
+            dim = next(where) if isinstance(leaf, Tensor) else None
+            whole.append(leaf if dim is None else _of_all_samples(leaf, dim, mapped, batch))
+        args, kwargs = tree_unflatten(whole, self.structure)
         with swapped(list(self.originals), list(self.originals.values())):
             self.result = tree_flatten(self.module.expanded_forward(*args, **kwargs))  # type: ignore[operator]
-        return [leaf for leaf in self.result[0] if isinstance(leaf, Tensor)]
-
-    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """The result, with its tensors as the `vmap` sees them."""
-        seen, (leaves, structure) = iter(tensors), self.result
-        return tree_unflatten([next(seen) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+        outputs = [leaf for leaf in self.result[0] if isinstance(leaf, Tensor)]
+        dims = self.module.sample_dims(len(outputs))  # type: ignore[operator]
+        return tuple(output.unsqueeze(dim + 1) for output, dim in zip(outputs, dims, strict=True)), tuple(dims)
 
 
-class _Lift(torch.autograd.Function):
-    """An operation whose batching rule is the layer's own per-sample forward."""
+class OfAllSamples(torch.autograd.Function):
+    """An operation of one sample that leaves the `vmap`: `whole` computes it for all samples at once.
+
+    `whole(B, in_dims, leaves)` gives the results, and the dimensions in which their samples stand, as a batching rule
+    of torch's does.
+    """
 
     @staticmethod
-    def forward(call: LiftedCall, *leaves: Any) -> tuple[Tensor, ...]:
-        raise AssertionError("a lifted call has at least one batched argument")
+    def forward(whole: Callable[..., tuple[Any, Any]], *leaves: Any) -> Any:
+        raise AssertionError("at least one argument is a batched one")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], call: LiftedCall, *leaves: Any) -> tuple[Any, Any]:
-        where = iter(call.dims)
-        whole = []
-        for leaf, mapped in zip(leaves, in_dims[1:], strict=True):
-            dim = next(where) if isinstance(leaf, Tensor) else None
-            whole.append(leaf if dim is None else _of_all_samples(leaf, dim, mapped, info.batch_size))
-        outputs = call.run(whole)
-        dims = call.module.sample_dims(len(outputs))  # type: ignore[operator]
-        return tuple(output.unsqueeze(dim + 1) for output, dim in zip(outputs, dims, strict=True)), tuple(dims)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], whole: Any, *leaves: Any) -> tuple[Any, Any]:
+        return whole(info.batch_size, in_dims[1:], leaves)  # type: ignore[no-any-return]
 
 
 def _of_all_samples(leaf: Tensor, dim: int, mapped: int | None, batch: int) -> Tensor:
@@ -87,7 +86,7 @@ def _apply(call: LiftedCall, *leaves: Any) -> tuple[Tensor, ...]:
     """The call, as a function of torch's in the eyes of a `TorchFunctionMode`."""
     if has_torch_function(leaves):
         return handle_torch_function(_apply, leaves, call, *leaves)
-    return _Lift.apply(call, *leaves)  # type: ignore[no-untyped-call,no-any-return]
+    return OfAllSamples.apply(call, *leaves)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def lifted(module: nn.Module, lent: Mapping[Slot, Lent], args: Any, kwargs: Any) -> Any:
@@ -109,7 +108,8 @@ def lifted(module: nn.Module, lent: Mapping[Slot, Lent], args: Any, kwargs: Any)
     if not fits:  # (T, features): a sample's positions without its batch dimension
         leaves = [leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     call = LiftedCall(module, originals, structure, dims)
-    result = call.rebuild(_apply(call, *leaves))
+    seen = _apply(call, *leaves)  # as the `vmap` sees them
+    result = with_tensors(*call.result, seen)
     return result if fits else result.squeeze(0)
 
 
@@ -133,6 +133,12 @@ def _originals(module: nn.Module, lent: Mapping[Slot, Lent]) -> dict[Slot, Tenso
 def _is_mask(tensor: Tensor) -> bool:
     """Whether it is a matrix that all samples share."""
     return tensor.dim() == 2 and not torch._C._functorch.is_batchedtensor(tensor)
+
+
+def with_tensors(leaves: Sequence[Any], structure: TreeSpec, tensors: Sequence[Tensor]) -> Any:
+    """The tree of these leaves, with other tensors in the places of theirs."""
+    others = iter(tensors)
+    return tree_unflatten([next(others) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
 
 @contextmanager

@@ -12,12 +12,18 @@ from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors
 from expanded_nn.core.terms import sides
 
 
+def refuse_no_tensors(who: str, argument: str, tensors: Any, shape: str, remedy: str) -> None:
+    """Raises if an argument is no mapping from parameter name to tensors."""
+    refuse_other_kind(who, argument, tensors, Mapping, f"a mapping from parameter name to {shape}", remedy)
+    for name, value in tensors.items():
+        refuse_other_kind(who, f"{argument}[{name!r}]", value, Tensor, f"a tensor {shape}", remedy)
+
+
 def refuse_no_rows(who: str, argument: str, rows: Any) -> None:
     """Raises if an argument is no mapping from parameter name to per-sample gradients."""
-    wanted, remedy = "a mapping from parameter name to (B, *shape)", "Give it per_sample_grads(model)."
-    refuse_other_kind(who, argument, rows, Mapping, wanted, remedy)
+    remedy = "Give it per_sample_grads(model)."
+    refuse_no_tensors(who, argument, rows, "(B, *shape)", remedy)
     for name, value in rows.items():
-        refuse_other_kind(who, f"{argument}[{name!r}]", value, Tensor, "a tensor (B, *shape)", remedy)
         if not value.shape:
             raise complaint(who, f"{argument}[{name!r}] has no dimensions", "a tensor (B, *shape)", remedy)
 
@@ -51,15 +57,6 @@ def refuse_others(method: str, rows: Mapping[str, Tensor], other: Mapping[str, T
                 "the same parameters",
                 "Take both from one model, or from copies of it.",
             )
-
-
-def refuse_no_vectors(vectors: Any) -> None:
-    """Raises if an argument is no mapping from parameter name to a tensor."""
-    who = "PerSampleGrads.matvec"
-    remedy = "Give it as in {name: p.detach() for name, p in model.named_parameters()}."
-    refuse_other_kind(who, "vectors", vectors, Mapping, "a mapping from parameter name to (*shape)", remedy)
-    for name, value in vectors.items():
-        refuse_other_kind(who, f"vectors[{name!r}]", value, Tensor, "a tensor (*shape)", remedy)
 
 
 def refuse_other_weights(weights: Any, batch_size: int) -> None:

@@ -43,7 +43,7 @@ class Guarded(NamedTuple):
     def clone(self) -> Guarded:
         """The same rows, from factors in memory of their own."""
         self.check()
-        return Guarded.of(self.term.clone())
+        return Guarded.of(self.term.map(Tensor.clone))
 
     def derived(self, change: Callable[[Term], Term]) -> Guarded:
         """A term whose factors may share the memory of this one's."""
@@ -58,19 +58,13 @@ class Cell:
     """The rows that a factored tensor shares with its aliases (detached, reshaped).
 
     Invariant: the rows are held once, in `blocks` or in `dense`; where `dense` is set, `blocks` is empty.
-
-    Attributes:
-        blocks: The rows as guarded terms.
-        dense: The dense rows, `(B, *row_shape)`.
-        kind: The shape, dtype and device of a row.
-        version: Counts the in-place changes of the rows.
     """
 
     def __init__(self, blocks: Sequence[Block], kind: Kind) -> None:
         self.blocks: tuple[Block, ...] = tuple(blocks)
-        self.dense: Tensor | None = None
+        self.dense: Tensor | None = None  # (B, *row_shape)
         self.kind = kind
-        self.version = 0
+        self.version = 0  # counts the in-place changes of the rows
 
     def merge(self) -> tuple[Block, ...]:
         """The blocks, with the terms of each merged by kind."""

@@ -103,13 +103,11 @@ def _norm(rows: Rows, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, d
     dims = _dims(rows, dim)
     if ord != 2 or dtype not in (None, rows.dtype) or rows.dim() < 2 or rows.is_complex():
         return NotImplemented
-    if dims == set(range(rows.dim())):
-        total = widened(rows).squared_norms().sum().clamp(min=0).sqrt().to(rows.dtype)
-        return total.reshape([1] * rows.dim()) if keepdim else total
-    if dims == set(range(1, rows.dim())):
-        norms = widened(rows).squared_norms().clamp(min=0).sqrt().to(rows.dtype)
-        return norms.reshape(-1, *[1] * (rows.dim() - 1)) if keepdim else norms
-    return NotImplemented
+    if not dims >= set(range(1, rows.dim())):
+        return NotImplemented
+    squares = widened(rows).squared_norms()
+    norms = (squares.sum() if 0 in dims else squares).clamp(min=0).sqrt().to(rows.dtype)
+    return norms.reshape(-1, *[1] * (rows.dim() - 1)) if keepdim else norms
 
 
 def _viewed(rows: Rows, shape: Sequence[int]) -> Any:
@@ -175,9 +173,7 @@ def _indexed(rows: Rows, indices: Sequence[Any]) -> Any:
 
 
 def _index_selected(rows: Rows, dim: int, index: Tensor) -> Any:
-    if dim % rows.dim() != 0 or index.dim() != 1:
-        return NotImplemented
-    return _chosen(rows, lambda factor: factor[index], alias=False)
+    return _indexed(rows, [index]) if dim % rows.dim() == 0 else NotImplemented
 
 
 def _are_outer_products(rows: Rows) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_structure, tree_unflatten
 
 from expanded_nn.common.modes import saved_tensors_are_packed
 from expanded_nn.common.steady import RandomStates, without_traces
@@ -15,10 +14,8 @@ from expanded_nn.common.traced import is_traced
 from expanded_nn.core import cost
 from expanded_nn.layers.general.batched import NotInTable
 from expanded_nn.layers.general.mapped import Called, flatten
-from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.rule import General
-from expanded_nn.layers.general.trial import Way, Ways, near
-from expanded_nn.layers.general.whole import Run
+from expanded_nn.layers.general.trial import Way, near
 from expanded_nn.modules.base import Expanded, PerSampleModule
 from expanded_nn.modules.registry import EXPANDED, refuse_no_class
 from expanded_nn.recording.lift import Slot
@@ -38,14 +35,9 @@ class Alone(General):
     _alone: ClassVar[bool] = True
     _turn: int = -1  # how many calls have run on the whole batch, from 0 on
 
-    def _may_run_whole(self, call: Called) -> bool:
-        """Whether the forward may run on the whole batch, where its graph tells whose the rows of each layer are."""
-        recorder = self._recorder
-        if recorder is None or not recorder.in_forward or not torch.is_grad_enabled() or cost.is_symbol(call.batch):
-            return False
-        if is_traced() or saved_tensors_are_packed() or self._ways.get(call.kind_of_ways()) == Ways(trials_left=0):
-            return False
-        return call.batch > 0 and any(dim == 0 for dim in call.dims) and not any(call.dims)
+    def _suits_whole_batch(self) -> bool:
+        """Whether its graph may tell whose the rows of each layer are."""
+        return not is_traced() and not saved_tensors_are_packed()
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
         """As a layer does, it leaves the `vmap` of a module around it, unless that one is tried in its place."""
@@ -85,16 +77,6 @@ class Alone(General):
             return super()._attempt(args, kwargs)
         result: tuple[Any, Way | None] = order.as_one_operation(super()._attempt, args, kwargs)
         return result
-
-    def _run(self, recorder: Recorder, batch: int) -> Run:
-        return Run(batch, recorder, Owners(batch))
-
-    def _begun(self, run: Run, args: Any, kwargs: Any) -> Any:
-        dims = [self._sample_dim(leaf, run.batch) for leaf in tree_leaves((args, kwargs))]
-        return run.begin((args, kwargs), dims, self)
-
-    def _inside(self, run: Run) -> AbstractContextManager[None]:
-        return self._children_inside({})
 
     def _lent(self) -> tuple[list[Slot], list[Tensor]]:
         lent = [(module, name, value) for module in self.modules() for name, value in module._parameters.items()]

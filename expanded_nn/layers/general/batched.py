@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from expanded_nn.common.batch import has_derivatives
 from expanded_nn.common.modes import checkpoint_hooks
 from expanded_nn.common.shared import is_shared
 from expanded_nn.core import cost
@@ -70,37 +69,28 @@ _RUNNING = _Running()
 class Run:
     """One forward on the whole batch.
 
-    Attributes:
+    Its *way* is what it does with parameters, and where it reads values: a forward that goes the same way does the same
+    with its samples.
+
+    Args:
         batch: B.
         recorder: The recorder of the model.
-        order: What looks at the order of the samples, if that is looked at.
-        way: What was done with the parameters, and whether with a tensor of B rows, and where values were read: another
-            forward that goes this way does the same with its samples.
-        joins: What is done with other tensors that may join samples or move them. How often does not count: a layer
-            may be dropped by chance.
-        failed: Whether something was not in the table, even if the forward caught the error.
-        numel: Of the largest tensor so far.
-        made: The tensors that must not outlive the forward.
         owners: Whose the rows of a tensor are, in a forward that may fold its samples; `None` where a tensor of B rows
             has one for each sample, and no other has samples.
-        by_sample: Its arguments that have one row for each sample.
-        module: The module whose forward it is, if it may fold them.
-        is_noted: Whether it has switched the notes of operations on; where its graph tells whose the rows are it needs
-            none.
     """
 
     def __init__(self, batch: int, recorder: RecorderLike, owners: Owners | None = None) -> None:
         self.batch, self.recorder, self.owners = batch, recorder, owners
-        self.order = recorder.escalation.order
-        self.by_sample: list[Tensor] = []
-        self.module: nn.Module | None = None
+        self.order = recorder.escalation.order  # what looks at the order of the samples, if that is looked at
         self.way: list[Any] = []
-        self.joins: set[str] = set()
-        self.failed, self.numel = False, 0
-        self.made: list[weakref.ref[Tensor]] = []
+        self.joins: set[str] = set()  # what else may join samples or move them; a layer may be dropped by chance
+        self.failed = False  # whether something was not in the table, even if the forward caught the error
+        self.numel = 0  # of the largest tensor so far
+        self.made: list[weakref.ref[Tensor]] = []  # the tensors that must not outlive the forward
         self.hooks = checkpoint_hooks()
 
     def __enter__(self) -> None:
+        # where its graph tells whose the rows are it needs no notes of operations
         self.is_noted = self.owners is None and not _RUNNING.reads.is_on()
         if self.is_noted:
             _RUNNING.reads.__enter__()  # type: ignore[no-untyped-call]
@@ -111,43 +101,17 @@ class Run:
         if self.is_noted:
             _RUNNING.reads.__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def begin(self, arguments: Any, dims: list[int | None], module: nn.Module) -> Any:
-        """The arguments of a forward that may fold its samples, each where its graph begins.
-
-        Args:
-            arguments: The arguments.
-            dims: Where the samples stand in each leaf of them: first, or it has none.
-            module: The module whose forward it is.
-        """
-        assert self.owners is not None
-        leaves, structure = tree_flatten(arguments)
-        for place, dim in enumerate(dims):
-            leaf = leaves[place]
-            if isinstance(leaf, Tensor) and has_derivatives(leaf) and (dim is not None or leaf.requires_grad):
-                leaves[place] = self.owners.begin(leaf, by_sample=dim is not None)
-            if dim is not None:
-                self.by_sample.append(leaves[place])
-        self.module = module
-        return tree_unflatten(leaves, structure)
-
     def has_rows(self, x: Any, dims: int) -> bool:
         """Whether it is a plain tensor of B rows, one for each sample, with at least so many dimensions."""
         if not isinstance(x, Tensor) or is_own(x) or x.dim() < max(dims, 1):
             return False
-        if self.owners is None:
-            return x.shape[0] == self.batch
-        if not has_derivatives(x):  # no graph tells of it
-            return any(x is argument for argument in self.by_sample)
-        arrangement = self.owners.of_rows(x)
-        return arrangement is not None and arrangement.length == 1
+        return x.shape[0] == self.batch if self.owners is None else self.owners.have_a_row_each(x)
 
     def are_shared(self, x: Tensor) -> bool:
         """Whether all samples share a tensor, as an index, that has not a row for each."""
-        if self.owners is None:
-            return x.dim() == 0 or x.shape[0] != self.batch
-        whole = x if x._base is None else x._base
-        assert self.module is not None
-        return x.dim() == 0 or any(whole is buffer for buffer in self.module.buffers())
+        if x.dim() == 0:
+            return True
+        return x.shape[0] != self.batch if self.owners is None else self.owners.are_shared(x)
 
     def arranged(self, x: Any) -> Arrangement | None:
         """How the rows of a plain tensor belong to the samples, in a forward that may fold them."""
@@ -162,7 +126,7 @@ class Run:
         return made
 
     def with_its_own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of an operation, with what stands for a parameter in place of it."""
+        """The arguments of an operation; parameters of modules within become `Batched`, as the module's own are."""
         if not any(type(value) is nn.Parameter for value in chain(args, kwargs.values())):
             return args, kwargs
         return tuple(map(self._own, args)), {name: self._own(value) for name, value in kwargs.items()}
@@ -190,17 +154,17 @@ class Run:
         return self.batched(function(*(operand.value if is_own(operand) else operand for operand in operands)))
 
     def note(self, func: Any, *, whole: bool) -> None:
-        """Something is done with a parameter: with a tensor of B rows, or not."""
+        """Adds to the way that a parameter is used: together with a tensor of B rows, or not."""
         if not torch.is_grad_enabled() or checkpoint_hooks() != self.hooks:
             raise NotInTable("a checkpoint inside, which computes it again when the parameters are what they were")
         self.way.append((func.__name__, whole))
 
     def way_gone(self) -> Any:
-        """What tells it from others; where the rows are known, how often it did something does not count."""
+        """The way of this forward; with `owners` the order and the number of operations do not count."""
         return *(self.way if self.owners is None else [frozenset(self.way)]), frozenset(self.joins)
 
     def returned(self, result: Any) -> Any:
-        """What the forward returns: of a parameter with one row there is one for each sample."""
+        """What the forward returns; a parameter with one row has one for each sample in it."""
         if type(result) is Tensor:
             self.way.append(result.shape[:1] == (self.batch,))
             return result
@@ -211,13 +175,13 @@ class Run:
         return tree_unflatten(leaves, structure)
 
     def leaves_something(self) -> bool:
-        """Whether a tensor of the forward that is over still lives: something keeps it for the next one."""
+        """Whether one of its tensors still lives when the forward is over: something keeps it for the next one."""
         return any(made() is not None for made in self.made)
 
 
 @contextmanager
 def reads_of_its_own() -> Iterator[None]:
-    """Keeps what a module inside of another one reads, or what is read to compare it, out of the other one's way."""
+    """What a module inside of another one reads meanwhile, or a comparison of it, is no part of the outer one's way."""
     run = _RUNNING.runs[-1] if _RUNNING.runs else None
     length, joins = (len(run.way), set(run.joins)) if run is not None else (0, set())
     yield
@@ -227,19 +191,11 @@ def reads_of_its_own() -> Iterator[None]:
 
 
 class Batched(Tensor):
-    """What looks like a parameter and has a value for each sample.
+    """What looks like a parameter `(*shape)` and has a value for each sample, `(B, *shape)`."""
 
-    Attributes:
-        value: `(B, *shape)`.
-        source: What it is computed from once for all samples; `None` if that is not possible.
-        is_computed: Whether it is.
-        run: The forward that it belongs to.
-        rank: The number of dimensions of `shape`.
-    """
-
-    run: Run
-    rank: int
-    is_computed: bool
+    run: Run  # the forward that it belongs to
+    rank: int  # the number of dimensions of `shape`
+    is_computed: bool  # whether it is computed once for all samples, from its `source`
     _parts: tuple[Tensor, ...] | None = None
 
     @staticmethod
@@ -254,7 +210,7 @@ class Batched(Tensor):
         pass
 
     @cached_property
-    def value(self) -> Tensor:
+    def value(self) -> Tensor:  # (B, *shape)
         assert self.source is not None
         return self.source.expanded(self.run.batch)
 
@@ -266,6 +222,7 @@ class Batched(Tensor):
 
     @cached_property
     def source(self) -> Derived | None:
+        """What it may be computed from once for all samples, or is."""
         return source_of(self.value)
 
     @classmethod
@@ -290,7 +247,7 @@ class Batched(Tensor):
 
 
 def _noted(result: Any) -> Any:
-    """A result of B rows, with the samples of these, in a forward that may fold its samples."""
+    """The result; of a tensor `(B, ...)` it is noted that it has a row for each sample, where others may be folded."""
     owners = _RUNNING.runs[-1].owners if _RUNNING.runs else None
     if owners is not None and type(result) is Tensor and result.dim():
         owners.note_rows(result)

@@ -19,21 +19,17 @@ Function = Callable[..., Tensor]  # of tensors (B, *shape), for any B; it treats
 
 
 class Derived:
-    """A weight that all samples share, or what is computed from such, for one sample.
-
-    Attributes:
-        shared: `(1, *shape)`, with its graph.
-        value: `(B, *shape)`, expanded; `None` for what is computed.
-        function: What computes it from the `sources`; `None` for a weight.
-        sources: What it is computed from.
-        autocast: How autocast was set when it was computed.
-    """
+    """A weight that all samples share, or what is computed from such, for one sample."""
 
     def __init__(
-        self, shared: Tensor, value: Tensor | None, function: Function | None = None, sources: Sequence[Derived] = ()
+        self,
+        shared: Tensor,  # (1, *shape), with its graph
+        value: Tensor | None,  # (B, *shape), expanded; `None` for what is computed
+        function: Function | None = None,  # what computes it from the sources; `None` for a weight
+        sources: Sequence[Derived] = (),
     ) -> None:
         self.shared, self.value, self.function, self.sources = shared, value, function, sources
-        self.autocast = autocast_as_now(shared.device)
+        self.autocast = autocast_as_now(shared.device)  # as it was set when this was computed
 
     @classmethod
     def weight(cls, value: Tensor) -> Derived:
@@ -97,7 +93,7 @@ class _Expanded(torch.autograd.Function):
 def _rows(result: Tensor, weights: list[Tensor], rows: Tensor) -> Sequence[Tensor | None]:
     """The rows of the weights from those of `result`, some samples at a time."""
     batch = rows.shape[0]
-    at_once = batch if is_traced() else cost.derived_at_once(result.numel())
+    at_once = batch if is_traced() else cost.at_once(result.numel(), cost.DERIVED_AT_ONCE)
     all_rows: list[Tensor | None] = []
     for first in range(0, batch, at_once):
         grads: Sequence[Tensor | None]

@@ -17,7 +17,7 @@ from expanded_nn.layers.linear import bias_rows, linear, positions
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map of rows `(n, *, in)`; only for the rows of its weight they stand sample by sample."""
+    """A linear map of `(n, *, in)` as it stands; only for the weight's rows it is put in the order of samples."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, arrangement: Arrangement) -> Tensor:

@@ -31,7 +31,7 @@ from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, 
 from expanded_nn.modules.base import PerSampleModule
 from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.backward import graph_of
-from expanded_nn.recording.lift import Lent, Slot, quiet_fallbacks, swapped
+from expanded_nn.recording.lift import Lent, Slot, quiet_fallbacks, swapped, with_tensors
 
 # torch's words where vmap gives up; the last two where values are read, and where samples' results differ in size
 _OF_VMAP = "vmap|functorch|[Bb]atching rule|doesn't have storage|stack expects each tensor to be equal size"
@@ -54,27 +54,18 @@ def flatten(result: Any) -> tuple[list[Any], TreeSpec]:
 
 @dataclasses.dataclass
 class Called:
-    """What a forward is called with.
-
-    Attributes:
-        args: So is `kwargs`.
-        batch: B.
-        leaves: What is in them.
-        dims: Where the samples stand in each leaf, if it has any.
-        inputs: The tensors among them, but for numbers.
-        kind: What a trial is good for: calls of this kind.
-    """
+    """What a forward is called with."""
 
     args: Any
     kwargs: Any
     batch: int
-    leaves: list[Any]
-    dims: list[int | None]
-    inputs: list[Tensor]
-    kind: Any
+    leaves: list[Any]  # of `args` and `kwargs`
+    dims: list[int | None]  # where the samples stand in each leaf, if it has any
+    inputs: list[Tensor]  # the tensors among the leaves, but for single numbers
+    kind: Any  # what a trial tells of one call is taken for true of all calls of its kind
 
     def kind_of_ways(self) -> Any:
-        """What a comparison with the forward on the whole batch is good for.
+        """As `kind`, for comparisons with the forward on the whole batch.
 
         A checkpoint counts what is saved, also for a result that is given up: sizes that are equal by chance, and may
         lead another way, are another kind in it.
@@ -86,19 +77,12 @@ class Called:
 
 @dataclasses.dataclass
 class Mapped:
-    """What came out of the forward, sample by sample.
+    """What came out of the forward, sample by sample."""
 
-    Attributes:
-        returned: What the forward has returned, with the tensors of one sample.
-        tensors: Those of all samples.
-        possible_dims: For each of them, where the samples may stand, likeliest first.
-        is_filled_up: Whether a result was shorter for some samples.
-    """
-
-    returned: Any
-    tensors: list[Tensor]
-    possible_dims: list[list[int]]
-    is_filled_up: bool = False
+    returned: Any  # what the forward has returned for a sample
+    tensors: list[Tensor]  # in place of the tensors in it, those of all samples
+    possible_dims: list[list[int]]  # where the samples may stand in each of these; in the first one they do now
+    is_filled_up: bool = False  # whether a result was shorter for some samples
 
     def with_samples_in(self, dims: Sequence[int]) -> Mapped:
         """The same with the samples in these dimensions."""
@@ -107,33 +91,23 @@ class Mapped:
         return dataclasses.replace(self, tensors=moved)
 
     def laid_out(self, orders: Sequence[tuple[int, ...]]) -> Mapped:
-        """The same, lying in memory in these orders of dimensions, which say what `view` takes."""
+        """The same, laid out in memory as torch's result is, in these orders of dimensions: `view` depends on it."""
         return dataclasses.replace(self, tensors=list(map(_laid_out, self.tensors, orders)))
 
     def result(self) -> Any:
         """What the forward returns for the whole batch."""
-        tensors = iter(self.tensors)
-        leaves, structure = flatten(self.returned)
-        return tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+        return with_tensors(*flatten(self.returned), self.tensors)
 
 
 @dataclasses.dataclass
 class Mapper:
-    """Sends arguments like those of a call through the forward of a module, sample by sample.
+    """Sends arguments like those of a call through the forward of a module, sample by sample."""
 
-    Attributes:
-        module: The module, of the general rule.
-        call: The call.
-        originals: The parameters of the module and of all within it.
-        expanded: The same, expanded.
-        guests: Which of them have come with a batch dimension of their own, by identity.
-    """
-
-    module: Any
+    module: Any  # of the general rule
     call: Called
-    originals: Mapping[Slot, Tensor]
-    expanded: list[Tensor]
-    guests: set[int]
+    originals: Mapping[Slot, Tensor]  # the parameters of the module and of all within it
+    expanded: list[Tensor]  # the same, `(B, *shape)`
+    guests: set[int]  # the ids of those that have come with a batch dimension of their own
 
     def __call__(self, leaves: list[Any], *, thorough: bool = True) -> Mapped:
         """Sends each sample through the forward alone.
@@ -146,27 +120,17 @@ class Mapper:
             PerSampleError: If `vmap` cannot follow the forward, if it leaves something behind, or if what it returns
                 cannot be put together.
         """
-        module, dims, places = self.module, self.call.dims, list(self.originals)
-        structure = tree_structure((self.call.args, self.call.kwargs))
         returned: list[Any] = []  # by `vmap` once, in a loop for each sample
-        possible_dims: list[list[int]] = []
+        possible_dims: list[list[int]] = []  # the same for all samples
 
         def one_sample(weights: list[Tensor], inputs: list[Any]) -> list[Tensor]:
-            alone = [x if dim is None else x.unsqueeze(dim) for x, dim in zip(inputs, dims, strict=True)]
-            args, kwargs = tree_unflatten(alone, structure)
-            lent = {place: Lent(*pair) for place, *pair in zip(places, self.originals.values(), weights, strict=True)}
-            inside = module._children_inside(lent)
-            with swapped(places, weights), inside, quiet_fallbacks(), OneSample(module):
-                result = module._plain_forward(*args, **kwargs)
-            if Counter(ids_of_one_sample((args, kwargs))) - Counter(ids_of_one_sample(alone)):
-                raise module._keeping("an argument")
-            self._refuse_objects(result)
-            returned.append(result)
+            result = self._of_one_sample(weights, inputs)
             outputs = _tensors(result)
+            returned.append(result)
             possible_dims[:] = map(self._possible_dims, outputs)
             return [output.squeeze(first) for output, (first, *_) in zip(outputs, possible_dims, strict=True)]
 
-        loops = module.goes_in_a_loop()
+        loops = self.module.goes_in_a_loop()
         leaving_nothing = self._as_before(leaves) if loops else self._nothing_of_one_sample(leaves, thorough=thorough)
         with leaving_nothing:
             try:
@@ -184,6 +148,19 @@ class Mapper:
         shapes = {tuple(x.shape for x in _tensors(result)) for result in returned}
         moved = [x.movedim(0, first) for x, (first, *_) in zip(results, possible_dims, strict=True)]
         return Mapped(returned[-1], moved, possible_dims, is_filled_up=len(shapes) > 1)
+
+    def _of_one_sample(self, weights: list[Tensor], inputs: list[Any]) -> Any:
+        """What the forward returns for one sample, as a batch of one: its parameters are `weights` meanwhile."""
+        module, places = self.module, list(self.originals)
+        alone = [x if dim is None else x.unsqueeze(dim) for x, dim in zip(inputs, self.call.dims, strict=True)]
+        args, kwargs = tree_unflatten(alone, tree_structure((self.call.args, self.call.kwargs)))
+        lent = {place: Lent(*pair) for place, *pair in zip(places, self.originals.values(), weights, strict=True)}
+        with swapped(places, weights), module._children_inside(lent), quiet_fallbacks(), OneSample(module):
+            result = module._plain_forward(*args, **kwargs)
+        if Counter(ids_of_one_sample((args, kwargs))) - Counter(ids_of_one_sample(alone)):
+            raise module._keeping("an argument")
+        self._refuse_objects(result)
+        return result
 
     def _by_vmap(self, one_sample: Callable[..., list[Tensor]], leaves: list[Any]) -> list[Tensor]:
         over_samples = torch.vmap(one_sample, in_dims=(0, self.call.dims), randomness="different")
@@ -209,7 +186,7 @@ class Mapper:
         return list(map(_stacked, zip(*results, strict=True)))
 
     def _not_followed(self, error: RuntimeError) -> PerSampleError:
-        """What to say where `vmap` gives up."""
+        """The error where `vmap` gives up."""
         remedy = "Write its per-sample forward with @expands, or keep the parameters in modules of torch.nn."
         if "stack expects" in str(error):
             remedy = "Let all samples give results of one size: pad_packed_sequence(..., total_length=x.shape[1])."
@@ -225,7 +202,7 @@ class Mapper:
         return refused
 
     def _where_raised(self, error: BaseException) -> Any:
-        """The innermost module in whose forward it was that may go sample by sample by itself, if not all do."""
+        """Of the modules whose forwards ran when it was raised, the innermost that can go sample by sample itself."""
         if self.module._alone:
             return self.module
         within = {id(module): module for module in self.module.modules()}
@@ -233,7 +210,7 @@ class Mapper:
         return [self.module, *(m for m in called if isinstance(m, PerSampleModule) and m._kind() is not None)][-1]
 
     def _changes(self, error: RuntimeError) -> PerSampleError:
-        """What to say where torch cannot change in place what is one tensor for all samples."""
+        """The error where torch cannot change in place what is one tensor for all samples."""
         return self.module._refusal(  # type: ignore[no-any-return]
             f"its forward changes in place what all samples share, such as a parameter ({error})",
             "a forward that leaves it as it is",
@@ -316,7 +293,7 @@ class Mapper:
             )
 
     def without_samples(self) -> Any:
-        """What the forward returns for no samples: the plain one says the shapes, and parameters get no rows."""
+        """What the plain forward returns for B = 0, connected to the parameters that it uses: these get 0 rows."""
         module, places = self.module, list(self.originals)
         alone = [
             original.detach().requires_grad_(weight.requires_grad)
@@ -338,7 +315,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Its dimensions, the one of the largest steps in memory first; none if it does not lie there without gaps."""
+    """The dimensions of a tensor in the order of memory, that of the largest stride first; none if there are gaps."""
     if tensor.layout is not torch.strided:
         return ()
     strides = tensor.stride()

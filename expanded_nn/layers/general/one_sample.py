@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from expanded_nn.common.functions import is_in_place
 from expanded_nn.common.modes import checkpoint_hooks, is_batched, is_expanded, uncounted
 from expanded_nn.layers.linear import linear
+from expanded_nn.recording.lift import OfAllSamples
 
 
 class OneSample(TorchFunctionMode):
@@ -29,7 +31,7 @@ class OneSample(TorchFunctionMode):
             # once the vmap is over, nothing of it can be computed again
             with uncounted():
                 return self._corrected(func, args, kwargs or {})
-        if _is_in_place(func) or func in _CORRECTED:
+        if is_in_place(func) or func in _CORRECTED:
             return self._corrected(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -45,7 +47,7 @@ class OneSample(TorchFunctionMode):
         ):
             with sdpa_kernel(SDPBackend.MATH):  # the fused kernels refuse a mask that may need gradient
                 return func(*args, **kwargs)
-        if _is_in_place(func) and not is_of_one_sample(args[0]) and any(map(is_of_one_sample, tree_leaves(args))):
+        if is_in_place(func) and not is_of_one_sample(args[0]) and any(map(is_of_one_sample, tree_leaves(args))):
             self._refuse_change(args[0])
         return func(*args, **kwargs)
 
@@ -67,26 +69,9 @@ class OneSample(TorchFunctionMode):
         )
 
 
-class _LinearOfAll(torch.autograd.Function):
-    """A linear map whose batching rule is that of a layer: at once for all samples, and its rows stay factored."""
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        raise AssertionError("the weight is a batched one")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor | None) -> tuple[Tensor, int]:
-        x, weight, bias = (
-            tensor if tensor is None else _by_sample(tensor, dim, info.batch_size)
-            for tensor, dim in zip(tensors, in_dims, strict=True)
-        )
-        assert x is not None
-        assert weight is not None
-        return linear(x, weight, bias), 0
+def _linear_of_all(batch: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """A linear map as that of a layer: at once for all samples, and its rows stay factored."""
+    return linear(*(_by_sample(tensor, dim, batch) for tensor, dim in zip(tensors, in_dims, strict=True))), 0
 
 
 def _by_sample(tensor: Tensor, dim: int | None, batch: int) -> Tensor:
@@ -98,24 +83,16 @@ def _by_sample(tensor: Tensor, dim: int | None, batch: int) -> Tensor:
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not is_expanded(weight) or input.dim() == 0:
         return F.linear(input, weight, bias)
-    if bias is None or is_expanded(bias):
-        return _LinearOfAll.apply(input, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
-    y: Tensor = _LinearOfAll.apply(input, weight, None)  # type: ignore[no-untyped-call]
-    return y + bias
+    own_bias = [] if bias is None or not is_expanded(bias) else [bias]
+    y: Tensor = OfAllSamples.apply(_linear_of_all, input, weight, *own_bias)  # type: ignore[no-untyped-call]
+    return y if bias is None or own_bias else y + bias
 
 
 def _is_floating_mask(mask: Any) -> bool:
     return is_of_one_sample(mask) and mask.is_floating_point()
 
 
-@lru_cache(maxsize=2**12)
-def _is_in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-
-
 _CORRECTED = {F.embedding, F.embedding_bag, F.linear, F.scaled_dot_product_attention}
-_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"}
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:

@@ -7,17 +7,17 @@ are known, whatever their number is. Where an operation is not in the table they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate
 from math import prod
-from operator import mul
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from expanded_nn.recording.backward import saved_number, turned_dims
+from expanded_nn.common.batch import has_derivatives
+from expanded_nn.recording.backward import saved_dims, saved_number, turned_dims
 
 Samples = Tensor | None  # of a tensor: an index of its shape, of size 1 where it is constant; `None` of what has none
 NOBODY = -1  # in such an index: what is of no sample
@@ -40,26 +40,33 @@ class _Begin(torch.autograd.Function):
 
 
 class Owners:
-    """The samples of the tensors in one forward.
+    """The samples of the tensors in one forward of a module."""
 
-    Attributes:
-        batch: B.
-        known: Node and number of an output -> its samples.
-        arrangements: Samples, by identity, and number of rows -> how these belong to them.
-    """
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-        self.known: dict[tuple[Any, int], Samples] = {}
-        self.arrangements: dict[tuple[int, int], Arrangement] = {}
-        self.kept: list[Tensor] = []  # the samples in it, whose ids are its keys
+    def __init__(self, batch: int, module: nn.Module) -> None:
+        self.batch, self.module = batch, module
+        self.by_sample: list[Tensor] = []  # the arguments that have one row for each sample
+        self.known: dict[
+            tuple[Any, int], Samples
+        ] = {}  # by the node that made a tensor, and which of its outputs it is
+        self.arrangements: dict[tuple[int, int], Arrangement] = {}  # by the id of samples, and the number of rows
+        self.kept: list[Tensor] = []  # the samples whose ids are keys
         self.anchor = torch.zeros((), requires_grad=True)
 
-    def begin(self, x: Tensor, *, by_sample: bool) -> Tensor:
-        """An argument: `(B, ...)`, whose first dimension is that of the samples, or one that all of them share."""
-        x = _Begin.apply(x, self.anchor)  # type: ignore[no-untyped-call]
-        self.note(x, _first(torch.arange(self.batch, device=x.device), x.dim()) if by_sample else None)
-        return x
+    def begin(self, arguments: Any, dims: Sequence[int | None]) -> Any:
+        """The arguments, each where its graph begins; `dims` says which leaves have the samples first, others none."""
+        leaves, structure = tree_flatten(arguments)
+        for place, dim in enumerate(dims):
+            leaf = leaves[place]
+            if isinstance(leaf, Tensor) and has_derivatives(leaf) and (dim is not None or leaf.requires_grad):
+                leaves[place] = _Begin.apply(leaf, self.anchor)  # type: ignore[no-untyped-call]
+                self.note(leaves[place], None if dim is None else self._first(leaf))
+            if dim is not None:
+                self.by_sample.append(leaves[place])
+        return tree_unflatten(leaves, structure)
+
+    def _first(self, x: Tensor) -> Tensor:
+        """The samples of a tensor `(B, ...)` that has them first."""
+        return torch.arange(self.batch, device=x.device).view(-1, *[1] * (x.dim() - 1))
 
     def note(self, x: Tensor, samples: Samples) -> None:
         """Notes the samples of a tensor."""
@@ -69,7 +76,19 @@ class Owners:
     def note_rows(self, x: Tensor) -> None:
         """Notes that a tensor has one row for each sample, if nothing else is known of it."""
         if x.grad_fn is not None and (x.grad_fn, x.output_nr) not in self.known:
-            self.note(x, _first(torch.arange(self.batch, device=x.device), x.dim()))
+            self.note(x, self._first(x))
+
+    def have_a_row_each(self, x: Tensor) -> bool:
+        """Whether a tensor has one row for each sample, in order."""
+        if not has_derivatives(x):  # no graph tells of it
+            return any(x is argument for argument in self.by_sample)
+        arrangement = self.of_rows(x)
+        return arrangement is not None and arrangement.length == 1
+
+    def are_shared(self, x: Tensor) -> bool:
+        """Whether a tensor is one that the module holds for all samples, or a part of it."""
+        whole = x if x._base is None else x._base
+        return any(whole is buffer for buffer in self.module.buffers())
 
     def of(self, x: Tensor) -> Samples:
         """The samples of a tensor; `None` if it requires no gradient, so that they are not known.
@@ -123,18 +142,20 @@ class Owners:
 class Arrangement:
     """How n rows belong to B samples.
 
-    Attributes:
+    Args:
         owner: The sample of each row, `(n,)`.
         batch: B.
         samples: The same with as many dimensions as the tensor has.
-        length: How many rows there are for each sample, where they are as many and stand together, in order.
     """
+
+    length: int | None  # how many rows each sample has, where they are as many for all and stand together, in order
 
     def __init__(self, owner: Tensor, batch: int, samples: Tensor) -> None:
         self.owner, self.batch, self.samples = owner, batch, samples
         self._slots: tuple[Tensor, int] | None = None
         length, left = divmod(len(owner), batch)
-        self.length = None if left or not torch.equal(owner, _each(batch, length, owner)) else length
+        in_order = torch.arange(batch, device=owner.device).repeat_interleave(length)
+        self.length = None if left or not torch.equal(owner, in_order) else length
 
     def rows_of(
         self,
@@ -174,18 +195,11 @@ class Arrangement:
 
 
 class Operation:
-    """A node of the graph.
-
-    Attributes:
-        owners: What is known.
-        node: The node.
-        number: Which of its outputs is looked at.
-        inputs: The nodes that its inputs come from, and which of their outputs these are.
-    """
+    """A node of the graph, of whose outputs the samples of one are asked for."""
 
     def __init__(self, owners: Owners, node: Any, number: int) -> None:
         self.owners, self.node, self.number = owners, node, number
-        self.inputs = node.next_functions
+        self.inputs = node.next_functions  # the nodes that its inputs come from, and which of their outputs these are
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -208,29 +222,18 @@ class Operation:
         except (AttributeError, RuntimeError):  # it has none, or it was changed since
             raise Unknown from None
 
-    def dims(self, name: str = "dim", rank: int | None = None) -> list[int]:
-        """Dimensions of the first input; all, if none are named."""
+    def dims(self, rank: int | None = None) -> list[int]:
+        """The dimensions that it names, of so many or those of the first input; all, if it names none."""
         rank = len(self.shape_of(0)) if rank is None else rank
-        given = self.saved(name)
-        given = given if isinstance(given, tuple | list) else [given]
-        return [saved_number(dim) % max(1, rank) for dim in given] or list(range(rank))
+        return saved_dims(self.node, max(1, rank)) or list(range(rank))
 
 
 def _shape(node: Any, number: int) -> tuple[int, ...]:
     return tuple(node._input_metadata[number].shape)
 
 
-def _each(batch: int, length: int, like: Tensor) -> Tensor:
-    """The samples of as many rows of each, in order."""
-    return torch.arange(batch, device=like.device).repeat_interleave(length)
-
-
-def _first(samples: Tensor, dims: int) -> Tensor:
-    return samples.view(-1, *[1] * (dims - 1))
-
-
 def constant(samples: Tensor, dims: Sequence[int]) -> Tensor:
-    """The samples with size 1 in some dimensions, along which they have to be the same."""
+    """The samples with size 1 in these dimensions; if they are not the same along one of them, they are unknown."""
     for dim in dims:
         if samples.shape[dim] > 1:
             first = samples.narrow(dim, 0, 1)
@@ -241,7 +244,7 @@ def constant(samples: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def together(found: Sequence[Samples], dims: int) -> Samples:
-    """The samples of numbers of one sample each, that come together where they meet by broadcasting."""
+    """The samples of what is computed number by number from several tensors, which broadcast."""
     kept: list[Tensor] = []
     for samples in found:
         if samples is not None and not any(samples is other for other in kept):
@@ -263,29 +266,34 @@ def _with_dims(samples: Tensor, dims: int) -> Tensor:
 
 
 def reshaped(samples: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """The samples of a tensor of another shape; only where they differ their shape becomes a whole one."""
+    """The samples of a tensor in another shape; along dimensions in which they do not differ their size stays 1."""
     if prod(before) == 0:
         raise Unknown
-    ends_before, ends_after = (list(accumulate(shape, mul)) for shape in (before, after))
-    cuts = sorted(set(ends_before) & set(ends_after))
-    sizes: list[int] = []
-    parts: list[int] = []
-    start_before = start_after = 0
-    for cut in cuts:
-        # with all dimensions of size 1 that follow
-        stop_before = max(place for place, end in enumerate(ends_before) if end == cut) + 1
-        stop_after = max(place for place, end in enumerate(ends_after) if end == cut) + 1
-        group = range(start_before, stop_before)
-        if any(samples.shape[dim] > 1 for dim in group):
-            parts += [before[dim] for dim in group]
-            sizes += after[start_after:stop_after]
-        else:
-            parts += [1 for _ in group]
-            sizes += [1] * (stop_after - start_after)
-        start_before, start_after = stop_before, stop_after
-    parts += [1] * (len(before) - start_before)
-    sizes += [1] * (len(after) - start_after)
-    return samples.expand(parts).reshape(sizes)
+    whole: list[int] = []
+    shape: list[int] = []
+    for dims, sizes in _runs(before, after):
+        differ = any(samples.shape[dim] > 1 for dim in dims)
+        whole += [before[dim] if differ else 1 for dim in dims]
+        shape += [size if differ else 1 for size in sizes]
+    return samples.expand(whole).reshape(shape)
+
+
+def _runs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, Sequence[int]]]:
+    """The shortest runs of dimensions that have equally many numbers in two shapes: dimensions, and sizes of the other.
+
+    From `(B, T, d)` to `(B * T, d)` they are dimensions 0 and 1 with `B * T`, and dimension 2 with `d`.
+    """
+    place = other_place = 0
+    while place < len(before) or other_place < len(after):
+        start, other_start, count, other_count = place, other_place, 1, 1
+        while (start == place and other_start == other_place) or count != other_count:
+            if place < len(before) and count <= other_count:
+                count *= before[place]
+                place += 1
+            else:
+                other_count *= after[other_place]
+                other_place += 1
+        yield range(start, place), after[other_start:other_place]
 
 
 # Rules: the samples of what an operation gives
@@ -296,7 +304,7 @@ def _elementwise(op: Operation) -> Samples:
 
 
 def _along(op: Operation) -> Samples:
-    """What brings together all numbers along some dimensions."""
+    """What computes with all numbers along some dimensions: there they have to be of one sample."""
     samples = op.samples_of(0)
     if samples is None:
         return None
@@ -309,11 +317,6 @@ def _along(op: Operation) -> Samples:
     return samples.reshape([size for dim, size in enumerate(samples.shape) if dim not in dims])
 
 
-def _view(op: Operation) -> Samples:
-    samples = op.samples_of(0)
-    return None if samples is None else reshaped(samples, op.shape_of(0), op.shape)
-
-
 def _of_first(change: Callable[[Operation, Tensor], Tensor]) -> Callable[[Operation], Samples]:
     def rule(op: Operation) -> Samples:
         samples = op.samples_of(0)
@@ -322,36 +325,29 @@ def _of_first(change: Callable[[Operation, Tensor], Tensor]) -> Callable[[Operat
     return rule
 
 
+def _viewed(op: Operation, samples: Tensor) -> Tensor:
+    return reshaped(samples, op.shape_of(0), op.shape)
+
+
 def _turned(op: Operation, samples: Tensor) -> Tensor:
     return samples.permute(cast("list[int]", turned_dims(op.node, samples.dim())))
 
 
-def _slice(op: Operation, samples: Tensor) -> Tensor:
-    (dim,) = op.dims()
-    if samples.shape[dim] == 1:
-        return samples
+def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool = False) -> Callable[..., Samples]:
+    """A rule for what takes places along one dimension; of size 1, the samples are the same wherever it is taken."""
+
+    def change(op: Operation, samples: Tensor) -> Tensor:
+        (dim,) = op.dims()
+        if samples.shape[dim] == 1:
+            return samples.squeeze(dim) if drops_dim else samples
+        return take(op, samples, dim)
+
+    return _of_first(change)
+
+
+def _slice(op: Operation, samples: Tensor, dim: int) -> Tensor:
     start, end, step = (saved_number(op.saved(name)) for name in ("start", "end", "step"))
     return samples[(*[slice(None)] * dim, slice(start, end, step))]
-
-
-def _select(op: Operation, samples: Tensor) -> Tensor:
-    (dim,) = op.dims()
-    return samples.select(dim, 0 if samples.shape[dim] == 1 else saved_number(op.saved("index")))
-
-
-def _unbind(op: Operation, samples: Tensor) -> Tensor:
-    (dim,) = op.dims()
-    return samples.select(dim, 0 if samples.shape[dim] == 1 else op.number)
-
-
-def _split(op: Operation, samples: Tensor) -> Tensor:
-    (dim,) = op.dims()
-    return samples if samples.shape[dim] == 1 else samples.split(op.saved("split_size"), dim)[op.number]
-
-
-def _split_with_sizes(op: Operation, samples: Tensor) -> Tensor:
-    (dim,) = op.dims()
-    return samples if samples.shape[dim] == 1 else samples.split(list(op.saved("split_sizes")), dim)[op.number]
 
 
 def _repeat(op: Operation, samples: Tensor) -> Tensor:
@@ -361,22 +357,20 @@ def _repeat(op: Operation, samples: Tensor) -> Tensor:
 
 
 def _whole(samples: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor:
-    """Of full size in some dimensions."""
+    """The samples with the tensor's own size in these dimensions, not 1."""
     return samples.expand([shape[dim] if dim in dims else -1 for dim in range(samples.dim())])
 
 
 def _flip(op: Operation, samples: Tensor) -> Tensor:
-    dims = op.dims("dims")
+    dims = op.dims()
     return _whole(samples, op.shape_of(0), dims).flip(dims)
 
 
 def _roll(op: Operation, samples: Tensor) -> Tensor:
     if not op.saved("dims"):
         raise Unknown
-    dims = op.dims("dims")
-    return torch.roll(
-        _whole(samples, op.shape_of(0), dims), [saved_number(shift) for shift in op.saved("shifts")], dims
-    )
+    dims, shifts = op.dims(), [saved_number(shift) for shift in op.saved("shifts")]
+    return torch.roll(_whole(samples, op.shape_of(0), dims), shifts, dims)
 
 
 def _filled_up(op: Operation, samples: Tensor) -> Tensor:
@@ -403,11 +397,6 @@ def _index(op: Operation, samples: Tensor) -> Tensor:
     return whole[tuple(slice(None) if key is None else key for key in keys)]
 
 
-def _index_select(op: Operation, samples: Tensor) -> Tensor:
-    (dim,) = op.dims()
-    return samples if samples.shape[dim] == 1 else samples.index_select(dim, op.saved("index"))
-
-
 def _gather(op: Operation, samples: Tensor) -> Tensor:
     (dim,) = op.dims()
     before = op.shape_of(0)
@@ -418,7 +407,7 @@ def _gather(op: Operation, samples: Tensor) -> Tensor:
 
 def _index_add(op: Operation) -> Samples:
     """Rows are added to those of the same samples."""
-    total, added, (dim,) = op.samples_of(0), op.samples_of(1), op.dims("dim", len(op.shape))
+    total, added, (dim,) = op.samples_of(0), op.samples_of(1), op.dims(len(op.shape))
     if added is None:
         return total
     sizes = [op.shape[dim] if place == dim else size for place, size in enumerate(added.shape)]
@@ -431,7 +420,7 @@ def _index_add(op: Operation) -> Samples:
 
 def _scatter(op: Operation) -> Samples:
     """Numbers are put elsewhere along a dimension."""
-    total, put, (dim,) = op.samples_of(0), op.samples_of(1), op.dims("dim", len(op.shape))
+    total, put, (dim,) = op.samples_of(0), op.samples_of(1), op.dims(len(op.shape))
     if put is not None:
         if any(size != op.shape[place] for place, size in enumerate(op.shape_of(1)) if place != dim):
             raise Unknown
@@ -441,7 +430,7 @@ def _scatter(op: Operation) -> Samples:
 
 def _joined(op: Operation) -> Samples:
     found = op.all_samples()
-    (dim,) = op.dims("dim", len(op.shape))
+    (dim,) = op.dims(len(op.shape))
     there = [samples for samples in found if samples is not None]
     if not there:
         return None
@@ -472,11 +461,12 @@ def _stack(op: Operation) -> Samples:
         return None
     if len(there) < len(found) or not _are_equal(there):
         raise Unknown
-    return there[0].unsqueeze(saved_number(op.saved("dim")) % len(op.shape))
+    (dim,) = op.dims(len(op.shape))
+    return there[0].unsqueeze(dim)
 
 
 def _product(op: Operation) -> Samples:
-    """Of matrices: what is multiplied is added up along the last dimension of one and the last but one of the other."""
+    """Of matrices: the samples are the same along the dimensions that are multiplied and added up."""
     left, right = op.all_samples()[-2:]
     left = None if left is None else constant(left, [left.dim() - 1])
     right = None if right is None else constant(right, [right.dim() - 2])
@@ -485,22 +475,20 @@ def _product(op: Operation) -> Samples:
 
 
 def _attention(op: Operation) -> Samples:
+    if len(op.shape) != 4:
+        raise Unknown
     found = [None if samples is None else constant(samples, [2, 3]) for samples in op.all_samples()]
-    return together(found, len(op.shape)) if len(op.shape) == 4 else _unknown(op)
+    return together(found, len(op.shape))
 
 
 def _resized(op: Operation, samples: Tensor) -> Tensor:
-    """Images `(N, C, ...)`, whose places come together."""
+    """Images `(N, C, ...)`: each is of one sample everywhere."""
     return constant(samples, range(2, samples.dim()))
 
 
 def _normalized(op: Operation, samples: Tensor) -> Tensor:
     count = len(op.saved("normalized_shape"))
     return constant(samples, range(samples.dim() - count, samples.dim()))
-
-
-def _unknown(op: Operation) -> Samples:
-    raise Unknown
 
 
 RULES: dict[str, Callable[[Operation], Samples]] = {
@@ -521,14 +509,14 @@ RULES: dict[str, Callable[[Operation], Samples]] = {
         ],
         _along,
     ),
-    **dict.fromkeys(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"], _view),
+    **dict.fromkeys(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"], _of_first(_viewed)),
     **dict.fromkeys(["Transpose", "T", "Permute"], _of_first(_turned)),
     "Expand": _of_first(lambda op, samples: _with_dims(samples, len(op.shape))),
-    "Slice": _of_first(_slice),
-    "Select": _of_first(_select),
-    "Unbind": _of_first(_unbind),
-    "Split": _of_first(_split),
-    "SplitWithSizes": _of_first(_split_with_sizes),
+    "Slice": _taken(_slice),
+    "Select": _taken(lambda op, samples, dim: samples.select(dim, saved_number(op.saved("index"))), drops_dim=True),
+    "Unbind": _taken(lambda op, samples, dim: samples.select(dim, op.number), drops_dim=True),
+    "Split": _taken(lambda op, samples, dim: samples.split(op.saved("split_size"), dim)[op.number]),
+    "SplitWithSizes": _taken(lambda op, samples, dim: samples.split(list(op.saved("split_sizes")), dim)[op.number]),
     "Repeat": _of_first(_repeat),
     "Flip": _of_first(_flip),
     "Roll": _of_first(_roll),
@@ -536,7 +524,7 @@ RULES: dict[str, Callable[[Operation], Samples]] = {
     "ViewAsReal": _of_first(lambda op, samples: samples.unsqueeze(-1)),
     "ViewAsComplex": _of_first(lambda op, samples: constant(samples, [samples.dim() - 1]).squeeze(-1)),
     "Index": _of_first(_index),
-    "IndexSelect": _of_first(_index_select),
+    "IndexSelect": _taken(lambda op, samples, dim: samples.index_select(dim, op.saved("index"))),
     "Gather": _of_first(_gather),
     "IndexAdd": _index_add,
     "Scatter": _scatter,

@@ -1,13 +1,20 @@
-"""The general rule: any module with parameters of its own, by `vmap` of its forward over expanded parameters.
+"""The general rule, for any module with parameters of its own.
 
-Where what it does with its parameters stands in the table of `whole.py`, its forward runs on the whole batch instead,
-after a comparison of the two for each kind of input.
+A call goes this way (`General.expanded_forward`):
+
+1. Its arguments are read: where do the samples stand in each (`_called`)?
+2. If they stand first, the forward runs on the whole batch (`_on_whole_batch`), with tensors in place of the parameters
+   that know their samples. What may be done with these says the table in `whole.py`. The result counts if a comparison
+   with step 3 has found it right, for this kind of call and this way through the forward (`trial.py`).
+3. Otherwise each sample goes through the forward alone (`_sample_by_sample`), under `vmap` or in a loop. The first
+   result for a kind of call is compared with that of the plain forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import chain, islice, product
 from typing import Any, ClassVar, cast
 
@@ -24,7 +31,8 @@ from expanded_nn.common.steady import RandomStates
 from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced, refuse_values, wait_for_values
 from expanded_nn.core import cost
 from expanded_nn.layers.general.mapped import Called, Mapper, flatten
-from expanded_nn.layers.general.trial import Compared, Trial, Verdict, Way, Ways
+from expanded_nn.layers.general.owners import Owners
+from expanded_nn.layers.general.trial import NO_WAYS, Compared, Trial, Verdict, Way, Ways
 from expanded_nn.layers.general.whole import Run, reads_of_its_own
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.layout import note_input, refuse_square
@@ -44,10 +52,10 @@ class General(Expanded):
     """A module of the user's own: each sample goes through its forward alone, as a batch of one, under `vmap`.
 
     The parameters of the module, of its children and of its parameter lists are all expanded, and the forward may
-    use them in any way; expanded layers among the children leave the `vmap` and run on the whole batch, and so does the
-    forward itself where it uses its own parameters in ways that are known. A tensor
-    argument with B rows is split into samples; any other is shared by all. Every tensor that the forward returns has
-    the samples where the arguments have them.
+    use them in any way. Expanded layers among the children leave the `vmap` and run on the whole batch; so does the
+    forward itself where it uses its own parameters in ways that are known. A tensor argument with B rows is split into
+    samples; any other is shared by all. Every tensor that the forward returns has the samples where the arguments have
+    them.
     """
 
     calls_others: ClassVar[bool] = True
@@ -108,7 +116,7 @@ class General(Expanded):
         return tree_unflatten([self._with_all_rows(leaf) for leaf in leaves], structure)
 
     def _with_all_rows(self, output: Any) -> Any:
-        """What samples share, once for each of them."""
+        """A result, once for each sample if it is one that all of them share."""
         if not isinstance(output, Tensor) or output.dim() == 0:
             return output
         dim, batch = self._dim_of(output), self.pass_batch_size
@@ -120,61 +128,67 @@ class General(Expanded):
         if not self._has_own_rows():
             return self._plain_forward(*args, **kwargs)  # its children see to theirs
         self._refuse_shards_within()
-        batch = self.pass_batch_size
-        is_plain = not kwargs and all(type(arg) is Tensor for arg in args)
-        leaves = list(args) if is_plain else tree_leaves((args, kwargs))
-        either = tuple(map(self._reads_either_way, leaves))
-        dims = self._read(args, kwargs, leaves, [self._sample_dim(leaf, batch) for leaf in leaves], either)
-        note_input(self, shared=batch > 1 and all(dim is None for dim in dims))
-        if self._learned is not None and batch > 1 and all(dim is None for dim in dims):
+        call = self._called(args, kwargs)
+        is_shared = call.batch > 1 and call.dims.count(None) == len(call.dims)
+        note_input(self, shared=is_shared)
+        if self._learned is not None and is_shared:
             raise self._refusal(
-                "no argument has one row per sample", f"{batch} rows", "Call it with a batch of inputs."
+                "no argument has one row per sample", f"{call.batch} rows", "Call it with a batch of inputs."
             )
-        inputs = [tensor for tensor in leaves if isinstance(tensor, Tensor) and tensor.dim()]
-        if inputs and has_derivatives(inputs[0]):
-            read = next(dim for leaf, dim in zip(leaves, dims, strict=True) if leaf is inputs[0])
-            dim = self._dim_of(inputs[0]) if read is None else read
-            self.checked(inputs[0], 0, dim=dim, argument="the first tensor")
-        sizes = (tuple(bool(n == 1) for n in x.shape) for x in inputs)
-        kind = (self.training, *dims, bool(batch == 1), *sizes, *either)
-        call = Called(args, kwargs, batch, leaves, dims, inputs, kind)
+        if call.inputs and has_derivatives(call.inputs[0]):
+            first = call.inputs[0]
+            read = next(dim for leaf, dim in zip(call.leaves, call.dims, strict=True) if leaf is first)
+            self.checked(first, 0, dim=self._dim_of(first) if read is None else read, argument="the first tensor")
         with reads_of_its_own():
             result = self._on_whole_batch(call) if self._may_run_whole(call) else NotImplemented
             return self._sample_by_sample(call) if result is NotImplemented else result
 
-    def _read(
-        self, args: Any, kwargs: Any, leaves: list[Any], dims: list[int | None], either: tuple[bool, ...]
-    ) -> list[int | None]:
-        """Where the samples stand: as usual or, if that is not right, elsewhere in what may lie otherwise.
+    # Where the samples stand in the arguments
 
-        That are states, `(layers, B, hidden)`, with the samples second; and, in a model that has them second, masks
-        `(B, T)` and what is left of a sequence, `(B, features)`, with the samples first, and masks `(T, T)` of all.
-        Of those in `either`, by `_reads_either_way`, a comparison tells nothing for later calls.
-        """
+    def _called(self, args: Any, kwargs: Any) -> Called:
+        """What the forward is called with, and where the samples stand in it."""
         batch = self.pass_batch_size
-        second = [batch > 1 and dim != 1 and is_like_a_state(x, batch) for x, dim in zip(leaves, dims, strict=True)]
-        first = dims.index(0) + 1 if 0 in dims else len(dims)  # the argument that says B has them first
-        second[:first] = [False] * first
-        matrices = [self._is_matrix(leaf) and leaf.shape[0] == batch for leaf in leaves]
-        if dims.count(None) == len(dims):  # a table may have B rows by chance
-            matrices = [may and self._is_of_samples(leaf) for may, leaf in zip(matrices, leaves, strict=True)]
-        elif 1 in dims:
-            matrices[dims.index(1)] = False  # the one that says B
-        if not any(second) and not any(matrices):
-            return dims
-        inputs = [tensor for tensor in leaves if isinstance(tensor, Tensor)]
-        sizes = (tuple(bool(n == 1) for n in tensor.shape) for tensor in inputs)
-        kind = (self.training, *dims, *second, *matrices, *sizes, *either)
+        is_plain = not kwargs and all(type(arg) is Tensor for arg in args)
+        leaves = list(args) if is_plain else tree_leaves((args, kwargs))
+        inputs = [tensor for tensor in leaves if isinstance(tensor, Tensor) and tensor.dim()]
+        sizes = (tuple(bool(n == 1) for n in x.shape) for x in inputs)
+        kind = (self.training, bool(batch == 1), *sizes, *map(self._reads_either_way, leaves))
+        usual = [self._sample_dim(leaf, batch) for leaf in leaves]
+        dims = self._read(Called(args, kwargs, batch, leaves, usual, inputs, (*kind, *usual)))
+        return Called(args, kwargs, batch, leaves, dims, inputs, (*kind, *dims))
+
+    def _read(self, call: Called) -> list[int | None]:
+        """Where the samples stand in the arguments: as usual, which `call` says, or elsewhere if only that is right.
+
+        In states, `(layers, B, hidden)`, they may stand second. In a model that has them second, they may stand first
+        in a matrix, as in a mask `(B, T)` or what is left of a sequence, `(B, features)`; or nowhere, as in a mask
+        `(T, T)`.
+        """
+        states, matrices = self._may_be_states(call), self._may_be_otherwise(call)
+        if not any(states) and not any(matrices):
+            return call.dims
+        kind = (*call.kind, *states, *matrices)
         if kind not in self._readings:
-            if cost.is_symbol(batch):
-                return dims
+            if cost.is_symbol(call.batch):
+                return call.dims
             wait_for_values("a module of the general rule is compared with its plain forward first")
-            sure = [1 if is_second and dim is None else dim for is_second, dim in zip(second, dims, strict=True)]
-            states = [1 if is_second else dim for is_second, dim in zip(second, dims, strict=True)]
-            readings = dict.fromkeys(chain(*(_readings(reading, matrices) for reading in (dims, sure, states))))
-            best = self._best_of(map(list, readings), args, kwargs, leaves, inputs) or dims
-            vars(self)["_readings"] = {**self._readings, kind: best}
+            vars(self)["_readings"] = {**self._readings, kind: self._best_reading(call, states, matrices)}
         return self._readings[kind]
+
+    def _may_be_states(self, call: Called) -> list[bool]:
+        """Which arguments may be states with the samples second: those behind the one that says B by its first size."""
+        first = call.dims.index(0) + 1 if 0 in call.dims else len(call.dims)
+        behind = zip(call.leaves[first:], call.dims[first:], strict=True)
+        return [False] * first + [call.batch > 1 and dim != 1 and is_like_a_state(x, call.batch) for x, dim in behind]
+
+    def _may_be_otherwise(self, call: Called) -> list[bool]:
+        """Which matrices may have the samples first or nowhere, but for the one that says B."""
+        matrices = [self._is_matrix(leaf) and leaf.shape[0] == call.batch for leaf in call.leaves]
+        if call.dims.count(None) == len(call.dims):  # a table may have B rows by chance
+            matrices = [may and self._is_of_samples(leaf) for may, leaf in zip(matrices, call.leaves, strict=True)]
+        elif 1 in call.dims:
+            matrices[call.dims.index(1)] = False
+        return matrices
 
     def _is_matrix(self, leaf: Any) -> bool:
         """Whether it is a matrix in which the samples stand second as a rule."""
@@ -186,32 +200,36 @@ class General(Expanded):
         return (leaf.requires_grad and comes_from_rows(leaf)) or (forward is not None and forward.is_argument(leaf))
 
     def _reads_either_way(self, leaf: Any) -> bool:
-        """Whether it is such a matrix and equals its transpose, so that no comparison tells where the samples stand."""
+        """Whether it is such a matrix and equals its transpose: where its samples stand, no comparison tells.
+
+        So what was found with one is good for others like it only.
+        """
         if not self._is_matrix(leaf) or is_traced() or leaf.is_meta:
             return False
         return leaf.shape[0] == leaf.shape[1] and torch.equal(leaf, leaf.mT)
 
-    def _best_of(
-        self, readings: Iterable[list[int | None]], args: Any, kwargs: Any, leaves: list[Any], inputs: list[Tensor]
-    ) -> list[int | None] | None:
+    def _best_reading(self, call: Called, states: list[bool], matrices: list[bool]) -> list[int | None]:
         """The first reading that is right, or else the first of which an error says what is not."""
+        pairs = list(zip(states, call.dims, strict=True))
+        where_unknown = [1 if is_state and dim is None else dim for is_state, dim in pairs]
+        everywhere = [1 if is_state else dim for is_state, dim in pairs]
+        readings = (_readings(dims, matrices) for dims in (call.dims, where_unknown, everywhere))
         told = None
-        for reading in readings:
-            error = self._error_of(Called(args, kwargs, self.pass_batch_size, leaves, reading, inputs, None))
+        for reading in map(list, dict.fromkeys(chain(*readings))):
+            error = self._error_of(replace(call, dims=reading))
             if error is None:
                 return reading
             if told is None and isinstance(error, PerSampleError):
                 told = reading
-        return told
+        return told or call.dims
 
     def _error_of(self, call: Called) -> Exception | None:
-        """What is raised where the samples, as their arguments are read here, give not what the plain forward gives."""
+        """The error of a comparison with the plain forward where the arguments are read so; `None` if they agree."""
         forward = None if self._recorder is None else self._recorder.forward
         if forward is None:
             return None
-        states = RandomStates([*self.modules(), call.args, call.kwargs])
         try:
-            with _unnoticed(forward):
+            with RandomStates([*self.modules(), call.args, call.kwargs]), _unnoticed(forward):
                 mapper = self._mapper(call)
                 if not mapper.guests:
                     trial = Trial(mapper)
@@ -221,11 +239,9 @@ class General(Expanded):
             raise
         except Exception as error:
             return error
-        finally:
-            states.restore()
 
     def _sample_by_sample(self, call: Called) -> Any:
-        """The result, by a `vmap` over the samples."""
+        """The result of each sample alone; the first one for a kind of call is compared with the plain forward."""
         mapper = self._mapper(call)
         if call.batch == 0:
             return mapper.without_samples()
@@ -262,14 +278,16 @@ class General(Expanded):
 
     def _may_run_whole(self, call: Called) -> bool:
         """Whether the forward may run on the whole batch, if its first trial says so."""
-        if self._alone or not torch.is_grad_enabled() or not self._ranks or cost.is_symbol(call.batch):
+        if not torch.is_grad_enabled() or cost.is_symbol(call.batch) or call.batch == 0:
             return False
         if self._recorder is None or not self._recorder.in_forward:  # with weights that come with a batch dimension
             return False
-        if self._ways.get(call.kind_of_ways()) == Ways(trials_left=0):
-            return False
-        is_plain = self._learned is None and not parametrize.is_parametrized(self)
-        return is_plain and call.batch > 0 and any(dim == 0 for dim in call.dims) and not any(call.dims)
+        have_samples_first = 0 in call.dims and not any(call.dims)
+        return have_samples_first and self._suits_whole_batch() and self._ways.get(call.kind_of_ways()) != NO_WAYS
+
+    def _suits_whole_batch(self) -> bool:
+        """Whether the module, as it is now, may run so at all."""
+        return bool(self._ranks) and self._learned is None and not parametrize.is_parametrized(self)
 
     def _on_whole_batch(self, call: Called) -> Any:
         """The result of the forward on the whole batch, or `NotImplemented` where that is not known to be right."""
@@ -282,7 +300,7 @@ class General(Expanded):
         if running_backward() >= 0:  # a checkpoint's forward is computed again, and learns nothing
             return NotImplemented
         wait_for_values("a module of the general rule is tried on the whole batch first")
-        ways = ways.after(*self._judged(call, hooks=ways.hooks)) if ways.trials_left else Ways(trials_left=0)
+        ways = ways.after(*self._judged(call, hooks=ways.hooks)) if ways.trials_left else NO_WAYS
         result, way = self._attempt(call.args, call.kwargs) if ways.known else (None, None)
         is_known = way in ways.known
         if ways.known and not is_known:  # what the hooks of its children add may be what it did otherwise
@@ -291,17 +309,20 @@ class General(Expanded):
         return result if is_known else NotImplemented
 
     def _attempt(self, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
-        """The forward on the whole batch: its result and the way it has gone, if it was possible."""
+        """The result of the forward on the whole batch, and the way it has gone; `None` if it was not possible."""
         recorder = self._recorder
         assert recorder is not None
         assert recorder.forward is not None
-        heard = recorder.forward.notes.inputs_shared
-        before, run = len(heard), self._run(recorder, recorder.forward.own_pass.batch)
+        heard, batch = recorder.forward.notes.inputs_shared, recorder.forward.own_pass.batch
+        owners = Owners(batch, self) if self._alone else None
+        before, run = len(heard), Run(batch, recorder, owners)
         try:
             places, parameters = self._lent()
             weights = [run.batched(recorder.expand(parameter)) for parameter in parameters]
-            args, kwargs = self._begun(run, args, kwargs)
-            with swapped(places, weights), self._inside(run):
+            if owners is not None:
+                dims = [self._sample_dim(leaf, batch) for leaf in tree_leaves((args, kwargs))]
+                args, kwargs = owners.begin((args, kwargs), dims)
+            with swapped(places, weights), nullcontext() if owners is None else self._children_inside({}):
                 weights.clear()
                 with run:
                     result = self._plain_forward(*args, **kwargs)
@@ -315,20 +336,8 @@ class General(Expanded):
             return None, None
         return result, (*run.way_gone(), *heard[before:])
 
-    def _run(self, recorder: Recorder, batch: int) -> Run:
-        """A forward on the whole batch that begins."""
-        return Run(batch, recorder)
-
-    def _begun(self, run: Run, args: Any, kwargs: Any) -> Any:
-        """The arguments, as that forward takes them."""
-        return args, kwargs
-
-    def _inside(self, run: Run) -> AbstractContextManager[None]:
-        """How modules inside of it are called."""
-        return nullcontext()
-
     def _lent(self) -> tuple[list[Slot], list[Tensor]]:
-        """Where the parameters are that know their samples in it, and these."""
+        """The parameters that know their samples in it: where they are, and themselves."""
         own = self._own()
         return [place for place, _, _ in own], [parameter for _, parameter, _ in own]
 
@@ -367,7 +376,7 @@ class General(Expanded):
                 )
 
     def _children_inside(self, lent: Mapping[Slot, Lent]) -> AbstractContextManager[None]:
-        """Expanded layers called meanwhile find the parameters that `vmap` has taken from them."""
+        """Expanded layers that are called meanwhile find their parameters here, whose places `vmap` has taken."""
         return nullcontext() if self._recorder is None else self._recorder.in_general_rule(lent)
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
@@ -432,13 +441,13 @@ class General(Expanded):
 
 
 def _readings(dims: list[int | None], matrices: list[bool]) -> list[tuple[int | None, ...]]:
-    """Where samples may stand: as usual; or, in some matrices, first, or nowhere, as in `(T, T)`; not very many."""
+    """Where samples may stand: as in `dims`; or, in some of the matrices, first or nowhere. At most 27 are tried."""
     others = [(dim, 0, None) if is_matrix else (dim,) for dim, is_matrix in zip(dims, matrices, strict=True)]
     return [reading for reading in islice(product(*others), 27) if reading.count(None) < len(reading)]
 
 
 @contextmanager
 def _unnoticed(forward: Forward) -> Iterator[None]:
-    """For comparisons: what layers note meanwhile goes, and a checkpoint does not count what is saved."""
+    """For comparisons: what layers note meanwhile is forgotten; a checkpoint around does not count what is saved."""
     with meanwhile(forward, notes=InputNotes()), uncounted():
         yield

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from expanded_nn._errors import complaint
+from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import has_derivatives
 from expanded_nn.common.steady import RandomStates, WithoutChance, copies, without_traces
 from expanded_nn.core import cost
@@ -21,17 +21,11 @@ from expanded_nn.layers.general.mapped import Mapped, Mapper, flatten, memory_or
 
 
 class Compared(NamedTuple):
-    """What came out when the results of the samples were compared with the plain forward of the whole batch.
+    """What came out when the results of the samples were compared with the plain forward of the whole batch."""
 
-    Attributes:
-        alike: Whether they are the same; random results may not be comparable.
-        dims: Where the samples stand in each result.
-        orders: How each result of the plain forward lies in memory, if it lies there without gaps.
-    """
-
-    alike: bool
-    dims: tuple[int, ...]
-    orders: tuple[tuple[int, ...], ...]
+    alike: bool  # whether they are the same; random results may not be comparable
+    dims: tuple[int, ...]  # where the samples stand in each result
+    orders: tuple[tuple[int, ...], ...]  # how each result of the plain forward lies in memory, by `memory_order`
 
     def fits(self, mapped: Mapped) -> bool:
         """Whether the samples may stand there in other results."""
@@ -43,23 +37,17 @@ Way = tuple[Any, ...]  # what a forward on the whole batch has done with its par
 
 
 class Verdict(Enum):
-    """Whether the forward on the whole batch gives what the samples give alone; rows of zeros tell nothing: unclear."""
+    """Whether the forward on the whole batch gives what the samples give alone; unclear if the rows are zeros."""
 
     RIGHT, UNCLEAR, WRONG = range(3)
 
 
 class Ways(NamedTuple):
-    """What comparisons of the forward on the whole batch have told, for calls of a kind.
+    """What comparisons of the forward on the whole batch have told, for calls of a kind."""
 
-    Attributes:
-        known: The ways in which it was right.
-        trials_left: How many more comparisons there may be.
-        hooks: Whether the forward hooks of modules within are called in them, too.
-    """
-
-    known: frozenset[Way] = frozenset()
-    trials_left: int = 8
-    hooks: bool = False
+    known: frozenset[Way] = frozenset()  # in which it was right
+    trials_left: int = 8  # how many more comparisons there may be
+    hooks: bool = False  # whether the forward hooks of modules within are called in them
 
     def after(self, verdict: Verdict, way: Way | None) -> Ways:
         """What is known after another comparison; one that was wrong ends it.
@@ -67,18 +55,21 @@ class Ways(NamedTuple):
         An unclear one counts for three: if the gradients of the first steps are zero, those of the next ones will be.
         """
         if verdict is Verdict.WRONG:
-            return Ways(trials_left=0)
+            return NO_WAYS
         left = self.trials_left - (3 if verdict is Verdict.UNCLEAR else 1)
         known = self.known | {way} if verdict is Verdict.RIGHT and way else self.known
         return self._replace(known=known, trials_left=max(0, left))
 
 
-class Trial:
-    """Compares the samples' results with the plain forward of the whole batch: it has to say the same.
+NO_WAYS = Ways(trials_left=0)
 
-    It does not where the forward mixes samples, or where an argument that all samples share has B rows by chance. What
-    the forward leaves behind goes, and what it draws is drawn again. Where it draws random numbers they are fixed for
-    the comparison; where that does not help, a derivative tells whether samples are mixed.
+
+class Trial:
+    """Compares the samples' results with the plain forward of the whole batch: they have to be the same.
+
+    They are not if the forward mixes samples, or if an argument that all samples share has B rows by chance. What a
+    forward leaves behind is taken back, and random states as well. If it draws random numbers, these are fixed for the
+    comparison; if that does not help, a derivative tells whether samples are mixed.
 
     Args:
         mapper: Sends arguments through the forward of the module sample by sample; it has the call that is made.
@@ -88,29 +79,29 @@ class Trial:
     def __init__(self, mapper: Mapper, *, hooks: bool = True) -> None:
         self.mapper, self.module, self.batch, self.hooks = mapper, mapper.module, mapper.call.batch, hooks
         self.arguments = copies((mapper.call.args, mapper.call.kwargs))  # as the forward may change its own
-        self.states = RandomStates([*self.module.modules(), self.arguments])
-        self.has_drawn = False
+        self.states = self._states()
+        self.is_random: bool | None = None  # whether the plain forward draws random numbers, once it has run
         self.expected = self._first()
-        self.is_random = self.has_drawn
+
+    def _states(self) -> RandomStates:
+        return RandomStates([*self.module.modules(), self.arguments])
 
     @torch.no_grad()
     def _first(self) -> list[Tensor]:
-        """The plain forward's tensors, where it leaves the parameters as they are, or does so when it runs again.
+        """The plain forward's tensors. It may change parameters in place only if that is done once it has run.
 
         Raises:
-            PerSampleError: If it changes one each time that it runs, as by a factor; they are what they were then.
+            PerSampleError: If it changes one each time that it runs, as by a factor; they are put back.
         """
         parameters = [weight for weight in self.mapper.originals.values() if not weight.is_meta]
         before = [weight.detach().clone() for weight in parameters]
         expected = self.plain(hooks=False)
-        has_drawn = self.has_drawn
         pairs = list(zip(parameters, before, strict=True))
         if all(map(_are_equal, parameters, before)):
             return expected
         once = [weight.detach().clone() for weight in parameters]
         self.plain(hooks=False)
         changed = [pair for pair, weight in zip(pairs, once, strict=True) if not _are_equal(pair[0], weight)]
-        self.has_drawn = has_drawn
         if not changed:
             return expected
         for weight, value in pairs:
@@ -134,7 +125,8 @@ class Trial:
         args, kwargs = copies(self.arguments if arguments is None else arguments)
         with without_traces(self.module, hooks=hooks), self.module._children_inside({}):
             leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
-        self.has_drawn = not draws and self.states.restore()
+        drawn = not draws and self.states.restore()
+        self.is_random = drawn if self.is_random is None else self.is_random
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     @torch.no_grad()
@@ -144,44 +136,41 @@ class Trial:
         Raises:
             PerSampleError: If the forward of the whole batch gives another result.
         """
-        before = RandomStates([*self.module.modules(), self.arguments])
-        try:
-            return self._compared(mapped)
-        finally:
-            before.restore()
-
-    def _compared(self, mapped: Mapped) -> Compared:
-        with WithoutChance() if self.is_random else nullcontext():
-            if self.is_random:
-                mapped, _ = self.mapped_again()
-            for hooks in sorted({False, self.hooks}):  # those of its children may add to what it returns
-                expected = self.plain(hooks=hooks) if hooks or self.is_random else self.expected
-                dims = self._dims(mapped, expected)
-                if dims is not None and self._agree(mapped, dims, expected):
-                    return Compared(True, dims, tuple(map(memory_order, expected)))
-            repeats = self._repeats(expected)
-            is_certain = repeats and (not self.is_random or self._repeats(expected, other_numbers=True))
-        if dims is None or mapped.is_filled_up or is_certain or self._mixes(dims, repeats=repeats):
-            error = complaint(
-                self.module.qualified_name,
-                "on the whole batch its forward gives another result than sample by sample",
-                "samples that do not depend on each other, and arguments whose rows are the samples",
-                "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module; give "
-                "a tensor that all samples share to the module as a buffer. Random numbers for the whole batch have to "
-                "come from torch's generators.",
-            )
-            error.refused_by = self.module  # around it, B rows by chance may be a dimension that all share
-            raise error
+        with self._states():
+            with WithoutChance() if self.is_random else nullcontext():
+                if self.is_random:
+                    mapped, _ = self.mapped_again()
+                for hooks in sorted({False, self.hooks}):  # those of its children may add to what it returns
+                    expected = self.plain(hooks=hooks) if hooks or self.is_random else self.expected
+                    dims = self._dims(mapped, expected)
+                    if dims is not None and self._agree(mapped, dims, expected):
+                        return Compared(True, dims, tuple(map(memory_order, expected)))
+                repeats = self._repeats(expected)
+                is_certain = repeats and (not self.is_random or self._repeats(expected, other_numbers=True))
+            if dims is None or mapped.is_filled_up or is_certain or self._mixes(dims, repeats=repeats):
+                raise self._refusal()
         return Compared(False, dims, tuple(map(memory_order, expected)))
 
+    def _refusal(self) -> PerSampleError:
+        error = complaint(
+            self.module.qualified_name,
+            "on the whole batch its forward gives another result than sample by sample",
+            "samples that do not depend on each other, and arguments whose rows are the samples",
+            "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module; give a "
+            "tensor that all samples share to the module as a buffer. Random numbers for the whole batch have to come "
+            "from torch's generators.",
+        )
+        error.refused_by = self.module  # around it, B rows by chance may be a dimension that all share
+        return error
+
     def _repeats(self, expected: list[Tensor], *, other_numbers: bool = False) -> bool:
-        """Whether the plain forward gives this again, or even with other random numbers."""
+        """Whether the plain forward gives this again; with `other_numbers` after other random numbers were drawn."""
         if other_numbers:
             self.plain(hooks=self.hooks, draws=True)
         return all(map(near, expected, self.plain(hooks=self.hooks)))
 
     def mapped_again(self) -> tuple[Mapped, list[Tensor]]:
-        """The samples' results from arguments like those of the call, and the inputs that they have derivatives by."""
+        """The samples' results from copies of the arguments, and the inputs by which they have derivatives."""
         inputs, arguments = self._with_derivatives()
         with without_traces(self.module, hooks=self.hooks):
             mapped = self.mapper(tree_leaves(arguments))
@@ -191,35 +180,29 @@ class Trial:
     def judged(self, found: tuple[Mapped, list[Tensor]], dims: Sequence[int]) -> tuple[Verdict, Way | None]:
         """Whether the forward on the whole batch gives the samples' results and derivatives, and the way it has gone.
 
-        Args:
-            found: What `mapped_again` gave.
-            dims: Where the samples stand in each result.
+        `found` is what `mapped_again` gave; the samples stand in `dims` of the results.
         """
         own = {place for place, _, _ in self.module._own()}
         pairs = zip(self.mapper.originals, self.mapper.expanded, strict=True)
         rows = [(weight, place in own) for place, weight in pairs if weight.requires_grad]
         expanded = [weight for weight, _ in rows]
-        states = RandomStates([*self.module.modules(), self.arguments])
-        try:
-            with WithoutChance() if self.is_random else nullcontext():
-                mapped, inputs = found if not self.is_random else self.mapped_again()
-                leaves, structure = flatten(mapped.with_samples_in(dims).result())
-                wanted = _derivatives(leaves, [*expanded, *inputs])  # which lets go of what the graph holds
-                inputs, (args, kwargs) = self._with_derivatives()
-                with without_traces(self.module, hooks=self.hooks):
-                    result, way = self.module._attempt(args, kwargs)
-                whole, other_structure = flatten(result)
-                if way is None or structure != other_structure or not all(map(_is_same, leaves, whole)):
-                    return Verdict.WRONG, None
-                given = _derivatives(whole, [*expanded, *inputs])
-        finally:
-            states.restore()
+        with self._states(), WithoutChance() if self.is_random else nullcontext():
+            mapped, inputs = found if not self.is_random else self.mapped_again()
+            leaves, structure = flatten(mapped.with_samples_in(dims).result())
+            wanted = _derivatives(leaves, [*expanded, *inputs])  # which lets go of what the graph holds
+            inputs, (args, kwargs) = self._with_derivatives()
+            with without_traces(self.module, hooks=self.hooks):
+                result, way = self.module._attempt(args, kwargs)
+            whole, other_structure = flatten(result)
+            if way is None or structure != other_structure or not all(map(_is_same, leaves, whole)):
+                return Verdict.WRONG, None
+            given = _derivatives(whole, [*expanded, *inputs])
         is_own = [is_own for _, is_own in rows] + [False] * len(inputs)
         verdict = Verdict.WRONG if wanted is None or given is None else _compared_rows(wanted, given, is_own)
         return verdict, way if verdict is Verdict.RIGHT else None
 
     def _with_derivatives(self) -> tuple[list[Tensor], Any]:
-        """The arguments, behind tensors that derivatives are asked for."""
+        """Inputs to ask derivatives by, and arguments like those of the call that are computed from them."""
         leaves, structure = tree_flatten(copies(self.arguments))
         inputs = [leaf.requires_grad_() for leaf in leaves if _is_float(leaf)]
         return inputs, tree_unflatten([leaf.clone() if _is_float(leaf) else leaf for leaf in leaves], structure)
@@ -338,7 +321,7 @@ def _compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_o
 
 
 def _as_seen(rows: Tensor | None) -> Tensor | None:
-    """The rows; of very many numbers their inner products with some directions."""
+    """The rows; if they are very many numbers, their inner products with some directions."""
     if rows is None or cost.compares_rows(rows.numel()):
         return rows.dense() if isinstance(rows, FactoredTensor) else rows
     generator = torch.Generator().manual_seed(1)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn.common.functions import attributes, functions
+from expanded_nn.common.functions import attributes, functions, is_in_place
 from expanded_nn.common.modes import no_torch_function
 from expanded_nn.common.shared import cast_shared
 from expanded_nn.layers import conv, norm
@@ -53,7 +53,7 @@ def _run_of(args: Any) -> Run:
     return run
 
 
-def _noted(run: Run, y: Tensor, arrangement: Arrangement) -> Tensor:
+def _as_arranged(run: Run, y: Tensor, arrangement: Arrangement) -> Tensor:
     """A result whose rows belong to the samples as those of an operand do."""
     assert run.owners is not None
     run.owners.note(y, arrangement.samples)
@@ -82,62 +82,59 @@ def _requires_grad(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
-    """Tensors that broadcast against each other."""
+    """Tensors that broadcast against each other: parameters with rows of the samples, or with what these share."""
     refuse_unless(not any(isinstance(operand, Tensor) for operand in kwargs.values()))
     run = _run_of(args)
     own = [operand for operand in args if is_own(operand)]
     plain = [operand for operand in args if isinstance(operand, Tensor) and not is_own(operand)]
     dims = max(operand.rank if is_own(operand) else operand.dim() for operand in chain(own, plain))
+    is_change = is_in_place(func)
+    refuse_unless(not (is_change and is_own(args[0])))
     if run.owners is not None and any(operand.dim() for operand in plain):
-        return _with_folded(func, args, kwargs, run, dims)
+        return _with_folded_rows(func, args, kwargs, run.owners, dims)
     if any(operand.rank == 0 for operand in own):  # a number takes the dtype of the others, a row of numbers does not
         refuse_unless(len({operand.dtype for operand in chain((mine.value for mine in own), plain)}) == 1)
-    whole = any(run.has_rows(operand, dims) for operand in plain)
-    if _is_in_place(func):
-        refuse_unless(whole and not is_own(args[0]))
-    if whole:
+    if any(run.has_rows(operand, dims) for operand in plain):
         run.note(func, whole=True)
         return func(*(beside(operand, dims) if is_own(operand) else operand for operand in args), **kwargs)
-    if any(operand.dim() for operand in plain):  # what all samples share, but no larger than the parameter
-        shapes = [operand.value.shape[1:] for operand in own]
-        refuse_unless(torch.broadcast_shapes(*shapes, *(operand.shape for operand in plain)) in shapes)
-    numbers = [None if isinstance(arg, Tensor) and (is_own(arg) or arg.dim()) else arg for arg in args]
-    places = [place for place, number in enumerate(numbers) if number is None]
-
-    def of_values(*values: Tensor) -> Any:
-        by_place = {place: with_dims(value, dims) for place, value in zip(places, values, strict=True)}
-        return func(*(by_place.get(place, number) for place, number in enumerate(numbers)), **kwargs)
-
-    refuse_unless(not any(isinstance(number, Tensor) and number.requires_grad for number in numbers))
-    weights = [args[place] for place in places]
-    spread = (weight if is_own(weight) else weight.expand(run.batch, *weight.shape) for weight in weights)
-    return run.derived(func, of_values, *spread)
+    refuse_unless(not is_change)
+    return _with_shared(func, args, kwargs, run, dims)
 
 
-def _with_folded(func: Any, args: Any, kwargs: Any, run: Run, dims: int) -> Tensor:
-    """Tensors that broadcast against each other, of which some have rows of which each is known to be of one sample."""
-    owners = run.owners
-    assert owners is not None
+def _with_folded_rows(func: Any, args: Any, kwargs: Any, owners: Owners, dims: int) -> Tensor:
+    """With rows of which each is known to be of one sample."""
+    run, own = _run_of(args), [operand for operand in args if is_own(operand)]
     plain = [operand for operand in args if isinstance(operand, Tensor) and not is_own(operand) and operand.dim()]
     samples = together([owners.of(operand) for operand in plain], dims)
     assert samples is not None
-    own = [operand for operand in args if is_own(operand)]
     refuse_unless(all(operand.rank < dims or operand.value.shape[1] == 1 for operand in own))
-    refuse_unless(not (_is_in_place(func) and is_own(args[0])))
-    count = max(operand.shape[0] for operand in plain if operand.dim() == dims)
-    arrangement = owners.arranged(samples, count)
+    arrangement = owners.arranged(samples, max(operand.shape[0] for operand in plain if operand.dim() == dims))
     run.note(func, whole=True)
-    if len(plain) == 1 and arrangement.length is not None and not _is_in_place(func):
+    if len(plain) == 1 and arrangement.length is not None and not is_in_place(func):
         by_sample = arrangement.padded(plain[0])
         y = func(*(by_sample if x is plain[0] else beside(x, dims + 1) if is_own(x) else x for x in args), **kwargs)
-        return _noted(run, arrangement.unpadded(y), arrangement)
+        return _as_arranged(run, arrangement.unpadded(y), arrangement)
     of_rows = (arrangement.rows_of(beside(x, dims)) if is_own(x) else x for x in args)
-    return _noted(run, func(*of_rows, **kwargs), arrangement)
+    return _as_arranged(run, func(*of_rows, **kwargs), arrangement)
 
 
-def _is_in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+def _with_shared(func: Any, args: Any, kwargs: Any, run: Run, dims: int) -> Batched:
+    """With numbers, and with tensors that all samples share and that are no larger than a parameter."""
+    is_tensor = [isinstance(arg, Tensor) and (is_own(arg) or arg.dim() > 0) for arg in args]
+    numbers = [arg for arg, is_operand in zip(args, is_tensor, strict=True) if not is_operand]
+    operands = [arg for arg, is_operand in zip(args, is_tensor, strict=True) if is_operand]
+    refuse_unless(not any(isinstance(number, Tensor) and number.requires_grad for number in numbers))
+    if not all(map(is_own, operands)):
+        shapes = [operand.value.shape[1:] for operand in operands if is_own(operand)]
+        shared = (operand.shape for operand in operands if not is_own(operand))
+        refuse_unless(torch.broadcast_shapes(*shapes, *shared) in shapes)
+
+    def of_values(*values: Tensor) -> Any:
+        left_numbers, left_values = iter(numbers), (with_dims(value, dims) for value in values)
+        return func(*(next(left_values) if is_operand else next(left_numbers) for is_operand in is_tensor), **kwargs)
+
+    spread = (operand if is_own(operand) else operand.expand(run.batch, *operand.shape) for operand in operands)
+    return run.derived(func, of_values, *spread)
 
 
 def _of_each_number(func: Any, args: Any, kwargs: Any) -> Batched:
@@ -211,24 +208,43 @@ def _same(func: Any, args: Any, kwargs: Any) -> Batched:
     return own.run.batched(own.value)
 
 
-def _permute(func: Any, args: Any, kwargs: Any) -> Batched:
-    own, dims = _own(args[0]), args[1:]
-    refuse_unless(not kwargs)
+def _view(change: Callable[..., Callable[[Tensor], Tensor]]) -> Rule:
+    """What shows the numbers of a parameter in another shape.
+
+    Args:
+        change: Takes what the operation takes; gives a function of the value `(B, *shape)` that does the same with it.
+    """
+
+    def rule(func: Any, args: Any, kwargs: Any) -> Batched:
+        own = _own(args[0])
+        refuse_unless(not kwargs)
+        return own.run.derived(func, change(own, *args[1:]), own, begins=False)
+
+    return rule
+
+
+@_view
+def _permute(own: Batched, *dims: Any) -> Callable[[Tensor], Tensor]:
     places = [dim % own.rank + 1 for dim in _numbers(dims)]
-    return own.run.derived(func, lambda value: value.permute(0, *places), own, begins=False)
+    return lambda value: value.permute(0, *places)
 
 
-def _matrix_transposed(func: Any, args: Any, kwargs: Any) -> Batched:
-    own = _own(args[0])
+@_view
+def _matrix_transposed(own: Batched) -> Callable[[Tensor], Tensor]:
     refuse_unless(own.rank == 2)
-    return own.run.derived(func, lambda value: value.mT, own, begins=False)
+    return lambda value: value.mT
 
 
-def _flatten(func: Any, args: Any, kwargs: Any) -> Batched:
-    own, dims = _own(args[0]), args[1:]
-    refuse_unless(not kwargs and own.rank > 0)
-    start, end = (_behind(dim) for dim in (*dims, *(0, -1)[len(dims) :]))
-    return own.run.derived(func, lambda value: value.flatten(start, end), own, begins=False)
+@_view
+def _flatten(own: Batched, start: int = 0, end: int = -1) -> Callable[[Tensor], Tensor]:
+    refuse_unless(own.rank > 0)
+    return lambda value: value.flatten(_behind(start), _behind(end))
+
+
+@_view
+def _reshape(own: Batched, *shape: Any) -> Callable[[Tensor], Tensor]:
+    sizes = _sizes(shape)
+    return lambda value: value.reshape(len(value), *sizes)
 
 
 def _sizes(values: tuple[Any, ...]) -> list[int]:
@@ -236,34 +252,18 @@ def _sizes(values: tuple[Any, ...]) -> list[int]:
     return list(values[0].shape) if isinstance(values[0], Tensor) else _numbers(values)
 
 
-def _reshape(func: Any, args: Any, kwargs: Any) -> Batched:
-    own, shape = _own(args[0]), _sizes(args[1:])
-    refuse_unless(not kwargs)
-    return own.run.derived(func, lambda value: value.reshape(len(value), *shape), own, begins=False)
-
-
-def _to_rows(own: Batched, sizes: list[int]) -> bool:
-    """Whether a parameter is spread to B rows, one for each sample, and not to a larger parameter."""
-    return sizes[0] == own.run.batch and (own.rank < len(sizes) or own.value.shape[1:2] == (1,))
-
-
-def _expand(func: Any, args: Any, kwargs: Any) -> Tensor:
+def _spread(func: Any, args: Any, kwargs: Any) -> Tensor:
     """To B rows, one for each sample, or to a larger parameter."""
     own, sizes = _own(args[0]), _sizes(args[1:])
     refuse_unless(not kwargs)
-    if _to_rows(own, sizes):
-        own.run.note(func, whole=True)
-        return beside(own, len(sizes)).expand(own.run.batch, *sizes[1:])
-    return own.run.derived(func, lambda value: with_dims(value, len(sizes)).expand(-1, *sizes), own, begins=False)
 
+    def spread(value: Tensor, sizes: list[int]) -> Tensor:
+        return value.repeat(1, *sizes) if func is Tensor.repeat else value.expand(-1, *sizes)
 
-def _repeat(func: Any, args: Any, kwargs: Any) -> Tensor:
-    own, times = _own(args[0]), _numbers(args[1:])
-    refuse_unless(not kwargs)
-    if _to_rows(own, times):
+    if sizes[0] == own.run.batch and (own.rank < len(sizes) or own.value.shape[1:2] == (1,)):
         own.run.note(func, whole=True)
-        return beside(own, len(times)).repeat(1, *times[1:])
-    return own.run.derived(func, lambda value: with_dims(value, len(times)).repeat(1, *times), own, begins=False)
+        return spread(beside(own, len(sizes)), sizes[1:])
+    return own.run.derived(func, lambda value: spread(with_dims(value, len(sizes)), sizes), own, begins=False)
 
 
 def _index(func: Any, args: Any, kwargs: Any) -> Batched:
@@ -337,8 +337,8 @@ def _with_weights(
         if arrangement is None or arrangement.length == 1:
             return op(x, **named)
         if op is linear:
-            return _noted(run, linear_of_rows(x, named["weight"], named["bias"], arrangement), arrangement)
-        return _noted(run, arrangement.unpadded(op(arrangement.padded(x), **named)), arrangement)
+            return _as_arranged(run, linear_of_rows(x, named["weight"], named["bias"], arrangement), arrangement)
+        return _as_arranged(run, arrangement.unpadded(op(arrangement.padded(x), **named)), arrangement)
 
     return rule
 
@@ -390,7 +390,7 @@ def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
         arrangement = run.arranged(x)
         if arrangement is not None:
             run.note(func, whole=True)
-            return _noted(run, linear_of_rows(x, own.value.mT, None, arrangement), arrangement)
+            return _as_arranged(run, linear_of_rows(x, own.value.mT, None, arrangement), arrangement)
     if run.owners is not None and own is right and own.rank == x.dim() == 3:
         return _product_by_expert(func, x, own, run.owners)
     refuse_unless(own.rank >= 2 and run.has_rows(x, 2 if own is right and own.rank == 2 else 3))
@@ -478,8 +478,7 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys([Tensor.t, torch.t, *attributes("T", "mT")], _matrix_transposed),
     **dict.fromkeys(functions("flatten"), _flatten),
     **dict.fromkeys(functions("view", "reshape", "view_as", "reshape_as"), _reshape),
-    **dict.fromkeys(functions("expand", "expand_as", "broadcast_to"), _expand),
-    Tensor.repeat: _repeat,
+    **dict.fromkeys(functions("expand", "expand_as", "broadcast_to", "repeat"), _spread),
     Tensor.__getitem__: _index,
     **dict.fromkeys(functions("cat", "concat", "stack"), _join),
     **dict.fromkeys(functions("matmul", "__matmul__", "bmm"), _product),

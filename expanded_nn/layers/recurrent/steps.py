@@ -19,22 +19,14 @@ class Steps:
     features)`, as in a `PackedSequence` where they are not: all first steps, then all second steps, and so on, the
     longest sequence first. `samples` says whose a sequence is. The backward works on flat tensors of that order in both
     cases.
-
-    Attributes:
-        sizes: For each step, how many sequences have it.
-        batch: B.
-        packed: `sizes` as the tensor that torch's kernels take, `None` where all sequences are equally long.
-        samples: For each sequence the sample it belongs to, `None` where that is its own number.
-        cell: Whether there is one step, and it is a cell's.
-        device: Where the tensors are.
     """
 
-    sizes: list[int]
+    sizes: list[int]  # for each step, how many sequences have it
     batch: int
-    packed: Tensor | None = None
-    samples: Tensor | None = None
-    cell: bool = False
-    device: torch.device | None = None
+    packed: Tensor | None = None  # `sizes`, as torch's kernels take it; `None` where all sequences are equally long
+    samples: Tensor | None = None  # for each sequence the sample it belongs to; `None` where that is its own number
+    cell: bool = False  # whether there is one step, and it is a cell's
+    device: torch.device | None = None  # where the tensors are
 
     @classmethod
     def of(cls, input: Tensor, *, cell: bool = False) -> Steps:
