@@ -128,7 +128,7 @@ class Backward:
         stage: What the backward has done so far.
         on_end: The method to call when it ends, with whether it delivered rows, and whether it failed.
         mark: Gives the mark, `None` when no backward runs.
-        resumed: The passes that checkpoints have run forwards of again, the last one last.
+        resumed: The pass of the forward that a checkpoint has run again last.
         computed: The node of a computed weight's expansion, while a backward within its own takes rows to parameters:
             the graph of that one does not lead to the pass.
     """
@@ -137,7 +137,7 @@ class Backward:
         self.stage = BackwardStage.IDLE
         self.on_end = weakref.WeakMethod(on_end)
         self.mark: Callable[[], _Mark | None] = lambda: None
-        self.resumed: list[Any] = []
+        self.resumed: Any = None
         self.computed: Any = None
 
     def enter(self, *, delivers: bool) -> bool:
@@ -171,6 +171,6 @@ class Backward:
 
     def _end(self, *, failed: bool) -> None:
         delivered, on_end = self.stage is BackwardStage.DELIVERING, self.on_end()
-        self.stage, self.mark, self.resumed = BackwardStage.IDLE, lambda: None, []
+        self.stage, self.mark, self.resumed = BackwardStage.IDLE, lambda: None, None
         if on_end is not None:
             on_end(delivered, failed)

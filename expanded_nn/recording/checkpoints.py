@@ -48,7 +48,8 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
         candidates = [] if is_sure else passes_behind(recorder, node, recorder.backward.computed)
     if not candidates and all(pass_.stage is PassStage.DONE for pass_ in living):
         # the pass of the last recomputation in this backward: of a checkpoint around this one, or beside it
-        candidates = [pass_ for pass_ in recorder.backward.resumed[-1:] if batch in (pass_.batch, 1)]
+        resumed = recorder.backward.resumed
+        candidates = [resumed] if resumed is not None and batch in (resumed.batch, 1) else []
         if not candidates and batch is not None:
             # The checkpoint is around the whole model: its first forward had no gradients, and so no pass. The new
             # pass is noted on the node, for a second backward on the same graph.
@@ -57,7 +58,7 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
                 node.metadata[_NOTE] = candidates[0]
     fitting = recorder.passes.recomputed(batch, candidates)
     if len(fitting) == 1:
-        recorder.backward.resumed.append(fitting[0])
+        recorder.backward.resumed = fitting[0]
         return fitting[0]
     raise complaint(
         recorder.name_of(module),

@@ -313,9 +313,7 @@ class Recorder:
             return
         if running_backward() >= 0:  # a checkpoint inside another one, whose backward is a part of the running one
             self.backward.enter(delivers=False)
-            pass_ = noted_pass()
-            if pass_ is not None:
-                self.backward.resumed.append(pass_)
+            self.backward.resumed = noted_pass() or self.backward.resumed
         elif self.forward is not None:
             self.forward.will_run_again = True
 
