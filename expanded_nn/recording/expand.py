@@ -79,8 +79,7 @@ class ExpandComputed(torch.autograd.Function):
         dense = materialized(rows)
         if torch.is_grad_enabled():
             return None, None, *computed.differentiable(saved_tensors(ctx), dense)
-        recorder = computed.recorder
-        with meanwhile(recorder.leaves, is_paused=True), meanwhile(recorder.backward, computed=ctx):
+        with meanwhile(computed.recorder.backward, computed=ctx):
             grads = torch.autograd.grad(computed.weight, leaves, dense, retain_graph=True, is_grads_batched=True)
         return None, None, *grads
 

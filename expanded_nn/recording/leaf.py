@@ -278,14 +278,12 @@ class Leaves:
         by_id: By the parameter's id.
         lost: Ids of parameters that are gone.
         sharded: Whether FSDP has sharded any of them.
-        is_paused: Whether the watch is paused, as the gradients that arrive are the library's own inner derivatives.
     """
 
     def __init__(self) -> None:
         self.by_id: dict[int, Leaf] = {}
         self.lost: list[int] = []
         self.sharded = False
-        self.is_paused = False
 
     def __iter__(self) -> Iterator[Leaf]:
         return iter(self.by_id.values())

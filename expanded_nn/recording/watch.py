@@ -44,9 +44,7 @@ class Watch:
 
     def __call__(self, grad: Tensor | None) -> None:
         recorder, parameter = self.recorder(), self.leaf.parameter()
-        if grad is None or recorder is None or parameter is None:
-            return
-        if recorder.leaves.is_paused or not parameter.requires_grad:
+        if grad is None or recorder is None or parameter is None or not parameter.requires_grad:
             return
         expected = self.leaf.expected.pop(running_backward(), None)
         if expected is not None and expected.matches(grad):
