@@ -114,7 +114,6 @@ def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]], *, app
     store = recorder.store
     if not appends:
         store.drop_every_pass()
-    before = tuple(store.held)
     for pass_rows in passes:
         pass_ = recorder.passes.new(next(iter(pass_rows.values())).shape[0])
         pass_.stage = PassStage.DONE
@@ -130,7 +129,7 @@ def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]], *, app
             leaf.published = Published(rows, held, rows._version)
             parameter.grad_sample = rows  # type: ignore[attr-defined]
         elif appends:
-            store.publish(leaf, held[len(before) if leaf.published.passes == before else 0])
+            store.publish(leaf)
         elif passes or leaf.published.rows is not None or leaf.was_reset():
             leaf.published = NO_ROWS
             store.publish(leaf)
