@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint, named
-from expanded_nn.common.batch import rows_are_nodes
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.traced import note_recorder
 from expanded_nn.recording.backward import Backward, in_transform, keeps_graph, running_backward
@@ -227,17 +226,8 @@ class Recorder:
                 "one of the two",
                 "Switch per_sample(False) for the transform; its functions see the plain torch.nn model then.",
             )
+        forward.refuse_nodes()
         last = self.passes.last
-        is_told = forward.is_explicit or self.settings.batch_size is not None
-        if not is_told and getattr(module, "plain_class", None) and rows_are_nodes(module, *forward.inputs):
-            raise complaint(
-                self.name_of(module),
-                "its edge_index joins the rows of its input, which are the nodes of graphs, not samples",
-                "a sample in each row",
-                "Graphs side by side, which a batch vector tells apart, are not supported: give it one at a time, with "
-                "per_sample(False), or fill them up to (B, nodes, features). If each row is a sample, and all share "
-                "the graph, say so: per_sample(batch_size=B).",
-            )
         if batch is None:
             if last is not None and last.stage is PassStage.OPEN:
                 return last
@@ -256,7 +246,9 @@ class Recorder:
         if pass_ is not last:
             self.watch_all()
             self.expanded.clear()
-            self._make_room()
+            held = self.leaves.with_rows()
+            if held and all(leaf.grad is None for leaf in held):  # as after optimizer.zero_grad()
+                self.drop_outdated_rows()  # before the forward needs the memory
         return pass_
 
     def _refuse_held_back(self) -> None:
@@ -348,12 +340,11 @@ class Recorder:
         """
         self.store.resume(self.leaves)
         held = self.leaves.with_rows()
-        if not stand_alone:
-            self._refuse_held_back()
         if stand_alone:
             self._drop([leaf for leaf in held if leaf.was_reset()])
             self.store.suspend(self.leaves)
             return
+        self._refuse_held_back()
         if self.settings.accumulate_grad:
             self._drop_stale(self.rows_in_question(held))
         else:
@@ -376,12 +367,8 @@ class Recorder:
     def _departed(self, leaves: Iterable[Leaf]) -> set[Leaf]:
         """The leaves of parameters that have left the model, but live on."""
         in_model = {id(parameter) for module in self.modules() for parameter in module._parameters.values()}
-        parameters = {leaf: (leaf.visible_parameter(), leaf.parameter()) for leaf in leaves if leaf.is_member}
-        return {
-            leaf
-            for leaf, (visible, parameter) in parameters.items()
-            if visible is not None and id(visible) not in in_model and id(parameter) not in in_model
-        }
+        members = (leaf for leaf in leaves if leaf.is_member and leaf.visible_parameter() is not None)
+        return {leaf for leaf in members if in_model.isdisjoint({id(leaf.visible_parameter()), id(leaf.parameter())})}
 
     def _drop_passes_without_parameters(self) -> None:
         """Drops the passes that only frozen or departed parameters hold rows of."""
@@ -429,21 +416,17 @@ class Recorder:
 
     def drop_outdated_rows(self) -> None:
         """Drops the rows of a backward that failed, and those whose `.grad` was cleared; not within a backward."""
-        if running_backward() < 0:
-            self.backward.end_unfinished()
-            if self.settings.accumulate_grad and not self.rows_stand_alone:
-                held = self.leaves.with_rows()
-                cleared = [leaf for leaf in held if leaf.was_cleared()]
-                if cleared:
-                    others = set(held).difference(cleared)
-                    self._drop_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in others))
-                    self._drop_passes_without_parameters()
-
-    def _make_room(self) -> None:
-        """Drops all rows where every `.grad` is gone, as after `optimizer.zero_grad()`, before a forward needs room."""
+        if running_backward() >= 0:
+            return
+        self.backward.end_unfinished()
+        if not self.settings.accumulate_grad or self.rows_stand_alone:
+            return
         held = self.leaves.with_rows()
-        if held and all(leaf.grad is None for leaf in held):
-            self.drop_outdated_rows()
+        cleared = [leaf for leaf in held if leaf.was_cleared()]
+        if cleared:
+            others = set(held).difference(cleared)
+            self._drop_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in others))
+            self._drop_passes_without_parameters()
 
     def is_clipped(self, parameter: Tensor) -> bool:
         """Whether `.grad` is what clipping has set, and no backward has added to it."""
@@ -485,9 +468,8 @@ class Recorder:
                 leaf.handle.remove()
             leaf.published = NO_ROWS
             leaf.expected.clear()
-        self.leaves, self.passes = Leaves(), Passes()
-        self.expanded.clear()
-        self.store.drop_every_pass()
+        self.leaves = Leaves()
+        self.begin_anew()
         leaving = set(leaving)
         self.roots = [weakref.ref(root) for root in self.living_roots() if root not in leaving]
         self.watch_all()
