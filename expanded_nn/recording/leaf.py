@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,22 @@ from expanded_nn.recording.sharded import is_shard, is_sharded, is_zero
 from expanded_nn.rows.storage import Recycled
 
 
+class Noted(NamedTuple):
+    """A tensor at one moment: later it may be another one, or changed in place, which its version tells."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Noted:
+        """Notes a tensor as it is now."""
+        return cls(weakref.ref(tensor), tensor._version)
+
+    def is_as_it_was(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the one that was noted, unchanged."""
+        return self.tensor() is tensor and self.version == tensor._version
+
+
 class ExpectedGradient:
     """The gradient that has to arrive at a parameter in one backward: what its expansions have returned.
 
@@ -26,13 +42,13 @@ class ExpectedGradient:
     Invariant: `first` is the only gradient so far and `total` is `None`, or `first` is `None` and `total` is the sum.
 
     Attributes:
-        first: The gradient of the only expansion so far, and its version then.
+        first: The gradient of the only expansion so far.
         total: The sum over several passes that end in this backward.
         was_changed: Whether something else was added to the first gradient before the second one came.
     """
 
     def __init__(self, gradient: Tensor) -> None:
-        self.first: tuple[weakref.ref[Tensor], int] | None = (weakref.ref(gradient), gradient._version)
+        self.first: Noted | None = Noted.of(gradient)
         self.total: Tensor | None = None
         self.was_changed = False
 
@@ -42,16 +58,15 @@ class ExpectedGradient:
         # what arrives will not equal the total made here.
         before = self.total
         if self.first is not None:
-            before, version = self.first[0](), self.first[1]
-            self.was_changed = before is not None and before._version != version
+            before = self.first.tensor()
+            self.was_changed = before is not None and not self.first.is_as_it_was(before)
         self.total = gradient if before is None else (before + gradient).detach()
         self.first = None
 
     def matches(self, arrived: Tensor) -> bool:
         """Whether the gradient that arrives at the parameter is this one, with nothing added."""
         if self.first is not None:
-            # autograd adds a second gradient in place, so the same tensor may hold more: its version tells
-            return self.first[0]() is arrived and self.first[1] == arrived._version
+            return self.first.is_as_it_was(arrived)  # autograd adds a second gradient to the first one, in place
         return self.total is not None and not self.was_changed and _are_equal(self.total, arrived.detach())
 
 
@@ -102,18 +117,16 @@ class Location:
 class Leaf:
     """What a recorder knows of one parameter.
 
-    A pair of a tensor's reference and its version is noted where a later change of the tensor has to be seen.
-
     Attributes:
         parameter: The parameter, or a guest: a tensor that `functional_call` puts in its place for a while.
         is_member: Whether it has been seen in the model, and so is no guest.
         published: Its `grad_sample`.
         expected: The gradient that has to arrive at it, by the number of the backward.
         scales_rows: Whether its rows are scaled by B, as those of a mean over the samples.
-        noted_grad: `.grad` when it was noted last, and its version then.
+        noted_grad: `.grad` when it was noted last.
         is_scaled: Whether `.grad` was scaled since it was cleared, so that it differs from the sum of the rows.
         has_foreign_part: Whether `.grad` has a part that no rows are of, so that it differs from their sum.
-        clipped_grad: The `.grad` that clipping has set, and its version then.
+        clipped_grad: The `.grad` that clipping has set.
         clipped_rows: The number of the last pass whose rows were clipped, and the parameter's version then.
         incomplete_grad: The `.grad` with a part whose rows were dropped, as the parameter was frozen meanwhile.
         memory: Where its dense rows are written, if memory is used again.
@@ -126,10 +139,10 @@ class Leaf:
     scales_rows: bool = False
     published: Published = field(default_factory=Published)
     expected: dict[int, ExpectedGradient] = field(default_factory=dict)
-    noted_grad: tuple[weakref.ref[Tensor], int] | None = None
+    noted_grad: Noted | None = None
     is_scaled: bool = False
     has_foreign_part: bool = False
-    clipped_grad: tuple[weakref.ref[Tensor], int] | None = None
+    clipped_grad: Noted | None = None
     clipped_rows: tuple[int, int] | None = None
     incomplete_grad: weakref.ref[Tensor] | None = None
     memory: Recycled | None = field(default_factory=Recycled)
@@ -198,21 +211,18 @@ class Leaf:
     def note_grad(self) -> None:
         """Notes what `.grad` is, so that a change is seen."""
         grad = self.grad
-        if grad is not None:
-            self.noted_grad = weakref.ref(grad), grad._version
-        elif self.noted_grad is not None:
-            self.noted_grad = None
+        self.noted_grad = None if grad is None else Noted.of(grad)
 
     def grad_is_as_noted(self) -> bool:
         """Whether `.grad` is the tensor that was noted, in the same version."""
         grad = self.grad
         if grad is None or self.noted_grad is None:
             return grad is None and self.noted_grad is None
-        return self.noted_grad[0]() is grad and self.noted_grad[1] == grad._version
+        return self.noted_grad.is_as_it_was(grad)
 
     def grad_is_another(self) -> bool:
         """Whether `.grad` is another tensor than the one that was noted."""
-        return self.noted_grad is not None and self.noted_grad[0]() is not self.grad
+        return self.noted_grad is not None and self.noted_grad.tensor() is not self.grad
 
     def was_cleared(self) -> bool:
         """Whether `.grad` is gone or zero, and has changed since it was noted."""
@@ -264,8 +274,8 @@ class Leaf:
 
     def was_scaled_or_clipped(self) -> bool:
         """Whether `.grad` was scaled or clipped since it was cleared, so that it differs from the sum of the rows."""
-        grad = self.grad
-        return self.is_scaled or (self.clipped_grad is not None and grad is not None and self.clipped_grad[0]() is grad)
+        grad, clipped = self.grad, self.clipped_grad
+        return self.is_scaled or (grad is not None and clipped is not None and clipped.tensor() is grad)
 
 
 class Leaves:

@@ -430,11 +430,10 @@ class Recorder:
 
     def is_clipped(self, parameter: Tensor) -> bool:
         """Whether `.grad` is what clipping has set, and no backward has added to it."""
-        leaf = self.leaves.get(parameter)
-        if leaf is None or leaf.clipped_grad is None or parameter.grad is None:
+        leaf, grad = self.leaves.get(parameter), parameter.grad
+        if leaf is None or leaf.clipped_grad is None or leaf.clipped_grad.tensor() is not grad or grad is None:
             return False
-        grad, version = leaf.clipped_grad
-        return grad() is parameter.grad and (version == parameter.grad._version or not self.settings.accumulate_grad)
+        return leaf.clipped_grad.is_as_it_was(grad) or not self.settings.accumulate_grad
 
     def lacks_rows(self, parameter: Tensor) -> bool:
         """Whether `.grad` has a part whose rows were dropped; never with `accumulate_grad=False`."""
