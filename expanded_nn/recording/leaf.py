@@ -158,8 +158,7 @@ class Leaf:
     @property
     def grad(self) -> Tensor | None:
         """`.grad` of the visible parameter, `None` if there is neither."""
-        location = self.location
-        parameter = self.parameter() if location is None or location.shard is None else location.shard
+        parameter = self.visible_parameter()
         return None if parameter is None else parameter.grad
 
     def is_trainable(self) -> bool:

@@ -13,7 +13,7 @@ from expanded_nn.common.modes import running_backward
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core.algebra import Kind
 from expanded_nn.factored import FactoredTensor, joined, materialized, parted
-from expanded_nn.recording.leaf import Leaf, Published
+from expanded_nn.recording.leaf import NO_ROWS, Leaf, Published
 from expanded_nn.recording.passes import Pass
 from expanded_nn.rows.cell import Cell
 
@@ -53,10 +53,7 @@ class Store:
         if len(leaf.published.passes) > 1:
             self._take_over_edits(leaf)
         if pass_ not in self.held:
-            in_order = all(held.number < pass_.number for held in self.held)
-            self.held[pass_] = {}
-            if not in_order:
-                self.held = dict(sorted(self.held.items(), key=lambda item: item[0].number))
+            self.held = dict(sorted([*self.held.items(), (pass_, {})], key=lambda item: item[0].number))
         pass_rows = self.held[pass_]
         self.backwards.add(running_backward())
         before = self.rows_before.get(leaf)
@@ -219,7 +216,7 @@ class Store:
                 self.drop((leaf,))
                 leaf.publish(None)
             else:
-                leaf.publish_again(published.get(leaf, Published()))
+                leaf.publish_again(published.get(leaf, NO_ROWS))
 
     def drop_every_pass(self) -> None:
         """Drops all rows, suspended ones as well."""
