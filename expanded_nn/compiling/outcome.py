@@ -75,7 +75,7 @@ class Outcome:
         for number, remake in self.filled:
             cast(Tensor, owners[number].grad).detach().copy_(remake(results))
         for leaf, is_scaled, has_foreign_part in self.flags:
-            leaf.is_scaled, leaf.has_foreign_part = is_scaled, has_foreign_part
+            leaf.notes.is_scaled, leaf.notes.has_foreign_part = is_scaled, has_foreign_part
         for recorder, remakes, appends, clipped in self.rows:
             passes = [{leaf: remake(results) for leaf, remake in of_pass.items()} for of_pass in remakes]
             set_rows(recorder, passes, appends=appends)

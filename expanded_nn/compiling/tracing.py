@@ -172,7 +172,9 @@ def trace(
             for recorder in recorders:
                 outcome.note_rows(recorder, hidden_counts[recorder], results)
                 if states is not None and not any(map(has_hidden_rows, recorder.leaves)):
-                    outcome.flags += [(leaf, leaf.is_scaled, leaf.has_foreign_part) for leaf in recorder.leaves]
+                    outcome.flags += [
+                        (leaf, leaf.notes.is_scaled, leaf.notes.has_foreign_part) for leaf in recorder.leaves
+                    ]
             outcome.note_attributes(saved, results)
             outcome.note_items(items, results)
             outcome.note_assumptions(conditions, results)

@@ -96,11 +96,11 @@ def _begin_anew(leaf: Leaf, clipped: Collection[int], is_stale: bool) -> None:
     if parameter is not None:
         shown = hidden(own) if was_reset and own is not None else None
         parameter.grad_sample = shown if was_reset else rows  # type: ignore[attr-defined]
-        if leaf.noted_grad is not None and is_stale:
+        if leaf.notes.last is not None and is_stale:
             # as one that was cleared after clipping: `stale` asks no rows then, which are hidden
-            leaf.clipped_grad = leaf.noted_grad._replace(version=leaf.noted_grad.version - 1)
+            leaf.notes.clipped = leaf.notes.last._replace(version=leaf.notes.last.version - 1)
         elif id(parameter) in clipped:
-            leaf.clipped_grad = leaf.noted_grad
+            leaf.notes.clipped = leaf.notes.last
 
 
 def has_hidden_rows(leaf: Leaf) -> bool:

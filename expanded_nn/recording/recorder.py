@@ -354,7 +354,7 @@ class Recorder:
             leaf.note_grad()
             if self.settings.accumulate_grad:
                 leaf.note_foreign_part()
-            if leaf.incomplete_grad is not None:
+            if leaf.notes.incomplete is not None:
                 leaf.lacks_rows()  # sees a `.grad` that was cleared, before this backward adds to it
         self.store.begin()
 
@@ -405,7 +405,7 @@ class Recorder:
         for leaf in clipped:
             leaf.note_clipping()
             if accumulates:
-                leaf.has_foreign_part = False
+                leaf.notes.has_foreign_part = False
         if clipped:
             self.store.suspended = None  # the rows that stood alone are what `.grad` is made of now
 
@@ -431,9 +431,9 @@ class Recorder:
     def is_clipped(self, parameter: Tensor) -> bool:
         """Whether `.grad` is what clipping has set, and no backward has added to it."""
         leaf, grad = self.leaves.get(parameter), parameter.grad
-        if leaf is None or leaf.clipped_grad is None or leaf.clipped_grad.tensor() is not grad or grad is None:
+        if leaf is None or leaf.notes.clipped is None or leaf.notes.clipped.tensor() is not grad or grad is None:
             return False
-        return leaf.clipped_grad.is_as_it_was(grad) or not self.settings.accumulate_grad
+        return leaf.notes.clipped.is_as_it_was(grad) or not self.settings.accumulate_grad
 
     def lacks_rows(self, parameter: Tensor) -> bool:
         """Whether `.grad` has a part whose rows were dropped; never with `accumulate_grad=False`."""
@@ -452,7 +452,7 @@ class Recorder:
     def _drop_stale(self, leaves: Iterable[Leaf], *, beside_held: bool = False) -> None:
         stale_leaves = stale(leaves, self.name_of, beside_held=beside_held)
         for leaf in stale_leaves:
-            leaf.clipped_grad, leaf.is_scaled, leaf.has_foreign_part = None, False, False
+            leaf.notes.clipped, leaf.notes.is_scaled, leaf.notes.has_foreign_part = None, False, False
         self._drop(stale_leaves)
 
     def _drop(self, leaves: Collection[Leaf]) -> None:

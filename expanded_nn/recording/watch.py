@@ -57,7 +57,7 @@ class Watch:
             if self.leaf.is_member:
                 self.leaf.handle.remove()
                 self.leaf.handle = None
-                self.leaf.clipped_grad = None  # what arrives here is added to it without clipping
+                self.leaf.notes.clipped = None  # what arrives here is added to it without clipping
             return
         reason = None if holder is None or isinstance(holder, _LISTS) else _without_rows(holder)
         if reason is not None:
