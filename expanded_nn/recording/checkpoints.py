@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._errors import complaint
-from expanded_nn.recording.backward import graph_of, in_transform, running_node
+from expanded_nn.recording.backward import in_transform, running_node
 from expanded_nn.recording.expand import Expand, passes_behind
+from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.passes import Pass, PassStage
 from expanded_nn.recording.settings import RecorderLike
 

@@ -14,7 +14,8 @@ from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import in_own_dtype, no_torch_function, refuse_batched
 from expanded_nn.core.terms import Dense
 from expanded_nn.factored import FactoredTensor, materialized, times
-from expanded_nn.recording.backward import accumulates, graph_of
+from expanded_nn.recording.backward import accumulates
+from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.lift import quiet_fallbacks
 from expanded_nn.recording.passes import Pass

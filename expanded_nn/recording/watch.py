@@ -12,8 +12,9 @@ from torch.nn.utils import parametrize
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import data_in
-from expanded_nn.recording.backward import accumulates, graph_of, running_backward
+from expanded_nn.recording.backward import accumulates, running_backward
 from expanded_nn.recording.expand import Expand
+from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.settings import RecorderLike
 
