@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 from expanded_nn._errors import complaint
 from expanded_nn.common.batch import batch_dim, batch_of, has_derivatives, own_batch_first, tensors
 from expanded_nn.common.steady import RandomStates
-from expanded_nn.recording.backward import graph_of
+from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.recorder import Settings
 
 

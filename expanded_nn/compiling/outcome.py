@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from expanded_nn.common.traced import OnlyEager
@@ -74,7 +75,7 @@ class Outcome:
         for number, remake in self.filled:
             cast(Tensor, owners[number].grad).detach().copy_(remake(results))
         for leaf, is_scaled, has_foreign_part in self.flags:
-            leaf.is_scaled, leaf.has_foreign_part = is_scaled, has_foreign_part
+            leaf.notes.is_scaled, leaf.notes.has_foreign_part = is_scaled, has_foreign_part
         for recorder, remakes, appends, clipped in self.rows:
             passes = [{leaf: remake(results) for leaf, remake in of_pass.items()} for of_pass in remakes]
             set_rows(recorder, passes, appends=appends)
@@ -91,6 +92,29 @@ class Outcome:
                 put_items(changed[number], gone, {key: remake(results) for key, remake in new.items()})
 
     # In these, `results` are those of the graph, to which what is found is added.
+
+    def note_grads(
+        self,
+        owners: Sequence[Tensor],
+        before: Sequence[tuple[Tensor | None, bool]],  # of each owner: its `.grad`, and whether it required gradients
+        versions: Mapping[int, int],  # of each `.grad` that was zero, by the owner's number
+        results: list[Any],
+    ) -> None:
+        """Notes which owners have another `.grad` than before, or numbers in one that was zero, or were frozen."""
+        for number, (owner, (old_grad, was_trainable)) in enumerate(zip(owners, before, strict=True)):
+            if owner.requires_grad != was_trainable:
+                self.trainable.append((number, not was_trainable))
+            if owner.grad is not old_grad:
+                self.grads.append((number, None if owner.grad is None else packed(owner.grad, results)))
+            elif owner.grad is not None and owner.grad._version != versions.get(number, owner.grad._version):
+                self.filled.append((number, packed(owner.grad, results)))
+
+    def note_assumptions(self, conditions: Sequence[tuple[Tensor, str]], results: list[Any]) -> None:
+        """Notes what the trace has assumed, and what it means where that does not hold."""
+        if conditions:
+            self.assumed, self.otherwise = len(results), [otherwise for _, otherwise in conditions]
+            results.append(torch.stack([condition for condition, _ in conditions]))
+            results.append(results[-1].all())
 
     def note_rows(self, recorder: Recorder, hidden_before: int, results: list[Any]) -> None:
         """Notes the rows that a recorder holds; of those from before the call so many were hidden."""

@@ -54,9 +54,7 @@ class Seen:
         """Ends the look: what is in all these places now is what has to be there."""
         self._facts = [fact for _, fact in self.facts]
         self._holders, self._namespaces = [*zip(*self.holders, strict=True)] or [(), ()]
-        self._empty = [items for items in self.sized if not items]
-        self._filled = [items for items in self.sized if items]
-        self._lengths = [*map(len, self._filled)]
+        self._lengths = [*map(len, self.sized)]
         self.listed = [items for items in self.listed if items]
         self._items = [*chain.from_iterable(self.listed)]
         self._found = self._get()
@@ -78,8 +76,7 @@ class Seen:
         except (AttributeError, KeyError):
             return False
         return (
-            not any(self._empty)
-            and [*map(len, self._filled)] == self._lengths
+            [*map(len, self.sized)] == self._lengths
             and len(found) == len(self._found)
             and all(map(is_, found, self._found))
             and all(map(is_, chain.from_iterable(self.listed), self._items))

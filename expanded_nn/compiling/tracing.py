@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -168,26 +168,18 @@ def trace(
                 raise OnlyEager("it sets an attribute of a tensor among its arguments (return what it sets)")
             outcome.result = packed(result, results)
             _refuse_missing_backward(results, recorders)
-            for number, (owner, (old_grad, was_trainable)) in enumerate(zip(traced, before, strict=True)):
-                if owner.requires_grad != was_trainable:
-                    outcome.trainable.append((number, not was_trainable))
-                if owner.grad is not old_grad:
-                    outcome.grads.append((number, None if owner.grad is None else packed(owner.grad, results)))
-                elif owner.grad is not None and owner.grad._version != versions.get(number, owner.grad._version):
-                    outcome.filled.append((number, packed(owner.grad, results)))
+            outcome.note_grads(traced, before, versions, results)
             for recorder in recorders:
                 outcome.note_rows(recorder, hidden_counts[recorder], results)
                 if states is not None and not any(map(has_hidden_rows, recorder.leaves)):
-                    outcome.flags += [(leaf, leaf.is_scaled, leaf.has_foreign_part) for leaf in recorder.leaves]
+                    outcome.flags += [
+                        (leaf, leaf.notes.is_scaled, leaf.notes.has_foreign_part) for leaf in recorder.leaves
+                    ]
             outcome.note_attributes(saved, results)
             outcome.note_items(items, results)
-            if conditions:
-                outcome.assumed, outcome.otherwise = len(results), [otherwise for _, otherwise in conditions]
-                results.append(torch.stack([condition for condition, _ in conditions]))
-                results.append(results[-1].all())
+            outcome.note_assumptions(conditions, results)
         return results
 
-    tracer = make_fx(body, _allow_non_fake_inputs=True)  # "real" mode, as the inputs are without values already
     drawn = RandomStates([*modules, *generators])
     contexts: list[Any] = [
         meanwhile(torch.random, default_generator=Generator()),
@@ -199,16 +191,7 @@ def trace(
         enable_python_dispatcher(),
     ]
     try:
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
-            graph = tracer(*fakes, *grads)
-    except (PerSampleError, FirstEager, LookFirst, OnlyEager):
-        raise
-    except Exception as error:
-        if not reads_values(error):  # the eager step raises it again, if it is the step's own
-            raise FirstEager(f"its trace raises {type(error).__name__}: {error}") from error
-        raise reading(line_in(traceback.extract_tb(error.__traceback__))) from error
+        graph = _graph_of(body, [*fakes, *grads], contexts)
     finally:
         ops.put_back()
         has_drawn = drawn.restore()
@@ -230,6 +213,24 @@ def trace(
     places: list[Place] = [found.get(id(constant), ({"": constant}, "")) for constant in constants]
     of_graph = graph, places, examples, outcome, leaves, grad_inputs
     return Traced(*of_graph, ops.draws, shape_env, readings.len_lines, kept_line)
+
+
+def _graph_of(
+    body: Callable[..., Any], inputs: Sequence[Tensor], contexts: Sequence[AbstractContextManager[Any]]
+) -> fx.GraphModule:
+    """The graph of a function's operations on tensors without values, within some contexts."""
+    try:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            # "real" mode, as the inputs are without values already
+            return make_fx(body, _allow_non_fake_inputs=True)(*inputs)
+    except (PerSampleError, FirstEager, LookFirst, OnlyEager):
+        raise
+    except Exception as error:
+        if not reads_values(error):  # the eager step raises it again, if it is the step's own
+            raise FirstEager(f"its trace raises {type(error).__name__}: {error}") from error
+        raise reading(line_in(traceback.extract_tb(error.__traceback__))) from error
 
 
 def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> None:

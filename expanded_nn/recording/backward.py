@@ -6,8 +6,7 @@ No other file calls private parts of torch's engine, but `common/modes.py` for t
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
@@ -40,48 +39,6 @@ def accumulates(leaf_node: Any) -> bool:
     except RuntimeError:  # the engine does not answer for a leaf that torch.autograd.grad asks for
         return False
     return True
-
-
-def graph_of(*ends: Any) -> Iterator[Any]:
-    """The nodes of the graph behind the nodes `ends`, and those themselves, nearest first."""
-    seen: set[Any] = set()
-    nodes = deque(ends)
-    while nodes:
-        node = nodes.popleft()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            nodes.extend(parent for parent, _ in node.next_functions)
-
-
-def operation_of(node: Any) -> str:
-    """Of which operation of torch's a node is the backward: `"Mean"` of `MeanBackward0`; `""` for a user's Function."""
-    operation, _, number = node.name().rpartition("Backward")
-    return operation if number else ""
-
-
-def saved_number(number: int) -> int:
-    """A number that a node has saved; torch shows a negative one as one without a sign."""
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
-def saved_dims(node: Any, rank: int) -> list[int]:
-    """The dimensions that a node's operation on a tensor of so many dimensions names."""
-    names = ("_saved_dim", "_saved_dims", "_saved_dimension")
-    saved = next((getattr(node, name) for name in names if hasattr(node, name)), None)
-    return [saved_number(number) % rank for number in ([saved] if isinstance(saved, int) else saved or ())]
-
-
-def turned_dims(node: Any, rank: int) -> list[int] | None:
-    """Which of so many dimensions each one was before a node turned them; `None` for a node that turns none."""
-    operation, dims = operation_of(node), list(range(rank))
-    if operation == "Permute":
-        return saved_dims(node, rank)
-    if operation == "Transpose":
-        first, second = saved_number(node._saved_dim0) % rank, saved_number(node._saved_dim1) % rank
-        dims[first], dims[second] = second, first
-        return dims
-    return dims[::-1] if operation == "T" else None
 
 
 class BackwardStage(Enum):
@@ -128,7 +85,7 @@ class Backward:
         stage: What the backward has done so far.
         on_end: The method to call when it ends, with whether it delivered rows, and whether it failed.
         mark: Gives the mark, `None` when no backward runs.
-        resumed: The passes that checkpoints have run forwards of again, the last one last.
+        resumed: The pass of the forward that a checkpoint has run again last.
         computed: The node of a computed weight's expansion, while a backward within its own takes rows to parameters:
             the graph of that one does not lead to the pass.
     """
@@ -137,7 +94,7 @@ class Backward:
         self.stage = BackwardStage.IDLE
         self.on_end = weakref.WeakMethod(on_end)
         self.mark: Callable[[], _Mark | None] = lambda: None
-        self.resumed: list[Any] = []
+        self.resumed: Any = None
         self.computed: Any = None
 
     def enter(self, *, delivers: bool) -> bool:
@@ -171,6 +128,6 @@ class Backward:
 
     def _end(self, *, failed: bool) -> None:
         delivered, on_end = self.stage is BackwardStage.DELIVERING, self.on_end()
-        self.stage, self.mark, self.resumed = BackwardStage.IDLE, lambda: None, []
+        self.stage, self.mark, self.resumed = BackwardStage.IDLE, lambda: None, None
         if on_end is not None:
             on_end(delivered, failed)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._errors import complaint
-from expanded_nn.recording.backward import graph_of, in_transform, running_node
+from expanded_nn.recording.backward import in_transform, running_node
 from expanded_nn.recording.expand import Expand, passes_behind
+from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.passes import Pass, PassStage
 from expanded_nn.recording.settings import RecorderLike
 
@@ -23,8 +24,8 @@ _RESULT = "expanded_nn.result"
 def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int | None) -> Pass:
     """The pass of a forward of `module` inside a backward: the one that the checkpoint was in at first.
 
-    What tells, in this order: the note on the running node; the expansions in the graph behind that node; and where
-    neither says anything, `Passes.recomputed`: which passes are not done, and how many samples the arguments hold.
+    What the running node tells counts first. Where that says nothing, `Passes.recomputed` decides: by which passes are
+    not done, and how many samples the arguments hold.
 
     Raises:
         PerSampleError: If no pass fits, or several do; if hooks of another library run the layer again.
@@ -39,25 +40,12 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
             "per_sample(False).",
         )
     recorder.backward.enter(delivers=False)
-    node, noted = running_node(), noted_pass()
-    living = list(recorder.passes.alive)
-    is_sure = len(living) == 1 and living[0].stage is not PassStage.DONE
-    if noted is not None:
-        candidates = [noted]
-    else:
-        candidates = [] if is_sure else passes_behind(recorder, node, recorder.backward.computed)
-    if not candidates and all(pass_.stage is PassStage.DONE for pass_ in living):
-        # the pass of the last recomputation in this backward: of a checkpoint around this one, or beside it
-        candidates = [pass_ for pass_ in recorder.backward.resumed[-1:] if batch in (pass_.batch, 1)]
-        if not candidates and batch is not None:
-            # The checkpoint is around the whole model: its first forward had no gradients, and so no pass. The new
-            # pass is noted on the node, for a second backward on the same graph.
-            candidates = [recorder.passes.new(batch)]
-            if _is_custom(node):
-                node.metadata[_NOTE] = candidates[0]
+    candidates = _passes_at_running_node(recorder)
+    if not candidates and all(pass_.stage is PassStage.DONE for pass_ in recorder.passes.alive):
+        candidates = _pass_without_forward(recorder, batch)
     fitting = recorder.passes.recomputed(batch, candidates)
     if len(fitting) == 1:
-        recorder.backward.resumed.append(fitting[0])
+        recorder.backward.resumed = fitting[0]
         return fitting[0]
     raise complaint(
         recorder.name_of(module),
@@ -67,6 +55,33 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
         "one forward that it belongs to",
         "Call backward for each forward before the next one, or give the checkpoint use_reentrant=False.",
     )
+
+
+def _passes_at_running_node(recorder: RecorderLike) -> list[Pass]:
+    """The passes that the running node tells of: by the note on it, or by the expansions in the graph behind it."""
+    noted, living = noted_pass(), list(recorder.passes.alive)
+    if noted is not None:
+        return [noted]
+    if len(living) == 1 and living[0].stage is not PassStage.DONE:
+        return living  # there is no other, so the graph need not be asked
+    return passes_behind(recorder, running_node(), recorder.backward.computed)
+
+
+def _pass_without_forward(recorder: RecorderLike, batch: int | None) -> list[Pass]:
+    """The pass of a forward that belongs to none, as all are done, if B is known.
+
+    That is the pass of the last recomputation in this backward: of a checkpoint around this one, or beside it. Without
+    any, the checkpoint is around the whole model: its first forward had no gradients, and so no pass. A pass begins.
+    """
+    resumed, node = recorder.backward.resumed, running_node()
+    if resumed is not None and batch in (resumed.batch, 1):
+        return [resumed]
+    if batch is None:
+        return []
+    pass_ = recorder.passes.new(batch)
+    if _is_custom(node):  # for a second backward on the same graph
+        node.metadata[_NOTE] = pass_
+    return [pass_]
 
 
 def noted_pass() -> Pass | None:

@@ -14,7 +14,8 @@ from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import in_own_dtype, no_torch_function, refuse_batched
 from expanded_nn.core.terms import Dense
 from expanded_nn.factored import FactoredTensor, materialized, times
-from expanded_nn.recording.backward import accumulates, graph_of
+from expanded_nn.recording.backward import accumulates
+from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.lift import quiet_fallbacks
 from expanded_nn.recording.passes import Pass
@@ -79,8 +80,7 @@ class ExpandComputed(torch.autograd.Function):
         dense = materialized(rows)
         if torch.is_grad_enabled():
             return None, None, *computed.differentiable(saved_tensors(ctx), dense)
-        recorder = computed.recorder
-        with meanwhile(recorder.leaves, is_paused=True), meanwhile(recorder.backward, computed=ctx):
+        with meanwhile(computed.recorder.backward, computed=ctx):
             grads = torch.autograd.grad(computed.weight, leaves, dense, retain_graph=True, is_grads_batched=True)
         return None, None, *grads
 

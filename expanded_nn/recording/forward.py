@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint, warn
-from expanded_nn.common.batch import batch_dim, contents, data_in, has_derivatives, own_batch_first, tensors
+from expanded_nn.common.batch import (
+    batch_dim,
+    contents,
+    data_in,
+    has_derivatives,
+    own_batch_first,
+    rows_are_nodes,
+    tensors,
+)
 from expanded_nn.common.modes import is_of_checkpoint
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.checkpoints import note_pass, note_result
@@ -91,6 +99,11 @@ class Forward:
         return self.batch if self._pass is None else self._pass.batch
 
     @property
+    def batch_is_told(self) -> bool:
+        """Whether B was told, by `one_pass` or by the settings, and is not what the arguments say."""
+        return self.is_explicit or self.recorder.settings.batch_size is not None
+
+    @property
     def samples(self) -> list[Tensor]:
         """The tensors among the arguments whose first or second dimension has size B."""
         batch = self.own_pass.batch
@@ -108,8 +121,21 @@ class Forward:
 
     def correct_batch(self, batch: int) -> None:
         """Takes B from a layer that knows better than the first argument; not if a pass is chosen or B was told."""
-        if self._pass is None and self.recorder.settings.batch_size is None and not self.is_explicit:
+        if self._pass is None and not self.batch_is_told:
             self.batch = batch
+
+    def refuse_nodes(self) -> None:
+        """Raises if the rows of the input are the nodes of graphs, unless B was told."""
+        is_twin = getattr(self.module, "plain_class", None)
+        if is_twin and not self.batch_is_told and rows_are_nodes(self.module, *self.inputs):
+            raise complaint(
+                self.recorder.name_of(self.module),
+                "its edge_index joins the rows of its input, which are the nodes of graphs, not samples",
+                "a sample in each row",
+                "Graphs side by side, which a batch vector tells apart, are not supported: give it one at a time, with "
+                "per_sample(False), or fill them up to (B, nodes, features). If each row is a sample, and all share "
+                "the graph, say so: per_sample(batch_size=B).",
+            )
 
     def finish(self, result: Any) -> None:
         """Looks at what the forward returns; notes its pass in the graph if the backward will run layers again.
@@ -120,7 +146,7 @@ class Forward:
         """
         if self.notes.shared_results:
             self._refuse_taken_apart(result)
-        if not self.is_explicit and self.recorder.settings.batch_size is None and not is_traced():
+        if not self.batch_is_told and not is_traced():
             self._refuse_other_rows(result)
         if self._pass is not None and not self.is_explicit:
             self._refuse_other_passes(result, self._pass)

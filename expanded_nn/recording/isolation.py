@@ -96,12 +96,11 @@ def _begin_anew(leaf: Leaf, clipped: Collection[int], is_stale: bool) -> None:
     if parameter is not None:
         shown = hidden(own) if was_reset and own is not None else None
         parameter.grad_sample = shown if was_reset else rows  # type: ignore[attr-defined]
-        if leaf.noted_grad is not None and is_stale:
-            grad, version = leaf.noted_grad
+        if leaf.notes.last is not None and is_stale:
             # as one that was cleared after clipping: `stale` asks no rows then, which are hidden
-            leaf.clipped_grad = grad, version - 1
+            leaf.notes.clipped = leaf.notes.last._replace(version=leaf.notes.last.version - 1)
         elif id(parameter) in clipped:
-            leaf.clipped_grad = leaf.noted_grad
+            leaf.notes.clipped = leaf.notes.last
 
 
 def has_hidden_rows(leaf: Leaf) -> bool:
@@ -114,7 +113,6 @@ def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]], *, app
     store = recorder.store
     if not appends:
         store.drop_every_pass()
-    before = tuple(store.held)
     for pass_rows in passes:
         pass_ = recorder.passes.new(next(iter(pass_rows.values())).shape[0])
         pass_.stage = PassStage.DONE
@@ -130,7 +128,7 @@ def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]], *, app
             leaf.published = Published(rows, held, rows._version)
             parameter.grad_sample = rows  # type: ignore[attr-defined]
         elif appends:
-            store.publish(leaf, held[len(before) if leaf.published.passes == before else 0])
+            store.publish(leaf)
         elif passes or leaf.published.rows is not None or leaf.was_reset():
             leaf.published = NO_ROWS
             store.publish(leaf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,22 @@ from expanded_nn.recording.sharded import is_shard, is_sharded, is_zero
 from expanded_nn.rows.storage import Recycled
 
 
+class Noted(NamedTuple):
+    """A tensor at one moment: later it may be another one, or changed in place, which its version tells."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Noted:
+        """Notes a tensor as it is now."""
+        return cls(weakref.ref(tensor), tensor._version)
+
+    def is_as_it_was(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the one that was noted, unchanged."""
+        return self.tensor() is tensor and self.version == tensor._version
+
+
 class ExpectedGradient:
     """The gradient that has to arrive at a parameter in one backward: what its expansions have returned.
 
@@ -26,13 +42,13 @@ class ExpectedGradient:
     Invariant: `first` is the only gradient so far and `total` is `None`, or `first` is `None` and `total` is the sum.
 
     Attributes:
-        first: The gradient of the only expansion so far, and its version then.
+        first: The gradient of the only expansion so far.
         total: The sum over several passes that end in this backward.
         was_changed: Whether something else was added to the first gradient before the second one came.
     """
 
     def __init__(self, gradient: Tensor) -> None:
-        self.first: tuple[weakref.ref[Tensor], int] | None = (weakref.ref(gradient), gradient._version)
+        self.first: Noted | None = Noted.of(gradient)
         self.total: Tensor | None = None
         self.was_changed = False
 
@@ -42,16 +58,15 @@ class ExpectedGradient:
         # what arrives will not equal the total made here.
         before = self.total
         if self.first is not None:
-            before, version = self.first[0](), self.first[1]
-            self.was_changed = before is not None and before._version != version
+            before = self.first.tensor()
+            self.was_changed = before is not None and not self.first.is_as_it_was(before)
         self.total = gradient if before is None else (before + gradient).detach()
         self.first = None
 
     def matches(self, arrived: Tensor) -> bool:
         """Whether the gradient that arrives at the parameter is this one, with nothing added."""
         if self.first is not None:
-            # autograd adds a second gradient in place, so the same tensor may hold more: its version tells
-            return self.first[0]() is arrived and self.first[1] == arrived._version
+            return self.first.is_as_it_was(arrived)  # autograd adds a second gradient to the first one, in place
         return self.total is not None and not self.was_changed and _are_equal(self.total, arrived.detach())
 
 
@@ -98,11 +113,30 @@ class Location:
     shard: Tensor | None = None
 
 
+@dataclass
+class GradNotes:
+    """What is noted of a parameter's `.grad`, to see later what was done to it.
+
+    Attributes:
+        last: `.grad` when it was noted last; `None` if there was none.
+        is_scaled: Whether it was scaled since it was cleared, so that it differs from the sum of the rows.
+        has_foreign_part: Whether it has a part that no rows are of, so that it differs from their sum.
+        clipped: The one that clipping has set.
+        clipped_rows: The number of the last pass whose rows were clipped, and the parameter's version then.
+        incomplete: The one with a part whose rows were dropped, as the parameter was frozen meanwhile.
+    """
+
+    last: Noted | None = None
+    is_scaled: bool = False
+    has_foreign_part: bool = False
+    clipped: Noted | None = None
+    clipped_rows: tuple[int, int] | None = None
+    incomplete: weakref.ref[Tensor] | None = None
+
+
 @dataclass(eq=False)
 class Leaf:
     """What a recorder knows of one parameter.
-
-    A pair of a tensor's reference and its version is noted where a later change of the tensor has to be seen.
 
     Attributes:
         parameter: The parameter, or a guest: a tensor that `functional_call` puts in its place for a while.
@@ -110,12 +144,7 @@ class Leaf:
         published: Its `grad_sample`.
         expected: The gradient that has to arrive at it, by the number of the backward.
         scales_rows: Whether its rows are scaled by B, as those of a mean over the samples.
-        noted_grad: `.grad` when it was noted last, and its version then.
-        is_scaled: Whether `.grad` was scaled since it was cleared, so that it differs from the sum of the rows.
-        has_foreign_part: Whether `.grad` has a part that no rows are of, so that it differs from their sum.
-        clipped_grad: The `.grad` that clipping has set, and its version then.
-        clipped_rows: The number of the last pass whose rows were clipped, and the parameter's version then.
-        incomplete_grad: The `.grad` with a part whose rows were dropped, as the parameter was frozen meanwhile.
+        notes: What is noted of its `.grad`.
         memory: Where its dense rows are written, if memory is used again.
         location: Where it is in the model, as far as that is known.
         handle: The handle of the hook that watches it.
@@ -126,12 +155,7 @@ class Leaf:
     scales_rows: bool = False
     published: Published = field(default_factory=Published)
     expected: dict[int, ExpectedGradient] = field(default_factory=dict)
-    noted_grad: tuple[weakref.ref[Tensor], int] | None = None
-    is_scaled: bool = False
-    has_foreign_part: bool = False
-    clipped_grad: tuple[weakref.ref[Tensor], int] | None = None
-    clipped_rows: tuple[int, int] | None = None
-    incomplete_grad: weakref.ref[Tensor] | None = None
+    notes: GradNotes = field(default_factory=GradNotes)
     memory: Recycled | None = field(default_factory=Recycled)
     location: Location | None = None
     handle: Any = None
@@ -145,8 +169,7 @@ class Leaf:
     @property
     def grad(self) -> Tensor | None:
         """`.grad` of the visible parameter, `None` if there is neither."""
-        location = self.location
-        parameter = self.parameter() if location is None or location.shard is None else location.shard
+        parameter = self.visible_parameter()
         return None if parameter is None else parameter.grad
 
     def is_trainable(self) -> bool:
@@ -198,21 +221,18 @@ class Leaf:
     def note_grad(self) -> None:
         """Notes what `.grad` is, so that a change is seen."""
         grad = self.grad
-        if grad is not None:
-            self.noted_grad = weakref.ref(grad), grad._version
-        elif self.noted_grad is not None:
-            self.noted_grad = None
+        self.notes.last = None if grad is None else Noted.of(grad)
 
     def grad_is_as_noted(self) -> bool:
         """Whether `.grad` is the tensor that was noted, in the same version."""
         grad = self.grad
-        if grad is None or self.noted_grad is None:
-            return grad is None and self.noted_grad is None
-        return self.noted_grad[0]() is grad and self.noted_grad[1] == grad._version
+        if grad is None or self.notes.last is None:
+            return grad is None and self.notes.last is None
+        return self.notes.last.is_as_it_was(grad)
 
     def grad_is_another(self) -> bool:
         """Whether `.grad` is another tensor than the one that was noted."""
-        return self.noted_grad is not None and self.noted_grad[0]() is not self.grad
+        return self.notes.last is not None and self.notes.last.tensor() is not self.grad
 
     def was_cleared(self) -> bool:
         """Whether `.grad` is gone or zero, and has changed since it was noted."""
@@ -225,29 +245,29 @@ class Leaf:
         """Notes whether `.grad` has a part that no rows are of; to be called before the first rows come."""
         if self.published.rows is None:
             grad = self.grad
-            self.has_foreign_part = grad is not None and not vanishes(grad)
+            self.notes.has_foreign_part = grad is not None and not vanishes(grad)
 
     def note_incomplete(self) -> None:
         """Notes that rows are about to be dropped whose gradient is a part of `.grad`."""
         grad = self.grad
         if grad is not None:
-            self.incomplete_grad = weakref.ref(grad)
+            self.notes.incomplete = weakref.ref(grad)
 
     def lacks_rows(self) -> bool:
         """Whether `.grad` still has a part whose rows were dropped; that ends when `.grad` is cleared or replaced."""
-        if self.incomplete_grad is None:
+        if self.notes.incomplete is None:
             return False
         grad = self.grad
-        if grad is None or self.incomplete_grad() is not grad or vanishes(grad):
-            self.incomplete_grad = None
-        return self.incomplete_grad is not None
+        if grad is None or self.notes.incomplete() is not grad or vanishes(grad):
+            self.notes.incomplete = None
+        return self.notes.incomplete is not None
 
     def note_clipping(self) -> None:
         """Notes that clipping has set `.grad` to the sum of the rows held."""
         passes = self.published.passes
         parameter = self.visible_parameter() if passes else None
-        self.clipped_grad, self.incomplete_grad = self.noted_grad, None
-        self.clipped_rows = None if parameter is None else (passes[-1].number, parameter._version)
+        self.notes.clipped, self.notes.incomplete = self.notes.last, None
+        self.notes.clipped_rows = None if parameter is None else (passes[-1].number, parameter._version)
 
     def rows_of_earlier_steps(self) -> int:
         """How many of the rows held were clipped before the parameter was changed in place, as by an optimizer.
@@ -255,17 +275,17 @@ class Leaf:
         A parameter's version tells, which torch's fused optimizers leave as it is: after their steps it is 0.
         """
         parameter = self.visible_parameter()
-        if parameter is None or self.clipped_grad is None or self.clipped_rows is None:
+        if parameter is None or self.notes.clipped is None or self.notes.clipped_rows is None:
             return 0
-        last, version = self.clipped_rows
+        last, version = self.notes.clipped_rows
         if parameter._version == version:
             return 0
         return sum(pass_.batch for pass_ in self.published.passes if pass_.number <= last)
 
     def was_scaled_or_clipped(self) -> bool:
         """Whether `.grad` was scaled or clipped since it was cleared, so that it differs from the sum of the rows."""
-        grad = self.grad
-        return self.is_scaled or (self.clipped_grad is not None and grad is not None and self.clipped_grad[0]() is grad)
+        grad, clipped = self.grad, self.notes.clipped
+        return self.notes.is_scaled or (grad is not None and clipped is not None and clipped.tensor() is grad)
 
 
 class Leaves:
@@ -278,14 +298,12 @@ class Leaves:
         by_id: By the parameter's id.
         lost: Ids of parameters that are gone.
         sharded: Whether FSDP has sharded any of them.
-        is_paused: Whether the watch is paused, as the gradients that arrive are the library's own inner derivatives.
     """
 
     def __init__(self) -> None:
         self.by_id: dict[int, Leaf] = {}
         self.lost: list[int] = []
         self.sharded = False
-        self.is_paused = False
 
     def __iter__(self) -> Iterator[Leaf]:
         return iter(self.by_id.values())
@@ -321,7 +339,7 @@ class Leaves:
                 parameter.grad = None
             leaf = self.by_id.get(id(parameter))
             if leaf is not None and leaf.parameter() is parameter:
-                leaf.clipped_grad, leaf.published = None, NO_ROWS
+                leaf.notes.clipped, leaf.published = None, NO_ROWS
                 cleared.add(leaf)
             parameter.grad_sample = None  # type: ignore[attr-defined]
         return cleared

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn.common.batch import batch_dim, contents, data_in, own_batch_first, tensors
-from expanded_nn.recording.backward import operation_of, saved_dims, saved_number, turned_dims
 from expanded_nn.recording.checkpoints import orders_of, pass_of
 from expanded_nn.recording.forward import Forward
+from expanded_nn.recording.graph import operation_of, saved_dims, saved_number, shape_of, turned_dims
 from expanded_nn.recording.passes import Pass, PassStage
 from expanded_nn.recording.places import Moved, chosen, moved_by
 from expanded_nn.recording.settings import RecorderLike
@@ -101,7 +101,7 @@ def _passes_behind(
         batch: B.
     """
     waiting: deque[tuple[Any, Moved | None, int | None]] = deque(
-        (end, None, samples_dim(len(shape)) if len(shape := _shape_of(end)) > 1 else None) for end in ends
+        (end, None, samples_dim(len(shape)) if len(shape := shape_of(end)) > 1 else None) for end in ends
     )
     seen: set[Any] = set()
     while waiting:
@@ -112,7 +112,7 @@ def _passes_behind(
         pass_, orders, own_layout = pass_of(node)
         if pass_ is not None:
             if moved is None and dim is not None and not own_layout:
-                shape = _shape_of(node)
+                shape = shape_of(node)
                 usual = usual_dim(len(shape))
                 if dim != usual and shape[dim] == shape[usual] == batch:
                     moved = Moved("transpose", None)
@@ -120,22 +120,17 @@ def _passes_behind(
             if pass_ in own_passes:
                 continue
         edges, moved_here = ((), None) if moved is not None else _moves_of(node, samples_dim, batch)
-        turned = None if dim is None else turned_dims(node, len(_shape_of(node)))
+        turned = None if dim is None else turned_dims(node, len(shape_of(node)))
         before = dim if dim is None or turned is None else turned[dim]
         for edge, (parent, output) in enumerate(node.next_functions):
-            is_alike = before is not None and len(_shape_of(parent, output)) == len(_shape_of(node))
+            is_alike = before is not None and len(shape_of(parent, output)) == len(shape_of(node))
             waiting.append((parent, moved_here if edge in edges else moved, before if is_alike else None))
-
-
-def _shape_of(node: Any, output: int = 0) -> Sequence[int]:
-    """The shape of a tensor that a node stands for."""
-    return () if node is None else cast(Sequence[int], node._input_metadata[output].shape)
 
 
 def _moves_of(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple[Sequence[int], Moved | None]:
     """The edges of a node that lead to samples, by their numbers, and whether the node gives these another order."""
     operation = operation_of(node)
-    shape = node._input_metadata[0].shape if operation in _OPERATIONS else ()
+    shape = shape_of(node) if operation in _OPERATIONS else ()
     if not len(shape):
         return (), None
     index = None
@@ -172,7 +167,7 @@ def _joins_elsewhere(node: Any, dim: int, batch: int) -> bool:
             return False
         if _place_of(parent, number, dim, batch) not in (None, place):
             return True
-        place += parent._input_metadata[number].shape[dim] if operation_of(node) == "Cat" else 1
+        place += shape_of(parent, number)[dim] if operation_of(node) == "Cat" else 1
     return False
 
 
@@ -185,7 +180,7 @@ def _place_of(node: Any, number: int, dim: int, batch: int) -> int | None:
     sizes = getattr(node, "_saved_self_sym_sizes", ())
     if operation not in _PARTS or (sizes and (len(sizes) <= dim or sizes[dim] != batch)):
         return None
-    if dim not in saved_dims(node, len(sizes) or len(node._input_metadata[number].shape) + 1):
+    if dim not in saved_dims(node, len(sizes) or len(shape_of(node, number)) + 1):
         return None
     return _PARTS[operation](node, number) % batch
 

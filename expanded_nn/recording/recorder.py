@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint, named
-from expanded_nn.common.batch import rows_are_nodes
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.traced import note_recorder
 from expanded_nn.recording.backward import Backward, in_transform, keeps_graph, running_backward
@@ -227,17 +226,8 @@ class Recorder:
                 "one of the two",
                 "Switch per_sample(False) for the transform; its functions see the plain torch.nn model then.",
             )
+        forward.refuse_nodes()
         last = self.passes.last
-        is_told = forward.is_explicit or self.settings.batch_size is not None
-        if not is_told and getattr(module, "plain_class", None) and rows_are_nodes(module, *forward.inputs):
-            raise complaint(
-                self.name_of(module),
-                "its edge_index joins the rows of its input, which are the nodes of graphs, not samples",
-                "a sample in each row",
-                "Graphs side by side, which a batch vector tells apart, are not supported: give it one at a time, with "
-                "per_sample(False), or fill them up to (B, nodes, features). If each row is a sample, and all share "
-                "the graph, say so: per_sample(batch_size=B).",
-            )
         if batch is None:
             if last is not None and last.stage is PassStage.OPEN:
                 return last
@@ -256,7 +246,9 @@ class Recorder:
         if pass_ is not last:
             self.watch_all()
             self.expanded.clear()
-            self._make_room()
+            held = self.leaves.with_rows()
+            if held and all(leaf.grad is None for leaf in held):  # as after optimizer.zero_grad()
+                self.drop_outdated_rows()  # before the forward needs the memory
         return pass_
 
     def _refuse_held_back(self) -> None:
@@ -313,9 +305,7 @@ class Recorder:
             return
         if running_backward() >= 0:  # a checkpoint inside another one, whose backward is a part of the running one
             self.backward.enter(delivers=False)
-            pass_ = noted_pass()
-            if pass_ is not None:
-                self.backward.resumed.append(pass_)
+            self.backward.resumed = noted_pass() or self.backward.resumed
         elif self.forward is not None:
             self.forward.will_run_again = True
 
@@ -350,12 +340,11 @@ class Recorder:
         """
         self.store.resume(self.leaves)
         held = self.leaves.with_rows()
-        if not stand_alone:
-            self._refuse_held_back()
         if stand_alone:
             self._drop([leaf for leaf in held if leaf.was_reset()])
             self.store.suspend(self.leaves)
             return
+        self._refuse_held_back()
         if self.settings.accumulate_grad:
             self._drop_stale(self.rows_in_question(held))
         else:
@@ -365,7 +354,7 @@ class Recorder:
             leaf.note_grad()
             if self.settings.accumulate_grad:
                 leaf.note_foreign_part()
-            if leaf.incomplete_grad is not None:
+            if leaf.notes.incomplete is not None:
                 leaf.lacks_rows()  # sees a `.grad` that was cleared, before this backward adds to it
         self.store.begin()
 
@@ -378,12 +367,8 @@ class Recorder:
     def _departed(self, leaves: Iterable[Leaf]) -> set[Leaf]:
         """The leaves of parameters that have left the model, but live on."""
         in_model = {id(parameter) for module in self.modules() for parameter in module._parameters.values()}
-        parameters = {leaf: (leaf.visible_parameter(), leaf.parameter()) for leaf in leaves if leaf.is_member}
-        return {
-            leaf
-            for leaf, (visible, parameter) in parameters.items()
-            if visible is not None and id(visible) not in in_model and id(parameter) not in in_model
-        }
+        members = (leaf for leaf in leaves if leaf.is_member and leaf.visible_parameter() is not None)
+        return {leaf for leaf in members if in_model.isdisjoint({id(leaf.visible_parameter()), id(leaf.parameter())})}
 
     def _drop_passes_without_parameters(self) -> None:
         """Drops the passes that only frozen or departed parameters hold rows of."""
@@ -420,7 +405,7 @@ class Recorder:
         for leaf in clipped:
             leaf.note_clipping()
             if accumulates:
-                leaf.has_foreign_part = False
+                leaf.notes.has_foreign_part = False
         if clipped:
             self.store.suspended = None  # the rows that stood alone are what `.grad` is made of now
 
@@ -431,29 +416,24 @@ class Recorder:
 
     def drop_outdated_rows(self) -> None:
         """Drops the rows of a backward that failed, and those whose `.grad` was cleared; not within a backward."""
-        if running_backward() < 0:
-            self.backward.end_unfinished()
-            if self.settings.accumulate_grad and not self.rows_stand_alone:
-                held = self.leaves.with_rows()
-                cleared = [leaf for leaf in held if leaf.was_cleared()]
-                if cleared:
-                    others = set(held).difference(cleared)
-                    self._drop_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in others))
-                    self._drop_passes_without_parameters()
-
-    def _make_room(self) -> None:
-        """Drops all rows where every `.grad` is gone, as after `optimizer.zero_grad()`, before a forward needs room."""
+        if running_backward() >= 0:
+            return
+        self.backward.end_unfinished()
+        if not self.settings.accumulate_grad or self.rows_stand_alone:
+            return
         held = self.leaves.with_rows()
-        if held and all(leaf.grad is None for leaf in held):
-            self.drop_outdated_rows()
+        cleared = [leaf for leaf in held if leaf.was_cleared()]
+        if cleared:
+            others = set(held).difference(cleared)
+            self._drop_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in others))
+            self._drop_passes_without_parameters()
 
     def is_clipped(self, parameter: Tensor) -> bool:
         """Whether `.grad` is what clipping has set, and no backward has added to it."""
-        leaf = self.leaves.get(parameter)
-        if leaf is None or leaf.clipped_grad is None or parameter.grad is None:
+        leaf, grad = self.leaves.get(parameter), parameter.grad
+        if leaf is None or leaf.notes.clipped is None or leaf.notes.clipped.tensor() is not grad or grad is None:
             return False
-        grad, version = leaf.clipped_grad
-        return grad() is parameter.grad and (version == parameter.grad._version or not self.settings.accumulate_grad)
+        return leaf.notes.clipped.is_as_it_was(grad) or not self.settings.accumulate_grad
 
     def lacks_rows(self, parameter: Tensor) -> bool:
         """Whether `.grad` has a part whose rows were dropped; never with `accumulate_grad=False`."""
@@ -472,7 +452,7 @@ class Recorder:
     def _drop_stale(self, leaves: Iterable[Leaf], *, beside_held: bool = False) -> None:
         stale_leaves = stale(leaves, self.name_of, beside_held=beside_held)
         for leaf in stale_leaves:
-            leaf.clipped_grad, leaf.is_scaled, leaf.has_foreign_part = None, False, False
+            leaf.notes.clipped, leaf.notes.is_scaled, leaf.notes.has_foreign_part = None, False, False
         self._drop(stale_leaves)
 
     def _drop(self, leaves: Collection[Leaf]) -> None:
@@ -487,9 +467,8 @@ class Recorder:
                 leaf.handle.remove()
             leaf.published = NO_ROWS
             leaf.expected.clear()
-        self.leaves, self.passes = Leaves(), Passes()
-        self.expanded.clear()
-        self.store.drop_every_pass()
+        self.leaves = Leaves()
+        self.begin_anew()
         leaving = set(leaving)
         self.roots = [weakref.ref(root) for root in self.living_roots() if root not in leaving]
         self.watch_all()

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from expanded_nn.common.batch import tensors
 from expanded_nn.common.traced import wait_for_values
-from expanded_nn.recording.backward import graph_of, operation_of, saved_dims, saved_number, turned_dims
 from expanded_nn.recording.callers import is_called_by_libraries
 from expanded_nn.recording.expand import is_expansion
+from expanded_nn.recording.graph import graph_of, operation_of, saved_dims, saved_number, shape_of, turned_dims
 from expanded_nn.recording.settings import RecorderLike
 
 # operations that take a part of a dimension, reduce it, or join what is in it
@@ -111,7 +111,7 @@ def _dims(node: Any, rank: int) -> list[int]:
 
 def _keeps(node: Any, dim: int, batch: int) -> bool:
     """Whether a result of another shape has all samples in their dimension."""
-    shape = node._input_metadata[0].shape
+    shape = shape_of(node)
     return len(shape) > dim and shape[dim] == batch
 
 
@@ -122,11 +122,11 @@ def _layout_after(node: Any, dim: int, rank: int, batch: int) -> tuple[int, int]
     """
     operation = operation_of(node)
     if getattr(type(node), "_forward_cls", type).__module__.startswith(_LAYERS):
-        return (dim, len(node._input_metadata[0].shape)) if _keeps(node, dim, batch) else None
+        return (dim, len(shape_of(node))) if _keeps(node, dim, batch) else None
     if operation.removesuffix("Backward") in _STAY:  # or is the derivative of such a one
         return dim, rank
     if operation in _VIEW:
-        return dim, len(node._input_metadata[0].shape)
+        return dim, len(shape_of(node))
     if operation in _TAKE:
         gone = [] if getattr(node, "_saved_keepdim", False) else _dims(node, rank)
         return dim - sum(gone_dim < dim for gone_dim in gone), rank - len(gone)

@@ -58,12 +58,12 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_he
                     "is zero, which may be a sum that cancels",
                     "gradients that were all cleared together, or set to None, or left alone",
                 )
-        elif leaf.noted_grad is None or leaf.grad_is_as_noted() or is_shard(parameter):
+        elif leaf.notes.last is None or leaf.grad_is_as_noted() or is_shard(parameter):
             some_held = True
         elif _is_scaled_sum(parameter.grad, leaf):
-            some_held = leaf.is_scaled = True
+            some_held = leaf.notes.is_scaled = True
         elif not leaf.grad_is_another() and (
-            leaf.has_foreign_part or leaf.was_scaled_or_clipped() or leaf.lacks_rows()
+            leaf.notes.has_foreign_part or leaf.was_scaled_or_clipped() or leaf.lacks_rows()
         ):
             some_held = True
         elif leaf.grad_is_another() and not leaf.was_scaled_or_clipped():
@@ -85,9 +85,9 @@ def holds_more(leaf: Leaf) -> bool:
     grad = leaf.grad
     if grad is None or leaf.published.rows is None or is_shard(grad) or leaf.was_reset():
         return False
-    if leaf.has_foreign_part:
+    if leaf.notes.has_foreign_part:
         return not vanishes(grad)
-    if leaf.was_scaled_or_clipped() or leaf.grad_is_as_noted() or leaf.noted_grad is None or vanishes(grad):
+    if leaf.was_scaled_or_clipped() or leaf.grad_is_as_noted() or leaf.notes.last is None or vanishes(grad):
         return False
     total, rounding = _sum_of_rows(leaf)
     return bool(total.norm() > rounding) and not _is_multiple(grad, total, rounding)  # rows that cancel tell nothing
@@ -119,13 +119,11 @@ def _sum_of_rows(leaf: Leaf) -> tuple[Tensor, Tensor]:
 
 def _rows_cancel(leaf: Leaf) -> bool:
     """Whether a zero `.grad` may be the sum of rows that cancel."""
-    if leaf.has_foreign_part:
+    if leaf.notes.has_foreign_part:
         return False  # with rows that cancel `.grad` is its foreign part, which is not zero: it was cleared
-    grad = leaf.grad
-    if leaf.clipped_grad is not None and grad is not None:
-        clipped, version = leaf.clipped_grad
-        if clipped() is grad and version != grad._version:
-            return False  # the sum of the rows says nothing about a `.grad` that was changed after clipping had set it
+    grad, clipped = leaf.grad, leaf.notes.clipped
+    if grad is not None and clipped is not None and clipped.tensor() is grad and not clipped.is_as_it_was(grad):
+        return False  # the sum of the rows says nothing about a `.grad` that was changed after clipping had set it
     look_first()
     refuse_values("it sets a gradient to zero whose per-sample gradients are held (optimizer.zero_grad() clears both)")
     total, rounding = _sum_of_rows(leaf)

@@ -13,7 +13,7 @@ from expanded_nn.common.modes import running_backward
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core.algebra import Kind
 from expanded_nn.factored import FactoredTensor, joined, materialized, parted
-from expanded_nn.recording.leaf import Leaf, Published
+from expanded_nn.recording.leaf import NO_ROWS, Leaf, Published
 from expanded_nn.recording.passes import Pass
 from expanded_nn.rows.cell import Cell
 
@@ -53,10 +53,7 @@ class Store:
         if len(leaf.published.passes) > 1:
             self._take_over_edits(leaf)
         if pass_ not in self.held:
-            in_order = all(held.number < pass_.number for held in self.held)
-            self.held[pass_] = {}
-            if not in_order:
-                self.held = dict(sorted(self.held.items(), key=lambda item: item[0].number))
+            self.held = dict(sorted([*self.held.items(), (pass_, {})], key=lambda item: item[0].number))
         pass_rows = self.held[pass_]
         self.backwards.add(running_backward())
         before = self.rows_before.get(leaf)
@@ -67,17 +64,15 @@ class Store:
         else:
             before.setdefault(pass_, pass_rows.get(leaf))
         pass_rows[leaf] = pass_rows[leaf] + rows if leaf in pass_rows else rows
-        self._publish(leaf, pass_)
+        self._publish(leaf, anew=pass_ in leaf.published.passes)
 
-    def publish(self, leaf: Leaf, first_new: Pass | None = None) -> None:
-        """Sets `grad_sample` to the rows of all passes, with what the user has changed in it.
-
-        `first_new` is the first pass whose rows are not there yet, if those before it are.
-        """
+    def publish(self, leaf: Leaf) -> None:
+        """Sets `grad_sample` to the rows of all passes, with what the user has changed in it."""
         self._take_over_edits(leaf)
-        self._publish(leaf, first_new)
+        self._publish(leaf)
 
-    def _publish(self, leaf: Leaf, first_new: Pass | None = None) -> None:
+    def _publish(self, leaf: Leaf, *, anew: bool = False) -> None:
+        """`publish`; `anew` where the rows of a pass that is shown already are others now."""
         parameter = leaf.parameter()
         if parameter is None:
             return
@@ -96,9 +91,9 @@ class Store:
         if is_factored:
             leaf.publish(joined(full), self.held)
         else:
-            self._publish_dense(leaf, parameter, full, first_new)
+            self._publish_dense(leaf, parameter, full, anew=anew)
 
-    def _publish_dense(self, leaf: Leaf, parameter: Tensor, parts: list[Tensor], first_new: Pass | None) -> None:
+    def _publish_dense(self, leaf: Leaf, parameter: Tensor, parts: list[Tensor], *, anew: bool) -> None:
         """Publishes dense rows of several passes: behind those published already, in memory with room for more.
 
         Writing behind the published rows is safe, as nobody else has written there. After a failed backward, `undo`
@@ -109,8 +104,8 @@ class Store:
         if is_traced() or any(part.requires_grad for part in parts):
             leaf.publish(torch.cat(parts), passes)
             return
-        first = 0 if first_new is None else passes.index(first_new)
-        before = published.rows if published.passes == passes[:first] else None
+        first = len(published.passes)  # of the passes that are not there yet
+        before = published.rows if published.passes == passes[:first] and not anew else None
         first = 0 if before is None else first
         start, end = sum(batches[:first]), sum(batches)
         if before is not None and published.has_room and _has_room(before, end):
@@ -150,10 +145,8 @@ class Store:
         self.rows_before.clear()
         passes = tuple(self.held)
         for leaf in leaves:
-            published = leaf.published
-            if published.rows is not None and published.passes != passes:
-                count = len(published.passes)
-                self.publish(leaf, passes[count] if published.passes == passes[:count] else None)
+            if leaf.published.rows is not None and leaf.published.passes != passes:
+                self.publish(leaf)
 
     def begin(self) -> None:
         """Begins a backward: from here on `undo` goes back to the rows held."""
@@ -182,7 +175,7 @@ class Store:
         self.rows_before.clear()
         self._without_empty_passes()
         for leaf in lost:
-            self._publish(leaf)
+            self._publish(leaf, anew=True)
 
     def drop(self, leaves: Iterable[Leaf]) -> None:
         """Drops the rows of parameters, suspended ones as well; their `grad_sample` is left to the caller."""
@@ -223,7 +216,7 @@ class Store:
                 self.drop((leaf,))
                 leaf.publish(None)
             else:
-                leaf.publish_again(published.get(leaf, Published()))
+                leaf.publish_again(published.get(leaf, NO_ROWS))
 
     def drop_every_pass(self) -> None:
         """Drops all rows, suspended ones as well."""

@@ -12,8 +12,9 @@ from torch.nn.utils import parametrize
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import data_in
-from expanded_nn.recording.backward import accumulates, graph_of, running_backward
+from expanded_nn.recording.backward import accumulates, running_backward
 from expanded_nn.recording.expand import Expand
+from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.settings import RecorderLike
 
@@ -44,9 +45,7 @@ class Watch:
 
     def __call__(self, grad: Tensor | None) -> None:
         recorder, parameter = self.recorder(), self.leaf.parameter()
-        if grad is None or recorder is None or parameter is None:
-            return
-        if recorder.leaves.is_paused or not parameter.requires_grad:
+        if grad is None or recorder is None or parameter is None or not parameter.requires_grad:
             return
         expected = self.leaf.expected.pop(running_backward(), None)
         if expected is not None and expected.matches(grad):
@@ -59,7 +58,7 @@ class Watch:
             if self.leaf.is_member:
                 self.leaf.handle.remove()
                 self.leaf.handle = None
-                self.leaf.clipped_grad = None  # what arrives here is added to it without clipping
+                self.leaf.notes.clipped = None  # what arrives here is added to it without clipping
             return
         reason = None if holder is None or isinstance(holder, _LISTS) else _without_rows(holder)
         if reason is not None:

@@ -30,7 +30,7 @@ from expanded_nn.common.steady import OURS, attributes_of
 from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
 from expanded_nn.modules.base import PerSampleModule
 from expanded_nn.modules.layout import refusal
-from expanded_nn.recording.backward import graph_of
+from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.lift import Lent, Slot, quiet_fallbacks, swapped, with_tensors
 
 # torch's words where vmap gives up; the last two where values are read, and where samples' results differ in size

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from expanded_nn.common.batch import has_derivatives
-from expanded_nn.recording.backward import saved_dims, saved_number, turned_dims
+from expanded_nn.recording.graph import saved_dims, saved_number, turned_dims
 
 Samples = Tensor | None  # of a tensor: an index of its shape, of size 1 where it is constant; `None` of what has none
 NOBODY = -1  # in such an index: what is of no sample

@@ -1,0 +1,54 @@
+"""Reading autograd's graph: which nodes are behind a tensor, and what their operations have done to its dimensions."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+
+def graph_of(*ends: Any) -> Iterator[Any]:
+    """The nodes of the graph behind the nodes `ends`, and those themselves, nearest first."""
+    seen: set[Any] = set()
+    nodes = deque(ends)
+    while nodes:
+        node = nodes.popleft()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes.extend(parent for parent, _ in node.next_functions)
+
+
+def operation_of(node: Any) -> str:
+    """Of which operation of torch's a node is the backward: `"Mean"` of `MeanBackward0`; `""` for a user's Function."""
+    operation, _, number = node.name().rpartition("Backward")
+    return operation if number else ""
+
+
+def shape_of(node: Any, output: int = 0) -> Sequence[int]:
+    """The shape of a tensor that a node stands for; none where there is no node."""
+    return () if node is None else cast(Sequence[int], node._input_metadata[output].shape)
+
+
+def saved_number(number: int) -> int:
+    """A number that a node has saved; torch shows a negative one as one without a sign."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def saved_dims(node: Any, rank: int) -> list[int]:
+    """The dimensions that a node's operation on a tensor of so many dimensions names."""
+    names = ("_saved_dim", "_saved_dims", "_saved_dimension")
+    saved = next((getattr(node, name) for name in names if hasattr(node, name)), None)
+    return [saved_number(number) % rank for number in ([saved] if isinstance(saved, int) else saved or ())]
+
+
+def turned_dims(node: Any, rank: int) -> list[int] | None:
+    """Which of so many dimensions each one was before a node turned them; `None` for a node that turns none."""
+    operation, dims = operation_of(node), list(range(rank))
+    if operation == "Permute":
+        return saved_dims(node, rank)
+    if operation == "Transpose":
+        first, second = saved_number(node._saved_dim0) % rank, saved_number(node._saved_dim1) % rank
+        dims[first], dims[second] = second, first
+        return dims
+    return dims[::-1] if operation == "T" else None
