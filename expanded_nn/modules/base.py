@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from torch.nn.utils import parametrize
 
 from expanded_nn._errors import PerSampleError, complaint, named, refuse_other_kind
-from expanded_nn.common.batch import batch_of, tensors
+from expanded_nn.common.batch import batch_of, in_order, tensors
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import WithoutSelection, is_selective, outside_of_graph
 from expanded_nn.common.shared import owned
@@ -221,7 +221,8 @@ class Root(PerSampleModule):
 
     def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
         """B, where this module is the root of a call."""
-        return batch_of((args, kwargs), batch_first=self._recorder is None or self._recorder.settings.batch_first)
+        batch_first = self._recorder is None or self._recorder.settings.batch_first
+        return batch_of((args, in_order(self, kwargs)), batch_first=batch_first)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
@@ -273,7 +274,7 @@ class Expanded(PerSampleModule):
 
     def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
         """B, where this layer is called on its own."""
-        return batch_of((args, kwargs), batch_first=not self._samples_dim)
+        return batch_of((args, in_order(self, kwargs)), batch_first=not self._samples_dim)
 
     def sample_dims(self, tensors: int) -> list[int]:
         """Where the samples stand in each of the first tensors among the arguments, and likewise in the result."""

@@ -207,7 +207,8 @@ class Forward:
         if key in seen:
             return
         ends = [x for x in data_in(result) if x.requires_grad]
-        layer_and_operation = taken_apart(results, ends, self.own_pass.batch)
+        batch_first = self.recorder.settings.batch_first
+        layer_and_operation = taken_apart(results, ends, self.own_pass.batch, batch_first=batch_first)
         if layer_and_operation is not None:
             raise self.taking_apart(*layer_and_operation)
         seen.add(key)
@@ -217,7 +218,8 @@ class Forward:
         error = complaint(
             self.recorder.name_of(layer),
             f"its input is shared by all {self.own_pass.batch} samples, so its result has a copy for each of "
-            f"them, and the model takes a part of these ({operation} over the samples)",
+            "them, and the model takes a part of these, or has as many rows behind them "
+            f"({operation} over the samples)",
             "the whole result",
             "Leave out the index [0], the mean over a dimension of one, or the len that follows; unsqueeze the input, "
             "not the result; or run the module around it sample by sample: alone(ItsClass) before convert.",

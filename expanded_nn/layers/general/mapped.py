@@ -289,7 +289,22 @@ class Mapper:
                 "parameter that is returned, write parameter.expand_as(a tensor that has one), or leave it out and use "
                 "expanded_nn.expanded(parameter) in the loss.",
             )
+        self._refuse_unclear(output, usual)
         return sorted(ones, key=lambda dim: dim != (0 if may_be_features else usual))
+
+    def _refuse_unclear(self, output: Tensor, usual: int) -> None:
+        """Raises for `(B, 1)` and `(1, 1)` in a time-first model: positions, or samples, of what no argument says.
+
+        With an argument that has the samples, the plain forward's result tells where they are.
+        """
+        batch, is_column = self.call.batch, output.dim() == 2 and output.shape[1] == 1
+        if usual == 1 and is_column and len(output) in (1, batch) and set(self.call.dims) <= {None} and batch > 1:
+            raise self.module._refusal(
+                f"its forward returns a tensor of shape {tuple(output.shape)} for arguments that all samples share, as "
+                "it seems; in a model with batch_first=False its rows may be positions, or samples",
+                "a shape that says which",
+                "Say it with another dimension: unsqueeze(-1) of the argument for positions.",
+            )
 
     def _refuse_objects(self, result: Any) -> None:
         """Raises where tensors of one sample are inside of objects, where nothing can put all samples together."""
