@@ -157,7 +157,7 @@ def _pairs(
     x1: Tensor,  # (B, T, in1)
     x2: Tensor,  # (B, T, in2)
 ) -> Tensor:  # (B, T, in1 * in2)
-    """All products of a feature of `x1` with a feature of `x2`; a vmapped backward has no rule for einsum and flatten."""
+    """All products of a feature of `x1` with one of `x2`; a vmapped backward has no rule for einsum and flatten."""
     return (x1[..., :, None] * x2[..., None, :]).reshape(*x1.shape[:2], x1.shape[2] * x2.shape[2])
 
 

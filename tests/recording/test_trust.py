@@ -860,6 +860,69 @@ def test_first_of_a_shared_result(take: Callable[[Tensor], Tensor]) -> None:
         assert "pos (Embedding)" in str(error)  # noqa: PT017
 
 
+class TakenLater(nn.Module):
+    """The same layers read what all samples share, and later on it takes a part of their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos, self.lin = nn.Embedding(5, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor, take: Callable[[Tensor], Tensor] = lambda p: p) -> Tensor:
+        return self.lin(x) + take(self.pos(torch.arange(5).unsqueeze(0)))
+
+
+@pytest.mark.parametrize("take", [TAKES["first"], TAKES["mean"], lambda p: p.tanh()[0]])
+def test_a_part_of_a_shared_result_after_whole_ones(take: Callable[[Tensor], Tensor]) -> None:
+    module = TakenLater()
+    model = on(module)
+    for _ in range(2):
+        right(model, module, forward, values(B, 5, D))
+        model.zero_grad()
+    with pytest.warns(enn.PerSampleWarning, match=r"pos \(Embedding\): its input is shared by all"):
+        right(model, module, lambda m, x: m(x, take), values(B, 5, D))
+
+
+class Channels(nn.Module):
+    """Time first: a layer with samples first, and one behind it that looks for them second."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> Tensor:  # (T, B, D)
+        return self.second(self.first(x.permute(1, 2, 0)).relu()).permute(2, 0, 1)
+
+
+class OwnConv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values(B, D, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv1d(x, self.weight)
+
+
+FIRST: dict[str, Callable[[], nn.Module]] = {
+    "conv": lambda: nn.Conv1d(D, B, 1),
+    "frozen": lambda: nn.Conv1d(D, B, 1).requires_grad_(False),
+    "own": OwnConv,
+}
+
+
+@pytest.mark.parametrize("first", FIRST.values(), ids=FIRST)
+@pytest.mark.parametrize("second", [lambda: nn.Linear(D, 2), Scale, lambda: nn.Conv1d(B, 2, 1)])
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+def test_channels_as_many_as_samples(first: Callable[[], nn.Module], second: Callable[[], nn.Module]) -> None:
+    """`(B, channels, T)` of a model with time first: the channels would be taken for the samples."""
+    module, x = Channels(first(), second()), values(D, B, D)
+    model = on(module, batch_first=False)
+    step: Step = lambda m, x: m(x).transpose(0, 1)  # noqa: E731
+    take = lambda call, i: Call((call.args[0][:, i : i + 1],))  # noqa: E731
+    expected = loop(module, Call((x,)), B, take=take, objective=objective_of(step))
+    sample_losses(step(model, x)).sum().backward()
+    assert_close_rows(rows_of(model), expected)
+
+
 class Between(nn.Module):
     """A layer that reads its samples behind a dimension of size 1, as something that all samples share."""
 
