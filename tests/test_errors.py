@@ -898,6 +898,17 @@ def a_result_of_one_step_that_is_not_compared() -> None:
     torch.func.functional_call(model, {"scale": torch.ones(3, 4)}, (torch.randn(5, 3, 4),))
 
 
+@refused(r"^layer \(Own\): its forward returns a tensor of shape \(6, 1\) for arguments that all samples share.*unsqu")
+def a_column_in_a_time_first_model() -> None:
+    feed(Own(lambda self, x: x * self.scale.sum()), lambda layer, x: layer(torch.ones(6, 1)), batch_first=False)
+
+
+@refused(r"0\.layer \(Own\): its forward returns a tensor of shape \(1,\) that all samples share.*expanded\(parameter")
+def a_returned_parameter_that_broadcasts() -> None:
+    """As the spread of a single action: with a copy for each sample, (B,), it would meet (B, 1) as (B, B)."""
+    own(lambda self, x: (x * self.scale, self.scale.sum().view(1)))
+
+
 @refused(r"0\.layer \(Own\): its forward does what vmap cannot follow .*@expands")
 def a_branch_on_a_value() -> None:
     own(lambda self, x: x * self.scale if x.sum() > 0 else x)

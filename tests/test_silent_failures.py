@@ -9,7 +9,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
-from oracle import Call, assert_close, assert_close_rows, gradient_penalty, loop, rows_of, total_loss
+from oracle import (
+    Call,
+    Objective,
+    assert_close,
+    assert_close_rows,
+    gradient_penalty,
+    loop,
+    rows_of,
+    sample_losses,
+    total_loss,
+)
 
 images = Call((torch.randn(3, 4, 7, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64),))
 features = Call((torch.randn(3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64),))
@@ -188,6 +198,27 @@ def test_model_called_by_keyword() -> None:
             return self.layer(x)
 
     right(Model(), Call((), {"x": features.args[0]}))
+
+
+def test_keywords_in_another_order_than_the_forward_names_them() -> None:
+    """The first tensor of a call is that of the forward's first parameter."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.shared = nn.Linear(4, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, *, table: Tensor) -> Tensor:
+            return self.layer(x) + self.shared(table)
+
+    table = torch.randn(1, 2)
+    model = enn.convert(Model()).per_sample(loss_reduction="sum")
+    plain, x = enn.revert(model), features.args[0]
+    assert enn.check(model, table=table, x=x).ok
+    sample_losses(model(table=table, x=x)).sum().backward()
+    step: Objective = lambda m, call, first: sample_losses(m(*call.args, table=table), first).sum()  # noqa: E731
+    rows = loop(plain, features, len(x), objective=step)
+    assert_close_rows(rows_of(model), rows)
 
 
 @pytest.mark.parametrize(

@@ -666,7 +666,19 @@ def test_another_way_is_compared_anew() -> None:
     assert not runs_whole(model)
 
 
-@pytest.mark.parametrize("later", [lambda x: x - x.mean(0), lambda x: x - x.mean(-2), lambda x: x.softmax(0)])
+@pytest.mark.parametrize(
+    "later",
+    [
+        lambda x: x - x.mean(0),
+        lambda x: x - x.mean(-2),
+        lambda x: x.softmax(0),
+        lambda x: F.layer_norm(x, x.shape),
+        lambda x: x.logcumsumexp(0),
+        lambda x: x - x.quantile(0.5, 0),
+        lambda x: torch.fft.fft(x, dim=0).real,
+        lambda x: x / torch.linalg.vector_norm(x),
+    ],
+)
 def test_samples_that_are_joined_later(later: Callable[[Tensor], Tensor]) -> None:
     """What is done with other tensors than parameters is a part of the way."""
     module = Own(lambda m, x: (x - x.mean(-1, keepdim=True) if m.first else later(x)) * m.w, (D,))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence, unpack_sequence
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.batch import batch_dim, batch_of, has_derivatives, own_batch_first, tensors
+from expanded_nn.common.batch import batch_dim, batch_of, has_derivatives, in_order, own_batch_first, tensors
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.recorder import Settings
@@ -93,7 +93,8 @@ class Call:
         """
         own = own_batch_first(model)
         batch_first = settings.batch_first if own is None else own
-        batch = settings.batch_size or batch_of(arguments, batch_first=batch_first) or 0
+        args, kwargs = arguments
+        batch = settings.batch_size or batch_of((args, in_order(model, kwargs)), batch_first=batch_first) or 0
         if batch < 2:
             found, wanted, remedy = f"the inputs hold {batch} sample(s)", "2 or more", "Give it a larger batch."
             if not list(tensors(arguments)):

@@ -69,6 +69,15 @@ def batch_of(value: Any, *, batch_first: bool = True) -> int | None:
     return None
 
 
+def in_order(module: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments by keyword, in the order in which the forward names them: a call may have another one."""
+    if len(kwargs) < 2:
+        return kwargs
+    code = getattr(unwrap(type(module).forward), "__code__", None)
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code is not None else ()
+    return {name: kwargs[name] for name in (*(name for name in names if name in kwargs), *kwargs)}
+
+
 def rows_are_nodes(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call is one of graphs, whose `edge_index (2, edges)` joins the rows of `(nodes, features)`."""
     code = getattr(unwrap(module.plain_class.forward), "__code__", None)

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from einops import einsum
 from torch import Tensor, nn
 
 from expanded_nn.common.batch import in_memory_order
@@ -139,15 +138,12 @@ class _Bilinear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x1, x2, weight = saved_tensors(ctx)
         grad_x1 = grad_x2 = grad_weight = grad_bias = None
-        if torch.is_grad_enabled():
-            axes, w = "b o i j", cast_shared(weight, g.dtype)
-        else:
-            axes, w = "o i j", shared(weight).to(g.dtype)
+        w = cast_shared(weight, g.dtype) if torch.is_grad_enabled() else shared(weight).to(g.dtype)
         flat_g, flat_x1, flat_x2 = positions(g), positions(x1).to(g.dtype), positions(x2).to(g.dtype)
         if ctx.needs_input_grad[0]:
-            grad_x1 = einsum(flat_g, flat_x2, w, f"b t o, b t j, {axes} -> b t i").reshape(x1.shape).to(x1.dtype)
+            grad_x1 = (_pairs(flat_g, flat_x2) @ w.mT.flatten(-3, -2)).reshape(x1.shape).to(x1.dtype)
         if ctx.needs_input_grad[1]:
-            grad_x2 = einsum(flat_g, flat_x1, w, f"b t o, b t i, {axes} -> b t j").reshape(x2.shape).to(x2.dtype)
+            grad_x2 = (_pairs(flat_g, flat_x1) @ w.flatten(-3, -2)).reshape(x2.shape).to(x2.dtype)
         if ctx.needs_input_grad[2]:
             pairs = _pairs(flat_x1, flat_x2)
             rows = outer_rows(flat_g, pairs, weight.dtype, keep_factors=keeps_factors(weight))
@@ -161,8 +157,8 @@ def _pairs(
     x1: Tensor,  # (B, T, in1)
     x2: Tensor,  # (B, T, in2)
 ) -> Tensor:  # (B, T, in1 * in2)
-    """All products of a feature of `x1` with a feature of `x2`."""
-    return (x1[..., :, None] * x2[..., None, :]).flatten(2)
+    """All products of a feature of `x1` with one of `x2`; a vmapped backward has no rule for einsum and flatten."""
+    return (x1[..., :, None] * x2[..., None, :]).reshape(*x1.shape[:2], x1.shape[2] * x2.shape[2])
 
 
 def bilinear(

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from torch.nn.utils import parametrize
 
 from expanded_nn._errors import PerSampleError, complaint, named, refuse_other_kind
-from expanded_nn.common.batch import batch_of, tensors
+from expanded_nn.common.batch import batch_of, data_in, in_order, tensors
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import WithoutSelection, is_selective, outside_of_graph
 from expanded_nn.common.shared import owned
@@ -221,7 +221,8 @@ class Root(PerSampleModule):
 
     def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
         """B, where this module is the root of a call."""
-        return batch_of((args, kwargs), batch_first=self._recorder is None or self._recorder.settings.batch_first)
+        batch_first = self._recorder is None or self._recorder.settings.batch_first
+        return batch_of((args, in_order(self, kwargs)), batch_first=batch_first)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
@@ -273,7 +274,7 @@ class Expanded(PerSampleModule):
 
     def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
         """B, where this layer is called on its own."""
-        return batch_of((args, kwargs), batch_first=not self._samples_dim)
+        return batch_of((args, in_order(self, kwargs)), batch_first=not self._samples_dim)
 
     def sample_dims(self, tensors: int) -> list[int]:
         """Where the samples stand in each of the first tensors among the arguments, and likewise in the result."""
@@ -294,7 +295,7 @@ class Expanded(PerSampleModule):
             if order is None or self.calls_others:
                 output = super().forward(*args, **kwargs)
             else:
-                output = order.as_one_operation(super().forward, *args, **kwargs)
+                output = self._as_one_operation(order, super().forward, *args, **kwargs)
             return owned(output) if self.returns_fresh and recorder is not None and recorder.in_forward else output
         return _with_rows(self, recorder, args, kwargs)
 
@@ -308,14 +309,19 @@ class Expanded(PerSampleModule):
         if recorder.forward is not None:
             if order is None or self.calls_others:
                 return self._noting_what_is_shared(recorder.forward, args, kwargs)
-            result = order.as_one_operation(self._noting_what_is_shared, recorder.forward, args, kwargs)
-            if type(self).sample_dims is not Expanded.sample_dims:
-                order.note_layout(self, result)
-            return result
+            return self._as_one_operation(order, self._noting_what_is_shared, recorder.forward, args, kwargs)
         with recorder.open_forward(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
             with Order(recorder) if self.calls_others else nullcontext():
                 result = self.expanded_forward(*args, **kwargs)
             forward.finish(result)
+        return result
+
+    def _as_one_operation(self, order: Order, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The layer's result, of which the order of the samples hears as a whole, and where they stand in it."""
+        result = order.as_one_operation(function, *args, **kwargs)
+        if self.fixed_layout or type(self).sample_dims is not Expanded.sample_dims:
+            results = list(data_in(result))
+            order.note_layout(self, results, self.sample_dims(len(results)))
         return result
 
     def _noting_what_is_shared(self, forward: Forward, args: Any, kwargs: Any) -> Any:

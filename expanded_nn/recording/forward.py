@@ -226,14 +226,19 @@ class Forward:
                 order.copies.layers[id(result)] = result, layer
 
     def _refuse_taken_apart(self, result: Any) -> None:
-        """Looks through the graph for it, once for each mode and each list of layers with shared results."""
+        """Looks through the graph for it, once for each mode, layers with shared results, and way from these."""
         results = self.notes.shared_results
-        key = (self.module.training, *((id(shared.layer), shared.dim, shared.rank) for shared in results))
+        ends = [x for x in data_in(result) if x.grad_fn is not None]
+        # another way through the forward has another number of operations
+        nodes = (node._sequence_nr() for node in (*(end.grad_fn for end in ends), *(shared.node for shared in results)))
+        first, *others = nodes if ends else (0,)
+        layers = ((id(shared.layer), shared.dim, shared.rank) for shared in results)
+        key = (self.module.training, *layers, *(number - first for number in others))
         seen: set[Any] = vars(self.module).setdefault("_shared_seen", set())
         if key in seen:
             return
-        ends = [x for x in data_in(result) if x.requires_grad]
-        layer_and_operation = taken_apart(results, ends, self.own_pass.batch)
+        batch_first = self.recorder.settings.batch_first
+        layer_and_operation = taken_apart(results, ends, self.own_pass.batch, batch_first=batch_first)
         if layer_and_operation is not None:
             raise self.taking_apart(*layer_and_operation)
         seen.add(key)
@@ -243,7 +248,8 @@ class Forward:
         error = complaint(
             self.recorder.name_of(layer),
             f"its input is shared by all {self.own_pass.batch} samples, so its result has a copy for each of "
-            f"them, and the model takes a part of these ({operation} over the samples)",
+            "them, and the model takes a part of these, or has as many rows behind them "
+            f"({operation} over the samples)",
             "the whole result",
             "Leave out the index [0], the mean over a dimension of one, or the len that follows; unsqueeze the input, "
             "not the result; or run the module around it sample by sample: alone(ItsClass) before convert.",

@@ -6,7 +6,7 @@ parameters is another sample's than row i of the others. So a sample would be in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -173,16 +173,21 @@ class Order(TorchFunctionMode):
                 dim = 1 if number and isinstance(layer, nn.RNNBase) else cast(Any, layer)._samples_dim
                 self.refuse(layer, [moved for moved in self.reasons(x) if moved.dim is None or moved.dim != dim])
 
-    def note_layout(self, layer: Any, result: Any) -> None:
-        """Notes results of a layer that have their samples second, and something else of as many where these are usual.
+    def note_layout(self, layer: nn.Module, results: Iterable[Tensor], dims: Iterable[int]) -> None:
+        """Notes results of a layer that have their samples elsewhere, and as many others in their usual place.
 
-        So it is with the states of recurrent layers, `(layers, B, hidden)`.
+        So it is with the states of recurrent layers, `(layers, B, hidden)`; and in a model that has time first with a
+        convolution's `(B, channels, T)`.
+
+        Args:
+            layer: The layer.
+            results: The tensors that it returns.
+            dims: Where the samples stand in each of them.
         """
         batch = self._batch()
         if batch is None:
             return
-        results = list(data_in(result))
-        for x, dim in zip(results, layer.sample_dims(len(results)), strict=True):
+        for x, dim in zip(results, dims, strict=True):
             usual = self._samples_dim(x.dim())
             if dim != usual and x.dim() > max(dim, usual) and x.shape[dim] == x.shape[usual] == batch:
                 self._note(

@@ -13,14 +13,14 @@ that differ and with one of them alone (`Copies`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from expanded_nn.common.batch import tensors
+from expanded_nn.common.batch import batch_dim, tensors
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.recording.callers import is_called_by_libraries
 from expanded_nn.recording.expand import is_expansion
@@ -45,6 +45,7 @@ _STAY = {  # what leaves all dimensions where they are
 _TAKE = {"Select", "Unbind", *_SHORTEN, *_REDUCE, *_JOIN}
 _VIEW = {"View", "UnsafeView", "ReshapeAlias"}
 _PRODUCT = {"Mm", "Addmm"}  # for which torch folds what is not a matrix, and unfolds it afterwards
+_SPREAD = {"Mul", "Div", "Add", "Sub", "Rsub", "Pow", "Where", "Maximum", "Minimum", "Expand"}
 _PLACE = {"Unsqueeze", "Squeeze", "Transpose", "Permute", "Stack"}
 _LAYERS = "expanded_nn.layers."
 # operations that draw random numbers, or change a tensor in place
@@ -61,8 +62,13 @@ class SharedResult(NamedTuple):
     is_new: bool  # whether the plain result has no such dimension, not even of size 1
 
 
-def taken_apart(results: Sequence[SharedResult], ends: Iterable[Tensor], batch: int) -> tuple[nn.Module, str] | None:
-    """The first layer whose result is taken apart along the samples on the way to `ends`, and by which operation."""
+def taken_apart(
+    results: Sequence[SharedResult], ends: Sequence[Tensor], batch: int, *, batch_first: bool
+) -> tuple[nn.Module, str] | None:
+    """The first layer whose result is taken apart along the samples on the way to `ends`, and by which operation.
+
+    So it may be behind them, too, where B others follow the copies: then it is the return.
+    """
     consumers: dict[Any, list[Any]] = {}
     for node in graph_of(*(end.grad_fn for end in ends)):
         for parent, _ in node.next_functions:
@@ -77,12 +83,18 @@ def taken_apart(results: Sequence[SharedResult], ends: Iterable[Tensor], batch: 
             is_folded = any(operation_of(behind) in _PRODUCT for behind in consumers.get(consumer, ()))
             if _takes_apart(consumer, dim, rank, batch) and not is_folded:
                 return layer, operation_of(consumer).lower()
+            if _meets_others(consumer, node, dim, rank, batch, batch_first=batch_first):
+                return layer, operation_of(consumer).lower()
             layout = _layout_after(consumer, dim, rank, batch)
             parents = [parent for parent, _ in consumer.next_functions if parent is not None]
             stays_whole = all(layouts.get(parent, ())[:2] == (dim, rank) or is_expansion(parent) for parent in parents)
             if layout is not None and stays_whole and consumer not in layouts:
                 layouts[consumer] = *layout, layer
                 waiting.append(consumer)
+    for node in (end.grad_fn for end in ends if end.grad_fn in layouts):
+        dim, _, layer = layouts[node]
+        if _has_others_behind(node, dim, batch):
+            return layer, "return"
     return None
 
 
@@ -92,6 +104,8 @@ def _takes_apart(node: Any, dim: int, rank: int, batch: int) -> bool:
     if operation == "Index":
         indices = node._saved_indices
         return len(indices) > dim and indices[dim] is not None
+    if operation == "Squeeze":
+        return dim in _dims(node, rank) and _has_others_behind(node, dim, batch)
     if operation in _VIEW:
         return not _keeps(node, dim, batch)
     if operation == "Gather" and not _keeps(node, dim, batch):
@@ -115,6 +129,35 @@ def _keeps(node: Any, dim: int, batch: int) -> bool:
     return len(shape) > dim and shape[dim] == batch
 
 
+def _has_others_behind(node: Any, dim: int, batch: int) -> bool:
+    """Whether B places follow the copies: they stand where the samples do, as soon as the plain result's row is gone.
+
+    So it is with `layer(x.unsqueeze(0)).squeeze(0)`, where they may be the samples.
+    """
+    return tuple(node._input_metadata[0].shape[dim : dim + 2]) == (batch, batch)
+
+
+def _meets_others(node: Any, copies: Any, dim: int, rank: int, batch: int, *, batch_first: bool) -> bool:
+    """Whether copies are spread, so that the samples' dimension meets another one, and B others stand elsewhere.
+
+    So does `(B,)`, copies of `(1,)`, with `(B, 1)`: that makes `(B, B)`.
+    """
+    if operation_of(node) not in _SPREAD:
+        return False
+    shape = node._input_metadata[0].shape
+    here = dim + len(shape) - rank
+    if batch not in (*shape[:here], *shape[here + 1 :]):
+        return False
+    others = (
+        parent._input_metadata[number].shape
+        for parent, number in node.next_functions
+        if parent is not None and parent is not copies
+    )
+    return here != batch_dim(len(shape), batch_first=batch_first) or any(
+        other[dim - rank :][:1] == [1] for other in others
+    )
+
+
 def _layout_after(node: Any, dim: int, rank: int, batch: int) -> tuple[int, int] | None:
     """The dimension of the samples, and the rank, after an operation that leaves the samples whole; `None` otherwise.
 
@@ -129,6 +172,10 @@ def _layout_after(node: Any, dim: int, rank: int, batch: int) -> tuple[int, int]
         return dim, len(shape_of(node))
     if operation in _TAKE:
         gone = [] if getattr(node, "_saved_keepdim", False) else _dims(node, rank)
+        return dim - sum(gone_dim < dim for gone_dim in gone), rank - len(gone)
+    if operation == "Squeeze":
+        named, sizes = _dims(node, rank), node._saved_self_sym_sizes
+        gone = [place for place in named if sizes[place] == 1]
         return dim - sum(gone_dim < dim for gone_dim in gone), rank - len(gone)
     if operation == "Unsqueeze":
         return dim + (saved_number(node._saved_dim) % (rank + 1) <= dim), rank + 1

@@ -860,6 +860,183 @@ def test_first_of_a_shared_result(take: Callable[[Tensor], Tensor]) -> None:
         assert "pos (Embedding)" in str(error)  # noqa: PT017
 
 
+class TakenLater(nn.Module):
+    """The same layers read what all samples share, and later on it takes a part of their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos, self.lin = nn.Embedding(5, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor, take: Callable[[Tensor], Tensor] = lambda p: p) -> Tensor:
+        return self.lin(x) + take(self.pos(torch.arange(5).unsqueeze(0)))
+
+
+@pytest.mark.parametrize("take", [TAKES["first"], TAKES["mean"], lambda p: p.tanh()[0]])
+def test_a_part_of_a_shared_result_after_whole_ones(take: Callable[[Tensor], Tensor]) -> None:
+    module = TakenLater()
+    model = on(module)
+    for _ in range(2):
+        right(model, module, forward, values(B, 5, D))
+        model.zero_grad()
+    with pytest.warns(enn.PerSampleWarning, match=r"pos \(Embedding\): its input is shared by all"):
+        right(model, module, lambda m, x: m(x, take), values(B, 5, D))
+
+
+class Channels(nn.Module):
+    """Time first: a layer with samples first, and one behind it that looks for them second."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> Tensor:  # (T, B, D)
+        return self.second(self.first(x.permute(1, 2, 0)).relu()).permute(2, 0, 1)
+
+
+class OwnConv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values(B, D, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv1d(x, self.weight)
+
+
+FIRST: dict[str, Callable[[], nn.Module]] = {
+    "conv": lambda: nn.Conv1d(D, B, 1),
+    "frozen": lambda: nn.Conv1d(D, B, 1).requires_grad_(False),
+    "own": OwnConv,
+}
+
+
+@pytest.mark.parametrize("first", FIRST.values(), ids=FIRST)
+@pytest.mark.parametrize("second", [lambda: nn.Linear(D, 2), Scale, lambda: nn.Conv1d(B, 2, 1)])
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+def test_channels_as_many_as_samples(first: Callable[[], nn.Module], second: Callable[[], nn.Module]) -> None:
+    """`(B, channels, T)` of a model with time first: the channels would be taken for the samples."""
+    module, x = Channels(first(), second()), values(D, B, D)
+    model = on(module, batch_first=False)
+    step: Step = lambda m, x: m(x).transpose(0, 1)  # noqa: E731
+    take = lambda call, i: Call((call.args[0][:, i : i + 1],))  # noqa: E731
+    expected = loop(module, Call((x,)), B, take=take, objective=objective_of(step))
+    sample_losses(step(model, x)).sum().backward()
+    assert_close_rows(rows_of(model), expected)
+
+
+class Between(nn.Module):
+    """A layer that reads its samples behind a dimension of size 1, as something that all samples share."""
+
+    def __init__(self, layer: nn.Module, before: Step, after: Step, last: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.before, self.after, self.last = layer, before, after, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.after(self.layer(self.before(x))))
+
+
+BEHIND_ONE: dict[str, tuple[nn.Module, Any]] = {
+    "linear": (nn.Linear(D, D), lambda x: x.unsqueeze(0)),
+    "computed": (nn.Linear(D, D), lambda x: torch.stack([2 * x])),
+    "several": (nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.LayerNorm(D)), lambda x: x[None]),
+    "labels": (nn.Embedding(9, D), lambda x: x[:, 0].mul(7).long().remainder(9)[None]),
+    "own": (Scale(), lambda x: x.view(1, *x.shape)),
+}
+
+
+@pytest.mark.parametrize(("layer", "before"), BEHIND_ONE.values(), ids=BEHIND_ONE)
+@pytest.mark.parametrize("last", [nn.Linear(D, 2), nn.Identity()], ids=["layer", "returned"])
+def test_samples_behind_a_dimension_of_one(layer: nn.Module, before: Any, last: nn.Module) -> None:
+    """Right, as the module goes sample by sample: B copies of B positions would be taken for the samples."""
+    module = Between(layer, before, lambda y: y.squeeze(0), last).double()
+    with pytest.warns(enn.PerSampleWarning, match=r"as many rows behind them \(squeeze over the samples\)"):
+        right(on(module), module, forward, values(B, D))
+
+
+@pytest.mark.parametrize(("layer", "before"), BEHIND_ONE.values(), ids=BEHIND_ONE)
+def test_samples_returned_behind_a_dimension_of_one(layer: nn.Module, before: Any) -> None:
+    module = Between(layer, before, lambda y: y, nn.Identity()).double()
+    with pytest.warns(enn.PerSampleWarning, match=r"as many rows behind them \(return over the samples\)"):
+        right(on(module), module, lambda m, x: m(x)[0], values(B, D))
+
+
+class Temperature(nn.Module):
+    """It has no argument, and all samples share what it returns."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.full(shape, 0.3))
+
+    def forward(self) -> Tensor:
+        return self.log.exp()
+
+
+class Tempered(nn.Module):
+    def __init__(self, shape: tuple[int, ...], features: int, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.lin, self.temperature, self.use = nn.Linear(D, features), Temperature(*shape), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.lin(x), self.temperature())
+
+
+USES_OF_A_TEMPERATURE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "times": lambda y, t: y * t,
+    "divided": lambda y, t: y / t,
+    "from": lambda y, t: t - y,
+    "expanded": lambda y, t: y * t.expand_as(y),
+    "squeezed": lambda y, t: y * t.squeeze(),
+    "turned": lambda y, t: (y.t() * t).t(),
+}
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("features", "use"),  # nothing tells (B, B) from its transpose
+    [(n, use) for n in (1, 2, B) for use in USES_OF_A_TEMPERATURE if (n, use) != (B, "turned")],
+)
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+def test_shared_result_that_broadcasts(shape: tuple[int, ...], features: int, use: str) -> None:
+    """`(1,)` meets `(B, 1)`: with a copy for each sample, `(B,)`, that would make `(B, B)`."""
+    module = Tempered(shape, features, USES_OF_A_TEMPERATURE[use])
+    right(on(module), module, forward, values(B, D))
+
+
+class Factor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((1,), 0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class OfColumns(nn.Module):
+    """Time first: beside `(T, B, D)` it reads a column, computed from an argument `(B, 1)` or of positions `(T, 1)`."""
+
+    def __init__(self, of_samples: bool) -> None:
+        super().__init__()
+        self.lin, self.factor, self.of_samples = nn.Linear(D, 1), Factor(), of_samples
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        if self.of_samples:
+            return self.lin(x) + self.factor(2 * z + 1)
+        return self.lin(x) + self.factor(torch.arange(1.0, len(x) + 1).unsqueeze(1)).unsqueeze(-1)
+
+
+@pytest.mark.parametrize("of_samples", [True, False])
+@pytest.mark.parametrize("length", [1, 2, B])
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+def test_column_in_a_time_first_model(length: int, of_samples: bool) -> None:
+    """Its one may be the features of each sample, or what all samples share at each position."""
+    module, x, z = OfColumns(of_samples), values(length, B, D), values(B, 1, seed=2)
+    model = on(module, batch_first=False)
+    step: Step = lambda m, *inputs: m(*inputs).transpose(0, 1)  # noqa: E731
+    take = lambda call, i: Call((call.args[0][:, i : i + 1], call.args[1][i : i + 1]))  # noqa: E731
+    expected = loop(module, Call((x, z)), B, take=take, objective=objective_of(step))
+    sample_losses(step(model, x, z)).sum().backward()
+    assert_close_rows(rows_of(model), expected)
+
+
 class OfCoordinates(nn.Module):
     """Several layers, one behind the other, read what all samples share; the model takes a part of their result."""
 

@@ -39,6 +39,12 @@ _OF_VMAP = "vmap|functorch|[Bb]atching rule|doesn't have storage|stack expects e
 # and where something is changed in place that is one tensor for all
 _OF_CHANGES = "more than one element of the written-to tensor|Output 0 of Expand is a view"
 
+# what to do with a parameter that is returned
+OF_PARAMETERS = (
+    "For a parameter that is returned, write parameter.expand_as(a tensor that has one), or leave it out and use "
+    "expanded_nn.expanded(parameter) in the loss."
+)
+
 # what the forward does not write, or is looked at by name
 _NOT_ITS_OWN = {*OURS, "_buffers", *(name for name in vars(nn.Module()) if name.startswith("_"))}
 
@@ -262,11 +268,25 @@ class Mapper:
             raise self.module._refusal(
                 f"for one sample its forward returns a tensor of shape {tuple(output.shape)}",
                 f"size 1 in dimension {usual}, where the samples stand",
-                "Return tensors with a batch dimension, and reduce over the samples outside of the module. For a "
-                "parameter that is returned, write parameter.expand_as(a tensor that has one), or leave it out and use "
-                "expanded_nn.expanded(parameter) in the loss.",
+                "Return tensors with a batch dimension, and reduce over the samples outside of the module. "
+                f"{OF_PARAMETERS}",
             )
+        self._refuse_unclear(output, usual)
         return sorted(ones, key=lambda dim: dim != (0 if may_be_features else usual))
+
+    def _refuse_unclear(self, output: Tensor, usual: int) -> None:
+        """Raises for `(B, 1)` and `(1, 1)` in a time-first model: positions, or samples, of what no argument says.
+
+        With an argument that has the samples, the plain forward's result tells where they are.
+        """
+        batch, is_column = self.call.batch, output.dim() == 2 and output.shape[1] == 1
+        if usual == 1 and is_column and len(output) in (1, batch) and set(self.call.dims) <= {None} and batch > 1:
+            raise self.module._refusal(
+                f"its forward returns a tensor of shape {tuple(output.shape)} for arguments that all samples share, as "
+                "it seems; in a model with batch_first=False its rows may be positions, or samples",
+                "a shape that says which",
+                "Say it with another dimension: unsqueeze(-1) of the argument for positions.",
+            )
 
     def _refuse_objects(self, result: Any) -> None:
         """Raises where tensors of one sample are inside of objects, where nothing can put all samples together."""

@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.batch import batch_dim, has_derivatives, is_like_a_state
+from expanded_nn.common.batch import batch_dim, data_in, has_derivatives, is_like_a_state
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import is_of_checkpoint, running_backward, uncounted
 from expanded_nn.common.steady import RandomStates
@@ -141,7 +141,11 @@ class General(Expanded):
             self.checked(first, 0, dim=self._dim_of(first) if read is None else read, argument="the first tensor")
         with reads_of_its_own():
             result = self._on_whole_batch(call) if self._may_run_whole(call) else NotImplemented
-            return self._sample_by_sample(call) if result is NotImplemented else result
+            result = self._sample_by_sample(call) if result is NotImplemented else result
+        order = None if self._recorder is None else self._recorder.escalation.order
+        if order is not None and kind in self._compared:
+            order.note_layout(self, data_in(result), self._compared[kind].dims)
+        return result
 
     # Where the samples stand in the arguments
 

@@ -17,7 +17,7 @@ from expanded_nn.common.batch import has_derivatives
 from expanded_nn.common.steady import RandomStates, WithoutChance, copies, without_traces
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor, as_factored
-from expanded_nn.layers.general.mapped import Mapped, Mapper, flatten, memory_order
+from expanded_nn.layers.general.mapped import OF_PARAMETERS, Mapped, Mapper, flatten, memory_order
 
 
 class Compared(NamedTuple):
@@ -223,6 +223,12 @@ class Trial:
         sizes = (x.abs().where(x.isfinite(), 0).max() for x in floats if x.numel() and not x.is_meta)
         size = max(map(float, sizes), default=1.0)
         for result, plain, dim in zip(results, expected, dims, strict=True):
+            if plain.shape == (1,) and self.batch > 1:  # (B,) would broadcast with (B, 1) to (B, B)
+                raise self.module._refusal(
+                    "its forward returns a tensor of shape (1,) that all samples share",
+                    "a tensor with a batch dimension",
+                    OF_PARAMETERS,
+                )
             if plain.dim() == result.dim() > 0 and plain.shape[dim] == 1:
                 plain = plain.expand(*plain.shape[:dim], result.shape[dim], *plain.shape[dim + 1 :])
             if result.shape != plain.shape or not near(plain, result.detach(), size):
