@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import batch_dim, has_derivatives, is_like_a_state
 from expanded_nn.common.meanwhile import meanwhile
-from expanded_nn.common.modes import is_of_checkpoint, running_backward, uncounted
+from expanded_nn.common.modes import is_of_checkpoint, running_backward, uncounted, unseen
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced, refuse_values, wait_for_values
 from expanded_nn.core import cost
@@ -117,14 +117,37 @@ class General(Expanded):
         return output.expand(*output.shape[:dim], batch, *output.shape[dim + 1 :]).clone()
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._has_own_rows():
+        with unseen():  # what is asked here is no part of the forward
+            if own := self._has_own_rows():
+                self._refuse_shards_within()
+                leaves, dims, may_lie, either = self._usual_reading(args, kwargs)
+        if not own:
             return self._plain_forward(*args, **kwargs)  # its children see to theirs
-        self._refuse_shards_within()
-        batch = self.pass_batch_size
+        if may_lie is not None:
+            dims = self._read(args, kwargs, leaves, dims, either, *may_lie)
+        with unseen():
+            call = self._called(args, kwargs, leaves, dims, either)
+        with reads_of_its_own():
+            result = self._on_whole_batch(call) if self._may_run_whole(call) else NotImplemented
+            return self._sample_by_sample(call) if result is NotImplemented else result
+
+    def _usual_reading(
+        self, args: Any, kwargs: Any
+    ) -> tuple[list[Any], list[int | None], tuple[list[bool], list[bool]] | None, tuple[bool, ...]]:
+        """What is in the arguments, where the samples stand in each as a rule, and what may lie otherwise, if any."""
         is_plain = not kwargs and all(type(arg) is Tensor for arg in args)
         leaves = list(args) if is_plain else tree_leaves((args, kwargs))
         either = tuple(map(self._reads_either_way, leaves))
-        dims = self._read(args, kwargs, leaves, [self._sample_dim(leaf, batch) for leaf in leaves], either)
+        batch = self.pass_batch_size
+        dims = [self._sample_dim(leaf, batch) for leaf in leaves]
+        second, matrices = self._which_lie_otherwise(leaves, dims, batch)
+        return leaves, dims, (second, matrices) if any(second) or any(matrices) else None, either
+
+    def _called(
+        self, args: Any, kwargs: Any, leaves: list[Any], dims: list[int | None], either: tuple[bool, ...]
+    ) -> Called:
+        """The call, whose arguments have their samples in these dimensions."""
+        batch = self.pass_batch_size
         note_input(self, shared=batch > 1 and all(dim is None for dim in dims))
         if self._learned is not None and batch > 1 and all(dim is None for dim in dims):
             raise self._refusal(
@@ -137,21 +160,12 @@ class General(Expanded):
             self.checked(inputs[0], 0, dim=dim, argument="the first tensor")
         sizes = (tuple(bool(n == 1) for n in x.shape) for x in inputs)
         kind = (self.training, *dims, bool(batch == 1), *sizes, *either)
-        call = Called(args, kwargs, batch, leaves, dims, inputs, kind)
-        with reads_of_its_own():
-            result = self._on_whole_batch(call) if self._may_run_whole(call) else NotImplemented
-            return self._sample_by_sample(call) if result is NotImplemented else result
+        return Called(args, kwargs, batch, leaves, dims, inputs, kind)
 
-    def _read(
-        self, args: Any, kwargs: Any, leaves: list[Any], dims: list[int | None], either: tuple[bool, ...]
-    ) -> list[int | None]:
-        """Where the samples stand: as usual or, if that is not right, elsewhere in what may lie otherwise.
-
-        That are states, `(layers, B, hidden)`, with the samples second; and, in a model that has them second, masks
-        `(B, T)` and what is left of a sequence, `(B, features)`, with the samples first, and masks `(T, T)` of all.
-        Of those in `either`, by `_reads_either_way`, a comparison tells nothing for later calls.
-        """
-        batch = self.pass_batch_size
+    def _which_lie_otherwise(
+        self, leaves: list[Any], dims: list[int | None], batch: int
+    ) -> tuple[list[bool], list[bool]]:
+        """Which arguments may be states, and which matrices, whose samples may stand elsewhere than usual."""
         second = [batch > 1 and dim != 1 and is_like_a_state(x, batch) for x, dim in zip(leaves, dims, strict=True)]
         first = dims.index(0) + 1 if 0 in dims else len(dims)  # the argument that says B has them first
         second[:first] = [False] * first
@@ -160,13 +174,29 @@ class General(Expanded):
             matrices = [may and self._is_of_samples(leaf) for may, leaf in zip(matrices, leaves, strict=True)]
         elif 1 in dims:
             matrices[dims.index(1)] = False  # the one that says B
-        if not any(second) and not any(matrices):
-            return dims
+        return second, matrices
+
+    def _read(
+        self,
+        args: Any,
+        kwargs: Any,
+        leaves: list[Any],
+        dims: list[int | None],
+        either: tuple[bool, ...],
+        second: list[bool],
+        matrices: list[bool],
+    ) -> list[int | None]:
+        """Where the samples stand: as usual or, if that is not right, elsewhere in what may lie otherwise.
+
+        That are states, `(layers, B, hidden)`, with the samples second; and, in a model that has them second, masks
+        `(B, T)` and what is left of a sequence, `(B, features)`, with the samples first, and masks `(T, T)` of all.
+        Of those in `either`, by `_reads_either_way`, a comparison tells nothing for later calls.
+        """
         inputs = [tensor for tensor in leaves if isinstance(tensor, Tensor)]
         sizes = (tuple(bool(n == 1) for n in tensor.shape) for tensor in inputs)
         kind = (self.training, *dims, *second, *matrices, *sizes, *either)
         if kind not in self._readings:
-            if cost.is_symbol(batch):
+            if cost.is_symbol(self.pass_batch_size):
                 return dims
             wait_for_values("a module of the general rule is compared with its plain forward first")
             sure = [1 if is_second and dim is None else dim for is_second, dim in zip(second, dims, strict=True)]
@@ -299,7 +329,8 @@ class General(Expanded):
         before, run = len(heard), self._run(recorder, recorder.forward.own_pass.batch)
         try:
             places, parameters = self._lent()
-            weights = [run.batched(recorder.expand(parameter)) for parameter in parameters]
+            with unseen():
+                weights = [run.batched(recorder.expand(parameter)) for parameter in parameters]
             args, kwargs = self._begun(run, args, kwargs)
             with swapped(places, weights), self._inside(run):
                 weights.clear()
