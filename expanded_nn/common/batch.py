@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn.common.traced import refuse_values
 
-_NUMBERS = {int, float, bool, str, type(None), slice, dtype, device}
+NUMBERS = {int, float, bool, str, type(None), slice, dtype, device}
 
 
 def tensors(value: Any) -> Iterator[Tensor | PackedSequence]:
@@ -24,12 +24,12 @@ def tensors(value: Any) -> Iterator[Tensor | PackedSequence]:
 def _collect(value: Any, found: list[Tensor | PackedSequence]) -> None:
     if isinstance(value, (Tensor, PackedSequence)):
         found.append(value)
+    elif type(value) in NUMBERS:  # most other arguments are, and the classes below take long to ask
+        return
     elif isinstance(value, (list, tuple)):
         for item in value:
             _collect(item, found)
-    elif type(value) in _NUMBERS:  # most arguments are, and the classes below take long to ask
-        return
-    elif isinstance(value, Mapping):
+    elif isinstance(value, (dict, Mapping)):
         for item in value.values():
             _collect(item, found)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from expanded_nn._errors import PerSampleError, complaint
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass  # an attribute of a factored tensor costs a call without it
+unseen = torch._C.DisableTorchFunction  # those who look at operations hear of none, a class of tensors neither
 
 
 def running_backward() -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.batch import batch_dim, data_in
+from expanded_nn.common.batch import NUMBERS, batch_dim, data_in
 from expanded_nn.common.bytecode import constant_index
 from expanded_nn.common.functions import SIZES, attributes, functions
 from expanded_nn.common.modes import WithoutSelection, is_selective
@@ -46,6 +46,7 @@ class Order(TorchFunctionMode):
         recorder: The recorder of the model.
         moved: The tensors whose samples stand in another order, by their ids, and what did it.
         copies: The copies for the samples of what all of them share.
+        turns: What operations that turn dimensions do with those, by their arguments.
         weights_are_outside: Whether the forward has used expanded weights outside of layers, which nobody looks at.
     """
 
@@ -54,6 +55,7 @@ class Order(TorchFunctionMode):
         self.recorder = recorder
         self.moved: dict[int, tuple[Tensor, list[Moved]]] = {}
         self.copies = Copies(recorder)
+        self.turns: dict[Any, list[int] | None] = {}
         self.weights_are_outside = False
 
     def __enter__(self) -> Order:
@@ -67,7 +69,11 @@ class Order(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _LOOKED_AT and not self.moved and not self.copies.layers:
+        if func in _SIZES_AND_RANKS:  # asked for more often than anything else
+            if args and self.recorder.forward.notes.shared_results:
+                self._look_at_size(func, *args, **kwargs)
+            return func(*args, **kwargs)
+        if func not in _LOOKED_AT and not self._meets_what_is_followed(args, kwargs):
             return func(*args, **kwargs)
         if not is_selective():
             return self._looked_at(func, func, args, kwargs)
@@ -76,8 +82,6 @@ class Order(TorchFunctionMode):
 
     def _looked_at(self, func: Any, call: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation, which `call` gives, after a look at it and its arguments."""
-        if func in _SIZES_AND_RANKS and args:
-            self._look_at_size(func, *args, **kwargs)
         if func in _BATCH_NORMS and (args[5] if len(args) > 5 else kwargs.get("training")):
             self._refuse_batch_norm(func, args[0] if args else kwargs["input"])
         move = places.move_of(func, args, kwargs)
@@ -96,6 +100,16 @@ class Order(TorchFunctionMode):
             changed = args[:1] if func is Tensor.__setitem__ else ()
             self.follow((args, kwargs), (result, changed), moved)
         return result
+
+    def _meets_what_is_followed(self, args: Any, kwargs: Any) -> bool:
+        """Whether an operation takes a tensor whose samples stand elsewhere, or copies of what all samples share."""
+        moved, copies = self.moved, self.copies.layers
+        if not moved and not copies:
+            return False
+        values: Iterable[Any] = [*args, *kwargs.values()]
+        if any(not isinstance(value, Tensor) and type(value) not in NUMBERS for value in values):
+            values = data_in(values)
+        return any(id(value) in moved or id(value) in copies for value in values)
 
     def _look_at_size(self, func: Any, x: Tensor, dim: int | None = None) -> None:
         """Raises where the forward asks for a size that the samples' dimension has made another one."""
@@ -154,9 +168,8 @@ class Order(TorchFunctionMode):
                 _push_mode(mode)
         if self not in modes:  # it looks on, under a mode of somebody else's
             return result
-        if self.moved:
+        if self._meets_what_is_followed(args, kwargs):
             self.follow((args, kwargs), result)
-        if self.copies.layers:
             self.copies.follow((args, kwargs), result)
         return result
 
@@ -169,6 +182,8 @@ class Order(TorchFunctionMode):
             return
         if not is_plain or callers.is_in_reentrant_checkpoint():
             for number, x in enumerate(data_in(arguments)):
+                if id(x) not in self.moved:
+                    continue
                 # the states of a recurrent layer are (layers, B, features) in any case
                 dim = 1 if number and isinstance(layer, nn.RNNBase) else cast(Any, layer)._samples_dim
                 self.refuse(layer, [moved for moved in self.reasons(x) if moved.dim is None or moved.dim != dim])
@@ -259,7 +274,7 @@ class Order(TorchFunctionMode):
         may_turn = sizes[usual] == batch and (1 in sizes or sizes.count(batch) > 1)
         if not reasons and not may_turn:
             return
-        dims = places.dims_after(func, x, args[1:], kwargs)
+        dims = self._dims_after(func, x, args[1:], kwargs)
         if dims is None:
             self.follow((args, kwargs), result)
             return
@@ -274,6 +289,15 @@ class Order(TorchFunctionMode):
         if is_turned and not callers.is_called_by_libraries(func) and self._are_samples(x):
             kept.append(Moved(func.__name__, None, line=callers.line_of_user(), dim=dims.index(usual)))
         self._note(kept, result)
+
+    def _dims_after(self, func: Any, x: Tensor, args: Any, kwargs: Any) -> list[int] | None:
+        """`places.dims_after`, once for the like calls of all layers."""
+        if next(data_in((args, kwargs)), None) is not None:
+            return None
+        key = func, x.dim(), repr(args), repr(kwargs)
+        if key not in self.turns:
+            self.turns[key] = places.dims_after(func, x, args, kwargs)
+        return self.turns[key]
 
     def _turn_by_names(self, names: Sequence[str], operands: Sequence[Any], result: Tensor) -> None:
         """`_turn`, for an operation that names the dimensions of its operands, and last those of its result."""
@@ -336,4 +360,4 @@ def _place(line: tuple[str, int]) -> str:
 _OF_DIMS = (*functions("size"), *attributes("shape"))
 _SIZES_AND_RANKS = {*SIZES, *functions("dim"), *attributes("ndim")}
 _BATCH_NORMS = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
-_LOOKED_AT = {*_SIZES_AND_RANKS, *places.MOVES, *places.TURNS, *_BATCH_NORMS, torch.einsum}
+_LOOKED_AT = {*places.MOVES, *places.TURNS, *_BATCH_NORMS, torch.einsum}

@@ -200,11 +200,11 @@ class Copies:
 
         `are_samples` tells of a tensor of B rows whether they are the samples'.
         """
-        leaves, structure = tree_flatten((args, kwargs))
-        results = _floats(result)
-        copies = [leaf for leaf in leaves if id(leaf) in self.layers]
-        if not copies or not results or self.recorder.general_rule is not None or is_called_by_libraries(func):
+        copies = [x for x in tensors((args, kwargs)) if id(x) in self.layers]
+        results = _floats(result) if copies else []
+        if not results or self.recorder.general_rule is not None or is_called_by_libraries(func):
             return
+        leaves, structure = tree_flatten((args, kwargs))
         batch, layer = len(copies[0]), self.layers[id(copies[0])][1]
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self.layers]
         meets_samples = any(x.dim() and x.shape[0] == batch and are_samples(x) for x in others)

@@ -113,6 +113,10 @@ class Run:
             return True
         return x.shape[0] != self.batch if self.owners is None else self.owners.are_shared(x)
 
+    def is_constant(self, x: Any) -> bool:
+        """Whether it is a buffer of a module that may fold its samples, or a view of one: a table all of them share."""
+        return self.owners is not None and isinstance(x, Tensor) and not x.requires_grad and self.are_shared(x)
+
     def arranged(self, x: Any) -> Arrangement | None:
         """How the rows of a plain tensor belong to the samples, in a forward that may fold them."""
         if self.owners is None or not isinstance(x, Tensor) or is_own(x) or x.dim() == 0:

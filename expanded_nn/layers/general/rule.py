@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import batch_dim, data_in, has_derivatives, is_like_a_state
 from expanded_nn.common.meanwhile import meanwhile
-from expanded_nn.common.modes import is_of_checkpoint, running_backward, uncounted
+from expanded_nn.common.modes import is_of_checkpoint, running_backward, uncounted, unseen
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced, refuse_values, wait_for_values
 from expanded_nn.core import cost
@@ -125,10 +125,29 @@ class General(Expanded):
         return output.expand(*output.shape[:dim], batch, *output.shape[dim + 1 :]).clone()
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._has_own_rows():
+        with unseen():  # what is asked here is no part of the forward
+            has_own_rows = self._has_own_rows()
+            if has_own_rows:
+                self._refuse_shards_within()
+                call = self._called(args, kwargs)
+                states, matrices = self._may_be_states(call), self._may_be_otherwise(call)
+        if not has_own_rows:
             return self._plain_forward(*args, **kwargs)  # its children see to theirs
-        self._refuse_shards_within()
-        call = self._called(args, kwargs)
+        if any(states) or any(matrices):
+            dims = self._read(call, states, matrices)
+            call = replace(call, dims=dims, kind=(*call.kind, *dims))
+        with unseen():
+            self._refuse_no_samples(call)
+        with reads_of_its_own():
+            result = self._on_whole_batch(call) if self._may_run_whole(call) else NotImplemented
+            result = self._sample_by_sample(call) if result is NotImplemented else result
+        order = None if self._recorder is None else self._recorder.escalation.order
+        if order is not None and call.kind in self._compared:
+            order.note_layout(self, data_in(result), self._compared[call.kind].dims)
+        return result
+
+    def _refuse_no_samples(self, call: Called) -> None:
+        """Raises if no argument has a row per sample, or the first tensor has not where it has to."""
         is_shared = call.batch > 1 and call.dims.count(None) == len(call.dims)
         note_input(self, shared=is_shared)
         if self._learned is not None and is_shared:
@@ -139,38 +158,27 @@ class General(Expanded):
             first = call.inputs[0]
             read = next(dim for leaf, dim in zip(call.leaves, call.dims, strict=True) if leaf is first)
             self.checked(first, 0, dim=self._dim_of(first) if read is None else read, argument="the first tensor")
-        with reads_of_its_own():
-            result = self._on_whole_batch(call) if self._may_run_whole(call) else NotImplemented
-            result = self._sample_by_sample(call) if result is NotImplemented else result
-        order = None if self._recorder is None else self._recorder.escalation.order
-        if order is not None and kind in self._compared:
-            order.note_layout(self, data_in(result), self._compared[kind].dims)
-        return result
 
     # Where the samples stand in the arguments
 
     def _called(self, args: Any, kwargs: Any) -> Called:
-        """What the forward is called with, and where the samples stand in it."""
+        """What the forward is called with, and where the samples stand in it as a rule."""
         batch = self.pass_batch_size
         is_plain = not kwargs and all(type(arg) is Tensor for arg in args)
         leaves = list(args) if is_plain else tree_leaves((args, kwargs))
         inputs = [tensor for tensor in leaves if isinstance(tensor, Tensor) and tensor.dim()]
         sizes = (tuple(bool(n == 1) for n in x.shape) for x in inputs)
-        kind = (self.training, bool(batch == 1), *sizes, *map(self._reads_either_way, leaves))
-        usual = [self._sample_dim(leaf, batch) for leaf in leaves]
-        dims = self._read(Called(args, kwargs, batch, leaves, usual, inputs, (*kind, *usual)))
-        return Called(args, kwargs, batch, leaves, dims, inputs, (*kind, *dims))
+        dims = [self._sample_dim(leaf, batch) for leaf in leaves]
+        kind = (self.training, bool(batch == 1), *sizes, *map(self._reads_either_way, leaves), *dims)
+        return Called(args, kwargs, batch, leaves, dims, inputs, kind)
 
-    def _read(self, call: Called) -> list[int | None]:
-        """Where the samples stand in the arguments: as usual, which `call` says, or elsewhere if only that is right.
+    def _read(self, call: Called, states: list[bool], matrices: list[bool]) -> list[int | None]:
+        """Where the samples stand in the arguments: as `call` says, or elsewhere if only that is right.
 
         In states, `(layers, B, hidden)`, they may stand second. In a model that has them second, they may stand first
         in a matrix, as in a mask `(B, T)` or what is left of a sequence, `(B, features)`; or nowhere, as in a mask
         `(T, T)`.
         """
-        states, matrices = self._may_be_states(call), self._may_be_otherwise(call)
-        if not any(states) and not any(matrices):
-            return call.dims
         kind = (*call.kind, *states, *matrices)
         if kind not in self._readings:
             if cost.is_symbol(call.batch):
@@ -322,7 +330,8 @@ class General(Expanded):
         before, run = len(heard), Run(batch, recorder, owners)
         try:
             places, parameters = self._lent()
-            weights = [run.batched(recorder.expand(parameter)) for parameter in parameters]
+            with unseen():
+                weights = [run.batched(recorder.expand(parameter)) for parameter in parameters]
             if owners is not None:
                 dims = [self._sample_dim(leaf, batch) for leaf in tree_leaves((args, kwargs))]
                 args, kwargs = owners.begin((args, kwargs), dims)

@@ -266,6 +266,13 @@ def _spread(func: Any, args: Any, kwargs: Any) -> Tensor:
     return own.run.derived(func, lambda value: spread(with_dims(value, len(sizes)), sizes), own, begins=False)
 
 
+def _dropout(func: Any, args: Any, kwargs: Any) -> Batched:
+    """Without effect, as in eval mode."""
+    named = {**dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
+    refuse_unless(not named.get("training", True) or named.get("p", 0.5) == 0)
+    return _own(named["input"])
+
+
 def _index(func: Any, args: Any, kwargs: Any) -> Batched:
     own, key = _own(args[0]), args[1]
     keys = key if isinstance(key, tuple) else (key,)
@@ -327,6 +334,8 @@ def _with_weights(
         x = named.pop("input")
         refuse_unless(bool(own) and all(map(is_own, own)))
         run = _run_of(own)
+        if by_position and (is_own(x) or run.is_constant(x)):
+            return _of_weights_alone(func, op, x, named, weights)
         dims_needed = max(dims, 1 + len(named.get("normalized_shape", ())))
         arrangement = run.arranged(x) if by_position and run.owners is not None and x.dim() >= dims_needed else None
         whole = arrangement is not None or run.has_rows(x, dims_needed)
@@ -341,6 +350,20 @@ def _with_weights(
         return _as_arranged(run, arrangement.unpadded(op(arrangement.padded(x), **named)), arrangement)
 
     return rule
+
+
+def _of_weights_alone(
+    func: Any, op: Callable[..., Tensor], x: Tensor, named: dict[str, Any], weights: Sequence[str]
+) -> Batched:
+    """A layer's operation on the positions of a parameter, or of a table that all samples share."""
+    own = {name: named[name] for name in weights if named.get(name) is not None}
+    run, options = _run_of(own.values()), {name: value for name, value in named.items() if name not in own}
+
+    def of_values(positions: Tensor, *values: Tensor) -> Tensor:
+        return op(positions, **options, **dict(zip(names, values, strict=True)))
+
+    names, table = list(own), x if is_own(x) else x.expand(run.batch, *x.shape)
+    return run.derived(func, of_values, table, *own.values())
 
 
 _batch_norm_of_samples = _with_weights(norm.batch_norm, 2, _BATCH_NORM, _BOTH)
@@ -400,6 +423,20 @@ def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
     return torch.matmul(*(beside(side, x.dim()) if side is own else side for side in args))
 
 
+def _attention(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Of queries, keys and values `(n, …)`, with a mask that is computed from parameters, as a bias by position is."""
+    named = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
+    query, own = named["query"], _own(named["attn_mask"])
+    run = own.run
+    refuse_unless(run.owners is not None and not any(is_own(named[name]) for name in ("query", "key", "value")))
+    arrangement = run.arranged(query)
+    assert arrangement is not None
+    refuse_unless(own.rank <= query.dim())
+    run.note(func, whole=True)
+    named["attn_mask"] = arrangement.rows_of(beside(own, query.dim()))
+    return _as_arranged(run, func(**named), arrangement)
+
+
 def _product_by_expert(func: Any, x: Tensor, own: Batched, owners: Owners) -> Tensor:
     """Of the same rows `(E, n, in)` for each expert with its matrix, `(E, in, out)`."""
     samples, experts = owners.of(x), own.value.shape[1]
@@ -439,6 +476,7 @@ def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor:
 # The table: what may be done with a parameter, and by which rule
 
 
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _LOOK_UP = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding")
 _SIZES_FIRST = set(functions("split", "chunk"))
@@ -469,6 +507,7 @@ TABLE: dict[Any, Rule] = {
         _of_each_number,
     ),
     **dict.fromkeys(functions("clone", "contiguous"), _same),
+    F.dropout: _dropout,
     **dict.fromkeys(functions("to", "type", "type_as", "float", "double", "half", "bfloat16"), _cast),
     **dict.fromkeys(functions("unsqueeze", "transpose", "unbind", "split", "chunk"), _by_dims),
     **dict.fromkeys(functions("squeeze"), _squeeze),
@@ -513,6 +552,7 @@ FOLDED: dict[Any, Rule] = {
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.grad.__get__: _no_grad,  # type: ignore[union-attr]
     **dict.fromkeys(functions("grouped_mm", "_grouped_mm"), _grouped_product),  # from torch 2.10 on
+    F.scaled_dot_product_attention: _attention,
 }
 RULES.update({**TABLE, **FOLDED})
 COMPUTED.update(func for func, rule in TABLE.items() if rule not in (_as_it_looks, _requires_grad))
