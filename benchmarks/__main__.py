@@ -151,9 +151,9 @@ def main() -> None:
         return
     found = measure_all(arguments, device)
     if not is_part(arguments):
-        name = device.type if device.type == "cuda" else f"cpu_{arguments.threads}"
-        report.write(found, ROOT / "benchmarks/results", ROOT / "docs/images", name)
-        report.into(ROOT / "README.md", report.digest(found, f"docs/images/bench_{name}.png"))
+        results = ROOT / "benchmarks/results"
+        report.write(found, results, ROOT / "docs/images")
+        report.into(ROOT / "README.md", report.digest(report.runs_in(results), "docs/images"))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,9 +136,18 @@ def memory(entries: Found) -> str:
     return table(["", *entries], rows)
 
 
+def place(machine: Found) -> str:
+    return machine["gpu"] or f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+
+
 def title(machine: Found) -> str:
-    where = machine["gpu"] or f"CPU, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
-    return f"{where}, expanded_nn {machine['versions'].get('expanded_nn', '?')}"
+    return f"{place(machine)}, expanded_nn {machine['versions'].get('expanded_nn', '?')}"
+
+
+def file_name(machine: Found) -> str:
+    """Processors differ, so each has files of its own: `amd_epyc_1` with one thread."""
+    name = re.sub(r"\(\w+\)", " ", machine["gpu"] or f"{machine['cpu']} {machine['threads']}")
+    return "_".join(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 def about(machine: Found) -> str:
@@ -186,11 +196,15 @@ def page(title: str, found: Found) -> str:
 MARKS = "<!-- written by make bench -->", "<!-- until here -->"
 
 
-def digest(found: Found, picture: str) -> str:
-    """What the README shows: the picture, where a peer is faster, and the machine."""
-    lines = [f"![The fastest peer, and expanded_nn with and without enn.compile]({picture})", ""]
-    lines += ["Where a peer is faster:", "", *faster_peers(main_ones(found["workloads"]))]
-    return "\n".join([*lines, "", f"Measured {about(found['machine'])}"])
+def digest(runs: Iterable[Found], images: str) -> str:
+    """What the README shows of each machine: the picture, and where a peer is faster."""
+    parts = []
+    for found in runs:
+        picture = f"{images}/bench_{file_name(found['machine'])}.png"
+        parts += [f"![The fastest peer, and expanded_nn with and without enn.compile]({picture})", ""]
+        parts += [f"On {place(found['machine'])} ({found['machine']['date']}) a peer is faster here:", ""]
+        parts += [*faster_peers(main_ones(found["workloads"])), ""]
+    return "\n".join(parts[:-1])
 
 
 def main_ones(workloads: Found) -> Found:
@@ -206,19 +220,24 @@ def into(page: Path, text: str) -> None:
     page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
-def write(found: Found, results: Path, images: Path, name: str) -> None:
-    """Writes `<name>.json` and the page of all that lie beside it; the plots are those of this run.
+def runs_in(results: Path) -> list[Found]:
+    """The last run of each machine and number of threads."""
+    return [json.loads(each.read_text()) for each in sorted(results.glob("*.json"))]
+
+
+def write(found: Found, results: Path, images: Path) -> None:
+    """Writes the file of a run, the page of all runs that lie beside it, and the plots of this one.
 
     Args:
         found: The run.
         results: The folder of the tables.
         images: The folder of the plots.
-        name: Of the device, with the number of threads.
     """
+    name = file_name(found["machine"])
     results.mkdir(parents=True, exist_ok=True)
     (results / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    runs = [json.loads(each.read_text()) for each in sorted(results.glob("*.json"))]
-    (results / "README.md").write_text("\n".join([INTRODUCTION, *(page(title(run["machine"]), run) for run in runs)]))
+    pages = [page(title(run["machine"]), run) for run in runs_in(results)]
+    (results / "README.md").write_text("\n".join([INTRODUCTION, *pages]))
     draw_steps(found["workloads"], images / f"bench_steps_{name}.png")
     draw_best(main_ones(found["workloads"]), images / f"bench_{name}.png")
     if found["sweeps"]:

@@ -130,7 +130,7 @@ LINEAR = [
     Case("linear_no_bias", lambda: nn.Linear(4, 5, bias=False), randn(4)),
     Case("linear_no_bias_3d", lambda: nn.Linear(4, 5, bias=False), randn(6, 4)),
     Case("linear_wide", lambda: nn.Linear(40, 50), randn(2, 40)),
-    Case("linear_few_features", lambda: nn.Linear(3, 64), randn(9, 3)),
+    Case("linear_few_features", lambda: nn.Linear(1, 512), randn(9, 1)),
     Case("linear_long", lambda: nn.Linear(4, 2), randn(40, 4)),
     Case("linear_one_feature", lambda: nn.Linear(1, 1), randn(1)),
     Case("linear_transposed", lambda: nn.Linear(4, 5), randn_as(lambda x: x.mT, 4, 6)),

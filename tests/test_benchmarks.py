@@ -90,35 +90,44 @@ def test_page(tmp_path: Path) -> None:
     peers = [Result("JAX", "rows", ratio=[0.1, 0.2, 0.3], seconds=[1.0] * 3, error=0.0, first=1.0)]
     peers += [Result("JAX", "clip", state="failed", note="no")]
     found = {
-        "machine": {"cpu": "?", "cores": 1, "threads": 1, "gpu": None, "load before": 0, "date": "", "versions": {}},
+        "machine": {
+            "cpu": "Some(R) CPU",
+            "cores": 1,
+            "threads": 1,
+            "gpu": None,
+            "load before": 0,
+            "date": "",
+            "versions": {},
+        },
         "workloads": {"tiny": {"about": "small", "extra": False, "sizes": "{}", "results": results + as_json(peers)}},
         "sweeps": {"samples": {"varies": "batch", "values": [3], "results": [results]}},
         "memory": {"tiny": {"step: plain": 2**20, "clip: expanded_nn": 2**21, "clip: JAX": None}},
     }
-    report.write(found, tmp_path, tmp_path, "cpu")
+    report.write(found, tmp_path, tmp_path)
     page = (tmp_path / "README.md").read_text()
     assert "| JAX | **0.20** |" in page
     assert "| JAX | failed |" in page
     assert "- clip: JAX: `no`" in page
     assert "- tiny, rows: JAX 0.20; expanded_nn" in page
     assert "| clip: expanded_nn | 2.00 (2 MiB) |" in page
-    assert json.loads((tmp_path / "cpu.json").read_text()) == found
+    assert json.loads((tmp_path / "some_cpu_1.json").read_text()) == found
+    assert report.runs_in(tmp_path) == [found]
     assert {each.name for each in tmp_path.glob("*.png")} == {
-        "bench_steps_cpu.png",
-        "bench_cpu.png",
-        "bench_growth_cpu.png",
+        "bench_steps_some_cpu_1.png",
+        "bench_some_cpu_1.png",
+        "bench_growth_some_cpu_1.png",
     }
-    assert "## CPU, 1 thread" in page
+    assert "## Some(R) CPU, 1 thread" in page
 
     readme = tmp_path / "digest.md"
     readme.write_text("\n".join(["before", report.MARKS[0], "older", report.MARKS[1], "after"]))
     for _ in range(2):  # it replaces what it wrote
-        report.into(readme, report.digest(found, "picture.png"))
+        report.into(readme, report.digest([found, found], "pictures"))
     text = readme.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter")
     assert "older" not in text
-    assert text.count("](picture.png)") == text.count("- tiny, rows: JAX 0.20; expanded_nn") == 1
+    assert text.count("](pictures/bench_some_cpu_1.png)") == text.count("- tiny, rows: JAX 0.20; expanded_nn") == 2
     readme.write_text("no marks")
     with pytest.raises(ValueError, match="lacks the lines"):
         report.into(readme, "")

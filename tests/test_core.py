@@ -490,7 +490,7 @@ def test_products_of_a_factor_in_common_are_made_once() -> None:
 @pytest.mark.parametrize("law", ["dense", "dense out", "weighted_sum", "weighted_sum plain", "add_weighted_sum"])
 @pytest.mark.parametrize("features", [1, 2, 8, 9])
 def test_products_with_few_features(features: int, law: str) -> None:
-    case = outer(9, 64, features)
+    case = outer(64, 512, features)
     factors = case.factors()
     compute, wanted = LAWS[law]
     torch.testing.assert_close(compute(case.term(*factors)), wanted(case.twin(*factors), case.term(*factors)))

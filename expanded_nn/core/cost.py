@@ -68,18 +68,19 @@ def compares_rows(numel: int) -> bool:
     return numel <= COMPARED_NUMEL
 
 
-FEW_FEATURES = 8
+FEW_FEATURES, TURNED_NUMEL, TURNED_OUT = 8, 1 << 12, 64
 
 
 def multiplies_turned(positions: int, out: int, features: int) -> bool:
     """Whether products of `features` by `out` numbers are computed in place of those of `out` by `features`.
 
     A product's kernel works along the last dimension, and is idle for the most part where that is short. It trades
-    another pass over the result. Measured at 1 to 8 features and 64 to 1024 outputs: 0.05 to 0.6 with 8 positions and
-    more (with two threads 0.03 to 1.0), up to 6 with 2, where memory counts; with 12 features and more 0.5 to 1.5.
+    another pass over the result. Measured at 1 to 8 features and 64 to 1024 outputs: 0.05 to 0.6 on the AMD EPYC, 0.2
+    to 1.1 on an Intel Xeon; there up to 1.9 with fewer `positions * out` for each feature.
     """
-    are_many = is_symbol(positions) or positions >= 8
-    return are_many and features <= FEW_FEATURES and out >= 8 * FEW_FEATURES
+    if features > FEW_FEATURES or out < TURNED_OUT:
+        return False
+    return is_symbol(positions) or positions * out >= TURNED_NUMEL * features
 
 
 SMALL_ROWS_NUMEL = 1 << 15
@@ -89,7 +90,7 @@ def rows_are_small(numel: int) -> bool:
     """Whether rows with `numel` numbers in all are dense from the start.
 
     It trades arithmetic and memory against calls. Measured on steps of perceptrons: 0.55 to 0.85 with fewer numbers,
-    0.8 to 1.6 from 2^15 to 2^17, 2 to 8 with more.
+    0.8 to 1.6 from 2^15 to 2^17, 2 to 8 with more; the same on an Intel Xeon.
     """
     return numel <= SMALL_ROWS_NUMEL
 
@@ -186,7 +187,8 @@ def rows_by_columns(
     Measured at some 200 random shapes, relative to the batch gradient: groups 0.7 to 1.6, where columns, a loop over
     the samples or a product for each entry of the kernel are 1.2 to 5. But columns are up to 100 times as fast as
     groups in other dtypes than float32 and for kernels of one entry, and up to twice as fast where rows are much larger
-    than factors, sooner if there are many channels to multiply a column with. Nothing was measured on a GPU.
+    than factors, sooner if there are many channels to multiply a column with. On an Intel Xeon
+    the choice takes 1.1 of the faster one's time at most, at 12 shapes. Nothing was measured on a GPU.
     """
     ratio = ROWS_PER_FACTOR_OF_MANY_CHANNELS if channels >= MANY_CHANNELS else ROWS_PER_FACTOR
     return dtype != torch.float32 or device != "cpu" or entries == 1 or numel > ratio * factor_numel
@@ -209,10 +211,10 @@ It trades memory against calls. Measured: 2^18 numbers 0.9 to 1.2, 2^22 1, but 4
 def keeps_gates(dtype: torch.dtype, device: str) -> bool:
     """Whether the forward of an LSTM or GRU is a loop over time that keeps the gates for the backward.
 
-    It trades memory and torch's own kernel against computing the gates twice. Measured on whole steps, on an AMD EPYC
-    with one thread: a GRU 0.8 with 512 units and 128 steps, 1 with 128 units and 32 steps; an LSTM 0.92 to 0.96 with
-    128 units or more and 32 samples or more, 1 with fewer, 1.03 with 4 samples. Elsewhere than on a CPU nothing was
-    measured.
+    It trades memory and torch's own kernel against computing the gates twice. Measured on whole steps: a GRU 0.8 with
+    512 units and 128 steps, 1 with 128 units and 32 steps; an LSTM 0.92 to 0.96 with 128 units or more and 32 samples
+    or more, 1 with fewer, 1.03 with 4 samples. On an Intel Xeon a GRU 0.77 to 0.89, an LSTM 0.83 to 1. Elsewhere than
+    on a CPU nothing was measured.
     """
     return device == "cpu" and dtype in (torch.float32, torch.float64)
 
