@@ -216,6 +216,7 @@ class General(Expanded):
         pairs = list(zip(states, call.dims, strict=True))
         where_unknown = [1 if is_state and dim is None else dim for is_state, dim in pairs]
         everywhere = [1 if is_state else dim for is_state, dim in pairs]
+        # first what changes least: a state may be an input whose second size is B by chance
         readings = (_readings(dims, matrices) for dims in (call.dims, where_unknown, everywhere))
         told = None
         for reading in map(list, dict.fromkeys(chain(*readings))):
