@@ -15,7 +15,7 @@ from expanded_nn._errors import ConversionError, refuse_no_bool, refuse_no_model
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.layers.twins import expand_modules, raise_for, rebased
 from expanded_nn.modules.base import PerSampleModule, Root, switch, twin_class
-from expanded_nn.modules.registry import registered_base, registered_twin
+from expanded_nn.modules.registry import registered
 from expanded_nn.recording.recorder import Settings
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -181,8 +181,8 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
     module_class = parametrize.type_before_parametrizations(module)
     plain: type[nn.Module] | None = vars(module_class).get("plain_class")
     if plain is None:
-        plain = registered_base(module_class)
-        plain = None if plain is None or registered_twin(plain) is not module_class else plain
+        base, twin = registered(module_class) or (None, None)
+        plain = base if twin is module_class else None
     if plain is None:
         raise ConversionError(
             f"{module_class.__name__} is derived from an expanded class, so there is no plain one to go back to. "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn._errors import complaint, refuse_no_count
-from expanded_nn.common.modes import in_own_dtype, no_torch_function
+from expanded_nn.common.modes import no_torch_function, without_autocast
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core.sketch import Sketch, Totals, TwoSided
 from expanded_nn.core.terms import Dense, Term, sides
@@ -98,7 +98,7 @@ class Projection:
             rows = {name: widened(as_real(as_factored(tensor))) for name, tensor in grads.items()}
             self._refuse_other_shapes(rows)
             first = next(iter(rows.values()))
-            with in_own_dtype(first):
+            with without_autocast():
                 kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in rows.values())
                 totals = {
                     kind: Totals(self.dim, first.shape[0], *kind, reuses_memory=not is_traced()) for kind in kinds

@@ -134,7 +134,9 @@ def folding(model: nn.Module) -> list[Alone]:
 
 def runs_whole(model: nn.Module) -> bool:
     parts = folding(model)
-    return bool(parts) and all(part._ways and all(ways.known for ways in part._ways.values()) for part in parts)
+    return bool(parts) and all(
+        part._told.ways and all(ways.known for ways in part._told.ways.values()) for part in parts
+    )
 
 
 def assert_right(module: nn.Module, *calls: Call, samples: int = B, objective: Any = total_loss) -> nn.Module:

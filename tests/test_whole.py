@@ -61,7 +61,7 @@ def own(forward: Callable[..., Any], *shapes: tuple[int, ...], **layers: nn.Modu
 
 def runs_whole(model: nn.Module) -> bool:
     """Whether all modules of the general rule run on the whole batch, in all kinds of calls so far."""
-    ways = [list(each._ways.values()) for each in model.modules() if isinstance(each, General)]
+    ways = [list(each._told.ways.values()) for each in model.modules() if isinstance(each, General)]
     assert ways
     return all(ways) and all(each.known for own in ways for each in own)
 
@@ -905,7 +905,7 @@ def test_copies_and_files() -> None:
     for copied in (deepcopy(model), pickle.loads(pickle.dumps(model))):
         step(copied, *X)
         assert_close_rows(rows_of(copied), rows_of(model))
-    assert "_ways" not in vars(enn.revert(model)[2])
+    assert "_trials" not in vars(enn.revert(model)[2])
 
 
 class MyScale(nn.Module):

@@ -31,13 +31,8 @@ def is_autocast() -> bool:
 
 
 def without_autocast() -> AbstractContextManager[object]:
-    """Switches autocast off on all devices."""
+    """Switches autocast off on all devices, so that what is computed from rows has their dtype."""
     return torch._C._DisableAutocast() if is_autocast() else nullcontext()
-
-
-def in_own_dtype(rows: Tensor) -> AbstractContextManager[object]:
-    """Switches autocast off, so that what is computed from the rows has their dtype."""
-    return torch.autocast(rows.device.type, enabled=False) if is_autocast() else nullcontext()
 
 
 def autocast_as_now(device: torch.device) -> Callable[[], AbstractContextManager[object]]:

@@ -27,17 +27,13 @@ from expanded_nn.common.batch import contents
 OWN_STATE = (
     "_recorder",
     "_settings",
-    "_compared",
-    "_readings",
-    "_ways",
-    "_turn",
+    "_trials",
     "_ranks",
     "_shared_seen",
     "_learned",
     "_layout_is_clear",
 )
 OURS = {"_parameters", "_modules", "_flat_weights", "_flat_weight_refs", *OWN_STATE}
-_LEARNED = ("_compared", "_readings", "_ways", "_turn")  # what the general rule knows of a module
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -180,7 +176,7 @@ def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
         yield
     finally:
         for member, attributes in before:
-            learned = {key: vars(member)[key] for key in _LEARNED if key in vars(member)}
+            learned = {key: vars(member)[key] for key in ("_trials",) if key in vars(member)}
             vars(member).clear()
             vars(member).update(attributes, **learned)
 

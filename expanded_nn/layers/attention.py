@@ -18,7 +18,7 @@ from expanded_nn.layers.linear import Linear, linear
 from expanded_nn.layers.twins import expand_modules, raise_for
 from expanded_nn.modules.base import Expanded, PerSampleModule, Root
 from expanded_nn.modules.layout import refuse_other_than_sequences
-from expanded_nn.modules.registry import expands, registered_base
+from expanded_nn.modules.registry import expands, registered
 from expanded_nn.recording.recorder import Recorder
 
 
@@ -297,8 +297,8 @@ class _Container(_Converted, Root):
 
     def _forward_is_torchs(self) -> bool:
         """Whether it takes sequences; a forward of the user's may begin with tokens."""
-        base = registered_base(type(self))
-        return self.plain_class is None or base is None or self.plain_class.forward is base.forward
+        found = registered(type(self))
+        return self.plain_class is None or found is None or self.plain_class.forward is found[0].forward
 
     def _rows_are_due(self) -> bool:
         if self._recorder is None or not torch.is_grad_enabled():

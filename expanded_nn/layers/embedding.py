@@ -162,7 +162,10 @@ def _renormalize(weight: Tensor, index: Tensor, valid: Tensor | None, max_norm: 
 
 
 def _renormalize_once(module: Embedding | EmbeddingBag, index: Tensor) -> float | None:
-    """Scales down the entries of the one weight before it is expanded; gives the `max_norm` left for the op to do."""
+    """Scales down the entries of the one weight; gives the `max_norm` left for the op to do.
+
+    That is done before it is expanded: torch refuses the expanded weight, a view, once its base has changed.
+    """
     weight = module.weight
     if module.max_norm is None or weight.dim() == 3:
         return module.max_norm

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expanded_nn.common.batch import in_memory_order
-from expanded_nn.common.modes import in_own_dtype, is_batched
+from expanded_nn.common.modes import is_batched, without_autocast
 from expanded_nn.common.shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
 from expanded_nn.core import cost
 from expanded_nn.core.terms import Outer, outer_products
@@ -31,7 +31,7 @@ def outer_rows(
     g, a = positions(g), positions(a)
     small = cost.rows_are_small(g.shape[0] * g.shape[-1] * a.shape[-1]) and g.dtype == dtype and dtype.itemsize > 2
     if (small and not keep_factors) or is_batched(g):
-        with in_own_dtype(g):
+        with without_autocast():
             return outer_products(g, a)
     return from_factors(lambda g, a: Outer.of(g, a, dtype), (g, a), (_gradient_of_g, _gradient_of_a))
 

@@ -326,19 +326,15 @@ def instance_norm(
         `(B, C, *)`.
     """
     statistics = (running_mean, running_var)
-    if not _channels_fit(x, weight, bias, *statistics) or (use_input_stats and prod(x.shape[2:]) == 1):
+    cannot_be = prod(x.shape[2:]) == 1 if use_input_stats else any(running is None for running in statistics)
+    if cannot_be or not _channels_fit(x, weight, bias, *statistics):
         parameters = shared_or_none(weight), shared_or_none(bias)
         return F.instance_norm(x, *statistics, *parameters, use_input_stats, momentum, eps)  # raises
-    mean, var = (None if running is None else running.repeat(x.shape[0]) for running in statistics)
-
-    def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return F.instance_norm(x, mean, var, weight, bias, use_input_stats, momentum, eps)
-
-    y = _as_one_sample(norm, x, weight, bias)
-    for running, updated in zip(statistics, (mean, var), strict=True):
-        if use_input_stats and running is not None and updated is not None and len(x):
-            running.copy_(updated.view(len(x), -1).mean(0))
-    return y
+    if not use_input_stats:
+        return batch_norm(x, *statistics, weight, bias, eps=eps)
+    if len(x) and any(running is not None for running in statistics):
+        F.instance_norm(x.detach(), *statistics, momentum=momentum)  # it alone updates them
+    return group_norm(x, x.shape[1], weight, bias, eps)
 
 
 def _mixing(who: str) -> PerSampleError:

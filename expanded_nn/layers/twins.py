@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from types import new_class
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from expanded_nn._errors import ConversionError
 from expanded_nn.layers import transformers as transformers  # registers its twins
 from expanded_nn.layers.general.rule import PARAMETER_LISTS, General
 from expanded_nn.modules.base import Expanded, PerSampleModule, Root, twin_class
-from expanded_nn.modules.registry import registered_base, registered_twin
+from expanded_nn.modules.registry import registered
 
 _HARMLESS = {"extra_repr", "reset_parameters", "_reset_parameters"}
 _PACKAGE = __name__.partition(".")[0]
@@ -70,10 +70,8 @@ def _holds_parameters(module: nn.Module) -> bool:
 
 def _is_watched(module: nn.Module) -> bool:
     """Whether a module has a twin that it becomes even without parameters of its own."""
-    base = registered_base(type(module))
-    if base is None or isinstance(module, registered_twin(base)):
-        return False
-    return getattr(registered_twin(base), "watches", False)
+    _, twin = registered(type(module)) or (None, nn.Module)
+    return not isinstance(module, twin) and getattr(twin, "watches", False)
 
 
 def _twin_of(module: nn.Module) -> type[nn.Module]:
@@ -86,13 +84,13 @@ def _twin_of(module: nn.Module) -> type[nn.Module]:
 def _kind_of(module: nn.Module) -> type[PerSampleModule]:
     """What the twin is beside the module's own class: the layer that is registered for it, or the general rule."""
     module_class = parametrize.type_before_parametrizations(module)
-    base = registered_base(module_class)
-    if base is None:
+    found = registered(module_class)
+    if found is None:
         return General
-    kind: Any = registered_twin(base)
+    base, kind = found
     # of containers, the children make the rows
     fits = not _overrides(module_class, base) if issubclass(kind, Expanded) else not _holds_parameters(module)
-    return kind if fits else General
+    return cast(type[PerSampleModule], kind) if fits else General
 
 
 def rebased(module_class: type[nn.Module], bases: tuple[type, ...]) -> type[nn.Module]:
@@ -144,7 +142,7 @@ def _problem(module: nn.Module) -> tuple[str, str] | None:
 def _clash(module: nn.Module, kind: type[PerSampleModule]) -> tuple[str, str] | None:
     """A name that both the user's class and its twin have given a meaning: one of the two would be lost."""
     module_class = parametrize.type_before_parametrizations(module)
-    base = registered_base(module_class) or nn.Module
+    base, _ = registered(module_class) or (nn.Module, None)
     user_classes = module_class.__mro__[: module_class.__mro__.index(base)]
     user_names = {*vars(module), *module._parameters, *module._modules, *module._buffers}
     user_names.update(name for user_class in user_classes for name in vars(user_class))

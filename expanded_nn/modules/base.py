@@ -148,7 +148,7 @@ class PerSampleModule(nn.Module):
     def _learn(self, learned: Learned | None) -> None:
         """Switches to the general rule for what was learned, or with `None` back to the class of before."""
         kind = None if self._learned is None else self._learned.kind
-        for attribute in ("_learned", "_compared", "_readings", "_ways"):
+        for attribute in ("_learned", "_trials"):
             self.__dict__.pop(attribute, None)
         if learned is not None:
             self.__dict__["_learned"] = learned

@@ -73,17 +73,10 @@ def refuse_no_class(who: str, value: object, remedy: str) -> None:
         raise TypeError(str(complaint(who, f"it is given {shown(value)}", wanted, remedy)))
 
 
-def registered_base(module_class: type[nn.Module]) -> type[nn.Module] | None:
-    """The nearest class in `module_class`'s ancestry that has an expanded twin, or `None`."""
-    return next((base for base in module_class.__mro__ if _registered(base) is not None), None)
-
-
-def registered_twin(base: type[nn.Module]) -> type[nn.Module]:
-    """What is registered for a class, by itself or by its name: its twin, or the first base of its twin."""
-    twin = _registered(base)
-    assert twin is not None
-    return twin
-
-
-def _registered(base: type[nn.Module]) -> type[nn.Module] | None:
-    return EXPANDED.get(base) or EXPANDED.get(f"{base.__module__}.{base.__qualname__}")
+def registered(module_class: type[nn.Module]) -> tuple[type[nn.Module], type[nn.Module]] | None:
+    """The nearest class in the ancestry that has an entry, and the entry: its twin, or the first base of its twin."""
+    for base in module_class.__mro__:
+        twin = EXPANDED.get(base) or EXPANDED.get(f"{base.__module__}.{base.__qualname__}")
+        if twin is not None:
+            return base, twin
+    return None

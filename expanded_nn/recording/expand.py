@@ -11,7 +11,7 @@ from torch import Tensor
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.meanwhile import meanwhile
-from expanded_nn.common.modes import in_own_dtype, no_torch_function, refuse_batched
+from expanded_nn.common.modes import no_torch_function, refuse_batched, without_autocast
 from expanded_nn.core.terms import Dense
 from expanded_nn.factored import FactoredTensor, materialized, times
 from expanded_nn.recording.backward import accumulates
@@ -51,7 +51,7 @@ class Expand(torch.autograd.Function):
         settings, asked_for = recorder.settings, not accumulates(ctx.next_functions[0][0])
         scale = max(1, ctx.pass_.batch) if settings.loss_reduction == "mean" else 1
         # without no_torch_function each attribute of a factored tensor costs a call in Python
-        with no_torch_function(), in_own_dtype(rows):
+        with no_torch_function(), without_autocast():
             add_up = settings.accumulate_grad or asked_for
             kept, total = _kept_and_total(rows, scale, add_up, settings, leaf.memory)
             if not asked_for or torch.is_grad_enabled():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.modes import in_own_dtype
+from expanded_nn.common.modes import without_autocast
 from expanded_nn.core import algebra, cost, kronecker
 from expanded_nn.core.algebra import Kind
 from expanded_nn.core.kronecker import KroneckerFactors
@@ -28,9 +28,9 @@ def _in_own_dtype(method: Method) -> Method:
     """The method without autocast."""
 
     @wraps(method)
-    def call(rows: Rows, *args: Any) -> Any:
-        with in_own_dtype(rows):
-            return method(rows, *args)
+    def call(*args: Any) -> Any:
+        with without_autocast():
+            return method(*args)
 
     return cast(Method, call)
 
@@ -108,7 +108,7 @@ class Rows(Tensor):
 
     def _rows(self, memory: Recycled | None = None) -> Tensor:
         self._check_source()
-        with torch.no_grad(), in_own_dtype(self):
+        with torch.no_grad(), without_autocast():
             return self._cell.densify(memory).view(self.shape)
 
     @_in_own_dtype

@@ -33,7 +33,6 @@ class Alone(General):
 
     watches: ClassVar[bool] = True
     _alone: ClassVar[bool] = True
-    _turn: int = -1  # how many calls have run on the whole batch, from 0 on
 
     def _suits_whole_batch(self) -> bool:
         """Whether its graph may tell whose the rows of each layer are."""
@@ -51,7 +50,7 @@ class Alone(General):
         if result is NotImplemented or not self.goes_in_a_loop():
             return result
         # values lead it, so that samples may meet which have not met in the trial
-        turn = self.__dict__["_turn"] = self._turn + 1
+        self._told.turn = turn = self._told.turn + 1
         is_due = turn % cost.TURNS_OF_A_SAMPLE == 0
         is_right = not is_due or self._agrees(call, result, turn // cost.TURNS_OF_A_SAMPLE % call.batch)
         return result if is_right else NotImplemented
@@ -67,7 +66,7 @@ class Alone(General):
         if states.restore():
             return True
         pairs = zip(flatten(alone)[0], flatten(result)[0], strict=True)
-        dims = iter(self._compared[call.kind].dims)
+        dims = iter(self._told.compared[call.kind].dims)
         tensors = [(x, y, next(dims)) for x, y in pairs if isinstance(x, Tensor)]
         return all(near(x, y.detach().narrow(dim, i, 1), 1.0) for x, y, dim in tensors)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn.common.modes import in_own_dtype, refuse_batched
+from expanded_nn.common.modes import refuse_batched, without_autocast
 from expanded_nn.common.shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
 from expanded_nn.core import algebra, cost
 from expanded_nn.factored import FactoredTensor, materialized
@@ -39,7 +39,7 @@ class _Linear(torch.autograd.Function):
         by_sample = padded(g) if any(ctx.needs_input_grad[1:3]) else g
         if ctx.needs_input_grad[1]:
             # dense: what is padded has no positions that could be counted, or compared with those of other layers
-            with in_own_dtype(g):
+            with without_autocast():
                 rows = torch.bmm(positions(by_sample).mT, positions(padded(x.to(g.dtype))))
             grad_weight = rows.to(weight.dtype)
         if ctx.needs_input_grad[2]:

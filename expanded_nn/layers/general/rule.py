@@ -32,7 +32,7 @@ from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced, refuse_v
 from expanded_nn.core import cost
 from expanded_nn.layers.general.mapped import Called, Mapper, flatten
 from expanded_nn.layers.general.owners import Owners
-from expanded_nn.layers.general.trial import NO_WAYS, Compared, Trial, Verdict, Way, Ways
+from expanded_nn.layers.general.trial import NO_WAYS, Told, Trial, Verdict, Way, Ways
 from expanded_nn.layers.general.whole import Run, reads_of_its_own
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.layout import note_input, refuse_square
@@ -59,13 +59,16 @@ class General(Expanded):
     """
 
     calls_others: ClassVar[bool] = True
-    # by the kind of a call, what trials have told: where samples stand in its results,
-    _compared: Mapping[Any, Compared] = {}
-    _readings: Mapping[Any, list[int | None]] = {}  # where they stand in its arguments,
-    _ways: Mapping[Any, Ways] = {}  # and the ways in which the forward is right on the whole batch
+    _trials: Told | None = None  # there once it is asked for, as `_told`
     _alone: ClassVar[bool] = False  # whether it goes sample by sample in any case,
     _loops: ClassVar[bool] = False  # and in a loop
     _ranks: dict[str, int] | None = None  # of each own parameter, those in lists included, when it was converted
+
+    @property
+    def _told(self) -> Told:
+        if self._trials is None:
+            vars(self)["_trials"] = Told()
+        return cast(Told, self._trials)
 
     def goes_in_a_loop(self) -> bool:
         """Whether the samples go through it one after the other, as `vmap` fails in it."""
@@ -142,8 +145,8 @@ class General(Expanded):
             result = self._on_whole_batch(call) if self._may_run_whole(call) else NotImplemented
             result = self._sample_by_sample(call) if result is NotImplemented else result
         order = None if self._recorder is None else self._recorder.escalation.order
-        if order is not None and call.kind in self._compared:
-            order.note_layout(self, data_in(result), self._compared[call.kind].dims)
+        if order is not None and call.kind in self._told.compared:
+            order.note_layout(self, data_in(result), self._told.compared[call.kind].dims)
         return result
 
     def _refuse_no_samples(self, call: Called) -> None:
@@ -179,13 +182,13 @@ class General(Expanded):
         in a matrix, as in a mask `(B, T)` or what is left of a sequence, `(B, features)`; or nowhere, as in a mask
         `(T, T)`.
         """
-        kind = (*call.kind, *states, *matrices)
-        if kind not in self._readings:
+        kind, known = (*call.kind, *states, *matrices), self._told.readings
+        if kind not in known:
             if cost.is_symbol(call.batch):
                 return call.dims
             wait_for_values("a module of the general rule is compared with its plain forward first")
-            vars(self)["_readings"] = {**self._readings, kind: self._best_reading(call, states, matrices)}
-        return self._readings[kind]
+            known[kind] = self._best_reading(call, states, matrices)
+        return known[kind]
 
     def _may_be_states(self, call: Called) -> list[bool]:
         """Which arguments may be states with the samples second: those behind the one that says B by its first size."""
@@ -225,6 +228,7 @@ class General(Expanded):
         pairs = list(zip(states, call.dims, strict=True))
         where_unknown = [1 if is_state and dim is None else dim for is_state, dim in pairs]
         everywhere = [1 if is_state else dim for is_state, dim in pairs]
+        # first what changes least: a state may be an input whose second size is B by chance
         readings = (_readings(dims, matrices) for dims in (call.dims, where_unknown, everywhere))
         told = None
         for reading in map(list, dict.fromkeys(chain(*readings))):
@@ -258,7 +262,8 @@ class General(Expanded):
         if call.batch == 0:
             return mapper.without_samples()
         in_a_loop = self.goes_in_a_loop()  # where each value may lead another way
-        is_known = call.kind in self._compared and not in_a_loop
+        known = self._told.compared
+        is_known = call.kind in known and not in_a_loop
         if in_a_loop:
             refuse_values(f"the samples go through {self.qualified_name} one by one, in a loop")
         if not mapper.guests and not is_known:
@@ -267,11 +272,11 @@ class General(Expanded):
         mapped = mapper(call.leaves, thorough=trial is not None)
         if mapper.guests:
             return mapped.result()
-        if trial is None and not self._compared[call.kind].fits(mapped):  # another way through the forward
+        if trial is None and not known[call.kind].fits(mapped):  # another way through the forward
             trial = Trial(mapper)
         if trial is not None:
-            vars(self)["_compared"] = {**self._compared, call.kind: trial.compared(mapped)}
-        compared = self._compared[call.kind]
+            known[call.kind] = trial.compared(mapped)
+        compared = known[call.kind]
         if not compared.alike:
             self._refuse_square(call.inputs[1:], call.batch)
         return mapped.with_samples_in(compared.dims).laid_out(compared.orders).result()
@@ -295,7 +300,7 @@ class General(Expanded):
         if self._recorder is None or not self._recorder.in_forward:  # with weights that come with a batch dimension
             return False
         have_samples_first = 0 in call.dims and not any(call.dims)
-        return have_samples_first and self._suits_whole_batch() and self._ways.get(call.kind_of_ways()) != NO_WAYS
+        return have_samples_first and self._suits_whole_batch() and self._told.ways.get(call.kind_of_ways()) != NO_WAYS
 
     def _suits_whole_batch(self) -> bool:
         """Whether the module, as it is now, may run so at all."""
@@ -304,7 +309,7 @@ class General(Expanded):
     def _on_whole_batch(self, call: Called) -> Any:
         """The result of the forward on the whole batch, or `NotImplemented` where that is not known to be right."""
         kind = call.kind_of_ways()
-        ways = self._ways.get(kind, Ways())
+        ways = self._told.ways.get(kind, Ways())
         if ways.known:
             result, way = self._attempt(call.args, call.kwargs)
             if way in ways.known:
@@ -317,7 +322,7 @@ class General(Expanded):
         is_known = way in ways.known
         if ways.known and not is_known:  # what the hooks of its children add may be what it did otherwise
             ways = ways._replace(hooks=True)
-        vars(self)["_ways"] = {**self._ways, kind: ways}
+        self._told.ways[kind] = ways
         return result if is_known else NotImplemented
 
     def _attempt(self, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
@@ -365,8 +370,7 @@ class General(Expanded):
             with _unnoticed(self._recorder.forward):
                 trial = Trial(mapper, hooks=hooks)
                 again = trial.mapped_again()
-                compared = trial.compared(again[0])
-                vars(self)["_compared"] = {**self._compared, call.kind: compared}
+                compared = self._told.compared[call.kind] = trial.compared(again[0])
                 if not compared.alike:
                     return Verdict.WRONG, None
                 return trial.judged(again, compared.dims)

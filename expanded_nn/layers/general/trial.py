@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from enum import Enum
 from operator import contains
 from typing import Any, NamedTuple
@@ -62,6 +63,16 @@ class Ways(NamedTuple):
 
 
 NO_WAYS = Ways(trials_left=0)
+
+
+@dataclass
+class Told:
+    """What trials have told of a module, by the kind of a call."""
+
+    readings: dict[Any, list[int | None]] = field(default_factory=dict)  # where the samples stand in its arguments
+    compared: dict[Any, Compared] = field(default_factory=dict)  # and in its results
+    ways: dict[Any, Ways] = field(default_factory=dict)  # in which its forward is right on the whole batch
+    turn: int = -1  # how many calls of a module that loops have run so, from 0 on
 
 
 class Trial:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn.common.modes import in_own_dtype, is_autocast, is_batched
+from expanded_nn.common.modes import is_autocast, is_batched, without_autocast
 from expanded_nn.common.shared import is_shared, owned, shared
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core import cost
@@ -54,7 +54,7 @@ class _Recurrent(torch.autograd.Function):
         x, h0, c0, y, *weights_and_gates = saved_tensors(ctx)
         weights = Weights(*weights_and_gates[: len(Weights._fields)])
         gates = tuple(weights_and_gates[len(weights) :])
-        with in_own_dtype(x):
+        with without_autocast():
             if torch.is_grad_enabled() or any(grad is not None and is_batched(grad) for grad in (g, g_c)):
                 all_inputs = (x, h0, c0, *weights)
                 return None, None, None, *_composite_gradients(ctx.recurrence, ctx.steps, all_inputs, needed, g, g_c)
