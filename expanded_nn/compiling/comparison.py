@@ -192,7 +192,7 @@ def run_beside(
     outcome, comparison = graph.outcome, Comparison(graph.digits)
     changed = [(inputs[index], inputs[index].detach().clone()) for index in graph.changed]
     undo()
-    owners = [*call.tensors, *graph.leaves]
+    owners = graph.inputs.owners(call)
     grads = [(owner, owner.grad, owner.requires_grad) for owner in owners if owner.is_leaf]
     sets = {id(owners[number]): None if remake is None else remake(results) for number, remake in outcome.grads}
     sets |= {id(owners[number]): remake(results) for number, remake in outcome.filled}
