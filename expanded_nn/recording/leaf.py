@@ -282,6 +282,10 @@ class Leaf:
             return 0
         return sum(pass_.batch for pass_ in self.published.passes if pass_.number <= last)
 
+    def may_differ_from_rows(self) -> bool:
+        """Whether `.grad` is known to be something else than the sum of the rows held."""
+        return self.notes.has_foreign_part or self.was_scaled_or_clipped() or self.lacks_rows()
+
     def was_scaled_or_clipped(self) -> bool:
         """Whether `.grad` was scaled or clipped since it was cleared, so that it differs from the sum of the rows."""
         grad, clipped = self.grad, self.notes.clipped
