@@ -143,7 +143,8 @@ class _Before:
             kind = "list" if isinstance(container, LISTS) else "set" if isinstance(container, set) else "dict"
             places_of = _by_id if kind == "set" else items_in
             items, items_before = places_of(container), places_of(before)
-            if not all(place in items or (id(container), place) in done for place in items_before):
+            gone = (place for place in items_before.keys() - items.keys() if (id(container), place) not in done)
+            if any(place not in OWN_STATE for place in gone):
                 comparison.differ(f"{kind} from which the step takes something", _TAKEN)
             for place, value in items.items():
                 if (id(container), place) in done or place in OWN_STATE or place == "grad_sample":
