@@ -122,6 +122,51 @@ def numbers_in_a_list(model: nn.Module, wrap: Any) -> Any:
     return lambda number, x, y: compiled(x, y), seen.copy
 
 
+def words_from_a_list(model: nn.Module, wrap: Any) -> Any:
+    words = list("cbacbacba")
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        return trained(model, x, y, {"a": 1.0, "b": 2.0, "c": 3.0}[words.pop()])
+
+    compiled = wrap(step)
+    return lambda number, x, y: compiled(x, y), lambda: len(words)
+
+
+def words_from_a_set(model: nn.Module, wrap: Any) -> Any:
+    words = set("abcdefgh")
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        words.pop()
+        return trained(model, x, y, 1 / len(words))
+
+    compiled = wrap(step)
+    return lambda number, x, y: compiled(x, y), lambda: len(words)
+
+
+def words_in_a_set(model: nn.Module, wrap: Any) -> Any:
+    words: set[str] = set()
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        words.add(str(len(words)))
+        return trained(model, x, y, 1 / len(words))
+
+    compiled = wrap(step)
+    return lambda number, x, y: compiled(x, y), lambda: len(words)
+
+
+def key_of_a_dict(model: nn.Module, wrap: Any) -> Any:
+    """Each call gives the only item another key, which a trace has to take back."""
+    rates = {"first": [2.0]}
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        key, other = ("first", "second") if "first" in rates else ("second", "first")
+        rates[other] = rates.pop(key)
+        return trained(model, x, y, 3.0 if key == "first" else 5.0)
+
+    compiled = wrap(step)
+    return lambda number, x, y: compiled(x, y), rates.copy
+
+
 def numbers_in_a_deque(model: nn.Module, wrap: Any) -> Any:
     seen: deque[int] = deque([0], maxlen=3)
 
@@ -395,6 +440,10 @@ EAGER = {
     counter_in_a_dict: "its graph leaves another value of calls",
     number_of_the_function: "its graph leaves another value of calls",
     numbers_in_a_list: "its graph leaves another list to which the step appends",
+    words_from_a_list: "its graph leaves another list from which the step takes something",
+    words_from_a_set: "its graph leaves another set from which the step takes something",
+    words_in_a_set: "its graph leaves another set to which the step appends",
+    key_of_a_dict: "its graph leaves another dict from which the step takes something",
     numbers_in_a_deque: "its graph leaves another (list|value of item 0)",
 }
 COMPILED = {

@@ -16,7 +16,7 @@ from expanded_nn.compiling.names import Referred
 from expanded_nn.compiling.outcome import Outcome, RecorderRows
 from expanded_nn.compiling.packing import containers, has_items, items_of
 from expanded_nn.compiling.replay import Graph
-from expanded_nn.compiling.state import LISTS, State, items_in
+from expanded_nn.compiling.state import FILLED_ANEW, LISTS, State, items_in
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.modules.held import snapshot
 
@@ -29,6 +29,7 @@ _TRACED = (
     "code that asks whether tensors have values has gone another way in the trace, or reads what a graph cannot see, "
     "as the time; make both the same, or call the step without enn.compile"
 )
+_TAKEN = "take it out before the step, and give it to the step"
 _COUNTED = "return a tensor and change it after the call, or change a tensor in place, n.add_(1)"
 _NOTHING = object()
 
@@ -139,19 +140,29 @@ class _Before:
             if tensor._version != version and tensor.untyped_storage().data_ptr() not in memory:
                 comparison.differ(f"tensor of shape {tuple(tensor.shape)}, which the step changes in place,")
         for container, before in self.state.kept:
-            items, items_before = items_in(container), items_in(before)
+            kind = "list" if isinstance(container, LISTS) else "set" if isinstance(container, set) else "dict"
+            places_of = _by_id if kind == "set" else items_in
+            items, items_before = places_of(container), places_of(before)
+            gone = (place for place in items_before.keys() - items.keys() if (id(container), place) not in done)
+            if any(place not in OWN_STATE for place in gone):
+                comparison.differ(f"{kind} from which the step takes something", _TAKEN)
             for place, value in items.items():
                 if (id(container), place) in done or place in OWN_STATE or place == "grad_sample":
                     continue
                 old = items_before.get(place, _NOTHING)
                 name = f"item {place}" if isinstance(container, LISTS) else str(place)
-                if old is _NOTHING:  # a key of a cache; but an item that is appended to a list
-                    if isinstance(container, LISTS) and type(value) in PLAIN:
-                        comparison.differ("list to which the step appends", _COUNTED)
+                if old is _NOTHING:  # a key of a cache; but an item that is added to a list or a set
+                    if isinstance(container, FILLED_ANEW) and type(value) in PLAIN:
+                        comparison.differ(f"{kind} to which the step appends", _COUNTED)
                 else:
                     _add_change(comparison, name, old, value)
         for old_one, new_one in zip(self.variables, self.referred.variables(), strict=False):
             _add_change(comparison, old_one.name, old_one.value, new_one.value)
+
+
+def _by_id(items: Iterable[Any]) -> dict[Any, Any]:
+    """The items of a set, which has no places."""
+    return {id(item): item for item in items}
 
 
 def _add_change(comparison: Comparison, name: str, old: Any, new: Any) -> None:
@@ -192,7 +203,7 @@ def run_beside(
     outcome, comparison = graph.outcome, Comparison(graph.digits)
     changed = [(inputs[index], inputs[index].detach().clone()) for index in graph.changed]
     undo()
-    owners = [*call.tensors, *graph.leaves]
+    owners = graph.inputs.owners(call)
     grads = [(owner, owner.grad, owner.requires_grad) for owner in owners if owner.is_leaf]
     sets = {id(owners[number]): None if remake is None else remake(results) for number, remake in outcome.grads}
     sets |= {id(owners[number]): remake(results) for number, remake in outcome.filled}
@@ -247,12 +258,14 @@ def _add_places(
     for values, name in outcome.removed:
         if name in values:
             comparison.differ(f"attribute {name}")
+        done.add((id(values), name))
     for number, gone, new in outcome.items:
         owner, items = owners[number], items_of(owners[number])
         if not items.keys().isdisjoint(gone) or not items.keys() >= new.keys():
             comparison.differ("number of items in an argument")
             continue
+        container = id(owner if isinstance(owner, list | dict) else vars(owner))
         for key, remake in new.items():
             comparison.add("state", f"item {key!r} of an argument", remake(results), items[key])
-            done.add((id(owner if isinstance(owner, list | dict) else vars(owner)), key))
+        done.update((container, key) for key in (*gone, *new))
     return done

@@ -63,9 +63,7 @@ class Graph:
     Attributes:
         sizes: The shapes.
         outcome: What to do with the results.
-        leaves: The parameters, each once.
-        grad_inputs: The numbers of the owners of gradients whose `.grad` is an input.
-        constants: Where the tensors are that are neither arguments nor gradients, such as parameters and buffers.
+        inputs: What it takes, but for sizes.
         draws: Whether it draws random numbers.
         free_dims: The dimensions of arguments whose sizes are inputs of their own.
         changed: The indices of the inputs that it changes.
@@ -84,8 +82,7 @@ class Graph:
         backend: Callable[..., Any],
     ) -> None:
         self.sizes = Sizes(traced, shapes, varying)
-        self.outcome, self.leaves, self.draws = traced.outcome, traced.leaves, traced.draws
-        self.grad_inputs, self.constants = traced.grad_inputs, traced.constants
+        self.outcome, self.inputs, self.draws = traced.outcome, traced.inputs, traced.draws
         numbers = traced.shape_env.replacements  # what tracing has made of some symbols
         self.free_dims = [dim for symbol, dim in self.sizes.symbols.items() if symbol not in numbers]
         examples = [traced.examples[number].shape[dim] for number, dim in self.free_dims]
@@ -109,7 +106,7 @@ class Graph:
             self.copied = _with_shared_memory(grads, [*inputs, *results])
         for index in self.copied:
             grads[index] = cast(Tensor, grads[index]).clone()
-        self.outcome.put([*call.tensors, *self.leaves], grads, results, call.arguments)
+        self.outcome.put(self.inputs.owners(call), grads, results, call.arguments)
         return None, self.outcome.result(results)
 
     def compute(self, call: Call) -> tuple[str | None, list[Any], Sequence[Any], Callable[[], None]]:
@@ -119,10 +116,7 @@ class Graph:
             Which of its assumptions did not hold, if any; its inputs; its results; and what takes the changes of inputs
             and of random states back, which is done already if an assumption did not hold.
         """
-        inputs: list[Any] = call.tensors + [values[name] for values, name in self.constants]
-        if self.grad_inputs:
-            owners = [*call.tensors, *self.leaves]
-            inputs[len(call.tensors) : len(call.tensors)] = [owners[number].grad for number in self.grad_inputs]
+        inputs = self.inputs.of(call)
         if self.free_dims:
             inputs += [call.shapes[number][dim] for number, dim in self.free_dims]
         saved = [(inputs[index], inputs[index].detach().clone()) for index in self.changed]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from functools import cache, partial
+from itertools import chain
 from operator import is_
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, cast
@@ -19,7 +20,7 @@ from expanded_nn.factored import FactoredTensor
 
 MOST = 100_000  # lists, dicts and objects that are looked into
 LISTS = (list, deque)
-_FILLED_ANEW = (*LISTS, set)
+FILLED_ANEW = (*LISTS, set)
 _OPAQUE = Tensor, ModuleType, str, int, float
 _NOTHING = object()
 MOST_ITEMS = 1000  # of a list; the items of a longer one are not looked into
@@ -51,7 +52,7 @@ class State:
                 self.kept.append((value, dict(value)))
                 left += [item for name, item in value.items() if name not in OWN_STATE]
             elif isinstance(value, list | tuple | deque | set | frozenset):
-                if isinstance(value, _FILLED_ANEW):
+                if isinstance(value, FILLED_ANEW):
                     self.kept.append((value, list(value)))
                 left += value if len(value) <= MOST_ITEMS else ()
             elif isinstance(value, FunctionType):
@@ -82,22 +83,20 @@ class State:
         What is appended to a list is none.
         """
         for container, before in self.kept:
-            items_before = items_in(before)
+            items_before, is_list = items_in(before), isinstance(container, LISTS)
             for place, value in items_in(container).items():
-                is_new = value is not items_before.get(place, _NOTHING)
-                if isinstance(container, LISTS) and is_new and place in items_before and is_of_trace(value):
-                    return f"item {place} of a list"
-                if not isinstance(container, LISTS) and is_new and is_of_trace(value):
-                    return repr(place)
+                is_appended = is_list and place not in items_before
+                if value is not items_before.get(place, _NOTHING) and not is_appended and is_of_trace(value):
+                    return f"item {place} of a list" if is_list else repr(place)
         return None
 
     def restore(self) -> None:
         """Puts all of them back."""
         for container, before in self.kept:
-            is_dict = not isinstance(container, _FILLED_ANEW)
-            values = [value for _, value in container.items()] if is_dict else [*container]
-            values_before = [*before.values()] if is_dict else before
-            if len(values) != len(values_before) or not all(map(is_, values, values_before)):
+            is_filled_anew = isinstance(container, FILLED_ANEW)
+            parts = [*container] if is_filled_anew else [*chain.from_iterable(container.items())]
+            parts_before = before if is_filled_anew else [*chain.from_iterable(before.items())]
+            if len(parts) != len(parts_before) or not all(map(is_, parts, parts_before)):
                 container.clear()
                 container.extend(before) if isinstance(container, LISTS) else container.update(before)
 

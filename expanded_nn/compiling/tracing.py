@@ -51,19 +51,40 @@ Place = tuple[dict[Any, Any], Any]  # a dict and a key in it
 
 
 @dataclass
+class Inputs:
+    """What a graph takes: the tensors among the arguments, the `.grad` of some owners (see `Outcome`), the constants.
+
+    Attributes:
+        leaves: The parameters, each once.
+        grads: The numbers of the owners whose `.grad` is an input: there is one, and it is not known to be zero.
+        constants: Where all other tensors are: parameters, and buffers and attributes of modules, which may be other
+            tensors at each call.
+    """
+
+    leaves: list[nn.Parameter]
+    grads: list[int]
+    constants: list[Place]
+
+    def owners(self, call: Call) -> list[Tensor]:
+        """The owners of gradients."""
+        return [*call.tensors, *self.leaves]
+
+    def of(self, call: Call) -> list[Any]:
+        """The inputs at a call."""
+        owners = self.owners(call) if self.grads else []
+        grads = [owners[number].grad for number in self.grads]
+        return [*call.tensors, *grads, *[values[name] for values, name in self.constants]]
+
+
+@dataclass
 class Traced:
     """A traced step.
 
     Attributes:
-        graph: The operations; the inputs are the tensors among the arguments, the gradients of `grad_inputs`, the
-            constants.
-        constants: Where the tensors are that are neither arguments nor gradients: parameters, and buffers and
-            attributes of modules, which may be other tensors at each call.
+        graph: The operations.
+        inputs: What they take.
         examples: The inputs, without values.
         outcome: What to do with the results.
-        leaves: The parameters, each once.
-        grad_inputs: The numbers of the owners (see `Outcome`) whose `.grad` is an input: there is one, and it is not
-            known to be zero.
         draws: Whether it draws random numbers.
         shape_env: What the sizes are known to be.
         len_lines: The user's lines that make a number of a size that changes.
@@ -71,11 +92,9 @@ class Traced:
     """
 
     graph: fx.GraphModule
-    constants: list[Place]
+    inputs: Inputs
     examples: list[Tensor]
     outcome: Outcome
-    leaves: list[nn.Parameter]
-    grad_inputs: list[int]
     draws: bool
     shape_env: Any
     len_lines: list[str]
@@ -211,8 +230,8 @@ def trace(
     attributes = [*(values for values, _ in saved), *(module._parameters for module in modules)]
     found = {id(value): (values, name) for values in attributes for name, value in values.items()}
     places: list[Place] = [found.get(id(constant), ({"": constant}, "")) for constant in constants]
-    of_graph = graph, places, examples, outcome, leaves, grad_inputs
-    return Traced(*of_graph, ops.draws, shape_env, readings.len_lines, kept_line)
+    inputs = Inputs(leaves, grad_inputs, places)
+    return Traced(graph, inputs, examples, outcome, ops.draws, shape_env, readings.len_lines, kept_line)
 
 
 def _graph_of(

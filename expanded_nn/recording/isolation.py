@@ -13,7 +13,7 @@ from torch import Tensor
 
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.factored import hidden, is_hidden, materialized
-from expanded_nn.recording.leaf import NO_ROWS, Leaf, Published, vanishes
+from expanded_nn.recording.leaf import NO_ROWS, Leaf, Noted, Published, vanishes
 from expanded_nn.recording.passes import PassStage
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.stale import stale
@@ -96,9 +96,10 @@ def _begin_anew(leaf: Leaf, clipped: Collection[int], is_stale: bool) -> None:
     if parameter is not None:
         shown = hidden(own) if was_reset and own is not None else None
         parameter.grad_sample = shown if was_reset else rows  # type: ignore[attr-defined]
-        if leaf.notes.last is not None and is_stale:
+        if leaf.grad is not None and is_stale:
             # as one that was cleared after clipping: `stale` asks no rows then, which are hidden
-            leaf.notes.clipped = leaf.notes.last._replace(version=leaf.notes.last.version - 1)
+            leaf.notes.clipped = Noted(leaf.grad)
+            leaf.notes.clipped.version -= 1
         elif id(parameter) in clipped:
             leaf.notes.clipped = leaf.notes.last
 

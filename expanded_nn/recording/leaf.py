@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,13 @@ from expanded_nn.recording.sharded import is_shard, is_sharded, is_zero
 from expanded_nn.rows.storage import Recycled
 
 
-class Noted(NamedTuple):
+class Noted:
     """A tensor at one moment: later it may be another one, or changed in place, which its version tells."""
 
-    tensor: weakref.ref[Tensor]
-    version: int
+    __slots__ = "tensor", "version"  # some are made for each parameter in each step
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> Noted:
-        """Notes a tensor as it is now."""
-        return cls(weakref.ref(tensor), tensor._version)
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = weakref.ref(tensor), tensor._version
 
     def is_as_it_was(self, tensor: Tensor) -> bool:
         """Whether a tensor is the one that was noted, unchanged."""
@@ -48,7 +45,7 @@ class ExpectedGradient:
     """
 
     def __init__(self, gradient: Tensor) -> None:
-        self.first: Noted | None = Noted.of(gradient)
+        self.first: Noted | None = Noted(gradient)
         self.total: Tensor | None = None
         self.was_changed = False
 
@@ -169,7 +166,8 @@ class Leaf:
     @property
     def grad(self) -> Tensor | None:
         """`.grad` of the visible parameter, `None` if there is neither."""
-        parameter = self.visible_parameter()
+        location = self.location  # asked for several times a step, so without a call of `visible_parameter`
+        parameter = self.parameter() if location is None or location.shard is None else location.shard
         return None if parameter is None else parameter.grad
 
     def is_trainable(self) -> bool:
@@ -221,7 +219,7 @@ class Leaf:
     def note_grad(self) -> None:
         """Notes what `.grad` is, so that a change is seen."""
         grad = self.grad
-        self.notes.last = None if grad is None else Noted.of(grad)
+        self.notes.last = None if grad is None else Noted(grad)
 
     def grad_is_as_noted(self) -> bool:
         """Whether `.grad` is the tensor that was noted, in the same version."""
@@ -264,10 +262,10 @@ class Leaf:
 
     def note_clipping(self) -> None:
         """Notes that clipping has set `.grad` to the sum of the rows held."""
-        passes = self.published.passes
+        passes, notes = self.published.passes, self.notes
         parameter = self.visible_parameter() if passes else None
-        self.notes.clipped, self.notes.incomplete = self.notes.last, None
-        self.notes.clipped_rows = None if parameter is None else (passes[-1].number, parameter._version)
+        notes.clipped, notes.incomplete = notes.last, None
+        notes.clipped_rows = None if parameter is None else (passes[-1].number, parameter._version)
 
     def rows_of_earlier_steps(self) -> int:
         """How many of the rows held were clipped before the parameter was changed in place, as by an optimizer.
@@ -281,6 +279,10 @@ class Leaf:
         if parameter._version == version:
             return 0
         return sum(pass_.batch for pass_ in self.published.passes if pass_.number <= last)
+
+    def may_differ_from_rows(self) -> bool:
+        """Whether `.grad` is known to be something else than the sum of the rows held."""
+        return self.notes.has_foreign_part or self.was_scaled_or_clipped() or self.lacks_rows()
 
     def was_scaled_or_clipped(self) -> bool:
         """Whether `.grad` was scaled or clipped since it was cleared, so that it differs from the sum of the rows."""

@@ -29,8 +29,9 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_he
     | zero, and the rows add up to zero, too             | held, as the rows cancel. Stale, if another `.grad`   |
     |                                                    | is a stale zero and none is held: all were cleared    |
     |                                                    | together                                              |
-    | another tensor, no multiple of the sum of the rows | stale: it was set anew. A shard's is held, as its sum |
-    |                                                    | is known on all ranks together only                   |
+    | another tensor, no multiple of the sum of the rows | stale: it was set anew. Refused, if the one before it |
+    |                                                    | was scaled. A shard's is held, as its sum is known on |
+    |                                                    | all ranks together only                               |
     | changed in place, no multiple of the sum           | refused: they may be a part of it or not. Held, if it |
     |                                                    | was scaled or clipped before, or lacks rows, so that  |
     |                                                    | they are refused where they are asked for             |
@@ -62,12 +63,10 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_he
             some_held = True
         elif _is_scaled_sum(parameter.grad, leaf):
             some_held = leaf.notes.is_scaled = True
-        elif not leaf.grad_is_another() and (
-            leaf.notes.has_foreign_part or leaf.was_scaled_or_clipped() or leaf.lacks_rows()
-        ):
-            some_held = True
         elif leaf.grad_is_another() and not leaf.was_scaled_or_clipped():
             stale_leaves.append(leaf)
+        elif not leaf.grad_is_another() and leaf.may_differ_from_rows():
+            some_held = True
         else:
             raise _in_doubt(
                 name_of(parameter),
