@@ -76,9 +76,7 @@ def taken_apart(
             consumers.setdefault(parent, []).append(node)
     # of what is computed from such results alone; those of the same layout may meet
     layouts = {result.node: (result.dim, result.rank, result.layer) for result in results}
-    mixed: set[Any] = (
-        set()
-    )  # of them, what may hold samples, too: arguments of the model have no graph, nor have numbers
+    mixed: set[Any] = set()  # those that an argument of the model may be in; like a number it has no graph
     waiting = list(layouts)
     while waiting:
         node = waiting.pop()
@@ -90,20 +88,19 @@ def taken_apart(
                     continue
                 if not behind & _PRODUCT:
                     return layer, operation_of(consumer).lower()
-            parents = [parent for parent, _ in consumer.next_functions]
             others = [
-                parent
-                for parent in consumer.next_functions
-                if layouts.get(parent[0], ())[:2] != (dim, rank) and not is_expansion(parent[0])
+                (parent, number)
+                for parent, number in consumer.next_functions
+                if layouts.get(parent, ())[:2] != (dim, rank) and not is_expansion(parent)
             ]
-            is_mixed = node in mixed or None in parents
-            if not _is_of_layer(consumer) and _meet(consumer, others, dim, rank, batch, batch_first, node in mixed):
+            is_of_layer, is_mixed = _is_of_layer(consumer), node in mixed
+            if not is_of_layer and _meet(consumer, others, dim, rank, batch, batch_first, is_mixed):
                 return layer, operation_of(consumer).lower()
             layout = _layout_after(consumer, dim, rank, batch)
             if layout is not None and all(parent is None for parent, _ in others) and consumer not in layouts:
                 layouts[consumer] = *layout, layer
                 waiting.append(consumer)
-                if is_mixed and not _is_of_layer(consumer):
+                if is_mixed or (others and not is_of_layer):
                     mixed.add(consumer)
     for node in (end.grad_fn for end in ends if end.grad_fn in layouts and end.grad_fn not in mixed):
         dim, _, layer = layouts[node]
