@@ -45,7 +45,8 @@ _STAY = {  # what leaves all dimensions where they are
 _TAKE = {"Select", "Unbind", *_SHORTEN, *_REDUCE, *_JOIN}
 _VIEW = {"View", "UnsafeView", "ReshapeAlias"}
 _PRODUCT = {"Mm", "Addmm"}  # for which torch folds what is not a matrix, and unfolds it afterwards
-_SPREAD = {"Mul", "Div", "Add", "Sub", "Rsub", "Pow", "Where", "Maximum", "Minimum", "Expand"}
+_BATCHED = {"Bmm", "Baddbmm"}  # for which it folds all dimensions but those of matrices into the first one
+_SPREAD = {"Mul", "Div", "Add", "Sub", "Rsub", "Pow", "Where", "Maximum", "Minimum"}  # align the last dimensions
 _PLACE = {"Unsqueeze", "Squeeze", "Transpose", "Permute", "Stack"}
 _LAYERS = "expanded_nn.layers."
 # operations that draw random numbers, or change a tensor in place
@@ -75,23 +76,33 @@ def taken_apart(
             consumers.setdefault(parent, []).append(node)
     # of what is computed from such results alone; those of the same layout may meet
     layouts = {result.node: (result.dim, result.rank, result.layer) for result in results}
+    mixed: set[Any] = set()  # those that an argument of the model may be in; like a number it has no graph
     waiting = list(layouts)
     while waiting:
         node = waiting.pop()
         dim, rank, layer = layouts[node]
         for consumer in consumers.get(node, ()):
-            is_folded = any(operation_of(behind) in _PRODUCT for behind in consumers.get(consumer, ()))
-            if _takes_apart(consumer, dim, rank, batch) and not is_folded:
-                return layer, operation_of(consumer).lower()
-            if _meets_others(consumer, node, dim, rank, batch, batch_first=batch_first):
+            if _takes_apart(consumer, dim, rank, batch):
+                behind = {operation_of(node_behind) for node_behind in consumers.get(consumer, ())}
+                if behind & _BATCHED and dim == 0 and consumer._input_metadata[0].shape[0] % batch == 0:
+                    continue
+                if not behind & _PRODUCT:
+                    return layer, operation_of(consumer).lower()
+            others = [
+                (parent, number)
+                for parent, number in consumer.next_functions
+                if layouts.get(parent, ())[:2] != (dim, rank) and not is_expansion(parent)
+            ]
+            is_of_layer, is_mixed = _is_of_layer(consumer), node in mixed
+            if not is_of_layer and _meet(consumer, others, dim, rank, batch, batch_first, is_mixed):
                 return layer, operation_of(consumer).lower()
             layout = _layout_after(consumer, dim, rank, batch)
-            parents = [parent for parent, _ in consumer.next_functions if parent is not None]
-            stays_whole = all(layouts.get(parent, ())[:2] == (dim, rank) or is_expansion(parent) for parent in parents)
-            if layout is not None and stays_whole and consumer not in layouts:
+            if layout is not None and all(parent is None for parent, _ in others) and consumer not in layouts:
                 layouts[consumer] = *layout, layer
                 waiting.append(consumer)
-    for node in (end.grad_fn for end in ends if end.grad_fn in layouts):
+                if is_mixed or (others and not is_of_layer):
+                    mixed.add(consumer)
+    for node in (end.grad_fn for end in ends if end.grad_fn in layouts and end.grad_fn not in mixed):
         dim, _, layer = layouts[node]
         if _has_others_behind(node, dim, batch):
             return layer, "return"
@@ -105,7 +116,7 @@ def _takes_apart(node: Any, dim: int, rank: int, batch: int) -> bool:
         indices = node._saved_indices
         return len(indices) > dim and indices[dim] is not None
     if operation == "Squeeze":
-        return dim in _dims(node, rank) and _has_others_behind(node, dim, batch)
+        return dim in _dims(node, rank)
     if operation in _VIEW:
         return not _keeps(node, dim, batch)
     if operation == "Gather" and not _keeps(node, dim, batch):
@@ -116,6 +127,11 @@ def _takes_apart(node: Any, dim: int, rank: int, batch: int) -> bool:
         taken = range(*slice(saved_number(node._saved_start), saved_number(node._saved_end)).indices(batch))
         return dim in _dims(node, rank) and len(taken) < batch
     return dim in _dims(node, rank)
+
+
+def _is_of_layer(node: Any) -> bool:
+    """Whether it is that of a layer of ours, which looks at its inputs itself."""
+    return getattr(type(node), "_forward_cls", type).__module__.startswith(_LAYERS)
 
 
 def _dims(node: Any, rank: int) -> list[int]:
@@ -137,25 +153,30 @@ def _has_others_behind(node: Any, dim: int, batch: int) -> bool:
     return tuple(node._input_metadata[0].shape[dim : dim + 2]) == (batch, batch)
 
 
-def _meets_others(node: Any, copies: Any, dim: int, rank: int, batch: int, *, batch_first: bool) -> bool:
-    """Whether copies are spread, so that the samples' dimension meets another one, and B others stand elsewhere.
+def _meet(node: Any, others: Sequence[Any], dim: int, rank: int, batch: int, batch_first: bool, is_mixed: bool) -> bool:
+    """Whether copies meet samples that stand in another dimension, so that there are B of both.
 
-    So does `(B,)`, copies of `(1,)`, with `(B, 1)`: that makes `(B, B)`.
+    So `(B,)`, copies of `(1,)`, meets `(B, 1)` in a product, and `(B, K, D)`, copies of `(1, K, D)`, `(B, D)` in a
+    matrix product: the results `(B, B)` and `(B, B, K)` are not those of each sample.
     """
-    if operation_of(node) not in _SPREAD:
-        return False
-    shape = node._input_metadata[0].shape
+    operation, shape = operation_of(node), list(node._input_metadata[0].shape)
     here = dim + len(shape) - rank
-    if batch not in (*shape[:here], *shape[here + 1 :]):
+    if batch not in shape[:here] + shape[here + 1 :]:
         return False
-    others = (
-        parent._input_metadata[number].shape
-        for parent, number in node.next_functions
-        if parent is not None and parent is not copies
-    )
-    return here != batch_dim(len(shape), batch_first=batch_first) or any(
-        other[dim - rank :][:1] == [1] for other in others
-    )
+    known = [_shape_before_expand(*other) for other in others if other[0] is not None]
+    if known or is_mixed:
+        return any(batch in x and (len(x) != rank or x[dim] != batch or operation in _PRODUCT) for x in known)
+    if others and operation not in _SPREAD:  # with an argument of the model, as it seems, of which no graph tells
+        return True
+    return bool(others or operation == "Expand") and here != batch_dim(len(shape), batch_first=batch_first)
+
+
+def _shape_before_expand(node: Any, number: int) -> list[int]:
+    """The shape of what a node returns, before it was expanded to meet another one's."""
+    shape, behind = list(node._input_metadata[number].shape), node
+    while operation_of(behind) in _VIEW and behind.next_functions[0][0] is not None:
+        behind = behind.next_functions[0][0]
+    return list(behind._saved_self_sym_sizes) if operation_of(behind) == "Expand" else shape
 
 
 def _layout_after(node: Any, dim: int, rank: int, batch: int) -> tuple[int, int] | None:
@@ -164,7 +185,7 @@ def _layout_after(node: Any, dim: int, rank: int, batch: int) -> tuple[int, int]
     It rearranges, or takes a part of another dimension, or is that of a layer.
     """
     operation = operation_of(node)
-    if getattr(type(node), "_forward_cls", type).__module__.startswith(_LAYERS):
+    if _is_of_layer(node):
         return (dim, len(shape_of(node))) if _keeps(node, dim, batch) else None
     if operation.removesuffix("Backward") in _STAY:  # or is the derivative of such a one
         return dim, rank
@@ -177,6 +198,9 @@ def _layout_after(node: Any, dim: int, rank: int, batch: int) -> tuple[int, int]
         named, sizes = _dims(node, rank), node._saved_self_sym_sizes
         gone = [place for place in named if sizes[place] == 1]
         return dim - sum(gone_dim < dim for gone_dim in gone), rank - len(gone)
+    if operation == "Expand":
+        more = len(node._input_metadata[0].shape) - rank
+        return dim + more, rank + more
     if operation == "Unsqueeze":
         return dim + (saved_number(node._saved_dim) % (rank + 1) <= dim), rank + 1
     turned = turned_dims(node, rank)

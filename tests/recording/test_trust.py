@@ -1037,6 +1037,76 @@ def test_column_in_a_time_first_model(length: int, of_samples: bool) -> None:
     assert_close_rows(rows_of(model), expected)
 
 
+class Prototypes(nn.Module):
+    """Samples `(B, D)` meet `(1, K, D)`, which all samples share."""
+
+    def __init__(self, meet: Callable[[Tensor, Tensor], Tensor], hidden: nn.Module) -> None:
+        super().__init__()
+        self.table, self.hidden, self.meet = nn.Embedding(5, D), hidden, meet
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.meet(self.hidden(x), self.table(torch.arange(5).unsqueeze(0)))
+
+
+MEETINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda x, p: (x @ p.mT)[0],
+    "squeezed_product": lambda x, p: (x @ p.mT).squeeze(0),
+    "squeezed_table": lambda x, p: x @ p.squeeze(0).mT,
+    "unsqueezed": lambda x, p: (x[None] @ p.mT)[0],
+    "turned": lambda x, p: (p @ x.T)[0].T,
+    "distances": lambda x, p: torch.cdist(x, p)[0],
+    "squeezed_distances": lambda x, p: torch.cdist(x, p.squeeze(0)),
+    "tensordot": lambda x, p: torch.tensordot(x, p, ([1], [2])).squeeze(1),
+    "einsum": lambda x, p: torch.einsum("bd,okd->obk", x, p)[0],
+    "attention": lambda x, p: F.scaled_dot_product_attention(x[None], p, p)[0],
+    "subtracted": lambda x, p: (x[:, None] - p).square().sum(-1),
+    "cosine": lambda x, p: F.cosine_similarity(x[:, None], p, dim=-1),
+}
+
+
+@pytest.mark.parametrize("hidden", [nn.Linear(D, D), nn.Identity()], ids=["layer", "argument"])
+@pytest.mark.parametrize("meet", MEETINGS.values(), ids=MEETINGS)
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+def test_samples_that_meet_what_all_share(hidden: nn.Module, meet: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """With a copy `(B, K, D)` for each sample, `(B, D)` would be taken for one matrix, and give `(B, B, K)`."""
+    module = Prototypes(meet, hidden).double()
+    right(on(module), module, forward, values(B, D))
+
+
+class Attends(nn.Module):
+    """What all samples share meets samples that stand where it has its copies."""
+
+    def __init__(self, use: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.lin, self.use = nn.Embedding(B, D), nn.Linear(D, D), use
+        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = self.use(self, x, self.table(torch.arange(B).unsqueeze(0)))
+        return self.lin(used) + self.attention(x, x, x, need_weights=False)[0]
+
+
+USES_OF_A_TABLE: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "added": lambda m, x, p: m.lin(x) + p,
+    "added_to_an_argument": lambda m, x, p: x + p,
+    "attends": lambda m, x, p: m.attention(x + p, x + p, x + p, need_weights=False)[0],
+    "is_attended": lambda m, x, p: m.attention(m.lin(x), p, p, need_weights=False)[0],
+    "queries": lambda m, x, p: m.attention(p.expand(len(x), -1, -1), m.lin(x), m.lin(x), need_weights=False)[0],
+    "product": lambda m, x, p: (m.lin(x) @ p.mT).softmax(-1) @ p,
+    "kernel": lambda m, x, p: F.scaled_dot_product_attention(p, m.lin(x), m.lin(x)),
+}
+
+
+@pytest.mark.parametrize("use", USES_OF_A_TABLE.values(), ids=USES_OF_A_TABLE)
+@pytest.mark.parametrize("samples", [2, B, D])
+def test_what_all_share_meets_samples_in_their_place(
+    use: Callable[[Any, Tensor, Tensor], Tensor], samples: int
+) -> None:
+    """No false alarm where there are as many positions, or features, as samples."""
+    module = Attends(use)
+    right(on(module, escalate=False), module, forward, values(samples, B, D))
+
+
 class OfCoordinates(nn.Module):
     """Several layers, one behind the other, read what all samples share; the model takes a part of their result."""
 
