@@ -161,6 +161,11 @@ def laid_out_anew(m: Any, x: Tensor) -> Tensor:
     return x @ weight.clone() + m.v.flatten() + m.v.flatten(1).flatten(0, 1) + m.u.repeat(2)
 
 
+def layers_on_parameters(m: Any, x: Tensor) -> Tensor:
+    hidden = F.layer_norm(F.dropout(F.linear(m.w, m.v), 0.5, training=False), (D,), m.v[:, 0])
+    return x + F.linear(F.rms_norm(m.w, (2,), m.u).relu(), m.v) * F.linear(hidden @ m.v, m.v)
+
+
 def parameter_list(m: Any, x: Tensor) -> Tensor:
     return sum((x * weight for weight in m.list), start=x)
 
@@ -267,6 +272,11 @@ WHOLE: dict[str, Case] = {
         own(lambda m, x: F.scaled_dot_product_attention(x, x + 1, x.sin(), m.w + x @ x.mT), (T, T)),
         X,
     ),
+    "attention bias alone": (
+        own(lambda m, x: F.scaled_dot_product_attention(x, x + 1, x.sin(), attn_mask=m.w), (T, T)),
+        X,
+    ),
+    "layers on parameters": (own(layers_on_parameters, (T, 2), (D, 2), (2,)), X),
     "softmax": (own(lambda m, x: (F.softmax(m.w, dim=0)[:, None] * x).sum(1), (T,)), X),
     "split": (own(lambda m, x: x * m.w.chunk(2)[0] + m.w.split(D, 0)[1], (2 * D,)), X),
     "joined": (own(lambda m, x: x + torch.cat([m.w, m.v], 1), (1, 2, D), (1, 3, D)), X),

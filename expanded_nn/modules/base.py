@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from expanded_nn._errors import PerSampleError, complaint, named, refuse_other_kind
 from expanded_nn.common.batch import batch_of, tensors
 from expanded_nn.common.meanwhile import meanwhile
-from expanded_nn.common.modes import WithoutSelection, is_selective, outside_of_graph
+from expanded_nn.common.modes import WithoutSelection, is_selective, outside_of_graph, unseen
 from expanded_nn.common.shared import owned
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.modules import layout
@@ -445,7 +445,8 @@ class Expanded(PerSampleModule):
 
     def _has_rows(self) -> bool:
         """Whether a parameter of this layer asks for gradients."""
-        return any(parameter is not None and parameter.requires_grad for parameter in all_parameters(self))
+        with unseen():
+            return any(parameter is not None and parameter.requires_grad for parameter in all_parameters(self))
 
 
 def all_parameters(module: nn.Module) -> Iterable[Tensor | None]:
