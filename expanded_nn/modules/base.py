@@ -380,9 +380,10 @@ class Expanded(PerSampleModule):
         own = self._own_batch()
         if own is not None:
             return own
-        if self._recorder is None or self._recorder.current_pass is None:
+        pass_ = None if self._recorder is None else self._recorder.current_pass
+        if pass_ is None:
             raise AttributeError(f"{type(self).__name__}.pass_batch_size is there during a forward in per-sample mode")
-        return self._recorder.current_pass.batch
+        return pass_.batch
 
     @property
     def qualified_name(self) -> str:
