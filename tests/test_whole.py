@@ -19,6 +19,7 @@ from expanded_nn.factored import FactoredTensor
 from expanded_nn.layers.general import whole
 from expanded_nn.layers.general.batched import RULES, Rule
 from expanded_nn.layers.general.rule import General
+from expanded_nn.recording.order import Order
 from oracle import Call, assert_close, assert_close_rows, gradient_penalty, grads_of, loop, rows_of, total_loss
 
 B, T, D = 3, 5, 4
@@ -321,6 +322,21 @@ def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
         enn.convert(make()).per_sample()(*args)
     assert reached >= rules - of_layers
     assert len(reached & of_layers) >= 8
+
+
+def test_what_the_library_asks_by_itself_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look is a call of Python: a scale has one operation, and all else is ours."""
+    seen, look = [], Order.__torch_function__
+
+    def noting(self: Order, func: Any, *arguments: Any) -> Any:
+        seen.append(func.__name__)
+        return look(self, func, *arguments)
+
+    model = enn.convert(nn.Sequential(own(lambda m, x: x * m.w, (D,))(), nn.Linear(D, D).double())).per_sample()
+    model(*X)
+    monkeypatch.setattr(Order, "__torch_function__", noting)
+    model(*X)
+    assert seen == ["mul"]
 
 
 # --- what is computed from weights alone, once for all samples ------------------------------------------------------
