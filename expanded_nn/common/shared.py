@@ -12,22 +12,18 @@ def is_shared(*weights: Tensor | None) -> bool:
     They have to be the same for all samples: expanded (stride 0), or B is 0 or 1. And they have to be real unless B is
     0, as the algebra of the factors does not conjugate.
     """
-    for weight in weights:
-        if weight is not None and (not _is_the_same(weight) or (weight.is_complex() and weight.shape[0])):
-            return False
-    return True
+    return _are_the_same(*weights) and not any(
+        weight is not None and weight.is_complex() and weight.shape[0] for weight in weights
+    )
 
 
 def is_constant(*weights: Tensor | None) -> bool:
     """Whether the weights are the same for all samples and require no gradients, so that torch's own op serves."""
-    for weight in weights:  # each layer asks: a generator would take twice as long
-        if weight is not None and (weight.requires_grad or not _is_the_same(weight)):
-            return False
-    return True
+    return _are_the_same(*weights) and not any(weight is not None and weight.requires_grad for weight in weights)
 
 
-def _is_the_same(weight: Tensor) -> bool:
-    return weight.stride(0) == 0 or weight.shape[0] < 2
+def _are_the_same(*weights: Tensor | None) -> bool:
+    return all(weight is None or weight.shape[0] < 2 or weight.stride(0) == 0 for weight in weights)
 
 
 def shared(weight: Tensor) -> Tensor:
