@@ -15,6 +15,7 @@ import expanded_nn as enn
 from expanded_nn.core import cost
 from expanded_nn.layers.general import owners
 from expanded_nn.layers.general.alone import Alone
+from expanded_nn.layers.general.batched import RULES, Run
 from expanded_nn.layers.general.owners import NOBODY, Owners, Unknown
 from expanded_nn.modules.registry import EXPANDED
 from oracle import Call, assert_close, assert_close_rows, gradient_penalty, loop, rows_of, total_loss
@@ -473,6 +474,25 @@ class Windows(nn.Module):
         return x + torch.roll(y.reshape(x.shape), 1, 1)
 
 
+class BiasedWindows(Windows):
+    """The same with a bias for each distance, which layers compute from a table; fused, and not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Sequential(nn.Linear(1, 5), nn.LayerNorm(5), nn.ReLU(), nn.Dropout(0.0), nn.Linear(5, 2))
+        self.register_buffer("distances", torch.arange(-1.0, 2.0).view(3, 1))
+        self.register_buffer("place", torch.tensor([[1, 0], [2, 1]]))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        y = x.reshape(-1, 2, D)
+        q, k, v = self.qkv(self.norm(y)).view(-1, 2, 3, 2, D // 2).permute(2, 0, 3, 1, 4).unbind()
+        bias = self.bias(self.distances)[self.place.view(-1)].view(2, 2, -1).permute(2, 0, 1).contiguous()
+        bias = 16 * torch.sigmoid(bias)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        mixed = mixed + (q @ k.mT + bias.unsqueeze(0)).softmax(-1) @ v
+        return x + self.out(mixed.transpose(1, 2).reshape(y.shape)).reshape(x.shape)
+
+
 class Patches(nn.Module):
     """A transformer over the patches of an image, whose pixels are folded into the batch."""
 
@@ -520,6 +540,8 @@ class OutOfOrder(nn.Module):
     [
         (Windows, (6, D)),
         (Windows, (2 * B, D)),
+        (BiasedWindows, (6, D)),
+        (BiasedWindows, (2 * B, D)),
         (Patches, (8, D)),
         (EachAlone, (T, D)),
         (OutOfOrder, (T, D)),
@@ -530,6 +552,17 @@ def test_other_folds(module: Any, shape: tuple[int, ...], monkeypatch: pytest.Mo
     enn.alone(module)
     inputs = [Call((values(B, *shape, seed=seed),)) for seed in range(3)]
     assert runs_whole(assert_right(built(module(), around=False), *inputs))
+
+
+def test_attention_between_samples_is_not_taken_for_that_of_one() -> None:
+    recorder = enn.convert(nn.Linear(1, 1)).per_sample()._recorder
+    run = Run(B, recorder, Owners(B))
+    x = run.owners.begin(values(B, T, D), by_sample=True)
+    mask = run.batched(values(T, T).expand(B, T, T))
+    attend = RULES[F.scaled_dot_product_attention]
+    attend(F.scaled_dot_product_attention, (x, x.sin(), x, mask), {})
+    with pytest.raises(Unknown):
+        attend(F.scaled_dot_product_attention, (x, x.flip(0), x, mask), {})
 
 
 # The table: whose the numbers of a result are, against the derivatives by each sample

@@ -19,6 +19,7 @@ from expanded_nn.factored import FactoredTensor
 from expanded_nn.layers.general import whole
 from expanded_nn.layers.general.batched import RULES, Rule
 from expanded_nn.layers.general.rule import General
+from expanded_nn.recording.order import Order
 from oracle import Call, assert_close, assert_close_rows, gradient_penalty, grads_of, loop, rows_of, total_loss
 
 B, T, D = 3, 5, 4
@@ -161,6 +162,11 @@ def laid_out_anew(m: Any, x: Tensor) -> Tensor:
     return x @ weight.clone() + m.v.flatten() + m.v.flatten(1).flatten(0, 1) + m.u.repeat(2)
 
 
+def layers_on_parameters(m: Any, x: Tensor) -> Tensor:
+    hidden = F.layer_norm(F.dropout(F.linear(m.w, m.v), 0.5, training=False), (D,), m.v[:, 0])
+    return x + F.linear(F.rms_norm(m.w, (2,), m.u).relu(), m.v) * F.linear(hidden @ m.v, m.v)
+
+
 def parameter_list(m: Any, x: Tensor) -> Tensor:
     return sum((x * weight for weight in m.list), start=x)
 
@@ -267,6 +273,11 @@ WHOLE: dict[str, Case] = {
         own(lambda m, x: F.scaled_dot_product_attention(x, x + 1, x.sin(), m.w + x @ x.mT), (T, T)),
         X,
     ),
+    "attention bias alone": (
+        own(lambda m, x: F.scaled_dot_product_attention(x, x + 1, x.sin(), attn_mask=m.w), (T, T)),
+        X,
+    ),
+    "layers on parameters": (own(layers_on_parameters, (T, 2), (D, 2), (2,)), X),
     "softmax": (own(lambda m, x: (F.softmax(m.w, dim=0)[:, None] * x).sum(1), (T,)), X),
     "split": (own(lambda m, x: x * m.w.chunk(2)[0] + m.w.split(D, 0)[1], (2 * D,)), X),
     "joined": (own(lambda m, x: x + torch.cat([m.w, m.v], 1), (1, 2, D), (1, 3, D)), X),
@@ -311,6 +322,21 @@ def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
         enn.convert(make()).per_sample()(*args)
     assert reached >= rules - of_layers
     assert len(reached & of_layers) >= 8
+
+
+def test_what_the_library_asks_by_itself_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look is a call of Python: a scale has one operation, and all else is ours."""
+    seen, look = [], Order.__torch_function__
+
+    def noting(self: Order, func: Any, *arguments: Any) -> Any:
+        seen.append(func.__name__)
+        return look(self, func, *arguments)
+
+    model = enn.convert(nn.Sequential(own(lambda m, x: x * m.w, (D,))(), nn.Linear(D, D).double())).per_sample()
+    model(*X)
+    monkeypatch.setattr(Order, "__torch_function__", noting)
+    model(*X)
+    assert seen == ["mul"]
 
 
 # --- what is computed from weights alone, once for all samples ------------------------------------------------------

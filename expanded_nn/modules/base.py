@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from expanded_nn._errors import PerSampleError, complaint, named, refuse_other_kind
 from expanded_nn.common.batch import batch_of, data_in, in_order, tensors
 from expanded_nn.common.meanwhile import meanwhile
-from expanded_nn.common.modes import WithoutSelection, is_selective, outside_of_graph
+from expanded_nn.common.modes import WithoutSelection, is_selective, outside_of_graph, unseen
 from expanded_nn.common.shared import owned
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.modules import layout
@@ -386,9 +386,10 @@ class Expanded(PerSampleModule):
         own = self._own_batch()
         if own is not None:
             return own
-        if self._recorder is None or self._recorder.current_pass is None:
+        pass_ = None if self._recorder is None else self._recorder.current_pass
+        if pass_ is None:
             raise AttributeError(f"{type(self).__name__}.pass_batch_size is there during a forward in per-sample mode")
-        return self._recorder.current_pass.batch
+        return pass_.batch
 
     @property
     def qualified_name(self) -> str:
@@ -451,7 +452,8 @@ class Expanded(PerSampleModule):
 
     def _has_rows(self) -> bool:
         """Whether a parameter of this layer asks for gradients."""
-        return any(parameter is not None and parameter.requires_grad for parameter in all_parameters(self))
+        with unseen():
+            return any(parameter is not None and parameter.requires_grad for parameter in all_parameters(self))
 
 
 def all_parameters(module: nn.Module) -> Iterable[Tensor | None]:

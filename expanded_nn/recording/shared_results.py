@@ -84,7 +84,7 @@ def taken_apart(
         for consumer in consumers.get(node, ()):
             if _takes_apart(consumer, dim, rank, batch):
                 behind = {operation_of(node_behind) for node_behind in consumers.get(consumer, ())}
-                if behind & _BATCHED and dim == 0 and consumer._input_metadata[0].shape[0] % batch == 0:
+                if behind & _BATCHED and dim == 0 and shape_of(consumer)[0] % batch == 0:
                     continue
                 if not behind & _PRODUCT:
                     return layer, operation_of(consumer).lower()
@@ -150,7 +150,7 @@ def _has_others_behind(node: Any, dim: int, batch: int) -> bool:
 
     So it is with `layer(x.unsqueeze(0)).squeeze(0)`, where they may be the samples.
     """
-    return tuple(node._input_metadata[0].shape[dim : dim + 2]) == (batch, batch)
+    return tuple(shape_of(node)[dim : dim + 2]) == (batch, batch)
 
 
 def _meet(node: Any, others: Sequence[Any], dim: int, rank: int, batch: int, batch_first: bool, is_mixed: bool) -> bool:
@@ -159,7 +159,7 @@ def _meet(node: Any, others: Sequence[Any], dim: int, rank: int, batch: int, bat
     So `(B,)`, copies of `(1,)`, meets `(B, 1)` in a product, and `(B, K, D)`, copies of `(1, K, D)`, `(B, D)` in a
     matrix product: the results `(B, B)` and `(B, B, K)` are not those of each sample.
     """
-    operation, shape = operation_of(node), list(node._input_metadata[0].shape)
+    operation, shape = operation_of(node), list(shape_of(node))
     here = dim + len(shape) - rank
     if batch not in shape[:here] + shape[here + 1 :]:
         return False
@@ -173,7 +173,7 @@ def _meet(node: Any, others: Sequence[Any], dim: int, rank: int, batch: int, bat
 
 def _shape_before_expand(node: Any, number: int) -> list[int]:
     """The shape of what a node returns, before it was expanded to meet another one's."""
-    shape, behind = list(node._input_metadata[number].shape), node
+    shape, behind = list(shape_of(node, number)), node
     while operation_of(behind) in _VIEW and behind.next_functions[0][0] is not None:
         behind = behind.next_functions[0][0]
     return list(behind._saved_self_sym_sizes) if operation_of(behind) == "Expand" else shape
@@ -199,7 +199,7 @@ def _layout_after(node: Any, dim: int, rank: int, batch: int) -> tuple[int, int]
         gone = [place for place in named if sizes[place] == 1]
         return dim - sum(gone_dim < dim for gone_dim in gone), rank - len(gone)
     if operation == "Expand":
-        more = len(node._input_metadata[0].shape) - rank
+        more = len(shape_of(node)) - rank
         return dim + more, rank + more
     if operation == "Unsqueeze":
         return dim + (saved_number(node._saved_dim) % (rank + 1) <= dim), rank + 1

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from expanded_nn.common.modes import checkpoint_hooks
+from expanded_nn.common.modes import checkpoint_hooks, unseen
 from expanded_nn.common.shared import is_shared
 from expanded_nn.core import cost
 from expanded_nn.layers.general.derived import Derived
@@ -170,7 +170,8 @@ class Run:
     def returned(self, result: Any) -> Any:
         """What the forward returns; a parameter with one row has one for each sample in it."""
         if type(result) is Tensor:
-            self.way.append(result.shape[:1] == (self.batch,))
+            with unseen():
+                self.way.append(result.shape[:1] == (self.batch,))
             return result
         leaves, structure = flatten(result)
         leaves = [beside(leaf, leaf.rank) if is_own(leaf) else leaf for leaf in leaves]

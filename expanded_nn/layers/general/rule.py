@@ -289,8 +289,10 @@ class General(Expanded):
             for name, parameter in module._parameters.items()
             if parameter is not None
         }
-        guests = {id(guest) for module in self.modules() if isinstance(module, General) for guest in module._guests()}
-        expanded = [self._expanded_of(module, name, guests) for module, name in originals]
+        with unseen():
+            within = [module for module in self.modules() if isinstance(module, General)]
+            guests = {id(guest) for module in within for guest in module._guests()}
+            expanded = [self._expanded_of(module, name, guests) for module, name in originals]
         return Mapper(self, call, originals, expanded, guests)
 
     def _may_run_whole(self, call: Called) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn.common.functions import attributes, functions
+from expanded_nn.common.modes import unseen
 
 # operations that read values
 READS = set(
@@ -68,5 +69,6 @@ def along(func: Any, args: Any, kwargs: Any) -> str:
     values = [*args, *kwargs.values()]
     lists = [value for value in values if isinstance(value, tuple | list)]
     numbers = [value for value in chain(values, *lists) if type(value) is int]
-    first = 0 in numbers or (isinstance(args[0], Tensor) and -args[0].dim() in numbers) if args else True
+    with unseen():
+        first = 0 in numbers or (isinstance(args[0], Tensor) and -args[0].dim() in numbers) if args else True
     return f"{func.__name__} {first} {next((value for value in values if isinstance(value, str)), '')}"

@@ -424,17 +424,22 @@ def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _attention(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Of queries, keys and values `(n, …)`, with a mask that is computed from parameters, as a bias by position is."""
-    named = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
-    query, own = named["query"], _own(named["attn_mask"])
-    run = own.run
-    refuse_unless(run.owners is not None and not any(is_own(named[name]) for name in ("query", "key", "value")))
-    arrangement = run.arranged(query)
-    assert arrangement is not None
-    refuse_unless(own.rank <= query.dim())
+    """Of B rows, with a mask computed from parameters, as a bias by position is; or of rows that are folded."""
+    named = {**dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)), **kwargs}
+    inputs = [named.pop(name) for name in ("query", "key", "value")]
+    own, dims = _own(named.pop("attn_mask")), inputs[0].dim()
+    run, mask = own.run, beside(own, dims)
+    refuse_unless(len(args) < 5 and not any(map(is_own, inputs)))
+    if run.owners is None:
+        refuse_unless(all(run.has_rows(x, 3) for x in inputs))
+        run.note(func, whole=True)
+        return func(*inputs, mask, **named)  # type: ignore[no-any-return]
+    found = [run.owners.of(x) for x in inputs]
+    samples = together([x if x is None else constant(x, [dims - 2, dims - 1]) for x in found], dims)
+    assert samples is not None
+    arrangement = run.owners.arranged(samples, len(inputs[0]))
     run.note(func, whole=True)
-    named["attn_mask"] = arrangement.rows_of(beside(own, query.dim()))
-    return _as_arranged(run, func(**named), arrangement)
+    return _as_arranged(run, func(*inputs, arrangement.rows_of(mask), **named), arrangement)
 
 
 def _product_by_expert(func: Any, x: Tensor, own: Batched, owners: Owners) -> Tensor:
@@ -476,7 +481,6 @@ def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor:
 # The table: what may be done with a parameter, and by which rule
 
 
-_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _LOOK_UP = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding")
 _SIZES_FIRST = set(functions("split", "chunk"))
@@ -522,6 +526,7 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys(functions("cat", "concat", "stack"), _join),
     **dict.fromkeys(functions("matmul", "__matmul__", "bmm"), _product),
     F.embedding: _look_up,
+    F.scaled_dot_product_attention: _attention,
     F.interpolate: _resized,
     F.linear: _with_weights(linear, 2, ("input", *_BOTH), _BOTH, by_position=True),
     F.prelu: _with_weights(prelu, 1, ("input", "weight"), ("weight",)),
@@ -552,7 +557,6 @@ FOLDED: dict[Any, Rule] = {
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.grad.__get__: _no_grad,  # type: ignore[union-attr]
     **dict.fromkeys(functions("grouped_mm", "_grouped_mm"), _grouped_product),  # from torch 2.10 on
-    F.scaled_dot_product_attention: _attention,
 }
 RULES.update({**TABLE, **FOLDED})
 COMPUTED.update(func for func, rule in TABLE.items() if rule not in (_as_it_looks, _requires_grad))
