@@ -146,7 +146,8 @@ class General(Expanded):
             result = self._sample_by_sample(call) if result is NotImplemented else result
         order = None if self._recorder is None else self._recorder.escalation.order
         if order is not None and call.kind in self._told.compared:
-            order.note_layout(self, data_in(result), self._told.compared[call.kind].dims)
+            with unseen():
+                order.note_layout(self, data_in(result), self._told.compared[call.kind].dims)
         return result
 
     def _refuse_no_samples(self, call: Called) -> None:
