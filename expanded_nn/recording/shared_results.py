@@ -115,8 +115,9 @@ def _takes_apart(node: Any, dim: int, rank: int, batch: int) -> bool:
     if operation == "Index":
         indices = node._saved_indices
         return len(indices) > dim and indices[dim] is not None
-    if operation == "Squeeze":
-        return dim in _dims(node, rank)
+    if operation == "Squeeze":  # not of another result of the same node, as a cell's states are
+        sizes = node._saved_self_sym_sizes
+        return dim in _dims(node, rank) and len(sizes) == rank and bool(sizes[dim] == batch)
     if operation in _VIEW:
         return not _keeps(node, dim, batch)
     if operation == "Gather" and not _keeps(node, dim, batch):
@@ -195,8 +196,10 @@ def _layout_after(node: Any, dim: int, rank: int, batch: int) -> tuple[int, int]
         gone = [] if getattr(node, "_saved_keepdim", False) else _dims(node, rank)
         return dim - sum(gone_dim < dim for gone_dim in gone), rank - len(gone)
     if operation == "Squeeze":
-        named, sizes = _dims(node, rank), node._saved_self_sym_sizes
-        gone = [place for place in named if sizes[place] == 1]
+        sizes = node._saved_self_sym_sizes
+        if len(sizes) != rank:
+            return None
+        gone = [place for place in _dims(node, rank) if sizes[place] == 1]
         return dim - sum(gone_dim < dim for gone_dim in gone), rank - len(gone)
     if operation == "Expand":
         more = len(shape_of(node)) - rank
