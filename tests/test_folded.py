@@ -556,8 +556,8 @@ def test_other_folds(module: Any, shape: tuple[int, ...], monkeypatch: pytest.Mo
 
 def test_attention_between_samples_is_not_taken_for_that_of_one() -> None:
     recorder = enn.convert(nn.Linear(1, 1)).per_sample()._recorder
-    run = Run(B, recorder, Owners(B))
-    x = run.owners.begin(values(B, T, D), by_sample=True)
+    run = Run(B, recorder, Owners(B, nn.Module()))
+    x = run.owners.begin(values(B, T, D), [0])
     mask = run.batched(values(T, T).expand(B, T, T))
     attend = RULES[F.scaled_dot_product_attention]
     attend(F.scaled_dot_product_attention, (x, x.sin(), x, mask), {})

@@ -45,9 +45,8 @@ class Owners:
     def __init__(self, batch: int, module: nn.Module) -> None:
         self.batch, self.module = batch, module
         self.by_sample: list[Tensor] = []  # the arguments that have one row for each sample
-        self.known: dict[
-            tuple[Any, int], Samples
-        ] = {}  # by the node that made a tensor, and which of its outputs it is
+        # by the node that made a tensor, and which of its outputs it is
+        self.known: dict[tuple[Any, int], Samples] = {}
         self.arrangements: dict[tuple[int, int], Arrangement] = {}  # by the id of samples, and the number of rows
         self.kept: list[Tensor] = []  # the samples whose ids are keys
         self.anchor = torch.zeros((), requires_grad=True)
