@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from threading import Lock, RLock, get_ident
 from typing import Any, NamedTuple, TypeVar
@@ -186,18 +186,38 @@ class Family:
         self.by_shapes = dict.fromkeys(self.by_shapes)
 
 
+@dataclass
+class Met:
+    """What has taken part in the calls of a step.
+
+    Attributes:
+        modules: The modules.
+        recorders: The recorders of their rows.
+        former_count: How many modules these were when kinds that came once were let go of last.
+    """
+
+    modules: list[nn.Module] = field(default_factory=list)
+    recorders: list[Recorder] = field(default_factory=list)
+    former_count: int = 0
+
+    def add(self, modules: Iterable[nn.Module], recorders: Iterable[Recorder]) -> None:
+        """Adds modules with all within, and recorders with those of the modules."""
+        members = dict.fromkeys(member for module in modules for member in module.modules())
+        own = (module._recorder for module in members if isinstance(module, PerSampleModule))
+        more = [recorder for recorder in (*recorders, *own) if recorder is not None]
+        self.modules = list(dict.fromkeys([*self.modules, *members]))
+        self.recorders = list(dict.fromkeys([*self.recorders, *more]))
+
+
 class CompiledStep:
     """A step that runs as a graph where it can; see `compile`.
 
     Attributes:
         step: The user's function.
-        backend: Makes functions of its graphs.
         given: The name of the backend, or what makes it, and its options.
         lock: Held by the thread that calls the step: a trace changes the models for a while.
         step_values: Gives a key for the values that the step refers to by names.
-        modules: The modules that have taken part.
-        module_count: How many these were when kinds that came once were let go of last.
-        recorders: The recorders of their rows.
+        met: What has taken part.
         families: The graphs, by the kind of the call.
         first_shapes: The shapes of the first calls, which ran eagerly before any module was known, by the kind of their
             arguments.
@@ -207,11 +227,9 @@ class CompiledStep:
 
     def __init__(self, step: Callable[..., Any], backend: str | Backend, options: dict[str, Any]) -> None:
         functools.update_wrapper(self, step)
-        self.step, self.backend, self.step_values = step, backend_of(backend, options), StepValues(step)
+        self.step, self.step_values = step, StepValues(step)
         self.given, self.lock = (backend, options), RLock()
-        self.modules: list[nn.Module] = []
-        self.module_count = 0
-        self.recorders: list[Recorder] = []
+        self.met = Met()
         self.families: dict[Hashable, Family] = {}
         self.first_shapes: dict[Hashable, list[Shapes]] = {}
         self.last: LastCall | None = None
@@ -245,17 +263,17 @@ class CompiledStep:
         except OnlyEager as reason:
             self._warn(str(reason))
             return self.step(*args, **kwargs)
-        if not self.modules:
+        if not self.met.modules:
             return self._run_eagerly(call, key)
         seen, self.last = self.step_values.looks[-1].seen, None
         seen.note_fact(of_surroundings)
-        kind = *key, of_models(self.modules, self.recorders, seen)
+        kind = *key, of_models(self.met.modules, self.met.recorders, seen)
         seen.close()
         family = self.families.get(kind)
         if family is None:
             if len(self.families) >= MOST_KINDS:
                 self._drop_idle_families()
-                if not self.modules:
+                if not self.met.modules:
                     return self._run_eagerly(call, key)
             family = self.families[kind] = Family(by_shapes=dict.fromkeys(self.first_shapes.pop(key, ())))
             if len(self.families) == NEW_KINDS and not any(other.graphs for other in self.families.values()):
@@ -290,7 +308,7 @@ class CompiledStep:
         else:
             self.last, referred = None, self.step_values.referred
             alike = draws_alike(*self.given)
-            of_step = self.step, self.modules, referred
+            of_step = self.step, self.met.modules, referred
             otherwise, difference, result = run_beside(graph, call, *of_step, draws_alike=alike)
             graph.is_compared = otherwise is None
             if difference is not None:
@@ -322,12 +340,8 @@ class CompiledStep:
             result = self.step(*args, **kwargs)
         for recorder in recorders:
             modules.update(dict.fromkeys(recorder.modules()))
-        members = dict.fromkeys(member for module in list(modules) for member in module.modules())
-        member_recorders = [module._recorder for module in members if isinstance(module, PerSampleModule)]
-        self.modules = list(dict.fromkeys([*self.modules, *members]))
-        new_recorders = [*recorders, *(recorder for recorder in member_recorders if recorder is not None)]
-        self.recorders = list(dict.fromkeys([*self.recorders, *new_recorders]))
-        self.step_values.referred.add_modules(self.modules)
+        self.met.add(list(modules), recorders)
+        self.step_values.referred.add_modules(self.met.modules)
         if key is not None:  # the functions of the modules are known now
             key = key[0], self.step_values.look(call.objects).key, key[2]
             self.first_shapes.setdefault(key, []).append(call.shapes)
@@ -344,7 +358,7 @@ class CompiledStep:
             except LookFirst:
                 family.by_gradients = True
         try:
-            grads = of_gradients(self.recorders)
+            grads = of_gradients(self.met.recorders)
         except PerSampleError:  # the step raises as well, unless it clears the gradients first
             return family, None
         kind = kind, tuple(grads.items())
@@ -387,7 +401,7 @@ class CompiledStep:
                 "a step that ends with its gradients, as the graph would leave the scheduler as it is",
                 "Call the scheduler after the compiled step, and after the optimizer.",
             )
-        of_step = self.step, call, varying, self.modules, self.recorders
+        of_step = self.step, call, varying, self.met.modules, self.met.recorders
         with values.undoing(call.objects):
             generators = values.looks[-1].generators
             traced = trace(*of_step, thorough=family.is_thorough, states=family.grads, generators=generators)
@@ -397,7 +411,7 @@ class CompiledStep:
                 "(return it from the step, and keep it after the call)"
             )
         try:
-            return traced, Graph(traced, call.shapes, varying, self.backend)
+            return traced, Graph(traced, call.shapes, varying, backend_of(*self.given))
         except CompilerError as error:
             if varying:
                 return self._compiled(family, (), call)
@@ -426,10 +440,10 @@ class CompiledStep:
             f"call after call is of another kind{self.step_values.changed()} (make what changes an argument of the "
             "step: a tensor, or tensors in tuples, lists, dicts or dataclasses)"
         )
-        if len(self.modules) > self.module_count:  # new ones at each call, which would be held for ever
-            self.modules, self.recorders, self.families = [], [], {}
+        if len(self.met.modules) > self.met.former_count:  # new ones at each call, which would be held for ever
+            self.met, self.families = Met(), {}
             self.step_values = StepValues(self.step)
-        self.module_count = len(self.modules)
+        self.met.former_count = len(self.met.modules)
 
     def _warn(self, reason: str) -> None:
         if reason not in self.reasons:

@@ -14,8 +14,9 @@ from torch.nn.utils import parametrize
 from expanded_nn._errors import ConversionError, refuse_no_bool, refuse_no_model
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.layers.twins import expand_modules, raise_for, rebased
-from expanded_nn.modules.base import PerSampleModule, Root, switch, twin_class
+from expanded_nn.modules.base import PerSampleModule, Root, switch
 from expanded_nn.modules.registry import registered
+from expanded_nn.modules.twin_class import twin_class
 from expanded_nn.recording.recorder import Settings
 
 Model = TypeVar("Model", bound=nn.Module)

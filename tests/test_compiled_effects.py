@@ -429,4 +429,4 @@ def test_models_of_earlier_calls_are_let_go_of() -> None:
     for number in range(140):
         compiled(enn.convert(nn.Linear(8, 3)).per_sample(), *batch(number))
     gc.collect()
-    assert len(compiled.modules) < 70
+    assert len(compiled.met.modules) < 70

@@ -218,14 +218,14 @@ def test_modules_that_a_step_makes_for_itself() -> None:
         return loss.detach(), enn.clip_grad_sample_norms_(model, 1.0)
 
     compiled = law(MakesModules, step, samples(4, 4, 5, 6), loss_reduction="sum")
-    kinds = {type(module) for module in compiled.modules}
+    kinds = {type(module) for module in compiled.met.modules}
     assert nn.Softmax not in kinds
     assert nn.CrossEntropyLoss not in kinds
-    count = len(compiled.modules)
-    for module in compiled.modules:
+    count = len(compiled.met.modules)
+    for module in compiled.met.modules:
         module.zero_grad()
     compiled(*samples(4)[0])
-    assert len(compiled.modules) == count
+    assert len(compiled.met.modules) == count
 
 
 class Branches(nn.Module):
@@ -1024,7 +1024,7 @@ class Remembers(nn.Module):
 
 def test_attributes_of_modules() -> None:
     compiled = law(Remembers, classified, samples(4, 4, 4, 5, 6))
-    model = next(module for module in compiled.modules if isinstance(module, Remembers))
+    model = next(module for module in compiled.met.modules if isinstance(module, Remembers))
     (x, y), *_ = samples(4)
     model.zero_grad()
     before = compiled(x, y)[0]

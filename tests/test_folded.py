@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from expanded_nn.core import cost
-from expanded_nn.layers.general import owners
+from expanded_nn.layers.general import operations, owners
 from expanded_nn.layers.general.alone import Alone
 from expanded_nn.layers.general.batched import RULES, Run
-from expanded_nn.layers.general.owners import NOBODY, Owners, Unknown
+from expanded_nn.layers.general.operations import NOBODY, Unknown
+from expanded_nn.layers.general.owners import Owners
 from expanded_nn.modules.registry import EXPANDED
 from oracle import Call, assert_close, assert_close_rows, gradient_penalty, loop, rows_of, total_loss
 
@@ -692,7 +693,7 @@ def test_each_rule_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owners, "RULES", Noting(owners.RULES))
     for function in KNOWN.values():
         samples_of(function)
-    moves = {name for name, rule in owners.RULES.items() if rule not in (owners._elementwise, owners._along)}
+    moves = {name for name, rule in owners.RULES.items() if rule not in (operations._elementwise, operations._along)}
     assert len(moves & used) > 25, sorted(moves - used)
     assert alike <= set(owners.RULES)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
@@ -18,11 +19,17 @@ from expanded_nn._errors import PerSampleError, complaint
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass  # an attribute of a factored tensor costs a call without it
 unseen = torch._C.DisableTorchFunction  # those who look at operations hear of none, a class of tensors neither
+set_grad_enabled = torch._C._set_grad_enabled  # torch.no_grad() takes eight times as long
 
 
 def running_backward() -> int:
     """The number of the backward that this code runs in, -1 outside of any."""
     return torch._C._current_graph_task_id()
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """The modes that hear of torch's functions now, the outermost first."""
+    return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
 
 
 def is_autocast() -> bool:

@@ -14,8 +14,9 @@ from torch.nn.utils import parametrize
 from expanded_nn._errors import ConversionError
 from expanded_nn.layers import transformers as transformers  # registers its twins
 from expanded_nn.layers.general.rule import PARAMETER_LISTS, General
-from expanded_nn.modules.base import Expanded, PerSampleModule, Root, twin_class
+from expanded_nn.modules.base import Expanded, PerSampleModule, Root
 from expanded_nn.modules.registry import registered
+from expanded_nn.modules.twin_class import twin_class
 
 _HARMLESS = {"extra_repr", "reset_parameters", "_reset_parameters"}
 _PACKAGE = __name__.partition(".")[0]

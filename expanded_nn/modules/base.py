@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, update_wrapper, wraps
-from inspect import get_annotations, signature
-from types import FunctionType, new_class
+from inspect import signature
+from types import FunctionType
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -22,8 +21,8 @@ from expanded_nn.common.batch import batch_of, data_in, in_order, tensors
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import WithoutSelection, is_selective, outside_of_graph, unseen
 from expanded_nn.common.shared import owned
-from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.modules import layout
+from expanded_nn.modules.twin_class import as_plain_graph, new_twin, twin_class, unpickled_graph
 from expanded_nn.recording.escalate import Learned
 from expanded_nn.recording.expand import Recompute
 from expanded_nn.recording.lift import lifted
@@ -179,6 +178,10 @@ class PerSampleModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._join_recorder()
+
+    def _join_recorder(self) -> None:
+        """Makes a copy known to its recorder, which was copied with it."""
         if self._recorder is not None:
             _prepare(self.parameters())  # those in a ParameterList within, too
             self._recorder.adopt(self)
@@ -188,10 +191,10 @@ class PerSampleModule(nn.Module):
             return super().__reduce_ex__(protocol)
         kind = next(base for base in type(self).__bases__ if issubclass(base, PerSampleModule))
         if issubclass(self.plain_class, GraphModule):
-            with _as_plain_graph(self):
-                return _unpickled_graph, (kind, *self.__reduce_ex__(protocol)[:2])
+            with as_plain_graph(self):
+                return unpickled_graph, (kind, *self.__reduce_ex__(protocol)[:2])
         _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
-        return (_new_twin, (kind, self.plain_class), *state)
+        return (new_twin, (kind, self.plain_class), *state)
 
     def __prepare_scriptable__(self) -> Any:
         """Called by `torch.jit.script`, which cannot compile what a twin adds to the plain class."""
@@ -507,64 +510,3 @@ def _prepare(parameters: Any) -> None:
     """`grad_sample` is `None` from the start."""
     for parameter in parameters:
         parameter.grad_sample = None
-
-
-_TWINS: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
-
-
-def twin_class(kind: type[PerSampleModule], plain_class: type[nn.Module]) -> type[nn.Module]:
-    """`plain_class` with the per-sample manners of `kind`: a class of the same name, made once."""
-    key = (kind, plain_class)
-    if key not in _TWINS:
-        namespace = {
-            "plain_class": plain_class,
-            "__module__": plain_class.__module__,
-            "__qualname__": plain_class.__qualname__,
-            "__doc__": plain_class.__doc__,
-            "__annotations__": get_annotations(plain_class),
-        }
-        if issubclass(plain_class, GraphModule):
-            namespace["__deepcopy__"] = _deepcopied_graph
-        _TWINS[key] = new_class(plain_class.__name__, (kind, plain_class), {}, lambda made: made.update(namespace))
-    return _TWINS[key]
-
-
-def _deepcopied_graph(module: Any, memo: dict[int, Any]) -> Any:
-    """A copy of a module of torch.fx, which gives each of its modules a class of its own."""
-    kind = type(module).__bases__[0]
-    with _as_plain_graph(module):
-        copied = copy.deepcopy(module, memo)  # with what its graph refers to
-    own_state = {name: module.__dict__[name] for name in OWN_STATE if name in module.__dict__}
-    copied.__dict__.update(copy.deepcopy(own_state, memo))
-    return _twin_of_graph(kind, copied)
-
-
-@contextmanager
-def _as_plain_graph(module: Any) -> Iterator[None]:
-    """Makes a module of torch.fx plain for a while, as it writes its code into its class where it is copied."""
-    twin = type(module)
-    object.__setattr__(module, "__class__", twin.plain_class)
-    try:
-        yield
-    finally:
-        object.__setattr__(module, "__class__", twin)
-
-
-def _unpickled_graph(kind: type[PerSampleModule], make: Callable[..., Any], arguments: Any) -> Any:
-    """A module of torch.fx, made of its code again."""
-    return _twin_of_graph(kind, make(*arguments))
-
-
-def _twin_of_graph(kind: type[PerSampleModule], module: Any) -> Any:
-    """A plain module of torch.fx, with the attributes of a twin, as one."""
-    object.__setattr__(module, "__class__", twin_class(kind, type(module)))
-    if module._recorder is not None:
-        _prepare(module.parameters())
-        module._recorder.adopt(module)
-    return module
-
-
-def _new_twin(kind: type[PerSampleModule], plain_class: type[nn.Module]) -> nn.Module:
-    """An empty instance of a twin class, for unpickling and copying."""
-    module_class = twin_class(kind, plain_class)
-    return module_class.__new__(module_class)

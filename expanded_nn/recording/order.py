@@ -7,6 +7,7 @@ parameters is another sample's than row i of the others. So a sample would be in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from expanded_nn._errors import complaint
 from expanded_nn.common.batch import NUMBERS, batch_dim, data_in
 from expanded_nn.common.bytecode import constant_index
 from expanded_nn.common.functions import SIZES, attributes, functions
-from expanded_nn.common.modes import WithoutSelection, is_selective
+from expanded_nn.common.modes import WithoutSelection, function_modes, is_selective
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording import callers, places
 from expanded_nn.recording.expand import comes_from_rows
@@ -26,15 +27,13 @@ from expanded_nn.recording.places import Move, Moved
 from expanded_nn.recording.settings import RecorderLike
 from expanded_nn.recording.shared_results import Copies
 
-_mode_at = torch._C._get_function_stack_at
-
 
 class BetweenLayers(TorchFunctionMode):
     """Looks at operations between layers: it is off within one."""
 
     def is_on(self) -> bool:
         """Whether it sees the operations of now."""
-        return any(_mode_at(place) is self for place in range(torch._C._len_torch_function_stack()))
+        return any(mode is self for mode in function_modes())
 
 
 class Order(TorchFunctionMode):
@@ -157,10 +156,8 @@ class Order(TorchFunctionMode):
 
     def as_one_operation(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a layer without a look at the operations in it, under which torch's have no fused inference."""
-        modes, count = [], torch._C._len_torch_function_stack()  # the innermost first
-        while count and ((mode := _mode_at(count - 1)) is self or isinstance(mode, BetweenLayers)):
-            modes.append(_pop_mode())
-            count -= 1
+        ours = takewhile(lambda mode: mode is self or isinstance(mode, BetweenLayers), reversed(function_modes()))
+        modes = [_pop_mode() for _ in ours]  # the innermost first
         try:
             result = function(*args, **kwargs)
         finally:

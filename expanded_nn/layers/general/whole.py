@@ -35,7 +35,8 @@ from expanded_nn.layers.general.batched import (
     with_dims,
 )
 from expanded_nn.layers.general.folded import linear_of_rows
-from expanded_nn.layers.general.owners import Arrangement, Owners, constant, together
+from expanded_nn.layers.general.operations import constant, together
+from expanded_nn.layers.general.owners import Arrangement, Owners
 from expanded_nn.layers.linear import linear
 
 _BOTH = ("weight", "bias")

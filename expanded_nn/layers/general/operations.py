@@ -1,0 +1,376 @@
+"""The operations of autograd's graph: whose the numbers of a result are, where it is known whose its inputs' are.
+
+The table at the end names the operations that have a rule, by their nodes in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from expanded_nn.recording.graph import saved_dims, saved_number, turned_dims
+
+Samples = Tensor | None  # of a tensor: an index of its shape, of size 1 where it is constant; `None` of what has none
+NOBODY = -1  # in such an index: what is of no sample
+
+
+class Unknown(Exception):
+    """An operation has no rule, or brings numbers of several samples together."""
+
+
+class Operation:
+    """A node of the graph, of whose outputs the samples of one are asked for."""
+
+    def __init__(self, of: Callable[[Any, int], Samples], batch: int, node: Any, number: int) -> None:
+        self._of, self.batch, self.node, self.number = of, batch, node, number
+        self.inputs = node.next_functions  # the nodes that its inputs come from, and which of their outputs these are
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of that output."""
+        return _shape(self.node, self.number)
+
+    def shape_of(self, place: int) -> tuple[int, ...]:
+        return _shape(*self.inputs[place])
+
+    def samples_of(self, place: int) -> Samples:
+        node, number = self.inputs[place]
+        return None if node is None else self._of(node, number)
+
+    def all_samples(self) -> list[Samples]:
+        return [self.samples_of(place) for place in range(len(self.inputs))]
+
+    def saved(self, name: str) -> Any:
+        try:
+            return getattr(self.node, f"_saved_{name}")
+        except (AttributeError, RuntimeError):  # it has none, or it was changed since
+            raise Unknown from None
+
+    def dims(self, rank: int | None = None) -> list[int]:
+        """The dimensions that it names, of so many or those of the first input; all, if it names none."""
+        rank = len(self.shape_of(0)) if rank is None else rank
+        return saved_dims(self.node, max(1, rank)) or list(range(rank))
+
+
+def _shape(node: Any, number: int) -> tuple[int, ...]:
+    return tuple(node._input_metadata[number].shape)
+
+
+def constant(samples: Tensor, dims: Sequence[int]) -> Tensor:
+    """The samples with size 1 in these dimensions; if they are not the same along one of them, they are unknown."""
+    for dim in dims:
+        if samples.shape[dim] > 1:
+            first = samples.narrow(dim, 0, 1)
+            if not bool((samples == first).all()):
+                raise Unknown
+            samples = first
+    return samples
+
+
+def together(found: Sequence[Samples], dims: int) -> Samples:
+    """The samples of what is computed number by number from several tensors, which broadcast."""
+    kept: list[Tensor] = []
+    for samples in found:
+        if samples is not None and not any(samples is other for other in kept):
+            kept.append(samples)
+    if not kept:
+        return None
+    total = _with_dims(kept[0], dims)
+    for samples in kept[1:]:
+        other = _with_dims(samples, dims)
+        if not bool(((total == other) | (total == NOBODY) | (other == NOBODY)).all()):
+            raise Unknown
+        if total.shape != other.shape or not torch.equal(total, other):
+            total = torch.maximum(total, other)
+    return total
+
+
+def _with_dims(samples: Tensor, dims: int) -> Tensor:
+    return samples if samples.dim() == dims else samples.view(*[1] * (dims - samples.dim()), *samples.shape)
+
+
+def reshaped(samples: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
+    """The samples of a tensor in another shape; along dimensions in which they do not differ their size stays 1."""
+    if prod(before) == 0:
+        raise Unknown
+    whole: list[int] = []
+    shape: list[int] = []
+    for dims, sizes in _runs(before, after):
+        differ = any(samples.shape[dim] > 1 for dim in dims)
+        whole += [before[dim] if differ else 1 for dim in dims]
+        shape += [size if differ else 1 for size in sizes]
+    return samples.expand(whole).reshape(shape)
+
+
+def _runs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, Sequence[int]]]:
+    """The shortest runs of dimensions that have equally many numbers in two shapes: dimensions, and sizes of the other.
+
+    From `(B, T, d)` to `(B * T, d)` they are dimensions 0 and 1 with `B * T`, and dimension 2 with `d`.
+    """
+    place = other_place = 0
+    while place < len(before) or other_place < len(after):
+        start, other_start, count, other_count = place, other_place, 1, 1
+        while (start == place and other_start == other_place) or count != other_count:
+            if place < len(before) and count <= other_count:
+                count *= before[place]
+                place += 1
+            else:
+                other_count *= after[other_place]
+                other_place += 1
+        yield range(start, place), after[other_start:other_place]
+
+
+# Rules: the samples of what an operation gives
+
+
+def _elementwise(op: Operation) -> Samples:
+    return op.samples_of(0) if len(op.inputs) == 1 else together(op.all_samples(), len(op.shape))
+
+
+def _along(op: Operation) -> Samples:
+    """What computes with all numbers along some dimensions: there they have to be of one sample."""
+    samples = op.samples_of(0)
+    if samples is None:
+        return None
+    dims = op.dims()
+    samples = constant(samples, dims)
+    if samples.dim() == len(op.shape):
+        return samples
+    if samples.dim() - len(set(dims)) != len(op.shape):
+        raise Unknown
+    return samples.reshape([size for dim, size in enumerate(samples.shape) if dim not in dims])
+
+
+def _of_first(change: Callable[[Operation, Tensor], Tensor]) -> Callable[[Operation], Samples]:
+    def rule(op: Operation) -> Samples:
+        samples = op.samples_of(0)
+        return None if samples is None else change(op, samples)
+
+    return rule
+
+
+def _viewed(op: Operation, samples: Tensor) -> Tensor:
+    return reshaped(samples, op.shape_of(0), op.shape)
+
+
+def _turned(op: Operation, samples: Tensor) -> Tensor:
+    return samples.permute(cast("list[int]", turned_dims(op.node, samples.dim())))
+
+
+def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool = False) -> Callable[..., Samples]:
+    """A rule for what takes places along one dimension; of size 1, the samples are the same wherever it is taken."""
+
+    def change(op: Operation, samples: Tensor) -> Tensor:
+        (dim,) = op.dims()
+        if samples.shape[dim] == 1:
+            return samples.squeeze(dim) if drops_dim else samples
+        return take(op, samples, dim)
+
+    return _of_first(change)
+
+
+def _slice(op: Operation, samples: Tensor, dim: int) -> Tensor:
+    start, end, step = (saved_number(op.saved(name)) for name in ("start", "end", "step"))
+    return samples[(*[slice(None)] * dim, slice(start, end, step))]
+
+
+def _repeat(op: Operation, samples: Tensor) -> Tensor:
+    repeats = op.saved("repeats")
+    samples = _with_dims(samples, len(repeats))
+    return samples.repeat([times if size > 1 else 1 for times, size in zip(repeats, samples.shape, strict=True)])
+
+
+def _whole(samples: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor:
+    """The samples with the tensor's own size in these dimensions, not 1."""
+    return samples.expand([shape[dim] if dim in dims else -1 for dim in range(samples.dim())])
+
+
+def _flip(op: Operation, samples: Tensor) -> Tensor:
+    dims = op.dims()
+    return _whole(samples, op.shape_of(0), dims).flip(dims)
+
+
+def _roll(op: Operation, samples: Tensor) -> Tensor:
+    if not op.saved("dims"):
+        raise Unknown
+    dims, shifts = op.dims(), [saved_number(shift) for shift in op.saved("shifts")]
+    return torch.roll(_whole(samples, op.shape_of(0), dims), shifts, dims)
+
+
+def _filled_up(op: Operation, samples: Tensor) -> Tensor:
+    """The samples of a tensor whose other numbers are of none: these count as those beside them."""
+    if samples.numel() == 1 and op.batch > 1:
+        raise Unknown
+    return samples
+
+
+def _pad(op: Operation, samples: Tensor) -> Tensor:
+    pads = [saved_number(number) for number in op.saved("pad")]
+    padded = [samples.dim() - 1 - place // 2 for place, number in enumerate(pads) if number]
+    return _filled_up(op, constant(samples, padded))
+
+
+def _index(op: Operation, samples: Tensor) -> Tensor:
+    keys, dim = op.saved("indices"), 0
+    dims: list[int] = []
+    for key in keys:
+        count = key.dim() if key is not None and key.dtype in (torch.bool, torch.uint8) else 1
+        dims += [] if key is None else range(dim, dim + count)
+        dim += count
+    whole = _whole(samples, op.shape_of(0), dims)
+    return whole[tuple(slice(None) if key is None else key for key in keys)]
+
+
+def _gather(op: Operation, samples: Tensor) -> Tensor:
+    (dim,) = op.dims()
+    before = op.shape_of(0)
+    if any(size != op.shape[place] for place, size in enumerate(before) if place != dim):
+        raise Unknown
+    return constant(samples, [dim])
+
+
+def _index_add(op: Operation) -> Samples:
+    """Rows are added to those of the same samples."""
+    total, added, (dim,) = op.samples_of(0), op.samples_of(1), op.dims(len(op.shape))
+    if added is None:
+        return total
+    sizes = [op.shape[dim] if place == dim else size for place, size in enumerate(added.shape)]
+    index = op.saved("index")
+    written = added.new_full(sizes, NOBODY).index_copy(dim, index, _whole(added, op.shape_of(1), [dim]))
+    if not bool((written.index_select(dim, index) == added).all()):
+        raise Unknown
+    return together([total, written], len(op.shape))
+
+
+def _scatter(op: Operation) -> Samples:
+    """Numbers are put elsewhere along a dimension."""
+    total, put, (dim,) = op.samples_of(0), op.samples_of(1), op.dims(len(op.shape))
+    if put is not None:
+        if any(size != op.shape[place] for place, size in enumerate(op.shape_of(1)) if place != dim):
+            raise Unknown
+        put = _filled_up(op, constant(put, [dim]))
+    return together([total, put], len(op.shape))
+
+
+def _joined(op: Operation) -> Samples:
+    found = op.all_samples()
+    (dim,) = op.dims(len(op.shape))
+    there = [samples for samples in found if samples is not None]
+    if not there:
+        return None
+    if all(samples.shape[dim] == 1 for samples in there):
+        if len(there) < len(found):
+            return _filled_up(op, cast(Tensor, together(there, len(op.shape))))
+        if _are_equal(there):
+            return there[0]
+    return _cat(op, found, dim)
+
+
+def _are_equal(there: Sequence[Tensor]) -> bool:
+    return all(samples is there[0] or torch.equal(samples, there[0]) for samples in there)
+
+
+def _cat(op: Operation, found: Sequence[Samples], dim: int) -> Tensor:
+    parts = [_whole(samples, op.shape_of(place), [dim]) for place, samples in enumerate(found) if samples is not None]
+    if len(parts) < len(found):
+        raise Unknown
+    sizes = [max(part.shape[place] for part in parts) for place in range(len(op.shape))]
+    return torch.cat([part.expand([*sizes[:dim], part.shape[dim], *sizes[dim + 1 :]]) for part in parts], dim)
+
+
+def _stack(op: Operation) -> Samples:
+    found = op.all_samples()
+    there = [samples for samples in found if samples is not None]
+    if not there:
+        return None
+    if len(there) < len(found) or not _are_equal(there):
+        raise Unknown
+    (dim,) = op.dims(len(op.shape))
+    return there[0].unsqueeze(dim)
+
+
+def _product(op: Operation) -> Samples:
+    """Of matrices: the samples are the same along the dimensions that are multiplied and added up."""
+    left, right = op.all_samples()[-2:]
+    left = None if left is None else constant(left, [left.dim() - 1])
+    right = None if right is None else constant(right, [right.dim() - 2])
+    added = [op.samples_of(0)] if len(op.inputs) > 2 else []
+    return together([left, right, *added], len(op.shape))
+
+
+def _attention(op: Operation) -> Samples:
+    if len(op.shape) != 4:
+        raise Unknown
+    found = [None if samples is None else constant(samples, [2, 3]) for samples in op.all_samples()]
+    return together(found, len(op.shape))
+
+
+def _resized(op: Operation, samples: Tensor) -> Tensor:
+    """Images `(N, C, ...)`: each is of one sample everywhere."""
+    return constant(samples, range(2, samples.dim()))
+
+
+def _normalized(op: Operation, samples: Tensor) -> Tensor:
+    count = len(op.saved("normalized_shape"))
+    return constant(samples, range(samples.dim() - count, samples.dim()))
+
+
+RULES: dict[str, Callable[[Operation], Samples]] = {
+    **dict.fromkeys(
+        [
+            *("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Exp", "Expm1", "Log", "Log1p", "Sqrt", "Rsqrt", "Pow", "Abs"),
+            *("Reciprocal", "Sin", "Cos", "Tanh", "Sigmoid", "LogSigmoid", "Relu", "Silu", "Gelu", "Softplus", "Elu"),
+            *("Mish", "LeakyRelu", "Hardtanh", "Hardswish", "Hardsigmoid", "Threshold", "Clamp", "ClampMin"),
+            *("ClampMax", "Erf", "Maximum", "Minimum", "Where", "MaskedFill", "Addcmul", "Lerp", "NativeDropout"),
+            *("Clone", "ToCopy", "Alias", "ViewAs"),
+        ],
+        _elementwise,
+    ),
+    **dict.fromkeys(
+        [
+            *("Softmax", "LogSoftmax", "Cumsum", "Logsumexp", "Topk", "Sort", "Sum", "Mean", "Max", "Min", "Amax"),
+            *("Amin", "Var", "Std", "LinalgVectorNorm", "Norm"),
+        ],
+        _along,
+    ),
+    **dict.fromkeys(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"], _of_first(_viewed)),
+    **dict.fromkeys(["Transpose", "T", "Permute"], _of_first(_turned)),
+    "Expand": _of_first(lambda op, samples: _with_dims(samples, len(op.shape))),
+    "Slice": _taken(_slice),
+    "Select": _taken(lambda op, samples, dim: samples.select(dim, saved_number(op.saved("index"))), drops_dim=True),
+    "Unbind": _taken(lambda op, samples, dim: samples.select(dim, op.number), drops_dim=True),
+    "Split": _taken(lambda op, samples, dim: samples.split(op.saved("split_size"), dim)[op.number]),
+    "SplitWithSizes": _taken(lambda op, samples, dim: samples.split(list(op.saved("split_sizes")), dim)[op.number]),
+    "Repeat": _of_first(_repeat),
+    "Flip": _of_first(_flip),
+    "Roll": _of_first(_roll),
+    "ConstantPadNd": _of_first(_pad),
+    "ViewAsReal": _of_first(lambda op, samples: samples.unsqueeze(-1)),
+    "ViewAsComplex": _of_first(lambda op, samples: constant(samples, [samples.dim() - 1]).squeeze(-1)),
+    "Index": _of_first(_index),
+    "IndexSelect": _taken(lambda op, samples, dim: samples.index_select(dim, op.saved("index"))),
+    "Gather": _of_first(_gather),
+    "IndexAdd": _index_add,
+    "Scatter": _scatter,
+    "Cat": _joined,
+    "Stack": _stack,
+    **dict.fromkeys(["Mm", "Bmm", "Addmm", "Baddbmm"], _product),
+    **dict.fromkeys(
+        [f"ScaledDotProduct{kind}Attention" for kind in ("Flash", "Efficient", "Fused")]
+        + ["ScaledDotProductFlashAttentionForCpu"],
+        _attention,
+    ),
+    **dict.fromkeys(
+        [
+            *("UpsampleNearest2D", "UpsampleBilinear2D", "UpsampleBicubic2D", "AvgPool2D", "MaxPool2DWithIndices"),
+            "AdaptiveAvgPool2D",
+        ],
+        _of_first(_resized),
+    ),
+    "NativeLayerNorm": _of_first(_normalized),
+}

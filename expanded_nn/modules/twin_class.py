@@ -1,0 +1,73 @@
+"""Twin classes: a plain class with the per-sample manners of one of the library's, made once; pickled and copied."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from inspect import get_annotations
+from types import new_class
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from expanded_nn.common.steady import OWN_STATE
+
+_TWINS: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
+def twin_class(kind: type[nn.Module], plain_class: type[nn.Module]) -> type[nn.Module]:
+    """`plain_class` with the per-sample manners of `kind`: a class of the same name, made once."""
+    key = (kind, plain_class)
+    if key not in _TWINS:
+        namespace = {
+            "plain_class": plain_class,
+            "__module__": plain_class.__module__,
+            "__qualname__": plain_class.__qualname__,
+            "__doc__": plain_class.__doc__,
+            "__annotations__": get_annotations(plain_class),
+        }
+        if issubclass(plain_class, GraphModule):
+            namespace["__deepcopy__"] = _deepcopied_graph
+        _TWINS[key] = new_class(plain_class.__name__, (kind, plain_class), {}, lambda made: made.update(namespace))
+    return _TWINS[key]
+
+
+def _deepcopied_graph(module: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a module of torch.fx, which gives each of its modules a class of its own."""
+    kind = type(module).__bases__[0]
+    with as_plain_graph(module):
+        copied = copy.deepcopy(module, memo)  # with what its graph refers to
+    own_state = {name: module.__dict__[name] for name in OWN_STATE if name in module.__dict__}
+    copied.__dict__.update(copy.deepcopy(own_state, memo))
+    return _twin_of_graph(kind, copied)
+
+
+@contextmanager
+def as_plain_graph(module: Any) -> Iterator[None]:
+    """Makes a module of torch.fx plain for a while, as it writes its code into its class where it is copied."""
+    twin = type(module)
+    object.__setattr__(module, "__class__", twin.plain_class)
+    try:
+        yield
+    finally:
+        object.__setattr__(module, "__class__", twin)
+
+
+def unpickled_graph(kind: type[nn.Module], make: Callable[..., Any], arguments: Any) -> Any:
+    """A module of torch.fx, made of its code again."""
+    return _twin_of_graph(kind, make(*arguments))
+
+
+def _twin_of_graph(kind: type[nn.Module], module: Any) -> Any:
+    """A plain module of torch.fx, with the attributes of a twin, as one."""
+    object.__setattr__(module, "__class__", twin_class(kind, type(module)))
+    module._join_recorder()
+    return module
+
+
+def new_twin(kind: type[nn.Module], plain_class: type[nn.Module]) -> nn.Module:
+    """An empty instance of a twin class, for unpickling and copying."""
+    module_class = twin_class(kind, plain_class)
+    return module_class.__new__(module_class)
