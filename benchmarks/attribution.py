@@ -57,22 +57,27 @@ def ours(task: Task, **mode: bool) -> Callable[[], enn.PerSampleGrads]:
     return grads
 
 
-def project(task: Task, queries: Task, dim: int) -> Run:
-    grads, projection = ours(task), enn.Projection(dim)
-    return lambda: projection(grads())
-
-
-def influence(task: Task, queries: Task, compiled: bool = False) -> Run:
-    model, asked = enn.convert(task.model).per_sample(accumulate_grad=False), ours(queries)()
+def attribute(task: Task, make: Callable[[enn.PerSampleGrads], Tensor], compiled: bool) -> Run:
+    """A step that makes something of the rows, and nothing else."""
+    model = enn.convert(task.model).per_sample(accumulate_grad=False)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         replace(task, x=x, y=y).loss(model).backward()
-        return enn.per_sample_grads(model).gram(asked)
+        return make(enn.per_sample_grads(model))
 
     run = enn.compile(step) if compiled else step
     for _ in range(3 if compiled else 0):  # the graph is made at the second call
         run(task.x, task.y)
     return lambda: run(task.x, task.y)
+
+
+def project(task: Task, queries: Task, dim: int, compiled: bool = False) -> Run:
+    return attribute(task, enn.Projection(dim), compiled)
+
+
+def influence(task: Task, queries: Task, compiled: bool = False) -> Run:
+    asked = ours(queries)()
+    return attribute(task, lambda grads: grads.gram(asked), compiled)
 
 
 def kronecker(task: Task, queries: Task) -> Run:
@@ -147,6 +152,7 @@ def hooked_kronecker(task: Task, queries: Task) -> Run:
 
 METHODS: dict[str, Callable[[Task, Task], Run]] = {
     **{f"projection to {dim}: expanded_nn": partial(project, dim=dim) for dim in DIMS},
+    **{f"projection to {dim}: expanded_nn, compiled": partial(project, dim=dim, compiled=True) for dim in DIMS},
     **{f"projection to {dim}: dattri-llm, LoGra": partial(hooked_projection, dim=dim) for dim in DIMS},
     f"projection to {DIMS[0]}: traker": partial(trak_projection, dim=DIMS[0]),
     "Kronecker factors: expanded_nn": kronecker,
