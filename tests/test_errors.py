@@ -288,6 +288,32 @@ def the_mean_over_the_batch() -> None:
     feed(nn.Linear(4, 4), lambda layer, x: layer(layer(x[:, 0]).mean(0, keepdim=True)))
 
 
+@refused(
+    r"layer \(Linear\): input of shape \(1, 18, 4\) has one row, but the numbers of all 3 samples; wanted one row per "
+    r"sample\. Keep the batch in a dimension of its own; or expand"
+)
+def all_samples_as_one_sequence() -> None:
+    feed(nn.Linear(4, 2), lambda layer, x: layer(x.reshape(1, -1, 4)))
+
+
+@refused(r"layer \(Embedding\): input of shape \(1, 72\) has one row, but the numbers of all 3 samples")
+def indices_of_all_samples_as_one_sequence() -> None:
+    feed(nn.Embedding(9, 2), lambda layer, x: layer(x.long().abs().reshape(1, -1)))
+
+
+@refused(r"layer \(\w+\): an argument of shape \(1, 18, 4\) has one row, but the numbers of all 3 samples")
+def all_samples_as_one_sequence_of_a_module() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    feed(Scale(), lambda layer, x: layer(x.reshape(1, -1, 4)))
+
+
 @refused(r"layer \(Linear\): input has shape \(18, 4\), 18 rows in dimension 0 \(folded batch of 3 x 6\).*unflatten")
 def a_folded_batch() -> None:
     feed(nn.Linear(4, 2), lambda layer, x: layer(x.flatten(0, 1)))

@@ -13,7 +13,7 @@ What an input is by its size there, in a pass of B > 1 samples (`checked`):
 | size | the input has |
 |---|---|
 | B | one row per sample; `(B, B)` with the samples second is refused, as they may as well be first |
-| 1 | one row that all samples share; refused if it is a slice of a batch, or was computed from B rows |
+| 1 | one row that all samples share; refused if it is a slice of a batch, or has all samples in it |
 | any other, or no such dimension | refused |
 
 An index may lack the dimension of the samples (`index_by_sample`):
@@ -21,7 +21,7 @@ An index may lack the dimension of the samples (`index_by_sample`):
 | index | it has |
 |---|---|
 | B long | one row per sample; refused if its values, or where it is kept, say that it may be positions |
-| 1 long, with a second dimension | one row that all samples share |
+| 1 long, with a second dimension | one row that all samples share; refused if it holds all samples |
 | a slice of a batch, `n * B` long (folded), or `B / n` long | refused, unless it has the values of positions |
 | any other, a single number as well | no dimension of the samples: all share it |
 """
@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn.common.batch import batch_dim
 from expanded_nn.common.traced import assume, is_traced
 from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.recorder import Forward, Recorder
@@ -116,6 +117,8 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
         raise _other_rows(layer, x, dim, argument)
     if _is_slice(layer, x):
         raise _slice_refusal(layer, x, argument)
+    if holds_all_samples(layer, x):
+        raise all_in_one_row(layer, x, argument)
     if x.requires_grad and comes_from_rows(x):
         raise refusal(
             layer,
@@ -279,6 +282,39 @@ def _slice_refusal(layer: Reader, x: Tensor, argument: str) -> PerSampleError:
     )
 
 
+# --- all samples in one row ---------------------------------------------------------------------------------------
+
+
+def holds_all_samples(layer: Reader, x: Tensor) -> bool:
+    """Whether one row has the numbers of all samples, one after the other, as `x.reshape(1, B * T, features)`.
+
+    Before the first layer no graph tells what was computed from the samples: but it has as many numbers as an argument
+    of B rows, or shows memory that has B rows.
+    """
+    batch, forward = layer.pass_batch_size, forward_of(layer)
+    if is_traced() or batch < 2 or forward is None or x.numel() == 0 or (x.requires_grad and comes_from_rows(x)):
+        return False
+    batch_first = forward.recorder.settings.batch_first
+
+    def has_rows(whole: Tensor) -> bool:
+        dim = batch_dim(whole.dim(), batch_first=batch_first)
+        # labels (B,) have as many numbers as one row of B features by chance
+        return whole is not x and whole.dim() > 1 and whole.numel() == x.numel() and whole.shape[dim] == batch
+
+    base = x._base
+    return any(map(has_rows, forward.samples)) or (base is not None and base.dim() >= x.dim() and has_rows(base))
+
+
+def all_in_one_row(layer: Reader, x: Tensor, argument: str) -> PerSampleError:
+    """What to say of one row that has the numbers of all samples."""
+    return refusal(
+        layer,
+        f"{argument} of shape {tuple(x.shape)} has one row, but the numbers of all {layer.pass_batch_size} samples",
+        "one row per sample",
+        "Keep the batch in a dimension of its own; or expand to one row per sample what all of them share.",
+    )
+
+
 # --- an index, which may lack the dimension of the samples --------------------------------------------------------
 
 
@@ -306,6 +342,8 @@ def index_by_sample(layer: IndexReader, index: Tensor) -> tuple[Tensor, int]:
     if _is_slice(layer, index) and not (index.dim() == 1 and _are_positions(index, usually=True)):
         raise _slice_refusal(layer, index, "input")
     if rows == 1 and index.dim() > 1:
+        if holds_all_samples(layer, index) and not _are_positions(index.flatten(), usually=True):
+            raise all_in_one_row(layer, index, "input")
         note_input(layer, shared=batch > 1)
         return index.transpose(0, dim).expand(batch, *[-1] * (index.dim() - 1)), dim
     if batch > 1:

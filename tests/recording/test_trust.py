@@ -948,14 +948,18 @@ BEHIND_ONE: dict[str, tuple[nn.Module, Any]] = {
 def test_samples_behind_a_dimension_of_one(layer: nn.Module, before: Any, last: nn.Module) -> None:
     """Right, as the module goes sample by sample: B copies of B positions would be taken for the samples."""
     module = Between(layer, before, lambda y: y.squeeze(0), last).double()
-    with pytest.warns(enn.PerSampleWarning, match=r"as many rows behind them \(squeeze over the samples\)"):
+    with pytest.warns(
+        enn.PerSampleWarning, match=r"as many rows behind them \(squeeze over the samples\)|numbers of all 3 samples"
+    ):
         right(on(module), module, forward, values(B, D))
 
 
 @pytest.mark.parametrize(("layer", "before"), BEHIND_ONE.values(), ids=BEHIND_ONE)
 def test_samples_returned_behind_a_dimension_of_one(layer: nn.Module, before: Any) -> None:
     module = Between(layer, before, lambda y: y, nn.Identity()).double()
-    with pytest.warns(enn.PerSampleWarning, match=r"as many rows behind them \(return over the samples\)"):
+    with pytest.warns(
+        enn.PerSampleWarning, match=r"as many rows behind them \(return over the samples\)|numbers of all 3 samples"
+    ):
         right(on(module), module, lambda m, x: m(x)[0], values(B, D))
 
 
@@ -3066,3 +3070,73 @@ def test_argument_that_is_returned_says_nothing_of_the_call() -> None:
         result, _ = model(made)
         result.sum().backward(retain_graph=True)
         assert len(model.layer.weight.grad_sample) == count
+
+
+class Scaled(nn.Module):
+    """A module of the general rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).cos()
+
+
+class AsOneSequence(nn.Module):
+    """A layer that is given all samples in one row, which belong to one sample each behind it."""
+
+    def __init__(self, layer: nn.Module, fold: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.fold = layer, fold
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.fold(x)).view(len(x), -1, D).mean(1)
+
+
+def a_view(x: Tensor) -> Tensor:
+    return x.reshape(1, -1, D)
+
+
+def computed(x: Tensor) -> Tensor:
+    return (2 * x).view(1, -1, D)
+
+
+def a_copy(x: Tensor) -> Tensor:
+    return x.mT.contiguous().mT.reshape(1, -1, D)
+
+
+@pytest.mark.parametrize("fold", [a_view, computed, a_copy], ids=ids_of)
+@pytest.mark.parametrize(
+    "layer",
+    [lambda: nn.Linear(D, D), lambda: nn.LayerNorm(D), lambda: nn.PReLU(), Scaled],
+    ids=["linear", "norm", "activation", "general"],
+)
+def test_all_samples_as_one_sequence(layer: Callable[[], nn.Module], fold: Callable[[Tensor], Tensor]) -> None:
+    model = AsOneSequence(layer(), fold)
+    converted = on(model)
+    with pytest.warns(enn.PerSampleWarning, match="sample by sample"):
+        right(converted, model, lambda m, x: m(x), values(B, 6, D))
+
+
+def test_indices_of_all_samples_as_one_sequence() -> None:
+    model = AsOneSequence(nn.Embedding(9, D), lambda index: index.reshape(1, -1))
+    index = torch.tensor([[1, 5, 2, 2], [0, 8, 3, 1], [7, 7, 4, 6]])
+    converted = on(model)
+    with pytest.warns(enn.PerSampleWarning, match="sample by sample"):
+        right(converted, model, lambda m, x: m(x), index)
+
+
+def test_positions_that_all_samples_share_have_as_many_numbers_as_indices() -> None:
+    """They count up, so that they are shared: without a warning."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(B, D), nn.Linear(D, 2)
+
+        def forward(self, labels: Tensor) -> Tensor:  # (B,), as many as there are positions
+            return self.head(self.table(torch.arange(B)[None]) * labels[:, None, None]).mean(1)
+
+    model = Positions()
+    right(on(model), model, lambda m, x: m(x), torch.tensor([3.0, 5.0, 4.0]))

@@ -35,7 +35,7 @@ from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.trial import NO_WAYS, Told, Trial, Verdict, Way, Ways
 from expanded_nn.layers.general.whole import Run, reads_of_its_own
 from expanded_nn.modules.base import Expanded
-from expanded_nn.modules.layout import note_input, refuse_square
+from expanded_nn.modules.layout import all_in_one_row, holds_all_samples, note_input, refuse_square
 from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.forward import InputNotes
 from expanded_nn.recording.lift import Lent, Slot, swapped
@@ -158,6 +158,10 @@ class General(Expanded):
             raise self._refusal(
                 "no argument has one row per sample", f"{call.batch} rows", "Call it with a batch of inputs."
             )
+        if is_shared:
+            folded = next((x for x in call.inputs if holds_all_samples(self, x)), None)
+            if folded is not None:
+                raise all_in_one_row(self, folded, "an argument")
         if call.inputs and has_derivatives(call.inputs[0]):
             first = call.inputs[0]
             read = next(dim for leaf, dim in zip(call.leaves, call.dims, strict=True) if leaf is first)
