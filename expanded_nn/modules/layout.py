@@ -288,11 +288,11 @@ def _slice_refusal(layer: Reader, x: Tensor, argument: str) -> PerSampleError:
 def holds_all_samples(layer: Reader, x: Tensor) -> bool:
     """Whether one row has the numbers of all samples, one after the other, as `x.reshape(1, B * T, features)`.
 
-    Before the first layer no graph tells what was computed from the samples: but it has as many numbers as an argument
-    of B rows, or shows memory that has B rows.
+    Before the first layer no graph tells what was computed from the samples. But such a row shows the memory of B rows,
+    which the model does not hold, or has the values of an argument with B rows.
     """
-    batch, forward = layer.pass_batch_size, forward_of(layer)
-    if is_traced() or batch < 2 or forward is None or x.numel() == 0 or (x.requires_grad and comes_from_rows(x)):
+    batch, forward, base = layer.pass_batch_size, forward_of(layer), x._base
+    if is_traced() or batch < 2 or forward is None or x.numel() == 0 or x.is_meta:
         return False
     batch_first = forward.recorder.settings.batch_first
 
@@ -301,8 +301,17 @@ def holds_all_samples(layer: Reader, x: Tensor) -> bool:
         # labels (B,) have as many numbers as one row of B features by chance
         return whole is not x and whole.dim() > 1 and whole.numel() == x.numel() and whole.shape[dim] == batch
 
-    base = x._base
-    return any(map(has_rows, forward.samples)) or (base is not None and base.dim() >= x.dim() and has_rows(base))
+    if base is not None and has_rows(base) and not base.requires_grad and not _is_buffer(layer, base):
+        return True
+    same_size = [whole for whole in forward.samples if has_rows(whole) and whole.dtype == x.dtype]
+    return any(whole._base is base is not None or _have_same_values(whole, x) for whole in same_size)
+
+
+def _have_same_values(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same numbers, in any order."""
+    sides = (torch.view_as_real(side) if side.is_complex() else side for side in (x.detach(), other.detach()))
+    numbers, other_numbers = (side.flatten().sort().values for side in sides)
+    return torch.equal(numbers, other_numbers)
 
 
 def all_in_one_row(layer: Reader, x: Tensor, argument: str) -> PerSampleError:
