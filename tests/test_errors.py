@@ -303,15 +303,7 @@ def indices_of_all_samples_as_one_sequence() -> None:
 
 @refused(r"layer \(\w+\): an argument of shape \(1, 18, 4\) has one row, but the numbers of all 3 samples")
 def all_samples_as_one_sequence_of_a_module() -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.scale
-
-    feed(Scale(), lambda layer, x: layer(x.reshape(1, -1, 4)))
+    feed(Own(lambda module, x: x * module.scale), lambda layer, x: layer(x.reshape(1, -1, 4)))
 
 
 @refused(r"layer \(Linear\): input has shape \(18, 4\), 18 rows in dimension 0 \(folded batch of 3 x 6\).*unflatten")

@@ -13,7 +13,7 @@ What an input is by its size there, in a pass of B > 1 samples (`checked`):
 | size | the input has |
 |---|---|
 | B | one row per sample; `(B, B)` with the samples second is refused, as they may as well be first |
-| 1 | one row that all samples share; refused if it is a slice of a batch, or has all samples in it |
+| 1 | one row that all samples share; refused if it is a slice of a batch, holds all samples, or comes from B rows |
 | any other, or no such dimension | refused |
 
 An index may lack the dimension of the samples (`index_by_sample`):

@@ -3072,17 +3072,6 @@ def test_argument_that_is_returned_says_nothing_of_the_call() -> None:
         assert len(model.layer.weight.grad_sample) == count
 
 
-class Scaled(nn.Module):
-    """A module of the general rule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(values(D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.weight).cos()
-
-
 class AsOneSequence(nn.Module):
     """A layer that is given all samples in one row, which belong to one sample each behind it."""
 
@@ -3109,7 +3098,7 @@ def a_copy(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("fold", [a_view, computed, a_copy], ids=ids_of)
 @pytest.mark.parametrize(
     "layer",
-    [lambda: nn.Linear(D, D), lambda: nn.LayerNorm(D), lambda: nn.PReLU(), Scaled],
+    [lambda: nn.Linear(D, D), lambda: nn.LayerNorm(D), lambda: nn.PReLU(), Scale],
     ids=["linear", "norm", "activation", "general"],
 )
 def test_all_samples_as_one_sequence(layer: Callable[[], nn.Module], fold: Callable[[Tensor], Tensor]) -> None:
