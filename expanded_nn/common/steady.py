@@ -161,6 +161,45 @@ class StateBefore:
         return all(before is not None for _, before in changed)
 
 
+class Traces:
+    """What a forward leaves in modules and in its arguments, which the next one would find.
+
+    Args:
+        modules: A module and those within it.
+        arguments: What its forward is called with.
+
+    Attributes:
+        taken_back: Whether an attribute was put back.
+    """
+
+    def __init__(self, modules: list[nn.Module], arguments: Any) -> None:
+        self.modules, self.arguments, self.taken_back = modules, arguments, False
+        self.attributes = [dict(vars(module)) for module in modules]
+        self.before = self._held()
+
+    def _held(self) -> list[tuple[Any, int]]:
+        held = contents([*map(attributes_of, self.modules), self.arguments])
+        return [(value, getattr(value, "_version", 0)) for value in held if not isinstance(value, torch.dtype)]
+
+    def take_back(self) -> bool:
+        """Puts attributes back that have other values now; whether nothing else was left.
+
+        What was computed from parameters may be a part of the loss: it has to stay, so that it is something else.
+        """
+        for module, before in zip(self.modules, self.attributes, strict=True):
+            now = vars(module)
+            changed = {key for key in {*now, *before} - OURS if now.get(key, self) is not before.get(key, self)}
+            if any(getattr(value, "requires_grad", False) for value in contents([now.get(key) for key in changed])):
+                return False
+            self.taken_back |= bool(changed)
+            for key in changed - {*before}:
+                del now[key]
+            now.update((key, before[key]) for key in before if key in changed)
+        held = self._held()
+        pairs = zip(self.before, held, strict=False)
+        return len(held) == len(self.before) and all(a is b and v == w for (a, v), (b, w) in pairs)
+
+
 @contextmanager
 def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
     """Takes back what a forward leaves in the attributes and buffers of a module, and of those within.

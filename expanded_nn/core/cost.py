@@ -34,6 +34,12 @@ TURNS_OF_A_SAMPLE = 4
 It trades finding a mixture of samples late against a forward of one sample. Chosen, not measured.
 """
 
+LOOKED_UP_FOR_EACH = 1 << 26
+"""How many numbers what is looked up may have for all samples, where nothing tells of which sample an index is.
+
+Then each sample has all of it. It trades memory against going sample by sample. Chosen, not measured.
+"""
+
 PARTS_OF_A_WEIGHT = 1 << 10
 """For how many experts at most a weight is taken apart, each part one of the graph's tensors. Chosen, not measured."""
 

@@ -85,6 +85,8 @@ class Order(TorchFunctionMode):
             self._refuse_batch_norm(func, args[0] if args else kwargs["input"])
         move = places.move_of(func, args, kwargs)
         moved = None if move is None else self._moved_by(move, func)
+        if func in places.SCATTERS:
+            moved = self._scattered(*args, **kwargs)
         result = call(*args, **kwargs)
         if self.copies.layers:
             self.copies.look_at(func, args, kwargs, result, are_samples=self._are_samples)
@@ -261,6 +263,18 @@ class Order(TorchFunctionMode):
         moved = places.moved_by(getattr(func, "__name__", str(func)), index, dim, dims, batch)
         return None if moved is None else moved._replace(line=callers.line_of_user(), dim=turned_dim)
 
+    def _scattered(self, input: Tensor, mask: Tensor, source: Tensor) -> Moved | None:
+        """Numbers of the samples, in their order, put into the places of a mask: as many of each as it has places."""
+        batch, counts = self._batch(), [len(x) for x in (input, source) if type(x) in places.PLAIN and x.dim()]
+        if batch is None or len(counts) < 2 or counts[0] != batch or counts[1] % batch or self._samples_dim(2):
+            return None
+        if not self._are_samples(source):
+            return None
+        stays = (mask.expand(input.shape).flatten(1).sum(1) * batch == source.numel()).all()
+        if not is_traced() and bool(stays):
+            return None
+        return Moved("masked_scatter", stays, line=callers.line_of_user())
+
     def _turn(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Follows what turns dimensions: another one of size B may take the place of the samples', and give it back."""
         x, batch = args[0], self._batch()
@@ -357,4 +371,4 @@ def _place(line: tuple[str, int]) -> str:
 _OF_DIMS = (*functions("size"), *attributes("shape"))
 _SIZES_AND_RANKS = {*SIZES, *functions("dim"), *attributes("ndim")}
 _BATCH_NORMS = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
-_LOOKED_AT = {*places.MOVES, *places.TURNS, *_BATCH_NORMS, torch.einsum}
+_LOOKED_AT = {*places.MOVES, *places.SCATTERS, *places.TURNS, *_BATCH_NORMS, torch.einsum}

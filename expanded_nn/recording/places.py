@@ -257,6 +257,7 @@ MOVES: dict[Any, Callable[..., Move | None]] = {
     **_named(_cat, "cat", "concat", "concatenate"),
     **_named(_stack, "stack"),
 }
+SCATTERS = {*functions("masked_scatter", "masked_scatter_")}
 # what turns dimensions
 TURNS = {
     *functions("transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint"),

@@ -13,7 +13,7 @@ from expanded_nn.common.steady import RandomStates, without_traces
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core import cost
 from expanded_nn.layers.general.batched import NotInTable
-from expanded_nn.layers.general.mapped import Called, flatten
+from expanded_nn.layers.general.mapped import Called, flatten, of_sample
 from expanded_nn.layers.general.rule import General
 from expanded_nn.layers.general.trial import Way, near
 from expanded_nn.modules.base import Expanded, PerSampleModule
@@ -58,7 +58,7 @@ class Alone(General):
     def _agrees(self, call: Called, result: Any, i: int) -> bool:
         """Whether a sample alone gives what it gives in the batch; of what draws random numbers nothing can tell."""
         leaves = zip(call.leaves, call.dims, strict=True)
-        rows = [leaf if dim is None else leaf.narrow(dim, i, 1) for leaf, dim in leaves]
+        rows = [leaf if dim is None else of_sample(leaf, dim, i, call.batch) for leaf, dim in leaves]
         args, kwargs = tree_unflatten(rows, tree_structure((call.args, call.kwargs)))
         states = RandomStates([*self.modules(), call.args, call.kwargs])
         with torch.no_grad(), without_traces(self, hooks=False), self._children_inside({}):
@@ -68,13 +68,13 @@ class Alone(General):
         pairs = zip(flatten(alone)[0], flatten(result)[0], strict=True)
         dims = iter(self._told.compared[call.kind].dims)
         tensors = [(x, y, next(dims)) for x, y in pairs if isinstance(x, Tensor)]
-        return all(near(x, y.detach().narrow(dim, i, 1), 1.0) for x, y, dim in tensors)
+        return all(near(x, of_sample(y.detach(), dim, i, call.batch), 1.0) for x, y, dim in tensors)
 
-    def _attempt(self, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
+    def _attempt(self, call: Called, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
         order = None if self._recorder is None else self._recorder.escalation.order
         if order is None:
-            return super()._attempt(args, kwargs)
-        result: tuple[Any, Way | None] = order.as_one_operation(super()._attempt, args, kwargs)
+            return super()._attempt(call, args, kwargs)
+        result: tuple[Any, Way | None] = order.as_one_operation(super()._attempt, call, args, kwargs)
         return result
 
     def _lent(self) -> tuple[list[Slot], list[Tensor]]:

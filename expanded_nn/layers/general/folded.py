@@ -12,6 +12,8 @@ from expanded_nn.common.modes import refuse_batched, without_autocast
 from expanded_nn.common.shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
 from expanded_nn.core import algebra, cost
 from expanded_nn.factored import FactoredTensor, materialized
+from expanded_nn.layers import conv
+from expanded_nn.layers.general.operations import Unknown
 from expanded_nn.layers.general.owners import Arrangement
 from expanded_nn.layers.linear import bias_rows, linear, positions
 
@@ -59,6 +61,60 @@ def linear_of_rows(
     if arrangement.length is None and is_shared(weight, bias):
         return _Linear.apply(x, weight, bias, arrangement)  # type: ignore[no-untyped-call,no-any-return]
     return arrangement.unpadded(linear(arrangement.padded(x), weight, bias))
+
+
+# The same for other layers' operations: what torch calls, ours, its input, its other arguments by their names
+
+
+def linear_by_name(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
+    return linear_of_rows(x, named["weight"], named.get("bias"), arrangement)
+
+
+def by_position(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
+    """Of an operation that treats any number of positions `(B, *, features)` alike."""
+    return arrangement.unpadded(op(arrangement.padded(x), **named))
+
+
+def by_channel(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
+    """Of a norm of images `(n, C, *)`: its weights come after it, each row's own."""
+    y: Tensor = func(x, **{**named, "weight": None, "bias": None})
+    weight, bias = (
+        None if value is None else arrangement.rows_of(value).view(*x.shape[:2], *[1] * (x.dim() - 2))
+        for value in (named.get("weight"), named.get("bias"))
+    )
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def images(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
+    """Of a convolution: a sample's images stand beside each other in one more dimension, where its kernel has size 1.
+
+    An image that the kernel takes whole, as it does patches, is mapped linearly.
+    """
+    weight, bias, dims = named["weight"], named.get("bias"), op.dims
+    groups, given = named.get("groups", 1), {name: value for name, value in named.items() if name in _UNIT}
+    sizes = {name: (value,) * dims if isinstance(value, int) else value for name, value in given.items()}
+    steps = [sizes.get(name, (_UNIT[name],) * dims) == (_UNIT[name],) * dims for name in ("padding", "dilation")]
+    if isinstance(op, type(conv.conv1d)) and x.shape[2:] == weight.shape[3:] and groups == 1 and all(steps):
+        y = linear_of_rows(x.flatten(1), weight.flatten(2), bias, arrangement)
+        return y.view(*y.shape, *[1] * dims)
+    wider = _ONE_DIMENSION_MORE.get(op)
+    if wider is None:
+        raise Unknown("images of three dimensions")
+    of_sample = arrangement.padded(x).transpose(1, 2)  # (B, C, images, *)
+    sizes = {name: size if isinstance(size, str) else (_UNIT[name], *size) for name, size in sizes.items()}
+    y = wider(of_sample, weight.unsqueeze(3), bias, groups=groups, **sizes)
+    return arrangement.unpadded(y.transpose(1, 2))
+
+
+# by the names of a convolution's sizes: what they are in a dimension with which it does nothing
+_UNIT = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
+_ONE_DIMENSION_MORE: dict[Any, Any] = {
+    conv.conv1d: conv.conv2d,
+    conv.conv2d: conv.conv3d,
+    conv.conv_transpose1d: conv.conv_transpose2d,
+    conv.conv_transpose2d: conv.conv_transpose3d,
+}
 
 
 class _Parts(torch.autograd.Function):

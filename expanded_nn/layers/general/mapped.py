@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from traceback import walk_tb
 from typing import Any
 
@@ -24,9 +24,9 @@ from torch.utils._pytree import (
 )
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.batch import contents, has_derivatives
+from expanded_nn.common.batch import FOLDED, contents, has_derivatives
 from expanded_nn.common.modes import checkpoint_hooks
-from expanded_nn.common.steady import OURS, attributes_of
+from expanded_nn.common.steady import OURS, RandomStates, Traces
 from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
 from expanded_nn.modules.base import PerSampleModule
 from expanded_nn.modules.layout import refusal
@@ -66,9 +66,13 @@ class Called:
     kwargs: Any
     batch: int
     leaves: list[Any]  # of `args` and `kwargs`
-    dims: list[int | None]  # where the samples stand in each leaf, if it has any
+    dims: list[int | None]  # where the samples stand in each leaf, if it has any, or `FOLDED`
     inputs: list[Tensor]  # the tensors among the leaves, but for single numbers
     kind: Any  # what a trial tells of one call is taken for true of all calls of its kind
+
+    def by_sample(self, leaves: list[Any]) -> list[tuple[Any, int | None]]:
+        """Leaves like those of the call, folded ones with a dimension for the samples, and where the samples stand."""
+        return [unfolded(leaf, dim, self.batch) for leaf, dim in zip(leaves, self.dims, strict=True)]
 
     def kind_of_ways(self) -> Any:
         """As `kind`, for comparisons with the forward on the whole batch.
@@ -79,6 +83,18 @@ class Called:
         if checkpoint_hooks() is None:
             return self.kind
         return self.kind, *(bool(n == self.batch) for tensor in self.inputs for n in tensor.shape)
+
+
+def unfolded(leaf: Any, dim: int | None, batch: int) -> tuple[Any, int | None]:
+    """A leaf, with a dimension for the samples if it is folded, and where they stand in it."""
+    return (leaf.unflatten(0, (batch, -1)), 0) if dim == FOLDED else (leaf, dim)
+
+
+def of_sample(leaf: Tensor, dim: int, sample: int, batch: int) -> Tensor:
+    """The part of one sample, as a batch of one."""
+    if dim != FOLDED:
+        return leaf.narrow(dim, sample, 1)
+    return leaf.unflatten(0, (batch, -1))[sample]
 
 
 @dataclasses.dataclass
@@ -93,8 +109,7 @@ class Mapped:
     def with_samples_in(self, dims: Sequence[int]) -> Mapped:
         """The same with the samples in these dimensions."""
         moves = zip(self.tensors, self.possible_dims, dims, strict=True)
-        moved = [tensor.transpose(first, dim) if dim != first else tensor for tensor, (first, *_), dim in moves]
-        return dataclasses.replace(self, tensors=moved)
+        return dataclasses.replace(self, tensors=[moved(x, first, dim) for x, (first, *_), dim in moves])
 
     def laid_out(self, orders: Sequence[tuple[int, ...]]) -> Mapped:
         """The same, laid out in memory as torch's result is, in these orders of dimensions: `view` depends on it."""
@@ -103,6 +118,15 @@ class Mapped:
     def result(self) -> Any:
         """What the forward returns for the whole batch."""
         return with_tensors(*flatten(self.returned), self.tensors)
+
+
+def moved(result: Tensor, first: int, dim: int) -> Tensor:
+    """A result with the samples moved from one dimension to another one, in which it has size 1 for one sample."""
+    if dim == first:
+        return result
+    if dim == FOLDED:
+        return result.movedim(first, 0).unsqueeze(first + 1).flatten(0, 1)
+    return result.transpose(first, dim)
 
 
 @dataclasses.dataclass
@@ -134,11 +158,11 @@ class Mapper:
             outputs = _tensors(result)
             returned.append(result)
             possible_dims[:] = map(self._possible_dims, outputs)
-            return [output.squeeze(first) for output, (first, *_) in zip(outputs, possible_dims, strict=True)]
+            pairs = zip(outputs, possible_dims, strict=True)
+            return [output if first == FOLDED else output.squeeze(first) for output, (first, *_) in pairs]
 
         loops = self.module.goes_in_a_loop()
-        leaving_nothing = self._as_before(leaves) if loops else self._nothing_of_one_sample(leaves, thorough=thorough)
-        with leaving_nothing:
+        with nullcontext() if loops else self._nothing_of_one_sample(leaves, thorough=thorough):
             try:
                 results = (self._one_by_one if loops else self._by_vmap)(one_sample, leaves)
             except RuntimeError as error:
@@ -152,13 +176,16 @@ class Mapper:
         if loops:
             self._refuse_differences(returned)
         shapes = {tuple(x.shape for x in _tensors(result)) for result in returned}
-        moved = [x.movedim(0, first) for x, (first, *_) in zip(results, possible_dims, strict=True)]
-        return Mapped(returned[-1], moved, possible_dims, is_filled_up=len(shapes) > 1)
+        pairs = zip(results, possible_dims, strict=True)
+        of_all = [x.flatten(0, 1) if first == FOLDED else x.movedim(0, first) for x, (first, *_) in pairs]
+        self._refuse_folded_alone(returned[-1], possible_dims)
+        return Mapped(returned[-1], of_all, possible_dims, is_filled_up=len(shapes) > 1)
 
     def _of_one_sample(self, weights: list[Tensor], inputs: list[Any]) -> Any:
         """What the forward returns for one sample, as a batch of one: its parameters are `weights` meanwhile."""
         module, places = self.module, list(self.originals)
-        alone = [x if dim is None else x.unsqueeze(dim) for x, dim in zip(inputs, self.call.dims, strict=True)]
+        dims = self.call.dims
+        alone = [x if dim in (None, FOLDED) else x.unsqueeze(dim) for x, dim in zip(inputs, dims, strict=True)]
         args, kwargs = tree_unflatten(alone, tree_structure((self.call.args, self.call.kwargs)))
         lent = {place: Lent(*pair) for place, *pair in zip(places, self.originals.values(), weights, strict=True)}
         with swapped(places, weights), module._children_inside(lent), quiet_fallbacks(), OneSample(module):
@@ -169,18 +196,22 @@ class Mapper:
         return result
 
     def _by_vmap(self, one_sample: Callable[..., list[Tensor]], leaves: list[Any]) -> list[Tensor]:
-        over_samples = torch.vmap(one_sample, in_dims=(0, self.call.dims), randomness="different")
-        return over_samples(self.expanded, leaves)
+        inputs = self.call.by_sample(leaves)
+        over_samples = torch.vmap(one_sample, in_dims=(0, [dim for _, dim in inputs]), randomness="different")
+        return over_samples(self.expanded, [leaf for leaf, _ in inputs])
 
     def _one_by_one(self, one_sample: Callable[..., list[Tensor]], leaves: list[Any]) -> list[Tensor]:
         """What `vmap` does, for one sample after the other."""
         batch = self.call.batch
-        by_sample = [
-            [leaf] * batch if dim is None else leaf.unbind(dim)
-            for leaf, dim in zip(leaves, self.call.dims, strict=True)
-        ]
+        by_sample = [[x] * batch if dim is None else x.unbind(dim) for x, dim in self.call.by_sample(leaves)]
         weights = [weight.unbind() for weight in self.expanded]
-        results = [one_sample([w[i] for w in weights], [x[i] for x in by_sample]) for i in range(batch)]
+        results, traces = [], Traces([*self.module.modules()], leaves)
+        for i in range(batch):
+            results.append(one_sample([w[i] for w in weights], [x[i] for x in by_sample]))
+            if not traces.take_back():
+                raise self.module._keeping("an attribute, a buffer or an argument")
+        if traces.taken_back:
+            self._leave_traces()
         ends = (result.grad_fn for of_sample in results for result in of_sample)
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_of(*ends)):
             raise complaint(  # not seen: what `vmap` could not follow is said instead
@@ -226,19 +257,10 @@ class Mapper:
 
     # What the forward leaves behind
 
-    @contextmanager
-    def _as_before(self, leaves: list[Any]) -> Iterator[None]:
-        """Raises where the forward of one sample leaves something behind that the next one would find."""
-
-        def kept() -> list[tuple[Any, int]]:
-            held = contents([*map(attributes_of, self.module.modules()), leaves])
-            return [(value, getattr(value, "_version", 0)) for value in held if not isinstance(value, torch.dtype)]
-
-        before = kept()
-        yield
-        after = kept()
-        if len(before) != len(after) or any(a is not b or v != w for (a, v), (b, w) in zip(before, after, strict=True)):
-            raise self.module._keeping("an attribute, a buffer or an argument")
+    def _leave_traces(self) -> None:
+        """Leaves in the attributes what the forward of the whole batch leaves there."""
+        with torch.no_grad(), RandomStates([*self.module.modules(), self.call.args, self.call.kwargs]):
+            self.module._plain_forward(*self.call.args, **self.call.kwargs)
 
     @contextmanager
     def _nothing_of_one_sample(self, leaves: list[Any], *, thorough: bool) -> Iterator[None]:
@@ -262,6 +284,9 @@ class Mapper:
         With guests it has to stand where the module or the model says, as no plain forward can tell.
         """
         ones = [dim for dim, size in enumerate(output.shape) if size == 1]
+        may_be_folded = FOLDED in self.call.dims and output.dim() > 0
+        if may_be_folded and not ones:
+            return [FOLDED]
         usual = self.module._dim_of(output) if output.dim() else 0
         may_be_features = usual == 1 and output.dim() == 2 and 0 in ones  # (1, features), if not (T, 1)
         if not ones or (self.guests and (may_be_features or usual not in ones)):
@@ -272,7 +297,17 @@ class Mapper:
                 f"{OF_PARAMETERS}",
             )
         self._refuse_unclear(output, usual)
-        return sorted(ones, key=lambda dim: dim != (0 if may_be_features else usual))
+        ones.sort(key=lambda dim: dim != (0 if may_be_features else usual))
+        return [*ones, FOLDED] if may_be_folded else ones
+
+    def _refuse_folded_alone(self, returned: Any, possible_dims: list[list[int]]) -> None:
+        """Raises where all results are folded: nothing in them tells whether the arguments were, in that order."""
+        if possible_dims and all(dims == [FOLDED] for dims in possible_dims):
+            raise self.module._refusal(
+                f"for one sample its forward returns a tensor of shape {tuple(_tensors(returned)[0].shape)}",
+                "a result with one row per sample",
+                "Return tensors with a batch dimension.",
+            )
 
     def _refuse_unclear(self, output: Tensor, usual: int) -> None:
         """Raises for `(B, 1)` and `(1, 1)` in a time-first model: positions, or samples, of what no argument says.

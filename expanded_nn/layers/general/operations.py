@@ -257,6 +257,36 @@ def _scatter(op: Operation) -> Samples:
     return together([total, put], len(op.shape))
 
 
+def _index_put(op: Operation) -> Samples:
+    """Numbers are put into the places that an index names."""
+    total, put = op.samples_of(0), op.samples_of(1)
+    keys = tuple(slice(None) if key is None else key for key in op.saved("indices"))
+    if op.saved("accumulate"):
+        raise Unknown
+    whole = torch.full(op.shape, NOBODY) if total is None else total.expand(op.shape).clone()
+    whole[keys] = NOBODY if put is None else put
+    return None if total is None and put is None else _compact(whole)
+
+
+def _masked_scatter(op: Operation) -> Samples:
+    """Numbers are put, one after the other, into the places of a mask."""
+    total, put = op.all_samples()
+    if put is not None:
+        mask = op.saved("mask").expand(op.shape)
+        whole = put.expand(op.shape_of(1)).flatten()
+        placed = put.new_full(op.shape, NOBODY).masked_scatter_(mask, whole)
+        total = together([total, placed], len(op.shape))
+    return None if total is None else _compact(total)
+
+
+def _compact(samples: Tensor) -> Tensor:
+    """The samples with size 1 in the dimensions along which they are constant."""
+    for dim in range(samples.dim()):
+        first = samples.narrow(dim, 0, 1)
+        samples = first if bool((samples == first).all()) else samples
+    return samples
+
+
 def _joined(op: Operation) -> Samples:
     found = op.all_samples()
     (dim,) = op.dims(len(op.shape))
@@ -333,7 +363,20 @@ RULES: dict[str, Callable[[Operation], Samples]] = {
     ),
     **dict.fromkeys(
         [
-            *("Softmax", "LogSoftmax", "Cumsum", "Logsumexp", "Topk", "Sort", "Sum", "Mean", "Max", "Min", "Amax"),
+            *(
+                "Softmax",
+                "SafeSoftmax",
+                "LogSoftmax",
+                "Cumsum",
+                "Logsumexp",
+                "Topk",
+                "Sort",
+                "Sum",
+                "Mean",
+                "Max",
+                "Min",
+                "Amax",
+            ),
             *("Amin", "Var", "Std", "LinalgVectorNorm", "Norm"),
         ],
         _along,
@@ -357,6 +400,8 @@ RULES: dict[str, Callable[[Operation], Samples]] = {
     "Gather": _of_first(_gather),
     "IndexAdd": _index_add,
     "Scatter": _scatter,
+    "IndexPut": _index_put,
+    "MaskedScatter": _masked_scatter,
     "Cat": _joined,
     "Stack": _stack,
     **dict.fromkeys(["Mm", "Bmm", "Addmm", "Baddbmm"], _product),

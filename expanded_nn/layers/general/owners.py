@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from expanded_nn.common.batch import has_derivatives
+from expanded_nn.common.batch import FOLDED, has_derivatives
 from expanded_nn.layers.general.operations import NOBODY, RULES, Operation, Samples, Unknown, constant
 
 
@@ -43,14 +43,17 @@ class Owners:
         self.anchor = torch.zeros((), requires_grad=True)
 
     def begin(self, arguments: Any, dims: Sequence[int | None]) -> Any:
-        """The arguments, each where its graph begins; `dims` says which leaves have the samples first, others none."""
+        """The arguments, each where its graph begins; `dims` says which have the samples first, or are folded."""
         leaves, structure = tree_flatten(arguments)
         for place, dim in enumerate(dims):
             leaf = leaves[place]
             if isinstance(leaf, Tensor) and has_derivatives(leaf) and (dim is not None or leaf.requires_grad):
                 leaves[place] = _Begin.apply(leaf, self.anchor)  # type: ignore[no-untyped-call]
-                self.note(leaves[place], None if dim is None else self._first(leaf))
-            if dim is not None:
+                rows = self._first(leaf)
+                if dim == FOLDED:
+                    rows = rows.repeat_interleave(leaf.shape[0] // self.batch, 0)
+                self.note(leaves[place], None if dim is None else rows)
+            if dim == 0:
                 self.by_sample.append(leaves[place])
         return tree_unflatten(leaves, structure)
 

@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.batch import batch_dim, data_in, has_derivatives, is_like_a_state
+from expanded_nn.common.batch import FOLDED, batch_dim, data_in, has_derivatives, is_like_a_state
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import is_of_checkpoint, running_backward, uncounted, unseen
 from expanded_nn.common.steady import RandomStates
@@ -133,11 +133,11 @@ class General(Expanded):
             if has_own_rows:
                 self._refuse_shards_within()
                 call = self._called(args, kwargs)
-                states, matrices = self._may_be_states(call), self._may_be_otherwise(call)
+                states, others = self._may_be_states(call), self._may_be_otherwise(call)
         if not has_own_rows:
             return self._plain_forward(*args, **kwargs)  # its children see to theirs
-        if any(states) or any(matrices):
-            dims = self._read(call, states, matrices)
+        if any(states) or any(others):
+            dims = self._read(call, states, others)
             call = replace(call, dims=dims, kind=(*call.kind, *dims))
         with unseen():
             self._refuse_no_samples(call)
@@ -165,7 +165,8 @@ class General(Expanded):
         if call.inputs and has_derivatives(call.inputs[0]):
             first = call.inputs[0]
             read = next(dim for leaf, dim in zip(call.leaves, call.dims, strict=True) if leaf is first)
-            self.checked(first, 0, dim=self._dim_of(first) if read is None else read, argument="the first tensor")
+            if read != FOLDED:
+                self.checked(first, 0, dim=self._dim_of(first) if read is None else read, argument="the first tensor")
 
     # Where the samples stand in the arguments
 
@@ -180,19 +181,20 @@ class General(Expanded):
         kind = (self.training, bool(batch == 1), *sizes, *map(self._reads_either_way, leaves), *dims)
         return Called(args, kwargs, batch, leaves, dims, inputs, kind)
 
-    def _read(self, call: Called, states: list[bool], matrices: list[bool]) -> list[int | None]:
+    def _read(self, call: Called, states: list[bool], others: list[tuple[int | None, ...]]) -> list[int | None]:
         """Where the samples stand in the arguments: as `call` says, or elsewhere if only that is right.
 
         In states, `(layers, B, hidden)`, they may stand second. In a model that has them second, they may stand first
         in a matrix, as in a mask `(B, T)` or what is left of a sequence, `(B, features)`; or nowhere, as in a mask
-        `(T, T)`.
+        `(T, T)`. To a module that goes sample by sample as a whole an argument of the model may come folded, as the
+        patches of all images do, `(B * n, features)`.
         """
-        kind, known = (*call.kind, *states, *matrices), self._told.readings
+        kind, known = (*call.kind, *states, *others, self.goes_in_a_loop()), self._told.readings
         if kind not in known:
             if cost.is_symbol(call.batch):
                 return call.dims
             wait_for_values("a module of the general rule is compared with its plain forward first")
-            known[kind] = self._best_reading(call, states, matrices)
+            known[kind] = self._best_reading(call, states, others)
         return known[kind]
 
     def _may_be_states(self, call: Called) -> list[bool]:
@@ -201,14 +203,27 @@ class General(Expanded):
         behind = zip(call.leaves[first:], call.dims[first:], strict=True)
         return [False] * first + [call.batch > 1 and dim != 1 and is_like_a_state(x, call.batch) for x, dim in behind]
 
-    def _may_be_otherwise(self, call: Called) -> list[bool]:
-        """Which matrices may have the samples first or nowhere, but for the one that says B."""
+    def _may_be_otherwise(self, call: Called) -> list[tuple[int | None, ...]]:
+        """Where else the samples may stand in each argument: in matrices first or nowhere, but for the one that says B.
+
+        Or in several rows of each sample.
+        """
         matrices = [self._is_matrix(leaf) and leaf.shape[0] == call.batch for leaf in call.leaves]
         if call.dims.count(None) == len(call.dims):  # a table may have B rows by chance
             matrices = [may and self._is_of_samples(leaf) for may, leaf in zip(matrices, call.leaves, strict=True)]
         elif 1 in call.dims:
             matrices[call.dims.index(1)] = False
-        return matrices
+        folded = [self._alone and self._may_be_folded(leaf, call.batch) for leaf in call.leaves]
+        otherwise = zip(matrices, folded, strict=True)
+        return [(0, None) if is_matrix else (FOLDED,) if is_folded else () for is_matrix, is_folded in otherwise]
+
+    def _may_be_folded(self, leaf: Any, batch: int) -> bool:
+        """Whether an argument of the model may have several rows of each sample, one sample's after the other's."""
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or batch < 2 or not self.model_batch_first:
+            return False
+        times, left = divmod(leaf.shape[0], batch)
+        forward = None if self._recorder is None else self._recorder.forward
+        return times > 1 and left == 0 and forward is not None and forward.is_argument(leaf)
 
     def _is_matrix(self, leaf: Any) -> bool:
         """Whether it is a matrix in which the samples stand second as a rule."""
@@ -228,21 +243,23 @@ class General(Expanded):
             return False
         return leaf.shape[0] == leaf.shape[1] and torch.equal(leaf, leaf.mT)
 
-    def _best_reading(self, call: Called, states: list[bool], matrices: list[bool]) -> list[int | None]:
+    def _best_reading(self, call: Called, states: list[bool], others: list[tuple[int | None, ...]]) -> list[int | None]:
         """The first reading that is right, or else the first of which an error says what is not."""
         pairs = list(zip(states, call.dims, strict=True))
         where_unknown = [1 if is_state and dim is None else dim for is_state, dim in pairs]
         everywhere = [1 if is_state else dim for is_state, dim in pairs]
         # first what changes least: a state may be an input whose second size is B by chance
-        readings = (_readings(dims, matrices) for dims in (call.dims, where_unknown, everywhere))
-        told = None
-        for reading in map(list, dict.fromkeys(chain(*readings))):
-            error = self._error_of(replace(call, dims=reading))
+        readings = (_readings(dims, others) for dims in (call.dims, where_unknown, everywhere))
+        errors: dict[tuple[int | None, ...], Exception] = {}
+        for reading in dict.fromkeys(chain(*readings)):
+            error = self._error_of(replace(call, dims=list(reading)))
             if error is None:
-                return reading
-            if told is None and isinstance(error, PerSampleError):
-                told = reading
-        return told or call.dims
+                return list(reading)
+            errors[reading] = error
+        # where only `vmap` fails, a loop over the samples comes next
+        told = [reading for reading, error in errors.items() if getattr(error, "by_vmap", False)]
+        told += [reading for reading, error in errors.items() if isinstance(error, PerSampleError)]
+        return list(told[0]) if told else call.dims
 
     def _error_of(self, call: Called) -> Exception | None:
         """The error of a comparison with the plain forward where the arguments are read so; `None` if they agree."""
@@ -306,7 +323,7 @@ class General(Expanded):
             return False
         if self._recorder is None or not self._recorder.in_forward:  # with weights that come with a batch dimension
             return False
-        have_samples_first = 0 in call.dims and not any(call.dims)
+        have_samples_first = 0 in call.dims and {*call.dims} <= {0, None, FOLDED}
         return have_samples_first and self._suits_whole_batch() and self._told.ways.get(call.kind_of_ways()) != NO_WAYS
 
     def _suits_whole_batch(self) -> bool:
@@ -318,22 +335,25 @@ class General(Expanded):
         kind = call.kind_of_ways()
         ways = self._told.ways.get(kind, Ways())
         if ways.known:
-            result, way = self._attempt(call.args, call.kwargs)
+            result, way = self._attempt(call, call.args, call.kwargs)
             if way in ways.known:
                 return result
         if running_backward() >= 0:  # a checkpoint's forward is computed again, and learns nothing
             return NotImplemented
         wait_for_values("a module of the general rule is tried on the whole batch first")
         ways = ways.after(*self._judged(call, hooks=ways.hooks)) if ways.trials_left else NO_WAYS
-        result, way = self._attempt(call.args, call.kwargs) if ways.known else (None, None)
+        result, way = self._attempt(call, call.args, call.kwargs) if ways.known else (None, None)
         is_known = way in ways.known
         if ways.known and not is_known:  # what the hooks of its children add may be what it did otherwise
             ways = ways._replace(hooks=True)
         self._told.ways[kind] = ways
         return result if is_known else NotImplemented
 
-    def _attempt(self, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
-        """The result of the forward on the whole batch, and the way it has gone; `None` if it was not possible."""
+    def _attempt(self, call: Called, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
+        """The result of the forward on the whole batch, and the way it has gone; `None` if it was not possible.
+
+        The arguments are those of the call, or others like them.
+        """
         recorder = self._recorder
         assert recorder is not None
         assert recorder.forward is not None
@@ -345,8 +365,7 @@ class General(Expanded):
             with unseen():
                 weights = [run.batched(recorder.expand(parameter)) for parameter in parameters]
             if owners is not None:
-                dims = [self._sample_dim(leaf, batch) for leaf in tree_leaves((args, kwargs))]
-                args, kwargs = owners.begin((args, kwargs), dims)
+                args, kwargs = owners.begin((args, kwargs), call.dims)
             with swapped(places, weights), nullcontext() if owners is None else self._children_inside({}):
                 weights.clear()
                 with run:
@@ -464,10 +483,12 @@ class General(Expanded):
         return error
 
 
-def _readings(dims: list[int | None], matrices: list[bool]) -> list[tuple[int | None, ...]]:
-    """Where samples may stand: as in `dims`; or, in some of the matrices, first or nowhere. At most 27 are tried."""
-    others = [(dim, 0, None) if is_matrix else (dim,) for dim, is_matrix in zip(dims, matrices, strict=True)]
-    return [reading for reading in islice(product(*others), 27) if reading.count(None) < len(reading)]
+def _readings(dims: list[int | None], others: list[tuple[int | None, ...]]) -> list[tuple[int | None, ...]]:
+    """Where samples may stand: as in `dims`; or elsewhere, in each argument or in some. At most 27 are tried."""
+    everywhere = tuple(own[0] if own else dim for dim, own in zip(dims, others, strict=True))
+    some = product(*((dim, *own) for dim, own in zip(dims, others, strict=True)))
+    readings = dict.fromkeys([tuple(dims), everywhere, *islice(some, 27)])
+    return [reading for reading in readings if reading.count(None) < len(reading)]
 
 
 @contextmanager

@@ -14,11 +14,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.batch import has_derivatives
+from expanded_nn.common.batch import FOLDED, has_derivatives
 from expanded_nn.common.steady import RandomStates, WithoutChance, copies, without_traces
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor, as_factored
-from expanded_nn.layers.general.mapped import OF_PARAMETERS, Mapped, Mapper, flatten, memory_order
+from expanded_nn.layers.general.mapped import (
+    OF_PARAMETERS,
+    Mapped,
+    Mapper,
+    flatten,
+    memory_order,
+    moved,
+    of_sample,
+    unfolded,
+)
 
 
 class Compared(NamedTuple):
@@ -203,7 +212,7 @@ class Trial:
             wanted = _derivatives(leaves, [*expanded, *inputs])  # which lets go of what the graph holds
             inputs, (args, kwargs) = self._with_derivatives()
             with without_traces(self.module, hooks=self.hooks):
-                result, way = self.module._attempt(args, kwargs)
+                result, way = self.module._attempt(self.mapper.call, args, kwargs)
             whole, other_structure = flatten(result)
             if way is None or structure != other_structure or not all(map(_is_same, leaves, whole)):
                 return Verdict.WRONG, None
@@ -223,9 +232,11 @@ class Trial:
         if len(mapped.tensors) != len(expected):
             return None
         dims = []
-        for result, (first, *_), plain in zip(mapped.tensors, mapped.possible_dims, expected, strict=True):
-            moved = [dim for dim in range(result.dim()) if result.transpose(first, dim).shape == plain.shape]
-            dims.append(first if first in moved or not moved else moved[0])
+        for result, possible, plain in zip(mapped.tensors, mapped.possible_dims, expected, strict=True):
+            first = possible[0]
+            others = [*range(result.dim()), *([FOLDED] if FOLDED in possible else ())]
+            fitting = [dim for dim in others if first != FOLDED and moved(result, first, dim).shape == plain.shape]
+            dims.append(first if first in fitting or not fitting else fitting[0])
         return tuple(dims)
 
     def _agree(self, mapped: Mapped, dims: tuple[int, ...], expected: list[Tensor]) -> bool:
@@ -240,7 +251,7 @@ class Trial:
                     "a tensor with a batch dimension",
                     OF_PARAMETERS,
                 )
-            if plain.dim() == result.dim() > 0 and plain.shape[dim] == 1:
+            if plain.dim() == result.dim() > 0 and dim != FOLDED and plain.shape[dim] == 1:
                 plain = plain.expand(*plain.shape[:dim], result.shape[dim], *plain.shape[dim + 1 :])
             if result.shape != plain.shape or not near(plain, result.detach(), size):
                 return False
@@ -257,17 +268,18 @@ class Trial:
     def _changes_with_others(self, dims: tuple[int, ...]) -> bool:
         """Whether the first sample's result changes when all samples are like the first, or nothing could tell."""
         leaves, structure = tree_flatten(self.arguments)
-        places = self.mapper.call.dims
+        places, first = self.mapper.call.dims, torch.zeros(self.batch, dtype=torch.int64)
         alike = [
-            leaf if dim is None else leaf.index_select(dim, torch.zeros(self.batch, dtype=torch.int64).to(leaf.device))
-            for leaf, dim in zip(leaves, places, strict=True)
+            leaf if dim is None else x.index_select(dim, first.to(leaf.device)).view_as(leaf)
+            for leaf, (x, dim) in zip(leaves, self.mapper.call.by_sample(leaves), strict=True)
         ]
         if all(dim is None or torch.equal(*pair) for dim, *pair in zip(places, leaves, alike, strict=True)):
             return True
         before = self.plain(hooks=self.hooks)
         after = self.plain(hooks=self.hooks, arguments=tree_unflatten(alike, structure))
-        first = [(x.select(dim, 0), y.select(dim, 0)) for x, y, dim in zip(before, after, dims, strict=True) if x.dim()]
-        return not all(torch.equal(*pair) for pair in first)
+        both = [results for results in zip(before, after, dims, strict=True) if results[0].dim()]
+        pairs = ((of_sample(x, dim, 0, self.batch), of_sample(y, dim, 0, self.batch)) for x, y, dim in both)
+        return not all(torch.equal(*pair) for pair in pairs)
 
     def _has_derivatives_by_others(self, dims: tuple[int, ...]) -> bool:
         """Whether a sample's result has derivatives by the arguments of the others, or nothing could tell."""
@@ -276,9 +288,9 @@ class Trial:
             leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
             results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             ends = [
-                result.select(dim, 0)
+                of_sample(result, dim, 0, self.batch)
                 for result, dim in zip(results, dims, strict=True)
-                if result.requires_grad and result.dim() and result.shape[dim] == self.batch
+                if result.requires_grad and result.dim() and (dim == FOLDED or result.shape[dim] == self.batch)
             ]
         read = [
             dim for leaf, dim in zip(self.mapper.call.leaves, self.mapper.call.dims, strict=True) if _is_float(leaf)
@@ -288,8 +300,9 @@ class Trial:
             return True
         weights = [torch.randn(end.shape, generator=torch.Generator().manual_seed(0)).to(end) for end in ends]
         grads = torch.autograd.grad(ends, [x for x, _ in by_sample], weights, allow_unused=True)
-        given = zip(grads, by_sample, strict=True)
-        return any(bool(grad.narrow(dim, 1, self.batch - 1).any()) for grad, (_, dim) in given if grad is not None)
+        pairs = zip(grads, by_sample, strict=True)
+        given = [unfolded(grad, dim, self.batch) for grad, (_, dim) in pairs if grad is not None]
+        return any(bool(grad.narrow(dim or 0, 1, self.batch - 1).any()) for grad, dim in given)
 
 
 def _are_equal(weight: Tensor, other: Tensor) -> bool:

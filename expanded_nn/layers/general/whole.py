@@ -19,9 +19,11 @@ from torch import Tensor
 from expanded_nn.common.functions import attributes, functions, is_in_place
 from expanded_nn.common.modes import no_torch_function
 from expanded_nn.common.shared import cast_shared
+from expanded_nn.core import cost
 from expanded_nn.layers import conv, norm
 from expanded_nn.layers.activation import prelu
 from expanded_nn.layers.embedding import embedding
+from expanded_nn.layers.general import folded
 from expanded_nn.layers.general.batched import (
     COMPUTED,
     RULES,
@@ -102,20 +104,30 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     return _with_shared(func, args, kwargs, run, dims)
 
 
+def _own_rows(own: Batched, arrangement: Arrangement, dims: int) -> Tensor:
+    """The value for each row, of its sample; of a table with one row for each of them, that row."""
+    count = len(arrangement.owner)
+    if own.rank == dims and own.value.shape[1] == count:
+        return own.value[arrangement.owner, torch.arange(count, device=arrangement.owner.device)]
+    return arrangement.rows_of(beside(own, dims))
+
+
 def _with_folded_rows(func: Any, args: Any, kwargs: Any, owners: Owners, dims: int) -> Tensor:
     """With rows of which each is known to be of one sample."""
     run, own = _run_of(args), [operand for operand in args if is_own(operand)]
     plain = [operand for operand in args if isinstance(operand, Tensor) and not is_own(operand) and operand.dim()]
     samples = together([owners.of(operand) for operand in plain], dims)
-    assert samples is not None
-    refuse_unless(all(operand.rank < dims or operand.value.shape[1] == 1 for operand in own))
+    if samples is None:
+        refuse_unless(not is_in_place(func))
+        return _with_shared(func, args, kwargs, run, dims)
     arrangement = owners.arranged(samples, max(operand.shape[0] for operand in plain if operand.dim() == dims))
     run.note(func, whole=True)
-    if len(plain) == 1 and arrangement.length is not None and not is_in_place(func):
+    have_one_row = all(operand.rank < dims or operand.value.shape[1] == 1 for operand in own)
+    if len(plain) == 1 and arrangement.length is not None and have_one_row and not is_in_place(func):
         by_sample = arrangement.padded(plain[0])
         y = func(*(by_sample if x is plain[0] else beside(x, dims + 1) if is_own(x) else x for x in args), **kwargs)
         return _as_arranged(run, arrangement.unpadded(y), arrangement)
-    of_rows = (arrangement.rows_of(beside(x, dims)) if is_own(x) else x for x in args)
+    of_rows = (_own_rows(x, arrangement, dims) if is_own(x) else x for x in args)
     return _as_arranged(run, func(*of_rows, **kwargs), arrangement)
 
 
@@ -284,7 +296,8 @@ def _index(func: Any, args: Any, kwargs: Any) -> Batched:
         return own.run.batched(own.part(number % own.value.shape[1]))
     if len(keys) == 1 and isinstance(keys[0], Tensor):  # entries of a table, by an index that all samples share
         (index,) = keys
-        refuse_unless(not is_own(index) and index.dtype == torch.int64 and own.run.are_shared(index))
+        by_all = own.run.are_shared(index) or _may_be_looked_up_by_all(own.run, index, own.value[0, :1].numel())
+        refuse_unless(not is_own(index) and index.dtype == torch.int64 and by_all)
     else:
         refuse_unless(all(part is None or part is Ellipsis or type(part) in (int, slice) for part in keys))
     return own.run.derived(func, lambda value: value[(slice(None), *keys)], own, begins=False)
@@ -305,11 +318,24 @@ def _resized(func: Any, args: Any, kwargs: Any) -> Batched:
     return own.run.derived(func, resized, own, begins=False)
 
 
+def _joined_to_rows(func: Any, joined: Sequence[Any], dim: int, run: Run) -> Tensor:
+    """Beside rows of which each is known to be of one sample, as a class token beside the patches of an image."""
+    rows = next(part for part in joined if not is_own(part) and part.requires_grad)
+    arrangement = run.arranged(rows)
+    refuse_unless(dim % rows.dim() > 0 and all(is_own(part) or part is rows for part in joined))
+    assert arrangement is not None
+    run.note(func, whole=True)
+    parts = [part if part is rows else _own_rows(part, arrangement, rows.dim()) for part in joined]
+    return _as_arranged(run, func(parts, dim), arrangement)
+
+
 def _join(func: Any, args: Any, kwargs: Any) -> Batched:
     """Parameters beside each other, or beside constants that all samples share."""
     joined, *rest = args
     dim, run = rest[0] if rest else kwargs.get("dim", 0), _run_of(joined)
     constants = [part for part in joined if not is_own(part)]
+    if run.owners is not None and func is not torch.stack and any(part.requires_grad for part in constants):
+        return _joined_to_rows(func, joined, dim, run)
     refuse_unless(all(run.are_shared(part) and not part.requires_grad for part in constants))
     refuse_unless(len({part.rank if is_own(part) else part.dim() for part in joined}) == 1)
     spread = (part if is_own(part) else part.expand(run.batch, *part.shape) for part in joined)
@@ -317,7 +343,12 @@ def _join(func: Any, args: Any, kwargs: Any) -> Batched:
 
 
 def _with_weights(
-    op: Callable[..., Tensor], dims: int, names: Sequence[str], weights: Sequence[str], *, by_position: bool = False
+    op: Callable[..., Tensor],
+    dims: int,
+    names: Sequence[str],
+    weights: Sequence[str],
+    *,
+    of_folded: Callable[..., Tensor] | None = None,
 ) -> Rule:
     """A layer's operation on weights with a batch dimension, called as torch's is.
 
@@ -326,7 +357,7 @@ def _with_weights(
         dims: How many dimensions the input has, `(B, …)`, at the least.
         names: What torch's operation calls its arguments.
         weights: Which of them are weights.
-        by_position: Whether a sample may have any number of rows.
+        of_folded: What does the same where a sample may have any number of rows, as `folded.by_position` does.
     """
 
     def rule(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -335,20 +366,20 @@ def _with_weights(
         x = named.pop("input")
         refuse_unless(bool(own) and all(map(is_own, own)))
         run = _run_of(own)
-        if by_position and (is_own(x) or run.is_constant(x)):
+        is_by_position = of_folded in (folded.by_position, folded.linear_by_name)
+        if is_by_position and (is_own(x) or run.is_constant(x)):
             return _of_weights_alone(func, op, x, named, weights)
         dims_needed = max(dims, 1 + len(named.get("normalized_shape", ())))
-        arrangement = run.arranged(x) if by_position and run.owners is not None and x.dim() >= dims_needed else None
+        may_fold = of_folded is not None and run.owners is not None and not is_own(x) and x.dim() >= dims_needed
+        arrangement = run.arranged(x) if may_fold else None
         whole = arrangement is not None or run.has_rows(x, dims_needed)
         refuse_unless(whole and not named.get("training") and named.get("max_norm") is None)
         run.note(func, whole=True)
         for name in weights:
             named[name] = named[name].value if named.get(name) is not None else None
-        if arrangement is None or arrangement.length == 1:
+        if arrangement is None or of_folded is None or arrangement.length == 1:
             return op(x, **named)
-        if op is linear:
-            return _as_arranged(run, linear_of_rows(x, named["weight"], named["bias"], arrangement), arrangement)
-        return _as_arranged(run, arrangement.unpadded(op(arrangement.padded(x), **named)), arrangement)
+        return _as_arranged(run, of_folded(func, op, x, named, arrangement), arrangement)
 
     return rule
 
@@ -367,7 +398,7 @@ def _of_weights_alone(
     return run.derived(func, of_values, table, *own.values())
 
 
-_batch_norm_of_samples = _with_weights(norm.batch_norm, 2, _BATCH_NORM, _BOTH)
+_batch_norm_of_samples = _with_weights(norm.batch_norm, 2, _BATCH_NORM, _BOTH, of_folded=folded.by_channel)
 
 
 def _batch_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -387,6 +418,15 @@ def _batch_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     return own[0].run.derived(func, standardized, *own)  # type: ignore[no-any-return]
 
 
+def _may_be_looked_up_by_all(run: Run, index: Tensor, numel: int) -> bool:
+    """Whether all samples look up all of an index, as they do where they share it.
+
+    In a forward that may fold its samples nothing tells whose an index is that it computes. Where what is looked up
+    meets rows of which the samples are known, each row takes its own.
+    """
+    return run.owners is not None and run.batch * index.numel() * numel <= cost.LOOKED_UP_FOR_EACH
+
+
 def _look_up(func: Any, args: Any, kwargs: Any) -> Tensor:
     """By one index per sample, or by one that all samples share."""
     named = {**dict(zip(("input", "weight", *_LOOK_UP), args, strict=False)), **kwargs}
@@ -394,6 +434,15 @@ def _look_up(func: Any, args: Any, kwargs: Any) -> Tensor:
     refuse_unless(isinstance(index, Tensor) and not is_own(index) and named.get("max_norm") is None)
     run = own.run
     whole = run.has_rows(index, 1)
+    if not whole and _may_be_looked_up_by_all(run, index, own.value.shape[-1]):
+        refuse_unless(not named.get("scale_grad_by_freq"))
+        constants = None if named.get("padding_idx") is None else (index == named["padding_idx"] % own.value.shape[1])
+
+        def looked_up(table: Tensor) -> Tensor:  # by indexing, whose backward may be vmapped
+            rows = table[:, index]
+            return rows if constants is None else torch.where(constants[..., None], rows.detach(), rows)
+
+        return run.derived(func, looked_up, own)
     refuse_unless(whole or run.are_shared(index))
     run.note(func, whole=whole)
     if whole:
@@ -529,27 +578,36 @@ TABLE: dict[Any, Rule] = {
     F.embedding: _look_up,
     F.scaled_dot_product_attention: _attention,
     F.interpolate: _resized,
-    F.linear: _with_weights(linear, 2, ("input", *_BOTH), _BOTH, by_position=True),
+    F.linear: _with_weights(linear, 2, ("input", *_BOTH), _BOTH, of_folded=folded.linear_by_name),
     F.prelu: _with_weights(prelu, 1, ("input", "weight"), ("weight",)),
     F.layer_norm: _with_weights(
-        norm.layer_norm, 2, ("input", "normalized_shape", *_BOTH, "eps"), _BOTH, by_position=True
+        norm.layer_norm, 2, ("input", "normalized_shape", *_BOTH, "eps"), _BOTH, of_folded=folded.by_position
     ),
     F.rms_norm: _with_weights(
-        norm.rms_norm, 2, ("input", "normalized_shape", "weight", "eps"), ("weight",), by_position=True
+        norm.rms_norm, 2, ("input", "normalized_shape", "weight", "eps"), ("weight",), of_folded=folded.by_position
     ),
-    F.group_norm: _with_weights(norm.group_norm, 2, ("input", "num_groups", *_BOTH, "eps"), _BOTH),
+    F.group_norm: _with_weights(
+        norm.group_norm, 2, ("input", "num_groups", *_BOTH, "eps"), _BOTH, of_folded=folded.by_channel
+    ),
     F.batch_norm: _batch_norm,
-    F.instance_norm: _with_weights(norm.instance_norm, 2, (*_STATISTICS, "use_input_stats", "momentum", "eps"), _BOTH),
-    F.conv1d: _with_weights(conv.conv1d, 3, (*_CONVOLUTION, "dilation", "groups"), _BOTH),
-    F.conv2d: _with_weights(conv.conv2d, 4, (*_CONVOLUTION, "dilation", "groups"), _BOTH),
-    F.conv3d: _with_weights(conv.conv3d, 5, (*_CONVOLUTION, "dilation", "groups"), _BOTH),
+    F.instance_norm: _with_weights(
+        norm.instance_norm,
+        2,
+        (*_STATISTICS, "use_input_stats", "momentum", "eps"),
+        _BOTH,
+        of_folded=folded.by_channel,
+    ),
     **{
-        func: _with_weights(op, dims, (*_CONVOLUTION, "output_padding", "groups", "dilation"), _BOTH)
-        for func, op, dims in (
-            (F.conv_transpose1d, conv.conv_transpose1d, 3),
-            (F.conv_transpose2d, conv.conv_transpose2d, 4),
-            (F.conv_transpose3d, conv.conv_transpose3d, 5),
+        func: _with_weights(op, op.dims + 2, (*_CONVOLUTION, *names), _BOTH, of_folded=folded.images)
+        for names, ops in (
+            (("dilation", "groups"), (conv.conv1d, conv.conv2d, conv.conv3d)),
+            (
+                ("output_padding", "groups", "dilation"),
+                (conv.conv_transpose1d, conv.conv_transpose2d, conv.conv_transpose3d),
+            ),
         )
+        for op in ops
+        for func in (getattr(F, op.__name__),)
     },
 }
 # what only forwards do that fold their samples, which run with the parameters of all layers in them
