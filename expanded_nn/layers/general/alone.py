@@ -61,7 +61,7 @@ class Alone(General):
         rows = [leaf if dim is None else of_sample(leaf, dim, i, call.batch) for leaf, dim in leaves]
         args, kwargs = tree_unflatten(rows, tree_structure((call.args, call.kwargs)))
         states = RandomStates([*self.modules(), call.args, call.kwargs])
-        with torch.no_grad(), without_traces(self, hooks=False), self._children_inside({}):
+        with torch.no_grad(), without_traces(self, hooks=self._told.needs_hooks), self._children_inside({}):
             alone = self._plain_forward(*args, **kwargs)
         if states.restore():
             return True

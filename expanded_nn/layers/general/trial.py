@@ -81,6 +81,7 @@ class Told:
     readings: dict[Any, list[int | None]] = field(default_factory=dict)  # where the samples stand in its arguments
     compared: dict[Any, Compared] = field(default_factory=dict)  # and in its results
     ways: dict[Any, Ways] = field(default_factory=dict)  # in which its forward is right on the whole batch
+    needs_hooks: bool = False  # whether its forward needs what hooks of modules within it collect
     turn: int = -1  # how many calls of a module that loops have run so, from 0 on
 
 
@@ -97,7 +98,8 @@ class Trial:
     """
 
     def __init__(self, mapper: Mapper, *, hooks: bool = True) -> None:
-        self.mapper, self.module, self.batch, self.hooks = mapper, mapper.module, mapper.call.batch, hooks
+        self.mapper, self.module, self.batch = mapper, mapper.module, mapper.call.batch
+        self.hooks = hooks or self.module._told.needs_hooks
         self.arguments = copies((mapper.call.args, mapper.call.kwargs))  # as the forward may change its own
         self.states = self._states()
         self.is_random: bool | None = None  # whether the plain forward draws random numbers, once it has run
@@ -115,12 +117,12 @@ class Trial:
         """
         parameters = [weight for weight in self.mapper.originals.values() if not weight.is_meta]
         before = [weight.detach().clone() for weight in parameters]
-        expected = self.plain(hooks=False)
+        expected = self._without_hooks()
         pairs = list(zip(parameters, before, strict=True))
         if all(map(_are_equal, parameters, before)):
             return expected
         once = [weight.detach().clone() for weight in parameters]
-        self.plain(hooks=False)
+        self.plain(hooks=self.module._told.needs_hooks)
         changed = [pair for pair, weight in zip(pairs, once, strict=True) if not _are_equal(pair[0], weight)]
         if not changed:
             return expected
@@ -135,6 +137,20 @@ class Trial:
             "Change them after the optimizer's step, or in the forward of a module around this one that has no "
             "parameters of its own.",
         )
+
+    def _without_hooks(self) -> list[Tensor]:
+        """The plain forward's tensors without hooks; with them, if it needs what they collect, as hidden states."""
+        told = self.module._told
+        try:
+            return self.plain(hooks=told.needs_hooks)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            if told.needs_hooks:
+                raise
+            self.states.restore()
+            told.needs_hooks = self.hooks = True
+            return self.plain(hooks=True)
 
     @torch.no_grad()
     def plain(self, *, hooks: bool, arguments: Any = None, draws: bool = False) -> list[Tensor]:
@@ -160,8 +176,10 @@ class Trial:
             with WithoutChance() if self.is_random else nullcontext():
                 if self.is_random:
                     mapped, _ = self.mapped_again()
-                for hooks in sorted({False, self.hooks}):  # those of its children may add to what it returns
-                    expected = self.plain(hooks=hooks) if hooks or self.is_random else self.expected
+                needs_hooks = self.module._told.needs_hooks
+                for hooks in sorted({needs_hooks, self.hooks}):  # those of its children may add to what it returns
+                    is_other = hooks != needs_hooks or self.is_random
+                    expected = self.plain(hooks=hooks) if is_other else self.expected
                     dims = self._dims(mapped, expected)
                     if dims is not None and self._agree(mapped, dims, expected):
                         return Compared(True, dims, tuple(map(memory_order, expected)))
