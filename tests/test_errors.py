@@ -969,6 +969,33 @@ def something_left_behind_by_one_sample() -> None:
     in_a_loop(lambda self, x: self.seen.add_(1) + x * self.scale.cumprod(0))
 
 
+class Beside(nn.Module):
+    """Calls a module with some of the arguments."""
+
+    def __init__(self, layer: nn.Module, numbers: int) -> None:
+        super().__init__()
+        self.layer, self.numbers = layer, numbers
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.layer(*args[-self.numbers :])
+
+
+@refused(r"^layer \(Alone\): for one sample its forward returns .* \(2, 4\); wanted a result with one row per sample")
+def results_that_are_all_folded() -> None:
+    model = Beside(enn.alone(type("Alone", (Own,), {}))(lambda self, rows: rows * self.scale), 1)
+    enn.convert(model).per_sample(escalate=False)(torch.arange(SAMPLES).view(-1, 1), torch.randn(2 * SAMPLES, 4))
+
+
+@refused(r"^layer \(Alone\): an argument has shape \(6, 4\), several rows of each sample, and on an even part of them")
+def rows_that_are_not_evenly_of_the_samples() -> None:
+    """As told by a second forward; in the first one they were."""
+    inner = enn.alone(type("Alone", (Own,), {}))(lambda self, ids, rows: rows.view(len(ids), 2, 4).sum(1) * self.scale)
+    model = enn.convert(Beside(inner, 2)).per_sample()
+    model(torch.arange(SAMPLES).view(-1, 1), torch.randn(2 * SAMPLES, 4))
+    model.layer.does = lambda self, ids, rows: rows.view(2 * SAMPLES, 4)[: len(ids)] * self.scale.cumprod(0)
+    model(torch.arange(SAMPLES).view(-1, 1), torch.randn(2 * SAMPLES, 4))
+
+
 @refused(r"^Own: no argument has one row per sample; wanted 3 rows")
 def no_samples_to_take_one_by_one() -> None:
     in_a_loop(lambda self, x: x * self.scale, SAMPLES + 2)

@@ -165,14 +165,16 @@ class Mapper:
         with nullcontext() if loops else self._nothing_of_one_sample(leaves, thorough=thorough):
             try:
                 results = (self._one_by_one if loops else self._by_vmap)(one_sample, leaves)
-            except RuntimeError as error:
-                if isinstance(error, PerSampleError):
+            except (RuntimeError, ValueError, IndexError) as error:
+                if isinstance(error, PerSampleError | torch.OutOfMemoryError):
                     raise
                 if re.search(_OF_CHANGES, str(error)):
                     raise self._changes(error) from error
-                if not re.search(_OF_VMAP, str(error)):
-                    raise
-                raise self._not_followed(error) from error
+                if re.search(_OF_VMAP, str(error)):
+                    raise self._not_followed(error) from error
+                if FOLDED in self.call.dims:
+                    raise self._not_folded(error) from error
+                raise
         if loops:
             self._refuse_differences(returned)
         shapes = {tuple(x.shape for x in _tensors(result)) for result in returned}
@@ -222,7 +224,17 @@ class Mapper:
             )
         return list(map(_stacked, zip(*results, strict=True)))
 
-    def _not_followed(self, error: RuntimeError) -> PerSampleError:
+    def _not_folded(self, error: Exception) -> PerSampleError:
+        """The error where the forward fails with an even part of the rows of a folded argument."""
+        shapes = [tuple(x.shape) for x, dim in zip(self.call.leaves, self.call.dims, strict=True) if dim == FOLDED]
+        return self.module._refusal(  # type: ignore[no-any-return]
+            f"an argument has shape {shapes[0]}, several rows of each sample, and on an even part of them its forward "
+            f"fails ({error})",
+            "equally many rows of each sample, one sample's after the other's",
+            "Call it with samples that have equally many, as many images in each text.",
+        )
+
+    def _not_followed(self, error: Exception) -> PerSampleError:
         """The error where `vmap` gives up."""
         remedy = "Write its per-sample forward with @expands, or keep the parameters in modules of torch.nn."
         if "stack expects" in str(error):
@@ -246,7 +258,7 @@ class Mapper:
         called = (within.get(id(frame.f_locals.get("self"))) for frame, _ in walk_tb(error.__traceback__))
         return [self.module, *(m for m in called if isinstance(m, PerSampleModule) and m._kind() is not None)][-1]
 
-    def _changes(self, error: RuntimeError) -> PerSampleError:
+    def _changes(self, error: Exception) -> PerSampleError:
         """The error where torch cannot change in place what is one tensor for all samples."""
         return self.module._refusal(  # type: ignore[no-any-return]
             f"its forward changes in place what all samples share, such as a parameter ({error})",

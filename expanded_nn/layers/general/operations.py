@@ -298,7 +298,10 @@ def _joined(op: Operation) -> Samples:
             return _filled_up(op, cast(Tensor, together(there, len(op.shape))))
         if _are_equal(there):
             return there[0]
-    return _cat(op, found, dim)
+    shapes = (op.shape_of(place) for place in range(len(found)))
+    return _cat(
+        op, [None if x is None else _whole(x, shape, [dim]) for x, shape in zip(found, shapes, strict=True)], dim
+    )
 
 
 def _are_equal(there: Sequence[Tensor]) -> bool:
@@ -306,9 +309,10 @@ def _are_equal(there: Sequence[Tensor]) -> bool:
 
 
 def _cat(op: Operation, found: Sequence[Samples], dim: int) -> Tensor:
-    parts = [_whole(samples, op.shape_of(place), [dim]) for place, samples in enumerate(found) if samples is not None]
-    if len(parts) < len(found):
+    """The samples along a dimension in which these stand one after the other."""
+    if any(samples is None for samples in found):
         raise Unknown
+    parts = cast("list[Tensor]", found)
     sizes = [max(part.shape[place] for part in parts) for place in range(len(op.shape))]
     return torch.cat([part.expand([*sizes[:dim], part.shape[dim], *sizes[dim + 1 :]]) for part in parts], dim)
 
@@ -318,10 +322,10 @@ def _stack(op: Operation) -> Samples:
     there = [samples for samples in found if samples is not None]
     if not there:
         return None
-    if len(there) < len(found) or not _are_equal(there):
-        raise Unknown
     (dim,) = op.dims(len(op.shape))
-    return there[0].unsqueeze(dim)
+    if len(there) == len(found) and _are_equal(there):
+        return there[0].unsqueeze(dim)
+    return _cat(op, [None if samples is None else samples.unsqueeze(dim) for samples in found], dim)
 
 
 def _product(op: Operation) -> Samples:

@@ -1,0 +1,320 @@
+"""Models called with several rows of each sample, as the patches of all images, beside one row per sample."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import expanded_nn as enn
+from expanded_nn.core import cost
+from expanded_nn.layers.general.alone import Alone
+from expanded_nn.modules.registry import EXPANDED
+from oracle import Call, assert_close, assert_close_rows, loop, total_loss
+
+B, N, T, D, IMAGE = 3, 2, 5, 4, 9  # each sample has N images in its T words
+
+
+def values(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", enn.PerSampleWarning)
+        yield
+
+
+class Reader(nn.Module):
+    """Puts what a tower makes of images, one vector of each, among the words of the samples."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.words, self.tower, self.head = nn.Embedding(10, D), tower, nn.Linear(D, 3)
+
+    def forward(self, ids: Tensor, images: Tensor) -> Any:  # (B, T), (B * N, 8)
+        seen = self.tower(images)
+        words = self.words(ids).masked_scatter((ids == IMAGE).unsqueeze(-1), seen)
+        return self.head(words.sin().cumsum(1))
+
+
+class AlsoReturnsImages(Reader):
+    def forward(self, ids: Tensor, images: Tensor) -> Any:
+        return {"words": super().forward(ids, images), "images": self.tower(images)}
+
+
+class PutsThemIn(Reader):
+    """By an index, as deeper features are added."""
+
+    def forward(self, ids: Tensor, images: Tensor) -> Any:
+        words, places = self.words(ids), ids == IMAGE
+        added = words[places, :].clone() + self.tower(images)
+        words = words.clone()
+        words[places, :] = added
+        return self.head(words.sin().cumsum(1))
+
+
+class Keeps(Reader):
+    """Keeps what its next call does not read, as a model does for its decoding."""
+
+    kept: Tensor | None = None
+    calls = 0
+
+    def forward(self, ids: Tensor, images: Tensor) -> Any:
+        self.kept, self.calls = ids.float().mean(1), self.calls + int(ids[0, 0] >= 0)
+        return super().forward(ids, images)
+
+
+class KeepsResults(Reader):
+    def forward(self, ids: Tensor, images: Tensor) -> Any:
+        self.kept = super().forward(ids, images)
+        return self.kept + 0 * int(ids[0, 0])
+
+
+class Over(nn.Module):
+    """A layer over images of some shape; its results are averaged."""
+
+    def __init__(self, layer: nn.Module, *shape: int) -> None:
+        super().__init__()
+        self.layer, self.shape = layer, shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.view(len(x), *self.shape)).tanh().flatten(2).mean(2)
+
+
+class WithPositions(nn.Module):
+    """Positions are looked up by an index that the forward computes for the rows of all samples."""
+
+    def __init__(self, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(8, D), nn.Embedding(3, D, padding_idx)
+        self.scale = nn.Parameter(torch.ones(3, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(len(x)) % N
+        both = torch.stack([place, place.flip(0)], 1)
+        found = (self.table(both) * torch.tensor([0.25, 0.75]).double()[:, None]).sum(1)
+        return (self.layer(x) + found) * self.scale[place]
+
+
+class WithToken(nn.Module):
+    """A token that all share stands before the pixels of each image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.layer = nn.Parameter(torch.ones(1, 1, 2)), nn.Linear(2, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.cat([self.token.expand(len(x), -1, -1), x.view(-1, 4, 2)], 1)).tanh().sum(1)
+
+
+class ByLength(nn.Module):
+    """Each image alone, as attention within images does it that have other lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(2, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pixels = self.layer(x.reshape(-1, 2))
+        parts = torch.split(pixels, [4] * len(x))
+        mixed = [F.scaled_dot_product_attention(*[part[None, None]] * 3)[0, 0].sum(0) for part in parts]
+        return self.out(torch.stack(mixed))
+
+
+TOWERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(8, D),
+    "patches, 1d": lambda: Over(nn.Conv1d(2, D, 4), 2, 4),
+    "patches, 2d": lambda: Over(nn.Conv2d(2, D, 2, stride=2, bias=False), 2, 2, 2),
+    "patches, 3d": lambda: Over(nn.Conv3d(1, D, 2, stride=(2, 2, 2)), 1, 2, 2, 2),
+    "convolution, 1d": lambda: Over(nn.Conv1d(2, D, 3, padding="same"), 2, 4),
+    "convolution, 2d": lambda: Over(nn.Conv2d(2, D, (1, 2), padding=1, dilation=(1, 2), groups=2), 2, 2, 2),
+    "padded patches": lambda: Over(nn.Conv2d(2, D, 2, padding=1, stride=2), 2, 2, 2),
+    "transposed, 1d": lambda: Over(nn.ConvTranspose1d(2, D, 2, stride=2, output_padding=1), 2, 4),
+    "transposed, 2d": lambda: Over(nn.ConvTranspose2d(2, D, 2, bias=False), 2, 2, 2),
+    "batch norm": lambda: Over(nn.Sequential(nn.Conv1d(2, D, 1), nn.BatchNorm1d(D)), 2, 4),
+    "group norm": lambda: Over(nn.Sequential(nn.Conv1d(2, D, 1), nn.GroupNorm(2, D)), 2, 4),
+    "instance norm": lambda: Over(nn.Sequential(nn.Conv1d(2, D, 1), nn.InstanceNorm1d(D, affine=True)), 2, 4),
+    "layer norm": lambda: nn.Sequential(nn.Linear(8, D), nn.LayerNorm(D)),
+    "positions": WithPositions,
+    "positions, one of them constant": lambda: WithPositions(padding_idx=-1),
+    "token": WithToken,
+    "parts": ByLength,
+}
+
+
+def built(tower: nn.Module, kind: type[nn.Module] = Reader) -> nn.Module:
+    model = kind(tower).double().eval()
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data.copy_(0.7 * values(*parameter.shape, seed=number + 3))
+    return model
+
+
+def call(samples: int = B, images: int = N, seed: int = 0) -> Call:
+    """The images of a sample stand one after the other, in other places of each sample's words."""
+    ids = torch.randint(0, 8, (samples, T), generator=torch.Generator().manual_seed(seed))
+    for i in range(samples):
+        ids[i, [(i + k) % T for k in range(images)]] = IMAGE
+    return Call((ids, values(samples * images, 8, seed=seed)))
+
+
+def sample(call: Call, i: int) -> Call:
+    ids, images = call.args
+    times = len(images) // len(ids)
+    return Call((ids[i : i + 1], images[i * times : (i + 1) * times]))
+
+
+def assert_right(module: nn.Module, *calls: Call, objective: Any = total_loss) -> nn.Module:
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for each in calls:
+        model.zero_grad()
+        objective(model, each).backward()
+        expected = loop(module, each, len(each.args[0]), take=sample, objective=objective)
+        assert_close_rows({name: parameter.grad_sample for name, parameter in model.named_parameters()}, expected)
+        for name, parameter in model.named_parameters():
+            assert_close(parameter.grad, expected[name].sum(0), name=name)
+    return model
+
+
+def runs_whole(model: nn.Module) -> bool:
+    parts = [module for module in model.modules() if isinstance(module, Alone)]
+    return bool(parts) and all(
+        part._told.ways and all(ways.known for ways in part._told.ways.values()) for part in parts
+    )
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_towers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        model = assert_right(built(TOWERS[name]()), call(), call(seed=1), call(seed=2))
+        assert runs_whole(model)
+        monkeypatch.setattr(cost, "DERIVED_NUMEL", 0)  # what is computed from parameters alone is computed once
+
+
+@pytest.mark.parametrize("kind", [AlsoReturnsImages, PutsThemIn, Keeps])
+def test_models(kind: type[nn.Module]) -> None:
+    def objective(model: Any, call: Call, first: int = 0) -> Tensor:
+        def words(ids: Tensor, images: Tensor) -> Tensor:
+            result = model(ids, images)
+            return result["words"] if isinstance(result, dict) else result
+
+        return total_loss(words, call, first)
+
+    assert runs_whole(assert_right(built(nn.Linear(8, D), kind), call(), call(seed=1), objective=objective))
+
+
+def test_folded_results_are_those_of_the_plain_model() -> None:
+    module = built(nn.Linear(8, D), AlsoReturnsImages)
+    model = enn.convert(module).per_sample()
+    for seed in range(3):
+        expected, result = call(seed=seed).on(module), call(seed=seed).on(model)
+        assert_close(result["images"], expected["images"].detach())
+        assert_close(result["words"], expected["words"].detach())
+
+
+@pytest.mark.parametrize("escapes", [False, True])
+def test_what_a_forward_keeps_is_what_the_plain_one_keeps(escapes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if escapes:  # from the whole batch, to a loop over the samples
+        monkeypatch.setattr(Alone, "_suits_whole_batch", lambda self: False)
+    module = built(nn.Linear(8, D), Keeps)
+    model = assert_right(module, call(), call(seed=1))
+    assert module.calls == 0  # those of copies count
+    assert model.calls == 2
+    assert torch.equal(model.kept, call(seed=1).args[0].float().mean(1))
+
+
+def test_other_numbers_of_images_and_samples() -> None:
+    model = built(nn.Linear(8, D))
+    assert_right(model, call(), call(images=1), call(images=3), call(samples=4), call(samples=1), call(samples=2))
+
+
+def test_second_derivatives() -> None:
+    def objective(model: Any, call: Call, first: int = 0) -> Tensor:
+        ids, images = call.args
+        call = Call((ids, images.detach().requires_grad_()))
+        loss = total_loss(model, call, first)
+        (by_image,) = torch.autograd.grad(loss, call.args[1], create_graph=True)
+        return loss + by_image.square().sum()
+
+    for name in ("linear", "convolution, 2d", "positions", "token"):
+        assert_right(built(TOWERS[name]()), call(), call(seed=1), objective=objective)
+
+
+def test_images_of_other_samples_are_refused() -> None:
+    """There are as many as there would be of equally many of each."""
+    ids, images = call().args
+    ids[0, 3], ids[1] = IMAGE, torch.where(ids[1] == IMAGE, 0, ids[1])
+    ids[1, 0] = IMAGE
+    model = enn.convert(built(nn.Linear(8, D))).per_sample()
+    with pytest.raises(enn.PerSampleError, match="folded batch of 3 x 2"):
+        model(ids, images)
+    model = enn.convert(built(nn.Linear(8, D))).per_sample()
+    call().on(model)
+    with pytest.raises(enn.PerSampleError, match=r"shape \(6, 8\), several rows of each sample, and on an even part"):
+        model(ids, images)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_image_of_each_is_not_two_of_one(compiled: bool) -> None:
+    """The rows are as many as the samples, and only the places that they are put into tell whose they are."""
+    ids, images = call(images=1).args
+    other = ids.clone()
+    other[0, 1], other[1] = IMAGE, torch.where(ids[1] == IMAGE, 0, ids[1])
+    model = enn.convert(built(nn.Linear(8, D))).per_sample()
+
+    def step(ids: Tensor, images: Tensor) -> None:
+        total_loss(model, Call((ids, images))).backward()
+
+    run = enn.compile(step, backend="eager") if compiled else step
+    for _ in range(2):
+        model.zero_grad()
+        run(ids, images)
+    error = RuntimeError if compiled else enn.PerSampleError
+    with pytest.raises(error, match=r"take.* each other's places"):
+        run(other, images)
+
+
+def test_results_that_are_all_folded_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images are independent of each other, so that nothing tells whose they are."""
+    monkeypatch.setitem(EXPANDED, Over, None)  # to be taken away again
+    enn.alone(Over)
+    model = enn.convert(built(Over(nn.Conv1d(2, D, 4), 2, 4))).per_sample(escalate=False)
+    with pytest.raises(enn.PerSampleError, match="wanted a result with one row per sample"):
+        call().on(model)
+
+
+def test_kept_results_are_refused() -> None:
+    with pytest.raises(enn.PerSampleError, match="folded batch"):
+        call().on(enn.convert(built(nn.Linear(8, D), KeepsResults)).per_sample())
+
+
+def test_a_table_of_many_rows_is_shared() -> None:
+    """It has B * N rows, too; with it alone each sample gives its own result."""
+
+    class Shared(Reader):
+        def forward(self, ids: Tensor, images: Tensor) -> Any:
+            rows = self.tower(self.words(ids).reshape(-1, D))  # folded, so that it goes sample by sample
+            return rows.view(len(ids), T, D) * images[:, :D].sum(0)
+
+    model = enn.convert(built(nn.Linear(D, D), Shared)).per_sample(loss_reduction="sum")
+    module = built(nn.Linear(D, D), Shared)
+    ids, images = call().args
+    total_loss(model, Call((ids, images))).backward()
+    alone = partial(loop, module, Call((ids, images)), B, take=lambda each, i: Call((ids[i : i + 1], images)))
+    expected = alone()
+    used = ["words.weight", "tower.weight", "tower.bias"]
+    assert_close_rows({n: model.get_parameter(n).grad_sample for n in used}, {n: expected[n] for n in used})
+
+
+def test_clipping() -> None:
+    model = enn.convert(built(nn.Linear(8, D))).per_sample(loss_reduction="sum")
+    total_loss(model, call()).backward()
+    expected = loop(built(nn.Linear(8, D)), call(), B, take=sample)
+    norms = enn.clip_grad_sample_norms_(model, 0.5)
+    of_samples = torch.stack([rows.flatten(1).square().sum(1) for rows in expected.values()]).sum(0).sqrt()
+    assert_close(norms, of_samples)
