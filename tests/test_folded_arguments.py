@@ -318,3 +318,63 @@ def test_clipping() -> None:
     norms = enn.clip_grad_sample_norms_(model, 0.5)
     of_samples = torch.stack([rows.flatten(1).square().sum(1) for rows in expected.values()]).sum(0).sqrt()
     assert_close(norms, of_samples)
+
+
+TEXT = {
+    "vocab_size": 20,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 12,
+    "head_dim": 4,
+}
+SEES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
+
+
+def llava(hf: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Two images of 8 by 8 pixels in each text, of four patches."""
+    sees = hf.CLIPVisionConfig(**SEES, image_size=8, patch_size=4, projection_dim=8)
+    config = hf.LlavaConfig(vision_config=sees, text_config=hf.LlamaConfig(**TEXT), image_token_id=19)
+    ids = torch.randint(0, 18, (B, 12), generator=torch.Generator().manual_seed(0))
+    ids[:, 2:10] = 19
+    inputs = {"input_ids": ids, "pixel_values": values(2 * B, 3, 8, 8), "attention_mask": torch.ones_like(ids)}
+    return hf.LlavaForConditionalGeneration(config), inputs
+
+
+def qwen(hf: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """One image in each text, of 4 by 8 patches, which become 8 words."""
+    sees = {"depth": 1, "embed_dim": 8, "hidden_size": 8, "num_heads": 1, "mlp_ratio": 2, "patch_size": 2}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}
+    words = {"image_token_id": 19, "vision_start_token_id": 18, "video_token_id": 17, "vision_end_token_id": 16}
+    config = hf.Qwen2VLConfig(vision_config=sees, text_config={**TEXT, "rope_parameters": rope}, **words)
+    ids = torch.randint(0, 15, (B, 12), generator=torch.Generator().manual_seed(0))
+    ids[:, 2:10], ids[:, 1] = 19, 18
+    patches = values(32 * B, 3 * 2 * 2 * 2)
+    grid = torch.tensor([[1, 4, 8]] * B)
+    inputs = {"input_ids": ids, "pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": (ids == 19).int()}
+    return hf.Qwen2VLForConditionalGeneration(config), inputs
+
+
+@pytest.mark.parametrize("build", [llava, qwen])
+def test_models_of_images_and_texts(build: Any) -> None:
+    hf = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    module, inputs = build(hf)
+
+    def objective(model: Any, call: Call, first: int = 0) -> Tensor:
+        return total_loss(lambda **inputs: model(**inputs).logits, call, first)
+
+    def take(call: Call, i: int) -> Call:
+        return call.map(lambda x: x[i * len(x) // B : (i + 1) * len(x) // B])
+
+    module.double().eval()
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for _ in range(2):
+        model.zero_grad()
+        objective(model, Call((), inputs)).backward()
+    expected = loop(module, Call((), inputs), B, take=take, objective=objective)
+    used = {name: parameter.grad_sample for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert not any(rows.any() for name, rows in expected.items() if name not in used)
+    assert_close_rows(used, {name: expected[name] for name in used})
+    assert runs_whole(model)

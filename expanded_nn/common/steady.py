@@ -35,6 +35,7 @@ OWN_STATE = (
 )
 OURS = {"_parameters", "_modules", "_flat_weights", "_flat_weight_refs", *OWN_STATE}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOK_TABLES = {name for name in vars(nn.Module()) if "_hooks" in name}
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
@@ -175,6 +176,8 @@ class Traces:
     def __init__(self, modules: list[nn.Module], arguments: Any) -> None:
         self.modules, self.arguments, self.taken_back = modules, arguments, False
         self.attributes = [dict(vars(module)) for module in modules]
+        tables = [value for before in self.attributes for key, value in before.items() if key in _HOOK_TABLES]
+        self.hooks = [(table, dict(table)) for table in tables]
         self.before = self._held()
 
     def _held(self) -> list[tuple[Any, int]]:
@@ -195,6 +198,11 @@ class Traces:
             for key in changed - {*before}:
                 del now[key]
             now.update((key, before[key]) for key in before if key in changed)
+        for table, hooks in self.hooks:  # as of models that note their layers' results from their first call on
+            if table.keys() != hooks.keys():
+                self.taken_back = True
+                table.clear()
+                table.update(hooks)
         held = self._held()
         pairs = zip(self.before, held, strict=False)
         return len(held) == len(self.before) and all(a is b and v == w for (a, v), (b, w) in pairs)

@@ -15,7 +15,7 @@ from expanded_nn.core import cost
 from expanded_nn.layers.general.batched import NotInTable
 from expanded_nn.layers.general.mapped import Called, flatten, of_sample
 from expanded_nn.layers.general.rule import General
-from expanded_nn.layers.general.trial import Way, near
+from expanded_nn.layers.general.trial import Way, near, without_hooks
 from expanded_nn.modules.base import Expanded, PerSampleModule
 from expanded_nn.modules.registry import EXPANDED, refuse_no_class
 from expanded_nn.recording.lift import Slot
@@ -61,8 +61,12 @@ class Alone(General):
         rows = [leaf if dim is None else of_sample(leaf, dim, i, call.batch) for leaf, dim in leaves]
         args, kwargs = tree_unflatten(rows, tree_structure((call.args, call.kwargs)))
         states = RandomStates([*self.modules(), call.args, call.kwargs])
-        with torch.no_grad(), without_traces(self, hooks=self._told.needs_hooks), self._children_inside({}):
-            alone = self._plain_forward(*args, **kwargs)
+
+        def run(hooks: bool) -> Any:
+            with torch.no_grad(), without_traces(self, hooks=hooks), self._children_inside({}):
+                return self._plain_forward(*args, **kwargs)
+
+        alone = without_hooks(self, states, run)
         if states.restore():
             return True
         pairs = zip(flatten(alone)[0], flatten(result)[0], strict=True)

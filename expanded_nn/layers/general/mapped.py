@@ -90,11 +90,17 @@ def unfolded(leaf: Any, dim: int | None, batch: int) -> tuple[Any, int | None]:
     return (leaf.unflatten(0, (batch, -1)), 0) if dim == FOLDED else (leaf, dim)
 
 
+def is_cache(leaf: Any) -> bool:
+    """Whether it is what models of `transformers` return for decoding: no loss reads it."""
+    return "Cache" in type(leaf).__name__
+
+
 def of_sample(leaf: Tensor, dim: int, sample: int, batch: int) -> Tensor:
     """The part of one sample, as a batch of one."""
     if dim != FOLDED:
         return leaf.narrow(dim, sample, 1)
-    return leaf.unflatten(0, (batch, -1))[sample]
+    count = len(leaf) // batch
+    return leaf[sample * count : (sample + 1) * count]
 
 
 @dataclasses.dataclass
@@ -337,9 +343,8 @@ class Mapper:
 
     def _refuse_objects(self, result: Any) -> None:
         """Raises where tensors of one sample are inside of objects, where nothing can put all samples together."""
-        unknown = [leaf for leaf in flatten(result)[0] if not isinstance(leaf, Tensor)]
+        unknown = [leaf for leaf in flatten(result)[0] if not isinstance(leaf, Tensor) and not is_cache(leaf)]
         holders = [type(leaf).__name__ for leaf in unknown if any(map(is_of_one_sample, contents(leaf)))]
-        holders = [name for name in holders if "Cache" not in name]  # of models of `transformers`: no loss reads them
         if holders:
             raise self.module._refusal(
                 f"its forward returns tensors inside of a {holders[0]}",
@@ -350,7 +355,8 @@ class Mapper:
 
     def _refuse_differences(self, returned: Sequence[Any]) -> None:
         """Raises where what samples return one after the other cannot be put together, as it is no tensor."""
-        others = [[leaf for leaf in flatten(result)[0] if not isinstance(leaf, Tensor)] for result in returned]
+        flat = [flatten(result)[0] for result in returned]
+        others = [[leaf for leaf in leaves if not isinstance(leaf, Tensor) and not is_cache(leaf)] for leaves in flat]
         if any(isinstance(part, Tensor) for leaves in others for leaf in leaves for part in contents(leaf)):
             raise self.module._keeping("an object that it returns")
         values = [[leaf for leaf in leaves if isinstance(leaf, bool | int | float | str)] for leaves in others]

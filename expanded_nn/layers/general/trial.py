@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,6 +23,7 @@ from expanded_nn.layers.general.mapped import (
     Mapped,
     Mapper,
     flatten,
+    is_cache,
     memory_order,
     moved,
     of_sample,
@@ -85,6 +86,24 @@ class Told:
     turn: int = -1  # how many calls of a module that loops have run so, from 0 on
 
 
+def without_hooks(module: Any, states: RandomStates, run: Callable[[bool], Any]) -> Any:
+    """What `run(hooks)` gives without the hooks of modules within; with them, if it needs what they collect.
+
+    So it is with models that take hidden states from hooks.
+    """
+    told: Told = module._told
+    try:
+        return run(told.needs_hooks)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        if told.needs_hooks:
+            raise
+        states.restore()
+        told.needs_hooks = True
+        return run(True)
+
+
 class Trial:
     """Compares the samples' results with the plain forward of the whole batch: they have to be the same.
 
@@ -117,7 +136,8 @@ class Trial:
         """
         parameters = [weight for weight in self.mapper.originals.values() if not weight.is_meta]
         before = [weight.detach().clone() for weight in parameters]
-        expected = self._without_hooks()
+        expected: list[Tensor] = without_hooks(self.module, self.states, lambda hooks: self.plain(hooks=hooks))
+        self.hooks |= self.module._told.needs_hooks
         pairs = list(zip(parameters, before, strict=True))
         if all(map(_are_equal, parameters, before)):
             return expected
@@ -137,20 +157,6 @@ class Trial:
             "Change them after the optimizer's step, or in the forward of a module around this one that has no "
             "parameters of its own.",
         )
-
-    def _without_hooks(self) -> list[Tensor]:
-        """The plain forward's tensors without hooks; with them, if it needs what they collect, as hidden states."""
-        told = self.module._told
-        try:
-            return self.plain(hooks=told.needs_hooks)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:
-            if told.needs_hooks:
-                raise
-            self.states.restore()
-            told.needs_hooks = self.hooks = True
-            return self.plain(hooks=True)
 
     @torch.no_grad()
     def plain(self, *, hooks: bool, arguments: Any = None, draws: bool = False) -> list[Tensor]:
@@ -333,7 +339,7 @@ def _is_same(leaf: Any, other: Any) -> bool:
     if isinstance(leaf, Tensor) and isinstance(other, Tensor):
         is_alike = leaf.shape == other.shape and leaf.dtype == other.dtype
         return is_alike and near(leaf.detach(), other.detach(), 1.0)
-    return type(leaf) is type(other) and (leaf is other or bool(leaf == other))
+    return type(leaf) is type(other) and (leaf is other or is_cache(leaf) or bool(leaf == other))
 
 
 def _derivatives(results: list[Any], sources: list[Tensor]) -> list[Tensor | None] | None:

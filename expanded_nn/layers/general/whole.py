@@ -329,7 +329,7 @@ def _joined_to_rows(func: Any, joined: Sequence[Any], dim: int, run: Run) -> Ten
     return _as_arranged(run, func(parts, dim), arrangement)
 
 
-def _join(func: Any, args: Any, kwargs: Any) -> Batched:
+def _join(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Parameters beside each other, or beside constants that all samples share."""
     joined, *rest = args
     dim, run = rest[0] if rest else kwargs.get("dim", 0), _run_of(joined)
