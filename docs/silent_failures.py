@@ -363,6 +363,11 @@ STEPS = [
         f"{TRUST}test_closure_over_the_original_model",
     ),
     (
+        "Images of all samples come in one argument, and `masked_scatter` puts two of them into one text",
+        "error, by name",
+        "tests/test_folded_arguments.py::test_one_image_of_each_is_not_two_of_one",
+    ),
+    (
         "A model sorts its samples between two layers, as by length before `pack_padded_sequence`, and goes back",
         "right",
         f"{TRUST}test_sequences_sorted_by_hand",

@@ -19,8 +19,9 @@ from expanded_nn.common.modes import no_torch_function, refuse_batched
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.core.algebra import Kind
 from expanded_nn.core.geometry import Geometry
+from expanded_nn.core.parts import Parts
 from expanded_nn.core.patches import Patches
-from expanded_nn.core.terms import Dense, OneHot, Outer, SparseOneHot, Term
+from expanded_nn.core.terms import Dense, OneHot, Outer, PaddedOuter, SparseOneHot, Term
 from expanded_nn.rows.cell import Block, Cell, Guarded
 from expanded_nn.rows.factors import Rows, refuse_in_place, scaled_blocks
 from expanded_nn.rows.operations import TABLE
@@ -28,7 +29,7 @@ from expanded_nn.rows.storage import Recycled
 
 Gradient = Callable[..., Tensor]
 SAVED_VERSION = 1  # of what `__reduce_ex__` hands to `rebuilt`
-SAVED_KINDS = {kind.__name__: kind for kind in (Dense, Outer, OneHot, SparseOneHot, Patches)}
+SAVED_KINDS = {kind.__name__: kind for kind in (Dense, Outer, PaddedOuter, Parts, OneHot, SparseOneHot, Patches)}
 
 
 def _of_dense(name: str) -> Any:
@@ -143,15 +144,17 @@ torch.serialization.add_safe_globals([rebuilt])
 def _to_save(term: Term) -> tuple[Any, ...]:
     """A term as plain data; a factor that is a part of a larger storage is cloned, as a file would hold all of it."""
     factors = [f if f.untyped_storage().nbytes() <= f.numel() * f.itemsize else f.clone() for f in term.factors]
-    geometry = astuple(term.geometry) if isinstance(term, Patches) else ()
-    return type(term).__name__, factors, tuple(term.row_shape), term.dtype, term.coefficient, geometry
+    numbers = astuple(term.geometry) if isinstance(term, Patches) else term.numbers if isinstance(term, Parts) else ()
+    return type(term).__name__, factors, tuple(term.row_shape), term.dtype, term.coefficient, numbers
 
 
 def _from_saved(
-    name: str, factors: list[Tensor], row_shape: tuple[int, ...], dtype: torch.dtype, coefficient: float, geometry: Any
+    name: str, factors: list[Tensor], row_shape: tuple[int, ...], dtype: torch.dtype, coefficient: float, numbers: Any
 ) -> Term:
-    options = {"geometry": Geometry(*geometry)} if geometry else {}
-    return SAVED_KINDS[name](factors, row_shape, dtype, coefficient, **options)
+    kind = SAVED_KINDS[name]
+    options = {"geometry": Geometry(*numbers)} if kind is Patches else {}
+    term = kind(factors, row_shape, dtype, coefficient, **options)
+    return term.numbered(numbers) if isinstance(term, Parts) else term
 
 
 class _FromFactors(torch.autograd.Function):

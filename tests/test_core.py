@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from expanded_nn import core
-from expanded_nn.core import algebra, cost, geometry, kronecker, patches, positions, sketch, terms
+from expanded_nn.core import algebra, cost, geometry, kronecker, parts, patches, positions, sketch, terms
 from expanded_nn.core.algebra import Block, Kind
 from expanded_nn.core.geometry import Geometry
+from expanded_nn.core.parts import Parts
 from expanded_nn.core.patches import Patches
 from expanded_nn.core.sketch import Sketch, Totals, TwoSided
-from expanded_nn.core.terms import Dense, OneHot, Outer, Products, SparseOneHot, Term
+from expanded_nn.core.terms import Dense, OneHot, Outer, PaddedOuter, Products, SparseOneHot, Term
 
 FOLDER = Path(core.__file__).parent
 B = 3
@@ -40,11 +41,36 @@ class Case(NamedTuple):
     twin: Callable[..., Tensor]
 
 
-def outer(positions: int, out: int = 4, features: int = 6, *, dtype: torch.dtype = torch.float64) -> Case:
+def outer(
+    positions: int,
+    out: int = 4,
+    features: int = 6,
+    *,
+    dtype: torch.dtype = torch.float64,
+    kind: type[Outer] = Outer,
+) -> Case:
     return Case(
         lambda: (torch.randn(B, positions, out, dtype=dtype), torch.randn(B, positions, features, dtype=dtype)),
-        lambda g, a: Outer.of(g, a, dtype),
+        lambda g, a: kind.of(g, a, dtype),
         lambda g, a: torch.einsum("bto,bti->boi", g, a),
+    )
+
+
+def of_parts(*there: bool) -> Case:
+    """A part for each expert; some are zero."""
+    pairs, zeros = [outer(k + 1, 2, 3) for k in range(sum(there))], torch.zeros(B, 2, 3, dtype=torch.float64)
+
+    def put(made: Sequence[Any], nothing: Any) -> list[Any]:
+        left = iter(made)
+        return [next(left) if is_there else nothing for is_there in there]
+
+    def pairwise(factors: Sequence[Tensor]) -> list[tuple[Case, Sequence[Tensor]]]:
+        return [(pair, factors[2 * k : 2 * k + 2]) for k, pair in enumerate(pairs)]
+
+    return Case(
+        lambda: tuple(factor for pair in pairs for factor in pair.factors()),
+        lambda *factors: Parts.of(put([pair.term(*own) for pair, own in pairwise(factors)], None)),
+        lambda *factors: torch.stack(put([pair.twin(*own) for pair, own in pairwise(factors)], zeros), 1),
     )
 
 
@@ -90,6 +116,10 @@ CASES = {
     "outer, few positions": outer(2),
     "outer, many positions": outer(9),
     "outer, float32": outer(2, dtype=torch.float32),
+    "outer, padded": outer(3, kind=PaddedOuter),
+    "parts": of_parts(True, False, True, True),
+    "parts, others": of_parts(True, True, False, False),
+    "parts, only one": of_parts(False, True, False, False),
     "one-hot": one_hot(OneHot),
     "sparse one-hot": one_hot(SparseOneHot),
     "patches, pairs of entries": convolution((5,), (8, 8, 3), padding=1),
@@ -157,9 +187,14 @@ LAWS: dict[str, tuple[Callable[[Term], Tensor], Callable[[Tensor, Term], Tensor]
 OF_ONE_KIND = {  # what one kind of term has beside
     "matrix": ("dense", lambda t: t.matrix(), lambda rows, t: rows.flatten(1) / t.coefficient),
     "transposed": ("outer, few positions", lambda t: t.transposed().dense(), lambda rows, t: rows.mT),
+    "outers": ("parts, others", lambda t: next(t.outers())[1].dense(), lambda rows, t: rows[:, 0]),
+    "numbered": ("parts, only one", lambda t: t.numbered((2,)).dense(), lambda rows, t: rows.roll(1, 1)),
     "padded": ("outer, few positions", lambda t: t.padded((1, 2)).dense(), lambda rows, t: F.pad(rows, (0, 0, 1, 2))),
 }
-SIZES = {"numel", "positions", "fills_memory", "norms_take_rows", "gram_takes_rows", "batch", "padded_size", "of"}
+SIZES = {
+    *("numel", "positions", "fills_memory", "norms_take_rows", "gram_takes_rows", "batch", "padded_size", "of"),
+    "numbers",
+}
 
 
 def assert_traced(function: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]]) -> None:
@@ -265,7 +300,7 @@ def test_of_blocks(name: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
     assert_traced(lambda *factors: of_blocks(blocks(*factors)), inputs)
 
 
-KRONECKER = [name for name in CASES if name.startswith(("outer", "patches"))]
+KRONECKER = [name for name in CASES if name.startswith(("outer", "patches")) and name != "outer, padded"]
 
 
 def second_moments(term: Term, *factors: Tensor) -> tuple[Tensor, Tensor]:
@@ -527,11 +562,11 @@ def public(module: object) -> set[str]:
 def test_every_function_has_a_case() -> None:
     by_term = {law.partition(" ")[0] for law in LAWS} | set(OF_ONE_KIND) | SIZES
     by_blocks = {f"algebra.{name.partition(' ')[0]}" for name in OF_BLOCKS}
-    names = set().union(*map(public, (terms, patches, algebra, geometry, kronecker, positions, sketch)))
+    names = set().union(*map(public, (terms, parts, patches, algebra, geometry, kronecker, positions, sketch)))
     by_path = public(geometry) | {"patches.inner_by_windows", "patches.inner_by_entries", "patches.as_linear"}
     assert names <= by_term | by_blocks | by_path | BY_NAME  # test_paths_of_patches, the tests above
     files = {file.stem for file in FILES} - {"__init__", "cost"}
-    assert files == {"terms", "patches", "algebra", "geometry", "kronecker", "positions", "sketch"}
+    assert files == {"terms", "parts", "patches", "algebra", "geometry", "kronecker", "positions", "sketch"}
 
 
 def test_paths_of_patches(monkeypatch: pytest.MonkeyPatch) -> None:

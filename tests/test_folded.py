@@ -1,5 +1,6 @@
 """Modules that fold their samples into rows, as mixtures of experts do, and run on the whole batch nevertheless."""
 
+import io
 import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -344,6 +345,32 @@ def test_rows_of_experts_have_no_positions() -> None:
     assert runs_whole(model)
     with pytest.raises(enn.PerSampleError, match=r"kronecker: .*'part.experts.each.0.0.weight'"):
         enn.per_sample_grads(model).kronecker()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_keep_factors(kind: type[nn.Module]) -> None:
+    module, (call, other, _) = built(Mixture(kind())), calls()
+    model = enn.convert(module).per_sample(loss_reduction="sum", keep_factors=True)
+    snapshots, expected = [], []
+    for each in (call, other):
+        model.zero_grad()
+        total_loss(model, each).backward()
+        snapshots.append(enn.per_sample_grads(model))
+        expected.append(torch.cat([rows.flatten(1) for rows in loop(module, each, B).values()], 1))
+    held = {type(term).__name__ for rows in snapshots[0].values() for term in rows.terms()}
+    assert {Layers: "PaddedOuter", Stacked: "Parts", WithBiases: "Parts"}.get(kind, "Dense") in held
+    buffer = io.BytesIO()
+    torch.save(dict(snapshots[0]), buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    grads, rows = snapshots[0], expected[0]
+    weights = torch.tensor([0.5, -1.0, 2.0]).double()
+    assert_close(torch.cat([saved[name].dense().flatten(1) for name in grads], 1), rows)
+    assert_close(grads.norms(), rows.norm(dim=1))
+    assert_close(grads.gram(snapshots[1]), rows @ expected[1].t())
+    assert_close(torch.cat([total.flatten() for total in grads.sum(weights).values()]), weights @ rows)
+    assert_close(enn.Projection(8)(grads), enn.Projection(8)({name: grads[name].dense() for name in grads}))
+    assert_close(grads.flatten(), rows)
 
 
 def test_mixed_rows_do_not_run_on_the_whole_batch() -> None:

@@ -13,7 +13,7 @@ from expanded_nn._errors import complaint
 from expanded_nn.core import cost
 from expanded_nn.core.algebra import Block, Kind
 from expanded_nn.core.patches import Patches, as_linear
-from expanded_nn.core.terms import Dense, OneHot, Outer, Term, sides
+from expanded_nn.core.terms import Dense, OneHot, Outer, PaddedOuter, Term, sides
 
 
 class KroneckerFactors(NamedTuple):
@@ -98,7 +98,8 @@ def has_factors(blocks: Sequence[Block], kind: Kind) -> bool:
 
 
 def _has_sides(term: Term, sizes: tuple[int, int]) -> bool:
-    return isinstance(term, Outer | Patches) and sides(term.row_shape) == sizes
+    is_counted = isinstance(term, Outer | Patches) and not isinstance(term, PaddedOuter)
+    return is_counted and sides(term.row_shape) == sizes
 
 
 def factors(blocks: Sequence[Block], kind: Kind, total: KroneckerFactors | None = None) -> KroneckerFactors:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from expanded_nn.core import cost
 from expanded_nn.core.algebra import Block, Kind, of_pairs
-from expanded_nn.core.terms import OneHot, Outer, Term, products_of_positions
+from expanded_nn.core.terms import OneHot, Outer, PaddedOuter, Term, products_of_positions
 
 
 def numbers_of_positions(blocks: Sequence[Block]) -> set[int] | None:
     """How many positions the terms have; `None` if some have none."""
     terms = [term for _, terms in blocks for term in terms]
-    if not all(isinstance(term, Outer | OneHot) for term in terms):
+    if not all(isinstance(term, Outer | OneHot) and not isinstance(term, PaddedOuter) for term in terms):
         return None
     return {term.factors[0].shape[1] for term in terms}
 

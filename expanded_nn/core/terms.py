@@ -351,12 +351,19 @@ class Outer(Term):
     def padded(self, ends: tuple[int, int]) -> Outer:
         """Rows `(B, ends[0] + out + ends[1], in)`, with zeros at the ends."""
         g, a = self.factors
-        return Outer((F.pad(g, ends), a), (sum(ends, g.shape[-1]), a.shape[-1]), self.dtype, self.coefficient)
+        return self._with(factors=(F.pad(g, ends), a), row_shape=(sum(ends, g.shape[-1]), a.shape[-1]))
 
     def transposed(self) -> Outer:
         """Rows `(B, in, out)`."""
         g, a = self.factors
-        return Outer((a, g), self.row_shape[::-1], self.dtype, self.coefficient)
+        return self._with(factors=(a, g), row_shape=self.row_shape[::-1])
+
+
+class PaddedOuter(Outer):
+    """Rows of samples with unequal numbers of positions: behind those of shorter ones stand zeros.
+
+    So nothing counts its positions, or compares them with those of other rows.
+    """
 
 
 class OneHot(Term):

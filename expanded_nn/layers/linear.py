@@ -26,14 +26,15 @@ def outer_rows(
     dtype: torch.dtype,
     *,
     keep_factors: bool,
+    kind: type[Outer] = Outer,
 ) -> Tensor:  # (B, out, in)
-    """The rows of a linear map's weight, factored unless they are small, or in any case."""
+    """The rows of a linear map's weight, factored as terms of a kind unless they are small, or in any case."""
     g, a = positions(g), positions(a)
     small = cost.rows_are_small(g.shape[0] * g.shape[-1] * a.shape[-1]) and g.dtype == dtype and dtype.itemsize > 2
     if (small and not keep_factors) or is_batched(g):
         with without_autocast():
             return outer_products(g, a)
-    return from_factors(lambda g, a: Outer.of(g, a, dtype), (g, a), (_gradient_of_g, _gradient_of_a))
+    return from_factors(lambda g, a: kind.of(g, a, dtype), (g, a), (_gradient_of_g, _gradient_of_a))
 
 
 def _gradient_of_g(grad: Tensor, g: Tensor, a: Tensor) -> Tensor:

@@ -8,14 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn.common.modes import refuse_batched, without_autocast
+from expanded_nn.common.modes import refuse_batched
 from expanded_nn.common.shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
 from expanded_nn.core import algebra, cost
+from expanded_nn.core.parts import Parts
+from expanded_nn.core.terms import Outer, PaddedOuter
 from expanded_nn.factored import FactoredTensor, materialized
 from expanded_nn.layers import conv
 from expanded_nn.layers.general.operations import Unknown
 from expanded_nn.layers.general.owners import Arrangement
-from expanded_nn.layers.linear import bias_rows, linear, positions
+from expanded_nn.layers.linear import bias_rows, linear, outer_rows, positions
 
 
 class _Linear(torch.autograd.Function):
@@ -40,10 +42,8 @@ class _Linear(torch.autograd.Function):
                 grad_x = torch.matmul(g, shared(weight).to(g.dtype)).to(x.dtype)
         by_sample = padded(g) if any(ctx.needs_input_grad[1:3]) else g
         if ctx.needs_input_grad[1]:
-            # dense: what is padded has no positions that could be counted, or compared with those of other layers
-            with without_autocast():
-                rows = torch.bmm(positions(by_sample).mT, positions(padded(x.to(g.dtype))))
-            grad_weight = rows.to(weight.dtype)
+            factors = positions(by_sample), positions(padded(x.to(g.dtype)))
+            grad_weight = outer_rows(*factors, weight.dtype, keep_factors=False, kind=PaddedOuter)
         if ctx.needs_input_grad[2]:
             grad_bias = bias_rows(by_sample, ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None
@@ -134,10 +134,19 @@ class _Parts(torch.autograd.Function):
         if torch.is_grad_enabled():
             zeros = torch.zeros_like(weight[:, 0])
             return torch.stack([zeros if part is None else materialized(part) for part in parts], 1)
+        terms = [None if part is None else _outer(part) for part in parts]
+        if all(part is None or term is not None for part, term in zip(parts, terms, strict=True)):
+            return FactoredTensor.of(Parts.of(terms))
         rows = weight.new_empty(weight.shape)
         for place, part in enumerate(parts):
             _write(part, rows[:, place])
         return rows
+
+
+def _outer(part: Tensor) -> Outer | None:
+    """The only term of rows, if it is an outer product."""
+    terms = part.terms() if isinstance(part, FactoredTensor) and not part.requires_grad else ()
+    return terms[0] if len(terms) == 1 and isinstance(terms[0], Outer) else None
 
 
 def _write(part: Tensor | None, place: Tensor) -> None:
