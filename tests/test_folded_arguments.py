@@ -14,7 +14,7 @@ import expanded_nn as enn
 from expanded_nn.core import cost
 from expanded_nn.layers.general.alone import Alone
 from expanded_nn.modules.registry import EXPANDED
-from oracle import Call, assert_close, assert_close_rows, loop, total_loss
+from oracle import Call, assert_close, assert_close_rows, loop, rows_of, total_loss
 
 B, N, T, D, IMAGE = 3, 2, 5, 4, 9  # each sample has N images in its T words
 
@@ -257,6 +257,34 @@ def test_images_of_other_samples_are_refused() -> None:
     call().on(model)
     with pytest.raises(enn.PerSampleError, match=r"shape \(6, 8\), several rows of each sample, and on an even part"):
         model(ids, images)
+
+
+def test_images_that_are_left_out() -> None:
+    """Torch takes the first numbers; so a sample gets images that would be another one's."""
+    ids, images = call().args
+    ids[1] = torch.where(ids[1].eq(IMAGE).cumsum(0) == 1, 0, ids[1])
+    model = enn.convert(built(nn.Linear(8, D))).per_sample()
+    call().on(model)
+    with pytest.raises(enn.PerSampleError, match="on the whole batch its forward gives another result"):
+        model(ids, images)
+
+
+def test_a_compiled_step_runs_eagerly() -> None:
+    """As values say whose the images are."""
+    module = built(nn.Linear(8, D))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+
+    def objective(model: Any, call: Call, first: int = 0) -> Tensor:
+        return call.on(model).sin().square().sum()  # type: ignore[no-any-return]
+
+    step = enn.compile(lambda *inputs: objective(model, Call(inputs)).backward(), backend="eager")
+    with pytest.warns(enn.PerSampleWarning, match="several rows of each in an argument"):
+        step(*call().args)
+    for seed in range(3):
+        model.zero_grad()
+        step(*call(seed=seed).args)
+        expected = loop(module, call(seed=seed), B, take=sample, objective=objective)
+        assert_close_rows(rows_of(model), expected)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -283,11 +283,13 @@ class General(Expanded):
         mapper = self._mapper(call)
         if call.batch == 0:
             return mapper.without_samples()
-        in_a_loop = self.goes_in_a_loop()  # where each value may lead another way
+        # where each value may lead another way, or say that rows are another sample's
+        by_values = self.goes_in_a_loop() or FOLDED in call.dims
         known = self._told.compared
-        is_known = call.kind in known and not in_a_loop
-        if in_a_loop:
-            refuse_values(f"the samples go through {self.qualified_name} one by one, in a loop")
+        is_known = call.kind in known and not by_values
+        if by_values:
+            how = "one by one, in a loop" if self.goes_in_a_loop() else "with several rows of each in an argument"
+            refuse_values(f"the samples go through {self.qualified_name} {how}")
         if not mapper.guests and not is_known:
             wait_for_values("a module of the general rule is compared with its plain forward first")
         trial = None if mapper.guests or is_known else Trial(mapper)
