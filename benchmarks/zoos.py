@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import expanded_nn as enn
 
@@ -134,6 +135,28 @@ def of_transformers(model_type: str, size: Size) -> Case:
     return Case(model, _inputs(model, config, size))
 
 
+def of_images_and_texts(model_type: str, size: Size) -> Case:
+    """Texts with two images each; all images come in one argument."""
+    auto: Any = import_module("transformers.models.auto.modeling_auto")
+    config = shrunk(import_module("transformers").CONFIG_MAPPING[model_type](), size)
+    image = size.words - 1
+    for name in ("image_token_id", "image_token_index"):
+        if hasattr(config, name):
+            setattr(config, name, image)
+    model = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).eval()
+    pixels = getattr(config.vision_config, "image_size", size.image)
+    height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
+    images = torch.randn(2 * size.samples, getattr(config.vision_config, "num_channels", 3), height, width)
+    with torch.no_grad():
+        seen = model.model.get_image_features(pixel_values=images, return_dict=True)
+    features = tree_leaves(getattr(seen, "pooler_output", seen))
+    width_of_text = features[0].shape[-1]
+    places = sum(feature.numel() for feature in features) // (width_of_text * size.samples)
+    words = torch.randint(3, image - 2, (size.samples, 8 + places))
+    words[:, 2 : 2 + places] = image
+    return Case(model, {"input_ids": words, "pixel_values": images, "attention_mask": torch.ones_like(words)})
+
+
 def _inputs(model: Any, config: Any, size: Size) -> dict[str, Tensor]:
     samples = size.samples
     words = torch.randint(3, size.words, (samples, size.positions))
@@ -234,6 +257,7 @@ def of_diffusers(name: str, size: Size) -> Case:
 
 ZOOS: dict[str, Callable[[str, Size], Case]] = {
     "transformers": of_transformers,
+    "images and texts": of_images_and_texts,
     "timm": of_timm,
     "torchvision": of_torchvision,
     "diffusers": of_diffusers,
@@ -242,6 +266,10 @@ ZOOS: dict[str, Callable[[str, Size], Case]] = {
 
 def names_of(zoo: str) -> list[str]:
     """The models of a zoo that is installed."""
+    if zoo == "images and texts":
+        auto: Any = import_module("transformers.models.auto.modeling_auto")
+        known: Any = import_module("transformers").CONFIG_MAPPING
+        return sorted(name for name in known if known[name] in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     if find_spec(zoo) is None:
         return []
     if zoo == "transformers":
@@ -286,6 +314,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
+def of_sample(x: Tensor, i: int, copies: int = 1) -> Tensor:
+    """What an argument has of one sample, which may be several rows."""
+    rows = x.unflatten(0, (SMALL.samples, -1))[[i] * copies]
+    return rows.flatten(0, 1)
+
+
 def judged(case: Case) -> dict[str, Any]:
     """What becomes of a model: `right`, `wrong`, `refused`, `fails`.
 
@@ -304,7 +338,7 @@ def judged(case: Case) -> dict[str, Any]:
         """Parameter name -> the gradients of each sample alone, or beside copies of itself."""
         rows: dict[str, list[Tensor]] = {name: [] for name in named}
         for i in range(SMALL.samples):
-            loss = losses(plain(**{name: x[[i] * copies] for name, x in inputs.items()}))
+            loss = losses(plain(**{name: of_sample(x, i, copies) for name, x in inputs.items()}))
             own = float(loss[:1].detach().sum())
             if len(loss) != copies or abs(own - float(batch[i].detach())) > 1e-6 * (1 + abs(own)):
                 return None
@@ -383,7 +417,9 @@ def _run(zoo: str, name: str, answer: Any) -> None:
         if judgement["verdict"] != "right":
             return
         try:
-            answer.send(judgement | timed(ZOOS[zoo](name, LARGE if zoo == "transformers" else SMALL)))
+            answer.send(
+                judgement | timed(ZOOS[zoo](name, LARGE if zoo in ("transformers", "images and texts") else SMALL))
+            )
         except enn.PerSampleError as error:
             answer.send({"verdict": "refused", "why": f"at a larger size: {error}"})
         except Exception:  # the larger config does not fit itself
@@ -494,7 +530,7 @@ def main() -> None:
     rows = []
     for zoo in options.zoo or ZOOS:
         names = names_of(zoo)
-        if names:
+        if names and find_spec(zoo) is not None:
             import_module(zoo)
         for name in options.names or names:
             row = run(zoo, name)
