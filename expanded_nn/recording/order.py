@@ -268,7 +268,8 @@ class Order(TorchFunctionMode):
         batch, counts = self._batch(), [len(x) for x in (input, source) if type(x) in places.PLAIN and x.dim()]
         if batch is None or len(counts) < 2 or counts[0] != batch or counts[1] % batch or self._samples_dim(2):
             return None
-        if not self._are_samples(source):
+        chosen = type(source.grad_fn).__name__ == "IndexBackward0"  # as by another mask, which may take unequal numbers
+        if chosen or not self._are_samples(source):
             return None
         stays = (mask.expand(input.shape).flatten(1).sum(1) * batch == source.numel()).all()
         if not is_traced() and bool(stays):
