@@ -93,6 +93,41 @@ def clip_grad_sample_norms_(
 def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction: str) -> Tensor | dict[str, Tensor]:
     parameters, recorders = recorded("clip_grad_sample_norms_", model)
     adds = any(not recorder.settings.accumulate_grad for recorder in recorders)
+    held = _rows_to_clip(model, parameters, recorders, adds=adds)
+    count, together = batch_size_of(held), not isinstance(max_norm, Mapping)
+    limits = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
+    groups = dict.fromkeys(held, "") if together else _grouped(held, limits)
+    shards = [parameters[name] for name in held if is_shard(parameters[name])]
+    # sums of shards add up over the ranks: each rank makes the same sums in the same order, whatever its samples
+    parts = [Part(shapes, snapshot(rows)) for shapes, rows in side_by_side(held, join=together and not shards)]
+    held.clear()
+    norms = _norms(parts, groups, limits)
+    _refuse_nonfinite(norms)
+    weights = {key: _factors(group_norms, limits[key]) for key, group_norms in norms.items()}
+    if reduction == "mean":
+        count = added_over_ranks(count, shards[0]) if shards else count
+        weights = {key: factors / max(1, count) for key, factors in weights.items()}
+    while parts:  # taken out one by one, so that the rows make room for the sums
+        shapes, rows = part = parts.pop()
+        totals = part.split(widened(rows).weighted_sum(weights[groups[next(iter(shapes))]]))
+        del part, rows
+        for name, total in totals.items():
+            _set_grad(parameters[name], total, add=adds)
+            for recorder in recorders if adds else ():
+                recorder.drop([parameters[name]])
+    for recorder in recorders:
+        leaves = (recorder.leaves.get(parameters[name]) for name in groups)
+        recorder.note_grads([leaf for leaf in leaves if leaf is not None])
+    return norms[""] if together else norms
+
+
+def _rows_to_clip(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], recorders: list[Recorder], *, adds: bool
+) -> dict[str, Tensor]:
+    """Parameter name -> its rows, if all that an optimizer would take is made of rows.
+
+    With `adds`, clipping adds to `.grad`, and backwards do not.
+    """
     held = held_rows(parameters, adds=adds)
     refuse_gradients_without_rows("clip_grad_sample_norms_", parameters, recorders, adds=adds)
     for name, parameter in parameters.items():
@@ -110,15 +145,11 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
         known = _leaves_of(parameters, held, recorders)
         _warn_of_what_is_replaced(known)
         _warn_of_earlier_steps(model, known)
-    count = batch_size_of(held)
-    shards = [parameters[name] for name in held if is_shard(parameters[name])]
-    together = not isinstance(max_norm, Mapping)
-    # sums of shards add up over the ranks: each rank makes the same sums in the same order, whatever its samples
-    parts = [Part(shapes, snapshot(rows)) for shapes, rows in side_by_side(held, join=together and not shards)]
-    limits = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
-    groups = dict.fromkeys(held, "") if together else _grouped(held, limits)
-    held.clear()
-    norms = _norms(parts, groups, limits)
+    return held
+
+
+def _refuse_nonfinite(norms: Mapping[str, Tensor]) -> None:
+    """Raises for rows whose norms, by the group that is clipped together, are inf or NaN."""
     for key, group_norms in norms.items():
         bad = _nonfinite(group_norms, "call after call its gradients are not finite")
         if bad:
@@ -129,22 +160,6 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
                 "finite ones",
                 "Leave these samples out, or scale their loss down.",
             )
-    factors = {key: _factors(group_norms, limits[key]) for key, group_norms in norms.items()}
-    if shards and reduction == "mean":
-        count = added_over_ranks(count, shards[0])
-    while parts:  # taken out one by one, so that the rows make room for the sums
-        shapes, rows = part = parts.pop()
-        weights = factors[groups[next(iter(shapes))]]
-        totals = part.split(widened(rows).weighted_sum(weights / max(1, count) if reduction == "mean" else weights))
-        del part, rows
-        for name, total in totals.items():
-            _set_grad(parameters[name], total, add=adds)
-            for recorder in recorders if adds else ():
-                recorder.drop([parameters[name]])
-    for recorder in recorders:
-        leaves = (recorder.leaves.get(parameters[name]) for name in groups)
-        recorder.note_grads([leaf for leaf in leaves if leaf is not None])
-    return norms[""] if together else norms
 
 
 def _leaves_of(

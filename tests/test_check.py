@@ -496,6 +496,18 @@ def test_rows_that_differ_where_rounding_decides(monkeypatch: pytest.MonkeyPatch
 # --- randomness ------------------------------------------------------------------------------------------------
 
 
+def test_what_a_comparison_draws_is_no_chance_of_the_models() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    assert enn.check(Scale(), features(), loss=squared).notes == ()
+
+
 def test_dropout_is_a_note() -> None:
     for layer in (nn.Dropout(0.2), Model(lambda m, h: F.dropout(h, 0.2, m.training))):
         model = nn.Sequential(nn.Linear(4, 50), layer, nn.Linear(50, 2))

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from expanded_nn import FactoredTensor, PerSampleError, PerSampleGrads
+from expanded_nn.core.algebra import Kind
 from expanded_nn.core.geometry import Geometry
 from expanded_nn.core.patches import Patches, inner_by_entries, inner_by_windows
 from expanded_nn.core.terms import Dense, OneHot, Outer, Term
 from expanded_nn.factored import TABLE
 from expanded_nn.layers.conv import conv2d
-from expanded_nn.rows.cell import Guarded
+from expanded_nn.rows.cell import Cell, Guarded
 
 B = 4
 
@@ -55,8 +56,8 @@ KINDS: dict[str, Callable[[], list[Term]]] = {
 def make(kind: str) -> tuple[FactoredTensor, Tensor]:
     """A factored tensor `(B, 3, 5)` and its dense twin."""
     terms = KINDS[kind]()
-    rows, twin = FactoredTensor.of(outer(1)) * 0, torch.zeros(B, 3, 5)
-    rows._cell.replace([(B, tuple(Guarded.of(term) for term in terms))])
+    twin, blocks = torch.zeros(B, 3, 5), [(B, tuple(Guarded.of(term) for term in terms))]
+    rows = FactoredTensor(Cell(blocks, Kind((3, 5), twin.dtype, twin.device)), twin.shape)
     for term in terms:
         twin = twin + term.dense().reshape(B, 3, 5)
     return rows, twin
@@ -95,10 +96,6 @@ FACTORED: dict[str, Callable[[Any], Any]] = {  # done on the factors
     "index_select": lambda g: g.index_select(0, torch.tensor([3, 1])),
     "cat": lambda g: torch.cat([g, 2 * g]),
     "to double": lambda g: g.double(),
-    "mul_": lambda g: g.mul_(3),
-    "mul_ rows": lambda g: g.mul_(by_row[:, None, None]),
-    "div_": lambda g: g.div_(2),
-    "add_": lambda g: g.add_(g),
 }
 REDUCED: dict[str, Callable[[Any], Any]] = {  # from the factors, a plain tensor
     "sum": lambda g: g.sum(0),
@@ -134,6 +131,10 @@ DENSE: dict[str, Callable[[Any], Any]] = {  # makes the rows dense, and is right
     "matmul": lambda g: g @ torch.ones(5, 2),
     "einsum pairs": lambda g: torch.einsum("aij,bij->ab", g, g),
     "einsum rows": lambda g: torch.einsum("bij,ij->b", g, torch.ones(3, 5)),
+    "mul_": lambda g: g.mul_(3),
+    "mul_ rows": lambda g: g.mul_(by_row[:, None, None]),
+    "div_": lambda g: g.div_(2),
+    "add_": lambda g: g.add_(g),
     "add_ number": lambda g: g.add_(1),
     "clamp_": lambda g: g.clamp_(min=0),
     "zero_": lambda g: g.zero_(),

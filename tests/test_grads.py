@@ -172,11 +172,20 @@ def test_rows_that_were_scaled_in_place_are_taken_so() -> None:
     backward(model, torch.randn(BATCH, 8))
     grads = enn.per_sample_grads(model)
     before = grads.flatten()
-    factors = grads.kronecker()["weight"]
     for rows in grads.values():
         rows.mul_(3)
     torch.testing.assert_close(pickle.loads(pickle.dumps(grads)).flatten(), 3 * before)
-    torch.testing.assert_close(grads.kronecker()["weight"].G, 9 * factors.G)
+
+
+def test_rows_that_were_scaled_keep_their_factors_if_not_in_place() -> None:
+    model = enn.convert(nn.Linear(8, 6)).per_sample(keep_factors=True)
+    backward(model, torch.randn(BATCH, 8))
+    grads = enn.per_sample_grads(model)
+    scaled = enn.PerSampleGrads({name: 3 * rows for name, rows in grads.items()})
+    torch.testing.assert_close(scaled.kronecker()["weight"].G, 9 * grads.kronecker()["weight"].G)
+    grads["weight"].mul_(3)
+    with pytest.raises(enn.PerSampleError, match="are dense"):
+        grads.kronecker()
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
+from expanded_nn.common.steady import WithoutChance
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor
-from expanded_nn.layers.general import whole
+from expanded_nn.layers.general import trial, whole
 from expanded_nn.layers.general.batched import RULES, Rule
 from expanded_nn.layers.general.rule import General
 from expanded_nn.recording.order import Order
@@ -893,6 +894,17 @@ def test_inside_of_a_checkpoint(model: nn.Module, reentrant: bool) -> None:
         step(around, x)
         assert_close_rows(rows_of(model), loop(module, Call(X), B))
     step(model, *X)  # a reentrant one learns nothing by itself
+
+
+def test_derivatives_are_compared_of_a_random_combination() -> None:
+    """Also where the numbers that a forward draws are fixed to one: of a sum, a softmax or a norm has none."""
+    x = torch.randn(B, D, dtype=torch.float64, requires_grad=True)
+    with WithoutChance() as chance:
+        found = trial._derivatives([x.softmax(-1)], [x])
+    assert not chance.has_drawn
+    assert found is not None
+    assert found[0] is not None
+    assert found[0].abs().max() > 1e-3
 
 
 def test_dropout_draws_what_the_plain_model_draws() -> None:

@@ -288,19 +288,26 @@ class Expanded(PerSampleModule):
         if recorder is not None and recorder.general_rule is not None:
             return self._inside_general(recorder, args, kwargs)
         if recorder is None or not torch.is_grad_enabled() or not self._has_rows():
-            if recorder is not None:
-                recorder.note_plain_forward()
-            if self._own_batch() is not None:
-                return self.expanded_forward(*args, **kwargs)
-            order = None if recorder is None else recorder.escalation.order
-            if order is not None and not torch.is_grad_enabled() and self._has_rows():
+            return self._without_rows(recorder, args, kwargs)
+        return _with_rows(self, recorder, args, kwargs)
+
+    def _without_rows(self, recorder: Recorder | None, args: Any, kwargs: Any) -> Any:
+        """The forward where no rows are due: the mode is off, or there are no gradients, or none are asked for."""
+        if recorder is not None:
+            recorder.note_plain_forward()
+        if self._own_batch() is not None:  # weights of each sample's own, as by `functional_call`
+            return self.expanded_forward(*args, **kwargs)
+        order = None if recorder is None else recorder.escalation.order
+        if order is None:
+            output = super().forward(*args, **kwargs)
+        else:
+            if not torch.is_grad_enabled() and self._has_rows():
                 order.look_at(self, (args, kwargs), is_plain=True)
-            if order is None or self.calls_others:
+            if self.calls_others:
                 output = super().forward(*args, **kwargs)
             else:
                 output = self._as_one_operation(order, super().forward, *args, **kwargs)
-            return owned(output) if self.returns_fresh and recorder is not None and recorder.in_forward else output
-        return _with_rows(self, recorder, args, kwargs)
+        return owned(output) if self.returns_fresh and recorder is not None and recorder.in_forward else output
 
     def _in_pass(self, args: Any, kwargs: Any) -> Any:
         """The forward as a part of the one that runs, or in a pass."""

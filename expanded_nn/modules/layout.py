@@ -372,15 +372,16 @@ def _may_be_positions(layer: IndexReader, index: Tensor) -> bool:
     """
     forward = forward_of(layer)
     is_argument = forward is not None and forward.is_argument(index)
-    if not _are_positions(index, usually=False):
-        if index.dim() != 1 or (is_traced() and layer._takes_labels):
-            return False
-        is_buffer = not is_argument and _is_buffer(layer, index)
-        layer.__dict__["_takes_labels"] = layer._takes_labels or not is_buffer
-        return is_buffer
-    if index.dim() != 1 or forward is None or not (is_argument or forward.is_shifted_argument(index)):
+    if _are_positions(index, usually=False):
+        if index.dim() != 1 or forward is None or not (is_argument or forward.is_shifted_argument(index)):
+            return True
+        return not layer._takes_labels and bool(index[0] == 0)
+    if index.dim() != 1 or (is_traced() and layer._takes_labels):
+        return False
+    if not is_argument and _is_buffer(layer, index):
         return True
-    return not layer._takes_labels and bool(index[0] == 0)
+    layer.__dict__["_takes_labels"] = True
+    return False
 
 
 def _is_buffer(layer: Reader, index: Tensor) -> bool:

@@ -147,25 +147,28 @@ class _Attempts:
     def send_another_module(self, error: Any) -> Any:
         """Sends another module through the general rule, or returns the error to raise if none is left."""
         by, trial = getattr(error, "refused_by", None), self.escalation.on_trial
-        is_foreign = by is None and (trial is None or isinstance(error, PerSampleError))
-        if is_foreign or isinstance(error, torch.OutOfMemoryError) or is_of_checkpoint(error):
-            return error  # it is no layer's refusal: the user's own, as it seems
+        if self._is_of_user(error, by):
+            return error
         clear_frames(error.__traceback__)  # they hold what the forward has computed
-        by_vmap = getattr(error, "by_vmap", False)
-        if trial is None or by not in (None, trial, self.refused.refused_by):
-            # nothing was on trial, or it has succeeded, and now another layer refuses: the search begins anew
+        # nothing was on trial, or it has succeeded, and now another layer refuses: the search begins anew
+        begins = trial is None or by not in (None, trial, self.refused.refused_by)
+        if begins:
             self.refused, self.larger = error, self._around(by)
-            if by_vmap and self._make_general(by, loops=True):
-                return None
-        elif by_vmap and self._make_general(trial, loops=True):
+        if getattr(error, "by_vmap", False) and self._make_general(by if begins else trial, loops=True):
             return None  # only `vmap` fails in it: its samples go one after the other
-        else:  # the one on trial has failed, so a larger one is next
+        if not begins:  # the one on trial has failed, so a larger one is next
             trial._learn(self.before[trial])
         if any(map(self._make_general, self.larger)):
             return None
         if error is not self.refused and isinstance(error, PerSampleError) and hasattr(self.refused, "add_note"):
             self.refused.add_note(f"expanded_nn: sample by sample it is not possible either: {error}")
         return self.refused
+
+    def _is_of_user(self, error: Any, by: Any) -> bool:
+        """Whether an error is no layer's refusal, but the user's own, as it seems; nor of the module on trial."""
+        if isinstance(error, torch.OutOfMemoryError) or is_of_checkpoint(error):
+            return True
+        return by is None and (self.escalation.on_trial is None or isinstance(error, PerSampleError))
 
     def _around(self, by: nn.Module | None) -> Iterator[Any]:
         """The modules around the module `by`, nearest first, up to the one that was called."""

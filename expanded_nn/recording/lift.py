@@ -93,24 +93,24 @@ def lifted(module: nn.Module, lent: Mapping[Slot, Lent], args: Any, kwargs: Any)
     """The layer's result, computed on the whole batch, or `NotImplemented` where that cannot be."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if not lent or not any(map(torch._C._functorch.is_batchedtensor, tensors)):
+    functorch = torch._C._functorch
+    if not lent or not any(map(functorch.is_batchedtensor, tensors)):
         return NotImplemented
     originals = _originals(module, lent)
-    if originals is None:
+    if originals is None or functorch.peek_interpreter_stack().level() > 1:  # a transform of the user's own, inside
         return NotImplemented
-    if torch._C._functorch.peek_interpreter_stack().level() > 1:
-        return NotImplemented  # a transform of the user's own, inside
     dims: list[int] = module.sample_dims(len(tensors))  # type: ignore[operator]
-    pairs = zip(tensors, dims, strict=True)
-    fits = all((leaf.dim() > 1 and leaf.shape[dim] == 1) or _is_mask(leaf) for leaf, dim in pairs)
-    if not fits and (not module.positionwise or any(leaf.dim() == 0 for leaf in tensors)):
+    have_sample = [(x.dim() > 1 and x.shape[dim] == 1) or _is_mask(x) for x, dim in zip(tensors, dims, strict=True)]
+    if all(have_sample):
+        call = LiftedCall(module, originals, structure, dims)
+        seen = _apply(call, *leaves)  # as the `vmap` sees them
+        return with_tensors(*call.result, seen)
+    if not module.positionwise or any(x.dim() == 0 for x in tensors):
         return NotImplemented
-    if not fits:  # (T, features): a sample's positions without its batch dimension
-        leaves = [leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    # (T, features): a sample's positions without its batch dimension
     call = LiftedCall(module, originals, structure, dims)
-    seen = _apply(call, *leaves)  # as the `vmap` sees them
-    result = with_tensors(*call.result, seen)
-    return result if fits else result.squeeze(0)
+    seen = _apply(call, *(leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+    return with_tensors(*call.result, seen).squeeze(0)
 
 
 def _originals(module: nn.Module, lent: Mapping[Slot, Lent]) -> dict[Slot, Tensor] | None:

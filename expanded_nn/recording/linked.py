@@ -51,13 +51,8 @@ def linked_pass(recorder: RecorderLike, forward: Forward, batch: int, models: It
     if not ends:
         return None
     own_passes = set(recorder.passes.alive)
-    other_passes = {
-        pass_
-        for model in models
-        if model is not recorder
-        for pass_ in model.passes.alive
-        if pass_.stage is PassStage.OPEN and pass_.batch != batch
-    }
+    alive = (pass_ for model in models if model is not recorder for pass_ in model.passes.alive)
+    other_passes = {pass_ for pass_ in alive if pass_.stage is PassStage.OPEN and pass_.batch != batch}
     if not own_passes and not other_passes:
         return None
     of_model, of_module = recorder.settings.batch_first, own_batch_first(forward.module)
@@ -100,9 +95,10 @@ def _passes_behind(
         usual_dim: Where they stand in what an earlier call has returned.
         batch: B.
     """
-    waiting: deque[tuple[Any, Moved | None, int | None]] = deque(
-        (end, None, samples_dim(len(shape)) if len(shape := shape_of(end)) > 1 else None) for end in ends
-    )
+    waiting: deque[tuple[Any, Moved | None, int | None]] = deque()
+    for end in ends:
+        dims = len(shape_of(end))
+        waiting.append((end, None, samples_dim(dims) if dims > 1 else None))
     seen: set[Any] = set()
     while waiting:
         node, moved, dim = waiting.popleft()
@@ -111,20 +107,29 @@ def _passes_behind(
         seen.add((node, moved is None, dim))
         pass_, orders, own_layout = pass_of(node)
         if pass_ is not None:
-            if moved is None and dim is not None and not own_layout:
-                shape = shape_of(node)
-                usual = usual_dim(len(shape))
-                if dim != usual and shape[dim] == shape[usual] == batch:
-                    moved = Moved("transpose", None)
+            if moved is None and dim is not None and not own_layout and _is_turned(node, dim, usual_dim, batch):
+                moved = Moved("transpose", None)
             yield pass_, orders, moved
             if pass_ in own_passes:
                 continue
         edges, moved_here = ((), None) if moved is not None else _moves_of(node, samples_dim, batch)
-        turned = None if dim is None else turned_dims(node, len(shape_of(node)))
-        before = dim if dim is None or turned is None else turned[dim]
+        dim_before = _dim_before(node, dim)
         for edge, (parent, output) in enumerate(node.next_functions):
-            is_alike = before is not None and len(shape_of(parent, output)) == len(shape_of(node))
-            waiting.append((parent, moved_here if edge in edges else moved, before if is_alike else None))
+            is_alike = len(shape_of(parent, output)) == len(shape_of(node))
+            waiting.append((parent, moved_here if edge in edges else moved, dim_before if is_alike else None))
+
+
+def _is_turned(node: Any, dim: int, usual_dim: Callable[[int], int], batch: int) -> bool:
+    """Whether another dimension of size B than that of the samples, in what a node stands for, becomes theirs."""
+    shape = shape_of(node)
+    usual = usual_dim(len(shape))
+    return dim != usual and bool(shape[dim] == shape[usual] == batch)
+
+
+def _dim_before(node: Any, dim: int | None) -> int | None:
+    """Where the dimension `dim` was before a node's operation, if that leaves as many dimensions."""
+    turned = None if dim is None else turned_dims(node, len(shape_of(node)))
+    return dim if dim is None or turned is None else turned[dim]
 
 
 def _moves_of(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple[Sequence[int], Moved | None]:

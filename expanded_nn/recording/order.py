@@ -233,35 +233,42 @@ class Order(TorchFunctionMode):
         It is about samples if it chooses places in their dimension, in a tensor that has B of them there, or the
         positions of all. An index that leaves sample i in place i moves nobody.
         """
-        rows, shape, batch = move.rows, move.shape, self._batch()
-        dims, dim = len(shape), self._samples_dim(len(shape))
-        if (
-            batch is None
-            or type(rows) not in places.PLAIN
-            or rows.is_meta
-            or dims <= dim
-            or dim not in [move_dim % dims for move_dim in move.dims]
-        ):
+        rows, batch, dims = move.rows, self._batch(), len(move.shape)
+        dim = self._samples_dim(dims)
+        if batch is None or type(rows) not in places.PLAIN or rows.is_meta:
             return None
-        index, count = places.chosen(move.index, shape, dim, batch)
-        is_for_samples = index is not NotImplemented and count % batch == 0
-        if not is_for_samples or callers.is_called_by_libraries(func) or not self._are_samples(rows):
+        if dims <= dim or dim not in [move_dim % dims for move_dim in move.dims]:
             return None
+        index, count = places.chosen(move.index, move.shape, dim, batch)
+        if index is NotImplemented or count % batch:
+            return None
+        if callers.is_called_by_libraries(func) or not self._are_samples(rows):
+            return None
+        name = getattr(func, "__name__", str(func))
+        if count == batch:
+            moved = places.moved_by(name, index, dim, dims, batch)
+        else:
+            moved = self._moved_positions(name, move, index, count, batch)
+        return None if moved is None else moved._replace(line=callers.line_of_user())
+
+    def _moved_positions(self, name: str, move: Move, index: Any, count: int, batch: int) -> Moved | None:
+        """The same for an index among `count` positions: several of each sample, in one dimension."""
+        rows, dim = move.rows, self._samples_dim(len(move.shape))
+        if index is None or index.dim() != 1 or len(index) not in (batch, count):
+            return None
+        is_part = rows._base is not None and rows._base.shape[:1] == (batch,)
+        if move.shape[dim] != batch and not comes_from_rows(rows) and not is_part:
+            return None  # of what all samples share
+        if len(index) == batch:
+            return places.moved_by(name, index, 0, 1, batch)
         turned_dim = None
-        if count != batch:  # positions of all samples in one dimension, and not what all samples share
-            is_part = rows._base is not None and rows._base.shape[:1] == (batch,)
-            are_of_samples = shape[dim] == batch or comes_from_rows(rows) or is_part
-            if index is None or index.dim() != 1 or len(index) not in (batch, count) or not are_of_samples:
+        if not is_traced() and places.is_transposed(index, batch):
+            if count != batch**2:  # then no layer takes the positions for samples
                 return None
-            if len(index) == count:
-                if not is_traced() and places.is_transposed(index, batch):
-                    if count != batch**2:  # then no layer takes the positions for samples
-                        return None
-                    turned_dim = 1 - dim
-                index = (index // (count // batch)).view(batch, -1)
-            dim, dims = 0, 1
-        moved = places.moved_by(getattr(func, "__name__", str(func)), index, dim, dims, batch)
-        return None if moved is None else moved._replace(line=callers.line_of_user(), dim=turned_dim)
+            turned_dim = 1 - dim
+        samples = (index // (count // batch)).view(batch, -1)
+        moved = places.moved_by(name, samples, 0, 1, batch)
+        return None if moved is None else moved._replace(dim=turned_dim)
 
     def _scattered(self, input: Tensor, mask: Tensor, source: Tensor) -> Moved | None:
         """Numbers of the samples, in their order, put into the places of a mask: as many of each as it has places."""

@@ -386,7 +386,7 @@ class Recorder:
             self._drop([leaf for leaf in self.leaves if leaf.was_reset()])
         if not self.rows_stand_alone:
             if failed and delivered:
-                self.store.undo()
+                self.store.give_up(self.leaves)
             if len(self.store.held) > 1:
                 self._drop_passes_without_parameters()
         self.store.complete(self.leaves)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn.common.batch import batch_dim, tensors
 from expanded_nn.common.traced import wait_for_values
@@ -83,11 +83,11 @@ def taken_apart(
         dim, rank, layer = layouts[node]
         for consumer in consumers.get(node, ()):
             if _takes_apart(consumer, dim, rank, batch):
-                behind = {operation_of(node_behind) for node_behind in consumers.get(consumer, ())}
-                if behind & _BATCHED and dim == 0 and shape_of(consumer)[0] % batch == 0:
-                    continue
-                if not behind & _PRODUCT:
+                folded_for = _folded_for(consumer, consumers.get(consumer, ()), dim, batch)
+                if folded_for is None:
                     return layer, operation_of(consumer).lower()
+                if folded_for is _BATCHED:  # the samples stand first in what is folded, as before
+                    continue
             others = [
                 (parent, number)
                 for parent, number in consumer.next_functions
@@ -107,6 +107,14 @@ def taken_apart(
         if _has_others_behind(node, dim, batch):
             return layer, "return"
     return None
+
+
+def _folded_for(node: Any, consumers: Sequence[Any], dim: int, batch: int) -> set[str] | None:
+    """The kind of product that torch itself folds the dimensions for, `None` if the model has taken them apart."""
+    behind = {operation_of(consumer) for consumer in consumers}
+    if behind & _BATCHED and dim == 0 and shape_of(node)[0] % batch == 0:
+        return _BATCHED
+    return _PRODUCT if behind & _PRODUCT else None
 
 
 def _takes_apart(node: Any, dim: int, rank: int, batch: int) -> bool:
@@ -231,23 +239,28 @@ class Copies:
         results = _floats(result) if copies else []
         if not results or self.recorder.general_rule is not None or is_called_by_libraries(func):
             return
-        leaves, structure = tree_flatten((args, kwargs))
         batch, layer = len(copies[0]), self.layers[id(copies[0])][1]
+        leaves = tree_leaves((args, kwargs))
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self.layers]
         meets_samples = any(x.dim() and x.shape[0] == batch and are_samples(x) for x in others)
         name = getattr(func, "__name__", "")
         key = (func, meets_samples, *(tuple(leaf.shape) if isinstance(leaf, Tensor) else str(leaf) for leaf in leaves))
-        gives_copies = self.recorder.escalation.gives_copies
-        if key not in gives_copies and not _NOT_REPEATED.search(name):
+        known = self.recorder.escalation.gives_copies
+        if key not in known and not _NOT_REPEATED.search(name):
             wait_for_values("it looks at what all samples share")
-            differing = [_differing(leaf) if id(leaf) in self.layers else leaf for leaf in leaves]
-            second = [x[1] if id(leaf) in self.layers else x for leaf, x in zip(leaves, differing, strict=True)]
-            of_all, of_second = (_called(func, *tree_unflatten(values, structure)) for values in (differing, second))
+            of_all, of_second = self._repeated(func, args, kwargs)
             if not _are_alike(of_all, of_second, batch, meets_samples=meets_samples):
                 raise self.recorder.forward.taking_apart(layer, "select" if name == "__getitem__" else name)
-            gives_copies[key] = not meets_samples and not any(map(_is_spread, of_second, of_all))
-        if gives_copies.get(key, not meets_samples):
+            known[key] = not meets_samples and not any(map(_is_spread, of_second, of_all))
+        if known.get(key, not meets_samples):
             self.layers.update({id(x): (x, layer) for x in results if x.dim() and len(x) == batch})
+
+    def _repeated(self, func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """The results of an operation on copies that differ, and on the second of these alone."""
+        leaves, structure = tree_flatten((args, kwargs))
+        differing = [_differing(leaf) if id(leaf) in self.layers else leaf for leaf in leaves]
+        second = [x[1] if id(leaf) in self.layers else x for leaf, x in zip(leaves, differing, strict=True)]
+        return _called(func, *tree_unflatten(differing, structure)), _called(func, *tree_unflatten(second, structure))
 
     def follow(self, arguments: Any, result: Any) -> None:
         """Notes that what a layer computes from copies alone are copies."""

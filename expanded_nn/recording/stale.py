@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from enum import Enum
 from typing import cast
 
 import torch
@@ -45,38 +46,53 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_he
     Raises:
         PerSampleError: If a `.grad` was changed in place so that nothing tells whether the rows are a part of it.
     """
-    stale_leaves, zeros, some_held = [], [], beside_held
+    by_verdict: dict[_Verdict, list[Leaf]] = {verdict: [] for verdict in _Verdict}
     for leaf in leaves:
-        parameter = leaf.visible_parameter()
-        if parameter is None or parameter.grad is None or leaf.was_reset():
-            stale_leaves.append(leaf)
-        elif vanishes(parameter.grad):
-            if not beside_held or not leaf.was_scaled_or_clipped():
-                zeros.append(leaf)
-            elif leaf.published.rows is not None and bool(leaf.published.rows.norm()):
-                raise _in_doubt(
-                    name_of(parameter),
-                    "is zero, which may be a sum that cancels",
-                    "gradients that were all cleared together, or set to None, or left alone",
-                )
-        elif leaf.notes.last is None or leaf.grad_is_as_noted() or is_shard(parameter):
-            some_held = True
-        elif _is_scaled_sum(parameter.grad, leaf):
-            some_held = leaf.notes.is_scaled = True
-        elif leaf.grad_is_another() and not leaf.was_scaled_or_clipped():
-            stale_leaves.append(leaf)
-        elif not leaf.grad_is_another() and leaf.may_differ_from_rows():
-            some_held = True
-        else:
-            raise _in_doubt(
-                name_of(parameter),
-                "is no multiple of the per-sample gradients held",
-                "a .grad that was cleared, scaled or left alone before the next backward adds to it",
-            )
+        by_verdict[_verdict(leaf, name_of, beside_held=beside_held)].append(leaf)
+    stale_leaves, zeros = by_verdict[_Verdict.STALE], by_verdict[_Verdict.ZERO]
     zeros.sort(key=lambda leaf: cast(Tensor, leaf.published.rows).numel())
+    some_held = beside_held or bool(by_verdict[_Verdict.HELD])
     if not some_held and any(not _rows_cancel(leaf) for leaf in zeros):  # one that was cleared tells of all
         return stale_leaves + zeros
     return stale_leaves + [leaf for leaf in zeros if not _rows_cancel(leaf)]
+
+
+class _Verdict(Enum):
+    """What a `.grad` alone tells of the rows; `ZERO` is for the rows, and the other parameters, to decide."""
+
+    STALE, ZERO, HELD = range(3)
+
+
+def _verdict(leaf: Leaf, name_of: Callable[[Tensor], str], *, beside_held: bool) -> _Verdict:
+    """The first line of the table that fits, up to what zeros tell of each other."""
+    parameter = leaf.visible_parameter()
+    if parameter is None or parameter.grad is None or leaf.was_reset():
+        return _Verdict.STALE
+    if vanishes(parameter.grad):
+        if not beside_held or not leaf.was_scaled_or_clipped():
+            return _Verdict.ZERO
+        if leaf.published.rows is None or not bool(leaf.published.rows.norm()):
+            return _Verdict.HELD
+        raise _in_doubt(
+            name_of(parameter),
+            "is zero, which may be a sum that cancels",
+            "gradients that were all cleared together, or set to None, or left alone",
+        )
+    if leaf.notes.last is None or leaf.grad_is_as_noted() or is_shard(parameter):
+        return _Verdict.HELD
+    if _is_scaled_sum(parameter.grad, leaf):
+        leaf.notes.is_scaled = True
+        return _Verdict.HELD
+    if leaf.grad_is_another():
+        if not leaf.was_scaled_or_clipped():
+            return _Verdict.STALE
+    elif leaf.may_differ_from_rows():
+        return _Verdict.HELD
+    raise _in_doubt(
+        name_of(parameter),
+        "is no multiple of the per-sample gradients held",
+        "a .grad that was cleared, scaled or left alone before the next backward adds to it",
+    )
 
 
 def holds_more(leaf: Leaf) -> bool:

@@ -21,7 +21,7 @@ Held = dict[Pass, dict[Leaf, Tensor]]  # pass -> parameter -> its rows `(B, *sha
 
 
 class Store:
-    """The rows held, and those from before the running backward, in case it fails.
+    """The rows held.
 
     Invariants: `held` is in the order of the forwards, and no pass in it is empty. A parameter without rows in a pass
     that others have rows in has zero rows there: in `grad_sample` only, never in `held`. Outside of a backward,
@@ -34,8 +34,6 @@ class Store:
 
     Attributes:
         held: The rows.
-        rows_before: What `undo` restores: for each parameter and pass that the running backward has delivered to, the
-            rows from before it, `None` where there were none.
         backwards: The numbers of the backwards that have delivered: the running one, and those inside of it.
         suspended: The rows held, and what was published of them, while those of a `torch.autograd.grad` stand alone.
         materialize: Whether `grad_sample` is to be dense.
@@ -43,7 +41,6 @@ class Store:
 
     def __init__(self, materialize: bool) -> None:
         self.held: Held = {}
-        self.rows_before: dict[Leaf, dict[Pass, Tensor | None]] = {}
         self.backwards: set[int] = set()
         self.suspended: tuple[Held, dict[Leaf, Published]] | None = None
         self.materialize = materialize
@@ -56,13 +53,6 @@ class Store:
             self.held = dict(sorted([*self.held.items(), (pass_, {})], key=lambda item: item[0].number))
         pass_rows = self.held[pass_]
         self.backwards.add(running_backward())
-        before = self.rows_before.get(leaf)
-        if before is None or not leaf.grad_is_as_noted():
-            if before is not None:  # a backward inside of this one has added the rows so far to `.grad`, so they stay
-                leaf.note_grad()
-            self.rows_before[leaf] = {pass_: pass_rows.get(leaf)}
-        else:
-            before.setdefault(pass_, pass_rows.get(leaf))
         pass_rows[leaf] = pass_rows[leaf] + rows if leaf in pass_rows else rows
         self._publish(leaf, anew=pass_ in leaf.published.passes)
 
@@ -96,8 +86,7 @@ class Store:
     def _publish_dense(self, leaf: Leaf, parameter: Tensor, parts: list[Tensor], *, anew: bool) -> None:
         """Publishes dense rows of several passes: behind those published already, in memory with room for more.
 
-        Writing behind the published rows is safe, as nobody else has written there. After a failed backward, `undo`
-        publishes all rows anew, in other memory.
+        Writing behind the published rows is safe, as nobody else has written there.
         """
         passes, published = tuple(self.held), leaf.published
         batches = [pass_.batch for pass_ in passes]
@@ -142,40 +131,25 @@ class Store:
 
     def complete(self, leaves: Iterable[Leaf]) -> None:
         """Ends a backward: the parameters that it did not reach get zero rows."""
-        self.rows_before.clear()
         passes = tuple(self.held)
         for leaf in leaves:
             if leaf.published.rows is not None and leaf.published.passes != passes:
                 self.publish(leaf)
 
     def begin(self) -> None:
-        """Begins a backward: from here on `undo` goes back to the rows held."""
-        self.rows_before.clear()
+        """Begins a backward."""
         self.backwards.clear()
 
-    def undo(self) -> None:
-        """Takes back the rows of a failed backward whose gradient was not added to `.grad`.
+    def give_up(self, leaves: Iterable[Leaf]) -> None:
+        """Drops all rows after a backward that failed, as some parameters have its gradient in `.grad` and others not.
 
-        Autograd adds to `.grad` parameter by parameter: after a fault some have the whole gradient and others nothing.
-        A `.grad` that is as it was noted got nothing.
-
-        Where other backwards ran inside of this one, as in reentrant checkpoints, a `.grad` may have got the gradients
-        of some rows and not of others: clipping refuses it until it is cleared.
+        Clipping refuses each `.grad` that is there now, until it is cleared.
         """
-        for leaf in self.rows_before if len(self.backwards) > 1 else ():
-            leaf.note_incomplete()
-        lost = {leaf: before for leaf, before in self.rows_before.items() if leaf.grad_is_as_noted()}
-        for leaf, before in lost.items():
-            self._take_over_edits(leaf)
-            for pass_, rows in before.items():
-                if rows is None:
-                    self.held.get(pass_, {}).pop(leaf, None)
-                elif pass_ in self.held:
-                    self.held[pass_][leaf] = rows
-        self.rows_before.clear()
-        self._without_empty_passes()
-        for leaf in lost:
-            self._publish(leaf, anew=True)
+        for leaf in leaves:
+            if leaf.published.rows is not None:
+                leaf.note_incomplete()
+                leaf.publish(None)
+        self.drop_every_pass()
 
     def drop(self, leaves: Iterable[Leaf]) -> None:
         """Drops the rows of parameters, suspended ones as well; their `grad_sample` is left to the caller."""
@@ -221,7 +195,6 @@ class Store:
     def drop_every_pass(self) -> None:
         """Drops all rows, suspended ones as well."""
         self.held, self.suspended = {}, None
-        self.rows_before.clear()
 
 
 def _dense_zeros(batch: int, parameter: Tensor) -> Tensor:

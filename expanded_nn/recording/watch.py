@@ -55,21 +55,25 @@ class Watch:
             return
         holder = recorder.holder_of(parameter)
         if expected is None and holder is None:
-            if self.leaf.is_member:
-                self.leaf.handle.remove()
-                self.leaf.handle = None
-                self.leaf.notes.clipped = None  # what arrives here is added to it without clipping
+            self._let_go()
             return
         reason = None if holder is None or isinstance(holder, _LISTS) else _without_rows(holder)
-        if reason is not None:
-            raise complaint(
-                recorder.name_of(parameter),
-                f"the parameter belongs to {reason}, so its gradient is not per sample",
-                "a converted layer, in per-sample mode",
-                "Convert the model again after changing its layers: convert(model, inplace=True).per_sample(True). A "
-                "part that is to have no per-sample gradients says so: part.per_sample(False).",
-            )
-        raise used_in_loss(recorder.name_of(parameter), parameter, has_rows=expected is not None)
+        if reason is None:
+            raise used_in_loss(recorder.name_of(parameter), parameter, has_rows=expected is not None)
+        raise complaint(
+            recorder.name_of(parameter),
+            f"the parameter belongs to {reason}, so its gradient is not per sample",
+            "a converted layer, in per-sample mode",
+            "Convert the model again after changing its layers: convert(model, inplace=True).per_sample(True). A "
+            "part that is to have no per-sample gradients says so: part.per_sample(False).",
+        )
+
+    def _let_go(self) -> None:
+        """Ends the watch on a parameter that has left the model; a guest of `functional_call` has never been in it."""
+        if self.leaf.is_member:
+            self.leaf.handle.remove()
+            self.leaf.handle = None
+            self.leaf.notes.clipped = None  # what arrives here is added to it without clipping
 
 
 def refuse_outside_use(recorder: RecorderLike, result: Any) -> None:

@@ -94,10 +94,6 @@ class Cell:
             self.blocks = ()
         return self.dense
 
-    def replace(self, blocks: Sequence[Block]) -> None:
-        """Replaces the rows: an in-place change."""
-        self.blocks, self.dense, self.version = tuple(blocks), None, self.version + 1
-
 
 def _merged(terms: tuple[Guarded, ...]) -> tuple[Guarded, ...]:
     """The terms with those of one kind added up, in memory of their own."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from expanded_nn.common.modes import running_backward
 from expanded_nn.core.terms import Outer, Term
 from expanded_nn.rows.cell import Cell
-from expanded_nn.rows.factors import R, Rows, average, refuse_in_place, scaled_blocks, widened
+from expanded_nn.rows.factors import R, Rows, average, scaled_blocks, widened
 
 aten = torch.ops.aten
 
@@ -65,21 +65,6 @@ def _plus(rows: Any, other: Any, *, alpha: float = 1) -> Any:
     pairs = zip(blocks, other_blocks, strict=True)
     blocks = tuple((size, (*terms, *other_terms)) for (size, terms), (_, other_terms) in pairs)
     return rows._like(blocks, rows.shape)
-
-
-def _in_place(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation as its in-place variant, which changes its first argument."""
-
-    def call(rows: Any, *args: Any, **kwargs: Any) -> Any:
-        result = NotImplemented if not isinstance(rows, Rows) or rows.is_dense else operation(rows, *args, **kwargs)
-        if result is NotImplemented:
-            return NotImplemented
-        if rows._source is not None:
-            refuse_in_place()
-        rows._cell.replace(result._cell.blocks)
-        return rows
-
-    return call
 
 
 def _dims(rows: Rows, dim: Any) -> set[int]:
@@ -245,16 +230,11 @@ def _assigned(rows: Any, *_: Any) -> Any:
 
 TABLE: dict[Any, Callable[..., Any]] = {  # operator -> function on the factors
     aten.add.Tensor: _plus,
-    aten.add_.Tensor: _in_place(_plus),
     aten.neg.default: lambda rows: _times(rows, -1.0),
     aten.mul.Tensor: _times,
     aten.mul.Scalar: _times,
-    aten.mul_.Tensor: _in_place(_times),
-    aten.mul_.Scalar: _in_place(_times),
     aten.div.Tensor: _divided,
     aten.div.Scalar: _divided,
-    aten.div_.Tensor: _in_place(_divided),
-    aten.div_.Scalar: _in_place(_divided),
     aten.sum.dim_IntList: _over_samples(Rows.weighted_sum),
     aten.mean.dim: _over_samples(average),
     aten.linalg_vector_norm.default: _norm,

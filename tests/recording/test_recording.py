@@ -580,43 +580,27 @@ def test_a_parameter_has_zero_rows_in_passes_that_did_not_use_it(
 
 @KINDS
 @pytest.mark.parametrize("materialize", [False, True])
-@pytest.mark.parametrize("failing", ["a new pass", "the same graph", "two passes", "a parameter's first"])
-def test_a_backward_that_failed_is_undone(make: Callable[[int], Tensor], materialize: bool, failing: str) -> None:
+@pytest.mark.parametrize("arrived", [False, True], ids=["no gradient", "gradients"])
+def test_all_rows_go_after_a_failure(make: Callable[[int], Tensor], materialize: bool, arrived: bool) -> None:
+    """Those from before, too; what is in `.grad` is refused until it is cleared."""
     rows = Rows(make, materialize=materialize)
     pass_ = rows.backward(2, 0)
-    before = {key: dict(pass_rows) for key, pass_rows in rows.wanted.items()}
-    rows.store.begin()
-    if failing == "the same graph":
-        rows.add(pass_, 0)
-        rows.add(pass_, 0)
-    else:
-        new = rows.opened(3)
-        rows.add(new, 1 if failing == "a parameter's first" else 0)
-        if failing == "two passes":
-            rows.add(pass_, 0)
-    rows.store.undo()
-    rows.wanted = before
-    rows.store.complete(rows.leaves)
-    rows.check()
-    assert list(rows.store.held) == [pass_]
-    rows.backward(1, 0, 1)
-    rows.check()
-
-
-@KINDS
-def test_rows_whose_gradient_has_arrived_stay_after_a_failure(make: Callable[[int], Tensor]) -> None:
-    """`.grad` of the first parameter has changed before the fault, that of the second has not."""
-    rows = Rows(make)
-    for leaf in rows.leaves:
-        leaf.note_grad()
-    pass_ = rows.opened(2)
+    if arrived:
+        rows.parameters[0].grad = torch.ones(SHAPE)
     rows.store.begin()
     rows.add(pass_, 0)
-    rows.parameters[0].grad = torch.ones(SHAPE)
-    rows.add(pass_, 1)
-    rows.store.undo()
-    del rows.wanted[0][1]
+    rows.add(rows.opened(3), 1)
+    rows.store.give_up(rows.leaves)
+    rows.wanted.clear()
+    rows.batches.clear()
+    rows.store.complete(rows.leaves)
     rows.check()
+    assert rows.store.held == {}
+    assert [leaf.lacks_rows() for leaf in rows.leaves] == [arrived, False]
+    rows.backward(1, 0, 1)
+    rows.check()
+    rows.parameters[0].grad = None
+    assert not rows.leaves[0].lacks_rows()
 
 
 @KINDS
@@ -777,20 +761,19 @@ def test_rows_that_somebody_keeps_stay_as_they_are_when_more_come() -> None:
         assert published._version == version  # autograd takes the rows for unchanged
 
 
-def test_rows_that_failed_are_not_written_into_those_that_somebody_keeps() -> None:
-    """A failed backward has written behind the rows shown; what follows gets other memory."""
+def test_rows_after_a_failure_are_not_written_into_those_that_somebody_keeps() -> None:
+    """Rows are written behind those shown; after a failed backward they get other memory."""
     rows = Rows(dense, leaves=1)
     for _ in range(3):
         rows.backward(2, 0)
     rows.store.begin()
-    failed = rows.opened(1)
-    rows.add(failed, 0)
+    rows.add(rows.opened(1), 0)
     kept = rows.published(0)
     assert kept is not None
     numbers = kept.clone()
-    rows.store.undo()
-    rows.forget(failed)
-    rows.check()
+    rows.store.give_up(rows.leaves)
+    rows.wanted.clear()
+    rows.batches.clear()
     rows.backward(1, 0)
     rows.check()
     assert torch.equal(kept, numbers)
@@ -814,7 +797,7 @@ def test_clear_lets_go_of_all_rows(make: Callable[[int], Tensor]) -> None:
     rows.store.suspend(rows.leaves)
     rows.backward(2, 0)
     rows.store.drop_every_pass()
-    assert (rows.store.held, rows.store.rows_before, rows.store.suspended) == ({}, {}, None)
+    assert (rows.store.held, rows.store.suspended) == ({}, None)
 
 
 def test_rows_of_a_parameter_that_is_no_more_are_held_without_being_shown() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from expanded_nn.common.modes import checkpoint_hooks, unseen
+from expanded_nn.common.modes import checkpoint_hooks, no_torch_function, unseen
 from expanded_nn.common.shared import is_shared
 from expanded_nn.core import cost
 from expanded_nn.layers.general.derived import Derived
@@ -270,6 +270,22 @@ def is_own(value: Any) -> bool:
 def refuse_unless(condition: bool) -> None:
     if not condition:
         raise NotInTable
+
+
+def own_of(value: Any) -> Batched:
+    refuse_unless(is_own(value))
+    return value  # type: ignore[no-any-return]
+
+
+def run_of(args: Any) -> Run:
+    run: Run = next(value.run for value in args if is_own(value))
+    return run
+
+
+def as_it_looks(func: Any, args: Any, kwargs: Any) -> Any:
+    """The rule for what is asked of a parameter's looks."""
+    with no_torch_function():
+        return func(*args, **kwargs)
 
 
 def lifted(own: Batched, dims: int) -> Tensor:

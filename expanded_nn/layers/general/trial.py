@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, has_derivatives
+from expanded_nn.common.modes import unseen
 from expanded_nn.common.steady import RandomStates, WithoutChance, copies, without_traces
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor, as_factored
@@ -191,6 +192,7 @@ class Trial:
                         return Compared(True, dims, tuple(map(memory_order, expected)))
                 repeats = self._repeats(expected)
                 is_certain = repeats and (not self.is_random or self._repeats(expected, other_numbers=True))
+            # that they differ tells nothing where the plain forward gives another result each time
             if dims is None or mapped.is_filled_up or is_certain or self._mixes(dims, repeats=repeats):
                 raise self._refusal()
         return Compared(False, dims, tuple(map(memory_order, expected)))
@@ -322,7 +324,7 @@ class Trial:
         by_sample = [(x, dim) for x, dim in zip(inputs, read, strict=True) if dim is not None]
         if not ends:
             return True
-        weights = [torch.randn(end.shape, generator=torch.Generator().manual_seed(0)).to(end) for end in ends]
+        weights = _random_numbers([end.shape for end in ends], ends)
         grads = torch.autograd.grad(ends, [x for x, _ in by_sample], weights, allow_unused=True)
         pairs = zip(grads, by_sample, strict=True)
         given = [unfolded(grad, dim, self.batch) for grad, (_, dim) in pairs if grad is not None]
@@ -345,8 +347,7 @@ def _is_same(leaf: Any, other: Any) -> bool:
 def _derivatives(results: list[Any], sources: list[Tensor]) -> list[Tensor | None] | None:
     """Of a random combination of all numbers in the results, as they are compared; `None` if that fails."""
     ends = [result for result in results if isinstance(result, Tensor) and result.requires_grad]
-    generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result) for result in ends]
+    weights = _random_numbers([result.shape for result in ends], ends)
     try:
         return list(map(_as_seen, torch.autograd.grad(ends, sources, weights, allow_unused=True)))
     except RuntimeError:  # the user's own backward says so where it comes to one
@@ -378,9 +379,16 @@ def _as_seen(rows: Tensor | None) -> Tensor | None:
     """The rows; if they are very many numbers, their inner products with some directions."""
     if rows is None or cost.compares_rows(rows.numel()):
         return rows.dense() if isinstance(rows, FactoredTensor) else rows
-    generator = torch.Generator().manual_seed(1)
-    directions = (torch.randn(rows.shape[1:], generator=generator).to(rows) for _ in range(4))
+    directions = _random_numbers([rows.shape[1:]] * 4, [rows] * 4, seed=1)
     return torch.stack([as_factored(rows).matvec(direction) for direction in directions])
+
+
+def _random_numbers(shapes: Sequence[Sequence[int]], like: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
+    """The same random numbers each time, also where those that the forward draws are fixed to one."""
+    generator = torch.Generator().manual_seed(seed)
+    with unseen():
+        drawn = [torch.randn(tuple(shape), generator=generator, dtype=torch.float64) for shape in shapes]
+    return [numbers.to(other) for numbers, other in zip(drawn, like, strict=True)]
 
 
 def _is_float(leaf: Any) -> bool:

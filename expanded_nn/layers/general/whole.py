@@ -17,9 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn.common.functions import attributes, functions, is_in_place
-from expanded_nn.common.modes import no_torch_function
 from expanded_nn.common.shared import cast_shared
-from expanded_nn.core import cost
 from expanded_nn.layers import conv, norm
 from expanded_nn.layers.activation import prelu
 from expanded_nn.layers.embedding import embedding
@@ -30,15 +28,25 @@ from expanded_nn.layers.general.batched import (
     Batched,
     Rule,
     Run as Run,
+    as_it_looks,
     beside,
     is_own,
+    own_of,
     reads_of_its_own as reads_of_its_own,
     refuse_unless,
+    run_of,
     with_dims,
 )
 from expanded_nn.layers.general.folded import linear_of_rows
+from expanded_nn.layers.general.folded_rules import (
+    FOLDED,
+    as_arranged,
+    joined_to_rows,
+    may_be_looked_up_by_all,
+    product_by_expert,
+    with_folded_rows,
+)
 from expanded_nn.layers.general.operations import constant, together
-from expanded_nn.layers.general.owners import Arrangement, Owners
 from expanded_nn.layers.linear import linear
 
 _BOTH = ("weight", "bias")
@@ -46,38 +54,7 @@ _STATISTICS = ("input", "running_mean", "running_var", *_BOTH)
 _BATCH_NORM = (*_STATISTICS, "training", "momentum", "eps")
 
 
-def _own(value: Any) -> Batched:
-    refuse_unless(is_own(value))
-    return value  # type: ignore[no-any-return]
-
-
-def _run_of(args: Any) -> Run:
-    run: Run = next(value.run for value in args if is_own(value))
-    return run
-
-
-def _as_arranged(run: Run, y: Tensor, arrangement: Arrangement) -> Tensor:
-    """A result whose rows belong to the samples as those of an operand do."""
-    assert run.owners is not None
-    run.owners.note(y, arrangement.samples)
-    return y
-
-
 # Rules: what becomes of the operations of one kind
-
-
-def _as_it_looks(func: Any, args: Any, kwargs: Any) -> Any:
-    with no_torch_function():
-        return func(*args, **kwargs)
-
-
-def _set_data(func: Any, args: Any, kwargs: Any) -> None:
-    """To itself, as where a module is moved to the dtype that it has."""
-    refuse_unless(args[0] is args[1])
-
-
-def _no_grad(func: Any, args: Any, kwargs: Any) -> None:
-    """The `.grad` of what is no leaf."""
 
 
 def _requires_grad(func: Any, args: Any, kwargs: Any) -> bool:
@@ -87,14 +64,15 @@ def _requires_grad(func: Any, args: Any, kwargs: Any) -> bool:
 def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     """Tensors that broadcast against each other: parameters with rows of the samples, or with what these share."""
     refuse_unless(not any(isinstance(operand, Tensor) for operand in kwargs.values()))
-    run = _run_of(args)
+    run = run_of(args)
     own = [operand for operand in args if is_own(operand)]
     plain = [operand for operand in args if isinstance(operand, Tensor) and not is_own(operand)]
     dims = max(operand.rank if is_own(operand) else operand.dim() for operand in chain(own, plain))
     is_change = is_in_place(func)
     refuse_unless(not (is_change and is_own(args[0])))
     if run.owners is not None and any(operand.dim() for operand in plain):
-        return _with_folded_rows(func, args, kwargs, run.owners, dims)
+        result = with_folded_rows(func, args, kwargs, run.owners, dims)
+        return _with_shared(func, args, kwargs, run, dims) if result is NotImplemented else result
     if any(operand.rank == 0 for operand in own):  # a number takes the dtype of the others, a row of numbers does not
         refuse_unless(len({operand.dtype for operand in chain((mine.value for mine in own), plain)}) == 1)
     if any(run.has_rows(operand, dims) for operand in plain):
@@ -102,33 +80,6 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*(beside(operand, dims) if is_own(operand) else operand for operand in args), **kwargs)
     refuse_unless(not is_change)
     return _with_shared(func, args, kwargs, run, dims)
-
-
-def _own_rows(own: Batched, arrangement: Arrangement, dims: int) -> Tensor:
-    """The value for each row, of its sample; of a table with one row for each of them, that row."""
-    count = len(arrangement.owner)
-    if own.rank == dims and own.value.shape[1] == count:
-        return own.value[arrangement.owner, torch.arange(count, device=arrangement.owner.device)]
-    return arrangement.rows_of(beside(own, dims))
-
-
-def _with_folded_rows(func: Any, args: Any, kwargs: Any, owners: Owners, dims: int) -> Tensor:
-    """With rows of which each is known to be of one sample."""
-    run, own = _run_of(args), [operand for operand in args if is_own(operand)]
-    plain = [operand for operand in args if isinstance(operand, Tensor) and not is_own(operand) and operand.dim()]
-    samples = together([owners.of(operand) for operand in plain], dims)
-    if samples is None:
-        refuse_unless(not is_in_place(func))
-        return _with_shared(func, args, kwargs, run, dims)
-    arrangement = owners.arranged(samples, max(operand.shape[0] for operand in plain if operand.dim() == dims))
-    run.note(func, whole=True)
-    have_one_row = all(operand.rank < dims or operand.value.shape[1] == 1 for operand in own)
-    if len(plain) == 1 and arrangement.length is not None and have_one_row and not is_in_place(func):
-        by_sample = arrangement.padded(plain[0])
-        y = func(*(by_sample if x is plain[0] else beside(x, dims + 1) if is_own(x) else x for x in args), **kwargs)
-        return _as_arranged(run, arrangement.unpadded(y), arrangement)
-    of_rows = (_own_rows(x, arrangement, dims) if is_own(x) else x for x in args)
-    return _as_arranged(run, func(*of_rows, **kwargs), arrangement)
 
 
 def _with_shared(func: Any, args: Any, kwargs: Any, run: Run, dims: int) -> Batched:
@@ -151,14 +102,14 @@ def _with_shared(func: Any, args: Any, kwargs: Any, run: Run, dims: int) -> Batc
 
 
 def _of_each_number(func: Any, args: Any, kwargs: Any) -> Batched:
-    own, rest = _own(args[0]), args[1:]
+    own, rest = own_of(args[0]), args[1:]
     refuse_unless(not any(isinstance(value, Tensor) for value in chain(rest, kwargs.values())))
     return own.run.derived(func, lambda value: func(value, *rest, **kwargs), own)
 
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Batched:
     """Another dtype; a value that is expanded stays so."""
-    own, rest = _own(args[0]), args[1:]
+    own, rest = own_of(args[0]), args[1:]
     refuse_unless(not any(map(is_own, rest)))
     like = func(own.value.new_empty(()), *rest, **kwargs)
     refuse_unless(isinstance(like, Tensor) and like.device == own.value.device)
@@ -183,7 +134,7 @@ def _behind(dim: int) -> int:
 
 def _by_dims(func: Any, args: Any, kwargs: Any) -> Any:
     """Operations that name one dimension or some, after the tensor and, for `split`, the sizes."""
-    own, rest = _own(args[0]), args[1:]
+    own, rest = own_of(args[0]), args[1:]
     refuse_unless(own.rank > 0)
     before = rest[:1] if func in _SIZES_FIRST else ()
     dims = (kwargs["dim"],) if "dim" in kwargs else rest[len(before) :]
@@ -202,7 +153,7 @@ def _by_dims(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     """Without a dimension of size 1, or without all of them."""
-    own = _own(args[0])
+    own = own_of(args[0])
     if len(args) > 1 or kwargs:
         return _by_dims(func, args, kwargs)
     ones = [dim for dim, size in enumerate(own.value.shape) if dim > 0 and size == 1]
@@ -216,7 +167,7 @@ def _var_mean(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _same(func: Any, args: Any, kwargs: Any) -> Batched:
     """A copy, or another layout in memory: nothing is changed in place."""
-    own = _own(args[0])
+    own = own_of(args[0])
     own.run.note(func, whole=False)
     return own.run.batched(own.value)
 
@@ -229,7 +180,7 @@ def _view(change: Callable[..., Callable[[Tensor], Tensor]]) -> Rule:
     """
 
     def rule(func: Any, args: Any, kwargs: Any) -> Batched:
-        own = _own(args[0])
+        own = own_of(args[0])
         refuse_unless(not kwargs)
         return own.run.derived(func, change(own, *args[1:]), own, begins=False)
 
@@ -267,7 +218,7 @@ def _sizes(values: tuple[Any, ...]) -> list[int]:
 
 def _spread(func: Any, args: Any, kwargs: Any) -> Tensor:
     """To B rows, one for each sample, or to a larger parameter."""
-    own, sizes = _own(args[0]), _sizes(args[1:])
+    own, sizes = own_of(args[0]), _sizes(args[1:])
     refuse_unless(not kwargs)
 
     def spread(value: Tensor, sizes: list[int]) -> Tensor:
@@ -283,11 +234,11 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Batched:
     """Without effect, as in eval mode."""
     named = {**dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
     refuse_unless(not named.get("training", True) or named.get("p", 0.5) == 0)
-    return _own(named["input"])
+    return own_of(named["input"])
 
 
 def _index(func: Any, args: Any, kwargs: Any) -> Batched:
-    own, key = _own(args[0]), args[1]
+    own, key = own_of(args[0]), args[1]
     keys = key if isinstance(key, tuple) else (key,)
     if len(keys) == 1 and own.run.owners is not None and _is_number(keys[0]):  # the weight of one of the experts
         number = int(keys[0])
@@ -296,7 +247,7 @@ def _index(func: Any, args: Any, kwargs: Any) -> Batched:
         return own.run.batched(own.part(number % own.value.shape[1]))
     if len(keys) == 1 and isinstance(keys[0], Tensor):  # entries of a table, by an index that all samples share
         (index,) = keys
-        by_all = own.run.are_shared(index) or _may_be_looked_up_by_all(own.run, index, own.value[0, :1].numel())
+        by_all = own.run.are_shared(index) or may_be_looked_up_by_all(own.run, index, own.value[0, :1].numel())
         refuse_unless(not is_own(index) and index.dtype == torch.int64 and by_all)
     else:
         refuse_unless(all(part is None or part is Ellipsis or type(part) in (int, slice) for part in keys))
@@ -309,7 +260,7 @@ def _is_number(key: Any) -> bool:
 
 def _resized(func: Any, args: Any, kwargs: Any) -> Batched:
     """Images `(N, C, …)`, as a table of positions is, at another size."""
-    own, rest = _own(args[0]), args[1:]
+    own, rest = own_of(args[0]), args[1:]
     refuse_unless(own.rank > 2)
 
     def resized(value: Tensor) -> Tensor:
@@ -318,24 +269,13 @@ def _resized(func: Any, args: Any, kwargs: Any) -> Batched:
     return own.run.derived(func, resized, own, begins=False)
 
 
-def _joined_to_rows(func: Any, joined: Sequence[Any], dim: int, run: Run) -> Tensor:
-    """Beside rows of which each is known to be of one sample, as a class token beside the patches of an image."""
-    rows = next(part for part in joined if not is_own(part) and part.requires_grad)
-    arrangement = run.arranged(rows)
-    refuse_unless(dim % rows.dim() > 0 and all(is_own(part) or part is rows for part in joined))
-    assert arrangement is not None
-    run.note(func, whole=True)
-    parts = [part if part is rows else _own_rows(part, arrangement, rows.dim()) for part in joined]
-    return _as_arranged(run, func(parts, dim), arrangement)
-
-
 def _join(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Parameters beside each other, or beside constants that all samples share."""
     joined, *rest = args
-    dim, run = rest[0] if rest else kwargs.get("dim", 0), _run_of(joined)
+    dim, run = rest[0] if rest else kwargs.get("dim", 0), run_of(joined)
     constants = [part for part in joined if not is_own(part)]
     if run.owners is not None and func is not torch.stack and any(part.requires_grad for part in constants):
-        return _joined_to_rows(func, joined, dim, run)
+        return joined_to_rows(func, joined, dim, run)
     refuse_unless(all(run.are_shared(part) and not part.requires_grad for part in constants))
     refuse_unless(len({part.rank if is_own(part) else part.dim() for part in joined}) == 1)
     spread = (part if is_own(part) else part.expand(run.batch, *part.shape) for part in joined)
@@ -365,7 +305,7 @@ def _with_weights(
         own = [named[name] for name in weights if named.get(name) is not None]
         x = named.pop("input")
         refuse_unless(bool(own) and all(map(is_own, own)))
-        run = _run_of(own)
+        run = run_of(own)
         is_by_position = of_folded in (folded.by_position, folded.linear_by_name)
         if is_by_position and (is_own(x) or run.is_constant(x)):
             return _of_weights_alone(func, op, x, named, weights)
@@ -379,7 +319,7 @@ def _with_weights(
             named[name] = named[name].value if named.get(name) is not None else None
         if arrangement is None or of_folded is None or arrangement.length == 1:
             return op(x, **named)
-        return _as_arranged(run, of_folded(func, op, x, named, arrangement), arrangement)
+        return as_arranged(run, of_folded(func, op, x, named, arrangement), arrangement)
 
     return rule
 
@@ -389,7 +329,7 @@ def _of_weights_alone(
 ) -> Batched:
     """A layer's operation on the positions of a parameter, or of a table that all samples share."""
     own = {name: named[name] for name in weights if named.get(name) is not None}
-    run, options = _run_of(own.values()), {name: value for name, value in named.items() if name not in own}
+    run, options = run_of(own.values()), {name: value for name, value in named.items() if name not in own}
 
     def of_values(positions: Tensor, *values: Tensor) -> Tensor:
         return op(positions, **options, **dict(zip(names, values, strict=True)))
@@ -418,23 +358,14 @@ def _batch_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     return own[0].run.derived(func, standardized, *own)  # type: ignore[no-any-return]
 
 
-def _may_be_looked_up_by_all(run: Run, index: Tensor, numel: int) -> bool:
-    """Whether all samples look up all of an index, as they do where they share it.
-
-    In a forward that may fold its samples nothing tells whose an index is that it computes. Where what is looked up
-    meets rows of which the samples are known, each row takes its own.
-    """
-    return run.owners is not None and run.batch * index.numel() * numel <= cost.LOOKED_UP_FOR_EACH
-
-
 def _look_up(func: Any, args: Any, kwargs: Any) -> Tensor:
     """By one index per sample, or by one that all samples share."""
     named = {**dict(zip(("input", "weight", *_LOOK_UP), args, strict=False)), **kwargs}
-    index, own = named.pop("input"), _own(named.pop("weight"))
+    index, own = named.pop("input"), own_of(named.pop("weight"))
     refuse_unless(isinstance(index, Tensor) and not is_own(index) and named.get("max_norm") is None)
     run = own.run
     whole = run.has_rows(index, 1)
-    if not whole and _may_be_looked_up_by_all(run, index, own.value.shape[-1]):
+    if not whole and may_be_looked_up_by_all(run, index, own.value.shape[-1]):
         refuse_unless(not named.get("scale_grad_by_freq"))
         constants = None if named.get("padding_idx") is None else (index == named["padding_idx"] % own.value.shape[1])
 
@@ -454,7 +385,7 @@ def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
     """A matrix product with a parameter on one side."""
     left, right = args
     refuse_unless(not kwargs)
-    run = _run_of(args)
+    run = run_of(args)
     if is_own(left) and is_own(right):
         refuse_unless(left.rank == right.rank >= 2)
         return run.derived(func, torch.matmul, left, right)
@@ -463,9 +394,9 @@ def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
         arrangement = run.arranged(x)
         if arrangement is not None:
             run.note(func, whole=True)
-            return _as_arranged(run, linear_of_rows(x, own.value.mT, None, arrangement), arrangement)
+            return as_arranged(run, linear_of_rows(x, own.value.mT, None, arrangement), arrangement)
     if run.owners is not None and own is right and own.rank == x.dim() == 3:
-        return _product_by_expert(func, x, own, run.owners)
+        return product_by_expert(func, x, own, run.owners)
     refuse_unless(own.rank >= 2 and run.has_rows(x, 2 if own is right and own.rank == 2 else 3))
     run.note(func, whole=True)
     if own is right and own.rank == 2:
@@ -477,7 +408,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Of B rows, with a mask computed from parameters, as a bias by position is; or of rows that are folded."""
     named = {**dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)), **kwargs}
     inputs = [named.pop(name) for name in ("query", "key", "value")]
-    own, dims = _own(named.pop("attn_mask")), inputs[0].dim()
+    own, dims = own_of(named.pop("attn_mask")), inputs[0].dim()
     run, mask = own.run, beside(own, dims)
     refuse_unless(len(args) < 5 and not any(map(is_own, inputs)))
     if run.owners is None:
@@ -489,43 +420,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Tensor:
     assert samples is not None
     arrangement = run.owners.arranged(samples, len(inputs[0]))
     run.note(func, whole=True)
-    return _as_arranged(run, func(*inputs, arrangement.rows_of(mask), **named), arrangement)
-
-
-def _product_by_expert(func: Any, x: Tensor, own: Batched, owners: Owners) -> Tensor:
-    """Of the same rows `(E, n, in)` for each expert with its matrix, `(E, in, out)`."""
-    samples, experts = owners.of(x), own.value.shape[1]
-    refuse_unless(samples is not None and x.shape[0] == experts)
-    assert samples is not None
-    samples = constant(samples, [0, 2])
-    arrangement = owners.arranged(samples[0], x.shape[1])
-    own.run.note(func, whole=True)
-    y = torch.stack([linear_of_rows(x[e], own.part(e).mT, None, arrangement) for e in range(experts)])
-    owners.note(y, samples)
-    return y
-
-
-def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Of rows `(n, in)`, which stand expert by expert, with the matrices `(E, in, out)` of these."""
-    x: Tensor = args[0]
-    own, ends = _own(args[1]), kwargs.get("offs", args[2] if len(args) > 2 else None)
-    refuse_unless(isinstance(x, Tensor) and not is_own(x))
-    options = {name: value for name, value in kwargs.items() if value is not None and name != "offs"}
-    owners, samples = own.run.owners, None if own.run.owners is None else own.run.owners.of(x)
-    refuse_unless(isinstance(ends, Tensor) and not options and len(args) < 4)
-    refuse_unless(x.dim() == 2 and own.rank == 3 and len(ends) == own.value.shape[1])
-    assert owners is not None
-    assert samples is not None
-    samples, numbers, results = constant(samples, [1]), ends.tolist(), []
-    refuse_unless(numbers[-1] == len(x))
-    own.run.note(func, whole=True)
-    for expert, (start, end) in enumerate(zip([0, *numbers], numbers, strict=False)):
-        if start < end:
-            arrangement = owners.arranged(samples.expand(len(x), 1)[start:end], end - start)
-            results.append(linear_of_rows(x[start:end], own.part(expert).mT, None, arrangement))
-    y = torch.cat(results)
-    owners.note(y, samples)
-    return y
+    return as_arranged(run, func(*inputs, arrangement.rows_of(mask), **named), arrangement)
 
 
 # The table: what may be done with a parameter, and by which rule
@@ -540,9 +435,9 @@ _REDUCTIONS = set(functions("sum", "mean", "std", "var"))
 _HAVE_DEFAULT = {*_REDUCTIONS, *functions("split", "chunk", "unbind")}
 
 TABLE: dict[Any, Rule] = {
-    **dict.fromkeys(attributes("shape", "dtype", "device", "ndim", "layout", "is_cuda"), _as_it_looks),
-    **dict.fromkeys(functions("dim", "size", "numel", "nelement", "is_floating_point", "is_complex"), _as_it_looks),
-    Tensor.__len__: _as_it_looks,
+    **dict.fromkeys(attributes("shape", "dtype", "device", "ndim", "layout", "is_cuda"), as_it_looks),
+    **dict.fromkeys(functions("dim", "size", "numel", "nelement", "is_floating_point", "is_complex"), as_it_looks),
+    Tensor.__len__: as_it_looks,
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
     **dict.fromkeys(
         functions(
@@ -610,12 +505,5 @@ TABLE: dict[Any, Rule] = {
         for func in (getattr(F, op.__name__),)
     },
 }
-# what only forwards do that fold their samples, which run with the parameters of all layers in them
-FOLDED: dict[Any, Rule] = {
-    torch._has_compatible_shallow_copy_type: _as_it_looks,
-    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    Tensor.grad.__get__: _no_grad,  # type: ignore[union-attr]
-    **dict.fromkeys(functions("grouped_mm", "_grouped_mm"), _grouped_product),  # from torch 2.10 on
-}
 RULES.update({**TABLE, **FOLDED})
-COMPUTED.update(func for func, rule in TABLE.items() if rule not in (_as_it_looks, _requires_grad))
+COMPUTED.update(func for func, rule in TABLE.items() if rule not in (as_it_looks, _requires_grad))

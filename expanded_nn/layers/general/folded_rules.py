@@ -1,0 +1,138 @@
+"""Rules for parameters that meet rows which are folded: of each row it is known of which sample it is.
+
+So it is in a mixture of experts, where each expert takes some of the rows `(B * T, features)`, and with the images of
+all samples. Such forwards run with the parameters of all layers within them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expanded_nn.common.functions import functions, is_in_place
+from expanded_nn.core import cost
+from expanded_nn.layers.general.batched import (
+    Batched,
+    Rule,
+    Run,
+    as_it_looks,
+    beside,
+    is_own,
+    own_of,
+    refuse_unless,
+    run_of,
+)
+from expanded_nn.layers.general.folded import linear_of_rows
+from expanded_nn.layers.general.operations import constant, together
+from expanded_nn.layers.general.owners import Arrangement, Owners
+
+
+def as_arranged(run: Run, y: Tensor, arrangement: Arrangement) -> Tensor:
+    """A result whose rows belong to the samples as those of an operand do."""
+    assert run.owners is not None
+    run.owners.note(y, arrangement.samples)
+    return y
+
+
+def own_rows(own: Batched, arrangement: Arrangement, dims: int) -> Tensor:
+    """The value for each row, of its sample; of a table with one row for each of them, that row."""
+    count = len(arrangement.owner)
+    if own.rank == dims and own.value.shape[1] == count:
+        return own.value[arrangement.owner, torch.arange(count, device=arrangement.owner.device)]
+    return arrangement.rows_of(beside(own, dims))
+
+
+def with_folded_rows(func: Any, args: Any, kwargs: Any, owners: Owners, dims: int) -> Tensor:
+    """With rows of which each is known to be of one sample; `NotImplemented` where they are what all samples share."""
+    run, own = run_of(args), [operand for operand in args if is_own(operand)]
+    plain = [operand for operand in args if isinstance(operand, Tensor) and not is_own(operand) and operand.dim()]
+    samples = together([owners.of(operand) for operand in plain], dims)
+    if samples is None:
+        refuse_unless(not is_in_place(func))
+        return NotImplemented  # type: ignore[no-any-return]
+    arrangement = owners.arranged(samples, max(operand.shape[0] for operand in plain if operand.dim() == dims))
+    run.note(func, whole=True)
+    have_one_row = all(operand.rank < dims or operand.value.shape[1] == 1 for operand in own)
+    if len(plain) == 1 and arrangement.length is not None and have_one_row and not is_in_place(func):
+        by_sample = arrangement.padded(plain[0])
+        y = func(*(by_sample if x is plain[0] else beside(x, dims + 1) if is_own(x) else x for x in args), **kwargs)
+        return as_arranged(run, arrangement.unpadded(y), arrangement)
+    of_rows = (own_rows(x, arrangement, dims) if is_own(x) else x for x in args)
+    return as_arranged(run, func(*of_rows, **kwargs), arrangement)
+
+
+def joined_to_rows(func: Any, joined: Sequence[Any], dim: int, run: Run) -> Tensor:
+    """Beside rows of which each is known to be of one sample, as a class token beside the patches of an image."""
+    rows = next(part for part in joined if not is_own(part) and part.requires_grad)
+    arrangement = run.arranged(rows)
+    refuse_unless(dim % rows.dim() > 0 and all(is_own(part) or part is rows for part in joined))
+    assert arrangement is not None
+    run.note(func, whole=True)
+    parts = [part if part is rows else own_rows(part, arrangement, rows.dim()) for part in joined]
+    return as_arranged(run, func(parts, dim), arrangement)
+
+
+def may_be_looked_up_by_all(run: Run, index: Tensor, numel: int) -> bool:
+    """Whether all samples look up all of an index, as they do where they share it.
+
+    In a forward that may fold its samples nothing tells whose an index is that it computes. Where what is looked up
+    meets rows of which the samples are known, each row takes its own.
+    """
+    return run.owners is not None and run.batch * index.numel() * numel <= cost.LOOKED_UP_FOR_EACH
+
+
+def product_by_expert(func: Any, x: Tensor, own: Batched, owners: Owners) -> Tensor:
+    """Of the same rows `(E, n, in)` for each expert with its matrix, `(E, in, out)`."""
+    samples, experts = owners.of(x), own.value.shape[1]
+    refuse_unless(samples is not None and x.shape[0] == experts)
+    assert samples is not None
+    samples = constant(samples, [0, 2])
+    arrangement = owners.arranged(samples[0], x.shape[1])
+    own.run.note(func, whole=True)
+    y = torch.stack([linear_of_rows(x[e], own.part(e).mT, None, arrangement) for e in range(experts)])
+    owners.note(y, samples)
+    return y
+
+
+def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Of rows `(n, in)`, which stand expert by expert, with the matrices `(E, in, out)` of these."""
+    x: Tensor = args[0]
+    own, ends = own_of(args[1]), kwargs.get("offs", args[2] if len(args) > 2 else None)
+    refuse_unless(isinstance(x, Tensor) and not is_own(x))
+    options = {name: value for name, value in kwargs.items() if value is not None and name != "offs"}
+    owners, samples = own.run.owners, None if own.run.owners is None else own.run.owners.of(x)
+    refuse_unless(isinstance(ends, Tensor) and not options and len(args) < 4)
+    refuse_unless(x.dim() == 2 and own.rank == 3 and len(ends) == own.value.shape[1])
+    assert owners is not None
+    assert samples is not None
+    samples, numbers, results = constant(samples, [1]), ends.tolist(), []
+    refuse_unless(numbers[-1] == len(x))
+    own.run.note(func, whole=True)
+    for expert, (start, end) in enumerate(zip([0, *numbers], numbers, strict=False)):
+        if start < end:
+            arrangement = owners.arranged(samples.expand(len(x), 1)[start:end], end - start)
+            results.append(linear_of_rows(x[start:end], own.part(expert).mT, None, arrangement))
+    y = torch.cat(results)
+    owners.note(y, samples)
+    return y
+
+
+def _set_data(func: Any, args: Any, kwargs: Any) -> None:
+    """To itself, as where a module is moved to the dtype that it has."""
+    refuse_unless(args[0] is args[1])
+
+
+def _no_grad(func: Any, args: Any, kwargs: Any) -> None:
+    """The `.grad` of what is no leaf."""
+
+
+# what only such forwards do, beside the table of `whole.py`
+FOLDED: dict[Any, Rule] = {
+    torch._has_compatible_shallow_copy_type: as_it_looks,
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.grad.__get__: _no_grad,  # type: ignore[union-attr]
+    **dict.fromkeys(functions("grouped_mm", "_grouped_mm"), _grouped_product),  # from torch 2.10 on
+}
