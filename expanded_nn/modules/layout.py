@@ -24,6 +24,9 @@ An index may lack the dimension of the samples (`index_by_sample`):
 | 1 long, with a second dimension | one row that all samples share; refused if it holds all samples |
 | a slice of a batch, `n * B` long (folded), or `B / n` long | refused, unless it has the values of positions |
 | any other, a single number as well | no dimension of the samples: all share it |
+
+In a pass of a single sample a layer that treats each position alone takes any rows: all are that sample's, and the
+result has no other dimensions than the plain layer's.
 """
 
 from __future__ import annotations
