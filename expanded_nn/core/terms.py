@@ -260,7 +260,13 @@ def outer_products(
 
 
 class Outer(Term):
-    """`sum_t g[b,t,:] (x) a[b,t,:]` with `g (B, T, out)` and `a (B, T, in)`: rows `(B, out, in)`."""
+    """`sum_t g[b,t,:] (x) a[b,t,:]` with `g (B, T, out)` and `a (B, T, in)`: rows `(B, out, in)`.
+
+    Attributes:
+        of_gradient: Which of the two factors is the output's gradient; the second one after a transposition.
+    """
+
+    of_gradient = 0
 
     @classmethod
     def of(
@@ -351,12 +357,12 @@ class Outer(Term):
     def padded(self, ends: tuple[int, int]) -> Outer:
         """Rows `(B, ends[0] + out + ends[1], in)`, with zeros at the ends."""
         g, a = self.factors
-        return Outer((F.pad(g, ends), a), (sum(ends, g.shape[-1]), a.shape[-1]), self.dtype, self.coefficient)
+        return self._with(factors=(F.pad(g, ends), a), row_shape=(sum(ends, g.shape[-1]), a.shape[-1]))
 
     def transposed(self) -> Outer:
         """Rows `(B, in, out)`."""
         g, a = self.factors
-        return Outer((a, g), self.row_shape[::-1], self.dtype, self.coefficient)
+        return self._with(factors=(a, g), row_shape=self.row_shape[::-1], of_gradient=1 - self.of_gradient)
 
 
 class OneHot(Term):
