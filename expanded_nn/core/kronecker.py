@@ -111,7 +111,7 @@ def factors(blocks: Sequence[Block], kind: Kind, total: KroneckerFactors | None 
     for term in (term.to(dtype) for _, terms in blocks for term in terms):
         if isinstance(term, Patches):
             _add_patches(term, total)
-        else:
+        elif isinstance(term, Outer):
             _add_outer(term, total)
         count += term.batch * term.positions
     return KroneckerFactors(total.A, total.G, count)
