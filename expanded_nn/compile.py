@@ -51,7 +51,8 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
     There is a graph for each kind of call: the models' flags (`train`, `eval`), settings, frozen parameters and numbers
     among their attributes, the arguments' dtypes and layouts, autocast, and numbers and strings that are arguments, or
     that the step and the functions of yours that it calls, modules' forwards and hooks included, refer to by names:
-    variables, attributes, items. What they find in another way, as in a file or by the time, is that of the trace.
+    variables, attributes, items. What they find in another way, as in a file, in the environment or by the time, is
+    that of the trace.
     Sizes that change from call to call, as that of the batch, become symbols of one graph where the step reads them by
     `x.shape[0]`; `len(x)` is a plain number, with a graph for each. New values of parameters, by an optimizer or
     `load_state_dict`, and of buffers are seen. Lists and dicts among the arguments that the step changes are changed by
@@ -267,7 +268,7 @@ class CompiledStep:
             return self._run_eagerly(call, key)
         seen, self.last = self.step_values.looks[-1].seen, None
         seen.note_fact(of_surroundings)
-        kind = *key, of_models(self.met.modules, self.met.recorders, seen)
+        kind = *key, of_models(self.met.modules, self.met.recorders, self.step_values.referred, seen)
         seen.close()
         family = self.families.get(kind)
         if family is None:
@@ -341,7 +342,7 @@ class CompiledStep:
         for recorder in recorders:
             modules.update(dict.fromkeys(recorder.modules()))
         self.met.add(list(modules), recorders)
-        self.step_values.referred.add_modules(self.met.modules)
+        self.step_values.add_modules(self.met.modules)
         if key is not None:  # the functions of the modules are known now
             key = key[0], self.step_values.look(call.objects).key, key[2]
             self.first_shapes.setdefault(key, []).append(call.shapes)

@@ -2,13 +2,15 @@
 
 import itertools
 import operator
+import sys
 import weakref
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -215,6 +217,50 @@ def made_by_keywords(end: float) -> float:
     return end
 
 
+@torch.no_grad()
+def below_a_decorator(held: Any) -> float:
+    return float(held.below_a_decorator)
+
+
+@contextmanager
+def in_a_context(held: Any) -> Iterator[float]:
+    yield held.within_a_context
+
+
+def entered(held: Any) -> float:
+    with in_a_context(held) as limit:
+        return limit
+
+
+class Kept:
+    """Gives what the object keeps under a name of its own."""
+
+    def __get__(self, instance: Any, owner_class: Any) -> float:
+        return float(instance._behind_a_descriptor)
+
+
+class OfDescriptor:
+    limit = Kept()
+
+    def __init__(self) -> None:
+        self._behind_a_descriptor = 1.0
+
+
+class Schedule:
+    """Gives a number by a method of its own."""
+
+    def __init__(self) -> None:
+        self._epochs = 0
+
+    def step(self) -> None:
+        self._epochs += 1
+
+    def value(self, *args: Any) -> float:
+        del args
+        return 1 / (1 + self._epochs)
+
+
+FIRST, IN_CONTEXT, REFERENT = operator.itemgetter(0), ContextVar("IN_CONTEXT", default=1.0), Limits()
 KEY, ATTRIBUTE = "the key", "li" + "mit"
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any], Any]]] = {
     "property": (OfProperty, lambda held: held.limit, scale_kept),
@@ -246,6 +292,59 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any],
         lambda held: held(),
         lambda held: scale(held.keywords, "end"),
     ),
+    "object_of_an_object": (
+        lambda: SimpleNamespace(inner=Schedule()),
+        lambda held: held.inner.value(),
+        lambda held: held.inner.step(),
+    ),
+    "object_of_a_list": (
+        lambda: {KEY: [Schedule()]},
+        lambda held: max(each.value() for each in held[KEY]),
+        lambda held: held[KEY][0].step(),
+    ),
+    "bound_method": (lambda: Schedule().value, lambda held: held(), lambda held: held.__self__.step()),
+    "replaced_method": (
+        lambda: type("Own", (), {"value": lambda self: 1.0})(),
+        lambda held: held.value(),
+        lambda held: setattr(type(held), "value", lambda self: 0.1),
+    ),
+    "descriptor": (
+        OfDescriptor,
+        lambda held: held.limit,
+        lambda held: setattr(held, "_behind_a_descriptor", 0.1),
+    ),
+    "decorator": (
+        lambda: SimpleNamespace(below_a_decorator=1.0),
+        below_a_decorator,
+        lambda held: setattr(held, "below_a_decorator", 0.1),
+    ),
+    "context_manager": (
+        lambda: SimpleNamespace(within_a_context=1.0),
+        entered,
+        lambda held: setattr(held, "within_a_context", 0.1),
+    ),
+    "context_variable": (lambda: IN_CONTEXT.set(1.0), lambda held: IN_CONTEXT.get(), lambda held: IN_CONTEXT.set(0.1)),
+    "weak_reference": (
+        lambda: vars(REFERENT).update(limit=1.0) or weakref.ref(REFERENT),
+        lambda held: held().limit,
+        lambda held: setattr(held(), "limit", 0.1),
+    ),
+    "mapping_proxy": (
+        lambda: MappingProxyType({KEY: [1.0]}),
+        lambda held: held[KEY][0],
+        lambda held: scale(held[KEY], 0),
+    ),
+    "number_as_a_key": (
+        lambda: {"limit": 1.0, 1: 1.0},
+        lambda held: held["limit"] * held[1],
+        lambda held: scale(held, 1),
+    ),
+    "size_of_a_dict": (
+        lambda: {"limit": 1.0},
+        lambda held: held["limit"] / len(held),
+        lambda held: held.update(unnamed=0),
+    ),
+    "function_of_c": (lambda: [1.0], lambda held: FIRST(held), lambda held: scale(held, 0)),
     "optimizer": (
         lambda: torch.optim.SGD([torch.zeros(1)], lr=1.0),
         lambda held: held.param_groups[0]["lr"],
@@ -357,16 +456,23 @@ def test_what_makes_each_call_another_kind_is_named() -> None:
         call_with_other_limits()
 
 
+def scaled_by(schedule: Schedule, x: Tensor) -> Tensor:
+    return x * schedule.value()
+
+
 class Scaled(nn.Module):
-    """Has numbers in a list, in a dict and in an object."""
+    """Has numbers in a list, in a dict and in objects."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.scales, self.by_name, self.config = nn.Linear(8, 3), [1.0, 1.0], {"scale": 1.0}, Limits()
+        self.schedule, self.schedules = Schedule(), {"all": [Schedule()]}
+        self.function = partial(scaled_by, Schedule())
 
     def forward(self, x: Tensor) -> Tensor:
         scaled: Tensor = self.layer(x) * self.scales[1] * self.by_name["scale"] * self.config.limit
-        return scaled
+        scaled = scaled * self.schedule.value() * self.schedules["all"][0].value()
+        return self.function(scaled)
 
 
 @pytest.mark.parametrize(
@@ -375,8 +481,11 @@ class Scaled(nn.Module):
         lambda model: model.scales.__setitem__(1, 3.0),
         lambda model: model.by_name.update(scale=3.0),
         lambda model: setattr(model.config, "limit", 3.0),
+        lambda model: model.schedule.step(),
+        lambda model: model.schedules["all"][0].step(),
+        lambda model: model.function.args[0].step(),
     ],
-    ids=["list", "dict", "object"],
+    ids=["list", "dict", "object", "method", "method_in_a_list", "partial"],
 )
 def test_numbers_that_a_module_keeps(change: Callable[[Any], Any]) -> None:
     model, (x, y) = enn.convert(Scaled()).per_sample(), samples(4)[0]
@@ -388,6 +497,75 @@ def test_numbers_that_a_module_keeps(change: Callable[[Any], Any]) -> None:
         for step in (compiled, lambda x, y: classified(model, x, y)):
             model.zero_grad()
             results.append(step(x, y))
+        assert_same(*results)
+    assert len(graphs(compiled)) == 2
+
+
+@pytest.mark.parametrize("of_parameter", [False, True], ids=["module", "parameter"])
+@pytest.mark.parametrize("kind", ["method", "object", "partial"])
+def test_numbers_that_a_hook_keeps(kind: str, of_parameter: bool) -> None:
+    model, (x, y), schedule = enn.convert(perceptron()).per_sample(), samples(4)[0], Schedule()
+
+    class Hook:
+        def __init__(self) -> None:
+            self.inner = schedule
+
+        def __call__(self, *args: Any) -> Tensor:
+            return args[-1] * self.inner.value()  # type: ignore[no-any-return]
+
+    hook = {"method": Hook().__call__, "object": Hook(), "partial": partial(scaled_by, schedule)}[kind]
+    if of_parameter:
+        model[0].weight.register_hook(hook)
+    else:
+        last_only = partial(lambda hook, module, args, result: hook(result), hook)
+        model[0].register_forward_hook(last_only if kind == "partial" else hook)
+    compiled = enn.compile(lambda x, y: classified(model, x, y), backend="eager")
+    for number in range(6):
+        if number == 3:
+            schedule.step()
+        results = []
+        for step in (compiled, lambda x, y: classified(model, x, y)):
+            model.zero_grad()
+            results.append((step(x, y), model[0].weight.grad))
+        assert_same(*results)
+    assert len(graphs(compiled)) == 2
+
+
+def test_a_forward_that_is_replaced_in_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, y) = enn.convert(Scaled()).per_sample(), samples(4)[0]
+    compiled = enn.compile(lambda x, y: classified(model, x, y), backend="eager")
+    losses = []
+    for number in range(6):
+        if number == 3:
+            monkeypatch.setattr(Scaled, "forward", lambda self, x: 3 * self.layer(x))
+        model.zero_grad()
+        losses.append(compiled(x, y)[0])
+    assert losses[2] != losses[3] == losses[5]
+
+
+def test_a_module_that_the_step_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ModuleType("settings_of_a_test")
+    settings.own_limit = 1.0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, settings.__name__, settings)
+    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+
+    def limit() -> float:
+        from settings_of_a_test import own_limit  # type: ignore[import-not-found]  # noqa: PLC0415
+
+        return own_limit  # type: ignore[no-any-return]
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        F.cross_entropy(model(x), y).backward()
+        return enn.clip_grad_sample_norms_(model, limit()), [parameter.grad for parameter in model.parameters()]
+
+    compiled = enn.compile(step, backend="eager")
+    for number in range(6):
+        if number == 3:
+            settings.own_limit = 0.1  # type: ignore[attr-defined]
+        results = []
+        for run in (compiled, step):
+            model.zero_grad()
+            results.append(run(x, y))
         assert_same(*results)
     assert len(graphs(compiled)) == 2
 

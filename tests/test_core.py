@@ -522,6 +522,12 @@ def test_products_of_a_factor_in_common_are_made_once() -> None:
     assert calls.count(torch.ops.aten.bmm.default) == 2 + 1 + 2 + 1
 
 
+def test_which_factor_is_the_gradient() -> None:
+    term = Outer.of(torch.randn(B, 4, 3), torch.randn(B, 4, 2), torch.float64).padded((1, 0)).scaled(3.0)
+    assert (term.of_gradient, term.transposed().of_gradient, term.transposed().transposed().of_gradient) == (0, 1, 0)
+    assert term.transposed().map(lambda factor: factor[:1]).of_gradient == 1
+
+
 @pytest.mark.parametrize("law", ["dense", "dense out", "weighted_sum", "weighted_sum plain", "add_weighted_sum"])
 @pytest.mark.parametrize("features", [1, 2, 8, 9])
 def test_products_with_few_features(features: int, law: str) -> None:
@@ -542,7 +548,7 @@ BY_NAME = {
         "terms.outer_products",
     ),
     *("positions.numbers_of_positions", "positions.gram_by_position", "terms.products_of_positions"),
-    *("sketch.transform_length", "algebra.of_pairs"),
+    *("sketch.transform_length", "algebra.of_pairs", "of_gradient"),
 }
 
 

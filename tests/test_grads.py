@@ -456,14 +456,19 @@ def test_kronecker_factors_of_a_recurrent_layer() -> None:
 
 
 @pytest.mark.small_rows
-def test_kronecker_factors_behind_a_view_of_the_weight() -> None:
-    """A layer that turns its weight keeps the factors of small rows, too."""
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_kronecker_factors_behind_a_view_of_the_weight(reduction: str) -> None:
+    """A layer that turns its weight keeps the factors of small rows, too, and the gradient is scaled as rows are."""
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D(4, 3)
-    model, x = enn.convert(conv1d).per_sample(keep_factors=True), torch.randn(BATCH, LENGTH, 3)
-    backward(model, x)
+    model = enn.convert(conv1d).per_sample(loss_reduction=reduction, keep_factors=True)
+    x = torch.randn(BATCH, LENGTH, 3)
+    losses = model(x).sin().flatten(1).sum(1)
+    (losses.mean() if reduction == "mean" else losses.sum()).backward()
     A, G, count = enn.per_sample_grads(model).kronecker()["weight"]  # of a weight (in, out): G is the input's
-    torch.testing.assert_close(G, BATCH**2 * torch.einsum("bti,btj->ij", x, x))
-    assert (A.shape, count) == ((4, 4), BATCH * LENGTH)
+    g = model.per_sample(False)(x).cos()
+    torch.testing.assert_close(G, torch.einsum("bti,btj->ij", x, x))
+    torch.testing.assert_close(A, torch.einsum("bti,btj->ij", g, g))
+    assert count == BATCH * LENGTH
 
 
 def test_kronecker_factors_add_up_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,16 @@ def global_names(code: CodeType) -> dict[str, None]:
     }
 
 
+def imported_names(code: CodeType) -> list[str]:
+    """The modules that it imports; those of its own package, with a dot before them for each level."""
+    instructions = [instruction for instruction in get_instructions(code) if instruction.opname != "EXTENDED_ARG"]
+    return [
+        "." * level.argval + imported.argval
+        for level, imported in zip(instructions, instructions[2:], strict=False)
+        if imported.opname == "IMPORT_NAME"
+    ]
+
+
 def computes_keys(code: CodeType) -> bool:
     """Whether it finds items by keys that are no constants, or gives a dict as keyword arguments."""
     return any(

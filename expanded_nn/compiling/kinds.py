@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from expanded_nn._errors import shown
 from expanded_nn.common.batch import contents
 from expanded_nn.common.modes import is_autocast
-from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.looks import PLAIN, Look, by_identity, is_number
-from expanded_nn.compiling.names import HOOKS, Names, names_in_class
+from expanded_nn.compiling.names import HOOKS, Names, Referred, set_by_users
 from expanded_nn.compiling.packing import has_items, items_of
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.factored import FactoredTensor
@@ -23,11 +22,11 @@ from expanded_nn.recording.isolation import Grads, look_at_grads
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.watch import Watch
 
-_NOT_THE_USERS = {*vars(nn.Module()), *OWN_STATE}  # the names of attributes of a module
 _DICTS = "_parameters", "_buffers", "_modules", *HOOKS
 _ALWAYS = "training", *_DICTS
 _TRAITS = attrgetter("dtype", "device", "ndim", "requires_grad")
 _HOOKS_OF_PARAMETER = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_FORWARD = attrgetter("forward", "forward")  # twice, for a tuple
 _GRAD_AND_HOOKS = attrgetter("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_RECORDER = attrgetter("settings", "store.suspended")
 _GLOBAL_HOOKS: list[Mapping[int, Any]] = [
@@ -110,12 +109,12 @@ def of_surroundings() -> Hashable:
     return autocast, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), hooks
 
 
-def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder], seen: Seen) -> Hashable:
+def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder], referred: Referred, seen: Seen) -> Hashable:
     """A key for the state of modules: their children, attributes and hooks, and which gradients and rows they hold.
 
     Modules and parameters count by their ids, which no other object has as long as the modules are kept; buffers and
     tensors among the attributes by their shapes and dtypes; other attributes as in `StepValues`, by the names in the
-    methods. What is looked at is noted.
+    methods, and in those of the step's functions that are `referred` to. What is looked at is noted.
     """
     key: list[Any] = [(recorder.settings, recorder.rows_stand_alone) for recorder in recorders]
     add = key.append
@@ -123,10 +122,15 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder], seen:
         seen.note_places(_OF_RECORDER, recorder)
     getters: dict[tuple[str, ...], Any] = {}
     parameters: dict[int, nn.Parameter] = {}
-    looked_into: set[tuple[int, int]] = set()
+    looked_into: set[tuple[int, type]] = set()
+    names_of = referred.names_of(dict.fromkeys(map(type, modules)))
+    for kind in names_of:
+        plain_class: Any = getattr(kind, "plain_class", None) or kind
+        seen.note_places(_FORWARD, plain_class)
+        add(by_identity(plain_class.forward))
     for module in modules:
         attributes = vars(module)
-        own_names = [name for name in attributes if name not in _NOT_THE_USERS]
+        own_names = set_by_users(module)
         seen.holders.append((module, attributes))
         seen.sized.append(attributes)
         looked_at = (*own_names, *_ALWAYS, *(["_recorder"] if "_recorder" in attributes else []))
@@ -140,7 +144,6 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder], seen:
         add(id(attributes.get("_recorder")))
         key += map(id, attributes["_modules"].values())
         key += [_of_tensor(buffer, seen) for buffer in attributes["_buffers"].values()]
-        names = names_in_class(cast(Any, type(module))) if own_names else Names()
         for name in own_names:
             value = attributes[name]
             if isinstance(value, Tensor):
@@ -148,8 +151,8 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder], seen:
             elif type(value) in PLAIN:
                 add((name, type(value), value))
             else:  # a configuration that many modules have
-                look = id(value), id(names)
-                add((name, id(value)) if look in looked_into else (name, Look([value], names, seen).key))
+                look = id(value), type(module)
+                add((name, id(value)) if look in looked_into else (name, Look([value], names_of[look[1]], seen).key))
                 looked_into.add(look)
         for name in HOOKS:
             if attributes[name]:

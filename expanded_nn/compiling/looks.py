@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from io import IOBase
 from operator import attrgetter, itemgetter
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, cast
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +21,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from expanded_nn._errors import shown
 from expanded_nn.common.steady import is_generator
 from expanded_nn.common.traced import OnlyEager
-from expanded_nn.compiling.names import Names, Referred, Variable, is_the_users, names_in_class
+from expanded_nn.compiling.names import Names, Referred, Variable, is_the_users, names_in_class, set_by_users
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.compiling.state import State, is_of_trace, slots_of
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
-MOST_ITEMS = 1000  # of a list or an array; a longer one counts by its identity, a longer dict by what is named
+MOST_ITEMS = 1000  # of a list; a longer one counts by its identity, a longer dict by what is named
+MOST_NUMBERS = 100_000  # of an array; a larger one counts by its identity
 MOST_PARTS = 1000  # that are looked into; others count by their identity
 _NUMBERS = {bool, int, float, complex}
 _BOUND = BuiltinFunctionType, MethodType
@@ -64,6 +67,7 @@ class Look:
         numbers: The number of each list, dict and object in the order in which they were looked into, by its id.
         iterator: The class of an iterator that is referred to: it would give something else at each call.
         functions: The functions that are referred to.
+        classes: The classes of the user's of which objects were looked into.
         generators: The generators of random numbers that are referred to.
         schedulers: The schedulers of learning rates that are referred to.
         seen: Where all that counts is noted.
@@ -76,6 +80,7 @@ class Look:
         self.numbers: dict[int, int] = {}
         self.iterator: str | None = None
         self.functions: list[FunctionType] = []
+        self.classes: set[type] = set()
         self.generators: list[Any] = []
         self.schedulers: list[LRScheduler] = []
         self._names, self._changing, self.seen = names, changing, seen
@@ -92,6 +97,13 @@ class Look:
             return by_identity(value), self._of_places(value, vars(value), itemgetter, named) if named else ()
         if isinstance(value, _WHOLE) or len(self.numbers) >= MOST_PARTS:
             return by_identity(value)
+        if isinstance(value, MethodType):
+            return cls, self._key(value.__self__), self._key(value.__func__)
+        if isinstance(value, ReferenceType):
+            return cls, self._key(value())
+        if isinstance(value, ContextVar):
+            self.seen.note_places(_in_context, value)
+            return by_identity(value), self._key(value.get(None))
         if is_generator(getattr(value, "__self__", value) if cls in _BOUND else value):
             self.generators.append(getattr(value, "__self__", value))
             return by_identity(value)
@@ -104,7 +116,7 @@ class Look:
             return cls, self._key(value.func), self._key(value.args), of_keywords
         if isinstance(value, list | tuple | set | frozenset | deque):
             return cls, self._of_items(value), of_object
-        if isinstance(value, dict):
+        if isinstance(value, dict | MappingProxyType):
             return by_identity(value), self._of_dict(value), of_object
         if cls.__module__ == "numpy" and hasattr(value, "tobytes"):
             return self._of_array(value)
@@ -122,11 +134,18 @@ class Look:
         self.items[id(value), None] = value, join(map(_outside, value))
         return join(map(self._key, value))
 
-    def _of_dict(self, value: dict[Any, Any]) -> Hashable:
-        words = self._names.words
+    def _of_dict(self, value: Mapping[Any, Any]) -> Hashable:
+        words, is_long = self._names.words, len(value) > MOST_ITEMS
         named = [key for key in value if isinstance(key, str) and key in words]
-        by_key = len(value) > MOST_ITEMS or (named and not self._names.any_item)
-        return self._of_places(value, value, itemgetter, named if by_key else list(value))
+        if is_long or (id(value), None) in self._changing:
+            return self._of_places(value, value, itemgetter, named)
+        keys = tuple(map(_outside, value))
+        self.items[id(value), None] = value, keys
+        if named and not self._names.any_item:
+            named += [key for key in value if not isinstance(key, str)]
+        else:
+            named = list(value)
+        return keys, self._of_places(value, value, itemgetter, named)
 
     def _of_object(self, value: Any) -> Hashable:
         """The key of what counts among the attributes."""
@@ -140,6 +159,8 @@ class Look:
         elif _finds_attributes(cls) and not is_the_users(cls):
             names = names.joined(names_in_class(cls))
         classes = value.__mro__ if isinstance(value, type) else cls.__mro__
+        own_classes = list(filter(is_the_users, classes[:-1]))
+        self.classes.update(own_classes[:1])
         keys: list[Hashable] = []
         if not isinstance(value, type) and hasattr(value, "__dict__"):
             attributes = vars(value)
@@ -149,10 +170,10 @@ class Look:
             keys.append(self._of_places(value, attributes, itemgetter, counted))
         slots = [name for name in slots_of(cls) if name in names.words and hasattr(value, name)]
         keys.append(self._of_places(value, None, attrgetter, slots))
-        for base in filter(is_the_users, classes[:-1]):
+        for base in own_classes:
             attributes = vars(base)
-            constants = [name for name in attributes.keys() & names.words if not _is_computed(attributes[name])]
-            keys.append(self._of_places(base, attributes, itemgetter, sorted(constants)))
+            counted = [name for name in attributes.keys() & names.words if not _is_computed(attributes[name])]
+            keys.append(self._of_places(base, attributes, itemgetter, sorted(counted)))
         return tuple(keys)
 
     def _of_places(self, value: Any, mapping: Any, getter: Callable[..., Any], places: list[Any]) -> Hashable:
@@ -170,7 +191,7 @@ class Look:
         return tuple((place, self._key(item)) for place, item in zip(counted, get(source), strict=False))
 
     def _of_array(self, value: Any) -> Hashable:
-        if not hasattr(value, "__array_interface__") or value.size > MOST_ITEMS:
+        if not hasattr(value, "__array_interface__") or value.size > MOST_NUMBERS:
             return by_identity(value)
         numbers = value.tobytes()
         self.seen.note_fact(value.tobytes)
@@ -203,11 +224,24 @@ class StepValues:
             values = (*referred.values(), *objects)
             look = Look(values, referred.names, Seen(), self.changing, referred.owners)
             known = len(referred.functions)
-            for function in look.functions:
-                referred.add(function)
+            for value in (*look.functions, *look.classes):
+                referred.add(value)
             if len(referred.functions) == known:
                 referred.note(look.seen)
                 return look
+
+    def add_modules(self, modules: Sequence[nn.Module]) -> None:
+        """Modules that the step calls: the functions count that these, their hooks and their attributes refer to."""
+        known = -1
+        self.referred.add_modules(modules)
+        while known < len(self.referred.functions):
+            known = len(self.referred.functions)
+            names = self.referred.names_of({*map(type, modules)})
+            for module in modules:
+                values = map(vars(module).get, set_by_users(module))
+                look = Look(values, names[type(module)], Seen())
+                for value in (*look.functions, *look.classes):
+                    self.referred.add(value)
 
     def key(self, objects: Sequence[Any]) -> Hashable:
         """A key for them at this moment.
@@ -270,7 +304,8 @@ class StepValues:
         for place in before.items.keys() | after.items.keys():
             value, _ = before.items.get(place) or after.items[place]
             is_changed = place[0] in before.numbers and before.items.get(place) != after.items.get(place)
-            if isinstance(value, dict) and type(value.get(place[1])) in PLAIN and self.referred.reads_item(place[1]):
+            is_of_dict = isinstance(value, dict) and place[1] in value
+            if is_of_dict and type(value[place[1]]) in PLAIN and self.referred.reads_item(place[1]):
                 continue
             if not is_changed or not isinstance(value, list | dict | set | deque):
                 continue
@@ -295,11 +330,15 @@ def _finds_attributes(cls: type) -> bool:
     return any(hasattr(cls, name) for name in ("__getattr__", "__getitem__"))
 
 
+def _in_context(variable: ContextVar[Any]) -> tuple[Any]:
+    return (variable.get(None),)
+
+
 def _outside(value: Any) -> Hashable:
     """A key for a value without what is in it."""
     return (type(value), value) if type(value) in PLAIN else by_identity(value)
 
 
 def _is_computed(member: Any) -> bool:
-    """Whether a member of a class is a function or gives its value by one."""
-    return hasattr(member, "__get__")
+    """Whether a member of a class gives its value by a function, and is none."""
+    return hasattr(member, "__get__") and not isinstance(member, FunctionType)

@@ -6,6 +6,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from importlib.util import resolve_name
 from operator import attrgetter, setitem
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -13,11 +14,20 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from expanded_nn._errors import LIBRARIES
-from expanded_nn.common.bytecode import computes_keys, constant_keys, global_names
+from expanded_nn.common.bytecode import computes_keys, constant_keys, global_names, imported_names
+from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.seen import Seen
 
-_NOT_THE_USERS = (*LIBRARIES, *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")), "<")
+_MADE_BY_LIBRARIES = "<string>", "<frozen ", "<attrs ", "<__array_function__ "  # not "<stdin>", nor a cell of IPython
+_NOT_THE_USERS = (
+    *LIBRARIES,
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
+    *_MADE_BY_LIBRARIES,
+)
 
+_OF_ANY_MODULE = {*vars(nn.Module()), *OWN_STATE}
+_CACHED = type(cache(len))
+_OURS = __name__.partition(".")[0]
 _DEFAULTS = attrgetter("__defaults__", "__kwdefaults__")
 _NUMBERS = {bool, int, float, complex, str, list, dict, set, tuple}  # and what may hold any
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -66,6 +76,7 @@ class Referred:
         bound: The step's partial functions, whose arguments count.
         cells: The variables of enclosing functions.
         globals: The global namespaces, each with a name in it.
+        imported: The modules that the functions import themselves, by their full names.
         hooks: The hooks of modules and parameters, by their ids.
         functions: The functions.
         names: What they refer to.
@@ -77,6 +88,7 @@ class Referred:
         self.bound: list[partial[Any]] = []
         self.cells: list[CellType] = []
         self.globals: list[tuple[dict[str, Any], str]] = []
+        self.imported: list[str] = []
         self.hooks: dict[int, Any] = {}
         self.functions: dict[FunctionType, None] = {}
         self.names = Names()
@@ -118,10 +130,12 @@ class Referred:
             hooks += [
                 hook for registries in of_parameters for registry in registries for hook in (registry or {}).values()
             ]
-            self.hooks |= {id(hook): hook for hook in hooks}
-            for value in (*vars(module).values(), *hooks):
+            self.hooks |= {id(hook): hook for hook in hooks if type(hook).__module__.partition(".")[0] != _OURS}
+            for value in vars(module).values():
                 if isinstance(value, FunctionType | MethodType | partial):
                     self._follow(value)
+        for hook in self.hooks.values():
+            self._follow(hook)
         self._read_all()
 
     def _read_all(self) -> None:
@@ -146,9 +160,11 @@ class Referred:
         self.functions[function] = None
         self.names = self.names.joined(_names_in(function.__code__))
         names, cells = _globals_of(function.__code__), function.__closure__ or ()
+        imported = _imported_by(function)
         self.cells += cells
         self.globals += [(function.__globals__, name) for name in names]
-        for value in [*map(_content, cells), *map(function.__globals__.get, names)]:
+        self.imported += imported
+        for value in [*map(_content, cells), *map(function.__globals__.get, names), *map(sys.modules.get, imported)]:
             self._follow(value)
 
     def _follow(self, value: Any) -> None:
@@ -158,9 +174,11 @@ class Referred:
             value = value.__func__
         if isinstance(value, partial):
             value = value.func
-        if isinstance(value, FunctionType):
-            if not value.__code__.co_filename.startswith(_NOT_THE_USERS):
+        if isinstance(value, FunctionType | _CACHED):
+            if isinstance(value, FunctionType) and not value.__code__.co_filename.startswith(_NOT_THE_USERS):
                 self._read(value)
+            if "__wrapped__" in vars(value):  # by a decorator, such as torch.no_grad()
+                self._follow(vars(value)["__wrapped__"])
         elif isinstance(value, ModuleType):
             if is_the_users(value):
                 self.places[id(value)] = [vars(value)]
@@ -183,13 +201,19 @@ class Referred:
         """Reads the function behind a member of a class, as that of a property."""
         for name in ("fget", "func", "__func__"):
             member = getattr(member, name, member)
-        if isinstance(member, FunctionType):
+        if not isinstance(member, FunctionType | _CACHED):
+            member = getattr(type(member), "__get__", None)
+        if isinstance(member, FunctionType | _CACHED):
             self._follow(member)
 
     def _read_named(self, namespaces: Iterable[Mapping[str, Any]]) -> None:
         for namespace in namespaces:
             for member in [namespace[name] for name in self.names.words if name in namespace]:
                 self._follow_function(member)
+
+    def names_of(self, kinds: Iterable[type]) -> dict[type, Names]:
+        """What counts in what modules of some classes hold, by their classes: what these name, and the step does."""
+        return {kind: names_in_class(kind).joined(Names(self.names.words)) for kind in kinds}
 
     def reads_item(self, key: Any) -> bool:
         """Whether the functions find the item of such a key in a dict, and do not only count in it."""
@@ -206,13 +230,14 @@ class Referred:
 
     def reachable(self) -> list[Any]:
         """What the step can reach: these values, its objects, and its hooks."""
-        return [*self.values(), *self.owners, *self.hooks.values()]
+        return [*self.values(), *self.owners]
 
     def values(self) -> list[Any]:
         """The values of these names at this moment, but for those of attributes and items."""
         values = [variable.value for variable in self.variables()]
         for step in self.bound:
             values += (*step.args, *step.keywords.values())
+        values += [*self.hooks.values(), *map(sys.modules.get, self.imported)]
         for function in self.functions:
             values += function.__defaults__ or ()
             values += (function.__kwdefaults__ or {}).values()
@@ -226,11 +251,17 @@ class Referred:
             names.setdefault(id(namespace), (namespace, []))[1].append(name)
         for namespace, own_names in names.values():
             seen.note_places(partial(map, namespace.get), own_names)
+        seen.note_places(partial(map, sys.modules.get), self.imported)
         for function in self.functions:
             seen.note_places(_DEFAULTS, function)
         keywords = [step.keywords for step in self.bound] + [function.__kwdefaults__ for function in self.functions]
         for own_keywords in filter(None, keywords):
             seen.note_items(own_keywords.values())
+
+
+def set_by_users(module: nn.Module) -> list[str]:
+    """The names of the attributes of a module that are neither torch's nor this library's."""
+    return [name for name in vars(module) if name not in _OF_ANY_MODULE]
 
 
 @cache
@@ -265,6 +296,13 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 def _globals_of(code: CodeType) -> list[str]:
     return list(dict.fromkeys(name for inner in _codes(code) for name in global_names(inner)))
+
+
+def _imported_by(function: FunctionType) -> list[str]:
+    """The modules that a function imports itself, by their full names."""
+    package = function.__globals__.get("__package__") or ""
+    names = [name for code in _codes(function.__code__) for name in imported_names(code)]
+    return [resolve_name(name, package) for name in names if package or not name.startswith(".")]
 
 
 @cache

@@ -156,7 +156,8 @@ def _is_constant(name: str, member: Any) -> bool:
 @cache
 def slots_of(cls: Any) -> list[str]:
     """The attributes for which the instances of a class have slots."""
-    return [name for base in cls.__mro__ for name, member in vars(base).items() if type(member) is MemberDescriptorType]
+    attributes = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]  # classes written in C have none
+    return [name for names in attributes for name, member in names.items() if type(member) is MemberDescriptorType]
 
 
 def is_of_trace(value: Any) -> bool:

@@ -112,16 +112,17 @@ def factors(blocks: Sequence[Block], kind: Kind, total: KroneckerFactors | None 
     for term in (term.to(dtype) for _, terms in blocks for term in terms):
         if isinstance(term, Patches):
             _add_patches(term, total)
-        else:
+        elif isinstance(term, Outer):
             _add_outer(term, total)
         count += term.batch * term.positions
     return KroneckerFactors(total.A, total.G, count)
 
 
-def _add_outer(term: Term, total: KroneckerFactors) -> None:
-    g, a = (_in_order(factor) for factor in term.unscaled())
-    _add_product(total.A, a)
-    _add_product(total.G, g, term.coefficient**2)
+def _add_outer(term: Outer, total: KroneckerFactors) -> None:
+    scales = [1.0, 1.0]
+    scales[term.of_gradient] = term.coefficient**2
+    for side, factor, scale in zip((total.G, total.A), term.unscaled(), scales, strict=True):
+        _add_product(side, _in_order(factor), scale)
 
 
 def _in_order(

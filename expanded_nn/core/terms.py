@@ -260,7 +260,13 @@ def outer_products(
 
 
 class Outer(Term):
-    """`sum_t g[b,t,:] (x) a[b,t,:]` with `g (B, T, out)` and `a (B, T, in)`: rows `(B, out, in)`."""
+    """`sum_t g[b,t,:] (x) a[b,t,:]` with `g (B, T, out)` and `a (B, T, in)`: rows `(B, out, in)`.
+
+    Attributes:
+        of_gradient: Which of the two factors is the output's gradient; the second one after a transposition.
+    """
+
+    of_gradient = 0
 
     @classmethod
     def of(
@@ -356,7 +362,7 @@ class Outer(Term):
     def transposed(self) -> Outer:
         """Rows `(B, in, out)`."""
         g, a = self.factors
-        return self._with(factors=(a, g), row_shape=self.row_shape[::-1])
+        return self._with(factors=(a, g), row_shape=self.row_shape[::-1], of_gradient=1 - self.of_gradient)
 
 
 class PaddedOuter(Outer):

@@ -196,6 +196,8 @@ class Embedding(Expanded, nn.Embedding):
         max_norm = _renormalize_once(self, input)
         options = (self.padding_idx, max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
         out = embedding(index, self.expanded("weight"), *options)
+        if self.pass_batch_size == 1 and index.dim() > input.dim():
+            return out.squeeze(0)  # as the plain layer gives it: all rows are the single sample's
         if input.dim() == 0:
             note_shared_result(self, out, is_new=True)
         return out.transpose(0, dim).contiguous() if dim else out

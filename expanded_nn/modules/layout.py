@@ -24,6 +24,9 @@ An index may lack the dimension of the samples (`index_by_sample`):
 | 1 long, with a second dimension | one row that all samples share; refused if it holds all samples |
 | a slice of a batch, `n * B` long (folded), or `B / n` long | refused, unless it has the values of positions |
 | any other, a single number as well | no dimension of the samples: all share it |
+
+In a pass of a single sample a layer that treats each position alone takes any rows: all are that sample's, and the
+result has no other dimensions than the plain layer's.
 """
 
 from __future__ import annotations
@@ -364,6 +367,9 @@ def index_by_sample(layer: IndexReader, index: Tensor) -> tuple[Tensor, int]:
     return index.expand(batch, *index.shape), layer._samples_dim if index.dim() else 0
 
 
+_LARGE = 4  # smaller matrices have equal diagonals by chance
+
+
 def _may_be_positions(layer: IndexReader, index: Tensor) -> bool:
     """Whether B indices may be positions that all samples share, and not one index per sample.
 
@@ -372,6 +378,8 @@ def _may_be_positions(layer: IndexReader, index: Tensor) -> bool:
     """
     forward = forward_of(layer)
     is_argument = forward is not None and forward.is_argument(index)
+    if is_argument and index.dim() > 1 and len(index) < _LARGE:  # words are so by chance
+        return False
     if _are_positions(index, usually=False):
         if index.dim() != 1 or forward is None or not (is_argument or forward.is_shifted_argument(index)):
             return True
@@ -411,10 +419,12 @@ def _are_positions(index: Tensor, *, usually: bool) -> bool:
     """Whether an index is like `arange` or a matrix of relative positions; in a trace, what is usual."""
     if index.dim() == 1:
         condition = (index.diff() == 1).all()
-    elif index.dim() != 2 or index.shape[0] != index.shape[1] or index.shape[0] < 4:
-        return False  # smaller matrices have equal diagonals by chance
+    elif index.dim() != 2 or index.shape[0] != index.shape[1]:
+        return False
     else:
         condition = (index[1:, 1:] == index[:-1, :-1]).all() & (index != index[0, 0]).any()
+        if len(index) < _LARGE:
+            condition &= (index[0].diff().abs() == 1).all() & (index[:, 0].diff().abs() == 1).all()
     if is_traced():
         assume(condition == usually, "call after call its indices are of another kind than at the call that was traced")
         return usually

@@ -693,24 +693,30 @@ def test_single_index_with_two_dimensions_is_shared(dim: int) -> None:
     words_against_the_loop(lambda words: torch.tensor([4]).unsqueeze(dim), 3, 6)
 
 
-def test_relative_positions_are_shared() -> None:
+class Relative(nn.Module):
     """T5's `(T, T)`."""
 
-    class Relative(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Embedding(10, 4)
+    def __init__(self, signed: bool) -> None:
+        super().__init__()
+        self.bias, self.signed = nn.Embedding(10, 4), signed
 
-        def forward(self, x: Tensor) -> Tensor:
-            steps = torch.arange(x.shape[1])
-            bias = self.bias((steps[:, None] - steps).abs())  # (T, T, 4)
-            return (x.unsqueeze(1) + bias).sum(2)
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.arange(x.shape[1])
+        distance = steps[:, None] - steps
+        bias = self.bias(distance + 4 if self.signed else distance.abs())  # (T, T, 4)
+        return (x.unsqueeze(1) + bias).sum(2)
 
-    module = Relative()
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("steps", [2, 3, 4, 5])
+@pytest.mark.parametrize("samples", [2, 3, 4])
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+def test_relative_positions_are_shared(samples: int, steps: int, signed: bool) -> None:
+    module = Relative(signed)
     model = enn.convert(module).per_sample(loss_reduction="sum")
-    call = Call((torch.randn(3, 5, 4),))
+    call = Call((torch.randn(samples, steps, 4),))
     total_loss(model, call).backward()
-    assert_close_rows(rows_of(model), loop(module, call, 3))
+    assert_close_rows(rows_of(model), loop(module, call, samples))
 
 
 def test_arange_of_the_length_of_the_batch_is_ambiguous() -> None:

@@ -860,6 +860,33 @@ def test_first_of_a_shared_result(take: Callable[[Tensor], Tensor]) -> None:
         assert "pos (Embedding)" in str(error)  # noqa: PT017
 
 
+class BehindLayers(Positions):
+    """Takes a part of what layers make of the table, for whatever rows it has."""
+
+    def __init__(self, ids: Tensor, take: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(ids, take)
+        self.norm, self.pair = nn.LayerNorm(D), nn.Bilinear(D, D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.pos(self.ids)
+        return self.lin(x) + self.take(self.norm(self.pair(table, self.lin(table)))).reshape(-1, D).sum(0)
+
+
+@pytest.mark.parametrize("ids", [torch.arange(5), torch.arange(6).view(3, 2)], ids=["1d", "2d"])
+@pytest.mark.parametrize("take", [*TAKES.values(), lambda p: p.softmax(0), lambda p: p + len(p)])
+@pytest.mark.parametrize("kind", [Positions, BehindLayers])
+def test_a_single_sample_has_the_plain_results(kind: Any, ids: Tensor, take: Callable[[Tensor], Tensor]) -> None:
+    """With a dimension for it, the forward would speak of another one than it means."""
+    module = kind(ids, lambda p: take(p).reshape(-1, D).sum(0))
+    right(on(module, escalate=False), module, forward, values(1, 5, D))
+
+
+@pytest.mark.parametrize("kind", [Positions, BehindLayers])
+def test_a_single_sample_and_a_single_index(kind: Any) -> None:
+    module = kind(torch.tensor(2), lambda p: p.softmax(0) if p.dim() == 1 else 1 / p.dim())
+    right(on(module, escalate=False), module, forward, values(1, 5, D))
+
+
 class TakenLater(nn.Module):
     """The same layers read what all samples share, and later on it takes a part of their result."""
 
