@@ -433,7 +433,7 @@ def test_sketches(name: str, dim: int, at_once: int, by_factors: bool, monkeypat
         return totals.result()
 
     drawn = sketch_of(dim, inputs[1][count:])
-    places = [side.order.argsort() for side in drawn.sides]
+    places = [side.order[: len(side.signs)].argsort() for side in drawn.sides]
     places[1 - drawn.along] = places[1 - drawn.along] * drawn.width + drawn.shift
     buckets = (places[0][:, None] + places[1]) % dim
     signs = drawn.sides[0].signs[:, None] * drawn.sides[1].signs
