@@ -297,7 +297,7 @@ def test_kronecker_factors(name: str, panel: int, monkeypatch: pytest.MonkeyPatc
         return kronecker.factors([(B, (term,))], kind, total)
 
     term = case.term(*inputs[1])
-    assert kronecker.has_factors([(B, (term,)), (2, ())], Kind(term.row_shape, term.dtype, term.factors[0].device))
+    assert kronecker.has_factors([term, term], term.row_shape)
     A, G = second_moments(term, *inputs[1])
     close = {"rtol": 1e-9, "atol": 1e-9} if term.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
     found = factors(*inputs[1])
@@ -310,7 +310,7 @@ def test_kronecker_factors(name: str, panel: int, monkeypatch: pytest.MonkeyPatc
 
 def test_what_has_no_kronecker_factors() -> None:
     for name in ("dense", "one-hot"):
-        assert not kronecker.has_factors([(B, (CASES[name].term(*CASES[name].factors()),))], KIND)
+        assert not kronecker.has_factors([CASES[name].term(*CASES[name].factors())], KIND.row_shape)
 
 
 @pytest.mark.parametrize("name", CASES)
