@@ -141,23 +141,26 @@ class Sketch:
         g, a = (factor.transpose(0, 1) if time_first else factor for factor in term.unscaled())
         write_g, write_a = (self._writer(side, term.dtype) for side in (0, 1))
         size, width = g.shape[:2]  # the parts are those of the first dimension
-        at_once = (
-            size
-            if cost.is_symbol(term.batch)
-            else cost.at_once(2 * width * totals.length, cost.CHUNK_NUMEL // cost.SPECTRUM_SHARE)
-        )
+        numel, limit = width * totals.length, cost.CHUNK_NUMEL // cost.SPECTRUM_SHARE
+        numel = 2 * numel if totals.reuses_memory else numel
+        at_once = size if cost.is_symbol(term.batch) else cost.at_once(numel, limit)
         flat = (factor.flatten(0, 1).split(max(1, at_once * width)) for factor in (g, a))
         for g_part, a_part in zip(*flat, strict=True) if size * width else ():
-            sketches = totals.scratch(2, g_part.shape[0], totals.length)
-            write_g(g_part, sketches[0])
-            write_a(a_part, sketches[1])
-            spectra = torch.fft.rfft(sketches)  # of both at once, as each call makes a plan
-            products = spectra[0].mul_(spectra[1]).view(-1, width, spectra.shape[2])
+            shape = g_part.shape[0], totals.length
+            if totals.reuses_memory:
+                sketches = totals.scratch(2, *shape)
+                write_g(g_part, sketches[0])
+                write_a(a_part, sketches[1])
+                spectra = torch.fft.rfft(sketches).unbind()  # of both at once, as each call makes a plan
+            else:
+                written = write_g(g_part, totals.scratch(*shape)), write_a(a_part, totals.scratch(*shape))
+                spectra = tuple(torch.fft.rfft(sketch) for sketch in written)
+            products = spectra[0].mul_(spectra[1]).view(-1, width, spectra[0].shape[1])
             spectrum = products.squeeze(1) if term.positions == 1 else products.sum(0 if time_first else 1)
             totals.spectrum[start : start + spectrum.shape[0]].add_(spectrum, alpha=term.coefficient)
             start += 0 if time_first else spectrum.shape[0]
 
-    def _writer(self, side: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], object]:
+    def _writer(self, side: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
         """What writes the sketches of a factor `(N, features)`, and zeros behind, to `(N, length)`."""
         order, placed_signs, buckets, signs = self.sides[side]
         features = len(signs)
@@ -166,12 +169,13 @@ class Sketch:
             return lambda factor, out: out.zero_().index_add_(1, buckets, factor * signs)
         order, signs = order[:features], placed_signs[:features].to(dtype)  # places are buckets
 
-        def write(factor: Tensor, out: Tensor) -> None:
+        def write(factor: Tensor, out: Tensor) -> Tensor:
             if features == out.shape[1]:
                 torch.index_select(factor, 1, order, out=out).mul_(signs)
             else:
                 torch.mul(factor.index_select(1, order), signs, out=out[:, :features])
                 out[:, features:] = 0.0
+            return out
 
         return write
 
