@@ -77,10 +77,11 @@ class PerSampleGrads(Mapping[str, Tensor]):
     """
 
     def __init__(self, rows: Mapping[str, Tensor]) -> None:
-        refuse_no_rows("PerSampleGrads", "rows", rows)
-        self._batch = batch_size_of(rows)
-        self._rows = {name: snapshot(held) for name, held in rows.items()}
-        self._blocks = {name: held.blocks for name, held in self._rows.items()}  # as norms may make rows dense
+        with no_torch_function():
+            refuse_no_rows("PerSampleGrads", "rows", rows)
+            self._batch = batch_size_of(rows)
+            self._rows = {name: snapshot(held) for name, held in rows.items()}
+        self._blocks = {name: held._cell.blocks for name, held in self._rows.items()}  # as norms may make rows dense
         self._queries: dict[str, FactoredTensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from expanded_nn._errors import complaint, refuse_no_count
 from expanded_nn.common.modes import no_torch_function, without_autocast
 from expanded_nn.common.traced import is_traced
-from expanded_nn.core.sketch import Sketch, Totals, TwoSided
+from expanded_nn.core.sketch import Sketch, Totals, TwoSided, Vectors
 from expanded_nn.core.terms import Dense, Term, sides
 from expanded_nn.factored import FactoredTensor, as_factored, as_real
 from expanded_nn.rows.arguments import refuse_emptiness, refuse_no_rows
@@ -74,6 +74,7 @@ class Projection:
         self.seed = seed
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._maps: dict[tuple[str, torch.device], Sketch | TwoSided | _Gaussian] = {}
+        self._vectors: dict[tuple[tuple[str, ...], torch.device], Vectors] = {}  # of their names
 
     def __repr__(self) -> str:
         return f"Projection({self.dim}, kind={self.kind!r}, seed={self.seed})"
@@ -99,15 +100,32 @@ class Projection:
             self._refuse_other_shapes(rows)
             first = next(iter(rows.values()))
             with without_autocast():
-                kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in rows.values())
-                totals = {
-                    kind: Totals(self.dim, first.shape[0], *kind, reuses_memory=not is_traced()) for kind in kinds
-                }
+                by_kind: dict[tuple[torch.dtype, torch.device], dict[str, FactoredTensor]] = {}
                 for name, tensor in rows.items():
-                    self._add(name, tensor, totals[tensor.dtype, tensor.device])
+                    by_kind.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
                 # in the widest of the dtypes, on the first of the devices
-                result, *more = (total.result().to(first.device) for total in totals.values())
-                return sum(more, start=result)
+                result, *more = (
+                    self._of_one_kind(group, Totals(self.dim, first.shape[0], *kind, reuses_memory=not is_traced()))
+                    for kind, group in by_kind.items()
+                )
+                return sum((other.to(first.device) for other in more), start=result)
+
+    def _of_one_kind(self, rows: Mapping[str, FactoredTensor], totals: Totals) -> Tensor:
+        """The projections of rows of one dtype, on one device."""
+        vectors = {} if self.kind == "gaussian" else _held_vectors(rows)
+        if vectors:
+            self._add_vectors(vectors, totals)
+        for name, tensor in rows.items():
+            if name not in vectors:
+                self._add(name, tensor, totals)
+        return totals.result()
+
+    def _add_vectors(self, vectors: Mapping[str, Tensor], totals: Totals) -> None:
+        key = tuple(vectors), totals.device
+        if key not in self._vectors:
+            maps = (self._map(name, (matrix.shape[1],), totals.device) for name, matrix in vectors.items())
+            self._vectors[key] = Vectors.of([linear_map for linear_map in maps if isinstance(linear_map, Sketch)])
+        self._vectors[key].add(list(vectors.values()), totals)
 
     def _add(self, name: str, rows: FactoredTensor, totals: Totals) -> None:
         linear_map = self._map(name, tuple(rows.shape[1:]), rows.device)
@@ -148,6 +166,12 @@ class Projection:
                     f"{first_shape}, as in the first call",
                     "Make one Projection for each model.",
                 )
+
+
+def _held_vectors(rows: Mapping[str, FactoredTensor]) -> dict[str, Tensor]:
+    """The rows of vectors that are held as a matrix, `(B, numbers in a row)`."""
+    matrices = {name: tensor.held_matrix() for name, tensor in rows.items() if tensor.dim() == 2}
+    return {name: matrix for name, matrix in matrices.items() if matrix is not None}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -92,14 +92,14 @@ def eigenbasis(factors: KroneckerFactors) -> EigenFactors:
     return EigenFactors(A, G, A.new_zeros(len(G), len(A)), 0)
 
 
-def has_factors(blocks: Sequence[Block], kind: Kind) -> bool:
+def has_factors(terms: Iterable[Term], row_shape: Sequence[int]) -> bool:
     """Whether all terms are made of outer products of the row's two sides."""
-    return all(_has_sides(term, sides(kind.row_shape)) for _, terms in blocks for term in terms)
+    sizes = sides(row_shape)
+    return all(_is_counted(term) and sides(term.row_shape) == sizes for term in terms)
 
 
-def _has_sides(term: Term, sizes: tuple[int, int]) -> bool:
-    is_counted = isinstance(term, Outer | Patches) and not isinstance(term, PaddedOuter)
-    return is_counted and sides(term.row_shape) == sizes
+def _is_counted(term: Term) -> bool:
+    return isinstance(term, Outer | Patches) and not isinstance(term, PaddedOuter)
 
 
 def factors(blocks: Sequence[Block], kind: Kind, total: KroneckerFactors | None = None) -> KroneckerFactors:
@@ -109,27 +109,27 @@ def factors(blocks: Sequence[Block], kind: Kind, total: KroneckerFactors | None 
         G, A = (torch.zeros(size, size, dtype=dtype, device=kind.device) for size in sides(kind.row_shape))
         total = KroneckerFactors(A, G, 0)
     count = total.count
-    for term in (term.to(dtype) for _, terms in blocks for term in terms):
+    for term in (term for _, terms in blocks for term in terms):
         if isinstance(term, Patches):
-            _add_patches(term, total)
+            _add_patches(term.to(dtype), total)
         elif isinstance(term, Outer):
-            _add_outer(term, total)
+            _add_outer(term, total, dtype)
         count += term.batch * term.positions
     return KroneckerFactors(total.A, total.G, count)
 
 
-def _add_outer(term: Outer, total: KroneckerFactors) -> None:
+def _add_outer(term: Outer, total: KroneckerFactors, dtype: torch.dtype) -> None:
     scales = [1.0, 1.0]
     scales[term.of_gradient] = term.coefficient**2
-    for side, factor, scale in zip((total.G, total.A), term.unscaled(), scales, strict=True):
-        _add_product(side, _in_order(factor), scale)
+    for side, factor, scale in zip((total.G, total.A), term.factors, scales, strict=True):
+        _add_product(side, _in_order(factor).to(dtype), scale)
 
 
 def _in_order(
     factor: Tensor,  # (B, T, features)
 ) -> Tensor:  # (B * T, features)
     """In the order of memory, which is that of time in recurrent layers."""
-    return (factor.transpose(0, 1) if factor.transpose(0, 1).is_contiguous() else factor).flatten(0, 1)
+    return (factor.transpose(0, 1) if factor.stride(0) < factor.stride(1) else factor).flatten(0, 1)
 
 
 def _add_patches(term: Patches, total: KroneckerFactors) -> None:

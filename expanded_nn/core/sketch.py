@@ -5,12 +5,13 @@ The random numbers of a map are drawn elsewhere; a map is given by its tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn.core import cost
@@ -59,9 +60,10 @@ class Totals:
 
 
 class Side(NamedTuple):
-    """How the indices of one side of a matrix are shuffled."""
+    """How the indices of one side of a matrix are shuffled; the longer one has a gap behind, up to the next line."""
 
-    order: Tensor  # the index at each place of the shuffled order
+    order: Tensor  # the index at each place of the shuffled order, 0 in the gap
+    placed_signs: Tensor  # the sign at each place, 0 in the gap
     buckets: Tensor  # the bucket of each index: h(out) or h'(in)
     signs: Tensor  # ±1 for each index
 
@@ -97,15 +99,19 @@ class Sketch:
         sizes = [len(order) for order in orders]
         along, longer = int(sizes[1] >= sizes[0]), max(sizes)
         width = next(width for width in range(max(1, longer), longer + dim + 1) if gcd(width, dim) == 1)
-        places = [order.argsort() for order in orders]
-        buckets = [place if side == along else place * width + shift for side, place in enumerate(places)]
-        out, in_ = (Side(*tensors) for tensors in zip(orders, (b % dim for b in buckets), signs, strict=True))
-        return cls((out, in_), dim, along, width, shift)
+
+        def shuffled(side: int, order: Tensor, signs: Tensor) -> Side:
+            places = order.argsort()
+            buckets = places if side == along else places * width + shift
+            gap = (0, width - longer if side == along else 0)
+            return Side(F.pad(order, gap), F.pad(signs[order], gap), buckets % dim, signs)
+
+        return cls((shuffled(0, orders[0], signs[0]), shuffled(1, orders[1], signs[1])), dim, along, width, shift)
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Those of the matrix, `(out, in)`."""
-        return len(self.sides[0].order), len(self.sides[1].order)
+        return self.sides[0].signs.shape[0], self.sides[1].signs.shape[0]
 
     def add(self, term: Term, totals: Totals, start: int) -> None:
         """Adds the sketches of a term's rows to those from sample `start` on."""
@@ -131,33 +137,55 @@ class Sketch:
 
     def _add_by_factors(self, term: Outer, totals: Totals, start: int) -> None:
         """Adds the sketches, from Fourier transforms of the sketches of the factors, position by position."""
-        for chunk in term.chunks(cost.SPECTRUM_SHARE * term.positions * totals.length):
-            g, a = chunk.weighted()
-            spectrum = self._transform(g, 0, totals).mul_(self._transform(a, 1, totals)).sum(1)
-            totals.spectrum[start : start + chunk.batch] += spectrum
-            start += chunk.batch
+        time_first = term.positions != 1 and _is_time_first(term.factors[self.along])
+        g, a = (factor.transpose(0, 1) if time_first else factor for factor in term.unscaled())
+        write_g, write_a = (self._writer(side, term.dtype) for side in (0, 1))
+        size, width = g.shape[:2]  # the parts are those of the first dimension
+        numel, limit = width * totals.length, cost.CHUNK_NUMEL // cost.SPECTRUM_SHARE
+        numel = 2 * numel if totals.reuses_memory else numel
+        at_once = size if cost.is_symbol(term.batch) else cost.at_once(numel, limit)
+        flat = (factor.flatten(0, 1).split(max(1, at_once * width)) for factor in (g, a))
+        for g_part, a_part in zip(*flat, strict=True) if size * width else ():
+            shape = g_part.shape[0], totals.length
+            if totals.reuses_memory:
+                sketches = totals.scratch(2, *shape)
+                write_g(g_part, sketches[0])
+                write_a(a_part, sketches[1])
+                spectra = torch.fft.rfft(sketches).unbind()  # of both at once, as each call makes a plan
+            else:
+                written = write_g(g_part, totals.scratch(*shape)), write_a(a_part, totals.scratch(*shape))
+                spectra = tuple(torch.fft.rfft(sketch) for sketch in written)
+            products = spectra[0].mul_(spectra[1]).view(-1, width, spectra[0].shape[1])
+            spectrum = products.squeeze(1) if term.positions == 1 else products.sum(0 if time_first else 1)
+            totals.spectrum[start : start + spectrum.shape[0]].add_(spectrum, alpha=term.coefficient)
+            start += 0 if time_first else spectrum.shape[0]
 
-    def _transform(self, factor: Tensor, side: int, totals: Totals) -> Tensor:
-        """The transform of the sketch of a factor `(B, T, features)`, `(B, T, length / 2 + 1)`."""
-        if _is_time_first(factor):
-            return self._transform(factor.transpose(0, 1), side, totals).transpose(0, 1)
-        order, buckets, signs = self.sides[side]
-        flat, signs = factor.reshape(-1, len(order)), signs.to(factor.dtype)
-        if side == self.along and len(order) <= self.dim:  # places are buckets
-            sketch = torch.index_select(flat, 1, order, out=totals.scratch(*flat.shape)).mul_(signs[order])
-        else:
-            sketch = flat.new_zeros(len(flat), self.dim).index_add_(1, buckets, flat * signs)
-        spectrum: Tensor = torch.fft.rfft(sketch, n=totals.length)
-        return spectrum.view(*factor.shape[:2], totals.length // 2 + 1)
+    def _writer(self, side: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+        """What writes the sketches of a factor `(N, features)`, and zeros behind, to `(N, length)`."""
+        order, placed_signs, buckets, signs = self.sides[side]
+        features = len(signs)
+        if side != self.along or features > self.dim:
+            signs = signs.to(dtype)
+            return lambda factor, out: out.zero_().index_add_(1, buckets, factor * signs)
+        order, signs = order[:features], placed_signs[:features].to(dtype)  # places are buckets
+
+        def write(factor: Tensor, out: Tensor) -> Tensor:
+            if features == out.shape[1]:
+                torch.index_select(factor, 1, order, out=out).mul_(signs)
+            else:
+                torch.mul(factor.index_select(1, order), signs, out=out[:, :features])
+                out[:, features:] = 0.0
+            return out
+
+        return write
 
     def _add_by_rows(self, term: Outer, totals: Totals, start: int) -> None:
         """Adds the sketches, from shuffled rows, which are made from shuffled factors, a bounded number at once."""
         lines = min(self.sizes)
         lines_at_once = min(lines, cost.at_once(self.width, cost.SHUFFLED_NUMEL))
         for chunk in term.chunks(max(lines_at_once * self.width, term.positions * (lines + self.width))):
-            factors = chunk.weighted()
-            across = self._shuffled(factors[1 - self.along], 1 - self.along, lines)
-            along = self._shuffled(factors[self.along], self.along, self.width)
+            factors = chunk.unscaled()
+            across, along = (_shuffled(factors[side], self.sides[side]) for side in (1 - self.along, self.along))
             count = cost.at_once(lines_at_once * self.width, cost.SHUFFLED_NUMEL)
             count = ceil(chunk.batch / ceil(chunk.batch / count))  # so that the last group is no small one
             for first in range(0, chunk.batch, count):
@@ -167,27 +195,8 @@ class Sketch:
                     rows = totals.scratch(len(lines_across), lines_across.shape[1], self.width)
                     folded = _folded(torch.bmm(lines_across, along[samples], out=rows).flatten(1), self.dim)
                     numbers = totals.buckets[start + samples.start : start + samples.stop]
-                    _add_shifted(numbers, folded, (self.shift + line * self.width) % self.dim)
+                    _add_shifted(numbers, folded, (self.shift + line * self.width) % self.dim, chunk.coefficient)
             start += chunk.batch
-
-    def _shuffled(
-        self,
-        factor: Tensor,  # (B, T, features)
-        side: int,
-        width: int,
-    ) -> Tensor:  # (B, T, width)
-        """A factor in the shuffled order, with the signs, and zeros behind; contiguous sample by sample."""
-        batch, positions, features = factor.shape
-        order = self.sides[side].order
-        if _is_time_first(factor):
-            ordered = factor.transpose(0, 1).reshape(-1, features).index_select(1, order)
-            ordered = ordered.view(positions, batch, features).transpose(0, 1)
-        else:
-            ordered = factor.reshape(-1, features).index_select(1, order).view(factor.shape)
-        shuffled = factor.new_empty(batch, positions, width)
-        shuffled[:, :, features:] = 0.0
-        torch.mul(ordered, self.sides[side].signs.to(factor.dtype)[order], out=shuffled[:, :, :features])
-        return shuffled
 
     def _add_by_entries(self, term: OneHot, totals: Totals, start: int) -> None:
         """Adds the values of an embedding's rows to their buckets."""
@@ -227,6 +236,26 @@ class Sketch:
 
 
 @dataclass(frozen=True)
+class Vectors:
+    """The count sketches of several vectors, side by side, in one call."""
+
+    buckets: Tensor  # (n,), that of each number of all vectors
+    signs: Tensor  # (n,)
+
+    @classmethod
+    def of(cls, sketches: Sequence[Sketch]) -> Vectors:
+        """Those of the vectors of which these are the sketches."""
+        every = slice(None)
+        buckets, signs = zip(*(sketch._buckets_of(every, every) for sketch in sketches), strict=True)
+        return cls(torch.cat(buckets), torch.cat(signs))
+
+    def add(self, rows: Sequence[Tensor], totals: Totals) -> None:
+        """Adds the sketches of the vectors' rows, each `(B, numbers in a row)`."""
+        signed = torch.cat(list(rows), 1).mul_(self.signs.to(totals.dtype))
+        totals.buckets.scatter_add_(1, self.buckets.expand_as(signed), signed)
+
+
+@dataclass(frozen=True)
 class TwoSided:
     """`(P_out g) ⊗ (P_in a)` of one parameter, of which the first `dim` numbers are taken."""
 
@@ -246,6 +275,17 @@ class TwoSided:
         if not isinstance(term, Outer | OneHot) or sides(term.row_shape) != (self.left.shape[1], self.right.shape[1]):
             return None
         return term.factors[0].shape[1] * (len(self.left) + len(self.right)) + len(self.left) * len(self.right)
+
+
+def _shuffled(
+    factor: Tensor,  # (B, T, features)
+    side: Side,
+) -> Tensor:  # (B, T, places)
+    """A factor in the shuffled order, with the signs, and zeros in the gap; it lies in memory as it did."""
+    if _is_time_first(factor):
+        return _shuffled(factor.transpose(0, 1), side).transpose(0, 1)
+    ordered = factor.flatten(0, 1).index_select(1, side.order)
+    return ordered.mul_(side.placed_signs.to(factor.dtype)).view(*factor.shape[:2], ordered.shape[1])
 
 
 def _is_time_first(factor: Tensor) -> bool:
@@ -280,11 +320,12 @@ def _add_shifted(
     total: Tensor,  # (B, dim)
     numbers: Tensor,  # (B, dim)
     shift: int,
+    scale: float,
 ) -> None:
-    """`total += numbers.roll(shift, 1)`."""
+    """`total += scale * numbers.roll(shift, 1)`."""
     split = total.shape[1] - shift
-    total[:, shift:] += numbers[:, :split]
-    total[:, :shift] += numbers[:, split:]
+    total[:, shift:].add_(numbers[:, :split], alpha=scale)
+    total[:, :shift].add_(numbers[:, split:], alpha=scale)
 
 
 def _blocks(out: int, in_: int, numel: int) -> Iterator[tuple[slice, slice]]:

@@ -163,7 +163,7 @@ class Rows(Tensor):
 
     def has_kronecker_factors(self) -> bool:
         """Whether the rows are made of outer products alone."""
-        return kronecker.has_factors(self._unchanged(), self._kind)
+        return kronecker.has_factors(self.terms(), self.shape[1:])
 
     @_in_own_dtype
     def kronecker_factors(self, total: KroneckerFactors | None = None) -> KroneckerFactors:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expanded_nn.core import cost
 from expanded_nn.layers.linear import linear
 from expanded_nn.layers.recurrent.steps import Steps
 
@@ -168,7 +169,7 @@ class Lstm(Recurrence):
         steps, x, h, c, weights = inputs
         assert c is not None
         size, outputs = c.shape[1], []
-        z, weight_hh = self._of_x(steps.flat(x), weights), weights.hh.t()
+        z, weight_hh = self._of_x(steps.flat(x), weights), _turned(weights.hh, steps)
         gates = z.unflatten(1, (4, size))
         n, cells = z.new_empty(len(z), size), z.new_empty(len(z), size)
         for z_now, i, f, third, o, n_now, c_now in zip(*map(steps.split, (z, *gates.unbind(1), n, cells)), strict=True):
@@ -249,7 +250,7 @@ class Gru(Recurrence):
 
     def with_gates(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
         steps, x, h, _, weights = inputs
-        size, weight_hh, outputs = h.shape[1], weights.hh.t(), []
+        size, weight_hh, outputs = h.shape[1], _turned(weights.hh, steps), []
         of_h = F.linear(steps.flat(x), weights.ih, weights.bias_ih)  # that of x, so far
         rz, h_n = of_h.split([2 * size, size], 1)
         n = h_n.clone(memory_format=torch.contiguous_format)
@@ -320,6 +321,11 @@ def _run(layer: Any, inputs: Inputs, states: Any) -> Any:
     with warnings.catch_warnings():  # the weights of one layer among several are no buffer of their own
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
         return layer(*arguments)
+
+
+def _turned(weight: Tensor, steps: Steps) -> Tensor:
+    """The transpose of a weight; in memory of its own where that is worth it, as each product packs it anew."""
+    return weight.t().contiguous() if cost.turns_weight_once(len(steps.sizes)) else weight.t()
 
 
 def _first(states: Tensor, size: int) -> Tensor:
