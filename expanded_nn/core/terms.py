@@ -287,7 +287,8 @@ class Outer(Term):
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         if out is not None and self.positions > 1:
-            return outer_products(*self.unscaled(), out, self.coefficient)
+            g, a = self.unscaled()
+            return outer_products(g, a, out, self.coefficient)
         g, a = self.weighted()
         return torch.mul(g.mT, a, out=out) if self.positions == 1 else outer_products(g, a)
 
