@@ -18,8 +18,11 @@ from expanded_nn.core import cost
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
 # Random numbers are those of the eager step. Convolutions keep the layout that they have: put channels last, a step of
-# a small CNN took 1.5 times the plain step's time on an AMD EPYC, and 0.9 times without that.
-OPTIONS = {"fallback_random": True, "layout_optimization": False}
+# a small CNN took 1.5 times the plain step's time on an AMD EPYC, and 0.9 times without that. Threads wait for each
+# other at the end of each loop, so short ones run on one: a step of three layers of 16 took 0.7 times as long on both
+# threads of an Intel Xeon, where inductor's own limit is 512 numbers for each thread; milliseconds less where another
+# program had one of the cores.
+OPTIONS = {"fallback_random": True, "layout_optimization": False, "cpp.min_chunk_size": 4096}
 
 
 def backend_of(backend: str | Backend, options: dict[str, Any]) -> Backend:
