@@ -222,7 +222,8 @@ class CompiledStep:
         families: The graphs, by the kind of the call.
         first_shapes: The shapes of the first calls, which ran eagerly before any module was known, by the kind of their
             arguments.
-        last: The last call, if a graph ran and it did not depend on gradients from before.
+        last: The last call, if a graph ran, or such calls run eagerly for good, and gradients from before made no
+            difference.
         reasons: Why calls run eagerly, as far as that was said.
     """
 
@@ -257,6 +258,8 @@ class CompiledStep:
         try:
             call, last = Call(args, kwargs), self.last
             if last is not None and call.key == last.arguments and last.seen.holds():
+                if last.family.is_eager:
+                    return self.step(*args, **kwargs)
                 graph = last.family.by_shapes.get(call.shapes)
                 if graph is not None:
                     return self._run(last.family, graph, call)
@@ -287,11 +290,9 @@ class CompiledStep:
         except FirstEager as reason:
             self._fault(family, str(reason))
             return self._run_eagerly(call)
-        if graph is None:
-            return self.step(*args, **kwargs)
-        if not family.grads:
+        if not family.grads and (graph is not None or family.is_eager):
             self.last = LastCall(call.key, seen, family)
-        return self._run(family, graph, call)
+        return self.step(*args, **kwargs) if graph is None else self._run(family, graph, call)
 
     def _run(self, family: Family, graph: Graph, call: Call) -> Any:
         """Runs a graph; and the step itself if the graph's assumptions do not hold, or if the graph is new.

@@ -1,6 +1,7 @@
 """A compiled step whose calls repeat: what a graph depends on is seen at each call, whatever way it is changed."""
 
 import operator
+import random
 from collections import UserDict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -246,6 +247,35 @@ def test_attributes_of_a_parameter_are_seen() -> None:
         step.model.zero_grad()
         torch.testing.assert_close(loss, step.model.out.weight.scale * step.step(*batch)[0])
     assert len(graphs(step.compiled)) == 2
+
+
+def test_a_step_that_runs_eagerly_for_good_is_known_again() -> None:
+    model, draws, (x, y) = enn.convert(nn.Linear(8, 3)).per_sample(), True, samples(4)[0]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        F.cross_entropy(model(x), y).backward()
+        return enn.clip_grad_sample_norms_(model, random.uniform(1, 1) if draws else 1.0)
+
+    compiled = enn.compile(step, backend="eager")
+
+    def call() -> None:
+        model.zero_grad()
+        compiled(x, y)
+        model.zero_grad()
+
+    call()
+    with pytest.warns(enn.PerSampleWarning, match="runs eagerly, as it draws random numbers of Python"):
+        call()
+    looks = compiled.step_values.looks
+    for _ in range(3):
+        assert repeats(compiled, x, y)
+        call()
+    assert compiled.step_values.looks is looks
+    draws = False
+    assert not repeats(compiled, x, y)
+    for _ in range(3):
+        call()
+    assert len(graphs(compiled)) == 1
 
 
 NOTED: dict[str, tuple[Callable[[Seen, Any], None], Callable[[], Any], Callable[[Any], Any]]] = {

@@ -20,10 +20,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from cases import CASES, EVEN_SAME, Case
+from expanded_nn.compiling.backends import _PRODUCTS, _spell_out_small_products
 
 pytestmark = pytest.mark.filterwarnings(EVEN_SAME, "ignore:Using backward\\(\\) with create_graph=True:UserWarning")
 
@@ -394,6 +396,20 @@ def test_options_are_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = functools.partial(enn.compile, cpp_wrapper=True)
     monkeypatch.setattr(enn, "compile", compiled)
     law(perceptron, classified, samples(4, 4, 5, 6), backend="inductor")
+
+
+@pytest.mark.parametrize(("tracing_mode", "left"), [("fake", 1), ("symbolic", 4)])
+def test_small_products_are_spelled_out(tracing_mode: str, left: int) -> None:
+    """For inductor, whose loops take them up; where sizes are symbols, they may be large ones at the next call."""
+
+    def products(a: Tensor, b: Tensor, offset: Tensor, large: Tensor) -> tuple[Tensor, ...]:
+        return a @ b, torch.addmm(offset, a, b), torch.bmm(a[None], b[None]), large @ large
+
+    inputs = torch.randn(3, 4), torch.randn(4, 5), torch.randn(5), torch.randn(21, 21)
+    graph = make_fx(products, tracing_mode=tracing_mode)(*inputs)
+    _spell_out_small_products(graph)
+    torch.testing.assert_close(graph(*inputs), products(*inputs))
+    assert sum(node.target in _PRODUCTS for node in graph.graph.nodes) == left
 
 
 # --- sizes and kinds ----------------------------------------------------------------------------------------------

@@ -141,8 +141,8 @@ def vector(term: Term) -> Tensor:
 
 
 def filled(term: Term) -> Tensor:
-    """The dense rows, in memory that is given where the term fills such."""
-    out = torch.full((term.batch, *term.row_shape), 7.0, dtype=term.dtype)
+    """The dense rows, in memory that is given where the term fills such, whatever is in it."""
+    out = torch.full((term.batch, *term.row_shape), torch.nan, dtype=term.dtype)
     rows = term.dense(out)
     return out if term.fills_memory else rows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from math import prod
 from typing import Any
 
 import torch
@@ -12,12 +13,16 @@ from torch import Tensor, fx
 
 from expanded_nn._errors import complaint
 from expanded_nn.compiling.memory import memory_of, written_by
+from expanded_nn.core import cost
 
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
 # Random numbers are those of the eager step. Convolutions keep the layout that they have: put channels last, a step of
-# a small CNN took 1.5 times the plain step's time on an AMD EPYC, and 0.9 times without that.
-OPTIONS = {"fallback_random": True, "layout_optimization": False}
+# a small CNN took 1.5 times the plain step's time on an AMD EPYC, and 0.9 times without that. Threads wait for each
+# other at the end of each loop, so short ones run on one: a step of three layers of 16 took 0.7 times as long on both
+# threads of an Intel Xeon, where inductor's own limit is 512 numbers for each thread; milliseconds less where another
+# program had one of the cores.
+OPTIONS = {"fallback_random": True, "layout_optimization": False, "cpp.min_chunk_size": 4096}
 
 
 def backend_of(backend: str | Backend, options: dict[str, Any]) -> Backend:
@@ -44,6 +49,7 @@ def _of_torch(
         if unknown:
             problem, wanted = f"inductor has no options {unknown}", "those that torch._inductor.list_options() names"
             raise TypeError(str(complaint("enn.compile", problem, wanted, "Leave them out.")))
+        _spell_out_small_products(graph)
         compiler = partial(import_module("torch._inductor.compile_fx").compile_fx, config_patches=OPTIONS | options)
     else:
         compiler = import_module("torch._dynamo").lookup_backend(backend)
@@ -67,6 +73,39 @@ def _loosen_views(graph: fx.GraphModule) -> None:
         if node.target is torch.ops.aten.view.default and memory[node] not in written:
             node.target = torch.ops.aten.reshape.default
     graph.recompile()
+
+
+_EXACT = torch.float32, torch.float64  # in others the sums would have another precision
+_PRODUCTS = torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default
+
+
+def _spell_out_small_products(graph: fx.GraphModule) -> None:
+    """Makes sums of products of numbers of small matrix products: inductor puts these into the loops around them."""
+    aten = torch.ops.aten
+    for node in graph.graph.nodes:
+        if node.target not in _PRODUCTS or node.kwargs or not _is_small_product(node):
+            continue
+        *offset, a, b = node.args  # (*, M, K), (*, K, N)
+        with graph.graph.inserting_before(node):
+            pairs = [graph.graph.call_function(aten.unsqueeze.default, pair) for pair in ((a, -1), (b, -3))]
+            products = graph.graph.call_function(aten.mul.Tensor, tuple(pairs))  # (*, M, K, N)
+        node.target, node.args = aten.sum.dim_IntList, (products, [-2])
+        if offset:
+            with graph.graph.inserting_after(node):
+                total = graph.graph.call_function(aten.add.Tensor)
+            total.meta = node.meta
+            node.replace_all_uses_with(total)
+            total.args = node, *offset
+    graph.recompile()
+
+
+def _is_small_product(node: fx.Node) -> bool:
+    """Whether a node is a product of small matrices on a CPU, whose sizes and precision are known."""
+    value, a = node.meta["val"], node.args[-2].meta["val"]  # type: ignore[union-attr]
+    sizes = *value.shape, a.shape[-1]
+    if any(map(cost.is_symbol, sizes)) or value.device.type != "cpu" or value.dtype not in _EXACT:
+        return False
+    return cost.product_is_small(prod(sizes))
 
 
 class CompilerError(Exception):

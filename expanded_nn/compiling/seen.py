@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from itertools import chain
+from itertools import chain, starmap
 from operator import attrgetter, is_
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _FACTS = attrgetter("layout", "requires_grad", "shape", "dtype", "device")
+_END = (object(),)  # meets itself only where as many values come before it
 Get = Callable[[Any], Iterable[Any]]
 
 
@@ -53,35 +54,32 @@ class Seen:
     def close(self) -> None:
         """Ends the look: what is in all these places now is what has to be there."""
         self._facts = [fact for _, fact in self.facts]
-        self._holders, self._namespaces = [*zip(*self.holders, strict=True)] or [(), ()]
+        self._empty = [items for items in self.sized if not len(items)]
+        self.sized = [items for items in self.sized if len(items)]
         self._lengths = [*map(len, self.sized)]
-        self.listed = [items for items in self.listed if items]
-        self._items = [*chain.from_iterable(self.listed)]
-        self._found = self._get()
+        self.listed = [items for items in self.listed if len(items)]
+        self._gets = [*self.places.items()]
+        self._found = [*self._find()]
         self._traits = [*map(_FACTS, self.tensors)]
         self._strided = [tensor for tensor in self.tensors if tensor.layout is torch.strided]
         self._strides = [*map(Tensor.stride, self._strided)]
 
-    def _get(self) -> list[Any]:
-        found: list[Any] = []
-        for get, owners in self.places.items():
-            for values in map(get, owners):
-                found += values
-        return found
+    def _find(self) -> Iterable[Any]:
+        """What counts by its identity: what is in places, items, dicts of attributes; and a mark for the end."""
+        in_places = chain.from_iterable(chain.from_iterable(starmap(map, self._gets)))
+        namespaces = [vars(holder) for holder, _ in self.holders]
+        return chain(in_places, chain.from_iterable(self.listed), namespaces, _END)
 
     def holds(self) -> bool:
         """Whether all is as it was."""
         try:
-            found = self._get()
+            return (
+                not any(map(len, self._empty))
+                and [*map(len, self.sized)] == self._lengths
+                and all(map(is_, self._find(), self._found))
+                and [*map(_FACTS, self.tensors)] == self._traits
+                and [*map(Tensor.stride, self._strided)] == self._strides
+                and [get() for get, _ in self.facts] == self._facts
+            )
         except (AttributeError, KeyError):
             return False
-        return (
-            [*map(len, self.sized)] == self._lengths
-            and len(found) == len(self._found)
-            and all(map(is_, found, self._found))
-            and all(map(is_, chain.from_iterable(self.listed), self._items))
-            and all(map(is_, map(vars, self._holders), self._namespaces))
-            and [*map(_FACTS, self.tensors)] == self._traits
-            and [*map(Tensor.stride, self._strided)] == self._strides
-            and [get() for get, _ in self.facts] == self._facts
-        )

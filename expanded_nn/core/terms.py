@@ -251,12 +251,14 @@ def outer_products(
     g: Tensor,  # (B, T, out)
     a: Tensor,  # (B, T, in)
     out: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor:  # (B, out, in)
-    """`sum_t g[b,t,:] (x) a[b,t,:]`, written to `out` if that is given."""
+    """`sum_t g[b,t,:] (x) a[b,t,:]`; written to `out` if that is given, times `factor`, which costs nothing there."""
     if not cost.multiplies_turned(g.shape[1], g.shape[2], a.shape[2]):
-        return torch.bmm(g.mT, a, out=out)
+        # with `beta=0` what is in `out` is not read
+        return torch.bmm(g.mT, a) if out is None else out.baddbmm_(g.mT, a, beta=0, alpha=factor)
     rows = torch.bmm(a.mT, g).mT
-    return rows.contiguous() if out is None else out.copy_(rows)
+    return rows.contiguous() if out is None else torch.mul(rows, factor, out=out)
 
 
 class Outer(Term):
@@ -290,10 +292,11 @@ class Outer(Term):
         return True
 
     def dense(self, out: Tensor | None = None) -> Tensor:
+        if out is not None and self.positions > 1:
+            g, a = self.unscaled()
+            return outer_products(g, a, out, self.coefficient)
         g, a = self.weighted()
-        if g.shape[1] == 1:
-            return torch.mul(g.transpose(1, 2), a, out=out)
-        return outer_products(g, a, out)
+        return torch.mul(g.mT, a, out=out) if self.positions == 1 else outer_products(g, a)
 
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
         g, a = self._of_all_samples(weights)

@@ -14,7 +14,6 @@ from torch import Tensor
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.factored import hidden, is_hidden, materialized
 from expanded_nn.recording.leaf import NO_ROWS, Leaf, Noted, Published, vanishes
-from expanded_nn.recording.passes import PassStage
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.stale import stale
 
@@ -109,15 +108,13 @@ def has_hidden_rows(leaf: Leaf) -> bool:
     return leaf.published.rows is not None and is_hidden(leaf.published.rows)
 
 
-def set_rows(recorder: Recorder, passes: Sequence[Mapping[Leaf, Tensor]], *, appends: bool) -> None:
+def set_rows(recorder: Recorder, passes: Sequence[dict[Leaf, Tensor]], *, appends: bool) -> None:
     """Holds the rows that a graph has made, pass by pass: in place of those from before, or behind them."""
     store = recorder.store
     if not appends:
         store.drop_every_pass()
     for pass_rows in passes:
-        pass_ = recorder.passes.new(next(iter(pass_rows.values())).shape[0])
-        pass_.stage = PassStage.DONE
-        store.held[pass_] = dict(pass_rows)
+        store.held[recorder.passes.over(next(iter(pass_rows.values())).shape[0])] = pass_rows
     recorder.passes.last = None
     recorder.expanded.clear()
     held = tuple(store.held)

@@ -89,6 +89,13 @@ class Passes:
         self.alive.add(pass_)
         return pass_
 
+    def over(self, batch: int) -> Pass:
+        """A pass that no graph of autograd is of: nothing runs it again or goes on from it, so it is not `alive`."""
+        pass_ = Pass(batch, self.opened)
+        self.opened += 1
+        pass_.stage = PassStage.DONE
+        return pass_
+
     def recomputed(self, batch: int | None, behind: Iterable[Pass]) -> list[Pass]:
         """The passes that a forward inside a backward, as a checkpoint makes it, may belong to: one, if all is well.
 
