@@ -120,7 +120,8 @@ class GradNotes:
         has_foreign_part: Whether it has a part that no rows are of, so that it differs from their sum.
         clipped: The one that clipping has set.
         clipped_rows: The number of the last pass whose rows were clipped, and the parameter's version then.
-        incomplete: The one with a part whose rows were dropped, as the parameter was frozen meanwhile.
+        is_incomplete: Whether it has a part whose rows were dropped, as after a backward that failed, or as the
+            parameter was frozen meanwhile.
     """
 
     last: Noted | None = None
@@ -128,7 +129,7 @@ class GradNotes:
     has_foreign_part: bool = False
     clipped: Noted | None = None
     clipped_rows: tuple[int, int] | None = None
-    incomplete: weakref.ref[Tensor] | None = None
+    is_incomplete: bool = False
 
 
 @dataclass(eq=False)
@@ -247,24 +248,20 @@ class Leaf:
 
     def note_incomplete(self) -> None:
         """Notes that rows are about to be dropped whose gradient is a part of `.grad`."""
-        grad = self.grad
-        if grad is not None:
-            self.notes.incomplete = weakref.ref(grad)
+        self.notes.is_incomplete = self.notes.is_incomplete or self.grad is not None
 
     def lacks_rows(self) -> bool:
-        """Whether `.grad` still has a part whose rows were dropped; that ends when `.grad` is cleared or replaced."""
-        if self.notes.incomplete is None:
-            return False
-        grad = self.grad
-        if grad is None or self.notes.incomplete() is not grad or vanishes(grad):
-            self.notes.incomplete = None
-        return self.notes.incomplete is not None
+        """Whether `.grad` still has a part whose rows were dropped; that ends when it is cleared."""
+        if self.notes.is_incomplete:
+            grad = self.grad
+            self.notes.is_incomplete = grad is not None and not vanishes(grad)
+        return self.notes.is_incomplete
 
     def note_clipping(self) -> None:
         """Notes that clipping has set `.grad` to the sum of the rows held."""
         passes, notes = self.published.passes, self.notes
         parameter = self.visible_parameter() if passes else None
-        notes.clipped, notes.incomplete = notes.last, None
+        notes.clipped, notes.is_incomplete = notes.last, False
         notes.clipped_rows = None if parameter is None else (passes[-1].number, parameter._version)
 
     def rows_of_earlier_steps(self) -> int:

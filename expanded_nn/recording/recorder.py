@@ -354,7 +354,7 @@ class Recorder:
             leaf.note_grad()
             if self.settings.accumulate_grad:
                 leaf.note_foreign_part()
-            if leaf.notes.incomplete is not None:
+            if leaf.notes.is_incomplete:
                 leaf.lacks_rows()  # sees a `.grad` that was cleared, before this backward adds to it
         self.store.begin()
 
