@@ -405,7 +405,7 @@ class CompiledStep:
             )
         of_step = self.step, call, varying, self.met.modules, self.met.recorders
         with values.undoing(call.objects):
-            generators = values.looks[-1].generators
+            generators = [value for value in values.looks[-1].with_state if not isinstance(value, LRScheduler)]
             traced = trace(*of_step, thorough=family.is_thorough, states=family.grads, generators=generators)
         if traced.kept_line:
             raise OnlyEager(

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, unpack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, unpack_sequence
 from torch.testing._internal.common_modules import ModuleInput, module_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 import expanded_nn as enn
 from cases import CELLS, FEATURES, HIDDEN, KINDS, RECURRENT, STEPS, Case, recurrent
+from expanded_nn.core import cost
 from oracle import (
     Call,
     assert_all_close,
@@ -65,6 +66,25 @@ def test_each_parameter_alone(case: Case) -> None:
             parameter.requires_grad_(other == name)
         total_loss(model, call).backward()
         assert_close_rows(rows_of(model), {name: rows[name]})
+
+
+@pytest.mark.parametrize("lengths", [None, (3, 32, 5)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_steps(kind: str, lengths: tuple[int, ...] | None) -> None:
+    """So many that the loop over time takes a copy of the transposed weight."""
+    steps = 32
+    assert cost.turns_weight_once(steps)
+    layer, arguments = KINDS[kind]
+    module, x = layer(3, 4, batch_first=True, **arguments), torch.randn(BATCH, steps, 3)
+    samples = [x[i : i + 1, : steps if lengths is None else lengths[i]] for i in range(BATCH)]
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    inputs = x if lengths is None else pack_sequence([sample[0] for sample in samples], enforce_sorted=False)
+    output = model(inputs)[0]
+    (output.data if lengths else output).sin().sum().backward()
+    for i, sample in enumerate(samples):
+        module.zero_grad()
+        module(sample)[0].sin().sum().backward()
+        assert_close_rows({name: rows[i] for name, rows in rows_of(model).items()}, grads_of(module))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -68,8 +68,7 @@ class Look:
         iterator: The class of an iterator that is referred to: it would give something else at each call.
         functions: The functions that are referred to.
         classes: The classes of the user's of which objects were looked into.
-        generators: The generators of random numbers that are referred to.
-        schedulers: The schedulers of learning rates that are referred to.
+        with_state: The generators of random numbers, and the schedulers of learning rates, that are referred to.
         seen: Where all that counts is noted.
     """
 
@@ -81,8 +80,7 @@ class Look:
         self.iterator: str | None = None
         self.functions: list[FunctionType] = []
         self.classes: set[type] = set()
-        self.generators: list[Any] = []
-        self.schedulers: list[LRScheduler] = []
+        self.with_state: list[Any] = []
         self._names, self._changing, self.seen = names, changing, seen
         of_owners = tuple(self._of_object(owner) for owner in owners)
         self.key: Hashable = (*map(self._key, values), *of_owners)
@@ -105,7 +103,7 @@ class Look:
             self.seen.note_places(_in_context, value)
             return by_identity(value), self._key(value.get(None))
         if is_generator(getattr(value, "__self__", value) if cls in _BOUND else value):
-            self.generators.append(getattr(value, "__self__", value))
+            self.with_state.append(getattr(value, "__self__", value))
             return by_identity(value)
         if id(value) in self.numbers:
             return cls, self.numbers[id(value)]
@@ -123,7 +121,7 @@ class Look:
         if isinstance(value, Iterator) and not isinstance(value, IOBase):
             self.iterator = cls.__name__
         if isinstance(value, LRScheduler):
-            self.schedulers.append(value)
+            self.with_state.append(value)
         return by_identity(value), of_object
 
     def _of_items(self, value: Collection[Any]) -> Hashable:
@@ -297,7 +295,8 @@ class StepValues:
         But a number in a dict does that the step reads, and so do numbers in lists: no graph keeps them.
         """
         before = self.look(objects)
-        steps_taken = [(scheduler, scheduler.last_epoch) for scheduler in before.schedulers]
+        schedulers = [value for value in before.with_state if isinstance(value, LRScheduler)]
+        steps_taken = [(scheduler, scheduler.last_epoch) for scheduler in schedulers]
         yield
         after = self.look(objects)
         self.scheduled = next((type(taken).__name__ for taken, epoch in steps_taken if taken.last_epoch != epoch), None)

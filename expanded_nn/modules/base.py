@@ -213,9 +213,7 @@ def _with_rows(module: Root | Expanded, recorder: Recorder, args: Any, kwargs: A
         )
     recorder.refuse_other_thread(module)
     run = module._in_pass if recorder.escalation.runs else partial(recorder.escalation.run, module)
-    if not is_selective():
-        return run(args, kwargs)
-    with WithoutSelection():
+    with WithoutSelection() if is_selective() else nullcontext():
         return run(args, kwargs)
 
 
