@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.lr_scheduler import LRScheduler
 
 from expanded_nn._errors import PerSampleError, complaint, shown, warn
 from expanded_nn.common.modes import running_backward

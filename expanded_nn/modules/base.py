@@ -492,7 +492,8 @@ def switch(model: nn.Module, settings: Settings, *, mode: bool) -> None:
             module._learn(None)
     for former_recorder in former:
         former_recorder.close(members)
-    _prepare(model.parameters())
+    for parameter in model.parameters():
+        cast(Any, parameter).grad_sample = None
     if recorder is not None:
         recorder.adopt(model)
 
@@ -514,9 +515,3 @@ def _refuse_unconverted(model: nn.Module) -> None:
                 "its expanded twin",
                 "Convert the model first: convert(model, inplace=True).",
             )
-
-
-def _prepare(parameters: Any) -> None:
-    """`grad_sample` is `None` from the start."""
-    for parameter in parameters:
-        parameter.grad_sample = None
