@@ -492,8 +492,7 @@ def switch(model: nn.Module, settings: Settings, *, mode: bool) -> None:
             module._learn(None)
     for former_recorder in former:
         former_recorder.close(members)
-    for parameter in model.parameters():
-        cast(Any, parameter).grad_sample = None
+    _prepare(model.parameters())
     if recorder is not None:
         recorder.adopt(model)
 
@@ -515,3 +514,9 @@ def _refuse_unconverted(model: nn.Module) -> None:
                 "its expanded twin",
                 "Convert the model first: convert(model, inplace=True).",
             )
+
+
+def _prepare(parameters: Any) -> None:
+    """`grad_sample` is `None` from the start."""
+    for parameter in parameters:
+        parameter.grad_sample = None
