@@ -425,8 +425,8 @@ class Expanded(PerSampleModule):
         """
         first = next(iter(inputs.values()))
         dim = self._samples_dim if first.dim() > feature_dims + 1 else 0
-        is_folded = first.dim() <= feature_dims or first.shape[dim] != 1
-        if is_folded and self.positionwise and self.pass_batch_size == 1:
+        is_alone = self.positionwise and self.pass_batch_size == 1 and not first.is_nested  # which has no shape
+        if is_alone and (first.dim() <= feature_dims or first.shape[dim] != 1):
             return function(*(x.unsqueeze(0) for x in inputs.values())).squeeze(0)
         if dim and first.dim() == 2:
             layout.refuse_square(self, first)
