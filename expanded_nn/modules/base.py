@@ -418,15 +418,13 @@ class Expanded(PerSampleModule):
             inputs: The layer's inputs by the names it gives them, `(B, *, …)` or, with `batch_first=False`,
                 `(T, B, *, …)`.
 
-        A single sample needs no dimension of its own where each position is treated alone: all rows are its.
-
         Raises:
             PerSampleError: If the rows of an input are not the samples.
         """
         first = next(iter(inputs.values()))
         dim = self._samples_dim if first.dim() > feature_dims + 1 else 0
         is_alone = self.positionwise and self.pass_batch_size == 1 and not first.is_nested  # which has no shape
-        if is_alone and (first.dim() <= feature_dims or first.shape[dim] != 1):
+        if is_alone and (first.dim() <= feature_dims or first.shape[dim] != 1):  # all rows are of the only sample
             return function(*(x.unsqueeze(0) for x in inputs.values())).squeeze(0)
         if dim and first.dim() == 2:
             layout.refuse_square(self, first)
