@@ -127,6 +127,19 @@ class ByLength(nn.Module):
         return self.out(torch.stack(mixed))
 
 
+class ByRelativePosition(nn.Module):
+    """A bias for each pair of pixels, from the distance and what stands there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(2, D), nn.Parameter(torch.ones(7, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pixels = self.layer(x.view(-1, 4, 2))
+        distances = torch.arange(4)[:, None] - torch.arange(4) + 3
+        return (torch.einsum("btd,tsd->bts", pixels, self.table[distances]).softmax(-1) @ pixels).sum(1)
+
+
 TOWERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(8, D),
     "patches, 1d": lambda: Over(nn.Conv1d(2, D, 4), 2, 4),
@@ -145,6 +158,7 @@ TOWERS: dict[str, Callable[[], nn.Module]] = {
     "positions, one of them constant": lambda: WithPositions(padding_idx=-1),
     "token": WithToken,
     "parts": ByLength,
+    "relative positions": ByRelativePosition,
 }
 
 

@@ -268,6 +268,15 @@ WHOLE: dict[str, Case] = {
     ),
     "positions alone": (own(lambda m, x: x + m.inner(x), inner=Own(lambda m, x: m.w[None, : x.shape[1]], (9, D))), X),
     "matrix product": (own(lambda m, x: (x @ m.w).relu() @ m.v.t(), (D, 2), (3, 2)), X),
+    "einsum": (
+        own(
+            lambda m, x: torch.einsum("btd,de,ft->bfe", x, torch.einsum("dk,ek->de", m.w, m.v), m.u),
+            (D, 2),
+            (6, 2),
+            (3, T),
+        ),
+        X,
+    ),
     "matrix product from the left": (own(lambda m, x: m.w @ x, (2, T)), X),
     "learned queries": (own(lambda m, x: (m.w @ m.v).expand(len(x), -1, -1) @ x.mT, (1, 2, D), (1, D, D)), X),
     "attention bias": (
@@ -505,16 +514,18 @@ class Doubled(torch.autograd.Function):
 
 SQUARE = (values(B, B, D),)
 NOT_WHOLE: dict[str, Case] = {
-    "not in the table": (own(lambda m, x: torch.einsum("btd,de->bte", x, m.w), (D, D)), X),
+    "not in the table": (own(lambda m, x: torch.tensordot(x, m.w, 1), (D, D)), X),
+    "einsum without names": (own(lambda m, x: torch.einsum("...d,de->...e", x, m.w), (D, D)), X),
+    "einsum of two tensors": (own(lambda m, x: torch.einsum("btd,d,btd->bt", x, m.w, x.sin()), (D,)), X),
     "an error that the forward catches": (own(swallows, (D,)), X),
     "a child's weight, of a class that is not in the table": (
-        own(lambda m, x: torch.einsum("btd,ed->bte", m.w * x, m.inner.weight), (D,), inner=nn.Linear(D, 6, False)),
+        own(lambda m, x: torch.tensordot(m.w * x, m.inner.weight, ([2], [1])), (D,), inner=nn.Linear(D, 6, False)),
         X,
     ),
     "linear maps in a vmap": (
         own(
             lambda m, x: (
-                F.linear(torch.einsum("btd,de->bte", x, m.w), m.inner.weight, torch.cat((m.v, m.inner.bias[2:] * 0)))
+                F.linear(torch.tensordot(x, m.w, 1), m.inner.weight, torch.cat((m.v, m.inner.bias[2:] * 0)))
                 + F.linear(x.sum(1), m.inner.weight, m.inner.bias)[:, None]
                 + F.linear(torch.ones(2, D).to(x), m.inner.weight).sum(0)
             ),
@@ -555,7 +566,7 @@ def test_goes_sample_by_sample(make: Callable[[], nn.Module], args: Any) -> None
 
 def test_linear_maps_in_a_vmap_keep_their_factors() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
-        return F.linear(torch.einsum("btd,d->btd", x, m.w), m.inner.weight)
+        return F.linear(x * torch.atan2(x, m.w), m.inner.weight)
 
     model = enn.convert(own(forward, (D,), inner=nn.Linear(D, 60))()).per_sample()
     model(values(B, 1, D)).sin().mean().backward()

@@ -7,6 +7,7 @@ all samples. Such forwards run with the parameters of all layers within them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from expanded_nn.layers.general.batched import (
 from expanded_nn.layers.general.folded import linear_of_rows
 from expanded_nn.layers.general.operations import constant, together
 from expanded_nn.layers.general.owners import Arrangement, Owners
+from expanded_nn.recording.places import names_of
 
 
 def as_arranged(run: Run, y: Tensor, arrangement: Arrangement) -> Tensor:
@@ -82,6 +84,31 @@ def may_be_looked_up_by_all(run: Run, index: Tensor, numel: int) -> bool:
     meets rows of which the samples are known, each row takes its own.
     """
     return run.owners is not None and run.batch * index.numel() * numel <= cost.LOOKED_UP_FOR_EACH
+
+
+def einsum(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Of one tensor that has samples with parameters; the name of the samples comes before those of each parameter."""
+    names, operands = names_of(*args), args[1:]
+    plain = [place for place, operand in enumerate(operands) if not is_own(operand)]
+    refuse_unless(names is not None and not kwargs and len(plain) < 2 and all(map(str.isalpha, "".join(names or ()))))
+    assert names is not None
+    run, after = run_of(operands), names[-1]
+    name = names[plain[0]][0] if plain else next(letter for letter in ascii_letters if letter not in "".join(args[0]))
+    refuse_unless(not any(name in of_own for place, of_own in enumerate(names[:-1]) if place not in plain))
+    before = [of_one if place in plain else name + of_one for place, of_one in enumerate(names[:-1])]
+    if not plain:
+        equation = f"{','.join(before)}->{name}{after}"
+        return run.derived(func, lambda *values: torch.einsum(equation, *values), *operands)
+    x, arrangement = operands[plain[0]], run.arranged(operands[plain[0]])
+    refuse_unless(name in after and (arrangement is not None or run.has_rows(x, 2)))
+    run.note(func, whole=True)
+    values = (operand.value if is_own(operand) else operand for operand in operands)
+    if arrangement is not None:
+        values = (arrangement.rows_of(operand.value) if is_own(operand) else operand for operand in operands)
+    y: Tensor = torch.einsum(f"{','.join(before)}->{after}", *values)
+    if arrangement is not None and run.owners is not None:
+        run.owners.note(y, arrangement.owner.view([-1 if letter == name else 1 for letter in after]))
+    return y
 
 
 def product_by_expert(func: Any, x: Tensor, own: Batched, owners: Owners) -> Tensor:

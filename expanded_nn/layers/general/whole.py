@@ -41,6 +41,7 @@ from expanded_nn.layers.general.folded import linear_of_rows
 from expanded_nn.layers.general.folded_rules import (
     FOLDED,
     as_arranged,
+    einsum,
     joined_to_rows,
     may_be_looked_up_by_all,
     product_by_expert,
@@ -470,6 +471,7 @@ TABLE: dict[Any, Rule] = {
     Tensor.__getitem__: _index,
     **dict.fromkeys(functions("cat", "concat", "stack"), _join),
     **dict.fromkeys(functions("matmul", "__matmul__", "bmm"), _product),
+    torch.einsum: einsum,
     F.embedding: _look_up,
     F.scaled_dot_product_attention: _attention,
     F.interpolate: _resized,
