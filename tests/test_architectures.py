@@ -360,12 +360,12 @@ CLIP = Architecture("CLIPModel", clip_config, text_and_image, lambda result: res
 
 # name -> the architecture, and what the error says: the module, what it found
 REFUSED = {
-    "opt-with-cache": (replace(OPT, inputs=padded_text), r"layers\.0 \(OPTDecoderLayer\).*its forward keeps tensors"),
-    "mamba-with-cache": (
-        Architecture("MambaForCausalLM", ARCHITECTURES["mamba"].config, text),
-        r"layers\.0\.mixer \(MambaMixer\).*use_cache=False",
-    ),
     "clip-contrastive": (CLIP, r"CLIPModel.*on the whole batch its forward gives another result"),
+}
+
+WITH_CACHE = {
+    "opt": replace(OPT, inputs=padded_text),
+    "mamba": Architecture("MambaForCausalLM", ARCHITECTURES["mamba"].config, text),
 }
 
 WITHOUT_ATTENTION = {"convnext", "resnet", "mamba"}
@@ -495,6 +495,21 @@ def test_refused_by_name(architecture: Architecture, words: str) -> None:
     model = enn.convert(architecture.build()).per_sample()
     with pytest.raises(enn.PerSampleError, match=words):
         architecture.call().on(model)
+
+
+@pytest.mark.parametrize("name", WITH_CACHE)
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+def test_rows_equal_the_loop_with_a_cache(name: str) -> None:
+    """A module that is called with a cache, or changes one, runs within a larger one that makes it."""
+    architecture = WITH_CACHE[name]
+    model = assert_rows_are_right(architecture, architecture.build(), architecture.call(), 3)
+    model.zero_grad()
+    expected = loop(architecture.build(), architecture.call(), 3, objective=architecture.loss)
+    sample_losses(architecture.output(architecture.call().on(model))).sum().backward()
+    assert_close_rows(
+        {name: rows for name, rows in rows_of(model).items() if rows is not None},
+        {name: rows for name, rows in expected.items() if rows_of(model)[name] is not None},
+    )
 
 
 T5_WITHOUT_CACHE = replace(ARCHITECTURES["t5"], inputs=without_cache(two_texts))

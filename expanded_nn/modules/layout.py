@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import batch_dim
 from expanded_nn.common.traced import assume, is_traced
+from expanded_nn.core.cost import is_symbol
 from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.recorder import Forward, Recorder
 
@@ -378,7 +379,8 @@ def _may_be_positions(layer: IndexReader, index: Tensor) -> bool:
     """
     forward = forward_of(layer)
     is_argument = forward is not None and forward.is_argument(index)
-    if is_argument and index.dim() > 1 and len(index) < _LARGE:  # words are so by chance
+    is_small = index.dim() > 1 and not is_symbol(index.shape[0]) and index.shape[0] < _LARGE
+    if is_argument and is_small:  # words are so by chance
         return False
     if _are_positions(index, usually=False):
         if index.dim() != 1 or forward is None or not (is_argument or forward.is_shifted_argument(index)):
