@@ -273,6 +273,34 @@ def test_images_of_other_samples_are_refused() -> None:
         model(ids, images)
 
 
+class Merges(Reader):
+    """It ends with the images in their places, and the layer behind it is another module's."""
+
+    def forward(self, ids: Tensor, images: Tensor) -> Any:
+        return self.words(ids).masked_scatter((ids == IMAGE).unsqueeze(-1), self.tower(images))
+
+
+class ReadsMerged(nn.Module):
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.merges, self.head = Merges(tower), nn.Linear(D, 3)
+        self.merges.head = nn.Identity()
+
+    def forward(self, ids: Tensor, images: Tensor) -> Any:
+        return self.head(self.merges(ids, images).sin().cumsum(1))
+
+
+def test_images_in_texts_of_others_are_refused_where_no_layer_follows() -> None:
+    model = assert_right(built(nn.Linear(8, D), ReadsMerged), call(), call(seed=1), call(seed=2))
+    assert runs_whole(model)
+    assert isinstance(model.merges, Alone)
+    ids, images = call().args
+    ids[0, 3], ids[1] = IMAGE, torch.where(ids[1] == IMAGE, 0, ids[1])
+    ids[1, 0] = IMAGE
+    with pytest.raises(enn.PerSampleError, match=r"shape \(6, 8\), several rows of each sample"):
+        model(ids, images)
+
+
 def test_images_that_are_left_out() -> None:
     """Torch takes the first numbers; so a sample gets images that would be another one's."""
     ids, images = call().args

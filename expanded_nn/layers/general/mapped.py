@@ -277,7 +277,8 @@ class Mapper:
 
     def _leave_traces(self) -> None:
         """Leaves in the attributes what the forward of the whole batch leaves there."""
-        with torch.no_grad(), RandomStates([*self.module.modules(), self.call.args, self.call.kwargs]):
+        states = RandomStates([*self.module.modules(), self.call.args, self.call.kwargs])
+        with torch.no_grad(), states, self.module._children_inside({}):
             self.module._plain_forward(*self.call.args, **self.call.kwargs)
 
     @contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from expanded_nn.common.batch import FOLDED, has_derivatives
+from expanded_nn.layers.general.mapped import flatten
 from expanded_nn.layers.general.operations import NOBODY, RULES, Operation, Samples, Unknown, constant
 
 
@@ -49,17 +50,29 @@ class Owners:
             leaf = leaves[place]
             if isinstance(leaf, Tensor) and has_derivatives(leaf) and (dim is not None or leaf.requires_grad):
                 leaves[place] = _Begin.apply(leaf, self.anchor)  # type: ignore[no-untyped-call]
-                rows = self._first(leaf)
-                if dim == FOLDED:
-                    rows = rows.repeat_interleave(leaf.shape[0] // self.batch, 0)
-                self.note(leaves[place], None if dim is None else rows)
+                self.note(leaves[place], None if dim is None else self._standing_in(leaf, dim))
             if dim == 0:
                 self.by_sample.append(leaves[place])
         return tree_unflatten(leaves, structure)
 
     def _first(self, x: Tensor) -> Tensor:
         """The samples of a tensor `(B, ...)` that has them first."""
-        return torch.arange(self.batch, device=x.device).view(-1, *[1] * (x.dim() - 1))
+        return self._standing_in(x, 0)
+
+    def _standing_in(self, x: Tensor, dim: int) -> Tensor:
+        """The samples of a tensor that has them in a dimension, or is folded."""
+        rows, place = torch.arange(self.batch, device=x.device), max(dim, 0)
+        if dim == FOLDED:
+            rows = rows.repeat_interleave(x.shape[0] // self.batch)
+        return rows.view(*[1] * place, -1, *[1] * (x.dim() - 1 - place))
+
+    def refuse_others_places(self, result: Any, dims: Sequence[int]) -> None:
+        """Raises unless the samples stand in `dims` of the tensors that are returned, in order."""
+        tensors = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+        for x, dim in zip(tensors, dims, strict=True):
+            samples = self.of(x)
+            if samples is not None and not bool(((samples == self._standing_in(x, dim)) | (samples == NOBODY)).all()):
+                raise Unknown
 
     def note(self, x: Tensor, samples: Samples) -> None:
         """Notes the samples of a tensor."""

@@ -373,6 +373,8 @@ class General(Expanded):
                 with run:
                     result = self._plain_forward(*args, **kwargs)
                 result = run.returned(result)
+            if owners is not None and FOLDED in call.dims:
+                owners.refuse_others_places(result, self._told.compared[call.kind].dims)
         except Exception as error:
             if isinstance(error, _NOT_OF_THE_FORWARD) or is_of_checkpoint(error):
                 raise
