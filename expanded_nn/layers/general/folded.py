@@ -86,16 +86,28 @@ def by_channel(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement
     return y if bias is None else y + bias
 
 
+def takes_whole(op: Any, x: Tensor, named: dict[str, Any]) -> bool:
+    """Whether a convolution's kernel takes an image whole, at a single place."""
+    if not isinstance(op, type(conv.conv1d)) or x.shape[2:] != named["weight"].shape[3:] or named.get("groups", 1) > 1:
+        return False
+    sizes = _sizes(op, named)
+    return all(sizes.get(name) in (None, (_UNIT[name],) * op.dims) for name in ("padding", "dilation"))
+
+
+def _sizes(op: Any, named: dict[str, Any]) -> dict[str, Any]:
+    """What is given of a convolution's sizes, a number for each dimension, or a word."""
+    given = {name: value for name, value in named.items() if name in _UNIT}
+    return {name: (value,) * op.dims if isinstance(value, int) else value for name, value in given.items()}
+
+
 def images(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
     """Of a convolution: a sample's images stand beside each other in one more dimension, where its kernel has size 1.
 
     An image that the kernel takes whole, as it does patches, is mapped linearly.
     """
     weight, bias, dims = named["weight"], named.get("bias"), op.dims
-    groups, given = named.get("groups", 1), {name: value for name, value in named.items() if name in _UNIT}
-    sizes = {name: (value,) * dims if isinstance(value, int) else value for name, value in given.items()}
-    steps = [sizes.get(name, (_UNIT[name],) * dims) == (_UNIT[name],) * dims for name in ("padding", "dilation")]
-    if isinstance(op, type(conv.conv1d)) and x.shape[2:] == weight.shape[3:] and groups == 1 and all(steps):
+    groups, sizes = named.get("groups", 1), _sizes(op, named)
+    if takes_whole(op, x, named):
         y = linear_of_rows(x.flatten(1), weight.flatten(2), bias, arrangement)
         return y.view(*y.shape, *[1] * dims)
     wider = _ONE_DIMENSION_MORE.get(op)
@@ -103,7 +115,8 @@ def images(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Ar
         raise Unknown("images of three dimensions")
     of_sample = arrangement.padded(x).transpose(1, 2)  # (B, C, images, *)
     sizes = {name: size if isinstance(size, str) else (_UNIT[name], *size) for name, size in sizes.items()}
-    y = wider(of_sample, weight.unsqueeze(3), bias, groups=groups, **sizes)
+    kernel = weight.view(*weight.shape[:3], 1, *weight.shape[3:])  # as a view its rows stay factored
+    y = wider(of_sample, kernel, bias, groups=groups, **sizes)
     return arrangement.unpadded(y.transpose(1, 2))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from expanded_nn.common.batch import FOLDED, has_derivatives
@@ -34,7 +34,7 @@ class _Begin(torch.autograd.Function):
 class Owners:
     """The samples of the tensors in one forward of a module."""
 
-    def __init__(self, batch: int, module: nn.Module) -> None:
+    def __init__(self, batch: int, module: Any) -> None:  # of the general rule
         self.batch, self.module = batch, module
         self.by_sample: list[Tensor] = []  # the arguments that have one row for each sample
         # by the node that made a tensor, and which of its outputs it is
