@@ -27,6 +27,17 @@ from test_compiled_step import assert_same, classified, graphs, perceptron, samp
 pytestmark = pytest.mark.filterwarnings(EVEN_SAME)
 
 
+def assert_same_results(
+    model: nn.Module, compiled: Callable[..., Any], step: Callable[..., Any], *args: Tensor
+) -> None:
+    """Of the compiled step and the eager one, each without gradients from before."""
+    results = []
+    for run in (compiled, step):
+        model.zero_grad()
+        results.append(run(*args))
+    assert_same(*results)
+
+
 def test_what_the_step_finds_by_its_names() -> None:
     """A number of a function around it, and a tensor that is another one now."""
     model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
@@ -373,11 +384,7 @@ def test_numbers_that_are_found_in_other_ways(
             assert compiled.last.seen.holds()
             change(held)
             assert not compiled.last.seen.holds()
-        results = []
-        for run in (compiled, step):
-            model.zero_grad()
-            results.append(run(x, y))
-        assert_same(*results)
+        assert_same_results(model, compiled, step, x, y)
     assert len(graphs(compiled)) == 2
 
 
@@ -562,11 +569,7 @@ def test_a_module_that_the_step_imports(monkeypatch: pytest.MonkeyPatch) -> None
     for number in range(6):
         if number == 3:
             settings.own_limit = 0.1  # type: ignore[attr-defined]
-        results = []
-        for run in (compiled, step):
-            model.zero_grad()
-            results.append(run(x, y))
-        assert_same(*results)
+        assert_same_results(model, compiled, step, x, y)
     assert len(graphs(compiled)) == 2
 
 

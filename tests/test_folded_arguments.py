@@ -15,12 +15,9 @@ from expanded_nn.core import cost
 from expanded_nn.layers.general.alone import Alone
 from expanded_nn.modules.registry import EXPANDED
 from oracle import Call, assert_close, assert_close_rows, loop, rows_of, total_loss
+from test_folded import runs_whole, values
 
 B, N, T, D, IMAGE = 3, 2, 5, 4, 9  # each sample has N images in its T words
-
-
-def values(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.fixture(autouse=True)
@@ -202,14 +199,8 @@ def assert_right(module: nn.Module, *calls: Call, objective: Any = total_loss) -
     return model
 
 
-def runs_whole(model: nn.Module) -> bool:
-    parts = [module for module in model.modules() if isinstance(module, Alone)]
-    return bool(parts) and all(
-        part._told.ways and all(ways.known for ways in part._told.ways.values()) for part in parts
-    )
-
-
-BY_VMAP = {name for name in TOWERS if name.startswith(("convolution", "padded", "transposed")) or "norm" in name}
+CONVOLUTIONS = ("convolution", "padded", "transposed", "batch norm", "group norm", "instance norm")  # of whole images
+BY_VMAP = {name for name in TOWERS if name.startswith(CONVOLUTIONS)}
 
 
 @pytest.mark.parametrize("kind", [Reader, ReadsAValue])
@@ -217,7 +208,7 @@ BY_VMAP = {name for name in TOWERS if name.startswith(("convolution", "padded", 
 def test_towers(name: str, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         model = assert_right(built(TOWERS[name](), kind), call(), call(seed=1), call(seed=2))
-        assert runs_whole(model) == (kind is ReadsAValue or name not in BY_VMAP - {"layer norm"})
+        assert runs_whole(model) == (kind is ReadsAValue or name not in BY_VMAP)
         monkeypatch.setattr(cost, "DERIVED_NUMEL", 0)  # what is computed from parameters alone is computed once
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class Parts(Term):
         term = cls([factor for pair in pairs for factor in pair], (len(parts), *first.row_shape), first.dtype)
         return term.numbered(number for number, _ in there)
 
-    def numbered(self, numbers: Iterator[int] | Sequence[int]) -> Parts:
+    def numbered(self, numbers: Iterable[int]) -> Parts:
         """The same factors, of the parts with these numbers."""
         return self._with(numbers=tuple(numbers))
 
@@ -68,17 +68,19 @@ class Parts(Term):
     def inner(self, other: Term) -> Tensor:
         if not isinstance(other, Parts):
             return super().inner(other)
-        others = dict(other.outers())
-        inner = [part.inner(others[number]) for number, part in self.outers() if number in others]
-        return torch.stack(inner).sum(0) if inner else self.factors[0].new_zeros(self.batch, dtype=self.dtype)
+        zeros = self.factors[0].new_zeros(self.batch, dtype=self.dtype)
+        return sum((part.inner(same) for part, same in self._pairs(other)), start=zeros)
 
     def gram(self, other: Term) -> Tensor:
         if not isinstance(other, Parts):
             return super().gram(other)
-        others = dict(other.outers())
-        grams = [part.gram(others[number]) for number, part in self.outers() if number in others]
         zeros = self.factors[0].new_zeros(self.batch, other.batch, dtype=self.dtype)
-        return torch.stack(grams).sum(0) if grams else zeros
+        return sum((part.gram(same) for part, same in self._pairs(other)), start=zeros)
+
+    def _pairs(self, other: Parts) -> list[tuple[Outer, Outer]]:
+        """The parts with the same number."""
+        others = dict(other.outers())
+        return [(part, others[number]) for number, part in self.outers() if number in others]
 
     def gram_takes_rows(self, other: Term) -> bool:
         return not isinstance(other, Parts)
