@@ -465,6 +465,33 @@ def test_a_step_that_runs_eagerly(program: Any) -> None:
     assert compared(program, EAGER[program]) == 0
 
 
+@pytest.mark.parametrize(
+    ("first", "following"),
+    [
+        ((0, 1), lambda old: (0, old[1] + 1)),
+        ((1,), lambda old: (*old, 1)),
+        ([1], lambda old: [*old, 1]),
+        ({"n": 1}, lambda old: {"n": old["n"] + 1}),
+        ({0: 1}, lambda old: {**old, len(old): 1}),
+        (frozenset({0}), lambda old: old | {len(old)}),
+        (SimpleNamespace(n=(1,)), lambda old: SimpleNamespace(n=(old.n[0] + 1,))),
+    ],
+    ids=["tuple", "longer tuple", "list", "dict", "longer dict", "set", "object"],
+)
+def test_a_step_that_counts_by_making_an_object_anew(first: Any, following: Any) -> None:
+    def program(model: nn.Module, wrap: Any) -> Any:
+        held = {"count": first}
+
+        def step(x: Tensor, y: Tensor) -> Any:
+            held["count"] = following(held["count"])
+            return trained(model, x, y)
+
+        compiled = wrap(step)
+        return lambda number, x, y: compiled(x, y), lambda: repr(held)
+
+    assert compared(program, "its graph leaves another value of count") == 0
+
+
 @pytest.mark.parametrize("program", COMPILED, ids=lambda program: program.__name__)
 def test_a_step_that_is_a_graph(program: Any) -> None:
     assert compared(program, None) == COMPILED[program]

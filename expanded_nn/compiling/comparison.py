@@ -32,6 +32,7 @@ _TRACED = (
 _TAKEN = "take it out before the step, and give it to the step"
 _COUNTED = "return a tensor and change it after the call, or change a tensor in place, n.add_(1)"
 _NOTHING = object()
+MOST_DEPTH = 8  # of objects within objects that a step makes anew
 
 
 class Comparison:
@@ -165,12 +166,28 @@ def _by_id(items: Iterable[Any]) -> dict[Any, Any]:
     return {id(item): item for item in items}
 
 
-def _add_change(comparison: Comparison, name: str, old: Any, new: Any) -> None:
-    """Adds what the step, and not its graph, has set to another number or tensor."""
+def _add_change(comparison: Comparison, name: str, old: Any, new: Any, depth: int = 0) -> None:
+    """Adds what the step, and not its graph, has set to another number or tensor, or to an object that holds others."""
+    if new is old or depth > MOST_DEPTH:
+        return
     if _are_other(old, new):
         comparison.differ(f"value of {name}", _COUNTED)
-    elif new is not old and isinstance(new, Tensor) and isinstance(old, Tensor):
+    elif isinstance(new, Tensor) and isinstance(old, Tensor):
         comparison.add("state", f"value of {name}", old, new)
+    elif type(new) is type(old):
+        items_before, items = _items_held(old), _items_held(new)
+        if items.keys() != items_before.keys():
+            comparison.differ(f"value of {name}", _COUNTED)
+            return
+        for key, item in items.items():
+            _add_change(comparison, name, items_before[key], item, depth + 1)
+
+
+def _items_held(value: Any) -> dict[Any, Any]:
+    """What a container holds, or the attributes of another object."""
+    if isinstance(value, set | frozenset):
+        return dict.fromkeys(value)
+    return items_of(value) if has_items(value) else getattr(value, "__dict__", {})
 
 
 def _is_apart(tensor: Tensor) -> bool:
