@@ -487,7 +487,7 @@ def test_a_step_that_counts_by_making_an_object_anew(first: Any, following: Any)
             return trained(model, x, y)
 
         compiled = wrap(step)
-        return lambda number, x, y: compiled(x, y), lambda: repr(held)
+        return lambda number, x, y: compiled(x, y), lambda: list(repr(held).encode())
 
     assert compared(program, "its graph leaves another value of count") == 0
 
