@@ -34,14 +34,16 @@ PAGE = """# What attribution costs
 
 Written by `python -m benchmarks.attribution > benchmarks/results/attribution.md`: the time of a step over 16 samples,
 everything included, as a multiple of the plain step of the same model; medians of rounds in which all methods take
-turns. In brackets, beside a projection: the rms error of the cosines of the samples' gradients times the root of the
-number of dimensions, about 1 for normal random numbers. LoGra shares out the dimensions among the layers. `dattri-llm`
-leaves out norms here, and recurrent layers always: of the LSTM there is only its head.
+turns. Kronecker factors are added up over 16 batches, and read at the end. In brackets, beside a projection: the rms
+error of the cosines of the samples' gradients times the root of the number of dimensions, about 1 for normal random
+numbers. LoGra shares out the dimensions among the layers. `dattri-llm` leaves out norms here, and recurrent layers
+always: of the LSTM there is only its head.
 
 {}
 
 {}"""
 BATCH, QUERIES, DIMS = 16, 8, (512, 4096)
+BATCHES = 16  # that Kronecker factors are added up over
 SLOW = 50  # plain steps: what takes longer is timed once
 dattri, trak = optional("dattri_llm"), optional("trak.projectors")
 Run = Callable[[], Any]
@@ -82,7 +84,13 @@ def influence(task: Task, queries: Task, compiled: bool = False) -> Run:
 
 def kronecker(task: Task, queries: Task) -> Run:
     grads, total = ours(task, keep_factors=True), ours(task, keep_factors=True)().kronecker()
-    return lambda: grads().kronecker(total)
+
+    def run() -> list[tuple[Any, ...]]:
+        for _ in range(BATCHES):
+            grads().kronecker(total)
+        return [tuple(factors) for factors in total.values()]
+
+    return run
 
 
 def trak_projection(task: Task, queries: Task, dim: int) -> Run:
@@ -147,7 +155,8 @@ def hooked_influence(task: Task, queries: Task) -> Run:
 
 
 def hooked_kronecker(task: Task, queries: Task) -> Run:
-    return hooked(task, [needed(dattri, "dattri-llm").KroneckerCovarianceCallback()])
+    run = hooked(task, [needed(dattri, "dattri-llm").KroneckerCovarianceCallback()])
+    return lambda: [run() for _ in range(BATCHES)]
 
 
 METHODS: dict[str, Callable[[Task, Task], Run]] = {
@@ -188,12 +197,13 @@ def measure(task: Task, queries: Task, methods: list[str], rounds: int) -> dict[
     whole()
     often = max(1, round(0.02 / seconds(whole)))
     notes: dict[str, str] = {}
-    playing: dict[str, tuple[Run, list[float]]] = {}
+    playing: dict[str, tuple[Run, int, list[float]]] = {}
     ratios: dict[str, list[float]] = {}
     for name in methods:
         try:
             run, found = METHODS[name](task, queries), []
-            first = seconds(lambda run=run, found=found: found.append(run())) / seconds(whole, often)
+            steps = BATCHES if name.startswith("Kronecker") else 1
+            first = seconds(lambda run=run, found=found: found.append(run())) / seconds(whole, often) / steps
         except Exception as error:  # whatever a peer raises belongs into the table
             notes[name] = type(error).__name__
             continue
@@ -207,11 +217,11 @@ def measure(task: Task, queries: Task, methods: list[str], rounds: int) -> dict[
             notes[name] = "" if alike > 0.999 else f" (not the same: cosine {alike:.3f})"
         ratios[name] = [first] if first > SLOW else []
         if first <= SLOW:
-            playing[name] = run, ratios[name]
+            playing[name] = run, steps, ratios[name]
     for _ in range(rounds):
         base = seconds(whole, often)
-        for run, own in order.sample(list(playing.values()), len(playing)):
-            own.append(seconds(run, often) / base)
+        for run, steps, own in order.sample(list(playing.values()), len(playing)):
+            own.append(seconds(run, max(1, often // steps)) / steps / base)
     return {name: (times(quartiles(ratios[name])[1]) if name in ratios else "") + note for name, note in notes.items()}
 
 

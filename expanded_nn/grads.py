@@ -263,9 +263,10 @@ class PerSampleGrads(Mapping[str, Tensor]):
         begins with the input's channels, so that `G` is there the input's.
 
         Args:
-            total: The factors so far, of earlier batches. Their tensors are changed in place and belong to what is
-                returned, so that `factors = grads.kronecker(factors)`, with `None` before the first batch, adds up a
-                whole data set in the memory of one. Weights that only one of the two has are kept, or begun.
+            total: The factors so far, of earlier batches. They are changed in place and returned, so that `factors =
+                grads.kronecker(factors)`, with `None` before the first batch, adds up a whole data set in the memory of
+                one. What few samples add waits until `A` or `G` is read, or there is enough of it for one product.
+                Weights that only one of the two has are kept, or begun.
 
         Returns:
             Name -> `(A, G, count)`: the sums over samples and positions of `a aᵀ`, `(in, in)`, and of `g gᵀ`, `(out,

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import expanded_nn as enn
+from expanded_nn.core import cost
 from test_compiled_step import graphs, perceptron
 
 SCALE = 1.0
@@ -424,7 +425,34 @@ def preconditioned(model: nn.Module, wrap: Any) -> Any:
     return lambda number, x, y: compiled(x, y), None
 
 
+def factors_returned(model: nn.Module, wrap: Any) -> Any:
+    model.per_sample(keep_factors=True)  # type: ignore[operator]
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        trained(model, x, y)
+        return enn.per_sample_grads(model).kronecker()
+
+    compiled = wrap(step)
+    return lambda number, x, y: compiled(x, y), None
+
+
+def factors_added_up(model: nn.Module, wrap: Any) -> Any:
+    """Few rows wait in the factors, and are read within the step."""
+    model.per_sample(keep_factors=True)  # type: ignore[operator]
+    total: dict[str, enn.KroneckerFactors] = {}
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        trained(model, x, y)
+        before = [factors.A.clone() for factors in total.values()]
+        total.update(enn.per_sample_grads(model).kronecker(total))
+        return before[:1]
+
+    compiled = wrap(step)
+    return lambda number, x, y: compiled(x, y), lambda: total
+
+
 EAGER = {
+    factors_added_up: "its graph leaves another value of",
     generator_of_python: "random numbers of Python or NumPy",
     generator_of_numpy: "random numbers of Python or NumPy",
     old_generator_of_numpy: "random numbers of Python or NumPy",
@@ -457,11 +485,13 @@ COMPILED = {
     function_of_a_module: 2,
     rate_of_a_scheduler: 2,
     preconditioned: 1,
+    factors_returned: 1,
 }
 
 
 @pytest.mark.parametrize("program", EAGER, ids=lambda program: program.__name__)
-def test_a_step_that_runs_eagerly(program: Any) -> None:
+def test_a_step_that_runs_eagerly(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "SYMMETRIC_PANEL", 2)
     assert compared(program, EAGER[program]) == 0
 
 

@@ -343,6 +343,22 @@ def test_kronecker_factors(name: str, panel: int, monkeypatch: pytest.MonkeyPatc
     assert_traced(lambda *tensors: factors(*tensors).G, inputs)
 
 
+@pytest.mark.parametrize("counts", [(3, 2), (4,), (3, 3, 3), (9, 1, 0, 2), (2, 20, 2)])
+@pytest.mark.parametrize("reads", [False, True])
+def test_second_moment_of_few(counts: tuple[int, ...], reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "SYMMETRIC_PANEL", 4)
+    parts, moment = [torch.randn(count, 7) for count in counts], kronecker.SecondMoment(torch.eye(7))
+    for part in parts:
+        given = part.clone()
+        moment.add(given, 0.5, may_wait=True)
+        given.zero_()
+        if reads:
+            moment.total()
+    expected = torch.eye(7) + 0.5 * sum(part.t() @ part for part in parts)
+    for _ in range(2):
+        torch.testing.assert_close(moment.total(), expected)
+
+
 def test_what_has_no_kronecker_factors() -> None:
     for name in ("dense", "one-hot"):
         assert not kronecker.has_factors([CASES[name].term(*CASES[name].factors())], KIND.row_shape)

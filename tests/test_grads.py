@@ -498,6 +498,24 @@ def test_kronecker_factors_add_up_over_batches(monkeypatch: pytest.MonkeyPatch) 
         parts[0]["0.weight"] + (1, 2, 3)
 
 
+@pytest.mark.parametrize("use", [copy.deepcopy, copy.copy, lambda total: total + total, list, repr, pickle.dumps])
+def test_kronecker_factors_in_which_few_wait(use: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "SYMMETRIC_PANEL", 4)
+    model, total, inputs = enn.convert(nn.Linear(8, 6)).per_sample(keep_factors=True), None, torch.randn(21, 8)
+    for batch in inputs.clone().split(3):
+        model.zero_grad()
+        backward(model, batch)
+        total = enn.per_sample_grads(model).kronecker(total)
+        batch.zero_()
+        if total["weight"].count == 9:
+            use(total["weight"])
+    used: object = use(total["weight"])
+    torch.testing.assert_close(total["weight"].A, inputs.t() @ inputs)
+    assert total["weight"].count == 21
+    if isinstance(used, enn.KroneckerFactors):
+        torch.testing.assert_close(used.A, inputs.t() @ inputs * used.count / 21)
+
+
 def test_kronecker_factors_of_no_samples_and_of_half_precision() -> None:
     model = enn.convert(nn.Linear(8, 6)).per_sample(keep_factors=True)
     backward(model, torch.randn(0, 8))

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from expanded_nn.common.batch import contents
 from expanded_nn.common.traced import OnlyEager
+from expanded_nn.core.kronecker import KroneckerFactors
 from expanded_nn.core.terms import Term
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.grads import PerSampleGrads
@@ -29,8 +30,8 @@ Remake = Callable[[Parts], Any]
 def packed(value: Any, parts: list[Any]) -> Remake:
     """Appends the tensors within a value to `parts`; returns a function that makes the value from new parts.
 
-    Tensors are looked for in tuples, lists, dicts, dataclasses and `PerSampleGrads`; factored rows are taken apart into
-    their factors.
+    Tensors are looked for in tuples, lists, dicts, dataclasses, `PerSampleGrads` and `KroneckerFactors`; factored rows
+    are taken apart into their factors.
 
     Raises:
         OnlyEager: If the shape of a parameter's rows has a symbolic size.
@@ -44,10 +45,10 @@ def packed(value: Any, parts: list[Any]) -> Remake:
     if isinstance(value, PerSampleGrads):
         rows = packed(dict(value), parts)
         return lambda new_parts: PerSampleGrads(rows(new_parts))
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | KroneckerFactors):
         cls: Any = type(value)
         items = [packed(item, parts) for item in value]
-        if hasattr(value, "_fields"):
+        if hasattr(value, "_fields") or cls is KroneckerFactors:
             return lambda new_parts: cls(*(item(new_parts) for item in items))
         return lambda new_parts: cls(item(new_parts) for item in items)
     if has_items(value):
@@ -87,22 +88,23 @@ def containers(value: Any) -> Iterator[Any]:
     """The lists, dicts and dataclasses within a value that a step may change, in the order in which they are met."""
     if not has_items(value):
         return
-    if not isinstance(value, tuple):
+    if not isinstance(value, tuple | KroneckerFactors):
         yield value
     for item in list(items_of(value).values()):
         yield from containers(item)
 
 
 def has_items(value: Any) -> bool:
-    """Whether it is a list, a tuple, a mapping or a dataclass."""
-    return isinstance(value, list | tuple | Mapping) or (is_dataclass(value) and not isinstance(value, type))
+    """Whether it is a list, a tuple, a mapping, a dataclass or Kronecker factors."""
+    is_known = isinstance(value, list | tuple | Mapping | KroneckerFactors)
+    return is_known or (is_dataclass(value) and not isinstance(value, type))
 
 
 def items_of(container: Any) -> dict[Any, Any]:
-    """What a list, a tuple, a mapping or a dataclass holds, by index, key or name."""
+    """What a list, a tuple, a mapping, a dataclass or Kronecker factors hold, by index, key or name."""
     if isinstance(container, Mapping):
         return dict(container)
-    if isinstance(container, list | tuple):
+    if isinstance(container, list | tuple | KroneckerFactors):
         return dict(enumerate(container))
     return {field.name: getattr(container, field.name) for field in fields(container)}
 

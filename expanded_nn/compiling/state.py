@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from expanded_nn.common.batch import contents
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.names import is_the_users
+from expanded_nn.core.kronecker import KroneckerFactors, SecondMoment
 from expanded_nn.factored import FactoredTensor
 
 MOST = 100_000  # lists, dicts and objects that are looked into
@@ -25,12 +26,13 @@ _OPAQUE = Tensor, ModuleType, str, int, float
 _NOTHING = object()
 MOST_ITEMS = 1000  # of a list; the items of a longer one are not looked into
 _OURS = __name__.partition(".")[0]
+_SUMS = KroneckerFactors, SecondMoment
 
 
 class State:
     """The lists, dicts and attributes that can be reached from some values, with copies of them.
 
-    What this library keeps is left out: a trace puts it back itself.
+    What this library keeps is left out, but for sums that the user keeps: a trace puts it back itself.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -65,7 +67,7 @@ class State:
                 if hasattr(value, "__setitem__") and value.size <= MOST:
                     array = _Array(value)
                     self.kept.append((array, dict(array.items())))
-            elif cls.__module__.partition(".")[0] != _OURS:
+            elif cls.__module__.partition(".")[0] != _OURS or cls in _SUMS:
                 left += [cls, *([vars(value)] if hasattr(value, "__dict__") else ())]
                 left += self._kept_attributes(value, slots_of(cls))
 

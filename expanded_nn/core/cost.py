@@ -272,6 +272,14 @@ def is_product_by_panels(features: int, count: int) -> bool:
     return features > SYMMETRIC_PANEL and count >= SYMMETRIC_PANEL
 
 
+def is_second_moment_to_wait(features: int, count: int) -> bool:
+    """Whether few `x (count, features)` wait until there are `SYMMETRIC_PANEL` of them for one sum of `xᵀ x`.
+
+    It trades their copy against reading and writing the sum each time, and half of the arithmetic.
+    """
+    return features > SYMMETRIC_PANEL > count
+
+
 SHUFFLED_NUMEL = 1 << 20
 """How many numbers of rows are made and sketched at once.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import prod
-from typing import NamedTuple
+from math import prod, sqrt
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,50 @@ from expanded_nn.core.patches import Patches, as_linear
 from expanded_nn.core.terms import Dense, OneHot, Outer, PaddedOuter, Term, sides
 
 
-class KroneckerFactors(NamedTuple):
+class SecondMoment:
+    """A sum of `xᵀ x`, for `x` with few rows at a time.
+
+    To add a product of few rows takes as long as to read and write the whole sum. So few rows are copied, and wait
+    until there are enough for one product.
+
+    Attributes:
+        features: The size of the sum, `(features, features)`.
+    """
+
+    def __init__(self, total: Tensor) -> None:
+        self._total, self.features = total, len(total)
+        self._waiting: Tensor | None = None  # (SYMMETRIC_PANEL, features), of which the first `_count` count
+        self._count = 0
+
+    def total(self) -> Tensor:
+        """The sum, `(features, features)`, after which nothing waits."""
+        if self._waiting is not None and self._count:
+            waiting, self._count = self._waiting[: self._count], 0
+            _add_product(self._total, waiting)
+        return self._total
+
+    def add(
+        self,
+        x: Tensor,  # (N, features)
+        scale: float,
+        *,
+        may_wait: bool,
+    ) -> None:
+        """Adds `scale * xᵀ x`, with a copy of what waits."""
+        x = x.to(self._total)
+        if not may_wait or not cost.is_second_moment_to_wait(self.features, len(x)):
+            _add_product(self._total, x, scale)
+            return
+        if self._waiting is None:
+            self._waiting = x.new_empty(cost.SYMMETRIC_PANEL, self.features)
+        for part in (x[: len(self._waiting) - self._count], x[len(self._waiting) - self._count :]):
+            torch.mul(part, sqrt(scale), out=self._waiting[self._count : self._count + len(part)])
+            self._count += len(part)
+            if self._count == len(self._waiting):
+                self.total()
+
+
+class KroneckerFactors(Sequence[Any]):
     """The second moments of the factors of a weight's rows: `A` of the layer's inputs, `G` of its outputs' gradients.
 
     `PerSampleGrads.kronecker` makes them. Factors of several batches, or processes, add up: `factors + more`.
@@ -35,18 +78,42 @@ class KroneckerFactors(NamedTuple):
         (torch.Size([3, 3]), torch.Size([2, 2]), 5)
     """
 
-    A: Tensor
-    G: Tensor
-    count: int  # type: ignore[assignment]  # a tuple has a method of that name
+    def __init__(self, A: Tensor, G: Tensor, count: int) -> None:
+        self._inputs, self._outputs = SecondMoment(A), SecondMoment(G)
+        self.count: int = count  # type: ignore[assignment]  # a sequence has a method of that name
+
+    @property
+    def A(self) -> Tensor:
+        return self._inputs.total()
+
+    @property
+    def G(self) -> Tensor:
+        return self._outputs.total()
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Those of the weight as a matrix, `(out, in)`."""
+        return self._outputs.features, self._inputs.features
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.A, self.G, self.count)[index]
+
+    def __repr__(self) -> str:
+        return f"KroneckerFactors(A={self.A}, G={self.G}, count={self.count})"
+
+    def __reduce__(self) -> Any:
+        return KroneckerFactors, tuple(self)
 
     def __add__(self, other: object) -> KroneckerFactors:
         if not isinstance(other, KroneckerFactors):
             return NotImplemented
-        sizes, other_sizes = ((len(factors.G), len(factors.A)) for factors in (self, other))
-        if sizes != other_sizes:
+        if self.sizes != other.sizes:
             raise complaint(
                 "KroneckerFactors",
-                f"factors of matrices {sizes} and {other_sizes} are added",
+                f"factors of matrices {self.sizes} and {other.sizes} are added",
                 "those of one weight",
                 "Add them name by name: factors[name] + more[name].",
             )
@@ -79,6 +146,11 @@ class EigenFactors(NamedTuple):
     scale: Tensor
     count: int  # type: ignore[assignment]
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Those of the weight as a matrix, `(out, in)`."""
+        return len(self.G), len(self.A)
+
     def __add__(self, other: object) -> EigenFactors:
         raise TypeError(
             "EigenFactors: two of them are added, which may be of different bases; wanted one that goes through all "
@@ -88,7 +160,7 @@ class EigenFactors(NamedTuple):
 
 def eigenbasis(factors: KroneckerFactors) -> EigenFactors:
     """The basis of the factors, with no rows added."""
-    A, G = (torch.linalg.eigh(total.double())[1].to(total.dtype) for total in factors[:2])
+    A, G = (torch.linalg.eigh(total.double())[1].to(total.dtype) for total in (factors.A, factors.G))
     return EigenFactors(A, G, A.new_zeros(len(G), len(A)), 0)
 
 
@@ -102,27 +174,24 @@ def _is_counted(term: Term) -> bool:
     return isinstance(term, Outer | Patches) and not isinstance(term, PaddedOuter)
 
 
-def factors(blocks: Sequence[Block], kind: Kind, total: KroneckerFactors | None = None) -> KroneckerFactors:
-    """The Kronecker factors of rows, added to `total` in place."""
+def factors(
+    blocks: Sequence[Block], kind: Kind, total: KroneckerFactors | None = None, *, may_wait: bool = False
+) -> KroneckerFactors:
+    """The Kronecker factors of rows, added to `total`; few of them may wait there, which a graph could not see."""
     dtype = torch.promote_types(kind.dtype, torch.float32)
     if total is None:
         G, A = (torch.zeros(size, size, dtype=dtype, device=kind.device) for size in sides(kind.row_shape))
         total = KroneckerFactors(A, G, 0)
-    count = total.count
     for term in (term for _, terms in blocks for term in terms):
         if isinstance(term, Patches):
             _add_patches(term.to(dtype), total)
         elif isinstance(term, Outer):
-            _add_outer(term, total, dtype)
-        count += term.batch * term.positions
-    return KroneckerFactors(total.A, total.G, count)
-
-
-def _add_outer(term: Outer, total: KroneckerFactors, dtype: torch.dtype) -> None:
-    scales = [1.0, 1.0]
-    scales[term.of_gradient] = term.coefficient**2
-    for side, factor, scale in zip((total.G, total.A), term.factors, scales, strict=True):
-        _add_product(side, _in_order(factor).to(dtype), scale)
+            scales = [1.0, 1.0]
+            scales[term.of_gradient] = term.coefficient**2
+            for side, factor, scale in zip((total._outputs, total._inputs), term.factors, scales, strict=True):
+                side.add(_in_order(factor), scale, may_wait=may_wait)
+        total.count += term.batch * term.positions
+    return total
 
 
 def _in_order(
@@ -134,14 +203,14 @@ def _in_order(
 
 def _add_patches(term: Patches, total: KroneckerFactors) -> None:
     """Adds those of a convolution, whose groups are linear maps: to `A` their mean, to `G` a block for each."""
-    groups = term.geometry.groups
+    groups, (A, G, _) = term.geometry.groups, total
     for chunk in term.chunks(prod(term.row_shape[1:]) * term.positions * groups):
         g, columns = as_linear(chunk).unscaled()  # (B * groups, T, out / groups), (B * groups, T, in * kernel)
-        _add_product(total.A, columns.flatten(0, 1), 1 / groups)
-        size = len(total.G) // groups
+        _add_product(A, columns.flatten(0, 1), 1 / groups)
+        size = len(G) // groups
         for group in range(groups):
             channels = slice(group * size, (group + 1) * size)
-            _add_product(total.G[channels, channels], g[group::groups].flatten(0, 1), term.coefficient**2)
+            _add_product(G[channels, channels], g[group::groups].flatten(0, 1), term.coefficient**2)
 
 
 def _add_product(

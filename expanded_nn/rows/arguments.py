@@ -106,7 +106,7 @@ def refuse_strange_factors(
 
 
 def refuse_other_sizes(method: str, name: str, rows: Tensor, factors: KroneckerFactors | EigenFactors) -> None:
-    sizes, wanted = (factors.G.shape[0], factors.A.shape[0]), sides(rows.shape[1:])
+    sizes, wanted = factors.sizes, sides(rows.shape[1:])
     if sizes != wanted:
         raise complaint(
             f"PerSampleGrads.{method}",

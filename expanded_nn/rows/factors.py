@@ -12,6 +12,7 @@ from torch import Tensor
 
 from expanded_nn._errors import complaint
 from expanded_nn.common.modes import without_autocast
+from expanded_nn.common.traced import is_traced
 from expanded_nn.core import algebra, cost, kronecker
 from expanded_nn.core.algebra import Kind
 from expanded_nn.core.kronecker import KroneckerFactors
@@ -168,7 +169,7 @@ class Rows(Tensor):
     @_in_own_dtype
     def kronecker_factors(self, total: KroneckerFactors | None = None) -> KroneckerFactors:
         """The Kronecker factors of the rows, added to `total` in place."""
-        return kronecker.factors(self._unchanged(), self._kind, total)
+        return kronecker.factors(self._unchanged(), self._kind, total, may_wait=not is_traced())
 
     @_in_own_dtype
     def between(self: R, left: Tensor, right: Tensor) -> R:
