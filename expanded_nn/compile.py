@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
+from itertools import filterfalse
 from threading import Lock, RLock, get_ident
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -194,11 +195,13 @@ class Met:
 
     Attributes:
         modules: The modules.
+        others: Those that the step refers to and does not call; their attributes count.
         recorders: The recorders of their rows.
         former_count: How many modules these were when kinds that came once were let go of last.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
+    others: list[nn.Module] = field(default_factory=list)
     recorders: list[Recorder] = field(default_factory=list)
     former_count: int = 0
 
@@ -209,6 +212,11 @@ class Met:
         more = [recorder for recorder in (*recorders, *own) if recorder is not None]
         self.modules = list(dict.fromkeys([*self.modules, *members]))
         self.recorders = list(dict.fromkeys([*self.recorders, *more]))
+
+    def refer(self, modules: Iterable[nn.Module]) -> None:
+        """Notes the modules that the step refers to, with all within."""
+        members = dict.fromkeys(member for module in modules for member in module.modules())
+        self.others = list(filterfalse(set(self.modules).__contains__, members))
 
 
 class CompiledStep:
@@ -272,7 +280,8 @@ class CompiledStep:
             return self._run_eagerly(call, key)
         seen, self.last = self.step_values.looks[-1].seen, None
         seen.note_fact(of_surroundings)
-        kind = *key, of_models(self.met.modules, self.met.recorders, self.step_values.referred, seen)
+        modules, others, recorders = self.met.modules, self.met.others, self.met.recorders
+        kind = *key, of_models(modules, others, recorders, self.step_values.referred, seen)
         seen.close()
         family = self.families.get(kind)
         if family is None:
@@ -329,7 +338,10 @@ class CompiledStep:
             family.drop_graphs()
 
     def _run_eagerly(self, call: Call, key: Key | None = None) -> Any:
-        """Runs the step eagerly, and notes which models take part; the key is that of a call before any was known."""
+        """Runs the step eagerly, and notes which models take part.
+
+        The key is that of a call before any was known.
+        """
         self.last = None
         modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # not those that the step makes for itself
         thread = get_ident()
@@ -344,6 +356,7 @@ class CompiledStep:
         for recorder in recorders:
             modules.update(dict.fromkeys(recorder.modules()))
         self.met.add(list(modules), recorders)
+        self.met.refer(self.step_values.modules)
         self.step_values.add_modules(self.met.modules)
         if key is not None:  # the functions of the modules are known now
             key = key[0], self.step_values.look(call.objects).key, key[2]

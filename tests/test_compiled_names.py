@@ -4,6 +4,7 @@ import itertools
 import operator
 import sys
 import weakref
+from array import array
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -356,6 +357,59 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any],
         lambda held: held.update(unnamed=0),
     ),
     "function_of_c": (lambda: [1.0], lambda held: FIRST(held), lambda held: scale(held, 0)),
+    "slot_filled_later": (
+        lambda: InSlots.__new__(InSlots),
+        lambda held: getattr(held, "limit", 1.0),
+        lambda held: setattr(held, "limit", 0.1),
+    ),
+    "array_of_python": (lambda: array("d", [1.0]), lambda held: held[0], lambda held: scale(held, 0)),
+    "bytes": (
+        lambda: bytearray([10]),
+        lambda held: held[0] / 10,
+        lambda held: operator.setitem(held, 0, 1),
+    ),
+    "long_list": (
+        lambda: [1.0] * 9000,
+        lambda held: held[5000],
+        lambda held: scale(held, 5000),
+    ),
+    "length_of_a_long_list": (
+        lambda: [1.0] * 12_000,
+        lambda held: 1e4 / len(held),
+        lambda held: held.extend(held * 10),
+    ),
+    "long_dict": (
+        lambda: dict.fromkeys(range(9000), 1.0),
+        lambda held: held[5000],
+        lambda held: scale(held, 5000),
+    ),
+    "metaclass": (
+        lambda: type("Meta", (type,), {"limit": 1.0})("Own", (), {}),
+        lambda held: held.limit,
+        lambda held: setattr(type(held), "limit", 0.1),
+    ),
+    "attribute_of_a_function": (
+        lambda: lambda: None,
+        lambda held: getattr(held, "limit", 1.0),
+        lambda held: setattr(held, "limit", 0.1),
+    ),
+    "code_of_a_function": (
+        lambda: lambda: 1.0,
+        lambda held: held(),
+        lambda held: setattr(held, "__code__", (lambda: LIMIT / 10).__code__),
+    ),
+    "attribute_of_a_tensor": (
+        lambda: torch.ones(1),
+        lambda held: getattr(held, "limit", 1.0),
+        lambda held: setattr(held, "limit", 0.1),
+    ),
+    "module_that_is_not_called": (nn.Dropout, lambda held: 2 * held.p, lambda held: setattr(held, "p", 0.1)),
+    "mode_of_a_module": (nn.Dropout, lambda held: 1.0 if held.training else 0.1, lambda held: held.eval()),
+    "module_within_one_that_is_not_called": (
+        lambda: nn.Sequential(nn.Dropout()),
+        lambda held: 2 * held[0].p,
+        lambda held: setattr(held[0], "p", 0.1),
+    ),
     "optimizer": (
         lambda: torch.optim.SGD([torch.zeros(1)], lr=1.0),
         lambda held: held.param_groups[0]["lr"],

@@ -109,26 +109,33 @@ def of_surroundings() -> Hashable:
     return autocast, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), hooks
 
 
-def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder], referred: Referred, seen: Seen) -> Hashable:
+def of_models(
+    modules: Sequence[nn.Module],
+    others: Sequence[nn.Module],
+    recorders: Sequence[Recorder],
+    referred: Referred,
+    seen: Seen,
+) -> Hashable:
     """A key for the state of modules: their children, attributes and hooks, and which gradients and rows they hold.
 
     Modules and parameters count by their ids, which no other object has as long as the modules are kept; buffers and
     tensors among the attributes by their shapes and dtypes; other attributes as in `StepValues`, by the names in the
-    methods, and in those of the step's functions that are `referred` to. What is looked at is noted.
+    methods, and in those of the step's functions that are `referred` to. What is looked at is noted. Of `others`, which
+    the step does not call, the gradients and rows do not count.
     """
     key: list[Any] = [(recorder.settings, recorder.rows_stand_alone) for recorder in recorders]
     add = key.append
     for recorder in recorders:
         seen.note_places(_OF_RECORDER, recorder)
     getters: dict[tuple[str, ...], Any] = {}
-    parameters: dict[int, nn.Parameter] = {}
     looked_into: set[tuple[int, type]] = set()
-    names_of = referred.names_of(dict.fromkeys(map(type, modules)))
+    all_modules = [*modules, *others]
+    names_of = referred.names_of(dict.fromkeys(map(type, all_modules)))
     for kind in names_of:
         plain_class: Any = getattr(kind, "plain_class", None) or kind
         seen.note_places(_FORWARD, plain_class)
         add(by_identity(plain_class.forward))
-    for module in modules:
+    for module in all_modules:
         attributes = vars(module)
         own_names = set_by_users(module)
         seen.holders.append((module, attributes))
@@ -159,8 +166,8 @@ def of_models(modules: Sequence[nn.Module], recorders: Sequence[Recorder], refer
                 key += map(by_identity, attributes[name].values())
         for parameter in attributes["_parameters"].values():
             add(None if parameter is None else id(parameter))
-            if parameter is not None:
-                parameters[id(parameter)] = parameter
+    of_modules = (parameter for module in modules for parameter in module._parameters.values())
+    parameters = {id(parameter): parameter for parameter in of_modules if parameter is not None}
     key += [_of_parameter(parameter, seen) for parameter in parameters.values()]
 
     def gradients() -> list[Hashable]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from expanded_nn.compiling.seen import Seen
 from expanded_nn.compiling.state import State, is_of_trace, slots_of
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
-MOST_ITEMS = 1000  # of a list; a longer one counts by its identity, a longer dict by what is named
+MOST_ITEMS = 10_000  # of a list; a longer one counts by its identity and length, a longer dict by what is named
 MOST_NUMBERS = 100_000  # of an array; a larger one counts by its identity
 MOST_PARTS = 1000  # that are looked into; others count by their identity
 _NUMBERS = {bool, int, float, complex}
@@ -67,6 +68,7 @@ class Look:
         numbers: The number of each list, dict and object in the order in which they were looked into, by its id.
         iterator: The class of an iterator that is referred to: it would give something else at each call.
         functions: The functions that are referred to.
+        modules: The modules that are referred to.
         classes: The classes of the user's of which objects were looked into.
         with_state: The generators of random numbers, and the schedulers of learning rates, that are referred to.
         seen: Where all that counts is noted.
@@ -79,6 +81,7 @@ class Look:
         self.numbers: dict[int, int] = {}
         self.iterator: str | None = None
         self.functions: list[FunctionType] = []
+        self.modules: list[nn.Module] = []
         self.classes: set[type] = set()
         self.with_state: list[Any] = []
         self._names, self._changing, self.seen = names, changing, seen
@@ -91,8 +94,11 @@ class Look:
             return cls, value
         if isinstance(value, FunctionType):
             self.functions.append(value)
-            named = [name for name in vars(value) if name in self._names.words]
-            return by_identity(value), self._of_places(value, vars(value), itemgetter, named) if named else ()
+            return by_identity(value), self._of_attributes(value)
+        if isinstance(value, nn.Module):
+            self.modules.append(value)
+        elif type(value) is Tensor:
+            return by_identity(value), self._of_attributes(value)
         if isinstance(value, _WHOLE) or len(self.numbers) >= MOST_PARTS:
             return by_identity(value)
         if isinstance(value, MethodType):
@@ -116,7 +122,7 @@ class Look:
             return cls, self._of_items(value), of_object
         if isinstance(value, dict | MappingProxyType):
             return by_identity(value), self._of_dict(value), of_object
-        if cls.__module__ == "numpy" and hasattr(value, "tobytes"):
+        if isinstance(value, bytearray | array) or (cls.__module__ == "numpy" and hasattr(value, "tobytes")):
             return self._of_array(value)
         if isinstance(value, Iterator) and not isinstance(value, IOBase):
             self.iterator = cls.__name__
@@ -124,9 +130,17 @@ class Look:
             self.with_state.append(value)
         return by_identity(value), of_object
 
+    def _of_attributes(self, value: Any) -> Hashable:
+        """The key of the attributes of a function or a tensor that count."""
+        named = [name for name in vars(value) if name in self._names.words]
+        return self._of_places(value, vars(value), itemgetter, named)
+
     def _of_items(self, value: Collection[Any]) -> Hashable:
-        if len(value) > MOST_ITEMS or (id(value), None) in self._changing:
+        if (id(value), None) in self._changing:
             return by_identity(value)
+        if len(value) > MOST_ITEMS:
+            self.seen.sized.append(value)
+            return by_identity(value), len(value)
         self.seen.note_items(value)
         join = frozenset if isinstance(value, set | frozenset) else tuple
         self.items[id(value), None] = value, join(map(_outside, value))
@@ -156,7 +170,7 @@ class Look:
             names = Names(names.words & {"param_groups"})
         elif _finds_attributes(cls) and not is_the_users(cls):
             names = names.joined(names_in_class(cls))
-        classes = value.__mro__ if isinstance(value, type) else cls.__mro__
+        classes = (*value.__mro__, *cls.__mro__) if isinstance(value, type) else cls.__mro__
         own_classes = list(filter(is_the_users, classes[:-1]))
         self.classes.update(own_classes[:1])
         keys: list[Hashable] = []
@@ -166,8 +180,11 @@ class Look:
             takes_all = names.any_attribute and not isinstance(value, ModuleType)
             counted = [name for name in attributes if takes_all or name in names.words]
             keys.append(self._of_places(value, attributes, itemgetter, counted))
-        slots = [name for name in slots_of(cls) if name in names.words and hasattr(value, name)]
-        keys.append(self._of_places(value, None, attrgetter, slots))
+        slots = [name for name in slots_of(cls) if name in names.words]
+        if slots:
+            self.seen.note_fact(partial(_are_filled, value, slots))
+        filled = [name for name in slots if hasattr(value, name)]
+        keys.append(self._of_places(value, None, attrgetter, filled))
         for base in own_classes:
             attributes = vars(base)
             counted = [name for name in attributes.keys() & names.words if not _is_computed(attributes[name])]
@@ -189,12 +206,16 @@ class Look:
         return tuple((place, self._key(item)) for place, item in zip(counted, get(source), strict=False))
 
     def _of_array(self, value: Any) -> Hashable:
-        if not hasattr(value, "__array_interface__") or value.size > MOST_NUMBERS:
+        is_of_python = isinstance(value, bytearray | array)
+        if not is_of_python and not hasattr(value, "__array_interface__"):
             return by_identity(value)
-        numbers = value.tobytes()
-        self.seen.note_fact(value.tobytes)
+        if (len(value) if is_of_python else value.size) > MOST_NUMBERS:
+            return by_identity(value)
+        read = partial(bytes, value) if is_of_python else value.tobytes
+        numbers = read()
+        self.seen.note_fact(read)
         self.items[id(value), None] = value, numbers
-        return type(value), value.shape, value.dtype.str, numbers
+        return type(value), *((len(value),) if is_of_python else (value.shape, value.dtype.str)), numbers
 
 
 class StepValues:
@@ -205,6 +226,7 @@ class StepValues:
         changing: What the step changes itself, such as a list of losses, by the id of a list or dict and the key there.
         looks: The last look and the one before it.
         scheduled: The class of a scheduler of learning rates whose step the step has taken.
+        modules: The modules that the step refers to.
     """
 
     def __init__(self, step: Any) -> None:
@@ -212,12 +234,14 @@ class StepValues:
         self.changing: dict[tuple[int, Any], Any] = {}
         self.looks: tuple[Look, ...] = ()
         self.scheduled: str | None = None
+        self.modules: list[nn.Module] = []
 
     def look(self, objects: Sequence[Any] = ()) -> Look:
         """A look at them at this moment, and at objects that are arguments."""
         referred = self.referred
         for value in objects:
             referred.add(value)
+        referred.read_changed()
         while True:
             values = (*referred.values(), *objects)
             look = Look(values, referred.names, Seen(), self.changing, referred.owners)
@@ -299,6 +323,7 @@ class StepValues:
         steps_taken = [(scheduler, scheduler.last_epoch) for scheduler in schedulers]
         yield
         after = self.look(objects)
+        self.modules = after.modules
         self.scheduled = next((type(taken).__name__ for taken, epoch in steps_taken if taken.last_epoch != epoch), None)
         for place in before.items.keys() | after.items.keys():
             value, _ = before.items.get(place) or after.items[place]
@@ -336,6 +361,10 @@ def _in_context(variable: ContextVar[Any]) -> tuple[Any]:
 def _outside(value: Any) -> Hashable:
     """A key for a value without what is in it."""
     return (type(value), value) if type(value) in PLAIN else by_identity(value)
+
+
+def _are_filled(value: Any, slots: Sequence[str]) -> list[bool]:
+    return [hasattr(value, name) for name in slots]
 
 
 def _is_computed(member: Any) -> bool:

@@ -28,7 +28,7 @@ _NOT_THE_USERS = (
 _OF_ANY_MODULE = {*vars(nn.Module()), *OWN_STATE}
 _CACHED = type(cache(len))
 _OURS = __name__.partition(".")[0]
-_DEFAULTS = attrgetter("__defaults__", "__kwdefaults__")
+_CODE = attrgetter("__defaults__", "__kwdefaults__", "__code__")
 _NUMBERS = {bool, int, float, complex, str, list, dict, set, tuple}  # and what may hold any
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -78,7 +78,7 @@ class Referred:
         globals: The global namespaces, each with a name in it.
         imported: The modules that the functions import themselves, by their full names.
         hooks: The hooks of modules and parameters, by their ids.
-        functions: The functions.
+        functions: The functions, each with the code that was read, which may be set anew.
         names: What they refer to.
         places: Where more functions may be found by these names: the namespaces of objects and modules, by their ids.
     """
@@ -90,7 +90,7 @@ class Referred:
         self.globals: list[tuple[dict[str, Any], str]] = []
         self.imported: list[str] = []
         self.hooks: dict[int, Any] = {}
-        self.functions: dict[FunctionType, None] = {}
+        self.functions: dict[FunctionType, CodeType] = {}
         self.names = Names()
         self.places: dict[int, list[Mapping[str, Any]]] = {}
         while step is not None:
@@ -112,6 +112,13 @@ class Referred:
         elif id(value) not in self.places:
             self._note_places(value)
             self._read_all()
+
+    def read_changed(self) -> None:
+        """Reads the functions whose code was set anew, as a notebook does with what it loads again."""
+        for function, code in list(self.functions.items()):
+            if function.__code__ is not code:
+                self._read(function)
+                self._read_all()
 
     def add_modules(self, modules: Iterable[nn.Module]) -> None:
         """Modules that the step calls, with their hooks: of classes of the user's the functions count."""
@@ -155,9 +162,9 @@ class Referred:
                 self._note_places(owner)
 
     def _read(self, function: FunctionType) -> None:
-        if function in self.functions:
+        if self.functions.get(function) is function.__code__:
             return
-        self.functions[function] = None
+        self.functions[function] = function.__code__
         self.names = self.names.joined(_names_in(function.__code__))
         names, cells = _globals_of(function.__code__), function.__closure__ or ()
         imported = _imported_by(function)
@@ -239,7 +246,7 @@ class Referred:
             values += (*step.args, *step.keywords.values())
         values += [*self.hooks.values(), *map(sys.modules.get, self.imported)]
         for function in self.functions:
-            values += function.__defaults__ or ()
+            values += (function.__code__, *(function.__defaults__ or ()))
             values += (function.__kwdefaults__ or {}).values()
         return values
 
@@ -253,7 +260,7 @@ class Referred:
             seen.note_places(partial(map, namespace.get), own_names)
         seen.note_places(partial(map, sys.modules.get), self.imported)
         for function in self.functions:
-            seen.note_places(_DEFAULTS, function)
+            seen.note_places(_CODE, function)
         keywords = [step.keywords for step in self.bound] + [function.__kwdefaults__ for function in self.functions]
         for own_keywords in filter(None, keywords):
             seen.note_items(own_keywords.values())
