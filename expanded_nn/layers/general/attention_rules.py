@@ -40,7 +40,7 @@ def _arranged(run: Run, inputs: Sequence[Tensor]) -> Arrangement | None:
     if run.owners is None:
         return None
     dims, found = inputs[0].dim(), [run.owners.of(x) for x in inputs]
-    samples = together([x if x is None else constant(x, [dims - 2, dims - 1]) for x in found], dims)
+    samples = together([x if x is None else constant(x, [dims - 2, dims - 1]) for x in found], dims, run.owners.memo)
     return None if samples is None else run.owners.arranged(samples, len(inputs[0]))
 
 

@@ -360,7 +360,7 @@ class General(Expanded):
         assert recorder is not None
         assert recorder.forward is not None
         heard, batch = recorder.forward.notes.inputs_shared, recorder.forward.own_pass.batch
-        owners = Owners(batch, self) if self._alone else None
+        owners = Owners(batch, self, self._told.memo) if self._alone else None
         before, run = len(heard), Run(batch, recorder, owners)
         try:
             places, parameters = self._lent()

@@ -30,6 +30,7 @@ from expanded_nn.layers.general.mapped import (
     of_sample,
     unfolded,
 )
+from expanded_nn.layers.general.operations import Memo
 
 
 class Compared(NamedTuple):
@@ -84,6 +85,7 @@ class Told:
     compared: dict[Any, Compared] = field(default_factory=dict)  # and in its results
     ways: dict[Any, Ways] = field(default_factory=dict)  # in which its forward is right on the whole batch
     needs_hooks: bool = False  # whether its forward needs what hooks of modules within it collect
+    memo: Memo = field(default_factory=Memo)  # of the samples of folded rows
     turn: int = -1  # how many calls of a module that loops have run so, from 0 on
 
 
