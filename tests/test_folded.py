@@ -735,6 +735,30 @@ def test_rows_in_their_places_again() -> None:
     assert torch.equal(arrangement.unpadded(padded), x)
 
 
+class Casts(nn.Module):
+    """Casts its layer the first time that it runs, as the router of Switch transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.layer = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        rows = self.layer(x.flatten(0, 1))
+        self.gate = self.gate.to(torch.float32)
+        return (rows * self.gate(rows.float()).to(x.dtype).sigmoid()).view(x.shape)
+
+
+def test_a_forward_that_casts_a_layer() -> None:
+    module, each = built(Casts(), around=False), Call((values(B, T, D),))
+    expected = loop(deepcopy(module), each, B)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for _ in range(3):
+        model.zero_grad()
+        total_loss(model, each).backward()
+        rows = {name: rows.double() for name, rows in rows_of(model).items()}
+        assert_close_rows(rows, {name: rows.double() for name, rows in expected.items()}, 1e-5)
+
+
 def test_a_copy_learns_anew() -> None:
     module, (call, *_) = built(Mixture(Stacked())), calls()
     model = deepcopy(enn.convert(module)).per_sample(loss_reduction="sum")

@@ -335,7 +335,9 @@ class Trial:
 
 def _are_equal(weight: Tensor, other: Tensor) -> bool:
     """Whether two values of a parameter are the same; NaN equals NaN."""
-    return weight.shape == other.shape and bool(torch.allclose(weight, other, rtol=0.0, atol=0.0, equal_nan=True))
+    if weight.shape != other.shape or weight.dtype != other.dtype:
+        return False
+    return bool(torch.allclose(weight, other, rtol=0.0, atol=0.0, equal_nan=True))
 
 
 def _is_same(leaf: Any, other: Any) -> bool:
