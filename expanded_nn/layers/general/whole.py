@@ -318,12 +318,10 @@ def _with_weights(
         run.note(func, whole=True)
         for name in weights:
             named[name] = named[name].value if named.get(name) is not None else None
-        if arrangement is None or of_folded is None or arrangement.length == 1:
+        if arrangement is None or of_folded is None or run.owners is None or arrangement.length == 1:
             return op(x, **named)
-        if of_folded is folded.images and not folded.takes_whole(op, x, named):
-            assert run.owners is not None
-            refuse_unless(run.owners.module.goes_in_a_loop())  # under `vmap` it takes less time
-        return as_arranged(run, of_folded(func, op, x, named, arrangement), arrangement)
+        loops = run.owners.module.goes_in_a_loop()
+        return as_arranged(run, of_folded(func, op, x, named, arrangement, loops), arrangement)
 
     return rule
 
