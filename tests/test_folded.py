@@ -17,7 +17,7 @@ from expanded_nn.core import cost
 from expanded_nn.layers.general import operations, owners
 from expanded_nn.layers.general.alone import Alone
 from expanded_nn.layers.general.batched import RULES, Run
-from expanded_nn.layers.general.operations import NOBODY, Unknown
+from expanded_nn.layers.general.operations import NOBODY, Memo, Unknown
 from expanded_nn.layers.general.owners import Owners
 from expanded_nn.modules.registry import EXPANDED
 from oracle import Call, assert_close, assert_close_rows, gradient_penalty, loop, rows_of, total_loss
@@ -584,7 +584,7 @@ def test_other_folds(module: Any, shape: tuple[int, ...], monkeypatch: pytest.Mo
 
 def test_attention_between_samples_is_not_taken_for_that_of_one() -> None:
     recorder = enn.convert(nn.Linear(1, 1)).per_sample()._recorder
-    run = Run(B, recorder, Owners(B, nn.Module()))
+    run = Run(B, recorder, Owners(B, nn.Module(), Memo()))
     x = run.owners.begin(values(B, T, D), [0])
     mask = run.batched(values(T, T).expand(B, T, T))
     attend = RULES[F.scaled_dot_product_attention]
@@ -677,7 +677,7 @@ def _written(rows: Tensor) -> Tensor:
 def samples_of(function: Callable[[Tensor], Any]) -> tuple[Any, Tensor, Tensor]:
     """What the graph says; what the derivatives say `(*shape, B)`; the result."""
     torch.manual_seed(0)
-    known, argument = Owners(B, nn.Module()), values(B, 4, 6)
+    known, argument = Owners(B, nn.Module(), Memo()), values(B, 4, 6)
     x = known.begin(argument, [0])
     y = function(x)
     y = torch.view_as_real(y) if y.is_complex() else y
@@ -735,6 +735,30 @@ def test_rows_in_their_places_again() -> None:
     assert torch.equal(arrangement.unpadded(padded), x)
 
 
+class Casts(nn.Module):
+    """Casts its layer the first time that it runs, as the router of Switch transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.layer = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        rows = self.layer(x.flatten(0, 1))
+        self.gate = self.gate.to(torch.float32)
+        return (rows * self.gate(rows.float()).to(x.dtype).sigmoid()).view(x.shape)
+
+
+def test_a_forward_that_casts_a_layer() -> None:
+    module, each = built(Casts(), around=False), Call((values(B, T, D),))
+    expected = loop(deepcopy(module), each, B)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for _ in range(3):
+        model.zero_grad()
+        total_loss(model, each).backward()
+        rows = {name: rows.double() for name, rows in rows_of(model).items()}
+        assert_close_rows(rows, {name: rows.double() for name, rows in expected.items()}, 1e-5)
+
+
 def test_a_copy_learns_anew() -> None:
     module, (call, *_) = built(Mixture(Stacked())), calls()
     model = deepcopy(enn.convert(module)).per_sample(loss_reduction="sum")
@@ -742,3 +766,18 @@ def test_a_copy_learns_anew() -> None:
     copied = deepcopy(model)
     total_loss(copied, call).backward()
     assert_close_rows(rows_of(copied), loop(module, call, B))
+
+
+def test_what_is_known_of_samples_is_kept_for_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, each = built(Windows()), Call((values(B, 6, D),))
+    model = assert_right(module, each, each)
+    (memo,) = [part._told.memo for part in folding(model)]
+    before = len(memo.found)
+    each.on(model)
+    assert len(memo.found) == before > 0
+    monkeypatch.setattr(cost, "KEPT_SAMPLES", 0)
+    memo.found["a key"] = "that is forgotten"
+    model.zero_grad()
+    total_loss(model, each).backward()
+    assert "a key" not in memo.found
+    assert_close_rows(rows_of(model), loop(module, each, B))

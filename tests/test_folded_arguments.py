@@ -144,6 +144,29 @@ class ByRelativePosition(nn.Module):
         return (torch.einsum("btd,tsd->bts", pixels, self.table[distances]).softmax(-1) @ pixels).sum(1)
 
 
+class WithHeads(nn.Module):
+    """Tokens that all share ask what is in each image."""
+
+    def __init__(self, heads: int = 2, mask: str = "", tokens: int = 1, **options: Any) -> None:
+        super().__init__()
+        self.token, self.layer, self.mask = nn.Parameter(torch.ones(1, tokens, D)), nn.Linear(2, D), mask
+        self.heads = nn.MultiheadAttention(D, heads, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pixels, asks = self.layer(x.view(-1, 4, 2)), self.token.repeat(len(x), 1, 1)
+        if "padding" in self.mask:
+            return self.heads(asks, pixels, pixels, x[:, ::2] > 1, need_weights="weights" in self.mask)[0].tanh().sum(1)
+        if "each" in self.mask:
+            mask = x.detach()[:, None, ::2].repeat_interleave(self.heads.num_heads, 0).tanh()
+            return self.heads(asks, pixels, pixels.sin(), attn_mask=mask)[0].tanh().sum(1)
+        if "causal" in self.mask:
+            mask = nn.Transformer.generate_square_subsequent_mask(4).double()
+            pixels = pixels + asks
+            attended, weights = self.heads(pixels, pixels, pixels, attn_mask=mask, is_causal=True)
+            return attended.tanh().sum(1) + weights.sin().sum(1)
+        return self.heads(asks, pixels, pixels)[0].tanh().sum(1)
+
+
 TOWERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(8, D),
     "patches, 1d": lambda: Over(nn.Conv1d(2, D, 4), 2, 4),
@@ -161,6 +184,12 @@ TOWERS: dict[str, Callable[[], nn.Module]] = {
     "positions": WithPositions,
     "positions, one of them constant": lambda: WithPositions(padding_idx=-1),
     "token": WithToken,
+    "heads": WithHeads,
+    "heads, biases": lambda: WithHeads(tokens=4, add_bias_kv=True, add_zero_attn=True, bias=False),
+    "heads, separate weights": lambda: WithHeads(mask="each", kdim=D, vdim=D, bias=True),
+    "heads, padding": lambda: WithHeads(mask="padding"),
+    "heads, padding, weights": lambda: WithHeads(4, mask="padding, weights"),
+    "heads, causal": lambda: WithHeads(mask="causal"),
     "parts": ByLength,
     "relative positions": ByRelativePosition,
 }
@@ -249,6 +278,33 @@ def test_other_numbers_of_images_and_samples() -> None:
     assert_right(model, call(), call(images=1), call(images=3), call(samples=4), call(samples=1), call(samples=2))
 
 
+HEADS = [name for name in TOWERS if name.startswith("heads")]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_other_sizes(name: str) -> None:
+    """As many samples as heads, as images or as positions; and frozen in part."""
+    for samples, images in ((2, 2), (4, 2), (2, 1), (1, 2), (4, 1)):
+        calls = [call(samples, images, seed) for seed in range(3)]
+        assert runs_whole(assert_right(built(TOWERS[name]()), *calls)) or samples == 1 or images == 1
+    module = built(TOWERS[name]())
+    for frozen in list(module.tower.parameters())[::2]:
+        frozen.requires_grad_(False)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for seed in range(3):
+        model.zero_grad()
+        total_loss(model, call(seed=seed)).backward()
+        expected = loop(module, call(seed=seed), B, take=sample)
+        assert_close_rows({n: p.grad_sample for n, p in model.named_parameters() if p.requires_grad}, expected)
+    assert runs_whole(model)
+
+
+def test_heads_that_drop_weights() -> None:
+    model = enn.convert(built(WithHeads(dropout=0.5)).train()).per_sample(loss_reduction="sum")
+    total_loss(model, call()).backward()
+    assert runs_whole(model)
+
+
 def test_second_derivatives() -> None:
     def objective(model: Any, call: Call, first: int = 0) -> Tensor:
         ids, images = call.args
@@ -257,7 +313,8 @@ def test_second_derivatives() -> None:
         (by_image,) = torch.autograd.grad(loss, call.args[1], create_graph=True)
         return loss + by_image.square().sum()
 
-    for name in ("linear", "convolution, 2d", "positions", "token"):
+    heads = [name for name in HEADS if name != "heads, padding"]  # of torch's fused attention there are none
+    for name in ("linear", "convolution, 2d", "positions", "token", *heads):
         assert_right(built(TOWERS[name]()), call(), call(seed=1), objective=objective)
 
 

@@ -168,6 +168,29 @@ def layers_on_parameters(m: Any, x: Tensor) -> Tensor:
     return x + F.linear(F.rms_norm(m.w, (2,), m.u).relu(), m.v) * F.linear(hidden @ m.v, m.v)
 
 
+def heads(m: Any, x: Tensor, **options: Any) -> Tensor:
+    """Attention of two heads, whose weights are the module's own."""
+    x, settings = x.transpose(0, 1), {"need_weights": False, **options}
+    others = (x, x.sin()) if m.w.shape[0] == 2 * D else (x, x)
+    weight = torch.cat([m.w, m.w[:D] * 2]) if m.w.shape[0] == 2 * D else m.w
+    biases = [m.v] * 2 if m.v.dim() == 3 else [None] * 2
+    in_bias = None if m.v.dim() == 3 else m.v
+    args = (D, 2, weight, in_bias, *biases, settings.pop("zero", False), 0.0, m.u, None, m.training)
+    y, weights = F.multi_head_attention_forward(x, *others, *args, **settings)
+    y = y.transpose(0, 1)
+    return y if weights is None else y * weights.flatten(1).sin().sum(1)[:, None, None]
+
+
+def separate_heads(m: Any, x: Tensor) -> Tensor:
+    x = x.transpose(0, 1)
+    weights = dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), m.w.chunk(3), strict=True))
+    fixed = (None, m.v, None, None, False, 0.0)
+    y, _ = F.multi_head_attention_forward(
+        x, x, x, D, 2, *fixed, m.u, None, need_weights=False, use_separate_proj_weight=True, **weights
+    )
+    return y.transpose(0, 1)
+
+
 def parameter_list(m: Any, x: Tensor) -> Tensor:
     return sum((x * weight for weight in m.list), start=x)
 
@@ -180,6 +203,7 @@ def with_list() -> nn.Module:
 
 X, IMAGE = (values(B, T, D),), (values(B, 4, 6, 6),)
 WORDS = (torch.randint(0, 7, (B, T), generator=torch.Generator().manual_seed(3)),)
+CAUSAL = torch.full((T, T), -torch.inf, dtype=torch.float64).triu(1)
 Case = tuple[Callable[[], nn.Module], tuple[Any, ...]]
 WHOLE: dict[str, Case] = {
     "layer norm over channels": (of_class(nn.LayerNorm, layer_norm_2d, 4), IMAGE),
@@ -287,6 +311,31 @@ WHOLE: dict[str, Case] = {
         own(lambda m, x: F.scaled_dot_product_attention(x, x + 1, x.sin(), attn_mask=m.w), (T, T)),
         X,
     ),
+    "heads": (own(heads, (3 * D, D), (3 * D,), (D, D)), X),
+    "heads, causal": (
+        own(lambda m, x: heads(m, x, attn_mask=CAUSAL, is_causal=True), (3 * D, D), (3 * D,), (D, D)),
+        X,
+    ),
+    "heads, masks and weights": (
+        own(
+            lambda m, x: heads(m, x, attn_mask=CAUSAL, key_padding_mask=x[..., 0].detach(), need_weights=True),
+            (3 * D, D),
+            (3 * D,),
+            (D, D),
+        ),
+        X,
+    ),
+    "heads, a mask for each": (
+        own(
+            lambda m, x: heads(m, x, attn_mask=(x @ x.mT).repeat_interleave(2, 0).detach(), zero=True),
+            (3 * D, D),
+            (3 * D,),
+            (D, D),
+        ),
+        X,
+    ),
+    "heads, keys and values of their own": (own(lambda m, x: heads(m, x), (2 * D, D), (1, 1, D), (D, D)), X),
+    "separate heads": (own(separate_heads, (3 * D, D), (3 * D,), (D, D)), X),
     "layers on parameters": (own(layers_on_parameters, (T, 2), (D, 2), (2,)), X),
     "softmax": (own(lambda m, x: (F.softmax(m.w, dim=0)[:, None] * x).sum(1), (T,)), X),
     "split": (own(lambda m, x: x * m.w.chunk(2)[0] + m.w.split(D, 0)[1], (2 * D,)), X),

@@ -28,6 +28,12 @@ CHUNK_NUMEL = 1 << 22
 It trades memory (16 MB in float32) against calls. Chosen, not measured.
 """
 
+KEPT_SAMPLES = 2**18
+"""How many numbers, of the samples of folded rows, are kept for the next forward, which asks for the same.
+
+It trades memory (2 MB) against looking them up again. Chosen, not measured.
+"""
+
 TURNS_OF_A_SAMPLE = 4
 """At every how many calls a module that folds its samples is compared with one of them alone.
 

@@ -3,72 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from math import prod, sqrt
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
 from expanded_nn.common.batch import own_batch_first, tensors
-from expanded_nn.common.shared import owned
+from expanded_nn.layers.heads import attention, mask_of_heads, projected
 from expanded_nn.layers.linear import Linear, linear
 from expanded_nn.layers.twins import expand_modules, raise_for
 from expanded_nn.modules.base import Expanded, PerSampleModule, Root
 from expanded_nn.modules.layout import refuse_other_than_sequences
 from expanded_nn.modules.registry import expands, registered
 from expanded_nn.recording.recorder import Recorder
-
-
-class _TwiceDifferentiable(torch.autograd.Function):
-    """Passes the output of fused attention on; its gradient goes back to the kernel, or around it.
-
-    The kernels' own backward has no derivative. Where one is due (`create_graph=True`) the gradient reaches query,
-    key, value and mask by plain operations instead.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        output: Tensor,  # (B, heads, T, features), what the kernel made of the others
-        query: Tensor,  # (B, heads, T, features)
-        key: Tensor,  # (B, heads, S, features)
-        value: Tensor,  # (B, heads, S, features)
-        mask: Tensor | None,  # (B or 1, heads or 1, T or 1, S)
-        is_causal: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(query, key, value, mask)
-        ctx.is_causal = is_causal
-        return owned(output.view_as(output))
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return g, None, None, None, None, None
-        # views, as one input may be computed from another, whose gradient must not go through the first
-        inputs: list[Any] = [None if x is None else x.view_as(x) for x in ctx.saved_tensors]
-        query, key, value = (x.to(g.dtype) for x in inputs[:3])
-        logits = _logits(query, key, inputs[3])
-        if ctx.is_causal:
-            logits = logits.masked_fill(logits.new_ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-        nowhere = (logits == -torch.inf).all(-1, keepdim=True)  # to attend: the output is zero
-        output = logits.masked_fill(nowhere, 0).softmax(-1).masked_fill(nowhere, 0) @ value
-        needed = ctx.needs_input_grad[1:5]
-        sources = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
-        grads = iter(torch.autograd.grad(output, sources, g, create_graph=True))
-        return None, *(next(grads) if is_needed else None for is_needed in needed), None
-
-
-def _logits(
-    query: Tensor,  # (B, heads, T, features)
-    key: Tensor,  # (B, heads, S, features)
-    mask: Tensor | None,  # (B or 1, heads or 1, T or 1, S)
-) -> Tensor:  # (B, heads, T, S)
-    """What the softmax of attention is taken of."""
-    product = (query * sqrt(1 / query.shape[-1])) @ key.mT
-    return product if mask is None else product + mask.to(product.dtype)
 
 
 class _Converted(PerSampleModule):
@@ -144,20 +93,13 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
             v = torch.cat([v, self.expanded("bias_v").flatten(1, 2)], 1)
         if self.add_zero_attn:
             k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-        q, k, v = (rearrange(x, "b t (heads f) -> b heads t f", heads=self.num_heads) for x in (q, k, v))
         dropout = self.dropout if self.training else 0.0
-        if need_weights:
-            weights = F.dropout(_logits(q, k, mask).softmax(-1), dropout)
-            heads = weights @ v
-        else:
-            heads = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
-            if not dropout and heads.requires_grad:  # what is drawn at random could not be drawn again
-                heads = _TwiceDifferentiable.apply(heads, q, k, v, mask, is_causal)  # type: ignore[no-untyped-call]
-        output = self._out_projection(heads.transpose(1, 2).flatten(2))
+        attended, weights = attention(
+            q, k, v, mask, self.num_heads, dropout, need_weights=need_weights, is_causal=is_causal
+        )
+        output = self._out_projection(attended)
         output = output.transpose(0, self._samples_dim).contiguous()  # as torch's, of which the user may take views
-        if not need_weights:
-            return output, None
-        return output, weights.mean(1) if average_attn_weights else weights
+        return output, weights.mean(1) if weights is not None and average_attn_weights else weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Query, key and value as attention sees them, `(B, T, E)` each."""
@@ -176,11 +118,7 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
             biases = [None] * 3 if bias is None else bias.chunk(3, 1)
             weights = [self.expanded(f"{letter}_proj_weight") for letter in "qkv"]
             return tuple(map(linear, (q, k, v), weights, biases))
-        if query is key is value:
-            return self._in_projection(q, 0, 3).chunk(3, -1)
-        if key is value:
-            return self._in_projection(q, 0, 1), *self._in_projection(k, 1, 3).chunk(2, -1)
-        return tuple(self._in_projection(x, i, i + 1) for i, x in enumerate((q, k, v)))
+        return projected(q, k, v, self._in_projection)
 
     def _in_projection(
         self,
@@ -203,23 +141,15 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         key_padding_mask: Tensor | None,
     ) -> Tensor | None:  # (B or 1, heads or 1, T or 1, S')
         """What is added to the products of queries and keys, `None` for nothing."""
-        key_padding_mask = F._canonical_mask(
-            key_padding_mask, "key_padding_mask", F._none_or_dtype(attn_mask), "attn_mask", query.dtype
-        )
-        attn_mask = F._canonical_mask(attn_mask, "attn_mask", None, "", query.dtype, False)
-        masks = []
+        batch, heads = self.pass_batch_size, self.num_heads
         if attn_mask is not None:
-            own = (self.pass_batch_size, self.num_heads) if attn_mask.dim() == 3 else ()
-            self._refuse_other_shape("attn_mask", attn_mask, (prod(own), *sizes) if own else sizes)
-            masks.append(attn_mask.reshape(*(own or (1, 1)), *sizes))
+            count = (batch * heads,) if attn_mask.dim() == 3 else ()
+            self._refuse_other_shape("attn_mask", attn_mask, (*count, *sizes))
         if key_padding_mask is not None:
             key_padding_mask = self.checked(key_padding_mask, 1, argument="key_padding_mask")
-            self._refuse_other_shape("key_padding_mask", key_padding_mask, (self.pass_batch_size, sizes[1]))
-            masks.append(rearrange(key_padding_mask, "b s -> b 1 1 s"))
-        if not masks:
-            return None
-        mask, extra = sum(masks[1:], start=masks[0]), (self.bias_k is not None) + self.add_zero_attn
-        return F.pad(mask, (0, extra)) if extra else mask
+            self._refuse_other_shape("key_padding_mask", key_padding_mask, (batch, sizes[1]))
+        extra = (self.bias_k is not None) + self.add_zero_attn
+        return mask_of_heads(attn_mask, key_padding_mask, heads, query.dtype, extra)
 
     def _out_projection(
         self,

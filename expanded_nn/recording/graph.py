@@ -38,7 +38,7 @@ def saved_number(number: int) -> int:
 def saved_dims(node: Any, rank: int) -> list[int]:
     """The dimensions that a node's operation on a tensor of so many dimensions names."""
     names = ("_saved_dim", "_saved_dims", "_saved_dimension")
-    saved = next((getattr(node, name) for name in names if hasattr(node, name)), None)
+    saved = next((found for name in names if (found := getattr(node, name, None)) is not None), None)
     return [saved_number(number) % rank for number in ([saved] if isinstance(saved, int) else saved or ())]
 
 

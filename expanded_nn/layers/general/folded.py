@@ -63,19 +63,22 @@ def linear_of_rows(
     return arrangement.unpadded(linear(arrangement.padded(x), weight, bias))
 
 
-# The same for other layers' operations: what torch calls, ours, its input, its other arguments by their names
+# The same for other layers' operations: what torch calls, ours, its input, its other arguments by their names, how its
+# rows belong to the samples, and whether these go one after the other otherwise, or by `vmap`
 
 
-def linear_by_name(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
+def linear_by_name(
+    func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement, loops: bool
+) -> Tensor:
     return linear_of_rows(x, named["weight"], named.get("bias"), arrangement)
 
 
-def by_position(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
+def by_position(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement, loops: bool) -> Tensor:
     """Of an operation that treats any number of positions `(B, *, features)` alike."""
     return arrangement.unpadded(op(arrangement.padded(x), **named))
 
 
-def by_channel(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
+def by_channel(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement, loops: bool) -> Tensor:
     """Of a norm of images `(n, C, *)`: its weights come after it, each row's own."""
     y: Tensor = func(x, **{**named, "weight": None, "bias": None})
     weight, bias = (
@@ -86,7 +89,7 @@ def by_channel(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement
     return y if bias is None else y + bias
 
 
-def takes_whole(op: Any, x: Tensor, named: dict[str, Any]) -> bool:
+def _takes_whole(op: Any, x: Tensor, named: dict[str, Any]) -> bool:
     """Whether a convolution's kernel takes an image whole, at a single place."""
     if not isinstance(op, type(conv.conv1d)) or x.shape[2:] != named["weight"].shape[3:] or named.get("groups", 1) > 1:
         return False
@@ -100,19 +103,22 @@ def _sizes(op: Any, named: dict[str, Any]) -> dict[str, Any]:
     return {name: (value,) * op.dims if isinstance(value, int) else value for name, value in given.items()}
 
 
-def images(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
+def images(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement, loops: bool) -> Tensor:
     """Of a convolution: a sample's images stand beside each other in one more dimension, where its kernel has size 1.
 
     An image that the kernel takes whole, as it does patches, is mapped linearly.
+
+    Raises:
+        Unknown: If `vmap` can follow and takes less time, or if there is no convolution of one dimension more.
     """
     weight, bias, dims = named["weight"], named.get("bias"), op.dims
     groups, sizes = named.get("groups", 1), _sizes(op, named)
-    if takes_whole(op, x, named):
+    if _takes_whole(op, x, named):
         y = linear_of_rows(x.flatten(1), weight.flatten(2), bias, arrangement)
         return y.view(*y.shape, *[1] * dims)
-    wider = _ONE_DIMENSION_MORE.get(op)
+    wider = _ONE_DIMENSION_MORE.get(op) if loops else None
     if wider is None:
-        raise Unknown("images of three dimensions")
+        raise Unknown
     of_sample = arrangement.padded(x).transpose(1, 2)  # (B, C, images, *)
     sizes = {name: size if isinstance(size, str) else (_UNIT[name], *size) for name, size in sizes.items()}
     kernel = weight.view(*weight.shape[:3], 1, *weight.shape[3:])  # as a view its rows stay factored

@@ -51,7 +51,7 @@ def with_folded_rows(func: Any, args: Any, kwargs: Any, owners: Owners, dims: in
     """With rows of which each is known to be of one sample; `NotImplemented` where they are what all samples share."""
     run, own = run_of(args), [operand for operand in args if is_own(operand)]
     plain = [operand for operand in args if isinstance(operand, Tensor) and not is_own(operand) and operand.dim()]
-    samples = together([owners.of(operand) for operand in plain], dims)
+    samples = together([owners.of(operand) for operand in plain], dims, owners.memo)
     if samples is None:
         refuse_unless(not is_in_place(func))
         return NotImplemented  # type: ignore[no-any-return]

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from expanded_nn.core import cost
 from expanded_nn.recording.graph import saved_dims, saved_number, turned_dims
 
 Samples = Tensor | None  # of a tensor: an index of its shape, of size 1 where it is constant; `None` of what has none
@@ -23,11 +24,48 @@ class Unknown(Exception):
     """An operation has no rule, or brings numbers of several samples together."""
 
 
+class Memo:
+    """What functions of samples have given, by these tensors themselves: layers that are alike ask the same again.
+
+    It is kept for the next forward, which asks the same where no values lead it. So nothing of it may be changed in
+    place.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[Any, Any] = {}
+        self.known: dict[Any, list[Tensor]] = {}  # by their shapes
+        self.numel = 0
+
+    def begin(self) -> None:
+        """Forgets what is too much to be kept for another forward."""
+        if self.numel > cost.KEPT_SAMPLES:
+            self.__init__()  # type: ignore[misc]
+
+    def of(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)`, which is computed once."""
+        key = function, args  # a tensor is hashed by its identity
+        if key not in self.found:
+            self.found[key] = function(*args)
+            self.numel += sum(x.numel() for x in args if isinstance(x, Tensor)) + 16
+        return self.found[key]
+
+    def same(self, samples: Samples) -> Samples:
+        """Samples that depend on values; the tensor that was there before, where it has the same numbers."""
+        if samples is None:
+            return None
+        known = self.known.setdefault(samples.shape, [])
+        before = next((other for other in known if samples is other or torch.equal(samples, other)), None)
+        if before is None:
+            known.append(samples)
+            self.numel += samples.numel()
+        return samples if before is None else before
+
+
 class Operation:
     """A node of the graph, of whose outputs the samples of one are asked for."""
 
-    def __init__(self, of: Callable[[Any, int], Samples], batch: int, node: Any, number: int) -> None:
-        self._of, self.batch, self.node, self.number = of, batch, node, number
+    def __init__(self, of: Callable[[Any, int], Samples], batch: int, node: Any, number: int, memo: Memo) -> None:
+        self._of, self.batch, self.node, self.number, self.memo = of, batch, node, number, memo
         self.inputs = node.next_functions  # the nodes that its inputs come from, and which of their outputs these are
 
     @cached_property
@@ -44,6 +82,14 @@ class Operation:
 
     def all_samples(self) -> list[Samples]:
         return [self.samples_of(place) for place in range(len(self.inputs))]
+
+    def together(self, found: Sequence[Samples]) -> Samples:
+        return together(found, len(self.shape), self.memo)
+
+    def constant(self, samples: Tensor, dims: Sequence[int]) -> Tensor:
+        if all(samples.shape[dim] == 1 for dim in dims):
+            return samples
+        return self.memo.of(constant, samples, tuple(dims))  # type: ignore[no-any-return]
 
     def saved(self, name: str) -> Any:
         try:
@@ -72,7 +118,7 @@ def constant(samples: Tensor, dims: Sequence[int]) -> Tensor:
     return samples
 
 
-def together(found: Sequence[Samples], dims: int) -> Samples:
+def together(found: Sequence[Samples], dims: int, memo: Memo) -> Samples:
     """The samples of what is computed number by number from several tensors, which broadcast."""
     kept: list[Tensor] = []
     for samples in found:
@@ -80,14 +126,20 @@ def together(found: Sequence[Samples], dims: int) -> Samples:
             kept.append(samples)
     if not kept:
         return None
-    total = _with_dims(kept[0], dims)
+    total = kept[0] if kept[0].dim() == dims else memo.of(_with_dims, kept[0], dims)
     for samples in kept[1:]:
-        other = _with_dims(samples, dims)
-        if not bool(((total == other) | (total == NOBODY) | (other == NOBODY)).all()):
-            raise Unknown
-        if total.shape != other.shape or not torch.equal(total, other):
-            total = torch.maximum(total, other)
+        total = memo.of(_of_both, total, samples if samples.dim() == dims else memo.of(_with_dims, samples, dims))
     return total
+
+
+def _of_both(samples: Tensor, other: Tensor) -> Tensor:
+    if samples is other:
+        return samples
+    if not bool(((samples == other) | (samples == NOBODY) | (other == NOBODY)).all()):
+        raise Unknown
+    if samples.shape == other.shape and torch.equal(samples, other):
+        return samples
+    return torch.maximum(samples, other)
 
 
 def _with_dims(samples: Tensor, dims: int) -> Tensor:
@@ -129,7 +181,7 @@ def _runs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, 
 
 
 def _elementwise(op: Operation) -> Samples:
-    return op.samples_of(0) if len(op.inputs) == 1 else together(op.all_samples(), len(op.shape))
+    return op.samples_of(0) if len(op.inputs) == 1 else op.together(op.all_samples())
 
 
 def _along(op: Operation) -> Samples:
@@ -138,12 +190,13 @@ def _along(op: Operation) -> Samples:
     if samples is None:
         return None
     dims = op.dims()
-    samples = constant(samples, dims)
+    samples = op.constant(samples, dims)
     if samples.dim() == len(op.shape):
         return samples
     if samples.dim() - len(set(dims)) != len(op.shape):
         raise Unknown
-    return samples.reshape([size for dim, size in enumerate(samples.shape) if dim not in dims])
+    left = tuple(size for dim, size in enumerate(samples.shape) if dim not in dims)
+    return op.memo.of(Tensor.reshape, samples, left)  # type: ignore[no-any-return]
 
 
 def _of_first(change: Callable[[Operation, Tensor], Tensor]) -> Callable[[Operation], Samples]:
@@ -155,11 +208,12 @@ def _of_first(change: Callable[[Operation, Tensor], Tensor]) -> Callable[[Operat
 
 
 def _viewed(op: Operation, samples: Tensor) -> Tensor:
-    return reshaped(samples, op.shape_of(0), op.shape)
+    return op.memo.of(reshaped, samples, op.shape_of(0), op.shape)  # type: ignore[no-any-return]
 
 
 def _turned(op: Operation, samples: Tensor) -> Tensor:
-    return samples.permute(cast("list[int]", turned_dims(op.node, samples.dim())))
+    dims = cast("list[int]", turned_dims(op.node, samples.dim()))
+    return op.memo.of(Tensor.permute, samples, tuple(dims))  # type: ignore[no-any-return]
 
 
 def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool = False) -> Callable[..., Samples]:
@@ -168,19 +222,41 @@ def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool 
     def change(op: Operation, samples: Tensor) -> Tensor:
         (dim,) = op.dims()
         if samples.shape[dim] == 1:
-            return samples.squeeze(dim) if drops_dim else samples
+            return op.memo.of(Tensor.squeeze, samples, dim) if drops_dim else samples
         return take(op, samples, dim)
 
     return _of_first(change)
 
 
+def _by_values(rule: Callable[[Operation], Samples]) -> Callable[[Operation], Samples]:
+    """A rule that gives another tensor each time, if mostly with the same numbers."""
+    return lambda op: op.memo.same(rule(op))
+
+
 def _slice(op: Operation, samples: Tensor, dim: int) -> Tensor:
-    start, end, step = (saved_number(op.saved(name)) for name in ("start", "end", "step"))
+    bounds = (saved_number(op.saved(name)) for name in ("start", "end", "step"))
+    return op.memo.of(_sliced, samples, dim, *bounds)  # type: ignore[no-any-return]
+
+
+def _sliced(samples: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
     return samples[(*[slice(None)] * dim, slice(start, end, step))]
 
 
+def _selected(op: Operation, samples: Tensor, dim: int) -> Tensor:
+    place = saved_number(op.saved("index"))
+    return op.memo.of(Tensor.select, samples, dim, place)  # type: ignore[no-any-return]
+
+
+def _part(op: Operation, samples: Tensor, dim: int) -> Tensor:
+    sizes = op.saved("split_size") if hasattr(op.node, "_saved_split_size") else tuple(op.saved("split_sizes"))
+    return op.memo.of(torch.split, samples, sizes, dim)[op.number]  # type: ignore[no-any-return]
+
+
 def _repeat(op: Operation, samples: Tensor) -> Tensor:
-    repeats = op.saved("repeats")
+    return op.memo.of(_repeated, samples, tuple(op.saved("repeats")))  # type: ignore[no-any-return]
+
+
+def _repeated(samples: Tensor, repeats: tuple[int, ...]) -> Tensor:
     samples = _with_dims(samples, len(repeats))
     return samples.repeat([times if size > 1 else 1 for times, size in zip(repeats, samples.shape, strict=True)])
 
@@ -191,15 +267,22 @@ def _whole(samples: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor
 
 
 def _flip(op: Operation, samples: Tensor) -> Tensor:
-    dims = op.dims()
-    return _whole(samples, op.shape_of(0), dims).flip(dims)
+    return op.memo.of(_flipped, samples, op.shape_of(0), tuple(op.dims()))  # type: ignore[no-any-return]
+
+
+def _flipped(samples: Tensor, shape: Sequence[int], dims: tuple[int, ...]) -> Tensor:
+    return _whole(samples, shape, dims).flip(dims)
 
 
 def _roll(op: Operation, samples: Tensor) -> Tensor:
     if not op.saved("dims"):
         raise Unknown
-    dims, shifts = op.dims(), [saved_number(shift) for shift in op.saved("shifts")]
-    return torch.roll(_whole(samples, op.shape_of(0), dims), shifts, dims)
+    shifts = tuple(saved_number(shift) for shift in op.saved("shifts"))
+    return op.memo.of(_rolled, samples, op.shape_of(0), shifts, tuple(op.dims()))  # type: ignore[no-any-return]
+
+
+def _rolled(samples: Tensor, shape: Sequence[int], shifts: tuple[int, ...], dims: tuple[int, ...]) -> Tensor:
+    return torch.roll(_whole(samples, shape, dims), shifts, dims)
 
 
 def _filled_up(op: Operation, samples: Tensor) -> Tensor:
@@ -212,7 +295,7 @@ def _filled_up(op: Operation, samples: Tensor) -> Tensor:
 def _pad(op: Operation, samples: Tensor) -> Tensor:
     pads = [saved_number(number) for number in op.saved("pad")]
     padded = [samples.dim() - 1 - place // 2 for place, number in enumerate(pads) if number]
-    return _filled_up(op, constant(samples, padded))
+    return _filled_up(op, op.constant(samples, padded))
 
 
 def _index(op: Operation, samples: Tensor) -> Tensor:
@@ -231,7 +314,7 @@ def _gather(op: Operation, samples: Tensor) -> Tensor:
     before = op.shape_of(0)
     if any(size != op.shape[place] for place, size in enumerate(before) if place != dim):
         raise Unknown
-    return constant(samples, [dim])
+    return op.constant(samples, [dim])
 
 
 def _index_add(op: Operation) -> Samples:
@@ -244,7 +327,7 @@ def _index_add(op: Operation) -> Samples:
     written = added.new_full(sizes, NOBODY).index_copy(dim, index, _whole(added, op.shape_of(1), [dim]))
     if not bool((written.index_select(dim, index) == added).all()):
         raise Unknown
-    return together([total, written], len(op.shape))
+    return together([total, written], len(op.shape), Memo())
 
 
 def _scatter(op: Operation) -> Samples:
@@ -253,8 +336,8 @@ def _scatter(op: Operation) -> Samples:
     if put is not None:
         if any(size != op.shape[place] for place, size in enumerate(op.shape_of(1)) if place != dim):
             raise Unknown
-        put = _filled_up(op, constant(put, [dim]))
-    return together([total, put], len(op.shape))
+        put = _filled_up(op, op.constant(put, [dim]))
+    return op.together([total, put])
 
 
 def _index_put(op: Operation) -> Samples:
@@ -275,7 +358,7 @@ def _masked_scatter(op: Operation) -> Samples:
         mask = op.saved("mask").expand(op.shape)
         whole = put.expand(op.shape_of(1)).flatten()
         placed = put.new_full(op.shape, NOBODY).masked_scatter_(mask, whole)
-        total = together([total, placed], len(op.shape))
+        total = together([total, placed], len(op.shape), Memo())
     return None if total is None else _compact(total)
 
 
@@ -295,7 +378,7 @@ def _joined(op: Operation) -> Samples:
         return None
     if all(samples.shape[dim] == 1 for samples in there):
         if len(there) < len(found):
-            return _filled_up(op, cast(Tensor, together(there, len(op.shape))))
+            return _filled_up(op, cast(Tensor, op.together(there)))
         if _are_equal(there):
             return there[0]
     shapes = (op.shape_of(place) for place in range(len(found)))
@@ -324,34 +407,33 @@ def _stack(op: Operation) -> Samples:
         return None
     (dim,) = op.dims(len(op.shape))
     if len(there) == len(found) and _are_equal(there):
-        return there[0].unsqueeze(dim)
+        return op.memo.of(Tensor.unsqueeze, there[0], dim)  # type: ignore[no-any-return]
     return _cat(op, [None if samples is None else samples.unsqueeze(dim) for samples in found], dim)
 
 
 def _product(op: Operation) -> Samples:
     """Of matrices: the samples are the same along the dimensions that are multiplied and added up."""
     left, right = op.all_samples()[-2:]
-    left = None if left is None else constant(left, [left.dim() - 1])
-    right = None if right is None else constant(right, [right.dim() - 2])
+    left = None if left is None else op.constant(left, [left.dim() - 1])
+    right = None if right is None else op.constant(right, [right.dim() - 2])
     added = [op.samples_of(0)] if len(op.inputs) > 2 else []
-    return together([left, right, *added], len(op.shape))
+    return op.together([left, right, *added])
 
 
 def _attention(op: Operation) -> Samples:
     if len(op.shape) != 4:
         raise Unknown
-    found = [None if samples is None else constant(samples, [2, 3]) for samples in op.all_samples()]
-    return together(found, len(op.shape))
+    return op.together([None if samples is None else op.constant(samples, [2, 3]) for samples in op.all_samples()])
 
 
 def _resized(op: Operation, samples: Tensor) -> Tensor:
     """Images `(N, C, ...)`: each is of one sample everywhere."""
-    return constant(samples, range(2, samples.dim()))
+    return op.constant(samples, range(2, samples.dim()))
 
 
 def _normalized(op: Operation, samples: Tensor) -> Tensor:
     count = len(op.saved("normalized_shape"))
-    return constant(samples, range(samples.dim() - count, samples.dim()))
+    return op.constant(samples, range(samples.dim() - count, samples.dim()))
 
 
 RULES: dict[str, Callable[[Operation], Samples]] = {
@@ -387,26 +469,27 @@ RULES: dict[str, Callable[[Operation], Samples]] = {
     ),
     **dict.fromkeys(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"], _of_first(_viewed)),
     **dict.fromkeys(["Transpose", "T", "Permute"], _of_first(_turned)),
-    "Expand": _of_first(lambda op, samples: _with_dims(samples, len(op.shape))),
+    "Expand": _of_first(lambda op, samples: op.memo.of(_with_dims, samples, len(op.shape))),
     "Slice": _taken(_slice),
-    "Select": _taken(lambda op, samples, dim: samples.select(dim, saved_number(op.saved("index"))), drops_dim=True),
-    "Unbind": _taken(lambda op, samples, dim: samples.select(dim, op.number), drops_dim=True),
-    "Split": _taken(lambda op, samples, dim: samples.split(op.saved("split_size"), dim)[op.number]),
-    "SplitWithSizes": _taken(lambda op, samples, dim: samples.split(list(op.saved("split_sizes")), dim)[op.number]),
+    "Select": _taken(_selected, drops_dim=True),
+    "Unbind": _taken(lambda op, samples, dim: op.memo.of(Tensor.select, samples, dim, op.number), drops_dim=True),
+    **dict.fromkeys(["Split", "SplitWithSizes"], _taken(_part)),
     "Repeat": _of_first(_repeat),
     "Flip": _of_first(_flip),
     "Roll": _of_first(_roll),
     "ConstantPadNd": _of_first(_pad),
-    "ViewAsReal": _of_first(lambda op, samples: samples.unsqueeze(-1)),
-    "ViewAsComplex": _of_first(lambda op, samples: constant(samples, [samples.dim() - 1]).squeeze(-1)),
-    "Index": _of_first(_index),
-    "IndexSelect": _taken(lambda op, samples, dim: samples.index_select(dim, op.saved("index"))),
+    "ViewAsReal": _of_first(lambda op, samples: op.memo.of(Tensor.unsqueeze, samples, -1)),
+    "ViewAsComplex": _of_first(
+        lambda op, samples: op.memo.of(Tensor.squeeze, op.constant(samples, [samples.dim() - 1]), -1)
+    ),
+    "Index": _by_values(_of_first(_index)),
+    "IndexSelect": _by_values(_taken(lambda op, samples, dim: samples.index_select(dim, op.saved("index")))),
     "Gather": _of_first(_gather),
-    "IndexAdd": _index_add,
-    "Scatter": _scatter,
-    "IndexPut": _index_put,
-    "MaskedScatter": _masked_scatter,
-    "Cat": _joined,
+    "IndexAdd": _by_values(_index_add),
+    "Scatter": _by_values(_scatter),
+    "IndexPut": _by_values(_index_put),
+    "MaskedScatter": _by_values(_masked_scatter),
+    "Cat": _by_values(_joined),
     "Stack": _stack,
     **dict.fromkeys(["Mm", "Bmm", "Addmm", "Baddbmm"], _product),
     **dict.fromkeys(

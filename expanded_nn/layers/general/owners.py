@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from expanded_nn.common.batch import FOLDED, has_derivatives
 from expanded_nn.layers.general.mapped import flatten
-from expanded_nn.layers.general.operations import NOBODY, RULES, Operation, Samples, Unknown, constant
+from expanded_nn.layers.general.operations import NOBODY, RULES, Memo, Operation, Samples, Unknown, constant
 
 
 class _Begin(torch.autograd.Function):
@@ -34,13 +34,12 @@ class _Begin(torch.autograd.Function):
 class Owners:
     """The samples of the tensors in one forward of a module."""
 
-    def __init__(self, batch: int, module: Any) -> None:  # of the general rule
-        self.batch, self.module = batch, module
+    def __init__(self, batch: int, module: Any, memo: Memo) -> None:  # of the general rule
+        self.batch, self.module, self.memo = batch, module, memo
+        memo.begin()
         self.by_sample: list[Tensor] = []  # the arguments that have one row for each sample
         # by the node that made a tensor, and which of its outputs it is
         self.known: dict[tuple[Any, int], Samples] = {}
-        self.arrangements: dict[tuple[int, int], Arrangement] = {}  # by the id of samples, and the number of rows
-        self.kept: list[Tensor] = []  # the samples whose ids are keys
         self.anchor = torch.zeros((), requires_grad=True)
 
     def begin(self, arguments: Any, dims: Sequence[int | None]) -> Any:
@@ -61,10 +60,8 @@ class Owners:
 
     def _standing_in(self, x: Tensor, dim: int) -> Tensor:
         """The samples of a tensor that has them in a dimension, or is folded."""
-        rows, place = torch.arange(self.batch, device=x.device), max(dim, 0)
-        if dim == FOLDED:
-            rows = rows.repeat_interleave(x.shape[0] // self.batch)
-        return rows.view(*[1] * place, -1, *[1] * (x.dim() - 1 - place))
+        times = x.shape[0] // self.batch if dim == FOLDED else 1
+        return self.memo.of(_in_order, self.batch, times, max(dim, 0), x.dim(), x.device)  # type: ignore[no-any-return]
 
     def refuse_others_places(self, result: Any, dims: Sequence[int]) -> None:
         """Raises unless the samples stand in `dims` of the tensors that are returned, in order."""
@@ -119,17 +116,7 @@ class Owners:
         Raises:
             Unknown: If a row is of several samples, or of none.
         """
-        key = id(samples), count
-        if key not in self.arrangements:
-            if samples.dim() == 0:
-                raise Unknown
-            rows = constant(samples, range(1, samples.dim()))
-            owner = rows.flatten().expand(count)
-            if count and int(owner.min()) == NOBODY:
-                raise Unknown
-            self.arrangements[key] = Arrangement(owner, self.batch, rows)
-            self.kept.append(samples)
-        return self.arrangements[key]
+        return self.memo.of(_arranged, samples, count, self.batch)  # type: ignore[no-any-return]
 
     def _of(self, node: Any, number: int) -> Samples:
         key = node, number
@@ -139,10 +126,26 @@ class Owners:
             if rule is None:
                 raise Unknown(name)
             try:
-                self.known[key] = rule(Operation(self._of, self.batch, node, number))
+                self.known[key] = rule(Operation(self._of, self.batch, node, number, self.memo))
             except (TypeError, ValueError, IndexError, RuntimeError):  # it was called in another way than the rule's
                 raise Unknown(name) from None
         return self.known[key]
+
+
+def _in_order(batch: int, times: int, dim: int, dims: int, device: torch.device) -> Tensor:
+    """The samples of a tensor that has each of them so many times in one of its dimensions."""
+    rows = torch.arange(batch, device=device).repeat_interleave(times)
+    return rows.view(*[1] * dim, -1, *[1] * (dims - 1 - dim))
+
+
+def _arranged(samples: Tensor, count: int, batch: int) -> Arrangement:
+    if samples.dim() == 0:
+        raise Unknown
+    rows = constant(samples, range(1, samples.dim()))
+    owner = rows.flatten().expand(count)
+    if count and int(owner.min()) == NOBODY:
+        raise Unknown
+    return Arrangement(owner, batch, rows)
 
 
 class Arrangement:

@@ -271,7 +271,7 @@ class General(Expanded):
                 mapper = self._mapper(call)
                 if not mapper.guests:
                     trial = Trial(mapper)
-                    trial.compared(trial.mapped_again()[0])
+                    trial.compared(trial.mapped_again()[0], derivatives=torch.is_grad_enabled())
                 return None
         except _NOT_OF_THE_FORWARD:
             raise
@@ -286,24 +286,31 @@ class General(Expanded):
         # where each value may lead another way, or say that rows are another sample's
         by_values = self.goes_in_a_loop() or FOLDED in call.dims
         known = self._told.compared
-        is_known = call.kind in known and not by_values
+        derivatives = self._compares_derivatives(call)
+        is_known = call.kind in known and not by_values and not derivatives
         if by_values:
             how = "one by one, in a loop" if self.goes_in_a_loop() else "with several rows of each in an argument"
             refuse_values(f"the samples go through {self.qualified_name} {how}")
         if not mapper.guests and not is_known:
             wait_for_values("a module of the general rule is compared with its plain forward first")
         trial = None if mapper.guests or is_known else Trial(mapper)
-        mapped = mapper(call.leaves, thorough=trial is not None)
+        with nullcontext() if trial is None else trial.by_samples():
+            mapped = mapper(call.leaves, thorough=trial is not None)
         if mapper.guests:
             return mapped.result()
         if trial is None and not known[call.kind].fits(mapped):  # another way through the forward
             trial = Trial(mapper)
         if trial is not None:
-            known[call.kind] = trial.compared(mapped)
+            known[call.kind] = trial.compared(mapped, derivatives=derivatives)
+            self._told.with_derivatives |= {call.kind} if derivatives else set()
         compared = known[call.kind]
         if not compared.alike:
             self._refuse_square(call.inputs[1:], call.batch)
         return mapped.with_samples_in(compared.dims).laid_out(compared.orders).result()
+
+    def _compares_derivatives(self, call: Called) -> bool:
+        """Whether derivatives are compared: once for each kind of call, and not in a checkpoint's second forward."""
+        return torch.is_grad_enabled() and call.kind not in self._told.with_derivatives and running_backward() < 0
 
     def _mapper(self, call: Called) -> Mapper:
         self._refuse_backward_hooks()
@@ -360,7 +367,7 @@ class General(Expanded):
         assert recorder is not None
         assert recorder.forward is not None
         heard, batch = recorder.forward.notes.inputs_shared, recorder.forward.own_pass.batch
-        owners = Owners(batch, self) if self._alone else None
+        owners = Owners(batch, self, self._told.memo) if self._alone else None
         before, run = len(heard), Run(batch, recorder, owners)
         try:
             places, parameters = self._lent()
@@ -400,7 +407,9 @@ class General(Expanded):
             with _unnoticed(self._recorder.forward):
                 trial = Trial(mapper, hooks=hooks)
                 again = trial.mapped_again()
-                compared = self._told.compared[call.kind] = trial.compared(again[0])
+                derivatives = self._compares_derivatives(call)
+                compared = self._told.compared[call.kind] = trial.compared(again[0], derivatives=derivatives)
+                self._told.with_derivatives |= {call.kind} if derivatives else set()
                 if not compared.alike:
                     return Verdict.WRONG, None
                 return trial.judged(again, compared.dims)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import contains
@@ -30,6 +30,8 @@ from expanded_nn.layers.general.mapped import (
     of_sample,
     unfolded,
 )
+from expanded_nn.layers.general.operations import Memo
+from expanded_nn.recording.lift import swapped
 
 
 class Compared(NamedTuple):
@@ -44,6 +46,9 @@ class Compared(NamedTuple):
         possible = mapped.possible_dims
         return len(possible) == len(self.dims) and all(map(contains, possible, self.dims))
 
+
+# What rounding may change in a gradient, as a share of its size: it decides a few of the forward's `x > 0`
+MOST_ROUNDING, MOST_ROUNDING_OF_HALVES = 0.03, 0.2
 
 Way = tuple[Any, ...]  # what a forward on the whole batch has done with its parameters
 
@@ -82,8 +87,10 @@ class Told:
 
     readings: dict[Any, list[int | None]] = field(default_factory=dict)  # where the samples stand in its arguments
     compared: dict[Any, Compared] = field(default_factory=dict)  # and in its results
+    with_derivatives: set[Any] = field(default_factory=set)  # the kinds of which derivatives were compared as well
     ways: dict[Any, Ways] = field(default_factory=dict)  # in which its forward is right on the whole batch
     needs_hooks: bool = False  # whether its forward needs what hooks of modules within it collect
+    memo: Memo = field(default_factory=Memo)  # of the samples of folded rows
     turn: int = -1  # how many calls of a module that loops have run so, from 0 on
 
 
@@ -173,8 +180,8 @@ class Trial:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     @torch.no_grad()
-    def compared(self, mapped: Mapped) -> Compared:
-        """Where the samples stand in the results.
+    def compared(self, mapped: Mapped, *, derivatives: bool = False) -> Compared:
+        """Where the samples stand in the results; with `derivatives` these are compared as well.
 
         Raises:
             PerSampleError: If the forward of the whole batch gives another result.
@@ -188,7 +195,9 @@ class Trial:
                     is_other = hooks != needs_hooks or self.is_random
                     expected = self.plain(hooks=hooks) if is_other else self.expected
                     dims = self._dims(mapped, expected)
-                    if dims is not None and self._agree(mapped, dims, expected):
+                    if dims is None or not self._agree(mapped, dims, expected):
+                        continue
+                    if not derivatives or self._have_same_derivatives(dims, hooks=hooks):
                         return Compared(True, dims, tuple(map(memory_order, expected)))
                 repeats = self._repeats(expected)
                 is_certain = repeats and (not self.is_random or self._repeats(expected, other_numbers=True))
@@ -197,10 +206,12 @@ class Trial:
                 raise self._refusal()
         return Compared(False, dims, tuple(map(memory_order, expected)))
 
-    def _refusal(self) -> PerSampleError:
+    def _refusal(
+        self, what: str = "on the whole batch its forward gives another result, or gradient, than sample by sample"
+    ) -> PerSampleError:
         error = complaint(
             self.module.qualified_name,
-            "on the whole batch its forward gives another result than sample by sample",
+            what,
             "samples that do not depend on each other, and arguments whose rows are the samples",
             "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module; give a "
             "tensor that all samples share to the module as a buffer. Random numbers for the whole batch have to come "
@@ -218,10 +229,20 @@ class Trial:
     def mapped_again(self) -> tuple[Mapped, list[Tensor]]:
         """The samples' results from copies of the arguments, and the inputs by which they have derivatives."""
         inputs, arguments = self._with_derivatives()
-        with without_traces(self.module, hooks=self.hooks):
+        with without_traces(self.module, hooks=self.hooks), self.by_samples():
             mapped = self.mapper(tree_leaves(arguments))
         self.states.restore()
         return mapped, inputs
+
+    @contextmanager
+    def by_samples(self) -> Iterator[None]:
+        """Raises a refusal where the forward fails sample by sample, as it does not on the whole batch."""
+        try:
+            yield
+        except (PerSampleError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
+            raise self._refusal(f"on the whole batch its forward runs, and it fails sample by sample ({error})") from error
 
     def judged(self, found: tuple[Mapped, list[Tensor]], dims: Sequence[int]) -> tuple[Verdict, Way | None]:
         """Whether the forward on the whole batch gives the samples' results and derivatives, and the way it has gone.
@@ -235,17 +256,41 @@ class Trial:
         with self._states(), WithoutChance() if self.is_random else nullcontext():
             mapped, inputs = found if not self.is_random else self.mapped_again()
             leaves, structure = flatten(mapped.with_samples_in(dims).result())
-            wanted = _derivatives(leaves, [*expanded, *inputs])  # which lets go of what the graph holds
+            wanted = _seen(_derivatives(leaves, [*expanded, *inputs]))  # which lets go of what the graph holds
             inputs, (args, kwargs) = self._with_derivatives()
             with without_traces(self.module, hooks=self.hooks):
                 result, way = self.module._attempt(self.mapper.call, args, kwargs)
             whole, other_structure = flatten(result)
             if way is None or structure != other_structure or not all(map(_is_same, leaves, whole)):
                 return Verdict.WRONG, None
-            given = _derivatives(whole, [*expanded, *inputs])
+            given = _seen(_derivatives(whole, [*expanded, *inputs]))
         is_own = [is_own for _, is_own in rows] + [False] * len(inputs)
         verdict = Verdict.WRONG if wanted is None or given is None else _compared_rows(wanted, given, is_own)
         return verdict, way if verdict is Verdict.RIGHT else None
+
+    @torch.enable_grad()
+    def _have_same_derivatives(self, dims: tuple[int, ...], *, hooks: bool) -> bool:
+        """Whether the plain forward has the samples' derivatives, each compared by its own size.
+
+        A table that all samples share, with B rows by chance, may change the results by less than rounding does, and be
+        all that the rows of some parameter are made of.
+        """
+        mapped, inputs = self.mapped_again()
+        pairs = list(zip(self.mapper.originals.values(), self.mapper.expanded, strict=True))
+        expanded = [weight for _, weight in pairs if weight.requires_grad]
+        wanted = _derivatives(mapped.with_samples_in(dims).tensors, [*expanded, *inputs])
+        weights = [original.detach().requires_grad_(weight.requires_grad) for original, weight in pairs]
+        own_inputs, (args, kwargs) = self._with_derivatives()
+        with without_traces(self.module, hooks=hooks), self.module._children_inside({}):
+            with swapped(list(self.mapper.originals), weights):
+                leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
+        self.states.restore()
+        given = _derivatives(leaves, [*(weight for weight in weights if weight.requires_grad), *own_inputs])
+        if wanted is None or given is None:
+            return True  # nothing to tell by: the backward fails, as the user's will
+        rows, of_inputs = wanted[: len(expanded)], wanted[len(expanded) :]
+        sums = [None if each is None else as_factored(each).weighted_sum(each.new_ones(self.batch)) for each in rows]
+        return _are_alike([*sums, *of_inputs], given)
 
     def _with_derivatives(self) -> tuple[list[Tensor], Any]:
         """Inputs to ask derivatives by, and arguments like those of the call that are computed from them."""
@@ -333,7 +378,9 @@ class Trial:
 
 def _are_equal(weight: Tensor, other: Tensor) -> bool:
     """Whether two values of a parameter are the same; NaN equals NaN."""
-    return weight.shape == other.shape and bool(torch.allclose(weight, other, rtol=0.0, atol=0.0, equal_nan=True))
+    if weight.shape != other.shape or weight.dtype != other.dtype:
+        return False
+    return bool(torch.allclose(weight, other, rtol=0.0, atol=0.0, equal_nan=True))
 
 
 def _is_same(leaf: Any, other: Any) -> bool:
@@ -345,13 +392,37 @@ def _is_same(leaf: Any, other: Any) -> bool:
 
 
 def _derivatives(results: list[Any], sources: list[Tensor]) -> list[Tensor | None] | None:
-    """Of a random combination of all numbers in the results, as they are compared; `None` if that fails."""
+    """Of a random combination of all numbers in the results; `None` if that fails."""
     ends = [result for result in results if isinstance(result, Tensor) and result.requires_grad]
     weights = _random_numbers([result.shape for result in ends], ends)
     try:
-        return list(map(_as_seen, torch.autograd.grad(ends, sources, weights, allow_unused=True)))
+        return list(torch.autograd.grad(ends, sources, weights, allow_unused=True))
     except RuntimeError:  # the user's own backward says so where it comes to one
         return None
+
+
+def _seen(derivatives: list[Tensor | None] | None) -> list[Tensor | None] | None:
+    """Derivatives as rows of theirs are compared."""
+    return None if derivatives is None else list(map(_as_seen, derivatives))
+
+
+def _are_alike(wanted: list[Tensor | None], given: list[Tensor | None]) -> bool:
+    """Whether gradients are the same but for rounding, each measured by its own size; or nothing could tell."""
+    pairs = [pair for pair in zip(wanted, given, strict=True) if any(grad is not None for grad in pair)]
+    sizes = (float(grad.abs().max()) for pair in pairs for grad in pair if grad is not None and grad.numel())
+    size = max(sizes, default=0.0)
+    if not size < float("inf"):
+        return True
+    for pair in pairs:
+        there = next(grad for grad in pair if grad is not None)
+        expected, actual = (torch.zeros_like(there) if grad is None else grad for grad in pair)
+        epsilon = torch.finfo(there.dtype).eps
+        limit = MOST_ROUNDING if epsilon < 1e-3 else MOST_ROUNDING_OF_HALVES
+        far = float(torch.linalg.vector_norm(expected - actual))
+        own_size = max(float(torch.linalg.vector_norm(grad)) for grad in (expected, actual))
+        if far > limit * own_size + 30 * epsilon * size * there.numel() ** 0.5:
+            return False
+    return True
 
 
 def _compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_own: list[bool]) -> Verdict:

@@ -22,6 +22,7 @@ from expanded_nn.layers import conv, norm
 from expanded_nn.layers.activation import prelu
 from expanded_nn.layers.embedding import embedding
 from expanded_nn.layers.general import folded
+from expanded_nn.layers.general.attention_rules import by_biased_products, multi_head_attention
 from expanded_nn.layers.general.batched import (
     COMPUTED,
     RULES,
@@ -47,7 +48,6 @@ from expanded_nn.layers.general.folded_rules import (
     product_by_expert,
     with_folded_rows,
 )
-from expanded_nn.layers.general.operations import constant, together
 from expanded_nn.layers.linear import linear
 
 _BOTH = ("weight", "bias")
@@ -318,12 +318,10 @@ def _with_weights(
         run.note(func, whole=True)
         for name in weights:
             named[name] = named[name].value if named.get(name) is not None else None
-        if arrangement is None or of_folded is None or arrangement.length == 1:
+        if arrangement is None or of_folded is None or run.owners is None or arrangement.length == 1:
             return op(x, **named)
-        if of_folded is folded.images and not folded.takes_whole(op, x, named):
-            assert run.owners is not None
-            refuse_unless(run.owners.module.goes_in_a_loop())  # under `vmap` it takes less time
-        return as_arranged(run, of_folded(func, op, x, named, arrangement), arrangement)
+        loops = run.owners.module.goes_in_a_loop()
+        return as_arranged(run, of_folded(func, op, x, named, arrangement, loops), arrangement)
 
     return rule
 
@@ -408,25 +406,6 @@ def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
     return torch.matmul(*(beside(side, x.dim()) if side is own else side for side in args))
 
 
-def _attention(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Of B rows, with a mask computed from parameters, as a bias by position is; or of rows that are folded."""
-    named = {**dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)), **kwargs}
-    inputs = [named.pop(name) for name in ("query", "key", "value")]
-    own, dims = own_of(named.pop("attn_mask")), inputs[0].dim()
-    run, mask = own.run, beside(own, dims)
-    refuse_unless(len(args) < 5 and not any(map(is_own, inputs)))
-    if run.owners is None:
-        refuse_unless(all(run.has_rows(x, 3) for x in inputs))
-        run.note(func, whole=True)
-        return func(*inputs, mask, **named)  # type: ignore[no-any-return]
-    found = [run.owners.of(x) for x in inputs]
-    samples = together([x if x is None else constant(x, [dims - 2, dims - 1]) for x in found], dims)
-    assert samples is not None
-    arrangement = run.owners.arranged(samples, len(inputs[0]))
-    run.note(func, whole=True)
-    return as_arranged(run, func(*inputs, arrangement.rows_of(mask), **named), arrangement)
-
-
 # The table: what may be done with a parameter, and by which rule
 
 
@@ -439,7 +418,7 @@ _REDUCTIONS = set(functions("sum", "mean", "std", "var"))
 _HAVE_DEFAULT = {*_REDUCTIONS, *functions("split", "chunk", "unbind")}
 
 TABLE: dict[Any, Rule] = {
-    **dict.fromkeys(attributes("shape", "dtype", "device", "ndim", "layout", "is_cuda"), as_it_looks),
+    **dict.fromkeys(attributes("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_nested"), as_it_looks),
     **dict.fromkeys(functions("dim", "size", "numel", "nelement", "is_floating_point", "is_complex"), as_it_looks),
     Tensor.__len__: as_it_looks,
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
@@ -476,7 +455,8 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys(functions("matmul", "__matmul__", "bmm"), _product),
     torch.einsum: einsum,
     F.embedding: _look_up,
-    F.scaled_dot_product_attention: _attention,
+    F.scaled_dot_product_attention: by_biased_products,
+    F.multi_head_attention_forward: multi_head_attention,
     F.interpolate: _resized,
     F.linear: _with_weights(linear, 2, ("input", *_BOTH), _BOTH, of_folded=folded.linear_by_name),
     F.prelu: _with_weights(prelu, 1, ("input", "weight"), ("weight",)),

@@ -1,0 +1,121 @@
+"""Rules for attention with parameters: of B rows, or of rows of which each is known to be of one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from expanded_nn.layers.general.batched import Run, beside, is_own, own_of, refuse_unless, run_of
+from expanded_nn.layers.general.folded import linear_of_rows
+from expanded_nn.layers.general.folded_rules import as_arranged, own_rows
+from expanded_nn.layers.general.operations import constant, together
+from expanded_nn.layers.general.owners import Arrangement
+from expanded_nn.layers.heads import attention, mask_of_heads, projected
+
+
+def by_biased_products(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """With a mask computed from parameters, as a bias by position is."""
+    named = {**dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)), **kwargs}
+    inputs = [named.pop(name) for name in ("query", "key", "value")]
+    own = own_of(named.pop("attn_mask"))
+    run, mask = own.run, beside(own, inputs[0].dim())
+    refuse_unless(len(args) < 5 and not any(map(is_own, inputs)))
+    if run.owners is None:
+        refuse_unless(all(run.has_rows(x, 3) for x in inputs))
+        run.note(func, whole=True)
+        return func(*inputs, mask, **named)  # type: ignore[no-any-return]
+    arrangement = _arranged(run, inputs)
+    assert arrangement is not None
+    run.note(func, whole=True)
+    return as_arranged(run, func(*inputs, arrangement.rows_of(mask), **named), arrangement)
+
+
+def _arranged(run: Run, inputs: Sequence[Tensor]) -> Arrangement | None:
+    """How the rows of queries, keys and values belong to the samples, where these are folded; they have to be alike."""
+    if run.owners is None:
+        return None
+    dims, found = inputs[0].dim(), [run.owners.of(x) for x in inputs]
+    samples = together([x if x is None else constant(x, [dims - 2, dims - 1]) for x in found], dims, run.owners.memo)
+    return None if samples is None else run.owners.arranged(samples, len(inputs[0]))
+
+
+_SIGNATURE = signature(F.multi_head_attention_forward)
+_INPUTS = ("query", "key", "value")
+_WEIGHTS = ("in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "out_proj_weight", "out_proj_bias")
+_SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def multi_head_attention(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """`F.multi_head_attention_forward`, of sequences `(T, n, E)` with a row for each sample, or some rows of each."""
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = bound.arguments
+    run = run_of(call.values())
+    refuse_unless(all(call[name] is None or is_own(call[name]) for name in (*_WEIGHTS, *_SEPARATE)))
+    refuse_unless(call["static_k"] is None and call["static_v"] is None)
+    by_input = {id(call[name]): call[name] for name in _INPUTS}
+    refuse_unless(all(x.dim() == 3 for x in by_input.values()))
+    turned = {key: x.transpose(0, 1) for key, x in by_input.items()}
+    arrangement = _arranged(run, [x for x in turned.values() if not is_own(x)])
+
+    def linear(x: Tensor, weight: Any, bias: Any) -> Tensor:
+        if arrangement is None:
+            return F.linear(x, weight, bias)
+        bias = None if bias is None else bias.value
+        return as_arranged(run, linear_of_rows(x, weight.value, bias, arrangement), arrangement)
+
+    q, k, v = _projected(call, [_rows(run, turned[id(call[name])], arrangement) for name in _INPUTS], linear)
+    if call["bias_k"] is not None:
+        k = torch.cat([k, _rows(run, call["bias_k"], arrangement)], 1)
+        v = torch.cat([v, _rows(run, call["bias_v"], arrangement)], 1)
+    if call["add_zero_attn"]:
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    dropout = call["dropout_p"] if call["training"] else 0.0
+    options = {"need_weights": call["need_weights"], "is_causal": _is_causal(call)}
+    attended, weights = attention(q, k, v, _mask(call, q), call["num_heads"], dropout, **options)
+    output = linear(attended, call["out_proj_weight"], call["out_proj_bias"]).transpose(0, 1).contiguous()
+    run.note(func, whole=True)
+    return output, weights.mean(1) if weights is not None and call["average_attn_weights"] else weights
+
+
+def _rows(run: Run, x: Tensor, arrangement: Arrangement | None) -> Tensor:
+    """What is a parameter, `(n or 1, T, E)`, as a tensor that has the value of its sample in each row."""
+    if not is_own(x):
+        return x
+    if arrangement is None:
+        return beside(own_of(x), 3)
+    return as_arranged(run, own_rows(own_of(x), arrangement, 3), arrangement)
+
+
+def _projected(
+    call: dict[str, Any], inputs: Sequence[Tensor], linear: Callable[[Tensor, Any, Any], Tensor]
+) -> tuple[Tensor, ...]:
+    bias, features = call["in_proj_bias"], inputs[0].shape[-1]
+    if call["use_separate_proj_weight"]:
+        biases = [None] * 3 if bias is None else bias.chunk(3)
+        return tuple(map(linear, inputs, (call[name] for name in _SEPARATE), biases))
+
+    def project(x: Tensor, start: int, stop: int) -> Tensor:
+        if stop - start == 3:
+            return linear(x, call["in_proj_weight"], bias)
+        part = slice(start * features, stop * features)  # rows of such a part stay factored
+        return linear(x, call["in_proj_weight"][part], None if bias is None else bias[part])
+
+    query, key, value = inputs
+    return projected(query, key, value, project)
+
+
+def _is_causal(call: dict[str, Any]) -> bool:
+    return call["is_causal"] and call["key_padding_mask"] is None and not call["need_weights"]
+
+
+def _mask(call: dict[str, Any], query: Tensor) -> Tensor | None:
+    mask, padding = None if _is_causal(call) else call["attn_mask"], call["key_padding_mask"]
+    refuse_unless(all(x is None or not (is_own(x) or x.requires_grad) for x in (mask, padding)))
+    extra = (call["bias_k"] is not None) + call["add_zero_attn"]
+    return mask_of_heads(mask, padding, call["num_heads"], query.dtype, extra)
