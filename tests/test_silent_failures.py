@@ -1,6 +1,8 @@
 """Section 4 of the contract: where peers return wrong rows without a word. Right here, or a clear error."""
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -562,6 +564,74 @@ def test_shared_argument_with_as_many_rows_as_samples_in_the_general_rule() -> N
     assert_close_rows(rows_of(model), loop(module, call, 4))
 
 
+class SlightlyBiased(nn.Module):
+    """A mask that all samples share, times a parameter so small that float32 hardly shows it in the outputs."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.query, self.bias = nn.Linear(6, 6), nn.Parameter(torch.full((6,), size))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = self.query(x) @ x.mT + (x @ self.bias)[..., None] * mask
+        return scores.softmax(-1) @ x
+
+
+class Gated(nn.Module):
+    """A table that all samples share, behind a gate that is closed in the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return x + self.gate * (table @ x)
+
+
+class Sliced(nn.Module):
+    """Takes as many rows of a table as there are positions, and changes them in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        scores = torch.einsum("btd,sd->bts", x, table.repeat(2, 1)[:, :6] @ self.weight)[..., x.shape[1] :].clone()
+        scores *= table
+        return scores.softmax(-1) @ x
+
+
+class WithTable(nn.Module):
+    """Gives a module a table `(T, T)` that is made in the forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(4, 6), inner, nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = torch.arange(x.shape[1] ** 2, dtype=x.dtype).view(x.shape[1], -1).sin()
+        outputs: Tensor = self.after(self.inner(self.before(x), table).mean(1))
+        return outputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [7, 8, 16])
+@pytest.mark.parametrize("inner", [*(partial(SlightlyBiased, size) for size in (1e-1, 1e-2, 1e-4)), Gated, Sliced])
+def test_table_with_as_many_rows_as_samples_that_outputs_hardly_show(
+    inner: Callable[[], nn.Module], batch: int, dtype: torch.dtype
+) -> None:
+    module = WithTable(inner()).to(dtype)
+    call = Call((torch.randn(batch, 8, 4, dtype=dtype),))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if batch == 8 else "error")
+        total_loss(model, call).backward()
+    exact = loop(module.double(), Call((call.args[0].double(),)), batch)
+    for name, rows in rows_of(model).items():
+        assert rows is not None
+        digits = 1e-3 if dtype == torch.float32 else 1e-9
+        assert (rows - exact[name]).norm() <= digits * exact[name].norm() + digits * 1e-3, name
+
+
 def test_samples_mixed_inside_the_general_rule() -> None:
     class Centred(nn.Module):
         def __init__(self) -> None:
@@ -722,9 +792,9 @@ def test_general_rule_compares_once_and_not_at_each_step(probability: float) -> 
     model = enn.convert(Scaled()).per_sample()
     for _ in range(3):
         model(torch.randn(5, 4)).sum().backward()
-    # the plain forward of the whole batch comes first; with chance both run once more, without it; then the samples'
-    # rows are compared with those of the whole batch, on which each step runs from then on
-    assert calls == ([5, 1, 1, 5, 1, 5] if probability else [5, 1, 5]) + [5, 5, 5]
+    # the plain forward of the whole batch comes first; with chance both run once more, without it; then both for their
+    # gradients; then the samples' rows are compared with those of the whole batch, on which each step runs from then on
+    assert calls == ([5, 1, 1, 5, 1, 5, 1, 5] if probability else [5, 1, 1, 5, 5]) + [5, 5, 5]
 
 
 class LoopBehind(nn.Module):

@@ -258,7 +258,8 @@ class General(Expanded):
             errors[reading] = error
         # where only `vmap` fails, a loop over the samples comes next
         told = [reading for reading, error in errors.items() if getattr(error, "by_vmap", False)]
-        told += [reading for reading, error in errors.items() if isinstance(error, PerSampleError)]
+        refused = [reading for reading, error in errors.items() if isinstance(error, PerSampleError)]
+        told += sorted(refused, key=lambda reading: errors[reading].__cause__ is not None)  # those that failed come last
         return list(told[0]) if told else call.dims
 
     def _error_of(self, call: Called) -> Exception | None:
@@ -280,7 +281,7 @@ class General(Expanded):
 
     def _sample_by_sample(self, call: Called) -> Any:
         """The result of each sample alone; the first one for a kind of call is compared with the plain forward."""
-        mapper = self._mapper(call)
+        mapper, forward = self._mapper(call), None if self._recorder is None else self._recorder.forward
         if call.batch == 0:
             return mapper.without_samples()
         # where each value may lead another way, or say that rows are another sample's
@@ -301,7 +302,8 @@ class General(Expanded):
         if trial is None and not known[call.kind].fits(mapped):  # another way through the forward
             trial = Trial(mapper)
         if trial is not None:
-            known[call.kind] = trial.compared(mapped, derivatives=derivatives)
+            with nullcontext() if forward is None else _unnoticed(forward):
+                known[call.kind] = trial.compared(mapped, derivatives=derivatives)
             self._told.with_derivatives |= {call.kind} if derivatives else set()
         compared = known[call.kind]
         if not compared.alike:

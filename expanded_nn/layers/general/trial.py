@@ -207,7 +207,7 @@ class Trial:
         return Compared(False, dims, tuple(map(memory_order, expected)))
 
     def _refusal(
-        self, what: str = "on the whole batch its forward gives another result, or gradient, than sample by sample"
+        self, what: str = "on the whole batch its forward gives another result than sample by sample"
     ) -> PerSampleError:
         error = complaint(
             self.module.qualified_name,
@@ -276,21 +276,24 @@ class Trial:
         all that the rows of some parameter are made of.
         """
         mapped, inputs = self.mapped_again()
-        pairs = list(zip(self.mapper.originals.values(), self.mapper.expanded, strict=True))
-        expanded = [weight for _, weight in pairs if weight.requires_grad]
-        wanted = _derivatives(mapped.with_samples_in(dims).tensors, [*expanded, *inputs])
-        weights = [original.detach().requires_grad_(weight.requires_grad) for original, weight in pairs]
+        originals = self.mapper.originals
+        of_parameters = {id(p): e for p, e in zip(originals.values(), self.mapper.expanded, strict=True)}
+        expanded = [weight for weight in of_parameters.values() if weight.requires_grad]
+        results = mapped.with_samples_in(dims).tensors
+        wanted = _derivatives(results, [*expanded, *inputs])
+        alone = {id(p): p.detach().requires_grad_(of_parameters[id(p)].requires_grad) for p in originals.values()}
         own_inputs, (args, kwargs) = self._with_derivatives()
         with without_traces(self.module, hooks=hooks), self.module._children_inside({}):
-            with swapped(list(self.mapper.originals), weights):
+            with swapped(list(originals), [alone[id(parameter)] for parameter in originals.values()]):
                 leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
         self.states.restore()
-        given = _derivatives(leaves, [*(weight for weight in weights if weight.requires_grad), *own_inputs])
+        plain = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        given = _derivatives(list(map(_for_all, plain, results, dims)), [*(weight for weight in alone.values() if weight.requires_grad), *own_inputs])
         if wanted is None or given is None:
             return True  # nothing to tell by: the backward fails, as the user's will
         rows, of_inputs = wanted[: len(expanded)], wanted[len(expanded) :]
         sums = [None if each is None else as_factored(each).weighted_sum(each.new_ones(self.batch)) for each in rows]
-        return _are_alike([*sums, *of_inputs], given)
+        return _are_alike([*sums, *of_inputs], given, self._size_of_arguments())
 
     def _with_derivatives(self) -> tuple[list[Tensor], Any]:
         """Inputs to ask derivatives by, and arguments like those of the call that are computed from them."""
@@ -312,9 +315,7 @@ class Trial:
 
     def _agree(self, mapped: Mapped, dims: tuple[int, ...], expected: list[Tensor]) -> bool:
         results = mapped.with_samples_in(dims).tensors
-        floats = [x for x in tree_leaves(self.arguments) if isinstance(x, Tensor) and has_derivatives(x)]
-        sizes = (x.abs().where(x.isfinite(), 0).max() for x in floats if x.numel() and not x.is_meta)
-        size = max(map(float, sizes), default=1.0)
+        size = self._size_of_arguments()
         for result, plain, dim in zip(results, expected, dims, strict=True):
             if plain.shape == (1,) and self.batch > 1:  # (B,) would broadcast with (B, 1) to (B, B)
                 raise self.module._refusal(
@@ -322,11 +323,16 @@ class Trial:
                     "a tensor with a batch dimension",
                     OF_PARAMETERS,
                 )
-            if plain.dim() == result.dim() > 0 and dim != FOLDED and plain.shape[dim] == 1:
-                plain = plain.expand(*plain.shape[:dim], result.shape[dim], *plain.shape[dim + 1 :])
+            plain = _for_all(plain, result, dim)
             if result.shape != plain.shape or not near(plain, result.detach(), size):
                 return False
         return True
+
+    def _size_of_arguments(self) -> float:
+        """The largest number in the arguments."""
+        floats = [x for x in tree_leaves(self.arguments) if isinstance(x, Tensor) and has_derivatives(x)]
+        sizes = (x.abs().where(x.isfinite(), 0).max() for x in floats if x.numel() and not x.is_meta)
+        return max(map(float, sizes), default=1.0)
 
     def _mixes(self, dims: tuple[int, ...], *, repeats: bool) -> bool:
         """Whether a sample's result depends on the arguments of the others, or nothing could tell."""
@@ -376,6 +382,13 @@ class Trial:
         return any(bool(grad.narrow(dim or 0, 1, self.batch - 1).any()) for grad, dim in given)
 
 
+def _for_all(plain: Tensor, result: Tensor, dim: int) -> Tensor:
+    """A result of the plain forward; one row that all samples share as often as there are samples."""
+    if plain.dim() != result.dim() or plain.dim() == 0 or dim == FOLDED or plain.shape[dim] != 1:
+        return plain
+    return plain.expand(*plain.shape[:dim], result.shape[dim], *plain.shape[dim + 1 :])
+
+
 def _are_equal(weight: Tensor, other: Tensor) -> bool:
     """Whether two values of a parameter are the same; NaN equals NaN."""
     if weight.shape != other.shape or weight.dtype != other.dtype:
@@ -406,11 +419,14 @@ def _seen(derivatives: list[Tensor | None] | None) -> list[Tensor | None] | None
     return None if derivatives is None else list(map(_as_seen, derivatives))
 
 
-def _are_alike(wanted: list[Tensor | None], given: list[Tensor | None]) -> bool:
-    """Whether gradients are the same but for rounding, each measured by its own size; or nothing could tell."""
+def _are_alike(wanted: list[Tensor | None], given: list[Tensor | None], size: float) -> bool:
+    """Whether gradients are the same but for rounding, of themselves or of numbers of such a size.
+
+    Each is measured by its own size. Where one is not finite, nothing could tell.
+    """
     pairs = [pair for pair in zip(wanted, given, strict=True) if any(grad is not None for grad in pair)]
-    sizes = (float(grad.abs().max()) for pair in pairs for grad in pair if grad is not None and grad.numel())
-    size = max(sizes, default=0.0)
+    grads = [grad for pair in pairs for grad in pair if grad is not None and grad.numel()]
+    size = max([size, *(float(grad.abs().max()) for grad in grads)])
     if not size < float("inf"):
         return True
     for pair in pairs:
