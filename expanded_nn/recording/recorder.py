@@ -243,6 +243,7 @@ class Recorder:
             pass_ = linked_pass(self, forward, batch, _LIVE) or self.passes.joined_or_new(batch)
             if pass_.stage is PassStage.OPEN:
                 self.passes.last = pass_
+        self.passes.without_rows = None
         if pass_ is not last:
             self.watch_all()
             self.expanded.clear()
@@ -291,6 +292,9 @@ class Recorder:
             with Forward(self, roots[0], None, ()):  # in the pass that a checkpoint's forward was in
                 return self.expand(weight)
         if self.forward is None and (pass_ is None or pass_.stage is not PassStage.OPEN):
+            if self.passes.without_rows is not None and roots:
+                with Forward(self, roots[0], self.passes.without_rows, ((), {})):
+                    return self.expand(weight)
             raise complaint(
                 "expanded(weight)",
                 "there was no forward since the last backward",

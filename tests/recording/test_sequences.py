@@ -311,6 +311,10 @@ FOUND: dict[str, Story] = {
     "expanded_of_a_weight_that_was_put_in_frozen_and_thawed": Story(
         [Freeze(), Replace(), Forward(), Backward(), Freeze(on=False), Alone()]
     ),
+    # the forward has chosen no pass, as nothing in it has rows
+    "expanded_after_a_forward_of_frozen_layers": Story(
+        [*(Freeze(part=part) for part in ("words", "mix", "first", "gain")), Forward(use="expanded"), Backward()]
+    ),
     "reentrant_checkpoint_and_another_pass": Story([Forward(use="reentrant"), Forward(4), Backward((0, 1))]),
 }
 
