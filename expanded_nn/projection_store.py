@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint, refuse_no_count, refuse_no_model, refuse_other_kind
-from expanded_nn.modules.held import first_few
+from expanded_nn.modules.held import changes_itself, first_few
 from expanded_nn.projection import Projection
 from expanded_nn.recording.sharded import is_shard
 from expanded_nn.rows.arguments import refuse_no_rows
@@ -386,5 +386,6 @@ def _digest(model: nn.Module) -> str:
 
 
 def _versions(model: nn.Module) -> list[int]:
-    """How often each parameter was changed in place; those of shards are left out, as a digest needs all ranks."""
-    return [p._version for p in model.parameters() if not is_shard(p)]
+    """How often each parameter was changed in place, but for those of shards, as a digest needs all ranks."""
+    counted = (p for name, p in model.named_parameters() if not is_shard(p) and not changes_itself(model, name))
+    return [parameter._version for parameter in counted]

@@ -307,6 +307,14 @@ def test_a_model_that_is_trained_while_the_store_is_open(tmp_path: Path) -> None
     torch.testing.assert_close(store.read(range(6)), expected()[:6])
 
 
+def test_a_table_that_its_forward_changes(tmp_path: Path) -> None:
+    model = enn.convert(nn.Embedding(7, 4, max_norm=0.5)).per_sample(accumulate_grad=False)
+    store = enn.ProjectionStore(tmp_path, enn.Projection(DIM), model)
+    for ids in torch.arange(6).split(2):
+        store.add(ids, grads_of(model, ids[:, None]))
+    assert len(store) == 6
+
+
 def test_parts_of_two_models(tmp_path: Path) -> None:
     filled(tmp_path / "a")
     (tmp_path / "a/rank-0").rename(tmp_path / "a/rank-1")
