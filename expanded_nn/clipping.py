@@ -14,6 +14,7 @@ from expanded_nn.common.traced import assume, is_traced
 from expanded_nn.modules.held import (
     Part,
     batch_size_of,
+    changes_itself,
     complex_like,
     first_few,
     held_rows,
@@ -184,7 +185,7 @@ def _warn_of_what_is_replaced(leaves: Iterable[tuple[str, Leaf]]) -> None:
 def _warn_of_earlier_steps(model: nn.Module, leaves: Iterable[tuple[str, Leaf]]) -> None:
     """Says that samples are clipped and added again that an optimizer's step has used already."""
     counts = {name: leaf.rows_of_earlier_steps() for name, leaf in leaves}
-    changed = [name for name, count in counts.items() if count and not _changes_itself(model, name)]
+    changed = [name for name, count in counts.items() if count and not changes_itself(model, name)]
     if changed:
         count = counts[changed[0]]
         warn(
@@ -192,11 +193,6 @@ def _warn_of_earlier_steps(model: nn.Module, leaves: Iterable[tuple[str, Leaf]])
             f"parameters {first_few(changed)} were changed, as by an optimizer's step, so that these samples count "
             "again in .grad. Clear the gradients of the last step before the next backward: optimizer.zero_grad()."
         )
-
-
-def _changes_itself(model: nn.Module, name: str) -> bool:
-    """Whether a forward changes a parameter in place, as that of an embedding with a `max_norm` does."""
-    return getattr(model.get_submodule(name.rpartition(".")[0]), "max_norm", None) is not None
 
 
 def _norms(parts: list[Part], groups: Mapping[str, str], limits: Iterable[str]) -> dict[str, Tensor]:

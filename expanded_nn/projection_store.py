@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint, refuse_no_count, refuse_no_model, refuse_other_kind
-from expanded_nn.modules.held import first_few
+from expanded_nn.modules.held import changes_itself, first_few
 from expanded_nn.projection import Projection
+from expanded_nn.recording.sharded import is_shard
 from expanded_nn.rows.arguments import refuse_no_rows
 
 try:
@@ -72,6 +73,7 @@ class ProjectionStore:
             refuse_no_model("ProjectionStore", model)
         self.folder = Path(folder)
         self._part: _Part | None = None
+        self._model = model
         settings = self._settings()
         if projection is None:
             if settings is None:
@@ -89,6 +91,7 @@ class ProjectionStore:
             wanted = {"version": VERSION} | _map_settings(projection) | _model_settings(model)
             self._refuse_other_settings(settings or wanted, wanted)
             self._part = _Part(self.folder / f"rank-{_rank()[0]}", wanted)
+            self._versions = _versions(model)
 
     def __repr__(self) -> str:
         return f"ProjectionStore({str(self.folder)!r}, {self.projection}, {len(self)} samples)"
@@ -137,10 +140,10 @@ class ProjectionStore:
 
         Raises:
             PerSampleError: If the store is only read, if `grads` has parameters or shapes that the model had not, or
-                not one row for each id, if a sample is done already, or if the disk is full. Then nothing was added,
-                and what was there is kept.
+                not one row for each id, if the model's weights have changed since the store was opened, if a sample
+                is done already, or if the disk is full. Then nothing was added, and what was there is kept.
         """
-        if self._part is None:
+        if self._part is None or self._model is None:
             raise _complaint(
                 self.folder,
                 "it was opened for reading",
@@ -151,6 +154,9 @@ class ProjectionStore:
         shapes = {name: list(rows.shape[1:]) for name, rows in grads.items()}
         settings = self._part.settings
         self._refuse_other_settings(settings, settings | {"parameters": settings["parameters"] | shapes})
+        if _versions(self._model) != self._versions:  # a training's step, or the same checkpoint loaded again
+            self._refuse_other_settings(settings, settings | {"weights": _digest(self._model)})
+            self._versions = _versions(self._model)
         numbers = self.projection(grads).to("cpu", torch.float32)
         self._part.add(_as_ids(ids), numbers)
 
@@ -201,7 +207,7 @@ class ProjectionStore:
 
     def _settings(self) -> dict[str, Any] | None:
         """The settings of all parts, which have to be the same."""
-        of_parts = [json.loads((folder / SETTINGS).read_text()) for folder in self._folders()]
+        of_parts = [self._read_settings(folder / SETTINGS) for folder in self._folders()]
         for settings in of_parts:
             if settings["version"] > VERSION:
                 raise _complaint(
@@ -212,6 +218,18 @@ class ProjectionStore:
                 )
             self._refuse_other_settings(settings, of_parts[0])
         return of_parts[0] if of_parts else None
+
+    def _read_settings(self, path: Path) -> dict[str, Any]:
+        try:
+            settings: dict[str, Any] = json.loads(path.read_text())
+        except ValueError as error:
+            raise _complaint(
+                self.folder,
+                f"{str(path)!r} is damaged ({error})",
+                "settings as JSON",
+                "Copy the file from another part of the store, or delete this part of it.",
+            ) from error
+        return settings
 
     def _refuse_other_settings(self, settings: dict[str, Any], wanted: dict[str, Any]) -> None:
         """Raises if the settings of the projections are others than those wanted, and names the first that differ."""
@@ -232,7 +250,7 @@ class _Part:
     """What one process writes."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self.folder, self.settings = folder, settings
+        self.folder, self.settings, self._process = folder, settings, os.getpid()
         folder.mkdir(parents=True, exist_ok=True)
         self._files = []
         for path in (folder / NUMBERS, folder / IDS):
@@ -257,11 +275,21 @@ class _Part:
             raise _complaint(self.folder, "a sample is there twice", "each once", "Delete this part, which is damaged.")
         if not (folder / SETTINGS).exists():
             draft = folder / f"{SETTINGS}.new"
-            draft.write_text(json.dumps(settings, indent=1))
+            with draft.open("w") as file:
+                json.dump(settings, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())  # before samples count as done
             draft.replace(folder / SETTINGS)
 
     def add(self, ids: Tensor, numbers: Tensor) -> None:
         """Writes the numbers `(B, dim)`, and behind them the ids `(B,)`, by which they count as done."""
+        if os.getpid() != self._process:  # both would write at the same places
+            raise _complaint(
+                self.folder,
+                "it was opened in another process, from which this one was forked",
+                "a store of this process",
+                "Open it in each process that writes, each with its RANK and WORLD_SIZE.",
+            )
         new_ids = ids.tolist()
         if len(new_ids) != len(numbers) or len(set(new_ids)) < len(new_ids):
             raise _complaint(
@@ -343,6 +371,10 @@ def _map_settings(projection: Projection) -> dict[str, Any]:
 
 def _model_settings(model: nn.Module) -> dict[str, Any]:
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    return {"parameters": shapes, "weights": _digest(model)}
+
+
+def _digest(model: nn.Module) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, value in sorted(model.state_dict().items()):
         if isinstance(value, Tensor):
@@ -350,4 +382,10 @@ def _model_settings(model: nn.Module) -> dict[str, Any]:
             digest.update(f"{name} {full.dtype} {tuple(full.shape)}".encode())
             full = full.detach().cpu().contiguous()
             digest.update(_bytes(full) if full.numel() else b"")
-    return {"parameters": shapes, "weights": digest.hexdigest()}
+    return digest.hexdigest()
+
+
+def _versions(model: nn.Module) -> list[int]:
+    """How often each parameter was changed in place, but for those of shards, as a digest needs all ranks."""
+    counted = (p for name, p in model.named_parameters() if not is_shard(p) and not changes_itself(model, name))
+    return [parameter._version for parameter in counted]

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -686,8 +686,20 @@ def under_autocast(model: nn.Module, x: Tensor, y: Tensor) -> Any:
     return enn.clip_grad_sample_norms_(model, 1.0)
 
 
+def of_distributions(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    """As in REINFORCE and a VAE; distributions look at the values that they are given."""
+    scores = model(x)
+    choice, place = distributions.Categorical(logits=scores), distributions.Normal(scores, scores.exp() + 0.1)
+    prior = distributions.Normal(torch.zeros(3), torch.ones(3))
+    drawn = place.rsample()
+    losses = distributions.kl_divergence(place, prior).sum(1) - prior.log_prob(drawn).sum(1) - choice.entropy()
+    (losses - choice.log_prob(y)).mean().backward()
+    return enn.clip_grad_sample_norms_(model, 1.0), drawn.detach()
+
+
 STEPS = [
     classified, algebra, several_backwards, one_graph_twice, laplacian, checkpointed, by_hand, under_autocast,
+    of_distributions,
 ]  # fmt: skip
 
 
@@ -856,6 +868,24 @@ def test_what_a_graph_takes_for_granted() -> None:
     with pytest.raises(enn.PerSampleError, match="inf or NaN"):
         step(x, y)
     assert len(graphs(step)) == 1
+
+
+def test_what_a_distribution_does_not_allow_is_refused_as_eagerly() -> None:
+    model = enn.convert(nn.Linear(8, 3)).per_sample()
+
+    def step(x: Tensor, scale: Tensor) -> Tensor:
+        (-distributions.Normal(model(x), scale).log_prob(x[:, :3])).sum(1).mean().backward()
+        return enn.clip_grad_sample_norms_(model, 1.0)
+
+    compiled, (x, _) = enn.compile(step, backend="eager"), samples(4)[0]
+    for scale in (1.0, 2.0, -1.0, 3.0):
+        model.zero_grad()
+        with pytest.raises(ValueError, match="parameter scale") if scale < 0 else nullcontext():
+            compiled(x, torch.tensor(scale))
+    assert len(graphs(compiled)) == 1
+    norms = enn.per_sample_grads(model).norms()
+    model.zero_grad()
+    torch.testing.assert_close(norms, step(x, torch.tensor(3.0)))
 
 
 class Sorting(nn.Module):

@@ -1736,6 +1736,25 @@ def adding_a_sample_again() -> None:
     store.add([1, 2], rows)
 
 
+@refused(
+    r"it was opened in another process, from which this one was forked; wanted a store of this process\. Open it in"
+)
+def adding_in_a_forked_process() -> None:
+    store, rows = store_of_two()
+    assert store._part is not None
+    store._part._process += 1  # test_store.py forks
+    store.add([2, 3], rows)
+
+
+@refused(
+    r"settings\.json' is damaged \(Expecting value: .*\); wanted settings as JSON\. Copy the file from another part"
+)
+def a_store_with_damaged_settings() -> None:
+    folder = store_of_two()[0].folder
+    (folder / "rank-0/settings.json").write_text("")  # cut off
+    enn.ProjectionStore(folder)
+
+
 @refused(r"^ProjectionStore\.add: grads is a Tensor; wanted a mapping .* Give it per_sample_grads\(model\)", TypeError)
 def adding_a_tensor() -> None:
     store_of_two()[0].add([2, 3], torch.ones(2, 2))  # type: ignore[arg-type]

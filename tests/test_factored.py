@@ -14,6 +14,7 @@ from torch import Tensor
 from expanded_nn import FactoredTensor, PerSampleError, PerSampleGrads
 from expanded_nn.core.algebra import Kind
 from expanded_nn.core.geometry import Geometry
+from expanded_nn.core.parts import Parts
 from expanded_nn.core.patches import Patches, inner_by_entries, inner_by_windows
 from expanded_nn.core.terms import Dense, OneHot, Outer, Term
 from expanded_nn.factored import TABLE
@@ -219,6 +220,32 @@ def test_magnitudes(kind: str) -> None:
     same((rows * -2.0).sum_of_magnitudes(weights), 2 * bound)
     if kind == "dense":
         same(bound, torch.einsum("b,b...->...", weights, twin.abs()))
+
+
+def turned(kind: str, sides: tuple[int, int]) -> Term:
+    """A term of rows that have as many numbers as those of the others here, but other sides."""
+    lines, columns = sides
+    if kind == "outer":
+        return Outer.of(torch.randn(B, 1, lines), torch.randn(B, 1, columns), torch.float64)
+    if kind == "outers":
+        return Outer.of(torch.randn(B, 2, lines), torch.randn(B, 2, columns), torch.float64)
+    if kind == "one_hot":
+        return OneHot.of(torch.randn(B, 6, columns), torch.randint(lines, (B, 6)), lines, torch.float64)
+    part = Outer.of(torch.randn(B, 2, 1), torch.randn(B, 2, columns), torch.float64)
+    return Parts.of([None if number % 2 else part for number in range(lines)])
+
+
+@pytest.mark.parametrize("sides", [(3, 5), (5, 3), (15, 1), (1, 15)], ids=str)
+@pytest.mark.parametrize("other_kind", ["outer", "outers", "one_hot", "parts"])
+@pytest.mark.parametrize("kind", ["outer", "outers", "one_hot", "parts"])
+def test_rows_of_other_sides_meet_as_vectors(kind: str, other_kind: str, sides: tuple[int, int]) -> None:
+    """As where the rows of two weights are flattened, and added; one of them was taken for the other's transpose."""
+    rows, other = (FactoredTensor.of(turned(*of)).flatten(1) for of in ((kind, (15, 1)), (other_kind, sides)))
+    twin, other_twin = rows.clone().flatten(1) + 0.0, other.clone().flatten(1) + 0.0
+    torch.testing.assert_close((rows + other).norm(dim=1), (twin + other_twin).norm(dim=1))
+    torch.testing.assert_close(torch.cat([rows, other]).norm(dim=1), torch.cat([twin, other_twin]).norm(dim=1))
+    torch.testing.assert_close(rows.gram(other), twin @ other_twin.T)
+    torch.testing.assert_close(rows.sum(0), twin.sum(0))
 
 
 @pytest.mark.parametrize("kind", ["outer_2", "one_hot", "all"])

@@ -24,7 +24,7 @@ from expanded_nn._errors import LIBRARIES, PerSampleError, complaint
 from expanded_nn.common.functions import SIZES
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import running_backward
-from expanded_nn.common.traced import OnlyEager, note_zeroed
+from expanded_nn.common.traced import OnlyEager, assume, is_traced, note_zeroed
 from expanded_nn.factored import FactoredTensor, is_hidden
 from expanded_nn.recording.callers import is_called_by_libraries, line_of_user
 from expanded_nn.recording.leaf import Leaf, Published
@@ -139,6 +139,9 @@ class Readings(TorchFunctionMode):
             raise OnlyEager("it sets .data of a tensor anew (change it in place under torch.no_grad(), p.sub_(...))")
         if func in SIZES and args and is_hidden(args[0]) and not is_called_by_libraries(func):
             raise OnlyEager("it uses the number of per-sample gradients from before the call (clear them)")
+        if func is torch._is_all_true and is_traced() and _is_fake(args[0]):  # how torch.distributions look at values
+            assume(args[0].all(), "call after call a distribution is given values that it does not allow")
+            return True
         counts = func is Tensor.__len__ and args[0].dim() and isinstance(args[0].shape[0], torch.SymInt)
         if counts and not is_called_by_libraries(func):
             self.len_lines.append(line_in(traceback.extract_stack()))

@@ -66,13 +66,13 @@ class Parts(Term):
         return torch.stack([part.squared_norms(products) for _, part in self.outers()]).sum(0)
 
     def inner(self, other: Term) -> Tensor:
-        if not isinstance(other, Parts):
+        if not self._meets(other, Parts):
             return super().inner(other)
         zeros = self.factors[0].new_zeros(self.batch, dtype=self.dtype)
         return sum((part.inner(same) for part, same in self._pairs(other)), start=zeros)
 
     def gram(self, other: Term) -> Tensor:
-        if not isinstance(other, Parts):
+        if not self._meets(other, Parts):
             return super().gram(other)
         zeros = self.factors[0].new_zeros(self.batch, other.batch, dtype=self.dtype)
         return sum((part.gram(same) for part, same in self._pairs(other)), start=zeros)
@@ -83,7 +83,7 @@ class Parts(Term):
         return [(part, others[number]) for number, part in self.outers() if number in others]
 
     def gram_takes_rows(self, other: Term) -> bool:
-        return not isinstance(other, Parts)
+        return not self._meets(other, Parts)
 
     def scaled(self, factor: float | Tensor) -> Parts:
         if not isinstance(factor, Tensor):

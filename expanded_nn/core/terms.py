@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor
 from expanded_nn.core import cost
 
 T = TypeVar("T", bound="Term")
+Other = TypeVar("Other", bound="Term")
 
 
 class Products:
@@ -117,6 +118,10 @@ class Term(ABC):
                 for chunk, other_chunk in zip(self.chunks(), other.chunks(), strict=True)
             ]
         )
+
+    def _meets(self, other: Term, kind: type[Other]) -> TypeGuard[Other]:
+        """Whether `other` is of a kind, and has rows of this shape; those of a view may have another one."""
+        return isinstance(other, kind) and other.row_shape == self.row_shape
 
     def squared_norms(self, products: Products | None = None) -> Tensor:
         """`||row[b]||^2`, `(B,)`; `products` are those of the terms before this one."""
@@ -329,33 +334,33 @@ class Outer(Term):
         return (by_g * by_a).sum((1, 2)).mul_(self.coefficient).mul_(self.coefficient)
 
     def inner(self, other: Term) -> Tensor:
-        if isinstance(other, Outer):
+        if self._meets(other, Outer):
             (g, a), (h, c) = self.unscaled(), other.unscaled()
             scale = self.coefficient * other.coefficient
             if self.positions == other.positions == 1:
                 return (g * h).sum((1, 2)) * (a * c).sum((1, 2)).mul_(scale)
             if cost.inner_by_pairs(self.positions, other.positions, *self.row_shape):
                 return (torch.bmm(g, h.mT) * torch.bmm(a, c.mT)).sum((1, 2)).mul_(scale)
-        if isinstance(other, OneHot):
+        if self._meets(other, OneHot):
             return other.inner(self)
         return super().inner(other)
 
     def gram(self, other: Term) -> Tensor:
-        if isinstance(other, Outer) and cost.gram_by_pairs(self.positions, other.positions, *self.row_shape):
+        if self._meets(other, Outer) and cost.gram_by_pairs(self.positions, other.positions, *self.row_shape):
             (g, a), (h, c) = self.unscaled(), other.unscaled()
             scale = self.coefficient * other.coefficient
             if self.positions == other.positions == 1:
                 return (g[:, 0] @ h[:, 0].t()).mul_(a[:, 0] @ c[:, 0].t()).mul_(scale)
             products = torch.einsum("bto,cso->bcts", g, h) * torch.einsum("bti,csi->bcts", a, c)
             return products.sum((2, 3)).mul_(scale)
-        if isinstance(other, OneHot):
+        if self._meets(other, OneHot):
             return other.gram(self).t()
         return super().gram(other)
 
     def gram_takes_rows(self, other: Term) -> bool:
-        if isinstance(other, Outer):
+        if self._meets(other, Outer):
             return not cost.gram_by_pairs(self.positions, other.positions, *self.row_shape)
-        return not isinstance(other, OneHot)
+        return not self._meets(other, OneHot)
 
     def padded(self, ends: tuple[int, int]) -> Outer:
         """Rows `(B, ends[0] + out + ends[1], in)`, with zeros at the ends."""
@@ -419,11 +424,11 @@ class OneHot(Term):
         return _added_by_index(values, is_new.cumsum(1), index.shape[1]).square().sum((1, 2))
 
     def inner(self, other: Term) -> Tensor:
-        if isinstance(other, OneHot):
+        if self._meets(other, OneHot):
             (values, index), (other_values, other_index) = self.weighted(), other.weighted()
             equal = index[:, :, None] == other_index[:, None, :]
             return (torch.bmm(values, other_values.transpose(1, 2)) * equal).sum((1, 2))
-        if isinstance(other, Outer):
+        if self._meets(other, Outer):
             values, index = self.weighted()
             g, a = other.weighted()  # rows (entries, dim): g (B, S, entries), a (B, S, dim)
             picked = g.gather(2, index[:, None, :].expand(-1, g.shape[1], -1))
@@ -431,7 +436,7 @@ class OneHot(Term):
         return super().inner(other)
 
     def gram(self, other: Term) -> Tensor:
-        if not isinstance(other, OneHot | Outer) or not self.batch:
+        if not (self._meets(other, OneHot) or self._meets(other, Outer)) or not self.batch:
             return super().gram(other)
         values, index = self.weighted()
         other_factors = other.weighted()
@@ -439,7 +444,7 @@ class OneHot(Term):
         return torch.stack([products.sum((1, 2)) for products in pairs])
 
     def gram_takes_rows(self, other: Term) -> bool:
-        return not isinstance(other, OneHot | Outer)
+        return not (self._meets(other, OneHot) or self._meets(other, Outer))
 
 
 class SparseOneHot(OneHot):

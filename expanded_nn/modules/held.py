@@ -126,6 +126,11 @@ def refuse_gradients_without_rows(
         )
 
 
+def changes_itself(model: nn.Module, name: str) -> bool:
+    """Whether a forward changes a parameter in place, as that of an embedding with a `max_norm` does."""
+    return getattr(model.get_submodule(name.rpartition(".")[0]), "max_norm", None) is not None
+
+
 class Part(NamedTuple):
     """The rows of one parameter, or of several small ones side by side; as real numbers."""
 

@@ -21,6 +21,7 @@ from expanded_nn.common.batch import (
 )
 from expanded_nn.common.modes import is_of_checkpoint
 from expanded_nn.common.traced import is_traced
+from expanded_nn.recording.backward import running_backward
 from expanded_nn.recording.checkpoints import note_pass, note_result
 from expanded_nn.recording.expand import passes_behind
 from expanded_nn.recording.passes import Pass
@@ -265,6 +266,8 @@ class Forward:
                 self.recorder.passes.kept.add(self._pass)
         if error is not None:
             self.blame(error)
+        elif self._pass is None and running_backward() < 0:
+            self.recorder.passes.note_without_rows(self.batch)
 
     def blame(self, error: BaseException) -> None:
         """Names the layer whose result for what all samples share may have led to an error that is not ours."""

@@ -63,6 +63,7 @@ class Passes:
 
     Attributes:
         last: The pass that the next forward joins, if it is OPEN and has as many samples.
+        without_rows: B of the last forward if it has chosen no pass, as all its layers are frozen.
         alive: The passes that something keeps alive.
         opened: How many passes there have been.
         no_grad_forward: The outermost forward that runs without gradients.
@@ -71,6 +72,7 @@ class Passes:
 
     def __init__(self) -> None:
         self.last: Pass | None = None
+        self.without_rows: int | None = None
         self.alive: weakref.WeakSet[Pass] = weakref.WeakSet()
         self.opened = 0
         self.kept: set[Pass] = set()
@@ -88,6 +90,11 @@ class Passes:
         self.opened += 1
         self.alive.add(pass_)
         return pass_
+
+    def note_without_rows(self, batch: int | None) -> None:
+        """Notes a forward that has chosen no pass; weights that are used after it may begin one, of its samples."""
+        would_join = self.last is not None and self.last.stage is PassStage.OPEN and self.last.batch == batch
+        self.without_rows = None if would_join else batch
 
     def over(self, batch: int) -> Pass:
         """A pass that no graph of autograd is of: nothing runs it again or goes on from it, so it is not `alive`."""

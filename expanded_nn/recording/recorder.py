@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from expanded_nn._errors import complaint, named
 from expanded_nn.common.meanwhile import meanwhile
-from expanded_nn.common.traced import note_recorder
+from expanded_nn.common.traced import is_traced, note_recorder
 from expanded_nn.recording.backward import Backward, in_transform, keeps_graph, running_backward
 from expanded_nn.recording.checkpoints import noted_pass, pass_of_recomputation
 from expanded_nn.recording.escalate import Escalation
 from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recompute, leaves_of
 from expanded_nn.recording.forward import Forward as Forward
-from expanded_nn.recording.leaf import NO_ROWS, Leaf, Leaves, Location
+from expanded_nn.recording.leaf import NO_ROWS, Leaf, Leaves, Location, vanishes
 from expanded_nn.recording.lift import Lent, Slot
 from expanded_nn.recording.linked import linked_pass
 from expanded_nn.recording.order import Order
@@ -243,6 +243,7 @@ class Recorder:
             pass_ = linked_pass(self, forward, batch, _LIVE) or self.passes.joined_or_new(batch)
             if pass_.stage is PassStage.OPEN:
                 self.passes.last = pass_
+        self.passes.without_rows = None
         if pass_ is not last:
             self.watch_all()
             self.expanded.clear()
@@ -291,6 +292,9 @@ class Recorder:
             with Forward(self, roots[0], None, ()):  # in the pass that a checkpoint's forward was in
                 return self.expand(weight)
         if self.forward is None and (pass_ is None or pass_.stage is not PassStage.OPEN):
+            if self.passes.without_rows is not None and roots:
+                with Forward(self, roots[0], self.passes.without_rows, ((), {})):
+                    return self.expand(weight)
             raise complaint(
                 "expanded(weight)",
                 "there was no forward since the last backward",
@@ -423,6 +427,8 @@ class Recorder:
             return
         held = self.leaves.with_rows()
         cleared = [leaf for leaf in held if leaf.was_cleared()]
+        if not cleared and not is_traced() and all(leaf.grad is not None and vanishes(leaf.grad) for leaf in held):
+            cleared = held  # by `.data`, which no version tells
         if cleared:
             others = set(held).difference(cleared)
             self._drop_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in others))

@@ -311,6 +311,16 @@ FOUND: dict[str, Story] = {
     "expanded_of_a_weight_that_was_put_in_frozen_and_thawed": Story(
         [Freeze(), Replace(), Forward(), Backward(), Freeze(on=False), Alone()]
     ),
+    # the forward has chosen no pass, as nothing in it has rows
+    "expanded_after_a_forward_of_frozen_layers": Story(
+        [*(Freeze(part=part) for part in ("words", "mix", "first", "gain")), Forward(use="expanded"), Backward()]
+    ),
+    "rows_of_a_frozen_part_whose_gradients_were_cleared_by_data": Story(
+        [
+            *(Forward(), Backward(), Freeze(), Forward(), Backward()),
+            *(Clear(how="data_zero"), Clear(how="rows", trainable=True), Clip()),
+        ]
+    ),
     "reentrant_checkpoint_and_another_pass": Story([Forward(use="reentrant"), Forward(4), Backward((0, 1))]),
 }
 

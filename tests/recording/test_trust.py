@@ -284,7 +284,12 @@ def test_gradient_without_rows_is_refused_by_name(way: Callable[[Any], None], as
         ask(model)
 
 
-@pytest.mark.parametrize("clear", [lambda o: o.zero_grad(), lambda o: o.zero_grad(set_to_none=False)])
+def zeros_by_data(optimizer: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad.data.zero_()
+
+
+@pytest.mark.parametrize("clear", [lambda o: o.zero_grad(), lambda o: o.zero_grad(set_to_none=False), zeros_by_data])
 def test_clipping_without_a_backward_since_the_gradients_were_cleared(clear: Callable[[Any], None]) -> None:
     """As where a batch was skipped: those of the step before are not clipped once more."""
     model = on(parts())
