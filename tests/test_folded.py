@@ -781,3 +781,13 @@ def test_what_is_known_of_samples_is_kept_for_the_next_forward(monkeypatch: pyte
     total_loss(model, each).backward()
     assert "a key" not in memo.found
     assert_close_rows(rows_of(model), loop(module, each, B))
+
+
+def test_samples_that_depend_on_values_are_the_tensor_from_before() -> None:
+    memo, first = Memo(), index(0, 0, 1)
+    assert memo.same(first) is first
+    assert memo.same(first.clone()) is first
+    others = [memo.same(index(0, 1, place)) for place in range(9)]
+    assert len({id(other) for other in others}) == 9
+    assert sum(map(len, memo.known.values())) == 4  # a mixture has others each time
+    assert memo.same(None) is None
