@@ -898,7 +898,23 @@ class TakenLater(nn.Module):
         return self.lin(x) + take(self.pos(torch.arange(5).unsqueeze(0)))
 
 
-@pytest.mark.parametrize("take", [TAKES["first"], TAKES["mean"], lambda p: p.tanh()[0]])
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+LATER = [
+    *(TAKES["first"], TAKES["mean"], lambda p: p.tanh()[0], lambda p: p.tril(3)[0], lambda p: Doubled.apply(p)[0]),
+    lambda p: p.view(p.shape[0], -1, 1, D).flatten(1, 2)[0],
+]
+
+
+@pytest.mark.parametrize("take", LATER)
 def test_a_part_of_a_shared_result_after_whole_ones(take: Callable[[Tensor], Tensor]) -> None:
     module = TakenLater()
     model = on(module)
