@@ -241,11 +241,7 @@ class Root(PerSampleModule):
         recorder = self._recorder
         if recorder is None or recorder.in_forward:
             return super().forward(*args, **kwargs)
-        opened = recorder.open_forward(self, self.samples_in(*args, **kwargs), (args, kwargs))
-        with opened as forward, Order(recorder):  # in each forward, as it may go another way than the last
-            result = super().forward(*args, **kwargs)
-            forward.finish(result)
-        return result
+        return recorder.outermost_forward(self, super().forward, args, kwargs)
 
 
 class Expanded(PerSampleModule):
@@ -318,11 +314,7 @@ class Expanded(PerSampleModule):
             if order is None or self.calls_others:
                 return self._noting_what_is_shared(recorder.forward, args, kwargs)
             return self._as_one_operation(order, self._noting_what_is_shared, recorder.forward, args, kwargs)
-        opened = recorder.open_forward(self, self.samples_in(*args, **kwargs), (args, kwargs))
-        with opened as forward, Order(recorder) if self.calls_others else nullcontext():
-            result = self.expanded_forward(*args, **kwargs)
-            forward.finish(result)
-        return result
+        return recorder.outermost_forward(self, self.expanded_forward, args, kwargs)
 
     def _as_one_operation(self, order: Order, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The layer's result, of which the order of the samples hears as a whole, and where they stand in it."""

@@ -97,7 +97,7 @@ class Copies:
             alike = [x for x in results if not meets_samples and x.shape == first.tensor.shape]
             self.known.update({id(x): first._replace(tensor=x) for x in alike})
             return
-        key = (func, meets_samples, *(self._kind(leaf, batch) for leaf in leaves))
+        key = (func, meets_samples, *map(self._kind, leaves))
         if key not in told:
             found = self._compared(func, args, kwargs, batch, meets_samples=meets_samples)
             if found is None:
@@ -113,13 +113,12 @@ class Copies:
     def _has_rows(self, x: Tensor, batch: int) -> bool:
         return x.dim() > 0 and x.shape[self._usual_dim(x)] == batch
 
-    def _kind(self, leaf: Any, batch: int) -> Any:
-        """What tells of one argument what is true of all like it; the number of samples does not count."""
+    def _kind(self, leaf: Any) -> Any:
+        """What tells of one argument what is true of all like it."""
         if not isinstance(leaf, Tensor):
             return str(leaf)
         copy = self.known.get(id(leaf))
-        sizes = tuple("B" if size == batch else size for size in leaf.shape)
-        return sizes if copy is None else (*sizes, copy.dim, copy.is_new)
+        return tuple(leaf.shape), None if copy is None else (copy.dim, copy.is_new)
 
     def _compared(
         self, func: Any, args: Any, kwargs: Any, batch: int, *, meets_samples: bool
