@@ -52,7 +52,7 @@ class Escalation:
         self.on_trial: Any = None
         self.proven: set[Any] = set()
         self.order: Order | None = None
-        self.gives_copies: dict[Any, list[tuple[int, bool] | None]] = {}
+        self.gives_copies: dict[Any, list[Any]] = {}
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the module that was called."""

@@ -30,6 +30,10 @@ _NOT_REPEATED = re.compile(
 _RESHAPES = re.compile("(squeeze|transpose|resize|strided|swapaxes|swapdims|^t)_$")
 
 
+# the dimension of the samples in a result, and whether the plain one has no such dimension, not even of size 1
+Place = tuple[int, bool]
+
+
 class Copy(NamedTuple):
     """A copy for each sample of what all of them share.
 
@@ -46,15 +50,15 @@ class Copy(NamedTuple):
     is_new: bool
 
     def differing(self) -> Tensor:
-        """Copies that differ from each other."""
+        """Copies of which those beside each other differ."""
         x, count = self.tensor.detach(), self.tensor.shape[self.dim]
-        factors = 1 + torch.arange(count, device=x.device) / count
+        factors = 1 + torch.arange(count, device=x.device) % 3
         factors = factors.to(x.dtype).view(-1, *[1] * (x.dim() - 1 - self.dim))
         return x * factors + (factors - 1)
 
-    def second(self, differing: Tensor) -> Tensor:
-        """The second one, as the plain model has it."""
-        return differing.select(self.dim, 1) if self.is_new else differing.narrow(self.dim, 1, 1)
+    def alone(self, differing: Tensor, sample: int) -> Tensor:
+        """That of one sample, as the plain model has it."""
+        return differing.select(self.dim, sample) if self.is_new else differing.narrow(self.dim, sample, 1)
 
 
 class Copies:
@@ -82,20 +86,20 @@ class Copies:
         results = _numbers(result) if copies else []
         if not results or self.recorder.general_rule is not None:
             return
-        told, name = self.recorder.escalation.gives_copies, getattr(func, "__name__", "")
+        told = self.recorder.escalation.gives_copies
         if is_traced():  # what eager calls have told holds here
             if not told:
                 wait_for_values("it looks at what all samples share")
             return
-        first, leaves = copies[0], tree_leaves((args, kwargs))
+        first, leaves, name = copies[0], tree_leaves((args, kwargs)), getattr(func, "__name__", "")
         batch = first.tensor.shape[first.dim]
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self.known]
         meets_samples = any(batch in x.shape and are_samples(x) for x in others)
+        if _RESHAPES.search(name):
+            raise self.recorder.forward.taking_apart(first.layer, name)
         if _NOT_REPEATED.search(name):
-            if _RESHAPES.search(name):
-                raise self.recorder.forward.taking_apart(first.layer, name)
-            alike = [x for x in results if not meets_samples and x.shape == first.tensor.shape]
-            self.known.update({id(x): first._replace(tensor=x) for x in alike})
+            alike = [x for x in results if x.shape == first.tensor.shape]
+            self.known.update({id(x): first._replace(tensor=x) for x in alike if not meets_samples})
             return
         key = (func, meets_samples, *map(self._kind, leaves))
         if key not in told:
@@ -103,9 +107,9 @@ class Copies:
             if found is None:
                 raise self.recorder.forward.taking_apart(first.layer, "select" if name == "__getitem__" else name)
             told[key] = found
-        for x, where in zip(results, told[key], strict=True):
-            if where is not None:
-                self.note(x, first.layer, where[0], is_new=where[1])
+        for x, place in zip(results, told[key], strict=True):
+            if place is not None:
+                self.known[id(x)] = Copy(x, first.layer, *place)
 
     def _usual_dim(self, x: Tensor) -> int:
         return batch_dim(x.dim(), batch_first=self.recorder.settings.batch_first)
@@ -122,52 +126,49 @@ class Copies:
 
     def _compared(
         self, func: Any, args: Any, kwargs: Any, batch: int, *, meets_samples: bool
-    ) -> list[tuple[int, bool] | None] | None:
-        """Where the samples stand in each result, and whether the plain one has no such dimension; `None` in no copies.
+    ) -> list[Place | None] | None:
+        """Where the samples stand in each result; `None` in one that is no copy for each of them.
 
-        `None` for all where results for copies that differ do not hold what the second copy alone gives.
+        `None` for all where results for copies that differ do not hold, for the first two samples, what the copy of
+        each gives alone. One does not tell: it is the last of two, or the largest.
         """
         leaves, structure = tree_flatten((args, kwargs))
         copies = [self.known.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in leaves]
         differing = [x if copy is None else copy.differing() for x, copy in zip(leaves, copies, strict=True)]
-        second = [x if copy is None else copy.second(x) for x, copy in zip(differing, copies, strict=True)]
-        of_all, of_second = _called(func, differing, structure), _called(func, second, structure)
-        if of_second is None:  # a size that the forward has asked for is 1 in the plain model
-            second = [1 if type(leaf) is int and leaf == batch else leaf for leaf in second]
-            of_second = _called(func, second, structure)
-        if of_all is None or of_second is None:
-            return None
-        if len(of_all) != len(of_second):
-            return None
-        may_be_new = any(copy is not None and copy.is_new for copy in copies)
-        found: list[tuple[int, bool] | None] = []
-        for whole, alone in zip(of_all, of_second, strict=True):
-            places = self._places(whole, alone, batch, meets_samples=meets_samples, may_be_new=may_be_new)
-            if not places:
+        pairs = list(zip(differing, copies, strict=True))
+        whole = _called(func, differing, structure)
+        places: list[list[Place | None]] = []  # of each result, where the samples may stand
+        for sample in (0, 1):
+            alone = [x if copy is None else copy.alone(x, sample) for x, copy in pairs]
+            results = _called(func, alone, structure)
+            if results is None:  # a size that the forward has asked for is 1 in the plain model
+                results = _called(func, [1 if type(x) is int and x == batch else x for x in alone], structure)
+            if whole is None or results is None or len(whole) != len(results):
                 return None
-            found.append(places[0])
-        return found
+            found = [self._places(*pair, sample, batch, meets_samples) for pair in zip(whole, results, strict=True)]
+            places = [[place for place in own if not sample or place in places[i]] for i, own in enumerate(found)]
+        is_any_new = any(copy is not None and copy.is_new for copy in copies)
+        usable = [[place for place in own if place is None or is_any_new or not place[1]] for own in places]
+        return [own[0] for own in usable] if all(usable) else None
 
     def _places(
-        self, whole: Tensor, alone: Tensor, batch: int, *, meets_samples: bool, may_be_new: bool
-    ) -> Sequence[tuple[int, bool] | None]:
-        """Where the samples may stand in the result for all copies; `None` where it has rows of the samples' own."""
+        self, whole: Tensor, alone: Tensor, sample: int, batch: int, meets_samples: bool
+    ) -> Sequence[Place | None]:
+        """Where the samples may stand in the result for all copies, as one of them tells; see `_compared`."""
         usual = self._usual_dim(whole)
         if whole.shape == alone.shape:
-            dims = (
-                [usual] if self._has_rows(whole, batch) else [d for d, size in enumerate(whole.shape) if size == batch]
-            )
+            dims = [usual] if self._has_rows(whole, batch) else [i for i, n in enumerate(whole.shape) if n == batch]
             if not dims:  # a loss of all samples, or what does not depend on the copies
                 return [None] if meets_samples or torch.equal(whole, alone) else []
-            return [None] if any(_near(whole.select(dim, 1), alone.select(dim, 1)) for dim in dims) else []
-        is_new = whole.dim() > alone.dim()
-        if meets_samples or (is_new and not may_be_new):
+            return [None] if any(_near(whole.select(dim, sample), alone.select(dim, sample)) for dim in dims) else []
+        if meets_samples:
             return []
-        found = []
+        is_new = whole.dim() > alone.dim()
+        found: list[Place | None] = []
         for dim in dict.fromkeys((usual, 0)) if is_new else range(alone.dim()):
             one = alone.unsqueeze(dim) if is_new else alone
             is_whole = list(whole.shape) == [*one.shape[:dim], batch, *one.shape[dim + 1 :]]
-            if is_whole and one.shape[dim] == 1 and _near(whole.narrow(dim, 1, 1), one):
+            if is_whole and one.shape[dim] == 1 and _near(whole.narrow(dim, sample, 1), one):
                 found.append((dim, is_new))
         return found
 

@@ -925,6 +925,19 @@ def test_a_part_of_a_shared_result_after_whole_ones(take: Callable[[Tensor], Ten
         right(model, module, lambda m, x: m(x, take), values(B, 5, D))
 
 
+LAST = [lambda p: p[-1], lambda p: p[-1:], lambda p: p.exp().amax(0), lambda p: p.exp().amax(0, keepdim=True)]
+
+
+@pytest.mark.parametrize("take", LAST)
+@pytest.mark.parametrize("samples", [2, 200])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_last_copy_of_a_shared_result(take: Callable[[Tensor], Tensor], samples: int, dtype: torch.dtype) -> None:
+    """No single copy tells whether it stands for all, and with many samples each has to differ enough."""
+    module = TakenLater().to(dtype)
+    with pytest.warns(enn.PerSampleWarning, match=r"pos \(Embedding\): its input is shared by all"):
+        on(module)(values(samples, 5, D).to(dtype), take)
+
+
 class Channels(nn.Module):
     """Time first: a layer with samples first, and one behind it that looks for them second."""
 
