@@ -116,6 +116,8 @@ class Escalation:
         try:
             result = module._in_pass(args, kwargs)
             if forward is not None:
+                if self.order is not None:
+                    self.order.copies.refuse_returned(result)
                 forward.finish(result)
             return result
         except Exception as error:

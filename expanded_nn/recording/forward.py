@@ -140,12 +140,8 @@ class Forward:
         """Looks at what the forward returns; notes its pass in the graph if the backward will run layers again.
 
         Raises:
-            PerSampleError: If a result that all samples share was taken apart as if it were a single one; or if the
-                first argument has one row, and all else has as many as the result.
+            PerSampleError: If the first argument has one row, and all else has as many as the result.
         """
-        order = self.recorder.escalation.order
-        if order is not None:
-            order.copies.refuse_returned(result)
         if not self.batch_is_told and not is_traced():
             self._refuse_other_rows(result)
         if self._pass is not None and not self.is_explicit:

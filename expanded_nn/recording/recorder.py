@@ -164,9 +164,12 @@ class Recorder:
         """What `function` gives, as a forward where none runs yet: it begins a pass, or joins the last."""
         call = self.passes.no_grad_forward.call  # in which gradients were switched on
         forward = Forward(self, *(call or (module, module.samples_in(*args, **kwargs), (args, kwargs))))
-        # the order is looked at in each forward, as it may go another way than the last
-        with forward, Order(self) if module.calls_others else nullcontext():
-            result = function(*args, **kwargs)
+        order = Order(self) if module.calls_others else None  # in each forward, which may go another way than the last
+        with forward:
+            with nullcontext() if order is None else order:
+                result = function(*args, **kwargs)
+            if order is not None:
+                order.copies.refuse_returned(result)
             forward.finish(result)
         return result
 
