@@ -265,6 +265,24 @@ def test_a_table_by_an_index() -> None:
     law(lambda: nn.Sequential(nn.Linear(8, 8), RelativeBias()), clipped, batches, least=2)
 
 
+class Placed(nn.Module):
+    """Adds two tables that all samples share, of positions `(1, T)` and `(T,)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.plain = nn.Embedding(4, 8), nn.Embedding(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = self.row(torch.arange(4)[None]).expand(x.shape[0], -1, -1)
+        return x + row + self.plain(torch.arange(4)).tanh()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 5, 6, 7, 9, 11), (1, 1, 3, 3, 5, 6, 7, 9)])
+def test_shared_tables(sizes: tuple[int, ...]) -> None:
+    batches = [(torch.randn(size, 4, 8),) for size in sizes]
+    law(lambda: nn.Sequential(Placed(), nn.Linear(8, 8)), clipped, batches, least=2)
+
+
 @pytest.mark.parametrize("has_parameters", [True, False])
 def test_a_module_that_is_first_called_in_the_trace(has_parameters: bool, tmp_path: Path) -> None:
     """As a file is there, which no key holds; the module takes part from then on: what is set on it is seen."""

@@ -1492,6 +1492,16 @@ def a_shared_result_along_another_dimension_than_in_the_plain_model() -> None:
     feed(nn.Embedding(9, 4), lambda layer, x: x + nn.functional.normalize(layer(torch.arange(6)), dim=1))
 
 
+@refused(r"layer \(Embedding\): its input is shared by all 3 samples, .*\(unsqueeze_ over the samples\)")
+def a_shared_result_whose_dimensions_are_changed_in_place() -> None:
+    feed(nn.Embedding(9, 4), lambda layer, x: x + (2 * layer(torch.arange(6))).unsqueeze_(0))
+
+
+@refused(r"layer \(Embedding\): its input is shared by all 3 samples, .*\(return over the samples\)")
+def a_shared_result_with_as_many_rows_as_samples() -> None:
+    feed(nn.Embedding(9, 4), lambda layer, x: layer(torch.arange(3)[None]))
+
+
 class SharedFirst(nn.Module):
     """Its first argument is one for all samples."""
 

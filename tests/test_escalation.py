@@ -638,7 +638,7 @@ class Prompts(nn.Module):
 def test_a_row_that_the_model_repeats_for_the_samples(watched: bool) -> None:
     module, call = nn.Sequential(Prompts(), nn.Linear(2, 2)), Call((torch.randn(B, T, D),))
     model = on(module)
-    words = r"0 \(Prompts\): runs sample by sample.*Sizes of tensors must match"
+    words = r"0 \(Prompts\): runs sample by sample.*\(repeat over the samples\)"
     with pytest.warns(enn.PerSampleWarning, match=words), enn.one_pass(model, B) if watched else nullcontext():
         total_loss(model, call).backward()
     assert_close_rows(rows(model), loop(module, call, B))
@@ -646,9 +646,12 @@ def test_a_row_that_the_model_repeats_for_the_samples(watched: bool) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="add_note is new in Python 3.11")
-def test_a_row_that_the_model_repeats_without_escalation() -> None:
-    with pytest.raises(RuntimeError, match="Sizes of tensors must match") as info:
-        on(Prompts(), escalate=False)(torch.randn(B, T, D))
+def test_a_row_that_does_not_fit_without_escalation() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return (x.transpose(0, 1) * m.table(torch.zeros(1, 1, dtype=torch.int64))).transpose(0, 1)
+
+    with pytest.raises(RuntimeError, match="The size of tensor a") as info:
+        on(Does(forward, table=nn.Embedding(3, D)), escalate=False)(torch.randn(B, T, D))
     assert re.search(
         r"table \(Embedding\) was called with an input that all samples share.*alone", *info.value.__notes__
     )

@@ -29,7 +29,6 @@ OWN_STATE = (
     "_settings",
     "_trials",
     "_ranks",
-    "_shared_seen",
     "_learned",
     "_layout_is_clear",
 )

@@ -241,11 +241,7 @@ class Root(PerSampleModule):
         recorder = self._recorder
         if recorder is None or recorder.in_forward:
             return super().forward(*args, **kwargs)
-        with recorder.open_forward(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
-            with Order(recorder):  # in each forward, as it may go another way than the last
-                result = super().forward(*args, **kwargs)
-            forward.finish(result)
-        return result
+        return recorder.outermost_forward(self, super().forward, args, kwargs)
 
 
 class Expanded(PerSampleModule):
@@ -318,11 +314,7 @@ class Expanded(PerSampleModule):
             if order is None or self.calls_others:
                 return self._noting_what_is_shared(recorder.forward, args, kwargs)
             return self._as_one_operation(order, self._noting_what_is_shared, recorder.forward, args, kwargs)
-        with recorder.open_forward(self, self.samples_in(*args, **kwargs), (args, kwargs)) as forward:
-            with Order(recorder) if self.calls_others else nullcontext():
-                result = self.expanded_forward(*args, **kwargs)
-            forward.finish(result)
-        return result
+        return recorder.outermost_forward(self, self.expanded_forward, args, kwargs)
 
     def _as_one_operation(self, order: Order, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The layer's result, of which the order of the samples hears as a whole, and where they stand in it."""
@@ -334,11 +326,13 @@ class Expanded(PerSampleModule):
 
     def _noting_what_is_shared(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """The forward inside of another, which hears of results that all samples share."""
-        notes = forward.notes
-        before, noted, broadcast = len(notes.inputs_shared), len(notes.shared_results), len(notes.broadcast)
+        notes, order = forward.notes, forward.recorder.escalation.order
+        if order is None:
+            return self.expanded_forward(*args, **kwargs)
+        before, known, broadcast = len(notes.inputs_shared), len(order.copies.known), len(notes.broadcast)
         result = self.expanded_forward(*args, **kwargs)
         inputs_shared = notes.inputs_shared[before:]
-        if inputs_shared and all(inputs_shared) and len(notes.shared_results) == noted:
+        if inputs_shared and all(inputs_shared) and len(order.copies.known) == known:
             # where it does not say more, only a single result is known to have its samples where its input has them
             says_dims = type(self).sample_dims is not Expanded.sample_dims
             results = list(tensors(result)) if says_dims else [result]

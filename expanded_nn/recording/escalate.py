@@ -44,7 +44,7 @@ class Escalation:
         proven: The kinds of forwards that have succeeded once: of what these draw or change no copy is kept.
         order: What looks at the order of the samples, in a forward in which it is on.
         gives_copies: The operations that do the same with all copies of a shared result as with one alone, by shapes
-            and arguments, and whether they give copies again.
+            and arguments, and where the samples stand in the copies that they give.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Escalation:
         self.on_trial: Any = None
         self.proven: set[Any] = set()
         self.order: Order | None = None
-        self.gives_copies: dict[Any, bool] = {}
+        self.gives_copies: dict[Any, list[Any]] = {}
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the module that was called."""
@@ -116,6 +116,8 @@ class Escalation:
         try:
             result = module._in_pass(args, kwargs)
             if forward is not None:
+                if self.order is not None:
+                    self.order.copies.refuse_returned(result)
                 forward.finish(result)
             return result
         except Exception as error:

@@ -26,7 +26,6 @@ from expanded_nn.recording.checkpoints import note_pass, note_result
 from expanded_nn.recording.expand import passes_behind
 from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.settings import RecorderLike
-from expanded_nn.recording.shared_results import SharedResult, taken_apart
 
 # the errors of torch, and of models that look for themselves, where sizes do not fit
 _OF_SHAPES = (RuntimeError, ValueError, IndexError)
@@ -39,12 +38,12 @@ class InputNotes:
     Attributes:
         broadcast: Embeddings whose index had no batch dimension.
         inputs_shared: For each input read so far, whether it is a single one that all samples share.
-        shared_results: The results of layers for inputs that all samples share.
+        sharing: The layers that have returned a result for an input that all samples share.
     """
 
     broadcast: list[nn.Module] = field(default_factory=list)
     inputs_shared: list[bool] = field(default_factory=list)
-    shared_results: list[SharedResult] = field(default_factory=list)
+    sharing: list[nn.Module] = field(default_factory=list)
 
 
 class Forward:
@@ -142,11 +141,8 @@ class Forward:
         """Looks at what the forward returns; notes its pass in the graph if the backward will run layers again.
 
         Raises:
-            PerSampleError: If a result that all samples share was taken apart as if it were a single one; or if the
-                first argument has one row, and all else has as many as the result.
+            PerSampleError: If the first argument has one row, and all else has as many as the result.
         """
-        if self.notes.shared_results:
-            self._refuse_taken_apart(result)
         if not self.batch_is_told and not is_traced():
             self._refuse_other_rows(result)
         if self._pass is not None and not self.is_explicit:
@@ -220,29 +216,10 @@ class Forward:
         `is_new` says that the plain result has no such dimension.
         """
         if isinstance(result, Tensor) and result.grad_fn is not None and result.dim() > dim:
-            self.notes.shared_results.append(SharedResult(layer, result.grad_fn, dim, result.dim(), is_new))
-            order, batch_first = self.recorder.escalation.order, self.recorder.settings.batch_first
-            may_meet = is_new and dim == 0 and batch_first and self.own_pass.batch > 1
-            if order is not None and may_meet and result.is_floating_point():
-                order.copies.layers[id(result)] = result, layer
-
-    def _refuse_taken_apart(self, result: Any) -> None:
-        """Looks through the graph for it, once for each mode, layers with shared results, and way from these."""
-        results = self.notes.shared_results
-        ends = [x for x in data_in(result) if x.grad_fn is not None]
-        # another way through the forward has another number of operations
-        nodes = (node._sequence_nr() for node in (*(end.grad_fn for end in ends), *(shared.node for shared in results)))
-        first, *others = nodes if ends else (0,)
-        layers = ((id(shared.layer), shared.dim, shared.rank) for shared in results)
-        key = (self.module.training, *layers, *(number - first for number in others))
-        seen: set[Any] = vars(self.module).setdefault("_shared_seen", set())
-        if key in seen:
-            return
-        batch_first = self.recorder.settings.batch_first
-        layer_and_operation = taken_apart(results, ends, self.own_pass.batch, batch_first=batch_first)
-        if layer_and_operation is not None:
-            raise self.taking_apart(*layer_and_operation)
-        seen.add(key)
+            self.notes.sharing.append(layer)
+            order = self.recorder.escalation.order
+            if order is not None and self.own_pass.batch > 1 and has_derivatives(result):
+                order.copies.note(result, layer, dim, is_new=is_new)
 
     def taking_apart(self, layer: nn.Module, operation: str) -> PerSampleError:
         """What to say of a result that all samples share, and that the model does not take as a whole."""
@@ -275,8 +252,8 @@ class Forward:
             return
         if self.notes.broadcast:
             layer, what = self.notes.broadcast[0], "an index without a batch dimension"
-        elif self.notes.shared_results and isinstance(error, _OF_SHAPES):
-            layer, what = self.notes.shared_results[0].layer, "an input that all samples share"
+        elif self.notes.sharing and isinstance(error, _OF_SHAPES):
+            layer, what = self.notes.sharing[0], "an input that all samples share"
         else:
             return
         error.refused_by = layer  # type: ignore[attr-defined]

@@ -69,7 +69,7 @@ class Order(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _SIZES_AND_RANKS:  # asked for more often than anything else
-            if args and self.recorder.forward.notes.shared_results:
+            if args and self.copies.known:
                 self._look_at_size(func, *args, **kwargs)
             return func(*args, **kwargs)
         if func not in _LOOKED_AT and not self._meets_what_is_followed(args, kwargs):
@@ -88,7 +88,7 @@ class Order(TorchFunctionMode):
         if func in places.SCATTERS:
             moved = self._scattered(*args, **kwargs)
         result = call(*args, **kwargs)
-        if self.copies.layers:
+        if self.copies.known:
             self.copies.look_at(func, args, kwargs, result, are_samples=self._are_samples)
         if func is torch.stack and moved is None and not self.reasons((args, kwargs)):
             moved = self._stacked(result, *args, **kwargs)
@@ -104,7 +104,7 @@ class Order(TorchFunctionMode):
 
     def _meets_what_is_followed(self, args: Any, kwargs: Any) -> bool:
         """Whether an operation takes a tensor whose samples stand elsewhere, or copies of what all samples share."""
-        moved, copies = self.moved, self.copies.layers
+        moved, copies = self.moved, self.copies.known
         if not moved and not copies:
             return False
         values: Iterable[Any] = [*args, *kwargs.values()]
@@ -115,13 +115,12 @@ class Order(TorchFunctionMode):
     def _look_at_size(self, func: Any, x: Tensor, dim: int | None = None) -> None:
         """Raises where the forward asks for a size that the samples' dimension has made another one."""
         forward = self.recorder.forward
-        results = () if self.recorder.general_rule is not None else forward.notes.shared_results
-        shared = next((result for result in results if result.is_new and result.node is x.grad_fn), None)
-        if shared is None or callers.is_called_by_libraries(func):
+        shared = None if self.recorder.general_rule is not None else self.copies.known.get(id(x))
+        if shared is None or not shared.is_new or callers.is_called_by_libraries(func):
             return
         if func in _OF_DIMS and dim is None:
             dim = constant_index(callers.calling_frame(func))
-        if dim is None or dim >= 0 or dim % shared.rank <= shared.dim:
+        if dim is None or dim >= 0 or dim % x.dim() <= shared.dim:
             raise forward.taking_apart(shared.layer, "its size")
 
     def _refuse_batch_norm(self, func: Any, x: Tensor) -> None:

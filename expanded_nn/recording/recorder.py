@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from threading import get_ident
 from typing import Any
@@ -160,10 +160,18 @@ class Recorder:
 
     # Forward: passes and expansions.
 
-    def open_forward(self, module: nn.Module, batch: int | None, inputs: Any) -> Forward:
-        """The forward of `module`, where none runs yet: it begins a pass, or joins the last."""
-        outermost = self.passes.no_grad_forward.call  # in which gradients were switched on
-        return Forward(self, *(outermost or (module, batch, inputs)))
+    def outermost_forward(self, module: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What `function` gives, as a forward where none runs yet: it begins a pass, or joins the last."""
+        call = self.passes.no_grad_forward.call  # in which gradients were switched on
+        forward = Forward(self, *(call or (module, module.samples_in(*args, **kwargs), (args, kwargs))))
+        order = Order(self) if module.calls_others else None  # in each forward, which may go another way than the last
+        with forward:
+            with nullcontext() if order is None else order:
+                result = function(*args, **kwargs)
+            if order is not None:
+                order.copies.refuse_returned(result)
+            forward.finish(result)
+        return result
 
     def without_gradients(self, module: nn.Module, batch: int | None, inputs: Any) -> AbstractContextManager[None]:
         """Runs an outermost forward without gradients; layers within it may switch them on."""

@@ -490,6 +490,15 @@ def test_what_a_forward_does_along_the_copies_goes_sample_by_sample(use: Callabl
         enn.convert(module).per_sample(escalate=False)(*call.args)
 
 
+def test_copies_of_zeros_differ_as_well() -> None:
+    module, call = Placed(lambda table: (2 * table)[0]), Call((torch.randn(3, 5, 4),))
+    nn.init.zeros_(module.table.weight)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    with pytest.warns(enn.PerSampleWarning, match=r"table \(Embedding\): its input is shared by all 3 samples"):
+        total_loss(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, 3))
+
+
 def test_what_a_layer_makes_of_copies_are_copies() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -903,7 +903,23 @@ class TakenLater(nn.Module):
         return self.lin(x) + take(self.pos(torch.arange(5).unsqueeze(0)))
 
 
-@pytest.mark.parametrize("take", [TAKES["first"], TAKES["mean"], lambda p: p.tanh()[0]])
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+LATER = [
+    *(TAKES["first"], TAKES["mean"], lambda p: p.tanh()[0], lambda p: p.tril(3)[0], lambda p: Doubled.apply(p)[0]),
+    lambda p: p.view(p.shape[0], -1, 1, D).flatten(1, 2)[0],
+]
+
+
+@pytest.mark.parametrize("take", LATER)
 def test_a_part_of_a_shared_result_after_whole_ones(take: Callable[[Tensor], Tensor]) -> None:
     module = TakenLater()
     model = on(module)
@@ -912,6 +928,19 @@ def test_a_part_of_a_shared_result_after_whole_ones(take: Callable[[Tensor], Ten
         model.zero_grad()
     with pytest.warns(enn.PerSampleWarning, match=r"pos \(Embedding\): its input is shared by all"):
         right(model, module, lambda m, x: m(x, take), values(B, 5, D))
+
+
+LAST = [lambda p: p[-1], lambda p: p[-1:], lambda p: p.exp().amax(0), lambda p: p.exp().amax(0, keepdim=True)]
+
+
+@pytest.mark.parametrize("take", LAST)
+@pytest.mark.parametrize("samples", [2, 200])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_last_copy_of_a_shared_result(take: Callable[[Tensor], Tensor], samples: int, dtype: torch.dtype) -> None:
+    """No single copy tells whether it stands for all, and with many samples each has to differ enough."""
+    module = TakenLater().to(dtype)
+    with pytest.warns(enn.PerSampleWarning, match=r"pos \(Embedding\): its input is shared by all"):
+        on(module)(values(samples, 5, D).to(dtype), take)
 
 
 class Channels(nn.Module):
