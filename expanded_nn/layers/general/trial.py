@@ -242,7 +242,9 @@ class Trial:
         except (PerSampleError, torch.OutOfMemoryError):
             raise
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
-            raise self._refusal(f"on the whole batch its forward runs, and it fails sample by sample ({error})") from error
+            raise self._refusal(
+                f"on the whole batch its forward runs, and it fails sample by sample ({error})"
+            ) from error
 
     def judged(self, found: tuple[Mapped, list[Tensor]], dims: Sequence[int]) -> tuple[Verdict, Way | None]:
         """Whether the forward on the whole batch gives the samples' results and derivatives, and the way it has gone.
@@ -283,12 +285,15 @@ class Trial:
         wanted = _derivatives(results, [*expanded, *inputs])
         alone = {id(p): p.detach().requires_grad_(of_parameters[id(p)].requires_grad) for p in originals.values()}
         own_inputs, (args, kwargs) = self._with_derivatives()
-        with without_traces(self.module, hooks=hooks), self.module._children_inside({}):
-            with swapped(list(originals), [alone[id(parameter)] for parameter in originals.values()]):
-                leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
+        lent = swapped(list(originals), [alone[id(parameter)] for parameter in originals.values()])
+        with without_traces(self.module, hooks=hooks), self.module._children_inside({}), lent:
+            leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
         self.states.restore()
         plain = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        given = _derivatives(list(map(_for_all, plain, results, dims)), [*(weight for weight in alone.values() if weight.requires_grad), *own_inputs])
+        given = _derivatives(
+            list(map(_for_all, plain, results, dims)),
+            [*(weight for weight in alone.values() if weight.requires_grad), *own_inputs],
+        )
         if wanted is None or given is None:
             return True  # nothing to tell by: the backward fails, as the user's will
         rows, of_inputs = wanted[: len(expanded)], wanted[len(expanded) :]
