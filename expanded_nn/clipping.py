@@ -140,12 +140,16 @@ def _rows_to_clip(
             "clip_grad_sample_norms_",
             "no parameter has per-sample gradients",
             "those of a backward in per-sample mode; an empty batch has them as well, of shape (0, *shape)",
-            "Clip after backward and before zero_grad, and with accumulate_grad=False once after each backward.",
+            "Clip after backward and before zero_grad. With accumulate_grad=False clip once after each backward: "
+            "clipping drops the rows there, and they may have been clipped already.",
         )
-    if not adds and not is_traced():
+    if not is_traced():
         known = _leaves_of(parameters, held, recorders)
-        _warn_of_what_is_replaced(known)
-        _warn_of_earlier_steps(model, known)
+        if adds:
+            _warn_of_earlier_sums(model, known)
+        else:
+            _warn_of_what_is_replaced(known)
+            _warn_of_earlier_steps(model, known)
     return held
 
 
@@ -192,6 +196,18 @@ def _warn_of_earlier_steps(model: nn.Module, leaves: Iterable[tuple[str, Leaf]])
             f"clip_grad_sample_norms_: {count} of the per-sample gradients held were clipped once already, before the "
             f"parameters {first_few(changed)} were changed, as by an optimizer's step, so that these samples count "
             "again in .grad. Clear the gradients of the last step before the next backward: optimizer.zero_grad()."
+        )
+
+
+def _warn_of_earlier_sums(model: nn.Module, leaves: Iterable[tuple[str, Leaf]]) -> None:
+    """Says that clipping adds to a sum that an optimizer's step has used already."""
+    of_earlier_step = (name for name, leaf in leaves if leaf.grad_is_of_earlier_step())
+    changed = [name for name in of_earlier_step if not changes_itself(model, name)]
+    if changed:
+        warn(
+            f"clip_grad_sample_norms_: .grad holds the clipped sum from before the parameters {first_few(changed)} "
+            "were changed, as by an optimizer's step, so that those samples count again. Clear the gradients of the "
+            "last step before the next backward: optimizer.zero_grad()."
         )
 
 

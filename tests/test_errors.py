@@ -874,6 +874,11 @@ def own(forward: Callable[..., Any], *args: Any, **children: nn.Module) -> None:
     model.per_sample(escalate=False)(torch.randn(SAMPLES, 4))
 
 
+@refused(r"layer \(Own\): on the whole batch its forward runs, and it fails sample by sample \(.*; wanted samples that")
+def a_forward_that_fails_sample_by_sample() -> None:
+    own(lambda self, x: x.reshape(SAMPLES, 4) * self.scale)
+
+
 @refused(r"0\.layer \(Own\): on the whole batch its forward gives another result than sample by sample.*as a buffer")
 def a_forward_that_mixes_samples() -> None:
     own(lambda self, x: (x - x.mean(0)) * self.scale)

@@ -38,7 +38,9 @@ class Loop:
                 used |= {name} if was_used else set()
         unused = [name for name in names if name not in used]
         if unused:
-            findings.notes.append(f"never used: {listed(unused)}; no output depends on them, they get no rows.")
+            findings.notes.append(
+                f"never used: {listed(unused)}; the loss does not depend on them, and they get no rows."
+            )
         # errors are relative to a gradient's norm, which may be nothing but rounding
         tolerance = findings.tolerance
         total = max(sum(norms.values()), torch.finfo(torch.float64).tiny)

@@ -111,6 +111,8 @@ class Findings:
             self.notes.append("the rows were not compared with the sample-by-sample loop.")
         if problems and is_ambiguous:
             self.notes.append(
-                f"B = {self.samples} is also the size of another dimension: if that misleads the check, try another B."
+                f"B = {self.samples} is also the size of another dimension. If the check passes with another B, a "
+                f"tensor that all samples share is taken for samples: batches of {self.samples} are wrong in training, "
+                "too."
             )
         return Report(problems, tuple(self.notes), self.errors, self.samples, self.dtype, self.tolerance)

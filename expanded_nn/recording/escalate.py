@@ -210,11 +210,12 @@ class _Attempts:
             return
         names = ", ".join(map(new[0]._recorder.name_of, new))
         loops = any(module._learned.loops for module in new)
-        remedy = "" if loops else "alone(ItsClass) before convert does the same without this warning, and "
+        cls: Any = getattr(new[0], "plain_class", None) or type(new[0])
+        remedy = "" if loops else f"alone({cls.__name__}) before convert does the same without this warning, and "
         again = "" if rolled_back else " What this forward had drawn or changed until then has happened twice."
         warn(
-            f"{names}: runs sample by sample from now on{', in a loop' * loops}, or on the whole batch where its graph "
-            "tells whose each row is. That is right, but may be slower. "
+            f"{names}: runs sample by sample from now on{', in a loop' * loops}. The rows are right, and steps may "
+            "take longer; less so where autograd's graph tells whose each row is, and the whole batch runs at once. "
             f"The reason: {new[0]._learned.why} {remedy}per_sample(escalate=False) makes it an error.{again}"
         )
 

@@ -259,23 +259,34 @@ class Leaf:
 
     def note_clipping(self) -> None:
         """Notes that clipping has set `.grad` to the sum of the rows held."""
-        passes, notes = self.published.passes, self.notes
-        parameter = self.visible_parameter() if passes else None
+        passes, notes, parameter = self.published.passes, self.notes, self.visible_parameter()
+        number = passes[-1].number if passes else -1  # with accumulate_grad=False clipping has dropped them
         notes.clipped, notes.is_incomplete = notes.last, False
-        notes.clipped_rows = None if parameter is None else (passes[-1].number, parameter._version)
+        notes.clipped_rows = None if parameter is None else (number, parameter._version)
 
     def rows_of_earlier_steps(self) -> int:
         """How many of the rows held were clipped before the parameter was changed in place, as by an optimizer.
 
         A parameter's version tells, which torch's fused optimizers leave as it is: after their steps it is 0.
         """
+        if not self._changed_since_clipping():
+            return 0
+        assert self.notes.clipped_rows is not None
+        last, _ = self.notes.clipped_rows
+        return sum(pass_.batch for pass_ in self.published.passes if pass_.number <= last)
+
+    def grad_is_of_earlier_step(self) -> bool:
+        """Whether `.grad` is what clipping has set before the parameter was changed in place, as by an optimizer."""
+        grad, clipped = self.grad, self.notes.clipped
+        if grad is None or clipped is None or clipped.tensor() is not grad:
+            return False
+        return self._changed_since_clipping() and not vanishes(grad)
+
+    def _changed_since_clipping(self) -> bool:
         parameter = self.visible_parameter()
         if parameter is None or self.notes.clipped is None or self.notes.clipped_rows is None:
-            return 0
-        last, version = self.notes.clipped_rows
-        if parameter._version == version:
-            return 0
-        return sum(pass_.batch for pass_ in self.published.passes if pass_.number <= last)
+            return False
+        return parameter._version != self.notes.clipped_rows[1]
 
     def may_differ_from_rows(self) -> bool:
         """Whether `.grad` is known to be something else than the sum of the rows held."""

@@ -173,12 +173,15 @@ class Copies:
         return found
 
     def follow(self, arguments: Any, result: Any) -> None:
-        """Notes that what a layer computes from copies alone are copies."""
+        """Notes that what a layer computes from copies, and from no samples, are copies."""
         inputs = list(tensors(arguments))
         copies = [self.known[id(x)] for x in inputs if id(x) in self.known]
-        if not copies or len(copies) < len(inputs):
+        if not copies:
             return
-        first = copies[0]
+        first, others = copies[0], [x for x in inputs if id(x) not in self.known]
+        batch = first.tensor.shape[first.dim]
+        if not all(isinstance(x, Tensor) and not self._has_rows(x, batch) for x in others):
+            return
         for x in _numbers(result):
             if x.dim() > first.dim and x.shape[first.dim] == first.tensor.shape[first.dim]:
                 self.known[id(x)] = first._replace(tensor=x)

@@ -19,6 +19,7 @@ from expanded_nn.common.modes import unseen
 from expanded_nn.common.steady import RandomStates, WithoutChance, copies, without_traces
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor, as_factored
+from expanded_nn.layers.general.batched import Batched
 from expanded_nn.layers.general.mapped import (
     OF_PARAMETERS,
     Mapped,
@@ -277,13 +278,16 @@ class Trial:
         A table that all samples share, with B rows by chance, may change the results by less than rounding does, and be
         all that the rows of some parameter are made of.
         """
-        mapped, inputs = self.mapped_again()
         originals = self.mapper.originals
+        if any(isinstance(parameter, Batched) or parameter.is_meta for parameter in originals.values()):
+            return True  # the module around compares them; nothing to tell by
+        mapped, inputs = self.mapped_again()
         of_parameters = {id(p): e for p, e in zip(originals.values(), self.mapper.expanded, strict=True)}
         expanded = [weight for weight in of_parameters.values() if weight.requires_grad]
         results = mapped.with_samples_in(dims).tensors
         wanted = _derivatives(results, [*expanded, *inputs])
-        alone = {id(p): p.detach().requires_grad_(of_parameters[id(p)].requires_grad) for p in originals.values()}
+        with unseen():  # by a module around this one, whose forward runs on the whole batch
+            alone = {id(p): p.detach().requires_grad_(of_parameters[id(p)].requires_grad) for p in originals.values()}
         own_inputs, (args, kwargs) = self._with_derivatives()
         lent = swapped(list(originals), [alone[id(parameter)] for parameter in originals.values()])
         with without_traces(self.module, hooks=hooks), self.module._children_inside({}), lent:
