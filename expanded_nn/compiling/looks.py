@@ -67,9 +67,8 @@ class Look:
             dict or object itself by its identity.
         numbers: The number of each list, dict and object in the order in which they were looked into, by its id.
         iterator: The class of an iterator that is referred to: it would give something else at each call.
-        functions: The functions that are referred to.
+        code: The functions that are referred to, and the classes of the user's of which objects were looked into.
         modules: The modules that are referred to.
-        classes: The classes of the user's of which objects were looked into.
         with_state: The generators of random numbers, and the schedulers of learning rates, that are referred to.
         seen: Where all that counts is noted.
     """
@@ -80,9 +79,8 @@ class Look:
         self.items: dict[tuple[int, Any], tuple[Any, Hashable]] = {}
         self.numbers: dict[int, int] = {}
         self.iterator: str | None = None
-        self.functions: list[FunctionType] = []
+        self.code: dict[FunctionType | type, None] = {}
         self.modules: list[nn.Module] = []
-        self.classes: set[type] = set()
         self.with_state: list[Any] = []
         self._names, self._changing, self.seen = names, changing, seen
         of_owners = tuple(self._of_object(owner) for owner in owners)
@@ -93,7 +91,7 @@ class Look:
         if cls in PLAIN or is_number(value):
             return cls, value
         if isinstance(value, FunctionType):
-            self.functions.append(value)
+            self.code[value] = None
             return by_identity(value), self._of_attributes(value)
         if isinstance(value, nn.Module):
             self.modules.append(value)
@@ -172,7 +170,7 @@ class Look:
             names = names.joined(names_in_class(cls))
         classes = (*value.__mro__, *cls.__mro__) if isinstance(value, type) else cls.__mro__
         own_classes = list(filter(is_the_users, classes[:-1]))
-        self.classes.update(own_classes[:1])
+        self.code.update(dict.fromkeys(own_classes[:1]))
         keys: list[Hashable] = []
         if not isinstance(value, type) and hasattr(value, "__dict__"):
             attributes = vars(value)
@@ -246,7 +244,7 @@ class StepValues:
             values = (*referred.values(), *objects)
             look = Look(values, referred.names, Seen(), self.changing, referred.owners)
             known = len(referred.functions)
-            for value in (*look.functions, *look.classes):
+            for value in look.code:
                 referred.add(value)
             if len(referred.functions) == known:
                 referred.note(look.seen)
@@ -262,7 +260,7 @@ class StepValues:
             for module in modules:
                 values = map(vars(module).get, set_by_users(module))
                 look = Look(values, names[type(module)], Seen())
-                for value in (*look.functions, *look.classes):
+                for value in look.code:
                     self.referred.add(value)
 
     def key(self, objects: Sequence[Any]) -> Hashable:
