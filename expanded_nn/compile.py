@@ -6,7 +6,6 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
-from itertools import filterfalse
 from threading import Lock, RLock, get_ident
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -215,8 +214,9 @@ class Met:
 
     def refer(self, modules: Iterable[nn.Module]) -> None:
         """Notes the modules that the step refers to, with all within."""
+        called = set(self.modules)
         members = dict.fromkeys(member for module in modules for member in module.modules())
-        self.others = list(filterfalse(set(self.modules).__contains__, members))
+        self.others = [member for member in members if member not in called]
 
 
 class CompiledStep:

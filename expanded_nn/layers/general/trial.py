@@ -432,40 +432,55 @@ def _seen(derivatives: list[Tensor | None] | None) -> list[Tensor | None] | None
     return None if derivatives is None else list(map(_as_seen, derivatives))
 
 
+Pair = tuple[Tensor, Tensor]
+
+
+def _paired(wanted: list[Tensor | None], given: list[Tensor | None]) -> list[Pair | None]:
+    """Derivatives beside each other, zeros where only one of the two is there; `None` where there are no numbers."""
+    pairs: list[Pair | None] = []
+    for expected, actual in zip(wanted, given, strict=True):
+        there = next((grad for grad in (expected, actual) if grad is not None and grad.numel()), None)
+        if there is None:
+            pairs.append(None)
+            continue
+        zeros = torch.zeros_like(there)
+        pairs.append((zeros if expected is None else expected, zeros if actual is None else actual))
+    return pairs
+
+
+def _largest(pairs: Sequence[Pair | None]) -> float:
+    return max((float(grad.abs().max()) for pair in pairs if pair is not None for grad in pair), default=0.0)
+
+
 def _are_alike(wanted: list[Tensor | None], given: list[Tensor | None], size: float) -> bool:
     """Whether gradients are the same but for rounding, of themselves or of numbers of such a size.
 
     Each is measured by its own size. Where one is not finite, nothing could tell.
     """
-    pairs = [pair for pair in zip(wanted, given, strict=True) if any(grad is not None for grad in pair)]
-    grads = [grad for pair in pairs for grad in pair if grad is not None and grad.numel()]
-    size = max([size, *(float(grad.abs().max()) for grad in grads)])
+    pairs = _paired(wanted, given)
+    size = max(size, _largest(pairs))
     if not size < float("inf"):
         return True
-    for pair in pairs:
-        there = next(grad for grad in pair if grad is not None)
-        expected, actual = (torch.zeros_like(there) if grad is None else grad for grad in pair)
-        epsilon = torch.finfo(there.dtype).eps
+    for expected, actual in filter(None, pairs):
+        epsilon = torch.finfo(expected.dtype).eps
         limit = MOST_ROUNDING if epsilon < 1e-3 else MOST_ROUNDING_OF_HALVES
         far = float(torch.linalg.vector_norm(expected - actual))
         own_size = max(float(torch.linalg.vector_norm(grad)) for grad in (expected, actual))
-        if far > limit * own_size + 30 * epsilon * size * there.numel() ** 0.5:
+        if far > limit * own_size + 30 * epsilon * size * expected.numel() ** 0.5:
             return False
     return True
 
 
 def _compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_own: list[bool]) -> Verdict:
     """Whether rows are the same but for rounding; those of the module's own parameters must not be zero to tell."""
-    pairs = list(zip(wanted, given, strict=True))
-    sizes = [float(rows.abs().max()) for pair in pairs for rows in pair if rows is not None and rows.numel()]
-    size, verdict = max(sizes, default=0.0), Verdict.RIGHT
+    pairs, verdict = _paired(wanted, given), Verdict.RIGHT
+    size = _largest(pairs)
     if not size < float("inf"):
         return Verdict.UNCLEAR
     for pair, own in zip(pairs, is_own, strict=True):
-        there = [rows for rows in pair if rows is not None and rows.numel()]
-        if not there:
+        if pair is None:
             continue
-        expected, actual = (torch.zeros_like(there[0]) if rows is None else rows for rows in pair)
+        expected, actual = pair
         epsilon, scale = torch.finfo(expected.dtype).eps, float(expected.abs().max())
         far, limit = float((expected - actual).abs().max()), min(100 * epsilon**0.5, 0.05) * scale
         if far > limit + min(30 * epsilon, 0.01) * size:
