@@ -17,7 +17,7 @@ import expanded_nn as enn
 from expanded_nn.common.steady import WithoutChance
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor
-from expanded_nn.layers.general import trial, whole
+from expanded_nn.layers.general import gradients, whole
 from expanded_nn.layers.general.batched import RULES, Rule
 from expanded_nn.layers.general.rule import General
 from expanded_nn.recording.order import Order
@@ -960,7 +960,7 @@ def test_derivatives_are_compared_of_a_random_combination() -> None:
     """Also where the numbers that a forward draws are fixed to one: of a sum, a softmax or a norm has none."""
     x = torch.randn(B, D, dtype=torch.float64, requires_grad=True)
     with WithoutChance() as chance:
-        found = trial._derivatives([x.softmax(-1)], [x])
+        found = gradients.derivatives([x.softmax(-1)], [x])
     assert not chance.has_drawn
     assert found is not None
     assert found[0] is not None

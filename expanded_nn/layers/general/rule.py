@@ -30,9 +30,10 @@ from expanded_nn.common.modes import is_of_checkpoint, running_backward, uncount
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced, refuse_values, wait_for_values
 from expanded_nn.core import cost
+from expanded_nn.layers.general.gradients import Verdict
 from expanded_nn.layers.general.mapped import Called, Mapper, flatten
 from expanded_nn.layers.general.owners import Owners
-from expanded_nn.layers.general.trial import NO_WAYS, Told, Trial, Verdict, Way, Ways
+from expanded_nn.layers.general.trial import NO_WAYS, Told, Trial, Way, Ways
 from expanded_nn.layers.general.whole import Run, reads_of_its_own
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.layout import all_in_one_row, holds_all_samples, note_input, refuse_square
@@ -274,7 +275,7 @@ class General(Expanded):
                 mapper = self._mapper(call)
                 if not mapper.guests:
                     trial = Trial(mapper)
-                    trial.compared(trial.mapped_again()[0], derivatives=torch.is_grad_enabled())
+                    trial.compared(trial.mapped_again()[0], with_derivatives=torch.is_grad_enabled())
                 return None
         except _NOT_OF_THE_FORWARD:
             raise
@@ -305,7 +306,7 @@ class General(Expanded):
             trial = Trial(mapper)
         if trial is not None:
             with nullcontext() if forward is None else _unnoticed(forward):
-                known[call.kind] = trial.compared(mapped, derivatives=derivatives)
+                known[call.kind] = trial.compared(mapped, with_derivatives=derivatives)
             self._told.with_derivatives |= {call.kind} if derivatives else set()
         compared = known[call.kind]
         if not compared.alike:
@@ -412,7 +413,7 @@ class General(Expanded):
                 trial = Trial(mapper, hooks=hooks)
                 again = trial.mapped_again()
                 derivatives = self._compares_derivatives(call)
-                compared = self._told.compared[call.kind] = trial.compared(again[0], derivatives=derivatives)
+                compared = self._told.compared[call.kind] = trial.compared(again[0], with_derivatives=derivatives)
                 self._told.with_derivatives |= {call.kind} if derivatives else set()
                 if not compared.alike:
                     return Verdict.WRONG, None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from enum import Enum
 from operator import contains
 from typing import Any, NamedTuple
 
@@ -17,9 +16,16 @@ from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, has_derivatives
 from expanded_nn.common.modes import unseen
 from expanded_nn.common.steady import RandomStates, WithoutChance, copies, without_traces
-from expanded_nn.core import cost
-from expanded_nn.factored import FactoredTensor, as_factored
+from expanded_nn.factored import as_factored
 from expanded_nn.layers.general.batched import Batched
+from expanded_nn.layers.general.gradients import (
+    Verdict,
+    are_alike,
+    as_compared,
+    compared_rows,
+    derivatives,
+    random_numbers,
+)
 from expanded_nn.layers.general.mapped import (
     OF_PARAMETERS,
     Mapped,
@@ -48,16 +54,7 @@ class Compared(NamedTuple):
         return len(possible) == len(self.dims) and all(map(contains, possible, self.dims))
 
 
-# What rounding may change in a gradient, as a share of its size: it decides a few of the forward's `x > 0`
-MOST_ROUNDING, MOST_ROUNDING_OF_HALVES = 0.03, 0.2
-
 Way = tuple[Any, ...]  # what a forward on the whole batch has done with its parameters
-
-
-class Verdict(Enum):
-    """Whether the forward on the whole batch gives what the samples give alone; unclear if the rows are zeros."""
-
-    RIGHT, UNCLEAR, WRONG = range(3)
 
 
 class Ways(NamedTuple):
@@ -181,8 +178,8 @@ class Trial:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     @torch.no_grad()
-    def compared(self, mapped: Mapped, *, derivatives: bool = False) -> Compared:
-        """Where the samples stand in the results; with `derivatives` these are compared as well.
+    def compared(self, mapped: Mapped, *, with_derivatives: bool = False) -> Compared:
+        """Where the samples stand in the results; `with_derivatives` these are compared as well.
 
         Raises:
             PerSampleError: If the forward of the whole batch gives another result.
@@ -199,7 +196,7 @@ class Trial:
                     if dims is None or not self._agree(mapped, dims, expected):
                         continue
                     try:
-                        is_same = not derivatives or self._have_same_derivatives(dims, hooks=hooks)
+                        is_same = not with_derivatives or self._have_same_derivatives(dims, hooks=hooks)
                     except torch.OutOfMemoryError:  # a comparison takes more than a step
                         is_same = True
                     if is_same:
@@ -263,16 +260,16 @@ class Trial:
         with self._states(), WithoutChance() if self.is_random else nullcontext():
             mapped, inputs = found if not self.is_random else self.mapped_again()
             leaves, structure = flatten(mapped.with_samples_in(dims).result())
-            wanted = _seen(_derivatives(leaves, [*expanded, *inputs]))  # which lets go of what the graph holds
+            wanted = as_compared(derivatives(leaves, [*expanded, *inputs]))  # which lets go of what the graph holds
             inputs, (args, kwargs) = self._with_derivatives()
             with without_traces(self.module, hooks=self.hooks):
                 result, way = self.module._attempt(self.mapper.call, args, kwargs)
             whole, other_structure = flatten(result)
             if way is None or structure != other_structure or not all(map(_is_same, leaves, whole)):
                 return Verdict.WRONG, None
-            given = _seen(_derivatives(whole, [*expanded, *inputs]))
+            given = as_compared(derivatives(whole, [*expanded, *inputs]))
         is_own = [is_own for _, is_own in rows] + [False] * len(inputs)
-        verdict = Verdict.WRONG if wanted is None or given is None else _compared_rows(wanted, given, is_own)
+        verdict = Verdict.WRONG if wanted is None or given is None else compared_rows(wanted, given, is_own)
         return verdict, way if verdict is Verdict.RIGHT else None
 
     @torch.enable_grad()
@@ -289,7 +286,7 @@ class Trial:
         of_parameters = {id(p): e for p, e in zip(originals.values(), self.mapper.expanded, strict=True)}
         expanded = [weight for weight in of_parameters.values() if weight.requires_grad]
         results = mapped.with_samples_in(dims).tensors
-        wanted = _derivatives(results, [*expanded, *inputs])
+        wanted = derivatives(results, [*expanded, *inputs])
         with unseen():  # by a module around this one, whose forward runs on the whole batch
             alone = {id(p): p.detach().requires_grad_(of_parameters[id(p)].requires_grad) for p in originals.values()}
         own_inputs, (args, kwargs) = self._with_derivatives()
@@ -298,7 +295,7 @@ class Trial:
             leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
         self.states.restore()
         plain = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        given = _derivatives(
+        given = derivatives(
             list(map(_for_all, plain, results, dims)),
             [*(weight for weight in alone.values() if weight.requires_grad), *own_inputs],
         )
@@ -306,7 +303,7 @@ class Trial:
             return True  # nothing to tell by: the backward fails, as the user's will
         rows, of_inputs = wanted[: len(expanded)], wanted[len(expanded) :]
         sums = [None if each is None else as_factored(each).weighted_sum(each.new_ones(self.batch)) for each in rows]
-        return _are_alike([*sums, *of_inputs], given, self._size_of_arguments())
+        return are_alike([*sums, *of_inputs], given, self._size_of_arguments())
 
     def _with_derivatives(self) -> tuple[list[Tensor], Any]:
         """Inputs to ask derivatives by, and arguments like those of the call that are computed from them."""
@@ -388,7 +385,7 @@ class Trial:
         by_sample = [(x, dim) for x, dim in zip(inputs, read, strict=True) if dim is not None]
         if not ends:
             return True
-        weights = _random_numbers([end.shape for end in ends], ends)
+        weights = random_numbers([end.shape for end in ends], ends)
         grads = torch.autograd.grad(ends, [x for x, _ in by_sample], weights, allow_unused=True)
         pairs = zip(grads, by_sample, strict=True)
         given = [unfolded(grad, dim, self.batch) for grad, (_, dim) in pairs if grad is not None]
@@ -415,95 +412,6 @@ def _is_same(leaf: Any, other: Any) -> bool:
         is_alike = leaf.shape == other.shape and leaf.dtype == other.dtype
         return is_alike and near(leaf.detach(), other.detach(), 1.0)
     return type(leaf) is type(other) and (leaf is other or is_cache(leaf) or bool(leaf == other))
-
-
-def _derivatives(results: list[Any], sources: list[Tensor]) -> list[Tensor | None] | None:
-    """Of a random combination of all numbers in the results; `None` if that fails."""
-    ends = [result for result in results if isinstance(result, Tensor) and result.requires_grad]
-    weights = _random_numbers([result.shape for result in ends], ends)
-    try:
-        return list(torch.autograd.grad(ends, sources, weights, allow_unused=True))
-    except RuntimeError:  # the user's own backward says so where it comes to one
-        return None
-
-
-def _seen(derivatives: list[Tensor | None] | None) -> list[Tensor | None] | None:
-    """Derivatives as rows of theirs are compared."""
-    return None if derivatives is None else list(map(_as_seen, derivatives))
-
-
-Pair = tuple[Tensor, Tensor]
-
-
-def _paired(wanted: list[Tensor | None], given: list[Tensor | None]) -> list[Pair | None]:
-    """Derivatives beside each other, zeros where only one of the two is there; `None` where there are no numbers."""
-    pairs: list[Pair | None] = []
-    for expected, actual in zip(wanted, given, strict=True):
-        there = next((grad for grad in (expected, actual) if grad is not None and grad.numel()), None)
-        if there is None:
-            pairs.append(None)
-            continue
-        zeros = torch.zeros_like(there)
-        pairs.append((zeros if expected is None else expected, zeros if actual is None else actual))
-    return pairs
-
-
-def _largest(pairs: Sequence[Pair | None]) -> float:
-    return max((float(grad.abs().max()) for pair in pairs if pair is not None for grad in pair), default=0.0)
-
-
-def _are_alike(wanted: list[Tensor | None], given: list[Tensor | None], size: float) -> bool:
-    """Whether gradients are the same but for rounding, of themselves or of numbers of such a size.
-
-    Each is measured by its own size. Where one is not finite, nothing could tell.
-    """
-    pairs = _paired(wanted, given)
-    size = max(size, _largest(pairs))
-    if not size < float("inf"):
-        return True
-    for expected, actual in filter(None, pairs):
-        epsilon = torch.finfo(expected.dtype).eps
-        limit = MOST_ROUNDING if epsilon < 1e-3 else MOST_ROUNDING_OF_HALVES
-        far = float(torch.linalg.vector_norm(expected - actual))
-        own_size = max(float(torch.linalg.vector_norm(grad)) for grad in (expected, actual))
-        if far > limit * own_size + 30 * epsilon * size * expected.numel() ** 0.5:
-            return False
-    return True
-
-
-def _compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_own: list[bool]) -> Verdict:
-    """Whether rows are the same but for rounding; those of the module's own parameters must not be zero to tell."""
-    pairs, verdict = _paired(wanted, given), Verdict.RIGHT
-    size = _largest(pairs)
-    if not size < float("inf"):
-        return Verdict.UNCLEAR
-    for pair, own in zip(pairs, is_own, strict=True):
-        if pair is None:
-            continue
-        expected, actual = pair
-        epsilon, scale = torch.finfo(expected.dtype).eps, float(expected.abs().max())
-        far, limit = float((expected - actual).abs().max()), min(100 * epsilon**0.5, 0.05) * scale
-        if far > limit + min(30 * epsilon, 0.01) * size:
-            return Verdict.WRONG
-        if own and (far > limit or scale == 0):
-            verdict = Verdict.UNCLEAR
-    return verdict
-
-
-def _as_seen(rows: Tensor | None) -> Tensor | None:
-    """The rows; if they are very many numbers, their inner products with some directions."""
-    if rows is None or cost.compares_rows(rows.numel()):
-        return rows.dense() if isinstance(rows, FactoredTensor) else rows
-    directions = _random_numbers([rows.shape[1:]] * 4, [rows] * 4, seed=1)
-    return torch.stack([as_factored(rows).matvec(direction) for direction in directions])
-
-
-def _random_numbers(shapes: Sequence[Sequence[int]], like: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
-    """The same random numbers each time, also where those that the forward draws are fixed to one."""
-    generator = torch.Generator().manual_seed(seed)
-    with unseen():
-        drawn = [torch.randn(tuple(shape), generator=generator, dtype=torch.float64) for shape in shapes]
-    return [numbers.to(other) for numbers, other in zip(drawn, like, strict=True)]
 
 
 def _is_float(leaf: Any) -> bool:

@@ -1,0 +1,111 @@
+"""Derivatives of a module's results, and whether those that were found in two ways are the same but for rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expanded_nn.common.modes import unseen
+from expanded_nn.core import cost
+from expanded_nn.factored import FactoredTensor, as_factored
+
+# What rounding may change in a gradient, as a share of its size: it decides a few of the forward's `x > 0`
+MOST_ROUNDING, MOST_ROUNDING_OF_HALVES = 0.03, 0.2
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Verdict(Enum):
+    """Whether the forward on the whole batch gives what the samples give alone; unclear if the rows are zeros."""
+
+    RIGHT, UNCLEAR, WRONG = range(3)
+
+
+def derivatives(results: list[Any], sources: list[Tensor]) -> list[Tensor | None] | None:
+    """Of a random combination of all numbers in the results; `None` if that fails."""
+    ends = [result for result in results if isinstance(result, Tensor) and result.requires_grad]
+    weights = random_numbers([result.shape for result in ends], ends)
+    try:
+        return list(torch.autograd.grad(ends, sources, weights, allow_unused=True))
+    except RuntimeError:  # the user's own backward says so where it comes to one
+        return None
+
+
+def as_compared(found: list[Tensor | None] | None) -> list[Tensor | None] | None:
+    """Derivatives as rows of theirs are compared."""
+    return None if found is None else list(map(_as_seen, found))
+
+
+def _paired(wanted: list[Tensor | None], given: list[Tensor | None]) -> list[Pair | None]:
+    """Derivatives beside each other, zeros where only one of the two is there; `None` where there are no numbers."""
+    pairs: list[Pair | None] = []
+    for expected, actual in zip(wanted, given, strict=True):
+        there = next((grad for grad in (expected, actual) if grad is not None and grad.numel()), None)
+        if there is None:
+            pairs.append(None)
+            continue
+        zeros = torch.zeros_like(there)
+        pairs.append((zeros if expected is None else expected, zeros if actual is None else actual))
+    return pairs
+
+
+def _largest(pairs: Sequence[Pair | None]) -> float:
+    return max((float(grad.abs().max()) for pair in pairs if pair is not None for grad in pair), default=0.0)
+
+
+def are_alike(wanted: list[Tensor | None], given: list[Tensor | None], size: float) -> bool:
+    """Whether gradients are the same but for rounding, of themselves or of numbers of such a size.
+
+    Each is measured by its own size. Where one is not finite, nothing could tell.
+    """
+    pairs = _paired(wanted, given)
+    size = max(size, _largest(pairs))
+    if not size < float("inf"):
+        return True
+    for expected, actual in filter(None, pairs):
+        epsilon = torch.finfo(expected.dtype).eps
+        limit = MOST_ROUNDING if epsilon < 1e-3 else MOST_ROUNDING_OF_HALVES
+        far = float(torch.linalg.vector_norm(expected - actual))
+        own_size = max(float(torch.linalg.vector_norm(grad)) for grad in (expected, actual))
+        if far > limit * own_size + 30 * epsilon * size * expected.numel() ** 0.5:
+            return False
+    return True
+
+
+def compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_own: list[bool]) -> Verdict:
+    """Whether rows are the same but for rounding; those of the module's own parameters must not be zero to tell."""
+    pairs, verdict = _paired(wanted, given), Verdict.RIGHT
+    size = _largest(pairs)
+    if not size < float("inf"):
+        return Verdict.UNCLEAR
+    for pair, own in zip(pairs, is_own, strict=True):
+        if pair is None:
+            continue
+        expected, actual = pair
+        epsilon, scale = torch.finfo(expected.dtype).eps, float(expected.abs().max())
+        far, limit = float((expected - actual).abs().max()), min(100 * epsilon**0.5, 0.05) * scale
+        if far > limit + min(30 * epsilon, 0.01) * size:
+            return Verdict.WRONG
+        if own and (far > limit or scale == 0):
+            verdict = Verdict.UNCLEAR
+    return verdict
+
+
+def _as_seen(rows: Tensor | None) -> Tensor | None:
+    """The rows; if they are very many numbers, their inner products with some directions."""
+    if rows is None or cost.compares_rows(rows.numel()):
+        return rows.dense() if isinstance(rows, FactoredTensor) else rows
+    directions = random_numbers([rows.shape[1:]] * 4, [rows] * 4, seed=1)
+    return torch.stack([as_factored(rows).matvec(direction) for direction in directions])
+
+
+def random_numbers(shapes: Sequence[Sequence[int]], like: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
+    """The same random numbers each time, also where those that the forward draws are fixed to one."""
+    generator = torch.Generator().manual_seed(seed)
+    with unseen():
+        drawn = [torch.randn(tuple(shape), generator=generator, dtype=torch.float64) for shape in shapes]
+    return [numbers.to(other) for numbers, other in zip(drawn, like, strict=True)]
