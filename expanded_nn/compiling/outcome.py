@@ -140,6 +140,11 @@ class Outcome:
             clipped = {leaf for leaf, value in parameters.items() if value is not None and recorder.is_clipped(value)}
             self.rows.append(RecorderRows(recorder, passes, bool(hidden), clipped))
 
+    def note_flags(self, recorder: Recorder) -> None:
+        """Notes how the `.grad` of parameters stands to their rows, where no rows from before are left."""
+        if not any(map(has_hidden_rows, recorder.leaves)):
+            self.flags += [(leaf, leaf.notes.is_scaled, leaf.notes.has_foreign_part) for leaf in recorder.leaves]
+
     def note_attributes(self, saved: Saved, results: list[Any]) -> None:
         """Notes which attributes are others than before."""
         for values, before in saved:

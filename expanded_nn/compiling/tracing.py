@@ -9,7 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from threading import get_ident
@@ -120,118 +120,195 @@ def trace(
         PerSampleError: If it reads values, or takes a step of an optimizer.
     """
     _refuse_processes(modules, recorders)
-    symbolic = import_module("torch.fx.experimental.symbolic_shapes")  # the import takes a second
-    shape_env, tensors = symbolic.ShapeEnv(), call.tensors
-    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True, static_shapes=not varying)
-
-    def without_values(tensor: Tensor, number: int = -1) -> Tensor:
-        dims = symbolic.DimDynamic
-        # the strides of other tensors would be symbols, too
-        free = tensor.layout is torch.strided and tensor.is_contiguous()
-        kinds = [dims.DUCK if free and (number, dim) in varying else dims.STATIC for dim in range(tensor.dim())]
-        context = symbolic.StatelessSymbolicContext(dynamic_sizes=kinds) if varying else None
-        return mode.from_tensor(tensor, symbolic_context=context)
-
-    parts: list[Any] = []
-    remake = packed(call.arguments, parts)
-    numbers = [next(number for number, tensor in enumerate(tensors) if tensor is part) for part in parts]
-    fakes = [without_values(tensor, number) for number, tensor in enumerate(tensors)]
+    sizes, tensors = _Sizes(varying), call.tensors
     leaves = list({id(p): p for module in modules for p in module.parameters(recurse=False)}.values())
     if {id(leaf) for leaf in leaves} & {id(tensor) for tensor in tensors}:
         raise OnlyEager("a parameter of a model is among its arguments")
-    owners = [*tensors, *leaves]
-    have_grad = {
-        number: owner.grad for number, owner in enumerate(owners) if owner.requires_grad and owner.grad is not None
-    }
-    # gradients known to be zero are no inputs: the graph makes zeros, and what it adds up is copied into them
-    zeros = [number for number in have_grad if states is not None and states.get(id(owners[number]), (False,))[0]]
-    if any(have_grad[number].layout is not torch.strided for number in zeros):
-        raise OnlyEager("a sparse gradient is there already")
-    grad_inputs = [number for number in have_grad if number not in zeros]
     clipped = {id(leaf) for leaf in leaves if any(recorder.is_clipped(leaf) for recorder in recorders)}
-    owned = {id(leaf.parameter()) for recorder in recorders for leaf in recorder.leaves}
-    grads = [without_values(have_grad[number].detach()) for number in grad_inputs]
-    saved = [(values, dict(values)) for module in modules for values in (vars(module), module._buffers)]
-    saved += [(vars(leaf), dict(vars(leaf))) for leaf in leaves]
-    outcome, ops, readings = Outcome(), Operations(), Readings()
+    former = FormerGrads([*tensors, *leaves], states, clipped)
+    fakes = [sizes.without_values(tensor, number) for number, tensor in enumerate(tensors)]
+    fakes += [sizes.without_values(grad.detach()) for grad in former.inputs.values()]
+    dicts = [values for module in modules for values in (vars(module), module._buffers)]
+    dicts += map(vars, leaves)
+    saved = [(values, dict(values)) for values in dicts]
+    body = _Body(step, call, leaves, recorders, former, saved, thorough)
     new_modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-
-    def body(*inputs: Tensor) -> list[Any]:
-        traced: list[Tensor] = [*inputs[: len(fakes)], *leaves]
-        for number, grad in zip(grad_inputs, inputs[len(fakes) :], strict=True):
-            traced[number].grad = grad
-        for number in zeros:
-            traced[number].grad = torch.zeros_like(traced[number].detach())
-        before = [(owner.grad, owner.requires_grad) for owner in traced]
-        names = [{*vars(tensor)} for tensor in traced[: len(fakes)]]
-        args, kwargs = remake([traced[number] for number in numbers])
-        items = [(container, items_of(container)) for container in containers((args, kwargs))]
-        results: list[Any] = []
-        with ExitStack() as stack:
-            for recorder in recorders:
-                stack.enter_context(isolated(recorder, clipped, states or {}))
-            conditions = stack.enter_context(assumptions(thorough=thorough, looked=states is not None))
-            hidden_counts = {recorder: sum(map(has_hidden_rows, recorder.leaves)) for recorder in recorders}
-            for number in have_grad:  # noted: a question whether it is zero is answered, or raises `LookFirst`
-                key = id(owners[number])
-                if key in (owned if states is None else states):
-                    note_gradient(cast(Tensor, traced[number].grad), None if states is None else states[key][0])
-            versions = {number: cast(Tensor, traced[number].grad)._version for number in zeros}
-            stack.enter_context(ops)
-            note_new = partial(_note_new_module, get_ident(), {*modules}, new_modules)
-            stack.enter_context(register_module_forward_pre_hook(note_new))
-            with readings:
-                result = step(*args, **kwargs)
-            set_names = (name for tensor, own in zip(traced, names, strict=False) for name in {*vars(tensor)} - own)
-            if not all(name.startswith("_") for name in set_names):
-                raise OnlyEager("it sets an attribute of a tensor among its arguments (return what it sets)")
-            outcome.result = packed(result, results)
-            _refuse_missing_backward(results, recorders)
-            outcome.note_grads(traced, before, versions, results)
-            for recorder in recorders:
-                outcome.note_rows(recorder, hidden_counts[recorder], results)
-                if states is not None and not any(map(has_hidden_rows, recorder.leaves)):
-                    outcome.flags += [
-                        (leaf, leaf.notes.is_scaled, leaf.notes.has_foreign_part) for leaf in recorder.leaves
-                    ]
-            outcome.note_attributes(saved, results)
-            outcome.note_items(items, results)
-            outcome.note_assumptions(conditions, results)
-        return results
-
-    drawn = RandomStates([*modules, *generators])
+    thread, drawn = get_ident(), RandomStates([*modules, *generators])
     contexts: list[Any] = [
         meanwhile(torch.random, default_generator=Generator()),
-        register_optimizer_step_pre_hook(partial(refuse_optimizer, get_ident())),
+        register_optimizer_step_pre_hook(partial(refuse_optimizer, thread)),
+        register_module_forward_pre_hook(partial(_note_new_module, thread, {*modules}, new_modules)),
         meanwhile(*leaves, grad=None),
         _restored(saved, leaves),
-        *texts(readings),
-        mode,
+        *texts(body.readings),
+        sizes.mode,
         enable_python_dispatcher(),
     ]
     try:
-        graph = _graph_of(body, [*fakes, *grads], contexts)
+        graph = _graph_of(body, fakes, contexts)
     finally:
-        ops.put_back()
+        body.ops.put_back()
         has_drawn = drawn.restore()
     if new_modules:  # and the step has not made them for itself
         raise FirstEager(_calls_new(next(iter(new_modules))))
     if has_drawn:
         raise OnlyEager("it draws random numbers of Python or NumPy, which a graph does not draw anew")
     # the gradients of arguments would look as if they were kept
-    kept_line = None if any(tensor.requires_grad for tensor in (*tensors, *fakes)) else ops.line_of_kept()
+    has_grads = any(tensor.requires_grad for tensor in (*tensors, *fakes[: len(tensors)]))
+    kept_line = None if has_grads else body.ops.line_of_kept()
     used = {node.meta["val"].node.expr for node in graph.graph.nodes if node.target is READ and node.users}
-    unused = [line for value, line in ops.values.items() if value not in used]
+    unused = [line for value, line in body.ops.values.items() if value not in used]
     if unused:  # it was printed, or kept outside of the step, where it would be the same symbol for ever
         raise reading(unused[0])
     constants = _lifted(graph)
     _refuse_other_leaves(constants, leaves)
-    examples = [*fakes, *grads, *(without_values(constant.detach()) for constant in constants)]
-    attributes = [*(values for values, _ in saved), *(module._parameters for module in modules)]
-    found = {id(value): (values, name) for values in attributes for name, value in values.items()}
-    places: list[Place] = [found.get(id(constant), ({"": constant}, "")) for constant in constants]
-    inputs = Inputs(leaves, grad_inputs, places)
-    return Traced(graph, inputs, examples, outcome, ops.draws, shape_env, readings.len_lines, kept_line)
+    examples = [*fakes, *(sizes.without_values(constant.detach()) for constant in constants)]
+    inputs = Inputs(
+        leaves, [*former.inputs], _places_of(constants, [*dicts, *(module._parameters for module in modules)])
+    )
+    return Traced(graph, inputs, examples, body.outcome, body.ops.draws, sizes.env, body.readings.len_lines, kept_line)
+
+
+class _Sizes:
+    """Makes tensors without values, whose sizes are symbols where they vary.
+
+    Attributes:
+        env: What the sizes are known to be.
+        mode: The mode in which such tensors are computed with.
+        varying: The numbers of arguments, each with the number of a dimension of it.
+    """
+
+    def __init__(self, varying: Collection[tuple[int, int]]) -> None:
+        self.symbolic = import_module("torch.fx.experimental.symbolic_shapes")  # the import takes a second
+        self.env, self.varying = self.symbolic.ShapeEnv(), varying
+        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True, static_shapes=not varying)
+
+    def without_values(self, tensor: Tensor, number: int = -1) -> Tensor:
+        """A tensor like another one, which is an argument if it has a number."""
+        dims = self.symbolic.DimDynamic
+        # the strides of other tensors would be symbols, too
+        free = tensor.layout is torch.strided and tensor.is_contiguous()
+        kinds = [dims.DUCK if free and (number, dim) in self.varying else dims.STATIC for dim in range(tensor.dim())]
+        context = self.symbolic.StatelessSymbolicContext(dynamic_sizes=kinds) if self.varying else None
+        return self.mode.from_tensor(tensor, symbolic_context=context)
+
+
+class FormerGrads:
+    """The gradients that are there before a call, by the numbers of their owners.
+
+    Attributes:
+        ids: The ids of these owners.
+        inputs: The gradients that the graph takes.
+        zeros: Those known to be zero. They are no inputs: the graph makes zeros, and what it adds up is copied into
+            them.
+        states: What is known of them, if it is: see `Grads`.
+        clipped: The ids of the parameters whose `.grad` clipping has set.
+    """
+
+    def __init__(self, owners: Sequence[Tensor], states: Grads | None, clipped: Collection[int]) -> None:
+        present = {number: owner.grad for number, owner in enumerate(owners) if owner.requires_grad}
+        grads = {number: grad for number, grad in present.items() if grad is not None}
+        self.ids = {number: id(owners[number]) for number in grads}
+        self.states, self.clipped = states, clipped
+        known = states or {}
+        self.zeros = [number for number in grads if known.get(self.ids[number], (False,))[0]]
+        if any(grads[number].layout is not torch.strided for number in self.zeros):
+            raise OnlyEager("a sparse gradient is there already")
+        self.inputs = {number: grad for number, grad in grads.items() if number not in self.zeros}
+
+    def put(self, owners: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Gives owners in a trace their gradients."""
+        for number, grad in zip(self.inputs, inputs, strict=True):
+            owners[number].grad = grad
+        for number in self.zeros:
+            owners[number].grad = torch.zeros_like(owners[number].detach())
+
+    def note(self, owners: Sequence[Tensor], owned: Collection[int]) -> None:
+        """Notes the gradients, so that a question whether one is zero is answered, or raises `LookFirst`.
+
+        `owned` are the ids of the parameters that have recorders.
+        """
+        for number, key in self.ids.items():
+            if key in (owned if self.states is None else self.states):
+                is_zero = None if self.states is None else self.states[key][0]
+                note_gradient(cast(Tensor, owners[number].grad), is_zero)
+
+
+@dataclass
+class _Body:
+    """What is traced: the step, as a function of the tensors among its arguments and of gradients from before.
+
+    Attributes:
+        step: The user's function.
+        call: Its arguments.
+        leaves: The parameters.
+        recorders: The recorders of the rows.
+        former: The gradients from before.
+        saved: The attributes of modules and parameters.
+        thorough: Whether more assumptions are tested.
+        outcome: What the step leaves; so far as it has run.
+        ops: Its operations.
+        readings: What it reads of tensors.
+    """
+
+    step: Callable[..., Any]
+    call: Call
+    leaves: list[nn.Parameter]
+    recorders: Sequence[Recorder]
+    former: FormerGrads
+    saved: Saved
+    thorough: bool
+    outcome: Outcome = field(default_factory=Outcome)
+    ops: Operations = field(default_factory=Operations)
+    readings: Readings = field(default_factory=Readings)
+
+    def __call__(self, *inputs: Tensor) -> list[Any]:
+        """Runs the step, notes what it leaves, and returns the tensors of that."""
+        tensors, former, recorders = inputs[: len(self.call.tensors)], self.former, self.recorders
+        owners: list[Tensor] = [*tensors, *self.leaves]
+        former.put(owners, inputs[len(tensors) :])
+        before = [(owner.grad, owner.requires_grad) for owner in owners]
+        names = [{*vars(tensor)} for tensor in tensors]
+        args, kwargs = self._arguments(tensors)
+        items = [(container, items_of(container)) for container in containers((args, kwargs))]
+        results: list[Any] = []
+        with ExitStack() as stack:
+            for recorder in recorders:
+                stack.enter_context(isolated(recorder, former.clipped, former.states or {}))
+            conditions = stack.enter_context(assumptions(thorough=self.thorough, looked=former.states is not None))
+            hidden_counts = [sum(map(has_hidden_rows, recorder.leaves)) for recorder in recorders]
+            former.note(owners, {id(leaf.parameter()) for recorder in recorders for leaf in recorder.leaves})
+            versions = {number: cast(Tensor, owners[number].grad)._version for number in former.zeros}
+            stack.enter_context(self.ops)
+            with self.readings:
+                result = self.step(*args, **kwargs)
+            new_names = (name for tensor, own in zip(tensors, names, strict=True) for name in {*vars(tensor)} - own)
+            if not all(name.startswith("_") for name in new_names):
+                raise OnlyEager("it sets an attribute of a tensor among its arguments (return what it sets)")
+            self.outcome.result = packed(result, results)
+            _refuse_missing_backward(results, recorders)
+            self.outcome.note_grads(owners, before, versions, results)
+            for recorder, hidden_count in zip(recorders, hidden_counts, strict=True):
+                self.outcome.note_rows(recorder, hidden_count, results)
+                if former.states is not None:
+                    self.outcome.note_flags(recorder)
+            self.outcome.note_attributes(self.saved, results)
+            self.outcome.note_items(items, results)
+            self.outcome.note_assumptions(conditions, results)
+        return results
+
+    def _arguments(self, tensors: Sequence[Tensor]) -> Any:
+        """The step's `(args, kwargs)`, with other tensors in place of those of the call."""
+        parts: list[Any] = []
+        remake = packed(self.call.arguments, parts)
+        numbers = {id(tensor): number for number, tensor in enumerate(self.call.tensors)}
+        return remake([tensors[numbers[id(part)]] for part in parts])
+
+
+def _places_of(tensors: Sequence[Tensor], dicts: Sequence[dict[str, Any]]) -> list[Place]:
+    """Which of some dicts has each tensor, and under what name; a tensor in none has a dict of its own."""
+    found = {id(value): (values, name) for values in dicts for name, value in values.items()}
+    return [found.get(id(tensor), ({"": tensor}, "")) for tensor in tensors]
 
 
 def _graph_of(
