@@ -59,6 +59,10 @@ class PerSampleGrads(Mapping[str, Tensor]):
     norms, variances and products. `torch.save` writes the factors; `torch.load` reads them wherever expanded_nn is
     imported, with `weights_only=True` as well.
 
+    Rows of `torch.autograd.grad(..., create_graph=True)` have a history. So has what is computed from them here, but
+    for `project`, `kronecker`, `ekfac` and `precondition`. Within `torch.no_grad()` nothing has, which takes less
+    memory.
+
     Args:
         rows: Parameter name -> `(B, *shape)`, dense or factored.
 
@@ -81,11 +85,14 @@ class PerSampleGrads(Mapping[str, Tensor]):
             refuse_no_rows("PerSampleGrads", "rows", rows)
             self._batch = batch_size_of(rows)
             self._rows = {name: snapshot(held) for name, held in rows.items()}
+        self._with_history = {
+            name: held for name, held in rows.items() if held.requires_grad and torch.is_grad_enabled()
+        }
         self._blocks = {name: held._cell.blocks for name, held in self._rows.items()}  # as norms may make rows dense
         self._queries: dict[str, FactoredTensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        rows = self._rows.get(name) if isinstance(name, str) else None
+        rows = self._with_history.get(name, self._rows.get(name)) if isinstance(name, str) else None
         if rows is None:
             raise UnknownNameError(
                 f"PerSampleGrads: it has no entry {shown(name)}; wanted a parameter's name, one of "
@@ -121,7 +128,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
             TypeError: If it is one number, or anything else.
         """
         refuse_no_index(index)
-        return PerSampleGrads({name: rows[index] for name, rows in self._rows.items()})
+        return PerSampleGrads({name: rows[index] for name, rows in self.items()})
 
     @overload
     def norms(self, per_parameter: Literal[False] = False) -> Tensor: ...

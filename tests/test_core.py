@@ -20,7 +20,7 @@ from expanded_nn.core.geometry import Geometry
 from expanded_nn.core.parts import Parts
 from expanded_nn.core.patches import Patches
 from expanded_nn.core.sketch import Sketch, Totals, TwoSided
-from expanded_nn.core.terms import Dense, OneHot, Outer, PaddedOuter, Products, SparseOneHot, Term
+from expanded_nn.core.terms import Dense, Differentiable, OneHot, Outer, PaddedOuter, Products, SparseOneHot, Term
 
 FOLDER = Path(core.__file__).parent
 B = 3
@@ -111,6 +111,7 @@ def convolution(
 
 
 CASES = {
+    "with a history": Case(lambda: (torch.randn(B, 4, 6),), Differentiable.of, lambda rows: rows),
     "dense": Case(lambda: (torch.randn(B, 4, 6),), Dense.of, lambda rows: rows),
     "outer, one position": outer(1),
     "outer, few positions": outer(2),
@@ -452,7 +453,7 @@ def test_gram_takes_rows(name: str, of_rows: bool, monkeypatch: pytest.MonkeyPat
     dense = type(other).dense
     monkeypatch.setattr(type(other), "dense", lambda self, out=None: made.append(self) or dense(self, out))
     term.gram(other)
-    assert other.gram_takes_rows(term) == (other in made and type(other) is not Dense)
+    assert other.gram_takes_rows(term) == (other in made and not isinstance(other, Dense))
 
 
 def drawn_sketch(sizes: tuple[int, int]) -> tuple[Tensor, ...]:

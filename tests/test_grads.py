@@ -835,3 +835,52 @@ def test_what_is_needed_of_queries_is_made_once(monkeypatch: pytest.MonkeyPatch)
     for _ in range(2):
         batches[0].gram(other)
     assert sorted(made) == [3, 3, 4, 4]
+
+
+WEIGHTS = torch.arange(float(BATCH), dtype=torch.float64)
+WITH_HISTORY: dict[str, tuple[Callable[[enn.PerSampleGrads], object], Callable[[Tensor], Tensor]]] = {
+    "norms": (lambda grads: grads.norms(), lambda G: G.norm(dim=1)),
+    "rows": (lambda grads: grads.rows(slice(1, 3)).norms(), lambda G: G[1:3].norm(dim=1)),
+    "sum": (lambda grads: grads.sum(WEIGHTS), lambda G: WEIGHTS @ G),
+    "mean": (lambda grads: grads.mean(), lambda G: G.mean(0)),
+    "var": (lambda grads: grads.var(), lambda G: G.var(0)),
+    "gram": (lambda grads: grads.gram(), lambda G: G @ G.mT),
+    "matvec": (
+        lambda grads: grads.matvec({key: torch.ones_like(rows[0]) for key, rows in grads.items()}),
+        lambda G: G.sum(1),
+    ),
+    "flatten": (lambda grads: grads.flatten(), lambda G: G),
+    "items": (dict, lambda G: G),
+}
+
+
+@pytest.mark.parametrize("name", WITH_HISTORY)
+@pytest.mark.parametrize("kind", MODELS)
+def test_rows_of_create_graph_give_numbers_with_a_history(name: str, kind: str) -> None:
+    make_model, make_input = MODELS[kind]
+    model, x = enn.convert(make_model()).per_sample(), make_input(BATCH)
+    parameters, (of_grads, of_matrix) = list(model.parameters()), WITH_HISTORY[name]
+    loss = model(x).sin().flatten(1).sum(1).mean()
+    torch.autograd.grad(loss, parameters, create_graph=True)
+    G = torch.cat([parameter.grad_sample.reshape(BATCH, -1) for parameter in parameters], 1)
+    value = of_grads(enn.per_sample_grads(model))
+    parts = list(value.values()) if isinstance(value, dict) else [value]
+    penalty = sum(part.pow(3).sum() for part in parts)
+
+    def slopes(of_rows: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(of_rows, parameters, retain_graph=True, materialize_grads=True)
+
+    torch.testing.assert_close(slopes(penalty), slopes(of_matrix(G).pow(3).sum()))
+    with torch.no_grad():
+        assert not enn.per_sample_grads(model).norms().requires_grad
+
+
+def test_slope_of_a_norm_that_is_zero() -> None:
+    model = enn.convert(nn.Linear(2, 1)).per_sample()
+    x = torch.tensor([[1.0, 2.0], [0.0, 0.0]])
+    scale = torch.tensor([1.0, 0.0])  # the second sample's loss is zero
+    torch.autograd.grad((model(x)[:, 0].square() * scale).mean(), list(model.parameters()), create_graph=True)
+    norms = enn.per_sample_grads(model).norms()
+    slopes = torch.autograd.grad(norms.sum(), list(model.parameters()))
+    assert norms[1] == 0
+    assert all(slope.isfinite().all() and slope.any() for slope in slopes)

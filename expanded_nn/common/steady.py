@@ -186,7 +186,7 @@ class Traces:
     def take_back(self) -> bool:
         """Puts attributes back that have other values now; whether nothing else was left.
 
-        What was computed from parameters may be a part of the loss: it has to stay, so that it is something else.
+        What was computed from parameters may be a part of the loss. It stays as it is, and the answer is `False`.
         """
         for module, before in zip(self.modules, self.attributes, strict=True):
             now = vars(module)

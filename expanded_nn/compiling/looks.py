@@ -312,9 +312,10 @@ class StepValues:
 
     @contextmanager
     def noting_changes(self, objects: Sequence[Any]) -> Iterator[None]:
-        """Notes what the step itself changes in lists and dicts: it does not count from now on.
+        """Notes what the step itself changes in lists and dicts, which is ignored from now on.
 
-        But a number in a dict does that the step reads, and so do numbers in lists: no graph keeps them.
+        Two changes go on to count, as a graph would not make them again: those of a number that the step reads from a
+        dict, and of a list with numbers.
         """
         before = self.look(objects)
         schedulers = [value for value in before.with_state if isinstance(value, LRScheduler)]

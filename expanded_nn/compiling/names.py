@@ -219,7 +219,7 @@ class Referred:
                 self._follow_function(member)
 
     def names_of(self, kinds: Iterable[type]) -> dict[type, Names]:
-        """What counts in what modules of some classes hold, by their classes: what these name, and the step does."""
+        """For each class of modules, the names by which attributes count: those in its methods and in the step."""
         return {kind: names_in_class(kind).joined(Names(self.names.words)) for kind in kinds}
 
     def reads_item(self, key: Any) -> bool:

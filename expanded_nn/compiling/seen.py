@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _FACTS = attrgetter("layout", "requires_grad", "shape", "dtype", "device")
-_END = (object(),)  # meets itself only where as many values come before it
+_END = (object(),)  # behind all values: where there are more or fewer, it meets another object and `is_` fails
 Get = Callable[[Any], Iterable[Any]]
 
 
@@ -27,7 +27,8 @@ class Seen:
         listed: Lists, sets, and views of dicts, whose items count.
         places: What gets attributes or items, and of what.
         tensors: Tensors whose shapes, dtypes and the like count.
-        facts: Functions, with what they give, which is compared by `==`: with `object`, nothing is as it was.
+        facts: Functions, with what they give, which is compared by `==`. `object` itself gives a new object each
+            time, so that `holds` is never true.
     """
 
     def __init__(self) -> None:

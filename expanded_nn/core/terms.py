@@ -77,10 +77,15 @@ class Term(ABC):
     def __init__(
         self, factors: Sequence[Tensor], row_shape: Sequence[int], dtype: torch.dtype, coefficient: float = 1.0
     ) -> None:
-        self.factors = tuple(factor.detach() for factor in factors)
+        self.factors = tuple(map(self._held, factors))
         self.row_shape = tuple(row_shape)
         self.dtype = dtype
         self.coefficient = coefficient
+
+    @staticmethod
+    def _held(factor: Tensor) -> Tensor:
+        """What is held of a factor: its numbers, without a history."""
+        return factor.detach()
 
     @abstractmethod
     def dense(self, out: Tensor | None = None) -> Tensor:
@@ -103,7 +108,7 @@ class Term(ABC):
 
     def remake(self: T, factors: Sequence[Tensor], coefficient: float, dtype: torch.dtype) -> T:
         """The same kind of term from other factors."""
-        return self._with(factors=tuple(factor.detach() for factor in factors), coefficient=coefficient, dtype=dtype)
+        return self._with(factors=tuple(map(self._held, factors)), coefficient=coefficient, dtype=dtype)
 
     def _with(self: T, **attributes: Any) -> T:
         term = object.__new__(type(self))  # as copy.copy does, in a fifth of the time
@@ -250,6 +255,15 @@ class Dense(Term):
     def squared_norms(self, products: Products | None = None) -> Tensor:
         norms: Tensor = torch.linalg.vector_norm(self.matrix(), dim=1)
         return (norms if self.coefficient == 1.0 else norms.mul_(self.coefficient)).square()
+
+
+class Differentiable(Dense):
+    """Rows with a history, which all that is computed from them has as well."""
+
+    @staticmethod
+    def _held(factor: Tensor) -> Tensor:
+        """The factor as it is."""
+        return factor
 
 
 def outer_products(

@@ -17,10 +17,10 @@ from expanded_nn.layers.general.rule import PARAMETER_LISTS, General
 from expanded_nn.modules.base import Expanded, PerSampleModule, Root
 from expanded_nn.modules.registry import registered
 from expanded_nn.modules.twin_class import twin_class
+from expanded_nn.recording.watch import PARTS_OF_LAYERS
 
 _HARMLESS = {"extra_repr", "reset_parameters", "_reset_parameters"}
 _PACKAGE = __name__.partition(".")[0]
-_BELONGS_TO_PARENT = (*PARAMETER_LISTS, parametrize.ParametrizationList)
 
 
 def expand_modules(model: nn.Module) -> None:
@@ -41,7 +41,7 @@ def _members(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if module not in skipped:
             yield name, module
         for child in module.children():
-            if isinstance(child, _BELONGS_TO_PARENT):
+            if isinstance(child, PARTS_OF_LAYERS):
                 skipped.update(child.modules())
 
 

@@ -13,8 +13,8 @@ from expanded_nn._errors import complaint, refuse_no_model
 from expanded_nn.common.modes import running_backward
 from expanded_nn.common.traced import assume, is_traced, note_recorder
 from expanded_nn.core import cost
-from expanded_nn.core.terms import Products
-from expanded_nn.factored import FactoredTensor, as_factored, as_real, refuse_hidden
+from expanded_nn.core.terms import Differentiable, Products
+from expanded_nn.factored import FactoredTensor, as_factored, as_real, materialized, refuse_hidden
 from expanded_nn.modules.base import Expanded, PerSampleModule, all_parameters, recorders_of
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.sharded import is_zero
@@ -158,7 +158,7 @@ def side_by_side(held: Mapping[str, Tensor], join: bool = True) -> list[Part]:
             small.setdefault((real.dtype, real.device), []).append((name, real.shape[1:], matrix))
     for group in small.values():
         shapes = {name: shape for name, shape, _ in group}
-        parts.append(Part(shapes, as_factored(torch.cat([matrix for _, _, matrix in group], 1))))
+        parts.append(Part(shapes, _with_history(torch.cat([matrix for _, _, matrix in group], 1))))
     return parts
 
 
@@ -182,12 +182,17 @@ def squared_norms(parts: Iterable[Part]) -> list[Tensor]:
 
 def lengths(squares: Iterable[Tensor], parts: Sequence[Part]) -> Tensor:
     """The norm of each row over all parts, from the squares; where those are out of range, from the rows scaled."""
-    norms = added(squares).sqrt()
+    total = added(squares)
+    if total.requires_grad:  # at a row of zeros the root's derivative is infinite, that of the norm is taken for 0
+        are_zero = total.eq(0)
+        norms = total.masked_fill(are_zero, 1).sqrt().masked_fill(are_zero, 0)
+    else:
+        norms = total.sqrt()
     if norms.numel() == 0 or norms.is_meta:
         return norms
     numbers = torch.finfo(norms.dtype)
     low, high = (numbers.tiny / numbers.eps) ** 0.5, numbers.max**0.5
-    smallest, largest = norms.aminmax()
+    smallest, largest = norms.detach().aminmax()
     if is_traced():
         in_range = (low < smallest) & (largest < high)
         assume(
@@ -237,10 +242,20 @@ def _scaled_length(matrix: Tensor) -> Tensor:
 
 
 def snapshot(rows: Tensor) -> FactoredTensor:
-    """The rows as they are now: what is made dense later, or replaced in place, is not seen here."""
+    """The rows as they are now: what is made dense later, or replaced in place, is not seen here.
+
+    Rows with a history are dense, as autograd knows nothing of their factors.
+    """
+    if rows.requires_grad and torch.is_grad_enabled():
+        return _with_history(materialized(rows))
     if not isinstance(rows, FactoredTensor):
         return as_factored(rows)
     return rows._like(rows.blocks, rows.shape)
+
+
+def _with_history(rows: Tensor) -> FactoredTensor:
+    """Dense rows with their history, if they have one."""
+    return FactoredTensor.of(Differentiable.of(rows)) if rows.requires_grad else as_factored(rows)
 
 
 def complex_like(value: Tensor, like: Tensor) -> Tensor:

@@ -70,8 +70,9 @@ def _passes_at_running_node(recorder: RecorderLike) -> list[Pass]:
 def _pass_without_forward(recorder: RecorderLike, batch: int | None) -> list[Pass]:
     """The pass of a forward that belongs to none, as all are done, if B is known.
 
-    That is the pass of the last recomputation in this backward: of a checkpoint around this one, or beside it. Without
-    any, the checkpoint is around the whole model: its first forward had no gradients, and so no pass. A pass begins.
+    That is the pass of the last recomputation in this backward, which another checkpoint of the same forward has run.
+    If there was none, the checkpoint is around the whole model: its first forward had no gradients, and so no pass. A
+    new pass begins.
     """
     resumed, node = recorder.backward.resumed, running_node()
     if resumed is not None and batch in (resumed.batch, 1):

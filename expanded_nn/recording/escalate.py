@@ -41,7 +41,8 @@ class Escalation:
     Attributes:
         runs: Whether a forward runs that may start over.
         on_trial: The module that goes sample by sample for the first time.
-        proven: The kinds of forwards that have succeeded once: of what these draw or change no copy is kept.
+        proven: The kinds of forwards that have succeeded once. Nothing is kept of the state before these, as they will
+            not start over.
         order: What looks at the order of the samples, in a forward in which it is on.
         gives_copies: The operations that do the same with all copies of a shared result as with one alone, by shapes
             and arguments, and where the samples stand in the copies that they give.
@@ -215,7 +216,7 @@ class _Attempts:
         again = "" if rolled_back else " What this forward had drawn or changed until then has happened twice."
         warn(
             f"{names}: runs sample by sample from now on{', in a loop' * loops}. The rows are right, and steps may "
-            "take longer; less so where autograd's graph tells whose each row is, and the whole batch runs at once. "
+            "take longer, unless the whole batch can still run at once. "
             f"The reason: {new[0]._learned.why} {remedy}per_sample(escalate=False) makes it an error.{again}"
         )
 

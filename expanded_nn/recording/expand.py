@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import no_torch_function, refuse_batched, without_autocast
+from expanded_nn.common.traced import is_traced
+from expanded_nn.core import cost
 from expanded_nn.core.terms import Dense
 from expanded_nn.factored import FactoredTensor, materialized, times
 from expanded_nn.recording.backward import accumulates
@@ -77,12 +80,32 @@ class ExpandComputed(torch.autograd.Function):
         leaves = computed.leaves
         if rows.shape[0] == 0:
             return None, None, *(leaf.new_zeros(0, *leaf.shape) for leaf in leaves)
-        dense = materialized(rows)
         if torch.is_grad_enabled():
-            return None, None, *computed.differentiable(saved_tensors(ctx), dense)
+            return None, None, *computed.differentiable(saved_tensors(ctx), materialized(rows))
         with meanwhile(computed.recorder.backward, computed=ctx):
-            grads = torch.autograd.grad(computed.weight, leaves, dense, retain_graph=True, is_grads_batched=True)
-        return None, None, *grads
+            return None, None, *rows_of_sources(computed.weight, leaves, rows)
+
+
+def rows_of_sources(result: Tensor, sources: Sequence[Tensor], rows: Tensor) -> Sequence[Tensor | None]:
+    """The rows of what `result` is computed from, by its own rows; made for some samples at a time."""
+    batch = rows.shape[0]
+    at_once = batch if is_traced() else cost.at_once(result.numel(), cost.DERIVED_AT_ONCE)
+    all_rows: list[Tensor | None] = []
+    for first in range(0, batch, at_once):
+        part = materialized(rows if at_once >= batch else rows[first : first + at_once])
+        gradients = partial(torch.autograd.grad, result, sources, retain_graph=True, allow_unused=True)
+        if len(part) == 1:
+            grads: Sequence[Tensor | None] = [None if grad is None else grad[None] for grad in gradients(part[0])]
+        else:
+            with quiet_fallbacks():
+                grads = gradients(part, is_grads_batched=True)
+        if at_once >= batch:
+            return grads
+        all_rows = all_rows or [None if grad is None else grad.new_empty(batch, *grad.shape[1:]) for grad in grads]
+        for whole, grad in zip(all_rows, grads, strict=True):
+            if whole is not None and grad is not None:
+                whole[first : first + at_once] = grad
+    return all_rows
 
 
 class Computed:

@@ -226,8 +226,8 @@ class Forward:
         error = complaint(
             self.recorder.name_of(layer),
             f"its input is shared by all {self.own_pass.batch} samples, so its result has a copy for each of "
-            "them, and the model takes a part of these, or has as many rows behind them "
-            f"({operation} over the samples)",
+            f"them where the plain result has one row, and the model indexes or reduces these ({operation} over the "
+            "samples)",
             "the whole result",
             "Leave out the index [0], the mean over a dimension of one, or the len that follows; unsqueeze the input, "
             "not the result; or run the module around it sample by sample: alone(ItsClass) before convert.",

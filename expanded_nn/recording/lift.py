@@ -101,14 +101,13 @@ def lifted(module: nn.Module, lent: Mapping[Slot, Lent], args: Any, kwargs: Any)
         return NotImplemented
     dims: list[int] = module.sample_dims(len(tensors))  # type: ignore[operator]
     have_sample = [(x.dim() > 1 and x.shape[dim] == 1) or _is_mask(x) for x, dim in zip(tensors, dims, strict=True)]
+    call = LiftedCall(module, originals, structure, dims)
     if all(have_sample):
-        call = LiftedCall(module, originals, structure, dims)
         seen = _apply(call, *leaves)  # as the `vmap` sees them
         return with_tensors(*call.result, seen)
     if not module.positionwise or any(x.dim() == 0 for x in tensors):
         return NotImplemented
     # (T, features): a sample's positions without its batch dimension
-    call = LiftedCall(module, originals, structure, dims)
     seen = _apply(call, *(leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
     return with_tensors(*call.result, seen).squeeze(0)
 

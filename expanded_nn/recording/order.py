@@ -288,7 +288,7 @@ class Order(TorchFunctionMode):
         if batch is None or type(x) not in places.PLAIN or x.dim() < 2:
             return
         usual, sizes, reasons = self._samples_dim(x.dim()), list(x.shape), self.reasons((args, kwargs))
-        # a single position would be taken for what all samples share
+        # a dimension of size 1 in the samples' place would look like what all samples share
         may_turn = sizes[usual] == batch and (1 in sizes or sizes.count(batch) > 1)
         if not reasons and not may_turn:
             return
@@ -367,7 +367,7 @@ class Order(TorchFunctionMode):
             "what comes out back in order. Or sort the batch before the model. What compares samples with each other "
             "belongs into the loss.",
         )
-        error.refused_by = self  # which module is around all of it is not known: the one that was called
+        error.refused_by = self  # no layer is to blame, so the module that was called is tried
         raise error
 
 

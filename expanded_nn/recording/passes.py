@@ -67,7 +67,7 @@ class Passes:
         alive: The passes that something keeps alive.
         opened: How many passes there have been.
         no_grad_forward: The outermost forward that runs without gradients.
-        kept: Passes that are kept alive here, as their reentrant checkpoint has left no node to note them on.
+        kept: Strong references to passes that no node of the graph refers to yet, as under a reentrant checkpoint.
     """
 
     def __init__(self) -> None:

@@ -130,7 +130,7 @@ class Copies:
         """Where the samples stand in each result; `None` in one that is no copy for each of them.
 
         `None` for all where results for copies that differ do not hold, for the first two samples, what the copy of
-        each gives alone. One does not tell: it is the last of two, or the largest.
+        each gives alone. Two are tried: one may agree by chance, where the operation takes the last or the largest.
         """
         leaves, structure = tree_flatten((args, kwargs))
         copies = [self.known.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in leaves]

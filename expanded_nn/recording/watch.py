@@ -18,7 +18,8 @@ from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.settings import RecorderLike
 
-_LISTS = (nn.ParameterList, nn.ParameterDict, parametrize.ParametrizationList)  # parts of a layer
+# the parameters of these belong to the module around
+PARTS_OF_LAYERS = (nn.ParameterList, nn.ParameterDict, parametrize.ParametrizationList)
 
 
 class Watch:
@@ -57,7 +58,7 @@ class Watch:
         if expected is None and holder is None:
             self._let_go()
             return
-        reason = None if holder is None or isinstance(holder, _LISTS) else _without_rows(holder)
+        reason = None if holder is None or isinstance(holder, PARTS_OF_LAYERS) else _without_rows(holder)
         if reason is None:
             raise used_in_loss(recorder.name_of(parameter), parameter, has_rows=expected is not None)
         raise complaint(

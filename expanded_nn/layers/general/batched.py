@@ -20,8 +20,8 @@ from expanded_nn.core import cost
 from expanded_nn.layers.general.derived import Derived
 from expanded_nn.layers.general.folded import parts_of
 from expanded_nn.layers.general.mapped import flatten
+from expanded_nn.layers.general.mixing import JOINS, READS, along, is_of_a_layer
 from expanded_nn.layers.general.owners import Arrangement, Owners
-from expanded_nn.layers.general.ways import JOINS, READS, along, is_of_a_layer
 from expanded_nn.recording.order import BetweenLayers
 from expanded_nn.recording.settings import RecorderLike
 
@@ -38,8 +38,8 @@ class NotInTable(Exception):
 class _Reads(BetweenLayers):
     """Notes what the innermost forward on the whole batch does with other tensors than its parameters.
 
-    It may read values: one sample may lead elsewhere than another. Or it may join samples or move them, as it does not
-    in the forward that was compared. Parameters of modules within, which it computes with itself, it takes for its own.
+    It may read values, so that one sample leads elsewhere than another. It may join samples or move them, which the
+    forward that was compared did not. A parameter of a module within that the forward uses directly is wrapped, too.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

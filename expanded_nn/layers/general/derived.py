@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from expanded_nn.common.modes import autocast_as_now, refuse_batched
-from expanded_nn.common.traced import is_traced
-from expanded_nn.core import cost
 from expanded_nn.factored import materialized
-from expanded_nn.recording.expand import saved_tensors
-from expanded_nn.recording.lift import quiet_fallbacks
+from expanded_nn.recording.expand import rows_of_sources, saved_tensors
 
 Function = Callable[..., Tensor]  # of tensors (B, *shape), for any B; it treats each sample alone
 
@@ -84,32 +81,9 @@ class _Expanded(torch.autograd.Function):
                 result, inputs, materialized(rows), create_graph=True, allow_unused=True
             )
         else:
-            needed_grads = _rows(ctx.derived.shared, [ctx.weights[place].shared for place in needed], rows)
+            sources = [ctx.weights[place].shared for place in needed]
+            of_sources = rows_of_sources(ctx.derived.shared, sources, rows.unsqueeze(1))
+            needed_grads = [None if grad is None else grad.squeeze(1) for grad in of_sources]
         for place, grad in zip(needed, needed_grads, strict=True):
             grads[place] = grad
         return None, None, None, *grads
-
-
-def _rows(result: Tensor, weights: list[Tensor], rows: Tensor) -> Sequence[Tensor | None]:
-    """The rows of the weights from those of `result`, some samples at a time."""
-    batch = rows.shape[0]
-    at_once = batch if is_traced() else cost.at_once(result.numel(), cost.DERIVED_AT_ONCE)
-    all_rows: list[Tensor | None] = []
-    for first in range(0, batch, at_once):
-        grads: Sequence[Tensor | None]
-        part = materialized(rows if at_once >= batch else rows[first : first + at_once])
-        if len(part) == 1:
-            grads = torch.autograd.grad(result, weights, part, retain_graph=True, allow_unused=True)
-        else:
-            with quiet_fallbacks():
-                grads = torch.autograd.grad(
-                    result, weights, part[:, None], retain_graph=True, allow_unused=True, is_grads_batched=True
-                )
-            grads = [None if grad is None else grad.squeeze(1) for grad in grads]
-        if at_once >= batch:
-            return grads
-        all_rows = all_rows or [None if grad is None else grad.new_empty(batch, *grad.shape[1:]) for grad in grads]
-        for whole, grad in zip(all_rows, grads, strict=True):
-            if whole is not None and grad is not None:
-                whole[first : first + at_once] = grad
-    return all_rows

@@ -157,7 +157,7 @@ def _no_grad(func: Any, args: Any, kwargs: Any) -> None:
 
 
 # what only such forwards do, beside the table of `whole.py`
-FOLDED: dict[Any, Rule] = {
+FOLDED_RULES: dict[Any, Rule] = {
     torch._has_compatible_shallow_copy_type: as_it_looks,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.grad.__get__: _no_grad,  # type: ignore[union-attr]

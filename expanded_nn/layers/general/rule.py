@@ -50,11 +50,11 @@ PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)  # their parameters belon
 
 
 class General(Expanded):
-    """A module of the user's own: each sample goes through its forward alone, as a batch of one, under `vmap`.
+    """A module of the user's own, whose forward runs on the whole batch, or for each sample alone as a batch of one.
 
     The parameters of the module, of its children and of its parameter lists are all expanded, and the forward may
-    use them in any way. Expanded layers among the children leave the `vmap` and run on the whole batch; so does the
-    forward itself where it uses its own parameters in ways that are known. A tensor argument with B rows is split into
+    use them in any way. The forward runs on the whole batch where it uses its own parameters in ways that are known,
+    under `vmap` otherwise, which expanded layers among the children leave. A tensor argument with B rows is split into
     samples; any other is shared by all. Every tensor that the forward returns has the samples where the arguments have
     them.
     """

@@ -40,7 +40,7 @@ from expanded_nn.layers.general.batched import (
 )
 from expanded_nn.layers.general.folded import linear_of_rows
 from expanded_nn.layers.general.folded_rules import (
-    FOLDED,
+    FOLDED_RULES,
     as_arranged,
     einsum,
     joined_to_rows,
@@ -490,5 +490,5 @@ TABLE: dict[Any, Rule] = {
         for func in (getattr(F, op.__name__),)
     },
 }
-RULES.update({**TABLE, **FOLDED})
+RULES.update({**TABLE, **FOLDED_RULES})
 COMPUTED.update(func for func, rule in TABLE.items() if rule not in (as_it_looks, _requires_grad))
