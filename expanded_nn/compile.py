@@ -52,8 +52,8 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
     There is a graph for each kind of call: the models' flags (`train`, `eval`), settings, frozen parameters and numbers
     among their attributes, the arguments' dtypes and layouts, autocast, and numbers and strings that are arguments, or
     that the step and the functions of yours that it calls, modules' forwards and hooks included, refer to by names:
-    variables, attributes, items. What they find in another way, as in a file, in the environment or by the time, is
-    that of the trace.
+    variables, attributes, items, and the environment where they name it. What they find in another way, as in a file or
+    by the time, is that of the trace.
     Sizes that change from call to call, as that of the batch, become symbols of one graph where the step reads them by
     `x.shape[0]`; `len(x)` is a plain number, with a graph for each. New values of parameters, by an optimizer or
     `load_state_dict`, and of buffers are seen. Lists and dicts among the arguments that the step changes are changed by

@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import os
 import sys
 import weakref
 from array import array
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod, singledispatch
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 import expanded_nn as enn
 from cases import EVEN_SAME
@@ -217,6 +220,29 @@ class Chain:
         self.limit, self.next = 1.0, Chain(depth - 1) if depth else None
 
 
+class WithNumber:
+    of_descriptor = 1.0
+
+    def __get__(self, held: Any, cls: Any) -> float:
+        return self.of_descriptor
+
+
+def itself(self: Any, x: Any = None) -> Any:
+    return self if x is None else x
+
+
+def times_scale(self: Any, x: Tensor) -> Tensor:
+    return self.scale * x
+
+
+def calling_gate(self: Any, x: Tensor) -> Tensor:
+    return self.gate(x)
+
+
+def kept_number(cls: Any) -> float:
+    return cls.kept
+
+
 def scale_key(held: Any) -> None:
     scale(held, KEY)
 
@@ -410,6 +436,71 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any],
         lambda held: 2 * held[0].p,
         lambda held: setattr(held[0], "p", 0.1),
     ),
+    "method_of_a_module": (
+        lambda: type("Own", (nn.Module,), {"forward": calling_gate, "gate": lambda self, x: x})(),
+        lambda held: held(torch.ones(1)),
+        lambda held: setattr(type(held), "gate", lambda self, x: 0.1 * x),
+    ),
+    "method_of_no_name": (
+        lambda: type("Own", (), {"__call__": lambda self: 1.0})(),
+        lambda held: held(),
+        lambda held: setattr(type(held), "__call__", lambda self: 0.1),
+    ),
+    "method_of_a_computed_name": (
+        lambda: type("Own", (), {"limit_of_class": lambda self: LIMIT})(),
+        lambda held: getattr(held, "_".join(("limit", "of", "class")))(),
+        lambda held: setattr(type(held), "limit_of_class", lambda self: 0.1),
+    ),
+    "constant_of_a_computed_name": (
+        lambda: type("Own", (), {"limit_of_class": 1.0})(),
+        lambda held: getattr(held, "_".join(("limit", "of", "class"))),
+        lambda held: setattr(type(held), "limit_of_class", 0.1),
+    ),
+    "constant_of_a_module": (
+        lambda: type("Own", (type("Base", (nn.Module,), {"scale": 1.0}),), {"forward": times_scale})(),
+        lambda held: held(torch.ones(1)),
+        lambda held: setattr(type(held), "scale", 0.1),
+    ),
+    "property_itself": (
+        lambda: type("Own", (), {"limit": property(lambda self: 1.0)})(),
+        lambda held: held.limit,
+        lambda held: setattr(type(held), "limit", property(lambda self: 0.1)),
+    ),
+    "partial_method": (
+        lambda: type("Own", (), {"limit": partialmethod(itself, 1.0)})(),
+        lambda held: held.limit(),
+        lambda held: setattr(type(held), "limit", partialmethod(itself, 0.1)),
+    ),
+    "number_of_a_descriptor": (
+        lambda: type("Own", (), {"limit": WithNumber()})(),
+        lambda held: held.limit,
+        lambda held: setattr(vars(type(held))["limit"], "of_descriptor", 0.1),
+    ),
+    "property_of_a_metaclass": (
+        lambda: type("Meta", (type,), {"limit": property(kept_number), "kept": 1.0})("Own", (), {}),
+        lambda held: held.limit,
+        lambda held: setattr(type(held), "kept", 0.1),
+    ),
+    "class_of_an_object": (
+        lambda: OfProperty(),
+        lambda held: held.limit,
+        lambda held: setattr(held, "__class__", type("Own", (OfProperty,), {"limit": 0.1})),
+    ),
+    "class_of_a_module": (
+        lambda: nn.ReLU(),
+        lambda held: held(torch.ones(1)),
+        lambda held: setattr(held, "__class__", nn.Sigmoid),
+    ),
+    "function_of_several_kinds": (
+        lambda: singledispatch(itself),
+        lambda held: held(torch.ones(1)).sum(),
+        lambda held: held.register(Tensor, lambda x: 0.1 * x),
+    ),
+    "environment": (
+        lambda: os.environ.update(LIMIT="1.0"),
+        lambda held: float(os.environ["LIMIT"]),
+        lambda held: os.environ.update(LIMIT="0.1"),
+    ),
     "optimizer": (
         lambda: torch.optim.SGD([torch.zeros(1)], lr=1.0),
         lambda held: held.param_groups[0]["lr"],
@@ -424,6 +515,7 @@ def test_numbers_that_are_found_in_other_ways(
 ) -> None:
     monkeypatch.setitem(globals(), "LIMIT", 1.0)
     monkeypatch.setattr(OfClass, "limit", 1.0)
+    monkeypatch.setenv("LIMIT", "1.0")
     model, held, (x, y) = enn.convert(perceptron()).per_sample(), make(), samples(4)[0]
 
     def step(x: Tensor, y: Tensor) -> Any:
@@ -829,3 +921,47 @@ def test_attributes_in_another_dict_are_seen() -> None:
     model.zero_grad()
     step(x, y)
     assert torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm() <= 0.041
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if func is F.cross_entropy else result
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [Doubling, partial(saved_tensors_hooks, lambda x: x, lambda x: 2 * x if x.is_floating_point() else x)],
+)
+def test_what_changes_operations_around_a_step_runs_eagerly(surroundings: Callable[[], Any]) -> None:
+    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        F.cross_entropy(model(x), y).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    compiled = enn.compile(step, backend="eager")
+    for _ in range(3):
+        assert_same_results(model, compiled, step, x, y)
+    with torch.device("cpu"):  # which is a mode as well
+        assert compiled.last is not None
+        assert not compiled.last.seen.holds()
+        assert_same_results(model, compiled, step, x, y)
+    with surroundings(), pytest.warns(enn.PerSampleWarning, match="within a mode of torch's"):
+        assert_same_results(model, compiled, step, x, y)
+    assert_same_results(model, compiled, step, x, y)
+
+
+def test_an_object_without_an_error_for_unknown_names() -> None:
+    """It raises KeyError for an attribute that it lacks."""
+    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    held = type("Own", (), {"__getattr__": lambda self, name: {"limit": 1.0}[name]})()
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        F.cross_entropy(model(x), y).backward()
+        return enn.clip_grad_sample_norms_(model, held.limit)
+
+    compiled = enn.compile(step, backend="eager")
+    for _ in range(3):
+        assert_same_results(model, compiled, step, x, y)
+    assert graphs(compiled)

@@ -603,6 +603,14 @@ def weights_of_other_samples() -> None:
     enn.functional.linear(torch.randn(2, 4), torch.randn(3, 5, 4))
 
 
+@refused(r"expanded\(weight\): the last forward, of frozen layers, had 4 samples, and .*had 1; .*within one_pass")
+def a_weight_after_a_frozen_forward_of_more_samples() -> None:
+    model = enn.convert(nn.ModuleDict({"frozen": nn.Linear(2, 3).requires_grad_(False), "head": nn.Linear(2, 3)}))
+    model.per_sample()
+    model["head"](torch.randn(1, 2))
+    (model["frozen"](torch.randn(4, 2)) * enn.expanded(model["head"].bias)).sum().backward()
+
+
 @refused(r"expanded\(weight\): there was no forward since the last backward; .*Call the model first")
 def a_weight_expanded_after_the_backward() -> None:
     model = on(nn.Linear(4, 4))

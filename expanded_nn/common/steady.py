@@ -85,7 +85,7 @@ def attributes_of(module: nn.Module) -> list[Any]:
 
 def is_generator(value: Any) -> bool:
     """Whether it is a generator of random numbers: torch's, Python's or numpy's, of the new kind or the old one."""
-    return isinstance(value, torch.Generator | random.Random) or hasattr(value, "_bit_generator")
+    return isinstance(value, torch.Generator | random.Random) or hasattr(type(value), "_bit_generator")
 
 
 def _source_of(generator: Any) -> Source:

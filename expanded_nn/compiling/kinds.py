@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._device import DeviceContext
 
 from expanded_nn._errors import shown
 from expanded_nn.common.batch import contents
-from expanded_nn.common.modes import is_autocast
+from expanded_nn.common.modes import function_modes, is_autocast
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.looks import PLAIN, Look, by_identity, is_number
 from expanded_nn.compiling.names import HOOKS, Names, Referred, set_by_users
@@ -99,14 +100,23 @@ def _of_argument(tensor: Tensor, tensors: dict[int, Tensor]) -> Hashable:
 
 
 def of_surroundings() -> Hashable:
-    """Autocast, the dtype of new tensors, and the hooks of all modules."""
+    """Autocast, the dtype and device of new tensors, and the hooks of all modules.
+
+    Raises:
+        OnlyEager: If a mode of torch's, or hooks on saved tensors, see or change operations, which a graph runs alone.
+    """
+    modes = function_modes() if torch._C._len_torch_function_stack() else ()
+    default_devices = tuple(mode.device for mode in modes if isinstance(mode, DeviceContext))
+    hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # `None` if there are none
+    if len(default_devices) < len(modes) or torch._C._len_torch_dispatch_stack() or hooks_on_saved is not None:
+        raise OnlyEager("it is called within a mode of torch's, or within hooks on saved tensors")
     autocast: tuple[Any, ...] = ()
     if is_autocast():
         enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
         autocast = tuple((device, torch.get_autocast_dtype(device)) for device in enabled)
     registries = _GLOBAL_HOOKS if any(_GLOBAL_HOOKS) else ()  # at each step, so it is written for speed
     hooks = tuple(by_identity(hook) for registry in registries for hook in registry.values())
-    return autocast, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), hooks
+    return autocast, default_devices, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), hooks
 
 
 def of_models(
@@ -147,7 +157,7 @@ def of_models(
                 seen.note_items(dict.values(members))
             else:  # made anew when it is asked for, as in TorchScript
                 seen.note_fact(object)
-        add(attributes["training"])
+        add((type(module), attributes["training"]))
         add(id(attributes.get("_recorder")))
         key += map(id, attributes["_modules"].values())
         key += [_of_tensor(buffer, seen) for buffer in attributes["_buffers"].values()]

@@ -74,7 +74,13 @@ class Look:
     """
 
     def __init__(
-        self, values: Iterable[Any], names: Names, seen: Seen, changing: Collection[Any] = (), owners: Any = ()
+        self,
+        values: Iterable[Any],
+        names: Names,
+        seen: Seen,
+        changing: Collection[Any] = (),
+        owners: Any = (),
+        members: Iterable[tuple[type, list[str]]] = (),
     ) -> None:
         self.items: dict[tuple[int, Any], tuple[Any, Hashable]] = {}
         self.numbers: dict[int, int] = {}
@@ -84,7 +90,8 @@ class Look:
         self.with_state: list[Any] = []
         self._names, self._changing, self.seen = names, changing, seen
         of_owners = tuple(self._of_object(owner) for owner in owners)
-        self.key: Hashable = (*map(self._key, values), *of_owners)
+        of_classes = tuple((cls, self._of_places(cls, vars(cls), itemgetter, own)) for cls, own in members)
+        self.key: Hashable = (*map(self._key, values), *of_owners, of_classes)
 
     def _key(self, value: Any) -> Hashable:
         cls: Any = type(value)
@@ -126,11 +133,11 @@ class Look:
             self.iterator = cls.__name__
         if isinstance(value, LRScheduler):
             self.with_state.append(value)
-        return by_identity(value), of_object
+        return cls, by_identity(value), of_object
 
     def _of_attributes(self, value: Any) -> Hashable:
         """The key of the attributes of a function or a tensor that count."""
-        named = [name for name in vars(value) if name in self._names.words]
+        named = [name for name in vars(value) if name in self._names.words or name == "registry"]  # of singledispatch
         return self._of_places(value, vars(value), itemgetter, named)
 
     def _of_items(self, value: Collection[Any]) -> Hashable:
@@ -169,8 +176,7 @@ class Look:
         elif _finds_attributes(cls) and not is_the_users(cls):
             names = names.joined(names_in_class(cls))
         classes = (*value.__mro__, *cls.__mro__) if isinstance(value, type) else cls.__mro__
-        own_classes = list(filter(is_the_users, classes[:-1]))
-        self.code.update(dict.fromkeys(own_classes[:1]))
+        self.code.update(dict.fromkeys(list(filter(is_the_users, classes[:-1]))[:1]))
         keys: list[Hashable] = []
         if not isinstance(value, type) and hasattr(value, "__dict__"):
             attributes = vars(value)
@@ -183,16 +189,12 @@ class Look:
             self.seen.note_fact(partial(_are_filled, value, slots))
         filled = [name for name in slots if hasattr(value, name)]
         keys.append(self._of_places(value, None, attrgetter, filled))
-        for base in own_classes:
-            attributes = vars(base)
-            counted = [name for name in attributes.keys() & names.words if not _is_computed(attributes[name])]
-            keys.append(self._of_places(base, attributes, itemgetter, sorted(counted)))
         return tuple(keys)
 
     def _of_places(self, value: Any, mapping: Any, getter: Callable[..., Any], places: list[Any]) -> Hashable:
         """The key of what is in some places of a dict, or of an object, whose attributes may be in a mapping."""
         if mapping is not None:
-            self.seen.note_items(mapping)  # its keys
+            (self.seen.sized.append if isinstance(value, type) else self.seen.note_items)(mapping)  # its keys
         counted = [place for place in places if (id(value), place) not in self._changing]
         if not counted:
             return ()
@@ -242,11 +244,11 @@ class StepValues:
         referred.read_changed()
         while True:
             values = (*referred.values(), *objects)
-            look = Look(values, referred.names, Seen(), self.changing, referred.owners)
-            known = len(referred.functions)
+            look = Look(values, referred.names, Seen(), self.changing, referred.owners, referred.members())
+            known = len(referred.functions), len(referred.classes)
             for value in look.code:
                 referred.add(value)
-            if len(referred.functions) == known:
+            if (len(referred.functions), len(referred.classes)) == known:
                 referred.note(look.seen)
                 return look
 
@@ -364,8 +366,3 @@ def _outside(value: Any) -> Hashable:
 
 def _are_filled(value: Any, slots: Sequence[str]) -> list[bool]:
     return [hasattr(value, name) for name in slots]
-
-
-def _is_computed(member: Any) -> bool:
-    """Whether a member of a class gives its value by a function, and is none."""
-    return hasattr(member, "__get__") and not isinstance(member, FunctionType)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,6 @@ _OF_ANY_MODULE = {*vars(nn.Module()), *OWN_STATE}
 _CACHED = type(cache(len))
 _OURS = __name__.partition(".")[0]
 _CODE = attrgetter("__defaults__", "__kwdefaults__", "__code__")
-_NUMBERS = {bool, int, float, complex, str, list, dict, set, tuple}  # and what may hold any
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 # special methods that a step does not call, or that tell it nothing
@@ -81,6 +81,7 @@ class Referred:
         functions: The functions, each with the code that was read, which may be set anew.
         names: What they refer to.
         places: Where more functions may be found by these names: the namespaces of objects and modules, by their ids.
+        classes: The user's classes among these.
     """
 
     def __init__(self, step: Any) -> None:
@@ -93,6 +94,7 @@ class Referred:
         self.functions: dict[FunctionType, CodeType] = {}
         self.names = Names()
         self.places: dict[int, list[Mapping[str, Any]]] = {}
+        self.classes: dict[type, None] = {}
         while step is not None:
             self._look(step)
             if isinstance(step, partial):
@@ -128,9 +130,7 @@ class Referred:
             if own_classes:
                 self._note_places(kind)
             for base in own_classes:
-                self._follow_function(vars(base).get("forward"))
-                if any(not name.startswith("__") and type(value) in _NUMBERS for name, value in vars(base).items()):
-                    self.owners.append(base)
+                self._follow(_function_behind(vars(base).get("forward")))
             hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
             parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
             of_parameters = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in parameters]
@@ -196,27 +196,34 @@ class Referred:
         """Notes where an object or a class may have functions, and reads those that Python calls without names."""
         if id(value) in self.places:
             return
-        classes = (value if isinstance(value, type) else type(value)).__mro__
+        classes = (*(value.__mro__ if isinstance(value, type) else ()), *type(value).__mro__)
         of_classes = [vars(base) for base in classes]
         self.places[id(value)] = [getattr(value, "__dict__", {}), *of_classes]
+        self.classes.update(dict.fromkeys(filter(is_the_users, classes)))
         for namespace in of_classes:
-            for name in namespace:
-                if name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED:
-                    self._follow_function(namespace[name])
+            for name in filter(_is_special, namespace):
+                self._follow(_function_behind(namespace[name]))
 
-    def _follow_function(self, member: Any) -> None:
-        """Reads the function behind a member of a class, as that of a property."""
-        for name in ("fget", "func", "__func__"):
-            member = getattr(member, name, member)
-        if not isinstance(member, FunctionType | _CACHED):
-            member = getattr(type(member), "__get__", None)
-        if isinstance(member, FunctionType | _CACHED):
-            self._follow(member)
+    def _reads_environment(self) -> bool:
+        return not self.names.words.isdisjoint({"environ", "getenv"})
+
+    def members(self) -> Iterator[tuple[type, list[str]]]:
+        """The user's classes, each with the names of its members that count, as all may be set anew."""
+        for cls in self.classes:
+            yield cls, [name for name, member in vars(cls).items() if self._counts(name, member)]
+
+    def _counts(self, name: str, member: Any) -> bool:
+        is_function = _function_behind(member) is not None
+        if name.startswith("__"):
+            return is_function and _is_special(name)
+        is_found = self.names.any_attribute or name in self.names.words
+        return is_found and (is_function or not hasattr(member, "__get__"))
 
     def _read_named(self, namespaces: Iterable[Mapping[str, Any]]) -> None:
         for namespace in namespaces:
-            for member in [namespace[name] for name in self.names.words if name in namespace]:
-                self._follow_function(member)
+            names = namespace if self.names.any_attribute else self.names.words
+            for member in [namespace[name] for name in names if name in namespace]:
+                self._follow(_function_behind(member))
 
     def names_of(self, kinds: Iterable[type]) -> dict[type, Names]:
         """For each class of modules, the names by which attributes count: those in its methods and in the step."""
@@ -236,8 +243,8 @@ class Referred:
         ]
 
     def reachable(self) -> list[Any]:
-        """What the step can reach: these values, its objects, and its hooks."""
-        return [*self.values(), *self.owners]
+        """What the step can reach: these values, its objects, and the user's classes."""
+        return [*self.values(), *self.owners, *self.classes]
 
     def values(self) -> list[Any]:
         """The values of these names at this moment, but for those of attributes and items."""
@@ -248,6 +255,8 @@ class Referred:
         for function in self.functions:
             values += (function.__code__, *(function.__defaults__ or ()))
             values += (function.__kwdefaults__ or {}).values()
+        if self._reads_environment():
+            values.append(repr(os.environ))
         return values
 
     def note(self, seen: Seen) -> None:
@@ -264,6 +273,21 @@ class Referred:
         keywords = [step.keywords for step in self.bound] + [function.__kwdefaults__ for function in self.functions]
         for own_keywords in filter(None, keywords):
             seen.note_items(own_keywords.values())
+        if self._reads_environment():
+            seen.note_fact(partial(repr, os.environ))
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED
+
+
+def _function_behind(member: Any) -> Any:
+    """The function behind a member of a class, as that of a property; `None` if there is none."""
+    for name in ("fget", "func", "__func__"):
+        member = getattr(member, name, member)
+    if not isinstance(member, FunctionType | _CACHED):
+        member = getattr(type(member), "__get__", None)
+    return member if isinstance(member, FunctionType | _CACHED) else None
 
 
 def set_by_users(module: nn.Module) -> list[str]:

@@ -22,7 +22,7 @@ class Seen:
     compared by a method of the user's, nor by the numbers in a tensor. It runs at each step, so its loops are in C.
 
     Attributes:
-        holders: Objects, with the dicts of their attributes.
+        holders: Objects, with the dicts of their attributes; their classes count, which may be set anew.
         sized: Lists, dicts and the like whose lengths count.
         listed: Lists, sets, and views of dicts, whose items count.
         places: What gets attributes or items, and of what.
@@ -68,8 +68,8 @@ class Seen:
     def _find(self) -> Iterable[Any]:
         """What counts by its identity: what is in places, items, dicts of attributes; and a mark for the end."""
         in_places = chain.from_iterable(chain.from_iterable(starmap(map, self._gets)))
-        namespaces = [vars(holder) for holder, _ in self.holders]
-        return chain(in_places, chain.from_iterable(self.listed), namespaces, _END)
+        of_holders = [part for holder, _ in self.holders for part in (type(holder), vars(holder))]
+        return chain(in_places, chain.from_iterable(self.listed), of_holders, _END)
 
     def holds(self) -> bool:
         """Whether all is as it was."""

@@ -289,6 +289,8 @@ class Expanded(PerSampleModule):
         """The forward where no rows are due: the mode is off, or there are no gradients, or none are asked for."""
         if recorder is not None:
             recorder.note_plain_forward()
+            if torch.is_grad_enabled() and not recorder.in_forward:
+                recorder.passes.note_without_rows(self.samples_in(*args, **kwargs))
         if self._own_batch() is not None:  # weights of each sample's own, as by `functional_call`
             return self.expanded_forward(*args, **kwargs)
         order = None if recorder is None else recorder.escalation.order

@@ -178,6 +178,12 @@ def _as_torch_takes(key: Any) -> Any:
 
 
 def _setitem(input: Any, key: Any, value: Any) -> Move | None:
+    row = key[0] if isinstance(key, tuple) and key else key
+    base = value._base if type(value) in PLAIN else None
+    if type(row) is int and base is not None and base.dim() and len(base) == len(input):  # one row, as in z[0] = h[1]
+        stride = base.stride(0)
+        if stride not in value.stride() and _place(value, stride, len(input)) not in (None, row % len(input)):
+            return Move(value, input.shape, [0])
     move = _getitem(input, key)
     return None if move is None else move._replace(rows=value)
 

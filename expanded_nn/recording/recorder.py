@@ -309,6 +309,15 @@ class Recorder:
                 "a forward of the model, which says how many samples there are",
                 "Call the model first, or use it within one_pass(model, batch_size).",
             )
+        frozen_batch = self.passes.without_rows
+        if self.forward is None and pass_ is not None and pass_.batch == 1 and frozen_batch not in (None, 1):
+            raise complaint(
+                "expanded(weight)",
+                f"the last forward, of frozen layers, had {frozen_batch} samples, and the one before it, which no "
+                "backward has reached, had 1",
+                "one number of samples",
+                "Use the weight within one_pass(model, batch_size).",
+            )
         return self.expand(weight)
 
     def note_plain_forward(self) -> None:

@@ -100,8 +100,11 @@ def holds_more(leaf: Leaf) -> bool:
     grad = leaf.grad
     if grad is None or leaf.published.rows is None or is_shard(grad) or leaf.was_reset():
         return False
-    if leaf.notes.has_foreign_part:
-        return not vanishes(grad)
+    if leaf.notes.has_foreign_part:  # it may be no more than the rounding of gradients that cancelled
+        if vanishes(grad):
+            return False
+        total, rounding = _sum_of_rows(leaf)
+        return grad.shape != total.shape or bool((grad.detach().to_dense() - total).norm() > rounding)
     if leaf.was_scaled_or_clipped() or leaf.grad_is_as_noted() or leaf.notes.last is None or vanishes(grad):
         return False
     total, rounding = _sum_of_rows(leaf)

@@ -321,6 +321,13 @@ FOUND: dict[str, Story] = {
             *(Clear(how="data_zero"), Clear(how="rows", trainable=True), Clip()),
         ]
     ),
+    # what was in `.grad` before the rows was the rounding of a sum that cancels
+    "clipping_beside_gradients_that_cancelled": Story(
+        [
+            *(Forward(samples=3), Backward(), Forward(samples=3), Backward(factor=-1.0)),
+            *(Clip(), PerSample(), Forward(), Backward(), Clip()),
+        ]
+    ),
     "reentrant_checkpoint_and_another_pass": Story([Forward(use="reentrant"), Forward(4), Backward((0, 1))]),
 }
 

@@ -2339,6 +2339,13 @@ def written(h: Tensor, order: Tensor) -> Tensor:
     return result
 
 
+def written_row_by_row(h: Tensor, rows: list[int]) -> Tensor:
+    result = torch.zeros_like(h)
+    for place, row in enumerate(rows):
+        result[place - len(h)] = h[row]
+    return result
+
+
 def across(h: Tensor, order: Tensor) -> Tensor:
     return order.unsqueeze(1).expand(-1, h.shape[1])
 
@@ -2373,6 +2380,10 @@ MOVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda h, order: torch.stack([h[-1 - i] for i in range(len(h))], dim=0),
     ),
     "set": (lambda h, order: h[order], lambda h, order: written(h, order.argsort())),
+    "row_by_row": (
+        lambda h, order: written_row_by_row(h, order.tolist()),
+        lambda h, order: written_row_by_row(h.t().contiguous().t(), order.tolist()),
+    ),
     "index_copy": (
         lambda h, order: torch.zeros_like(h).index_copy(0, order.argsort(), h),
         lambda h, order: torch.zeros_like(h).index_add(0, order.argsort(), h),
@@ -2398,6 +2409,27 @@ def test_samples_in_another_order(move: tuple[Any, Any], way: str) -> None:
         right(on(module), module, forward)
     with pytest.raises(enn.PerSampleError, match="samples have taken each other's places"):
         on(module, escalate=False)(values())
+
+
+def test_rows_written_in_their_own_places() -> None:
+    """And steps of all samples, of which there are as many as samples, into a tensor that has time first."""
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(D, D), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            h = written_row_by_row(h, list(range(len(h))))
+            steps = h.unsqueeze(1).expand(-1, B, -1).contiguous()  # (B, T, D)
+            time_first = torch.zeros(B, len(h), D)
+            for step in range(B):
+                time_first[step] = steps[:, step]
+            return self.last(time_first.sum(0))
+
+    module = Written()
+    right(on(module, escalate=False), module, forward)
 
 
 @pytest.mark.parametrize("sort", SORTS.values(), ids=SORTS)
