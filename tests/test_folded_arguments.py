@@ -1,5 +1,6 @@
 """Models called with several rows of each sample, as the patches of all images, beside one row per sample."""
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -276,6 +277,23 @@ def test_what_a_forward_keeps_is_what_the_plain_one_keeps(escapes: bool, monkeyp
 def test_other_numbers_of_images_and_samples() -> None:
     model = built(nn.Linear(8, D))
     assert_right(model, call(), call(images=1), call(images=3), call(samples=4), call(samples=1), call(samples=2))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="add_note is new in Python 3.11")
+@pytest.mark.parametrize("counts", [(1, 2, 1), (1, 3, 2)], ids=["other_rows", "as_many_as_equal_ones"])
+def test_unequal_numbers_of_images_are_refused_and_right_alone(counts: tuple[int, ...]) -> None:
+    module, images = built(nn.Linear(8, D)), values(sum(counts), 8)
+    ids = torch.ones(B, T, dtype=torch.int64)
+    for i, count in enumerate(counts):
+        ids[i, :count] = IMAGE
+    with pytest.raises(enn.PerSampleError) as refusal:
+        enn.convert(module).per_sample()(ids, images)
+    assert "call the model with each alone, and backward() after each" in refusal.value.__notes__[-1]
+    model, calls = enn.convert(module).per_sample(), list(zip(ids.split(1), images.split(counts), strict=True))
+    for of_sample in calls:
+        total_loss(model, Call(of_sample)).backward()
+    expected = [loop(module, Call(of_sample), 1, take=lambda whole, i: whole) for of_sample in calls]
+    assert_close_rows(rows_of(model), {name: torch.cat([rows[name] for rows in expected]) for name in expected[0]})
 
 
 HEADS = [name for name in TOWERS if name.startswith("heads")]
