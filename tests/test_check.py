@@ -400,8 +400,8 @@ def test_every_layer_that_complains_is_named() -> None:
     ]
 
 
-def positions(index: Callable[[int], Tensor]) -> nn.Module:
-    return Model(lambda m, w: m.e(w) + m.p(index(w.shape[1])), e=nn.Embedding(9, 4), p=nn.Embedding(9, 4))
+def positions(index: Callable[[int], Tensor], join: Callable[..., Tensor] = torch.add) -> nn.Module:
+    return Model(lambda m, w: join(m.e(w), m.p(index(w.shape[1]))), e=nn.Embedding(9, 4), p=nn.Embedding(9, 4))
 
 
 def test_positions_as_many_as_samples() -> None:
@@ -413,7 +413,7 @@ def test_positions_as_many_as_samples() -> None:
 
 
 def test_positions_that_no_rule_sees() -> None:
-    report = enn.check(positions(lambda n: torch.arange(n).flip(0)), words(5, 5))
+    report = enn.check(positions(lambda n: torch.arange(n).flip(0), torch.maximum), words(5, 5))
     (problem,) = report.problems
     assert (problem.kind, problem.where) == ("rows", "p (Embedding)")
     assert "its input has shape (5,) for the batch and for a sample alone" in str(problem)
@@ -1082,7 +1082,7 @@ def unseen(x: Tensor) -> Tensor:
 def test_the_first_of_a_shared_result(samples: int, is_direct: bool, kind: str, words: str) -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         shared = m.pos(m.ids) if is_direct else unseen(m.pos(m.ids))
-        return m.lin(x) + shared[0]
+        return torch.maximum(m.lin(x), shared[0])
 
     model = Model(forward, lin=nn.Linear(4, 6), pos=nn.Embedding(9, 6))
     model.register_buffer("ids", torch.arange(5).unsqueeze(0))
@@ -1094,7 +1094,7 @@ def test_the_first_of_a_shared_result(samples: int, is_direct: bool, kind: str, 
 
 
 def test_unordered_positions_by_the_loss() -> None:
-    model = positions(lambda n: torch.arange(n).flip(0))
+    model = positions(lambda n: torch.arange(n).flip(0), torch.maximum)
     report = enn.check(model, words(5, 5), loss=squared)
     assert of_kind(report, "rows") == ["p (Embedding)"]
 

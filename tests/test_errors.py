@@ -1540,6 +1540,14 @@ def samples_in_another_order() -> None:
     feed(nn.Linear(4, 4), lambda layer, x: layer(layer(x).roll(1, 0)))
 
 
+@refused(
+    r"^Feed: rows that a layer gives, \(3, 4\), meet as many positions of each of the 3 samples, \(3, 3, 4\) "
+    r"\(add, line \d+ of .*input.unsqueeze\(0\)"
+)
+def positions_in_the_samples_place() -> None:
+    feed(nn.Linear(4, 4), lambda layer, x: x.new_zeros(3, 3, 4).add(layer(x.mean(1))))
+
+
 @refused(r"^grad_sample: a tensor that a factored .* was changed in place.*materialize=True")
 def an_input_changed_after_the_backward() -> None:
     model, x = on(nn.Linear(40, 40)), torch.randn(SAMPLES, 40)

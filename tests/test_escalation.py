@@ -147,6 +147,16 @@ def positions(take: Callable[[Tensor], Tensor], index: Callable[[int], Tensor]) 
     return Around(Does(lambda m, x: x * take(m.table(index(x.shape[1]))), table=nn.Embedding(9, D)))
 
 
+def coordinates() -> nn.Module:
+    table = torch.tensor([[0.1, 0.4], [0.5, 0.2], [0.3, 0.9]], dtype=torch.float64)
+    return Around(Does(lambda m, x: m.linear(table) + x, linear=nn.Linear(2, D)))
+
+
+def memory() -> nn.Module:
+    slots = torch.linspace(-1, 1, B * D, dtype=torch.float64).sin().view(B, D)
+    return Around(Does(lambda m, x: (x @ m.keys(slots).T).softmax(-1) @ slots, keys=nn.Linear(D, D)))
+
+
 def checkpointed() -> nn.Module:
     part = folded(linear=nn.Linear(D, D), tanh=nn.Tanh())
     return Around(Does(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=part))
@@ -236,6 +246,11 @@ CASES: dict[str, Case] = {
     "one_by_one": Case(one_by_one),
     "positions": Case(lambda: positions(lambda p: p, torch.arange), shape=(B, B, D)),
     "first_of_positions": Case(lambda: positions(lambda p: p[0], lambda n: torch.arange(n)[None])),
+    "positions_backwards": Case(
+        lambda: positions(lambda p: p, lambda n: torch.arange(n).flip(0)), {""}, shape=(B, B, D)
+    ),
+    "coordinates": Case(coordinates, {""}, shape=(B, B, D)),
+    "memory": Case(memory, {""}, shape=(B, B, D)),
     "checkpointed": Case(checkpointed, {"part.inner"}),
     "branch": Case(with_a_branch, loops=True),
     "written_in_place": Case(written_in_place, loops=True),
@@ -643,6 +658,11 @@ def test_a_row_that_the_model_repeats_for_the_samples(watched: bool) -> None:
         total_loss(model, call).backward()
     assert_close_rows(rows(model), loop(module, call, B))
     assert learned(model) == {"0"}
+
+
+def test_samples_that_are_compared_with_each_other_are_no_positions() -> None:
+    model = on(Does(lambda m, x: m.linear(x).unsqueeze(1) - m.linear(x), linear=nn.Linear(D, D)), escalate=False)
+    assert model(torch.randn(B, D)).shape == (B, B, D)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="add_note is new in Python 3.11")

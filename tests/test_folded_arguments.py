@@ -1,5 +1,6 @@
 """Models called with several rows of each sample, as the patches of all images, beside one row per sample."""
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -174,9 +175,11 @@ TOWERS: dict[str, Callable[[], nn.Module]] = {
     "patches, 3d": lambda: Over(nn.Conv3d(1, D, 2, stride=(2, 2, 2)), 1, 2, 2, 2),
     "convolution, 1d": lambda: Over(nn.Conv1d(2, D, 3, padding="same"), 2, 4),
     "convolution, 2d": lambda: Over(nn.Conv2d(2, D, (1, 2), padding=1, dilation=(1, 2), groups=2), 2, 2, 2),
+    "convolution, wide": lambda: Over(nn.Conv2d(8, D, 3, padding=1), 8, 1, 1),
     "padded patches": lambda: Over(nn.Conv2d(2, D, 2, padding=1, stride=2), 2, 2, 2),
     "transposed, 1d": lambda: Over(nn.ConvTranspose1d(2, D, 2, stride=2, output_padding=1), 2, 4),
     "transposed, 2d": lambda: Over(nn.ConvTranspose2d(2, D, 2, bias=False), 2, 2, 2),
+    "transposed, wide": lambda: Over(nn.ConvTranspose2d(8, D, 3, padding=1), 8, 1, 1),
     "batch norm": lambda: Over(nn.Sequential(nn.Conv1d(2, D, 1), nn.BatchNorm1d(D)), 2, 4),
     "group norm": lambda: Over(nn.Sequential(nn.Conv1d(2, D, 1), nn.GroupNorm(2, D)), 2, 4),
     "instance norm": lambda: Over(nn.Sequential(nn.Conv1d(2, D, 1), nn.InstanceNorm1d(D, affine=True)), 2, 4),
@@ -228,16 +231,12 @@ def assert_right(module: nn.Module, *calls: Call, objective: Any = total_loss) -
     return model
 
 
-CONVOLUTIONS = ("convolution", "padded", "transposed", "batch norm", "group norm", "instance norm")  # of whole images
-BY_VMAP = {name for name in TOWERS if name.startswith(CONVOLUTIONS)}
-
-
 @pytest.mark.parametrize("kind", [Reader, ReadsAValue])
 @pytest.mark.parametrize("name", TOWERS)
 def test_towers(name: str, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         model = assert_right(built(TOWERS[name](), kind), call(), call(seed=1), call(seed=2))
-        assert runs_whole(model) == (kind is ReadsAValue or name not in BY_VMAP)
+        assert runs_whole(model)
         monkeypatch.setattr(cost, "DERIVED_NUMEL", 0)  # what is computed from parameters alone is computed once
 
 
@@ -278,6 +277,23 @@ def test_other_numbers_of_images_and_samples() -> None:
     assert_right(model, call(), call(images=1), call(images=3), call(samples=4), call(samples=1), call(samples=2))
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="add_note is new in Python 3.11")
+@pytest.mark.parametrize("counts", [(1, 2, 1), (1, 3, 2)], ids=["other_rows", "as_many_as_equal_ones"])
+def test_unequal_numbers_of_images_are_refused_and_right_alone(counts: tuple[int, ...]) -> None:
+    module, images = built(nn.Linear(8, D)), values(sum(counts), 8)
+    ids = torch.ones(B, T, dtype=torch.int64)
+    for i, count in enumerate(counts):
+        ids[i, :count] = IMAGE
+    with pytest.raises(enn.PerSampleError) as refusal:
+        enn.convert(module).per_sample()(ids, images)
+    assert "call the model with each alone, and backward() after each" in refusal.value.__notes__[-1]
+    model, calls = enn.convert(module).per_sample(), list(zip(ids.split(1), images.split(counts), strict=True))
+    for of_sample in calls:
+        total_loss(model, Call(of_sample)).backward()
+    expected = [loop(module, Call(of_sample), 1, take=lambda whole, i: whole) for of_sample in calls]
+    assert_close_rows(rows_of(model), {name: torch.cat([rows[name] for rows in expected]) for name in expected[0]})
+
+
 HEADS = [name for name in TOWERS if name.startswith("heads")]
 
 
@@ -314,7 +330,7 @@ def test_second_derivatives() -> None:
         return loss + by_image.square().sum()
 
     heads = [name for name in HEADS if name != "heads, padding"]  # of torch's fused attention there are none
-    for name in ("linear", "convolution, 2d", "positions", "token", *heads):
+    for name in ("linear", "convolution, 2d", "convolution, wide", "transposed, 1d", "positions", "token", *heads):
         assert_right(built(TOWERS[name]()), call(), call(seed=1), objective=objective)
 
 

@@ -43,7 +43,7 @@ def patch_rows(
         return rows_at_once(g, x, row_shape, geometry).to(dtype)
 
     def of_g(grad: Tensor, g: Tensor, x: Tensor) -> Tensor:
-        return _apply(x, cast_shared(grad, g.dtype), None, geometry, None)
+        return apply(x, cast_shared(grad, g.dtype), None, geometry, None)
 
     def of_x(grad: Tensor, g: Tensor, x: Tensor) -> Tensor:
         return _input_gradient(g, x, cast_shared(grad, g.dtype), geometry, transposed=False)
@@ -66,7 +66,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.geometry, ctx.output_padding = geometry, output_padding
-        return _torch_convolution(x, shared(weight), shared_or_none(bias), geometry, output_padding)
+        return torch_convolution(x, shared(weight), shared_or_none(bias), geometry, output_padding)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -89,7 +89,7 @@ class _Convolution(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _torch_convolution(
+def torch_convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -115,11 +115,11 @@ def _input_gradient(
 ) -> Tensor:
     """The gradient of the input by the convolution of the other kind, which has derivatives with rows of its own."""
     if not transposed:
-        return _apply(g, weight, None, geometry, geometry.excess(x.shape[2:], weight.shape[3:], g.shape[2:]))
-    return cropped(_apply(g, weight, None, geometry, None), x.shape[2:])
+        return apply(g, weight, None, geometry, geometry.excess(x.shape[2:], weight.shape[3:], g.shape[2:]))
+    return cropped(apply(g, weight, None, geometry, None), x.shape[2:])
 
 
-def _apply(
+def apply(
     x: Tensor,  # (B, in, *size)
     weight: Tensor,  # (B, out, in / groups, *kernel), transposed (B, in, out / groups, *kernel)
     bias: Tensor | None,  # (B, out)
@@ -128,11 +128,11 @@ def _apply(
 ) -> Tensor:  # (B, out, *positions)
     """Each sample's own convolution, transposed where there is an `output_padding`."""
     if is_constant(weight, bias):
-        return _torch_convolution(x, shared(weight), shared_or_none(bias), geometry, output_padding)
+        return torch_convolution(x, shared(weight), shared_or_none(bias), geometry, output_padding)
     if is_shared(weight, bias):
         return _Convolution.apply(x, weight, bias, geometry, output_padding)  # type: ignore[no-untyped-call,no-any-return]
     batch = x.shape[0]
-    y = _torch_convolution(
+    y = torch_convolution(
         x.flatten(0, 1)[None].contiguous(),  # of other strides torch's gradient of grouped weights is wrong
         weight.flatten(0, 1),
         None if bias is None else bias.flatten(),
@@ -215,10 +215,23 @@ class _ConvOp:
         groups: int = 1,
     ) -> Tensor:  # (B, out, *positions)
         _check_samples(self.__name__, x, weight, self.dims)
+        x, geometry, _ = self.moved(x, weight, stride, padding, dilation, groups)
+        return apply(x, weight, bias, geometry, None)
+
+    def moved(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        stride: Sizes = 1,
+        padding: Sizes | str = 0,
+        dilation: Sizes = 1,
+        groups: int = 1,
+    ) -> tuple[Tensor, Geometry, None]:
+        """The input, padded where the kernel cannot be moved over it else, and how it is moved."""
         stride, dilation = _per_dimension(stride, self.dims), _per_dimension(dilation, self.dims)
         if isinstance(padding, str):
             x, padding = _padded_by_name(x, padding, weight.shape[3:], stride, dilation)
-        return _apply(x, weight, bias, Geometry(stride, _per_dimension(padding, self.dims), dilation, groups), None)
+        return x, Geometry(stride, _per_dimension(padding, self.dims), dilation, groups), None
 
 
 @dataclass(frozen=True)
@@ -257,9 +270,22 @@ class _ConvTransposeOp:
         dilation: Sizes = 1,
     ) -> Tensor:  # (B, out, *positions)
         _check_samples(self.__name__, x, weight, self.dims)
+        _, geometry, added = self.moved(x, weight, stride, padding, output_padding, groups, dilation)
+        return apply(x, weight, bias, geometry, added)
+
+    def moved(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        stride: Sizes = 1,
+        padding: Sizes = 0,
+        output_padding: Sizes = 0,
+        groups: int = 1,
+        dilation: Sizes = 1,
+    ) -> tuple[Tensor, Geometry, tuple[int, ...]]:
+        """The input, and how the kernel is moved."""
         stride, padding, dilation = (_per_dimension(size, self.dims) for size in (stride, padding, dilation))
-        geometry = Geometry(stride, padding, dilation, groups)
-        return _apply(x, weight, bias, geometry, _per_dimension(output_padding, self.dims))
+        return x, Geometry(stride, padding, dilation, groups), _per_dimension(output_padding, self.dims)
 
 
 conv1d, conv2d, conv3d = map(_ConvOp, (1, 2, 3))

@@ -164,7 +164,10 @@ class _Attempts:
         if any(map(self._make_general, self.larger)):
             return None
         if error is not self.refused and isinstance(error, PerSampleError) and hasattr(self.refused, "add_note"):
-            self.refused.add_note(f"expanded_nn: sample by sample it is not possible either: {error}")
+            self.refused.add_note(
+                f"expanded_nn: sample by sample it is not possible either: {error} Where samples have unequal numbers "
+                "of rows, as of images, call the model with each alone, and backward() after each: their rows append."
+            )
         return self.refused
 
     def _is_of_user(self, error: Any, by: Any) -> bool:

@@ -72,6 +72,8 @@ class Order(TorchFunctionMode):
             if args and self.copies.known:
                 self._look_at_size(func, *args, **kwargs)
             return func(*args, **kwargs)
+        if func in _BROADCASTS and len(args) == 2:
+            self._look_at_broadcast(func, *args)
         if func not in _LOOKED_AT and not self._meets_what_is_followed(args, kwargs):
             return func(*args, **kwargs)
         if not is_selective():
@@ -122,6 +124,32 @@ class Order(TorchFunctionMode):
             dim = constant_index(callers.calling_frame(func))
         if dim is None or dim >= 0 or dim % x.dim() <= shared.dim:
             raise forward.taking_apart(shared.layer, "its size")
+
+    def _look_at_broadcast(self, func: Any, left: Any, right: Any) -> None:
+        """Raises where rows of a layer meet as many positions of each sample: all samples share them, it seems.
+
+        So it is with a table for `range(T)[::-1]`, or computed from coordinates `(T, 2)`, where T = B. Read as samples
+        they would be mixed.
+        """
+        if type(left) not in places.PLAIN or type(right) not in places.PLAIN or left.dim() == right.dim():
+            return
+        few, many = sorted((left, right), key=Tensor.dim)
+        batch = None if few.dim() < 2 or few.grad_fn is None else self._batch()
+        if batch is None or many.shape[0] != batch or self._samples_dim(many.dim()) != 0 or self.reasons(many):
+            return
+        meets = few.shape[0] == many.shape[-few.dim()] == batch if func not in _PRODUCTS else batch in few.shape
+        if meets and comes_from_rows(few):
+            error = complaint(
+                self.recorder.name_of(self.recorder.forward.module),
+                f"rows that a layer gives, {tuple(few.shape)}, meet as many positions of each of the {batch} samples, "
+                f"{tuple(many.shape)} ({func.__name__}{_place(callers.line_of_user())}): they may be samples, which "
+                "mix then, or positions that all samples share",
+                "rows that are one or the other",
+                "Call that layer with input.unsqueeze(0) for what all samples share; do what mixes samples outside of "
+                "the model.",
+            )
+            error.refused_by = self  # of which layer's the rows are is not known
+            raise error
 
     def _refuse_batch_norm(self, func: Any, x: Tensor) -> None:
         """Raises where the forward normalizes samples by the statistics of the batch."""
@@ -377,5 +405,7 @@ def _place(line: tuple[str, int]) -> str:
 
 _OF_DIMS = (*functions("size"), *attributes("shape"))
 _SIZES_AND_RANKS = {*SIZES, *functions("dim"), *attributes("ndim")}
+_PRODUCTS = set(functions("matmul"))
+_BROADCASTS = _PRODUCTS | set(functions("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_"))
 _BATCH_NORMS = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
 _LOOKED_AT = {*places.MOVES, *places.SCATTERS, *places.TURNS, *_BATCH_NORMS, torch.einsum}

@@ -11,13 +11,14 @@ from torch import Tensor
 from expanded_nn.common.modes import refuse_batched
 from expanded_nn.common.shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
 from expanded_nn.core import algebra, cost
+from expanded_nn.core.geometry import Geometry
 from expanded_nn.core.parts import Parts
 from expanded_nn.core.terms import Outer, PaddedOuter
 from expanded_nn.factored import FactoredTensor, materialized
 from expanded_nn.layers import conv
-from expanded_nn.layers.general.operations import Unknown
 from expanded_nn.layers.general.owners import Arrangement
 from expanded_nn.layers.linear import bias_rows, linear, outer_rows, positions
+from expanded_nn.recording.expand import saved_tensors
 
 
 class _Linear(torch.autograd.Function):
@@ -64,21 +65,19 @@ def linear_of_rows(
 
 
 # The same for other layers' operations: what torch calls, ours, its input, its other arguments by their names, how its
-# rows belong to the samples, and whether these go one after the other otherwise, or by `vmap`
+# rows belong to the samples
 
 
-def linear_by_name(
-    func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement, loops: bool
-) -> Tensor:
+def linear_by_name(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
     return linear_of_rows(x, named["weight"], named.get("bias"), arrangement)
 
 
-def by_position(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement, loops: bool) -> Tensor:
+def by_position(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
     """Of an operation that treats any number of positions `(B, *, features)` alike."""
     return arrangement.unpadded(op(arrangement.padded(x), **named))
 
 
-def by_channel(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement, loops: bool) -> Tensor:
+def by_channel(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
     """Of a norm of images `(n, C, *)`: its weights come after it, each row's own."""
     y: Tensor = func(x, **{**named, "weight": None, "bias": None})
     weight, bias = (
@@ -103,37 +102,79 @@ def _sizes(op: Any, named: dict[str, Any]) -> dict[str, Any]:
     return {name: (value,) * op.dims if isinstance(value, int) else value for name, value in given.items()}
 
 
-def images(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement, loops: bool) -> Tensor:
-    """Of a convolution: a sample's images stand beside each other in one more dimension, where its kernel has size 1.
+class _Images(torch.autograd.Function):
+    """A convolution of images by torch's own kernels; the rows of a sample are the gradient of its images."""
 
-    An image that the kernel takes whole, as it does patches, is mapped linearly.
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: Geometry,
+        output_padding: tuple[int, ...] | None,
+        arrangement: Arrangement,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how, ctx.arrangement = (geometry, output_padding), arrangement
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return owned(conv.torch_convolution(x, shared(weight), shared_or_none(bias), geometry, output_padding))
 
-    Raises:
-        Unknown: If `vmap` can follow and takes less time, or if there is no convolution of one dimension more.
-    """
-    weight, bias, dims = named["weight"], named.get("bias"), op.dims
-    groups, sizes = named.get("groups", 1), _sizes(op, named)
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_batched(g)
+        x, weight = saved_tensors(ctx)
+        geometry, output_padding = ctx.how
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        padded, grad_x, grad_weight = ctx.arrangement.padded, None, None
+        if torch.is_grad_enabled():  # each image with a weight of its own
+            y = conv.apply(x, ctx.arrangement.rows_of(weight), None, *ctx.how)
+            sources = [source for source in (x, weight) if source.requires_grad]
+            found = iter(torch.autograd.grad(y, sources, g.to(y.dtype), create_graph=True))
+            grad_x, grad_weight = (next(found) if source.requires_grad else None for source in (x, weight))
+        else:
+            kernel, arguments = shared(weight).to(g.dtype), geometry.arguments(output_padding)
+
+            def gradients(g: Tensor, x: Tensor, mask: tuple[bool, ...]) -> Any:
+                return conv.aten.convolution_backward(g, x, kernel, None, *arguments, mask)
+
+            if needs_x:
+                grad_x = gradients(g, x.to(g.dtype), (True, False, False))[0].to(x.dtype)
+            if needs_weight:
+                of_g, of_x = padded(g), padded(x.to(g.dtype))
+                if geometry.dims < 3 and of_g.numel() + of_x.numel() < weight.numel():
+                    grad_weight = _factored_rows(of_g, of_x, weight, geometry, transposed=output_padding is not None)
+                else:
+                    rows = [gradients(*both, (False, True, False))[1] for both in zip(of_g, of_x, strict=True)]
+                    grad_weight = torch.stack(rows).to(weight.dtype)
+        grad_bias = bias_rows(padded(g.flatten(2).mT), ctx.bias_dtype) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _factored_rows(g: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, *, transposed: bool) -> Tensor:
+    """The rows with the images `(B, T, C, *)` beside each other in one more dimension, where the kernel has size 1."""
+    wider = Geometry((1, *geometry.stride), (0, *geometry.padding), (1, *geometry.dilation), geometry.groups)
+    left, right = (images.transpose(1, 2) for images in ((x, g) if transposed else (g, x)))
+    rows = conv.patch_rows(left, right, (*weight.shape[1:3], 1, *weight.shape[3:]), weight.dtype, wider)
+    return rows.view(weight.shape)
+
+
+def images(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
+    """Of a convolution; an image that its kernel takes whole, as it does patches, is mapped linearly."""
+    weight, bias = named["weight"], named.get("bias")
     if _takes_whole(op, x, named):
         y = linear_of_rows(x.flatten(1), weight.flatten(2), bias, arrangement)
-        return y.view(*y.shape, *[1] * dims)
-    wider = _ONE_DIMENSION_MORE.get(op) if loops else None
-    if wider is None:
-        raise Unknown
-    of_sample = arrangement.padded(x).transpose(1, 2)  # (B, C, images, *)
-    sizes = {name: size if isinstance(size, str) else (_UNIT[name], *size) for name, size in sizes.items()}
-    kernel = weight.view(*weight.shape[:3], 1, *weight.shape[3:])  # as a view its rows stay factored
-    y = wider(of_sample, kernel, bias, groups=groups, **sizes)
-    return arrangement.unpadded(y.transpose(1, 2))
+        return y.view(*y.shape, *[1] * op.dims)
+    sizes = {name: value for name, value in named.items() if name not in ("weight", "bias")}
+    x, *how = op.moved(x, weight, **sizes)
+    if is_shared(weight, bias):
+        return _Images.apply(x, weight, bias, *how, arrangement)  # type: ignore[no-untyped-call,no-any-return]
+    rows_of = arrangement.rows_of
+    return conv.apply(x, rows_of(weight), None if bias is None else rows_of(bias), *how)
 
 
 # by the names of a convolution's sizes: what they are in a dimension with which it does nothing
 _UNIT = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
-_ONE_DIMENSION_MORE: dict[Any, Any] = {
-    conv.conv1d: conv.conv2d,
-    conv.conv2d: conv.conv3d,
-    conv.conv_transpose1d: conv.conv_transpose2d,
-    conv.conv_transpose2d: conv.conv_transpose3d,
-}
 
 
 class _Parts(torch.autograd.Function):

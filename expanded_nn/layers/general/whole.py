@@ -320,8 +320,7 @@ def _with_weights(
             named[name] = named[name].value if named.get(name) is not None else None
         if arrangement is None or of_folded is None or run.owners is None or arrangement.length == 1:
             return op(x, **named)
-        loops = run.owners.module.goes_in_a_loop()
-        return as_arranged(run, of_folded(func, op, x, named, arrangement, loops), arrangement)
+        return as_arranged(run, of_folded(func, op, x, named, arrangement), arrangement)
 
     return rule
 
