@@ -139,8 +139,8 @@ class Check:
     def wrong_rows(self, loop: Loop) -> list[str]:
         """Compares the rows with the loop; the names of the parameters whose rows differ.
 
-        Torch's own LayerNorm has a wrong third derivative, which a loss of second derivatives needs. So rows that differ
-        are compared once more, with that layer in plain operations.
+        Torch's own LayerNorm has a wrong third derivative, which a loss of second derivatives needs. So rows that
+        differ are compared once more, with that layer in plain operations.
         """
         findings, losses = self.findings, self.layout.losses(self.outputs)
         loop.compare(self.expanded.module, losses, findings)
@@ -157,8 +157,8 @@ class Check:
             findings.errors = errors
             return wrong
         notes.append(
-            f"for {listed(wrong)} the loop took LayerNorm in plain operations: torch's own has a wrong third derivative, "
-            "so that training with plain torch.nn gives other gradients."
+            f"for {listed(wrong)} the loop took LayerNorm in plain operations: torch's own has a wrong third "
+            "derivative, so that training with plain torch.nn gives other gradients."
         )
         return []
 
