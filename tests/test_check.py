@@ -1112,3 +1112,28 @@ def test_where_torch_is_wrong_of_one_sample() -> None:
     assert "a.weight, a.bias" in str(report)
     assert "add up to the batch's gradient, but the sample-by-sample loop's do not" in str(report)
     assert not {"a.weight", "a.bias"} & set(report.errors)
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["losses", "mean"])
+def test_where_torchs_layer_norm_is_wrong(reduced: bool) -> None:
+    """Its third derivative, of which a loss of second derivatives is made; rows that are wrong are found still."""
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 1))
+
+    def squared_laplacian(model: nn.Module, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (first,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(slope[:, 1].sum(), x, create_graph=True)
+        losses = (first[:, 0] + second[:, 1]).square()
+        return losses.mean() if reduced else losses
+
+    report = enn.check(model, torch.randn(5, 2), loss=squared_laplacian)
+    report.raise_for_problems()
+    assert "torch's own has a wrong third derivative" in str(report)
+    assert max(report.errors.values()) < 1e-10
+
+    wrong = Model(lambda m, x: m.b(m.norm(m.a(x))), a=enn.Linear(4, 4), norm=enn.LayerNorm(4), b=enn.Linear(4, 1))
+    wrong.a.register_forward_hook(lambda m, args, y: 2 * y - y.detach() if getattr(m, "_recorder", None) else y)
+    report = enn.check(wrong, torch.randn(5, 4))
+    assert of_kind(report, "rows")
+    assert "third derivative" not in str(report)

@@ -105,7 +105,7 @@ class Findings:
         self.problems.append(Problem(kind, where, str(complaint(where, problem, wanted, remedy))))
 
     def report(self, *, is_ambiguous: bool) -> Report:
-        """The findings, each problem once; `is_ambiguous` says that B is the size of another dimension, too."""
+        """The findings, each once; `is_ambiguous` says that B is the size of another dimension, too."""
         problems = tuple({problem.text: problem for problem in self.problems}.values())
         if problems and not self.errors:
             self.notes.append("the rows were not compared with the sample-by-sample loop.")
@@ -115,4 +115,4 @@ class Findings:
                 f"tensor that all samples share is taken for samples: batches of {self.samples} are wrong in training, "
                 "too."
             )
-        return Report(problems, tuple(self.notes), self.errors, self.samples, self.dtype, self.tolerance)
+        return Report(problems, tuple(dict.fromkeys(self.notes)), self.errors, self.samples, self.dtype, self.tolerance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from math import prod
 from typing import Any, ClassVar
 
@@ -126,34 +127,6 @@ class Linear(Expanded, nn.Linear):
         return self.by_sample(lambda x: linear(x, self.expanded("weight"), self.expanded("bias")), 1, input=input)
 
 
-class _Bilinear(torch.autograd.Function):
-    """A bilinear map whose weight all samples share."""
-
-    @staticmethod
-    def forward(ctx: Any, x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x1, x2, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return owned(F.bilinear(x1, x2, shared(weight), shared_or_none(bias)))
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x1, x2, weight = saved_tensors(ctx)
-        grad_x1 = grad_x2 = grad_weight = grad_bias = None
-        w = cast_shared(weight, g.dtype) if torch.is_grad_enabled() else shared(weight).to(g.dtype)
-        flat_g, flat_x1, flat_x2 = positions(g), positions(x1).to(g.dtype), positions(x2).to(g.dtype)
-        if ctx.needs_input_grad[0]:
-            grad_x1 = (_pairs(flat_g, flat_x2) @ w.mT.flatten(-3, -2)).reshape(x1.shape).to(x1.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_x2 = (_pairs(flat_g, flat_x1) @ w.flatten(-3, -2)).reshape(x2.shape).to(x2.dtype)
-        if ctx.needs_input_grad[2]:
-            pairs = _pairs(flat_x1, flat_x2)
-            rows = outer_rows(flat_g, pairs, weight.dtype, keep_factors=keeps_factors(weight))
-            grad_weight = rows.view(weight.shape)
-        if ctx.needs_input_grad[3]:
-            grad_bias = flat_g.sum(1, dtype=ctx.bias_dtype)
-        return grad_x1, grad_x2, grad_weight, grad_bias
-
-
 def _pairs(
     x1: Tensor,  # (B, T, in1)
     x2: Tensor,  # (B, T, in2)
@@ -173,7 +146,7 @@ def bilinear(
     Args:
         input1: `(B, *, in1)`.
         input2: `(B, *, in2)`.
-        weight: `(B, out, in1, in2)`; expanded over the batch (stride 0) it runs as one `F.bilinear`.
+        weight: `(B, out, in1, in2)`; expanded over the batch (stride 0) it runs as one `F.linear` of the products.
         bias: `(B, out)`, or `None`.
 
     Returns:
@@ -181,10 +154,13 @@ def bilinear(
     """
     if is_constant(weight, bias):
         return F.bilinear(input1, input2, shared(weight), shared_or_none(bias))
-    if is_shared(weight, bias):
-        return _Bilinear.apply(input1, input2, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
-    pairs = _pairs(positions(input1), positions(input2))
-    return linear(pairs, weight.flatten(2), bias).reshape(*input1.shape[:-1], weight.shape[1])
+    if input1.shape[:-1] != input2.shape[:-1] or (input1.shape[-1], input2.shape[-1]) != weight.shape[2:]:
+        return F.bilinear(input1, input2, shared(weight), shared_or_none(bias))  # raises
+    dtype = reduce(torch.promote_types, (x.dtype for x in (input1, input2, weight)))  # as torch under autocast
+    with without_autocast():
+        pairs = _pairs(positions(input1).to(dtype), positions(input2).to(dtype))
+        matrix, bias = cast_shared(weight, dtype).flatten(2), None if bias is None else cast_shared(bias, dtype)
+        return owned(linear(pairs, matrix, bias).reshape(*input1.shape[:-1], weight.shape[1]))
 
 
 @expands(nn.Bilinear)

@@ -59,7 +59,7 @@ def _widest(*dtypes: torch.dtype) -> torch.dtype:
     return reduce(torch.promote_types, dtypes, torch.float32)
 
 
-def _standardized(x: Tensor, dims: int, eps: float, *, centered: bool) -> tuple[Tensor, Tensor]:
+def standardized(x: Tensor, dims: int, eps: float, *, centered: bool) -> tuple[Tensor, Tensor]:
     """`x` with mean square 1 over its last `dims` dimensions, and the factor that made it so."""
     last = list(range(-dims, 0))
     if centered:
@@ -76,7 +76,7 @@ def _input_grad(
     *,
     centered: bool,
 ) -> Tensor:
-    """The vector-Jacobian product of `_standardized`."""
+    """The vector-Jacobian product of `standardized`."""
     last = list(range(-dims, 0))
     inner = g - xhat * (g * xhat).mean(last, keepdim=True)
     if centered:
@@ -130,7 +130,7 @@ class _OfPositions(torch.autograd.Function):
                 grad_x = in_memory_order(backward, g, x.to(g.dtype), mean, rstd, feature_dims=dims).to(x.dtype)
             terms = _times((x.to(dtype) - mean).mul_(rstd), g) if ctx.needs_input_grad[1] else g
         else:  # not by torch's own backward: the derivative of that of its layer norm is wrong
-            xhat, rstd = _standardized(x.to(dtype), dims, ctx.eps, centered=ctx.centered)
+            xhat, rstd = standardized(x.to(dtype), dims, ctx.eps, centered=ctx.centered)
             if ctx.needs_input_grad[0]:
                 gw = g.to(dtype) * _over_positions(weight, g.dim())
                 grad_x = _input_grad(gw, xhat, rstd, dims, centered=ctx.centered).to(x.dtype)

@@ -5,6 +5,7 @@ A function here takes the arguments of its operator, and returns `NotImplemented
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, cast
@@ -199,27 +200,25 @@ def _times_vector(rows: Any, vector: Any) -> Any:
     return rows.matvec(vector)
 
 
+_WEIGHTED_SUM = re.compile(r"(\w),\1(\.\.\.|((?!\1)[a-zA-Z])+)")
+
+
 def _einsum(equation: str, *operands: Any) -> Any:
     """`einsum("b,b...->...", weights, rows)`, in any letters and either order: the weighted sum of the rows."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     inputs, arrow, output = equation.replace(" ", "").partition("->")
-    labels = inputs.split(",")
-    if len(operands) != 2 or len(labels) != 2:
-        return NotImplemented
     if isinstance(operands[0], Rows):
-        operands, labels = operands[::-1], labels[::-1]
-    weights, rows = operands
-    row = labels[1][1:]
-    if not isinstance(rows, Rows) or isinstance(weights, Rows) or weights.dim() != 1:
+        operands, inputs = operands[::-1], ",".join(reversed(inputs.split(",")))
+    labels = _WEIGHTED_SUM.fullmatch(inputs)
+    if labels is None or len(operands) != 2:
         return NotImplemented
-    if len(labels[0]) != 1 or labels[1][:1] != labels[0] or labels[0] in row:
+    row, (weights, rows) = labels[2], operands
+    if not isinstance(rows, Rows) or isinstance(weights, Rows) or weights.dim() != 1 or weights.dtype != rows.dtype:
         return NotImplemented
-    if row != "..." and (not row.isalpha() or len(set(row)) != rows.dim() - 1):
-        return NotImplemented
-    if output != row if arrow else row != "..." and row != "".join(sorted(row)):
-        return NotImplemented
-    return rows.weighted_sum(weights) if weights.dtype == rows.dtype else NotImplemented
+    fits = row == "..." or len(set(row)) == len(row) == rows.dim() - 1
+    is_in_order = output == row if arrow else row in ("...", "".join(sorted(row)))
+    return rows.weighted_sum(weights) if fits and is_in_order else NotImplemented
 
 
 def _assigned(rows: Any, *_: Any) -> Any:
