@@ -177,7 +177,11 @@ def cosines(inner: Tensor) -> Tensor:
 
 
 def seconds(run: Run, often: int = 1) -> float:
-    return timed(lambda: [run() for _ in range(often)], torch.device("cpu")) / often
+    def several() -> None:
+        for _ in range(often):
+            run()
+
+    return timed(several, torch.device("cpu")) / often
 
 
 def measure(task: Task, queries: Task, methods: list[str], rounds: int) -> dict[str, str]:
