@@ -12,7 +12,6 @@ import argparse
 import logging
 import random
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 import expanded_nn as enn
 from benchmarks.__main__ import machine, version_of
-from benchmarks.measure import quartiles
+from benchmarks.measure import quartiles, timed
 from benchmarks.peers import functional, needed, optional, plain
 from benchmarks.report import about, table, times
 from benchmarks.workloads import WORKLOADS, Task
@@ -178,12 +177,11 @@ def cosines(inner: Tensor) -> Tensor:
 
 
 def seconds(run: Run, often: int = 1) -> float:
-    """Time of a run; with one thread that of the processor, which other processes do not change."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    begin = clock()
-    for _ in range(often):
-        run()
-    return (clock() - begin) / often
+    def several() -> None:
+        for _ in range(often):
+            run()
+
+    return timed(several, torch.device("cpu")) / often
 
 
 def measure(task: Task, queries: Task, methods: list[str], rounds: int) -> dict[str, str]:

@@ -50,8 +50,12 @@ class Result:
     ratio: list[float] = field(default_factory=list)
 
 
-def timed(action: Callable[[], object], device: torch.device) -> float:
-    """Seconds; on a GPU between two events, so that what was only queued counts as well."""
+def timed(action: Callable[[], object], device: torch.device, *, others: bool = False) -> float:
+    """Seconds; on a GPU between two events, so that what was only queued counts as well.
+
+    With one thread they are those of the processor, so that other programs do not count, nor, unless `others` is true,
+    the processes of a compiler.
+    """
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -59,9 +63,10 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3
-    begin = time.perf_counter()
+    clock = time.perf_counter if others or torch.get_num_threads() > 1 else time.process_time
+    begin = clock()
     action()
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def whole(step: Step) -> None:
@@ -95,7 +100,7 @@ def admitted(method: Method, task: Task, wanted: Sequence[Tensor]) -> tuple[Resu
     found: list[Any] = []
     try:
         step = method.build(task)
-        result.first = timed(lambda: found.extend(step.run()), task.x.device)
+        result.first = timed(lambda: found.extend(step.run()), task.x.device, others=True)
         result.error = difference(found, wanted)
         step.clear()
     except NotInstalled:

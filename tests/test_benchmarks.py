@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # Opacus installs a packa
 
 from benchmarks import report, zoos
 from benchmarks.__main__ import chosen
-from benchmarks.measure import TOLERANCES, Result, admitted, as_json, compare, difference, expected, peak
+from benchmarks.measure import TOLERANCES, Result, admitted, as_json, compare, difference, expected, peak, timed
 from benchmarks.peers import METHODS, Method, NotInstalled, Step, plain
 from benchmarks.workloads import WORKLOADS, Task
 
@@ -131,6 +131,17 @@ def test_page(tmp_path: Path) -> None:
     readme.write_text("no marks")
     with pytest.raises(ValueError, match="lacks the lines"):
         report.into(readme, "")
+
+
+@pytest.mark.parametrize(("threads", "others", "seconds"), [(1, False, 1.0), (1, True, 5.0), (2, False, 5.0)])
+def test_one_thread_is_timed_by_its_own_clock(
+    threads: int, others: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, wall = iter((0.0, 1.0)), iter((0.0, 5.0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    clocks = SimpleNamespace(process_time=lambda: next(own), perf_counter=lambda: next(wall))
+    monkeypatch.setattr("benchmarks.measure.time", clocks)
+    assert timed(lambda: None, CPU, others=others) == seconds
 
 
 def test_command_line() -> None:
