@@ -156,7 +156,7 @@ def _refuse_closures(model: nn.Module) -> None:
                 raise ConversionError(
                     f"{name or type(model).__name__}.{attribute} refers to this model or its weights, by a function or "
                     "a weak reference. In a copy it would go on using the original's. Convert the model in place, "
-                    "convert(model, inplace=True), or make the function a method."
+                    "convert(model, inplace=True), or make the function a method; convert before torch.compile(model)."
                 )
 
 

@@ -92,14 +92,14 @@ class PerSampleGrads(Mapping[str, Tensor]):
         self._queries: dict[str, FactoredTensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        rows = self._with_history.get(name, self._rows.get(name)) if isinstance(name, str) else None
-        if rows is None:
+        if not isinstance(name, str) or name not in self._rows:
             raise UnknownNameError(
                 f"PerSampleGrads: it has no entry {shown(name)}; wanted a parameter's name, one of "
                 f"{first_few(list(self._rows))}. For some samples take rows(index); sample i of each parameter is "
                 "{name: rows[i] for name, rows in grads.items()}."
             )
-        return rows
+        self._rows[name] = self._held(name)
+        return self._with_history.get(name, self._rows[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)

@@ -28,11 +28,11 @@ class Projection:
     """A random linear map of whole gradients to `dim` numbers that keeps inner products on average.
 
     For the gradients x and y of two samples, `projection(x) @ projection(y)` is `x @ y` on average over the seeds, and
-    off by about `|x| |y| / sqrt(dim)`. The map is the sum over the parameters of a map for each, which is drawn from
-    the parameter's name, its shape and the seed, and from nothing else: a sample has the same projection in any batch,
-    order, process and precision, and on any device, and the projections of two models of which one has frozen
-    parameters differ by what these contribute. Make it once and keep it: it holds the random numbers it has drawn, as
-    many as a parameter has rows and columns.
+    off by about `|x| |y| / sqrt(dim)`; with `"kronecker"` by up to 3 times as much. The map is the sum over the
+    parameters of a map for each, which is drawn from the parameter's name, its shape and the seed, and from nothing
+    else: a sample has the same projection in any batch, order, process and precision, and on any device, and the
+    projections of two models of which one has frozen parameters differ by what these contribute. Make it once and keep
+    it: it holds the random numbers it has drawn, as many as a parameter has rows and columns.
 
     Args:
         dim: The number of numbers to project to.

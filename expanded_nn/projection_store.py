@@ -265,7 +265,8 @@ class _Part:
                     self.folder,
                     "another process, or another store in this one, writes here",
                     "one writer at a time",
-                    "Start the processes with torchrun, or give each its RANK and WORLD_SIZE.",
+                    "In one process drop the other store first, del store. Start several processes with torchrun, or "
+                    "give each its RANK and WORLD_SIZE.",
                 ) from None
             except OSError:  # a file system without locks
                 pass

@@ -408,6 +408,48 @@ def test_a_compiler_that_fails(fails_for: str, monkeypatch: pytest.MonkeyPatch) 
     assert len(graphs(step)) == (0 if fails_for == "all" else 3)
 
 
+class GatedTable(nn.Module):
+    """A table whose rows are looked up, each times a gate of its own; and the table once more, as a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.gate = nn.Parameter(torch.randn(11, 6)), nn.Parameter(torch.randn(11))
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.table[index] * self.gate[index].sigmoid()[..., None]
+
+
+class TextFilter(nn.Module):
+    """Words, filtered along time in two ways, which a gate mixes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = GatedTable(), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.words.table
+        self.gate = nn.Linear(6, 6)
+        self.filter, self.kernel = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6, 1, 3))
+
+    def forward(self, index: Tensor) -> Tensor:
+        x = self.words(index)
+        filtered = torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=7, dim=1)
+        convolved = F.conv1d(x.mT, self.kernel, padding=1, groups=6).mT
+        share = self.gate(x).sigmoid()
+        return self.head(share * filtered + (1 - share) * convolved)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:Torchinductor does not:UserWarning")
+def test_inductor_reads_what_is_written_before() -> None:
+    """With its order for the least memory, torch 2.13 reads the gate's rows before they are added up."""
+    batches = [(torch.randint(11, (4, 7)), torch.randint(11, (4, 7))) for _ in range(4)]
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        F.cross_entropy(model(x).mT, y).backward()
+        return enn.per_sample_grads(model).norms()
+
+    law(TextFilter, step, batches, backend="inductor")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own
 def test_options_are_inductors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -884,3 +884,15 @@ def test_slope_of_a_norm_that_is_zero() -> None:
     slopes = torch.autograd.grad(norms.sum(), list(model.parameters()))
     assert norms[1] == 0
     assert all(slope.isfinite().all() and slope.any() for slope in slopes)
+
+
+@pytest.mark.parametrize("steps_before", ["norms", "dense"])
+def test_rows_taken_after_they_were_made_dense_keep_their_factors(steps_before: str) -> None:
+    """The norms of small rows are those of dense rows, which the snapshot keeps beside the factors."""
+    model = enn.convert(nn.Linear(7, 6)).per_sample(keep_factors=True)
+    backward(model, torch.randn(12, 8, 7))
+    grads, fresh = enn.per_sample_grads(model), enn.per_sample_grads(model)
+    grads.norms() if steps_before == "norms" else grads["weight"].dense()
+    weight = enn.PerSampleGrads({"weight": grads["weight"]})
+    torch.testing.assert_close(weight.gram(per_position=True).sum(1), weight.gram())
+    torch.testing.assert_close(weight.kronecker()["weight"].A, fresh.kronecker()["weight"].A)

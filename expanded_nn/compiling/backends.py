@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from expanded_nn._errors import complaint
+from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.compiling.memory import memory_of, written_by
 from expanded_nn.core import cost
 
@@ -51,7 +52,7 @@ def _of_torch(
             raise TypeError(str(complaint("enn.compile", problem, wanted, "Leave them out.")))
         _spell_out_small_products(graph)
         _take_biases_out(graph)
-        compiler = partial(import_module("torch._inductor.compile_fx").compile_fx, config_patches=OPTIONS | options)
+        compiler = partial(_compiled_in_order, OPTIONS | options)
     else:
         compiler = import_module("torch._dynamo").lookup_backend(backend)
     try:
@@ -60,6 +61,25 @@ def _of_torch(
         raise
     except Exception as error:
         raise CompilerError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
+    return function
+
+
+def _compiled_in_order(options: dict[str, Any], graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    """The function that inductor makes; each read of a tensor stays behind the write that it waits for.
+
+    In torch 2.13 a node whose loops are made like another's, to fuse the two, forgets the new name that a tensor has
+    after a write in place. So what reads the gradients of a table came before these were added up by an index.
+    """
+    node_class = import_module("torch._inductor.scheduler").SchedulerNode
+    recompute = node_class.recompute_size_and_body
+
+    def recomputed(node: Any, *args: Any, **kwargs: Any) -> None:
+        recompute(node, *args, **kwargs)
+        node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+
+    with meanwhile(node_class, recompute_size_and_body=recomputed):
+        compile_fx = import_module("torch._inductor.compile_fx").compile_fx
+        function: Callable[..., Any] = compile_fx(graph, examples, config_patches=options)
     return function
 
 

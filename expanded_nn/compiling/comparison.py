@@ -27,7 +27,7 @@ MOST_ALIKE = 0.3  # what differs by more is not rounding in any dtype
 MOST_CANCELLED = 100.0  # times digits
 _TRACED = (
     "code that asks whether tensors have values has gone another way in the trace, or reads what a graph cannot see, "
-    "as the time; make both the same, or call the step without enn.compile"
+    'as the time: make both the same. Or the compiler has made an error: backend="eager" does without one'
 )
 _TAKEN = "take it out before the step, and give it to the step"
 _COUNTED = "return a tensor and change it after the call, or change a tensor in place, n.add_(1)"

@@ -1010,7 +1010,7 @@ def test_samples_behind_a_dimension_of_one(layer: nn.Module, before: Any, last: 
     """Right, as the module goes sample by sample: B copies of B positions would be taken for the samples."""
     module = Between(layer, before, lambda y: y.squeeze(0), last).double()
     with pytest.warns(
-        enn.PerSampleWarning, match=r"as many rows behind them \(squeeze over the samples\)|numbers of all 3 samples"
+        enn.PerSampleWarning, match=r"indexes or reduces these \(squeeze over the samples\)|numbers of all 3 samples"
     ):
         right(on(module), module, forward, values(B, D))
 
@@ -1019,7 +1019,7 @@ def test_samples_behind_a_dimension_of_one(layer: nn.Module, before: Any, last: 
 def test_samples_returned_behind_a_dimension_of_one(layer: nn.Module, before: Any) -> None:
     module = Between(layer, before, lambda y: y, nn.Identity()).double()
     with pytest.warns(
-        enn.PerSampleWarning, match=r"as many rows behind them \(return over the samples\)|numbers of all 3 samples"
+        enn.PerSampleWarning, match=r"indexes or reduces these \(return over the samples\)|numbers of all 3 samples"
     ):
         right(on(module), module, lambda m, x: m(x)[0], values(B, D))
 

@@ -64,8 +64,8 @@ class OneSample(TorchFunctionMode):
             "its forward writes what is of one sample, or computed from a parameter, into "
             f"{names[0] if names else 'a tensor that all share'}",
             "a forward that changes nothing that samples share",
-            "Do without that buffer or cache in per-sample mode (use_cache=False), or write the per-sample forward "
-            "with @expands.",
+            "Move the parameter into a small module of its own, beside what is written; do without that buffer or "
+            "cache in per-sample mode (use_cache=False); or write the per-sample forward with @expands.",
         )
 
 
