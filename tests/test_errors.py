@@ -1064,7 +1064,7 @@ def a_cache_that_is_filled() -> None:
     own(forward, SimpleNamespace())
 
 
-@refused(r"0\.layer \(Own\): its forward writes what is of one sample, or computed .*the buffer 'seen'.*Do without")
+@refused(r"0\.layer \(Own\): its forward writes what is of one sample, or computed .*the buffer 'seen'.*Move the")
 def a_buffer_that_is_written() -> None:
     own(lambda self, x: x * self.scale + self.seen.add_(x[0]))
 
@@ -1730,9 +1730,7 @@ def a_store_of_a_newer_version() -> None:
     enn.ProjectionStore(folder)
 
 
-@refused(
-    r"another process, or another store in this one, writes here; wanted one writer at a time\. Start the processes"
-)
+@refused(r"another process, or another store in this one, writes here; wanted one writer at a time\. In one process")
 def a_store_that_is_written_already() -> None:
     store, _ = store_of_two()
     model = nn.Linear(2, 1, bias=False)

@@ -225,7 +225,7 @@ def test_two_writers_in_one_place(tmp_path: Path) -> None:
     first = fill(tmp_path, progress=False)
     next(first)
     with pytest.raises(
-        enn.PerSampleError, match=r"another process, .*, writes here; wanted one writer at a time. Start the pr"
+        enn.PerSampleError, match=r"another process, .*, writes here; wanted one writer at a time. In one pr"
     ):
         filled(tmp_path)
     first.close()

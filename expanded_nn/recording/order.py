@@ -134,7 +134,7 @@ class Order(TorchFunctionMode):
         if type(left) not in places.PLAIN or type(right) not in places.PLAIN or left.dim() == right.dim():
             return
         few, many = sorted((left, right), key=Tensor.dim)
-        if few.dim() < 2 or few.grad_fn is None or id(few) in self.copies.known:
+        if few.dim() < 2 or few.grad_fn is None or {id(left), id(right)} & self.copies.known.keys():
             return
         batch = self._batch()
         if batch is None or many.shape[0] != batch or self._samples_dim(many.dim()) != 0 or self.reasons(many):
