@@ -174,7 +174,7 @@ class _Sizes:
 
     Attributes:
         env: What the sizes are known to be.
-        mode: The mode in which such tensors are computed with.
+        mode: The mode in which such tensors are computed.
         varying: The numbers of arguments, each with the number of a dimension of it.
     """
 

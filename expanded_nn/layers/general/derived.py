@@ -82,7 +82,9 @@ class _Expanded(torch.autograd.Function):
             )
         else:
             sources = [ctx.weights[place].shared for place in needed]
-            of_sources = rows_of_sources(ctx.derived.shared, sources, rows.unsqueeze(1))
+            with torch.enable_grad():
+                result = ctx.derived.shared.squeeze(0)
+            of_sources = rows_of_sources(result, sources, rows)
             needed_grads = [None if grad is None else grad.squeeze(1) for grad in of_sources]
         for place, grad in zip(needed, needed_grads, strict=True):
             grads[place] = grad
