@@ -499,18 +499,19 @@ def test_inner_products_of_convolutions(pair: str, algorithm: Callable[[Patches,
 
 
 def test_rows_that_norms_make_stay_where_they_are_small() -> None:
-    """What comes after the norms, as clipping, has them; those of the parameter stay factored."""
+    """What comes after the norms, as a sum, has them; rows that are taken out, and the parameter's, stay factored."""
     rows, twin = make("outer_30")
     grads = PerSampleGrads({"weight": rows})
     same(grads.norms(), twin.flatten(1).norm(dim=1))
-    assert grads["weight"].is_dense
+    assert grads._rows["weight"].is_dense
+    assert not grads["weight"].is_dense
     assert not rows.is_dense
     term = convolution((9, 9), (7, 7))  # its rows are more than four times as large as its factors
     assert term.norms_take_rows
     large = FactoredTensor.of(term)
     grads = PerSampleGrads({"weight": large})
     grads.norms()
-    assert not grads["weight"].is_dense
+    assert not grads._rows["weight"].is_dense
 
 
 def test_rows_of_any_layout() -> None:
