@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._errors import complaint
 from expanded_nn.recording.backward import in_transform, running_node
@@ -16,9 +15,7 @@ from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.passes import Pass, PassStage
 from expanded_nn.recording.settings import RecorderLike
 
-# keys in the metadata of a node of the graph
-_NOTE = "expanded_nn"
-_RESULT = "expanded_nn.result"
+_NOTE = "expanded_nn"  # a key in the metadata of a node of the graph
 
 
 def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int | None) -> Pass:
@@ -59,7 +56,7 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
 
 def _passes_at_running_node(recorder: RecorderLike) -> list[Pass]:
     """The passes that the running node tells of: by the note on it, or by the expansions in the graph behind it."""
-    noted, living = noted_pass(), list(recorder.passes.alive)
+    noted, living = noted_pass(running_node()), list(recorder.passes.alive)
     if noted is not None:
         return [noted]
     if len(living) == 1 and living[0].stage is not PassStage.DONE:
@@ -85,10 +82,9 @@ def _pass_without_forward(recorder: RecorderLike, batch: int | None) -> list[Pas
     return [pass_]
 
 
-def noted_pass() -> Pass | None:
-    """The pass noted on the node whose backward runs."""
-    pass_: Pass | None = getattr(running_node(), "metadata", {}).get(_NOTE)
-    return pass_
+def noted_pass(node: Any) -> Pass | None:
+    """The pass that `note_pass` has noted on a node."""
+    return node.metadata.get(_NOTE) if _is_custom(node) else None
 
 
 def note_pass(outputs: Iterable[Any], pass_: Pass) -> bool:
@@ -101,36 +97,6 @@ def note_pass(outputs: Iterable[Any], pass_: Pass) -> bool:
     for node in nodes:
         node.metadata.setdefault(_NOTE, pass_)
     return bool(nodes)
-
-
-def note_result(outputs: Iterable[Any], pass_: Pass, *, own_layout: bool) -> None:
-    """Notes a forward's pass on the nodes of what it returns, for forwards that are called with it later.
-
-    `own_layout` says that the samples stand where the module says, and not where the model does.
-    """
-    for value in outputs:
-        is_packed = isinstance(value, PackedSequence)
-        x = value.data if is_packed else value
-        node: Any = x.grad_fn if isinstance(x, Tensor) else None
-        if node is not None:
-            node.metadata[_RESULT] = pass_, orders_of(value) if is_packed else [], own_layout
-
-
-def orders_of(packed: PackedSequence) -> list[Tensor]:
-    """How torch has sorted the sequences, and how it brings them back in order."""
-    return [order for order in (packed.sorted_indices, packed.unsorted_indices) if order is not None]
-
-
-def pass_of(node: Any) -> tuple[Pass | None, list[Tensor], bool]:
-    """The pass that a node of the graph tells: that of a result, of its expansion, or of its reentrant checkpoint.
-
-    With it come the `orders_of` a result that is a packed sequence, and whether samples may not stand where the model
-    says.
-    """
-    if isinstance(node, Expand._backward_cls):
-        return cast(Any, node).pass_, [], True
-    notes = node.metadata
-    return notes.get(_RESULT) or (notes.get(_NOTE) if _is_custom(node) else None, [], True)
 
 
 def _is_custom(node: Any) -> bool:

@@ -22,8 +22,9 @@ from expanded_nn.common.batch import (
 from expanded_nn.common.modes import is_of_checkpoint
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.backward import running_backward
-from expanded_nn.recording.checkpoints import note_pass, note_result
+from expanded_nn.recording.checkpoints import note_pass
 from expanded_nn.recording.expand import passes_behind
+from expanded_nn.recording.linked import note_result
 from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.settings import RecorderLike
 

@@ -97,8 +97,7 @@ def _begin_anew(leaf: Leaf, clipped: Collection[int], is_stale: bool) -> None:
         parameter.grad_sample = shown if was_reset else rows  # type: ignore[attr-defined]
         if leaf.grad is not None and is_stale:
             # as one that was cleared after clipping: `stale` asks no rows then, which are hidden
-            leaf.notes.clipped = Noted(leaf.grad)
-            leaf.notes.clipped.version -= 1
+            leaf.notes.clipped = Noted(leaf.grad, changes_since=1)
         elif id(parameter) in clipped:
             leaf.notes.clipped = leaf.notes.last
 

@@ -22,8 +22,8 @@ class Noted:
 
     __slots__ = "tensor", "version"  # some are made for each parameter in each step
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = weakref.ref(tensor), tensor._version
+    def __init__(self, tensor: Tensor, changes_since: int = 0) -> None:
+        self.tensor, self.version = weakref.ref(tensor), tensor._version - changes_since
 
     def is_as_it_was(self, tensor: Tensor) -> bool:
         """Whether a tensor is the one that was noted, unchanged."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from expanded_nn._errors import complaint, named
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.traced import is_traced, note_recorder
-from expanded_nn.recording.backward import Backward, in_transform, keeps_graph, running_backward
+from expanded_nn.recording.backward import Backward, in_transform, keeps_graph, running_backward, running_node
 from expanded_nn.recording.checkpoints import noted_pass, pass_of_recomputation
 from expanded_nn.recording.escalate import Escalation
 from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recompute, leaves_of
@@ -248,7 +248,7 @@ class Recorder:
         if forward.is_explicit:
             pass_ = self.passes.new(batch)
         else:
-            pass_ = linked_pass(self, forward, batch, _LIVE) or self.passes.joined_or_new(batch)
+            pass_ = linked_pass(self, module, forward.inputs, batch, _LIVE) or self.passes.joined_or_new(batch)
             if pass_.stage is PassStage.OPEN:
                 self.passes.last = pass_
         self.passes.without_rows = None
@@ -326,7 +326,7 @@ class Recorder:
             return
         if running_backward() >= 0:  # a checkpoint inside another one, whose backward is a part of the running one
             self.backward.enter(delivers=False)
-            self.backward.resumed = noted_pass() or self.backward.resumed
+            self.backward.resumed = noted_pass(running_node()) or self.backward.resumed
         elif self.forward is not None:
             self.forward.will_run_again = True
 

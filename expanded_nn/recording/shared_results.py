@@ -31,7 +31,7 @@ _RESHAPES = re.compile("(squeeze|transpose|resize|strided|swapaxes|swapdims|^t)_
 
 
 # the dimension of the samples in a result, and whether the plain one has no such dimension, not even of size 1
-Place = tuple[int, bool]
+CopiesDim = tuple[int, bool]
 
 
 class Copy(NamedTuple):
@@ -126,7 +126,7 @@ class Copies:
 
     def _compared(
         self, func: Any, args: Any, kwargs: Any, batch: int, *, meets_samples: bool
-    ) -> list[Place | None] | None:
+    ) -> list[CopiesDim | None] | None:
         """Where the samples stand in each result; `None` in one that is no copy for each of them.
 
         `None` for all where results for copies that differ do not hold, for the first two samples, what the copy of
@@ -137,7 +137,7 @@ class Copies:
         differing = [x if copy is None else copy.differing() for x, copy in zip(leaves, copies, strict=True)]
         pairs = list(zip(differing, copies, strict=True))
         whole = _called(func, differing, structure)
-        places: list[list[Place | None]] = []  # of each result, where the samples may stand
+        places: list[list[CopiesDim | None]] = []  # of each result, where the samples may stand
         for sample in (0, 1):
             alone = [x if copy is None else copy.alone(x, sample) for x, copy in pairs]
             results = _called(func, alone, structure)
@@ -153,7 +153,7 @@ class Copies:
 
     def _places(
         self, whole: Tensor, alone: Tensor, sample: int, batch: int, meets_samples: bool
-    ) -> Sequence[Place | None]:
+    ) -> Sequence[CopiesDim | None]:
         """Where the samples may stand in the result for all copies, as one of them tells; see `_compared`."""
         usual = self._usual_dim(whole)
         if whole.shape == alone.shape:
@@ -164,7 +164,7 @@ class Copies:
         if meets_samples:
             return []
         is_new = whole.dim() > alone.dim()
-        found: list[Place | None] = []
+        found: list[CopiesDim | None] = []
         for dim in dict.fromkeys((usual, 0)) if is_new else range(alone.dim()):
             one = alone.unsqueeze(dim) if is_new else alone
             is_whole = list(whole.shape) == [*one.shape[:dim], batch, *one.shape[dim + 1 :]]

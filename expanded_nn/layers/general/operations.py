@@ -436,7 +436,7 @@ def _normalized(op: Operation, samples: Tensor) -> Tensor:
     return op.constant(samples, range(samples.dim() - count, samples.dim()))
 
 
-RULES: dict[str, Callable[[Operation], Samples]] = {
+NODE_RULES: dict[str, Callable[[Operation], Samples]] = {
     **dict.fromkeys(
         [
             *("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Exp", "Expm1", "Log", "Log1p", "Sqrt", "Rsqrt", "Pow", "Abs"),
