@@ -230,7 +230,8 @@ class Root(PerSampleModule):
         if recorder is None:
             return super().forward(*args, **kwargs)
         if not torch.is_grad_enabled():
-            if torch.compiler.is_compiling() or recorder.in_any_forward():
+            runs = recorder.in_forward or recorder.passes.no_grad_forward.call is not None
+            if runs or torch.compiler.is_compiling():
                 return super().forward(*args, **kwargs)
             with recorder.without_gradients(self, self.samples_in(*args, **kwargs), (args, kwargs)):
                 return super().forward(*args, **kwargs)

@@ -21,8 +21,8 @@ _NOTE = "expanded_nn"  # a key in the metadata of a node of the graph
 def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int | None) -> Pass:
     """The pass of a forward of `module` inside a backward: the one that the checkpoint was in at first.
 
-    What the running node tells counts first. Where that says nothing, `Passes.recomputed` decides: by which passes are
-    not done, and how many samples the arguments hold.
+    What is known of the running node counts first. If that is nothing, `Passes.recomputed` decides, by which passes are
+    not done and how many samples the arguments hold.
 
     Raises:
         PerSampleError: If no pass fits, or several do; if hooks of another library run the layer again.
@@ -55,7 +55,7 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
 
 
 def _passes_at_running_node(recorder: RecorderLike) -> list[Pass]:
-    """The passes that the running node tells of: by the note on it, or by the expansions in the graph behind it."""
+    """The passes that belong to the running node: the one noted on it, or those of the expansions behind it."""
     noted, living = noted_pass(running_node()), list(recorder.passes.alive)
     if noted is not None:
         return [noted]
@@ -65,11 +65,10 @@ def _passes_at_running_node(recorder: RecorderLike) -> list[Pass]:
 
 
 def _pass_without_forward(recorder: RecorderLike, batch: int | None) -> list[Pass]:
-    """The pass of a forward that belongs to none, as all are done, if B is known.
+    """The pass of a checkpoint's forward where all passes are done; none if B is not known.
 
-    That is the pass of the last recomputation in this backward, which another checkpoint of the same forward has run.
-    If there was none, the checkpoint is around the whole model: its first forward had no gradients, and so no pass. A
-    new pass begins.
+    If another checkpoint was run again in this backward, both are of one forward, and of its pass. If not, the
+    checkpoint is around the whole model, whose first forward had no gradients and so no pass: a new pass begins.
     """
     resumed, node = recorder.backward.resumed, running_node()
     if resumed is not None and batch in (resumed.batch, 1):
@@ -88,9 +87,9 @@ def noted_pass(node: Any) -> Pass | None:
 
 
 def note_pass(outputs: Iterable[Any], pass_: Pass) -> bool:
-    """Notes a forward's pass on the nodes that may be its reentrant checkpoints; whether there are any.
+    """Notes a forward's pass on the nodes that may be its reentrant checkpoints; returns whether there are any.
 
-    Behind the node of a reentrant checkpoint there is no graph, so nothing else leads to the pass.
+    The graph ends at the node of a reentrant checkpoint, so that nothing else leads to the pass.
     """
     ends = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn is not None]
     nodes = [node for node in graph_of(*ends) if _is_custom(node) and not isinstance(node, Expand._backward_cls)]

@@ -29,7 +29,7 @@ _RESULT = "expanded_nn.result"  # a key in the metadata of a node of the graph
 
 
 class _Recomputed(Exception):
-    """A checkpoint runs layers again for a value that is read here, and that can be done without."""
+    """Ends a checkpoint's forward that runs only because a saved value is read here; the search needs no such value."""
 
 
 # of each thread: whether it reads values that the graph has saved, for which a checkpoint may run layers again
@@ -41,9 +41,9 @@ def linked_pass(
 ) -> Pass | None:
     """The pass that the arguments of a forward of B samples come from: that of an earlier call of the model.
 
-    `None` if there is no such pass. Rows of two passes stand side by side; clipped each for itself, those of one
-    sample would not bound what it adds. So a call that goes on from a pass belongs to it, even where another one or a
-    backward has come between. Where another model of the `models` comes between, its nodes are passed through.
+    `None` if there is no such pass. Rows of two passes are clipped separately, so that a sample with rows in both could
+    add more than the bound. So a call that goes on from a pass belongs to that pass, even if another pass or a backward
+    has come between. If the graph goes through another of the `models`, the search goes on behind that.
 
     Raises:
         PerSampleError: If the samples of that pass are others in number, or have taken each other's places.
@@ -102,8 +102,8 @@ def _orders_of(packed: PackedSequence) -> list[Tensor]:
 def _pass_of(node: Any) -> tuple[Pass | None, list[Tensor], bool]:
     """The pass that a node of the graph tells: that of a result, of its expansion, or of its reentrant checkpoint.
 
-    With it come the `_orders_of` a result that is a packed sequence, and whether samples may not stand where the model
-    says.
+    With it come the `_orders_of` a result that is a packed sequence, and whether the samples may stand elsewhere than
+    the model says.
     """
     if isinstance(node, Expand._backward_cls):
         return cast(Any, node).pass_, [], True
@@ -117,9 +117,9 @@ def _passes_behind(
     usual_dim: Callable[[int], int],
     batch: int,
 ) -> Iterator[tuple[Pass, list[Tensor], Moved | None]]:
-    """The passes behind some nodes, up to the nearest of the model's own.
+    """The passes behind some nodes; the search ends at passes of the model itself.
 
-    With each come the `_orders_of` its sequences, and what has moved samples on the way.
+    With each come the `_orders_of` its sequences, and what has moved samples between it and the end.
 
     Args:
         ends: The nodes.
@@ -166,7 +166,7 @@ def _dim_before(node: Any, dim: int | None) -> int | None:
 
 
 def _moves_of(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple[Sequence[int], Moved | None]:
-    """The edges of a node that lead to samples, by their numbers, and whether the node gives these another order."""
+    """The numbers of a node's edges that lead to samples, and how the node moves these, if it does."""
     operation = operation_of(node)
     shape = shape_of(node) if operation in _OPERATIONS else ()
     if not len(shape):
@@ -189,7 +189,7 @@ def _moves_of(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple
                 moved = Moved(operation.lower(), None) if _joins_elsewhere(node, dim, batch) else None
                 return range(len(node.next_functions)), moved
             index = node._saved_indices if operation == "Sort" else getattr(node, "_saved_index", None)
-    except (RuntimeError, _Recomputed):  # where a backward has freed it, none will come this way again
+    except (RuntimeError, _Recomputed):  # a backward has freed it, so that no other one can go this way
         return (), None
     finally:
         _READING.runs = False
@@ -201,7 +201,7 @@ def _joins_elsewhere(node: Any, dim: int, batch: int) -> bool:
     """Whether `cat` or `stack` puts a part of a tensor of B samples in another place than it had there."""
     place = 0
     for parent, number in node.next_functions:
-        if parent is None:  # a constant, of which the graph does not say how long it is
+        if parent is None:  # a constant: the graph does not say how long it is
             return False
         if _place_of(parent, number, dim, batch) not in (None, place):
             return True
@@ -266,7 +266,7 @@ def _other_samples(recorder: RecorderLike, module: nn.Module, batch: int, pass_:
 
 
 def _warn_of_other_samples(recorder: RecorderLike, module: nn.Module, batch: int, pass_: Pass) -> None:
-    """Says that the samples of another model were others in number, unless this one has no rows."""
+    """Warns that the samples of another model were more or fewer, unless this model has no rows."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return
     warn(

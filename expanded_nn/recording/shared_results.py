@@ -129,27 +129,29 @@ class Copies:
     ) -> list[CopiesDim | None] | None:
         """Where the samples stand in each result; `None` in one that is no copy for each of them.
 
-        `None` for all where results for copies that differ do not hold, for the first two samples, what the copy of
-        each gives alone. Two are tried: one may agree by chance, where the operation takes the last or the largest.
+        The operation is called with copies that differ, and with that of one sample alone: both have to agree. `None`
+        for all where they do not. Two samples are tried, as one may agree by chance, where the operation takes the last
+        or the largest.
         """
         leaves, structure = tree_flatten((args, kwargs))
         copies = [self.known.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in leaves]
         differing = [x if copy is None else copy.differing() for x, copy in zip(leaves, copies, strict=True)]
-        pairs = list(zip(differing, copies, strict=True))
-        whole = _called(func, differing, structure)
-        places: list[list[CopiesDim | None]] = []  # of each result, where the samples may stand
-        for sample in (0, 1):
-            alone = [x if copy is None else copy.alone(x, sample) for x, copy in pairs]
+        whole = _called(func, differing, structure) or []
+        is_any_new = any(copy is not None and copy.is_new for copy in copies)
+
+        def places(sample: int) -> list[list[CopiesDim | None]]:
+            """Where the samples may stand in each result, as one of them tells."""
+            alone = [x if copy is None else copy.alone(x, sample) for x, copy in zip(differing, copies, strict=True)]
             results = _called(func, alone, structure)
             if results is None:  # a size that the forward has asked for is 1 in the plain model
                 results = _called(func, [1 if type(x) is int and x == batch else x for x in alone], structure)
-            if whole is None or results is None or len(whole) != len(results):
-                return None
-            found = [self._places(*pair, sample, batch, meets_samples) for pair in zip(whole, results, strict=True)]
-            places = [[place for place in own if not sample or place in places[i]] for i, own in enumerate(found)]
-        is_any_new = any(copy is not None and copy.is_new for copy in copies)
-        usable = [[place for place in own if place is None or is_any_new or not place[1]] for own in places]
-        return [own[0] for own in usable] if all(usable) else None
+            if results is None or len(whole) != len(results):
+                return []
+            found = (self._places(*pair, sample, batch, meets_samples) for pair in zip(whole, results, strict=True))
+            return [[place for place in own if place is None or is_any_new or not place[1]] for own in found]
+
+        both = [[place for place in own if place in other] for own, other in zip(places(0), places(1), strict=False)]
+        return [own[0] for own in both] if both and all(both) else None
 
     def _places(
         self, whole: Tensor, alone: Tensor, sample: int, batch: int, meets_samples: bool

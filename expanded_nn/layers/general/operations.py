@@ -449,21 +449,8 @@ NODE_RULES: dict[str, Callable[[Operation], Samples]] = {
     ),
     **dict.fromkeys(
         [
-            *(
-                "Softmax",
-                "SafeSoftmax",
-                "LogSoftmax",
-                "Cumsum",
-                "Logsumexp",
-                "Topk",
-                "Sort",
-                "Sum",
-                "Mean",
-                "Max",
-                "Min",
-                "Amax",
-            ),
-            *("Amin", "Var", "Std", "LinalgVectorNorm", "Norm"),
+            *("Softmax", "SafeSoftmax", "LogSoftmax", "Cumsum", "Logsumexp", "Topk", "Sort", "Sum", "Mean", "Max"),
+            *("Min", "Amax", "Amin", "Var", "Std", "LinalgVectorNorm", "Norm"),
         ],
         _along,
     ),
