@@ -311,5 +311,5 @@ _FIXED: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "randint": lambda drawn, args: drawn.fill_(0 if isinstance(args[1], tuple | list) else args[0]),
     "randperm": lambda drawn, args: drawn.copy_(torch.arange(len(drawn)).roll(1)),  # the identity would hide mixing
 }
-_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+_DROPOUTS: set[Any] = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 _DROPOUTS.add(F.multi_head_attention_forward)

@@ -18,7 +18,7 @@ from expanded_nn.core import cost
 from expanded_nn.core.terms import Dense
 from expanded_nn.factored import FactoredTensor, materialized, times
 from expanded_nn.recording.backward import accumulates
-from expanded_nn.recording.graph import graph_of
+from expanded_nn.recording.graph import graph_of, leaves_behind
 from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.lift import quiet_fallbacks
 from expanded_nn.recording.passes import Pass
@@ -143,8 +143,7 @@ class Computed:
 
 def leaves_of(weight: Tensor, recorder: RecorderLike | None = None) -> list[Tensor]:
     """The leaf tensors that `weight` was computed from; `recorder` gives its name for errors."""
-    nodes = list(graph_of(weight.grad_fn))
-    if any(map(is_expansion, nodes)):
+    if comes_from_rows(weight):
         raise complaint(
             "expanded(weight)" if recorder is None else recorder.name_of(weight),
             "the weight was computed from the output of a model in per-sample mode, or from a gradient of its loss, so "
@@ -152,7 +151,7 @@ def leaves_of(weight: Tensor, recorder: RecorderLike | None = None) -> list[Tens
             "a weight that no samples went into, or one for each sample, (B, *shape)",
             "Compute it with per_sample(False).",
         )
-    return list(dict.fromkeys(node.variable for node in nodes if hasattr(node, "variable")))
+    return leaves_behind(weight.grad_fn)
 
 
 def comes_from_rows(x: Tensor) -> bool:

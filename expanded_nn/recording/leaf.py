@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from expanded_nn.common.rounding import are_equal
 from expanded_nn.common.traced import assume, is_traced, known_zero
 from expanded_nn.recording.backward import running_backward
 from expanded_nn.recording.passes import Pass
@@ -67,17 +67,17 @@ class ExpectedGradient:
         """Whether the gradient that arrives at the parameter is this one, with nothing added."""
         if self.first is not None:
             return self.first.is_as_it_was(arrived)  # autograd adds a second gradient to the first one, in place
-        return self.total is not None and not self.was_changed and _are_equal(self.total, arrived.detach())
+        return self.total is not None and not self.was_changed and _is_sum_of_passes(self.total, arrived.detach())
 
 
-def _are_equal(total: Tensor, arrived: Tensor) -> bool:
-    """Whether two gradients have the same numbers; NaN equals NaN, as a sample may have such a gradient."""
+def _is_sum_of_passes(total: Tensor, arrived: Tensor) -> bool:
+    """Whether two gradients have the same numbers, NaN included, as a sample may have such a gradient."""
     if total.is_sparse or arrived.is_sparse:
         total, arrived = total.to_dense(), arrived.to_dense()
     if is_traced():
         assume((total == arrived).all(), "call after call a gradient is not the sum of those of its passes")
         return True
-    return torch.equal(total, arrived) or bool(torch.allclose(total, arrived, rtol=0.0, atol=0.0, equal_nan=True))
+    return are_equal(total, arrived)
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn.common.batch import batch_dim, has_derivatives, tensors
+from expanded_nn.common.rounding import are_near
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.recording.settings import RecorderLike
 
@@ -162,7 +163,7 @@ class Copies:
             dims = [usual] if self._has_rows(whole, batch) else [i for i, n in enumerate(whole.shape) if n == batch]
             if not dims:  # a loss of all samples, or what does not depend on the copies
                 return [None] if meets_samples or torch.equal(whole, alone) else []
-            return [None] if any(_near(whole.select(dim, sample), alone.select(dim, sample)) for dim in dims) else []
+            return [None] if any(are_near(whole.select(dim, sample), alone.select(dim, sample)) for dim in dims) else []
         if meets_samples:
             return []
         is_new = whole.dim() > alone.dim()
@@ -170,7 +171,7 @@ class Copies:
         for dim in dict.fromkeys((usual, 0)) if is_new else range(alone.dim()):
             one = alone.unsqueeze(dim) if is_new else alone
             is_whole = list(whole.shape) == [*one.shape[:dim], batch, *one.shape[dim + 1 :]]
-            if is_whole and one.shape[dim] == 1 and _near(whole.narrow(dim, sample, 1), one):
+            if is_whole and one.shape[dim] == 1 and are_near(whole.narrow(dim, sample, 1), one):
                 found.append((dim, is_new))
         return found
 
@@ -213,7 +214,3 @@ def _called(func: Any, leaves: list[Any], structure: TreeSpec) -> list[Tensor] |
             return _numbers(func(*args, **kwargs))
     except (RuntimeError, ValueError, TypeError, IndexError):
         return None
-
-
-def _near(x: Tensor, other: Tensor) -> bool:
-    return torch.allclose(x, other, rtol=1e-2 if x.dtype.itemsize < 4 else 1e-4, equal_nan=True)
