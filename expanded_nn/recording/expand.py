@@ -76,10 +76,13 @@ class ExpandComputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_batched(rows)
         computed: Computed = ctx.computed
         leaves = computed.leaves
         if rows.shape[0] == 0:
             return None, None, *(leaf.new_zeros(0, *leaf.shape) for leaf in leaves)
+        if not any(ctx.needs_input_grad):
+            return None, None, *[None] * len(leaves)
         if torch.is_grad_enabled():
             return None, None, *computed.differentiable(saved_tensors(ctx), materialized(rows))
         with meanwhile(computed.recorder.backward, computed=ctx):

@@ -217,7 +217,7 @@ class Batched(Tensor):
     @cached_property
     def value(self) -> Tensor:  # (B, *shape)
         assert self.source is not None
-        return self.source.expanded(self.run.batch)
+        return self.source.expanded(self.run.batch, self.run.recorder)
 
     def part(self, number: int) -> Tensor:
         """One of the parts of a parameter, `(B, *shape)`, whose rows are put together once for all of them."""
