@@ -111,6 +111,10 @@ def per_sample(model: Model, mode: bool = True, **settings: Any) -> Model:
     Returns:
         The module itself.
 
+    Raises:
+        ConversionError: If it holds modules that cannot be converted.
+        TypeError: If `model` is no model, or there is no such setting; and what `model.per_sample` raises.
+
     Example:
         >>> import torch, expanded_nn as enn
         >>> model = enn.per_sample(torch.nn.Linear(3, 2), loss_reduction="sum")

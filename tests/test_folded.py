@@ -717,12 +717,14 @@ def test_each_rule_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
             used.add(name)
             return super().get(name, default)
 
-    monkeypatch.setattr(owners, "RULES", Noting(owners.RULES))
+    monkeypatch.setattr(owners, "NODE_RULES", Noting(owners.NODE_RULES))
     for function in KNOWN.values():
         samples_of(function)
-    moves = {name for name, rule in owners.RULES.items() if rule not in (operations._elementwise, operations._along)}
+    moves = {
+        name for name, rule in owners.NODE_RULES.items() if rule not in (operations._elementwise, operations._along)
+    }
     assert len(moves & used) > 25, sorted(moves - used)
-    assert alike <= set(owners.RULES)
+    assert alike <= set(owners.NODE_RULES)
 
 
 def test_rows_in_their_places_again() -> None:
@@ -757,6 +759,31 @@ def test_a_forward_that_casts_a_layer() -> None:
         total_loss(model, each).backward()
         rows = {name: rows.double() for name, rows in rows_of(model).items()}
         assert_close_rows(rows, {name: rows.double() for name, rows in expected.items()}, 1e-5)
+
+
+@enn.alone
+class KernelTwice(nn.Module):
+    """Images of several a sample through the same kernel twice: the second input is computed from the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(values(3, 3, 3, 3) / 5)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, images, 3, height, width)
+        images = torch.tanh(F.conv2d(x.flatten(0, 1), self.kernel, padding=1))
+        return F.conv2d(images, self.kernel, padding=1).unflatten(0, x.shape[:2])
+
+
+def test_a_kernel_that_images_meet_twice_has_rows_with_a_history() -> None:
+    """The gradient of the second input goes back to the weight once, and not with that of the weight as well."""
+    plain, x = built(KernelTwice(), around=False), values(B, 2, 3, 5, 5, seed=2)
+    model = enn.convert(plain).per_sample()
+    for _ in range(2):  # the first step compares
+        loss = model(x).square().flatten(1).sum(1).mean()
+        torch.autograd.grad(loss, model.kernel, create_graph=True)
+    assert runs_whole(model)
+    alone = [torch.autograd.grad(plain(x[i : i + 1]).square().sum(), plain.kernel)[0] for i in range(B)]
+    assert_close(model.kernel.grad_sample, torch.stack(alone))
 
 
 def test_a_copy_learns_anew() -> None:

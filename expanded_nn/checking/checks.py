@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from expanded_nn._errors import PerSampleError, PerSampleWarning, complaint, named
 from expanded_nn.checking.loop import Loop, listed
 from expanded_nn.checking.report import Findings, Problem, Report as Report
-from expanded_nn.checking.running import Call, Runner, Step, leaves_behind
+from expanded_nn.checking.running import Call, Runner, Step
 from expanded_nn.checking.samples import GivenLosses, Layout, difference, first_mixed, last_mixed, layer_without_samples
 from expanded_nn.checking.trace import ErrorCollector, Shapes, Trace
 from expanded_nn.common.batch import has_derivatives
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.layers.norm import standardized
+from expanded_nn.recording.graph import leaves_behind
 from expanded_nn.recording.recorder import Recorder, Settings, recorder_of
 
 _APART = (
@@ -96,7 +97,7 @@ class Check:
                 _refuse_other_arguments(self.plain.module, self.call.arguments, error)
                 raise
         self.set_tolerance()
-        leaves = leaves_behind(self.outputs)
+        leaves = leaves_behind(*(output.grad_fn for output in self.outputs))
         used = {id(leaf) for leaf in leaves}
         originals = [name for name, p in model.named_parameters() if id(p) in used]
         if originals:

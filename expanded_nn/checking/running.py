@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 from expanded_nn._errors import complaint
 from expanded_nn.common.batch import batch_dim, batch_of, has_derivatives, in_order, own_batch_first, tensors
 from expanded_nn.common.steady import RandomStates
-from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.recorder import Settings
 
 
@@ -25,12 +24,6 @@ def undisturbed() -> Iterator[None]:
     """Switches gradients on, and leaves the random states as they were."""
     with RandomStates(), torch.inference_mode(False), torch.enable_grad():
         yield
-
-
-def leaves_behind(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """The leaf tensors with gradients that outputs were computed from."""
-    nodes = [node for output in outputs for node in graph_of(output.grad_fn)]
-    return list({id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}.values())
 
 
 def _seed(seed: int) -> None:

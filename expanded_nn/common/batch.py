@@ -92,7 +92,7 @@ def rows_are_nodes(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def batch_dim(dims: int, *, batch_first: bool) -> int:
-    """Where the samples stand in a tensor of so many batch-like dimensions."""
+    """Where the samples stand in a tensor of so many dimensions: first, or second if it has two or more."""
     return 0 if batch_first or dims < 2 else 1
 
 

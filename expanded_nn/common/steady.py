@@ -1,4 +1,9 @@
-"""Running a forward again under the same conditions: the same random numbers, and nothing left behind."""
+"""Running a forward again under the same conditions: the same random numbers, and nothing left behind.
+
+What a forward changes is taken back in three ways, as each does what the others cannot. `StateBefore` puts the user's
+own values back in place, those in arguments too. `without_traces` lets the forward work on copies: graphs that are
+alive need the originals untouched. `Traces` puts attributes back, and says whether anything else has changed.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +29,7 @@ from expanded_nn.common.batch import contents
 # The attributes that the library sets on modules: by `per_sample`, by the general rule, by what layers have seen of
 # inputs. All others are the user's, and what a forward that starts over has changed in them is put back; so is an
 # Embedding's `_takes_labels`, which is none of these. `OURS` are those that nobody puts back.
-OWN_STATE = (
-    "_recorder",
-    "_settings",
-    "_trials",
-    "_ranks",
-    "_learned",
-    "_layout_is_clear",
-)
+OWN_STATE = ("_recorder", "_settings", "_trials", "_ranks", "_learned", "_layout_is_clear")
 OURS = {"_parameters", "_modules", "_flat_weights", "_flat_weight_refs", *OWN_STATE}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOK_TABLES = {name for name in vars(nn.Module()) if "_hooks" in name}
@@ -313,12 +311,5 @@ _FIXED: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "randint": lambda drawn, args: drawn.fill_(0 if isinstance(args[1], tuple | list) else args[0]),
     "randperm": lambda drawn, args: drawn.copy_(torch.arange(len(drawn)).roll(1)),  # the identity would hide mixing
 }
-_DROPOUTS = {
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    F.multi_head_attention_forward,
-}
+_DROPOUTS: set[Any] = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+_DROPOUTS.add(F.multi_head_attention_forward)

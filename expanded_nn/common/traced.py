@@ -117,7 +117,7 @@ def known_zero(grad: Tensor) -> bool | None:
 
 
 def refuse_values(reason: str) -> None:
-    """Gives a trace up: what comes next depends on values, and has no usual outcome.
+    """Gives a trace up for good: what comes next depends on values, and none of its outcomes is the usual one.
 
     Raises:
         OnlyEager: With the reason, in a trace.
@@ -127,7 +127,7 @@ def refuse_values(reason: str) -> None:
 
 
 def wait_for_values(reason: str) -> None:
-    """Puts a trace off: what comes next is done only once, and takes values.
+    """Puts a trace off to a later call: what comes next needs values, and is done in the first call only.
 
     Raises:
         FirstEager: With the reason, in a trace.

@@ -31,7 +31,7 @@ def dense(
     kind: Kind,
     out: Tensor | None = None,  # (B, *row_shape)
 ) -> Tensor:  # (B, *row_shape)
-    """The rows themselves, in memory of their own: that of `out`, for a single block whose first term fills it."""
+    """The rows themselves, in new memory, or in that of `out`, for a single block whose first term fills it."""
     return _cat([_block_rows(size, terms, kind, out) for size, terms in blocks])
 
 

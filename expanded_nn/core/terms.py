@@ -1,8 +1,8 @@
 """The kinds of factors that per-sample gradients are made of, and the algebra of one term.
 
 A term stands for rows `(B, *row_shape)` and holds only what they are made of. It is linear in each of its
-floating-point factors, which have no history. The number `coefficient` multiplies the smallest tensor there is, as late
-as possible. A term does not see that a factor is changed in place: `Guarded` in `rows/cell.py` does.
+floating-point factors, which have no history. The number `coefficient` multiplies the rows; it is applied as late as
+possible, to the smallest tensor. Changes of a factor in place are seen by `Guarded` in `rows/cell.py`, not by the term.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Other = TypeVar("Other", bound="Term")
 class Products:
     """The products of all positions of a factor with each other, kept for the next term that has the same factor.
 
-    Queries, keys and values have their input in common, the two weights of a recurrence the gradient of its gates. Of
-    the last two factors the products are kept, as a term has two.
+    Queries, keys and values share their input, the weights of a recurrence the gradient of its gates. A term has two
+    factors, so the products of the last two are kept.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Term(ABC):
 
     @abstractmethod
     def dense(self, out: Tensor | None = None) -> Tensor:
-        """The rows themselves, `(B, *row_shape)`, in memory of their own: that of `out`, where it serves."""
+        """The rows themselves, `(B, *row_shape)`, in new memory, or in that of `out`, if `fills_memory`."""
 
     @abstractmethod
     def weighted_sum(self, weights: Tensor | None) -> Tensor:
@@ -125,7 +125,7 @@ class Term(ABC):
         )
 
     def _meets(self, other: Term, kind: type[Other]) -> TypeGuard[Other]:
-        """Whether `other` is of a kind, and has rows of this shape; those of a view may have another one."""
+        """Whether `other` is of that kind, and its rows have the same shape; a view may have changed it."""
         return isinstance(other, kind) and other.row_shape == self.row_shape
 
     def squared_norms(self, products: Products | None = None) -> Tensor:
@@ -388,9 +388,9 @@ class Outer(Term):
 
 
 class PaddedOuter(Outer):
-    """Rows of samples with unequal numbers of positions: behind those of shorter ones stand zeros.
+    """Rows of samples with unequal numbers of positions, where shorter ones are filled up with zeros.
 
-    So nothing counts its positions, or compares them with those of other rows.
+    So its positions are not counted, and not compared with those of other rows.
     """
 
 

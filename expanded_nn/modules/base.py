@@ -35,7 +35,7 @@ _ZERO_GRAD = nn.Module.zero_grad
 
 
 class _AsBefore:
-    """Stands for a setting that is not named in a call."""
+    """The default of each setting: it stays as it was said last."""
 
     def __repr__(self) -> str:
         return "<as before>"
@@ -56,7 +56,7 @@ def _show_plain_forward(kind: type[PerSampleModule]) -> None:
 
 
 def _refusing_other_settings(per_sample: Function) -> Function:
-    """Raises a `TypeError` that lists the settings, in place of Python's own, for a name that is none."""
+    """Makes an unknown setting a `TypeError` that lists the settings; Python's own would name only that one."""
     names = list(signature(per_sample).parameters)[2:]
 
     @wraps(per_sample)
@@ -76,7 +76,7 @@ class PerSampleModule(nn.Module):
 
     Attributes:
         plain_class: The class that `revert` gives back, where it is not the first `torch.nn` class in the ancestry.
-        calls_others: Whether its forward runs one of the user's, which may put the samples in another order.
+        calls_others: Whether its forward runs code of the user's, which may put the samples in another order.
     """
 
     plain_class: ClassVar[type[nn.Module] | None] = None
@@ -87,7 +87,7 @@ class PerSampleModule(nn.Module):
     _settings: Settings = Settings()  # as they were said last
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        if cls.plain_class is None:  # what the user's class does for its subclasses is not for its twin
+        if cls.plain_class is None:  # the user's own `__init_subclass__` is not for its twin
             super().__init_subclass__(**arguments)
         _show_plain_forward(cls)
 
@@ -145,7 +145,7 @@ class PerSampleModule(nn.Module):
         return self
 
     def _learn(self, learned: Learned | None) -> None:
-        """Switches to the general rule for what was learned, or with `None` back to the class of before."""
+        """Sends the module through the general rule, for the reason learned; with `None` makes it what it was."""
         kind = None if self._learned is None else self._learned.kind
         for attribute in ("_learned", "_trials"):
             self.__dict__.pop(attribute, None)
@@ -156,7 +156,7 @@ class PerSampleModule(nn.Module):
             object.__setattr__(self, "__class__", twin_class(kind, self.plain_class))
 
     def _kind(self) -> type[PerSampleModule] | None:
-        """The library's class that its own is made of, where the general rule could take the place of that one."""
+        """The library's class in its own, if the general rule can take the place of that; else `None`."""
         if self._learned is not None or "plain_class" not in vars(type(self)):
             return None if self._learned is None else self._learned.kind
         kind = next(base for base in type(self).__bases__ if issubclass(base, PerSampleModule))
@@ -204,7 +204,7 @@ class PerSampleModule(nn.Module):
 
 
 def _with_rows(module: Root | Expanded, recorder: Recorder, args: Any, kwargs: Any) -> Any:
-    """The forward in per-sample mode: a part of the one that runs, or one that may start over."""
+    """The forward in per-sample mode: a part of the forward that runs, or else one that may start over."""
     if torch.compiler.is_compiling():
         return outside_of_graph(module.forward, *args, **kwargs)
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
@@ -230,14 +230,15 @@ class Root(PerSampleModule):
         if recorder is None:
             return super().forward(*args, **kwargs)
         if not torch.is_grad_enabled():
-            if torch.compiler.is_compiling() or recorder.in_any_forward():
+            runs = recorder.in_forward or recorder.passes.no_grad_forward.call is not None
+            if runs or torch.compiler.is_compiling():
                 return super().forward(*args, **kwargs)
             with recorder.without_gradients(self, self.samples_in(*args, **kwargs), (args, kwargs)):
                 return super().forward(*args, **kwargs)
         return _with_rows(self, recorder, args, kwargs)
 
     def _in_pass(self, args: Any, kwargs: Any) -> Any:
-        """The forward as a part of the one that runs, or in a pass."""
+        """The forward, as a part of the outermost one that runs, or as that itself."""
         recorder = self._recorder
         if recorder is None or recorder.in_forward:
             return super().forward(*args, **kwargs)
@@ -286,7 +287,7 @@ class Expanded(PerSampleModule):
         return _with_rows(self, recorder, args, kwargs)
 
     def _without_rows(self, recorder: Recorder | None, args: Any, kwargs: Any) -> Any:
-        """The forward where no rows are due: the mode is off, or there are no gradients, or none are asked for."""
+        """The forward without rows: the mode is off, gradients are off, or the parameters require none."""
         if recorder is not None:
             recorder.note_plain_forward()
             if torch.is_grad_enabled() and not recorder.in_forward:
@@ -306,7 +307,7 @@ class Expanded(PerSampleModule):
         return owned(output) if self.returns_fresh and recorder is not None and recorder.in_forward else output
 
     def _in_pass(self, args: Any, kwargs: Any) -> Any:
-        """The forward as a part of the one that runs, or in a pass."""
+        """The forward, as a part of the outermost one that runs, or as that itself."""
         recorder = self._recorder
         assert recorder is not None
         order = recorder.escalation.order
@@ -319,7 +320,7 @@ class Expanded(PerSampleModule):
         return recorder.outermost_forward(self, self.expanded_forward, args, kwargs)
 
     def _as_one_operation(self, order: Order, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The layer's result, of which the order of the samples hears as a whole, and where they stand in it."""
+        """The layer's result; `order` sees the layer as one operation, and where the samples stand in the result."""
         result = order.as_one_operation(function, *args, **kwargs)
         if self.fixed_layout or type(self).sample_dims is not Expanded.sample_dims:
             results = list(data_in(result))
@@ -327,7 +328,7 @@ class Expanded(PerSampleModule):
         return result
 
     def _noting_what_is_shared(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """The forward inside of another, which hears of results that all samples share."""
+        """The forward inside of another one; notes there a result that all samples share."""
         notes, order = forward.notes, forward.recorder.escalation.order
         if order is None:
             return self.expanded_forward(*args, **kwargs)
@@ -335,7 +336,7 @@ class Expanded(PerSampleModule):
         result = self.expanded_forward(*args, **kwargs)
         inputs_shared = notes.inputs_shared[before:]
         if inputs_shared and all(inputs_shared) and len(order.copies.known) == known:
-            # where it does not say more, only a single result is known to have its samples where its input has them
+            # without `sample_dims` of its own, only a single result is known to have its samples where the input has
             says_dims = type(self).sample_dims is not Expanded.sample_dims
             results = list(tensors(result)) if says_dims else [result]
             dims = [self._samples_dim, *self.sample_dims(len(results))[1:]]
@@ -365,7 +366,7 @@ class Expanded(PerSampleModule):
         return self._recorder.expand(parameter, None if parameter.is_leaf else self._again(name))
 
     def _again(self, name: str) -> Recompute | None:
-        """What computes a parametrized weight anew."""
+        """A function that computes a parametrized weight from other values of its parameters."""
         if not parametrize.is_parametrized(self, name):
             return None
         parametrization = cast(nn.Module, self.parametrizations[name])  # type: ignore[index]
@@ -442,7 +443,7 @@ class Expanded(PerSampleModule):
         return layout.checked(self, x, feature_dims, dim, argument)
 
     def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError:
-        """What to say of an argument whose samples this layer cannot tell apart."""
+        """The error about an argument whose samples this layer cannot tell apart."""
         return layout.refusal(self, found, wanted, remedy)
 
     def _is_batched(self, name: str, parameter: Tensor) -> bool:
@@ -469,7 +470,7 @@ def all_parameters(module: nn.Module) -> Iterable[Tensor | None]:
 
 
 def switch(model: nn.Module, settings: Settings, *, mode: bool) -> None:
-    """Gives all modules of `model` one recorder, or takes theirs away.
+    """Gives all modules of `model` one new recorder, or with the mode off none.
 
     Raises:
         PerSampleError: If a module within holds trainable parameters and is not converted.
@@ -511,6 +512,6 @@ def _refuse_unconverted(model: nn.Module) -> None:
 
 
 def _prepare(parameters: Any) -> None:
-    """`grad_sample` is `None` from the start."""
+    """Sets `grad_sample` to `None`, so that it is there from the start."""
     for parameter in parameters:
         parameter.grad_sample = None

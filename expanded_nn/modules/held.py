@@ -67,9 +67,9 @@ def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[
 
 
 def held_rows(parameters: Mapping[str, Tensor], *, adds: bool) -> dict[str, Tensor]:
-    """Parameter name -> its rows, if it holds any. Those of a frozen parameter count if they are a part of its `.grad`.
+    """Parameter name -> its rows, if it holds any; those of a frozen parameter count if they are in its `.grad`.
 
-    With `adds`, clipping adds to `.grad`, and backwards do not.
+    `adds` says that clipping adds to `.grad`, and that backwards do not.
     """
     held = {
         name: getattr(parameter, "grad_sample", None)
@@ -100,7 +100,7 @@ def refuse_gradients_without_rows(
 ) -> None:
     """Raises if an optimizer would take a gradient that is not the sum of rows.
 
-    With `adds`, clipping is about to add to `.grad`: what is there already is not made of the rows held then.
+    `adds` says that clipping is about to add to `.grad`: what is there already is then not the sum of the rows held.
     """
 
     def is_unaccounted(parameter: nn.Parameter) -> bool:
@@ -181,7 +181,7 @@ def squared_norms(parts: Iterable[Part]) -> list[Tensor]:
 
 
 def lengths(squares: Iterable[Tensor], parts: Sequence[Part]) -> Tensor:
-    """The norm of each row over all parts, from the squares; where those are out of range, from the rows scaled."""
+    """The norm of each row over all parts, from the squares; where these overflow or vanish, from scaled rows."""
     total = added(squares)
     if total.requires_grad:  # at a row of zeros the root's derivative is infinite, that of the norm is taken for 0
         are_zero = total.eq(0)
@@ -212,7 +212,7 @@ def lengths(squares: Iterable[Tensor], parts: Sequence[Part]) -> Tensor:
 
 
 def _are_zero(parts: Iterable[Tensor]) -> Tensor:  # (B,)
-    """Whether the rows of a sample are zero because a factor is, as where a sample's loss is zero."""
+    """Whether a sample's rows are zero because a factor of each is, as where its loss is zero."""
     return torch.stack([_have_zero_factors(rows) for rows in parts]).all(0)
 
 

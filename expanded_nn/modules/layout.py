@@ -80,28 +80,28 @@ def name_of(module: Member) -> str:
 
 
 def refusal(module: Member, found: str, wanted: str, remedy: str) -> PerSampleError:
-    """What to say of an argument whose samples a module cannot tell apart; the module around it may."""
+    """The error about an argument whose samples a module cannot tell apart; the module around it is tried then."""
     error = complaint(name_of(module), found, wanted, remedy)
     error.refused_by = module
     return error
 
 
 def note_input(layer: Member, *, shared: bool) -> None:
-    """The forward hears whether an input has one row that all samples share."""
+    """Notes in the forward whether an input has one row that all samples share."""
     forward = forward_of(layer)
     if forward is not None:
         forward.notes.inputs_shared.append(shared)
 
 
 def note_shared_result(layer: Reader, result: Tensor, *, is_new: bool) -> None:
-    """The forward hears that a result, of what all samples share, has them first, where they stand second elsewhere."""
+    """Notes in the forward a result for what all samples share: it has them first, in a model that has them second."""
     forward = forward_of(layer)
     if forward is not None and layer.pass_batch_size > 1:
         forward.note_shared(cast(nn.Module, layer), result, 0, is_new=is_new)
 
 
 def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str) -> Tensor:
-    """`x` with B rows in dimension `dim`, one per sample; one that all share is expanded, any others are refused."""
+    """`x` with B rows in dimension `dim`, one per sample: one row that all share is expanded, others are refused."""
     batch = layer.pass_batch_size
     if x.layout is not torch.strided or x.is_nested:
         _refuse_layout(layer, x, argument)
@@ -235,13 +235,13 @@ def _refuse_unclear_layout(module: Member, x: Tensor) -> None:
 
 
 def refuse_other_count(layer: Reader, count: int, found: str, remedy: str) -> None:
-    """Raises where an input says otherwise than by its shape that it has not B samples."""
+    """Raises where an input has another number of samples than B, as `offsets` may say and no shape."""
     if count != layer.pass_batch_size:
         raise refusal(layer, found, f"{layer.pass_batch_size}, one per sample", remedy)
 
 
 def refuse_square(layer: Reader, x: Tensor) -> None:
-    """Raises for `(B, B)` in a time-first model: samples by features, or positions by samples."""
+    """Raises for `(B, B)` in a time-first model: its samples may stand first or second."""
     if tuple(x.shape) == (layer.pass_batch_size, layer.pass_batch_size) and layer.pass_batch_size > 1:
         raise refusal(
             layer,
@@ -256,7 +256,7 @@ def refuse_square(layer: Reader, x: Tensor) -> None:
 
 
 def _is_slice(layer: Reader, x: Tensor) -> bool:
-    """Whether one row is a part of a tensor that has all samples, as in a loop over them."""
+    """Whether one row is a slice of a tensor that has all samples, as in a loop over them."""
     batch, base = layer.pass_batch_size, x._base
     if batch < 2 or base is None or base.dim() == 0 or 0 < base.numel() <= x.numel():
         return False
@@ -269,7 +269,7 @@ def _is_slice(layer: Reader, x: Tensor) -> bool:
 
 
 def _leaves_out(x: Tensor, whole: Tensor, batch: int) -> bool:
-    """Whether a view takes one place of B in what it is a view of: in one of its dimensions, or in several together."""
+    """Whether a view takes one of B places in its base: along one dimension of size B, or along several together."""
     kept = {(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1}
     left_out = [size for size, stride in zip(whole.shape, whole.stride(), strict=True) if (size, stride) not in kept]
     return batch in left_out or batch in accumulate(left_out, mul)
@@ -292,8 +292,8 @@ def _slice_refusal(layer: Reader, x: Tensor, argument: str) -> PerSampleError:
 def holds_all_samples(layer: Reader, x: Tensor) -> bool:
     """Whether one row has the numbers of all samples, one after the other, as `x.reshape(1, B * T, features)`.
 
-    Before the first layer no graph tells what was computed from the samples. But such a row shows the memory of B rows,
-    which the model does not hold, or has the values of an argument with B rows.
+    Before the first layer there is no graph that tells. But such a row is a view of B rows that are no buffer of the
+    model, or it has the same values as an argument with B rows.
     """
     batch, forward, base = layer.pass_batch_size, forward_of(layer), x._base
     if is_traced() or batch < 2 or forward is None or x.numel() == 0 or x.is_meta:
@@ -319,7 +319,7 @@ def _have_same_values(x: Tensor, other: Tensor) -> bool:
 
 
 def all_in_one_row(layer: Reader, x: Tensor, argument: str) -> PerSampleError:
-    """What to say of one row that has the numbers of all samples."""
+    """The error about one row that has the numbers of all samples."""
     return refusal(
         layer,
         f"{argument} of shape {tuple(x.shape)} has one row, but the numbers of all {layer.pass_batch_size} samples",
@@ -335,7 +335,7 @@ def index_by_sample(layer: IndexReader, index: Tensor) -> tuple[Tensor, int]:
     """The index as `(B, *)`, and the dimension in which the samples stand in what is looked up.
 
     Raises:
-        PerSampleError: If it is not to be told who is a sample.
+        PerSampleError: If nothing tells what the samples are.
     """
     batch = layer.pass_batch_size
     dim = layer._samples_dim if index.dim() > 1 else 0
@@ -374,8 +374,8 @@ _LARGE = 4  # smaller matrices have equal diagonals by chance
 def _may_be_positions(layer: IndexReader, index: Tensor) -> bool:
     """Whether B indices may be positions that all samples share, and not one index per sample.
 
-    An argument of the model is no table of positions, unless it counts from 0; and a layer that was given one index
-    per sample before goes on with them, whatever their values are by chance.
+    An argument of the model is taken for samples, unless it counts from 0. A layer that was given one index per sample
+    before takes one per sample from then on, whatever their values are.
     """
     forward = forward_of(layer)
     is_argument = forward is not None and forward.is_argument(index)
@@ -395,7 +395,7 @@ def _may_be_positions(layer: IndexReader, index: Tensor) -> bool:
 
 
 def _is_buffer(layer: Reader, index: Tensor) -> bool:
-    """Whether an index is a part of what the model holds."""
+    """Whether an index is a buffer of the model, or a view of one."""
     modules: Any = () if layer._recorder is None else layer._recorder.modules()
     memory = index.untyped_storage().data_ptr()
     buffers = (buffer for module in modules for buffer in module._buffers.values() if buffer is not None)
@@ -403,7 +403,7 @@ def _is_buffer(layer: Reader, index: Tensor) -> bool:
 
 
 def _refuse_other_batch(layer: Reader, index: Tensor, dim: int) -> None:
-    """A folded batch, or an even part of it, is no index that all samples share; positions are."""
+    """Raises for an index that looks like a folded batch, or an even part of a batch, unless it is like positions."""
     batch = layer.pass_batch_size
     sizes = [size for size in index.shape[: dim + 1] if size > 1 and (size % batch == 0 or batch % size == 0)]
     if sizes and not _are_positions(index, usually=True):
@@ -418,7 +418,7 @@ def _refuse_other_batch(layer: Reader, index: Tensor, dim: int) -> None:
 
 
 def _are_positions(index: Tensor, *, usually: bool) -> bool:
-    """Whether an index is like `arange` or a matrix of relative positions; in a trace, what is usual."""
+    """Whether an index is like `arange` or a matrix of relative positions; a trace assumes what is `usually` so."""
     if index.dim() == 1:
         condition = (index.diff() == 1).all()
     elif index.dim() != 2 or index.shape[0] != index.shape[1]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._errors import complaint
 from expanded_nn.recording.backward import in_transform, running_node
@@ -16,16 +15,14 @@ from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.passes import Pass, PassStage
 from expanded_nn.recording.settings import RecorderLike
 
-# keys in the metadata of a node of the graph
-_NOTE = "expanded_nn"
-_RESULT = "expanded_nn.result"
+_NOTE = "expanded_nn"  # a key in the metadata of a node of the graph
 
 
 def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int | None) -> Pass:
     """The pass of a forward of `module` inside a backward: the one that the checkpoint was in at first.
 
-    What the running node tells counts first. Where that says nothing, `Passes.recomputed` decides: by which passes are
-    not done, and how many samples the arguments hold.
+    What is known of the running node counts first. If that is nothing, `Passes.recomputed` decides, by which passes are
+    not done and how many samples the arguments hold.
 
     Raises:
         PerSampleError: If no pass fits, or several do; if hooks of another library run the layer again.
@@ -58,8 +55,8 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
 
 
 def _passes_at_running_node(recorder: RecorderLike) -> list[Pass]:
-    """The passes that the running node tells of: by the note on it, or by the expansions in the graph behind it."""
-    noted, living = noted_pass(), list(recorder.passes.alive)
+    """The passes that belong to the running node: the one noted on it, or those of the expansions behind it."""
+    noted, living = noted_pass(running_node()), list(recorder.passes.alive)
     if noted is not None:
         return [noted]
     if len(living) == 1 and living[0].stage is not PassStage.DONE:
@@ -68,11 +65,10 @@ def _passes_at_running_node(recorder: RecorderLike) -> list[Pass]:
 
 
 def _pass_without_forward(recorder: RecorderLike, batch: int | None) -> list[Pass]:
-    """The pass of a forward that belongs to none, as all are done, if B is known.
+    """The pass of a checkpoint's forward where all passes are done; none if B is not known.
 
-    That is the pass of the last recomputation in this backward, which another checkpoint of the same forward has run.
-    If there was none, the checkpoint is around the whole model: its first forward had no gradients, and so no pass. A
-    new pass begins.
+    If another checkpoint was run again in this backward, both are of one forward, and of its pass. If not, the
+    checkpoint is around the whole model, whose first forward had no gradients and so no pass: a new pass begins.
     """
     resumed, node = recorder.backward.resumed, running_node()
     if resumed is not None and batch in (resumed.batch, 1):
@@ -85,52 +81,21 @@ def _pass_without_forward(recorder: RecorderLike, batch: int | None) -> list[Pas
     return [pass_]
 
 
-def noted_pass() -> Pass | None:
-    """The pass noted on the node whose backward runs."""
-    pass_: Pass | None = getattr(running_node(), "metadata", {}).get(_NOTE)
-    return pass_
+def noted_pass(node: Any) -> Pass | None:
+    """The pass that `note_pass` has noted on a node."""
+    return node.metadata.get(_NOTE) if _is_custom(node) else None
 
 
 def note_pass(outputs: Iterable[Any], pass_: Pass) -> bool:
-    """Notes a forward's pass on the nodes that may be its reentrant checkpoints; whether there are any.
+    """Notes a forward's pass on the nodes that may be its reentrant checkpoints; returns whether there are any.
 
-    Behind the node of a reentrant checkpoint there is no graph, so nothing else leads to the pass.
+    The graph ends at the node of a reentrant checkpoint, so that nothing else leads to the pass.
     """
     ends = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn is not None]
     nodes = [node for node in graph_of(*ends) if _is_custom(node) and not isinstance(node, Expand._backward_cls)]
     for node in nodes:
         node.metadata.setdefault(_NOTE, pass_)
     return bool(nodes)
-
-
-def note_result(outputs: Iterable[Any], pass_: Pass, *, own_layout: bool) -> None:
-    """Notes a forward's pass on the nodes of what it returns, for forwards that are called with it later.
-
-    `own_layout` says that the samples stand where the module says, and not where the model does.
-    """
-    for value in outputs:
-        is_packed = isinstance(value, PackedSequence)
-        x = value.data if is_packed else value
-        node: Any = x.grad_fn if isinstance(x, Tensor) else None
-        if node is not None:
-            node.metadata[_RESULT] = pass_, orders_of(value) if is_packed else [], own_layout
-
-
-def orders_of(packed: PackedSequence) -> list[Tensor]:
-    """How torch has sorted the sequences, and how it brings them back in order."""
-    return [order for order in (packed.sorted_indices, packed.unsorted_indices) if order is not None]
-
-
-def pass_of(node: Any) -> tuple[Pass | None, list[Tensor], bool]:
-    """The pass that a node of the graph tells: that of a result, of its expansion, or of its reentrant checkpoint.
-
-    With it come the `orders_of` a result that is a packed sequence, and whether samples may not stand where the model
-    says.
-    """
-    if isinstance(node, Expand._backward_cls):
-        return cast(Any, node).pass_, [], True
-    notes = node.metadata
-    return notes.get(_RESULT) or (notes.get(_NOTE) if _is_custom(node) else None, [], True)
 
 
 def _is_custom(node: Any) -> bool:

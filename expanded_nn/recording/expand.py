@@ -1,4 +1,4 @@
-"""From a parameter to its `(B, *shape)` view and back: the Functions whose backward hands over the rows."""
+"""From a parameter to its `(B, *shape)` view: the autograd Functions whose backward delivers the rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from expanded_nn.core import cost
 from expanded_nn.core.terms import Dense
 from expanded_nn.factored import FactoredTensor, materialized, times
 from expanded_nn.recording.backward import accumulates
-from expanded_nn.recording.graph import graph_of
+from expanded_nn.recording.graph import graph_of, leaves_behind
 from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.lift import quiet_fallbacks
 from expanded_nn.recording.passes import Pass
@@ -46,8 +46,8 @@ class Expand(torch.autograd.Function):
             return None, None, None, None
         refuse_batched(rows)
         if recorder is None or recorder.leaves.get(ctx.parameter) is not leaf:
-            return rows.sum(0), None, None, None  # per_sample(...) was called since the forward
-        if not ctx.parameter.requires_grad:  # it was frozen since the forward, so torch adds nothing to its .grad
+            return rows.sum(0), None, None, None  # per_sample(...) was called after the forward
+        if not ctx.parameter.requires_grad:  # frozen after the forward: torch adds nothing to its .grad
             recorder.deliver(ctx.pass_, leaf, None)
             return None, None, None, None
         # torch.autograd.grad asks for the gradient, and adds nothing to .grad
@@ -65,7 +65,7 @@ class Expand(torch.autograd.Function):
 
 
 class ExpandComputed(torch.autograd.Function):
-    """A weight computed from parameters, expanded; the backward takes each row to rows of the parameters."""
+    """A weight computed from parameters, expanded; the backward turns its rows into rows of the parameters."""
 
     @staticmethod
     def forward(ctx: Any, computed: Computed, batch: int, *expanded: Tensor) -> Tensor:
@@ -76,10 +76,13 @@ class ExpandComputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_batched(rows)
         computed: Computed = ctx.computed
         leaves = computed.leaves
         if rows.shape[0] == 0:
             return None, None, *(leaf.new_zeros(0, *leaf.shape) for leaf in leaves)
+        if not any(ctx.needs_input_grad):
+            return None, None, *[None] * len(leaves)
         if torch.is_grad_enabled():
             return None, None, *computed.differentiable(saved_tensors(ctx), materialized(rows))
         with meanwhile(computed.recorder.backward, computed=ctx):
@@ -87,7 +90,7 @@ class ExpandComputed(torch.autograd.Function):
 
 
 def rows_of_sources(result: Tensor, sources: Sequence[Tensor], rows: Tensor) -> Sequence[Tensor | None]:
-    """The rows of what `result` is computed from, by its own rows; made for some samples at a time."""
+    """The rows of the `sources` that `result` is computed from, by the rows of `result`; some samples at a time."""
     batch = rows.shape[0]
     at_once = batch if is_traced() else cost.at_once(result.numel(), cost.DERIVED_AT_ONCE)
     all_rows: list[Tensor | None] = []
@@ -142,9 +145,8 @@ class Computed:
 
 
 def leaves_of(weight: Tensor, recorder: RecorderLike | None = None) -> list[Tensor]:
-    """The leaf tensors that `weight` was computed from; errors name it as the model of `recorder` does."""
-    nodes = list(graph_of(weight.grad_fn))
-    if any(map(is_expansion, nodes)):
+    """The leaf tensors that `weight` was computed from; `recorder` gives its name for errors."""
+    if comes_from_rows(weight):
         raise complaint(
             "expanded(weight)" if recorder is None else recorder.name_of(weight),
             "the weight was computed from the output of a model in per-sample mode, or from a gradient of its loss, so "
@@ -152,7 +154,7 @@ def leaves_of(weight: Tensor, recorder: RecorderLike | None = None) -> list[Tens
             "a weight that no samples went into, or one for each sample, (B, *shape)",
             "Compute it with per_sample(False).",
         )
-    return list(dict.fromkeys(node.variable for node in nodes if hasattr(node, "variable")))
+    return leaves_behind(weight.grad_fn)
 
 
 def comes_from_rows(x: Tensor) -> bool:
@@ -189,7 +191,7 @@ def passes_behind(recorder: RecorderLike, *ends: Any) -> list[Pass]:
 
 
 def keeps_factors(*expanded: Tensor | None) -> bool:
-    """Whether one of these expanded weights, or views of such, belongs to a model with `keep_factors=True`."""
+    """Whether one of these expanded weights, or views of them, belongs to a model with `keep_factors=True`."""
     for weight in expanded:
         node: Any = None if weight is None else weight.grad_fn
         while node is not None and not isinstance(node, Expand._backward_cls):

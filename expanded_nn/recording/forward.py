@@ -22,12 +22,13 @@ from expanded_nn.common.batch import (
 from expanded_nn.common.modes import is_of_checkpoint
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.backward import running_backward
-from expanded_nn.recording.checkpoints import note_pass, note_result
+from expanded_nn.recording.checkpoints import note_pass
 from expanded_nn.recording.expand import passes_behind
+from expanded_nn.recording.linked import note_result
 from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.settings import RecorderLike
 
-# the errors of torch, and of models that look for themselves, where sizes do not fit
+# what torch raises where sizes do not fit, and models that check sizes themselves
 _OF_SHAPES = (RuntimeError, ValueError, IndexError)
 
 
@@ -49,10 +50,8 @@ class InputNotes:
 class Forward:
     """The outermost forward that runs.
 
-    Its pass is chosen when a layer first needs it, as a forward without gradients has none, and a layer may know better
-    than the first argument how many samples there are. Once chosen it stays.
-
-    A context manager of this kind costs less than a generator's.
+    Its pass is chosen when a layer first needs it, and then stays: a forward without gradients has none, and a layer
+    may know B better than the first argument does. (A context manager that is a class costs less than a generator.)
 
     Attributes:
         recorder: The recorder of the model.
@@ -148,7 +147,7 @@ class Forward:
         if self._pass is not None and not self.is_explicit:
             self._refuse_other_passes(result, self._pass)
         if self._pass is not None:
-            input_ids = [id(x) for x in tensors(self.inputs)]  # may be returned as it is, and comes from elsewhere
+            input_ids = [id(x) for x in tensors(self.inputs)]  # one that is returned as it is comes from elsewhere
             own_layout = own_batch_first(self.module) is not None
             note_result([x for x in tensors(result) if id(x) not in input_ids], self._pass, own_layout=own_layout)
         if not self.will_run_again or (self._pass is None and self.batch is None):
@@ -157,9 +156,9 @@ class Forward:
             self.recorder.passes.kept.add(self.own_pass)
 
     def _refuse_other_rows(self, result: Any) -> None:
-        """Looks whether the result speaks of another number of samples than the first tensor among the arguments."""
+        """Raises or warns where the result has another number of rows than the first tensor among the arguments."""
         batch = self.batch_so_far
-        if batch is None or hasattr(self.module, "batch_first"):  # which says where samples stand in the tensors there
+        if batch is None or hasattr(self.module, "batch_first"):  # the module says itself where samples stand
             return
         results = [x for x in tensors(result) if isinstance(x, Tensor) and x.requires_grad and x.numel() > 1]
         counts = set(map(self._rows_in, results))
@@ -185,9 +184,9 @@ class Forward:
             )
 
     def _refuse_other_passes(self, result: Any, own_pass: Pass) -> None:
-        """Looks whether the result comes from another pass, by what the model or the code around it has kept.
+        """Raises if the result depends on another pass, by what the model or the code around it has kept.
 
-        Those behind the arguments are known: what is wrong with them was said when the pass was chosen.
+        Passes behind the arguments are left out: `choose_pass` has looked at them.
         """
         others = {pass_ for pass_ in self.recorder.passes.alive if pass_.may_go_on and pass_ is not own_pass}
         if not others:
@@ -211,9 +210,9 @@ class Forward:
         return x.shape[dim] if x.dim() else 1
 
     def note_shared(self, layer: nn.Module, result: Any, dim: int, *, is_new: bool) -> None:
-        """Notes a layer's result for an input that all samples share, and where its samples stand.
+        """Notes a layer's result for an input that all samples share: its samples stand in dimension `dim`.
 
-        `is_new` says that the plain result has no such dimension.
+        `is_new` says that the plain layer's result does not have that dimension.
         """
         if isinstance(result, Tensor) and result.grad_fn is not None and result.dim() > dim:
             self.notes.sharing.append(layer)
@@ -222,7 +221,7 @@ class Forward:
                 order.copies.note(result, layer, dim, is_new=is_new)
 
     def taking_apart(self, layer: nn.Module, operation: str) -> PerSampleError:
-        """What to say of a result that all samples share, and that the model does not take as a whole."""
+        """The error where a model takes a part of a result that all samples share, of which each has a copy."""
         error = complaint(
             self.recorder.name_of(layer),
             f"its input is shared by all {self.own_pass.batch} samples, so its result has a copy for each of "
@@ -247,7 +246,7 @@ class Forward:
             self.recorder.passes.note_without_rows(self.batch)
 
     def blame(self, error: BaseException) -> None:
-        """Names the layer whose result for what all samples share may have led to an error that is not ours."""
+        """Adds to an error of the model's own the layer that may have led to it, by a copy for each sample."""
         if isinstance(error, PerSampleError) or is_of_checkpoint(error) or hasattr(error, "refused_by"):
             return
         if self.notes.broadcast:

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+from torch import Tensor
+
 
 def graph_of(*ends: Any) -> Iterator[Any]:
     """The nodes of the graph behind the nodes `ends`, and those themselves, nearest first."""
@@ -17,6 +19,11 @@ def graph_of(*ends: Any) -> Iterator[Any]:
             seen.add(node)
             yield node
             nodes.extend(parent for parent, _ in node.next_functions)
+
+
+def leaves_behind(*ends: Any) -> list[Tensor]:
+    """The leaf tensors that require gradients in the graph behind the nodes `ends`, each once."""
+    return list(dict.fromkeys(node.variable for node in graph_of(*ends) if hasattr(node, "variable")))
 
 
 def operation_of(node: Any) -> str:

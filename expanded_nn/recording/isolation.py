@@ -84,7 +84,7 @@ def isolated(recorder: Recorder, clipped: Collection[int], grads: Grads) -> Iter
 
 
 def _begin_anew(leaf: Leaf, clipped: Collection[int], is_stale: bool) -> None:
-    """Leaves a parameter without a past: its `.grad` counts as new, and its rows are hidden."""
+    """Makes a parameter as if nothing were known of it: its `.grad` counts as new, and its rows are hidden."""
     parameter, was_reset = leaf.parameter(), leaf.was_reset()
     rows = None if leaf.published.rows is None else hidden(leaf.published.rows)
     own = getattr(parameter, "grad_sample", None)
@@ -96,9 +96,8 @@ def _begin_anew(leaf: Leaf, clipped: Collection[int], is_stale: bool) -> None:
         shown = hidden(own) if was_reset and own is not None else None
         parameter.grad_sample = shown if was_reset else rows  # type: ignore[attr-defined]
         if leaf.grad is not None and is_stale:
-            # as one that was cleared after clipping: `stale` asks no rows then, which are hidden
-            leaf.notes.clipped = Noted(leaf.grad)
-            leaf.notes.clipped.version -= 1
+            # as if it was cleared after clipping: then `stale` does not look at the rows, which are hidden
+            leaf.notes.clipped = Noted(leaf.grad, changes_since=1)
         elif id(parameter) in clipped:
             leaf.notes.clipped = leaf.notes.last
 

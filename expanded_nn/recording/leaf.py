@@ -1,4 +1,4 @@
-"""What a recorder knows of one parameter: its rows, its `.grad` as last noted, the gradient that is due to arrive."""
+"""What a recorder knows of one parameter: its rows, its `.grad` as last noted, and the gradient that has to come."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from expanded_nn.common.rounding import are_equal
 from expanded_nn.common.traced import assume, is_traced, known_zero
 from expanded_nn.recording.backward import running_backward
 from expanded_nn.recording.passes import Pass
@@ -18,12 +18,15 @@ from expanded_nn.rows.storage import Recycled
 
 
 class Noted:
-    """A tensor at one moment: later it may be another one, or changed in place, which its version tells."""
+    """A tensor at one moment, to see later whether another one has taken its place, or it was changed in place.
 
-    __slots__ = "tensor", "version"  # some are made for each parameter in each step
+    It is taken as it is now, or as it was before so many changes in place.
+    """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = weakref.ref(tensor), tensor._version
+    __slots__ = "tensor", "version"  # several are made for each parameter in each step
+
+    def __init__(self, tensor: Tensor, changes_since: int = 0) -> None:
+        self.tensor, self.version = weakref.ref(tensor), tensor._version - changes_since
 
     def is_as_it_was(self, tensor: Tensor) -> bool:
         """Whether a tensor is the one that was noted, unchanged."""
@@ -51,8 +54,8 @@ class ExpectedGradient:
 
     def add(self, gradient: Tensor) -> None:
         """Adds the gradient of another expansion."""
-        # The engine holds the first gradient until now. If it is gone, its sum with something else has replaced it, and
-        # what arrives will not equal the total made here.
+        # The engine holds the first gradient until now. If it is gone, the engine has replaced it by its sum with
+        # something else, and what arrives will not equal the total made here.
         before = self.total
         if self.first is not None:
             before = self.first.tensor()
@@ -64,17 +67,17 @@ class ExpectedGradient:
         """Whether the gradient that arrives at the parameter is this one, with nothing added."""
         if self.first is not None:
             return self.first.is_as_it_was(arrived)  # autograd adds a second gradient to the first one, in place
-        return self.total is not None and not self.was_changed and _are_equal(self.total, arrived.detach())
+        return self.total is not None and not self.was_changed and _is_sum_of_passes(self.total, arrived.detach())
 
 
-def _are_equal(total: Tensor, arrived: Tensor) -> bool:
-    """Whether two gradients have the same numbers; NaN equals NaN, as a sample may have such a gradient."""
+def _is_sum_of_passes(total: Tensor, arrived: Tensor) -> bool:
+    """Whether two gradients have the same numbers, NaN included, as a sample may have such a gradient."""
     if total.is_sparse or arrived.is_sparse:
         total, arrived = total.to_dense(), arrived.to_dense()
     if is_traced():
         assume((total == arrived).all(), "call after call a gradient is not the sum of those of its passes")
         return True
-    return torch.equal(total, arrived) or bool(torch.allclose(total, arrived, rtol=0.0, atol=0.0, equal_nan=True))
+    return are_equal(total, arrived)
 
 
 @dataclass(slots=True)
@@ -117,7 +120,7 @@ class GradNotes:
     Attributes:
         last: `.grad` when it was noted last; `None` if there was none.
         is_scaled: Whether it was scaled since it was cleared, so that it differs from the sum of the rows.
-        has_foreign_part: Whether it has a part that no rows are of, so that it differs from their sum.
+        has_foreign_part: Whether a part of it comes from no rows, so that it differs from their sum.
         clipped: The one that clipping has set.
         clipped_rows: The number of the last pass whose rows were clipped, and the parameter's version then.
         is_incomplete: Whether it has a part whose rows were dropped, as after a backward that failed, or as the
@@ -139,7 +142,7 @@ class Leaf:
     Attributes:
         parameter: The parameter, or a guest: a tensor that `functional_call` puts in its place for a while.
         is_member: Whether it has been seen in the model, and so is no guest.
-        published: Its `grad_sample`.
+        published: Its `grad_sample`, as it was set last.
         expected: The gradient that has to arrive at it, by the number of the backward.
         scales_rows: Whether its rows are scaled by B, as those of a mean over the samples.
         notes: What is noted of its `.grad`.
@@ -204,7 +207,7 @@ class Leaf:
         return location.shard
 
     def was_reset(self) -> bool:
-        """Whether the user has set `grad_sample`."""
+        """Whether `grad_sample` is not what was published: the user has set it."""
         return getattr(self.visible_parameter(), "grad_sample", None) is not self.published.rows
 
     # `.grad`
@@ -241,7 +244,7 @@ class Leaf:
         return grad is None or vanishes(grad)
 
     def note_foreign_part(self) -> None:
-        """Notes whether `.grad` has a part that no rows are of; to be called before the first rows come."""
+        """Notes whether `.grad` has a part that comes from no rows; to be called before the first rows come."""
         if self.published.rows is None:
             grad = self.grad
             self.notes.has_foreign_part = grad is not None and not vanishes(grad)
@@ -289,7 +292,7 @@ class Leaf:
         return parameter._version != self.notes.clipped_rows[1]
 
     def may_differ_from_rows(self) -> bool:
-        """Whether `.grad` is known to be something else than the sum of the rows held."""
+        """Whether `.grad` may not be the sum of the rows held, for a reason that is known."""
         return self.notes.has_foreign_part or self.was_scaled_or_clipped() or self.lacks_rows()
 
     def was_scaled_or_clipped(self) -> bool:
@@ -374,7 +377,7 @@ class Leaves:
 
 
 def vanishes(grad: Tensor) -> bool:
-    """Whether all numbers are zero, which a trace assumes that they are not; the first numbers nearly always tell."""
+    """Whether all numbers are zero; a trace assumes that they are not. The first numbers nearly always tell."""
     values = grad._values() if grad.is_sparse else grad
     zero = known_zero(grad)
     if zero is not None:

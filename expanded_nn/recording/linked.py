@@ -10,43 +10,47 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn.common.batch import batch_dim, contents, data_in, own_batch_first, tensors
-from expanded_nn.recording.checkpoints import orders_of, pass_of
-from expanded_nn.recording.forward import Forward
+from expanded_nn.recording.checkpoints import noted_pass
+from expanded_nn.recording.expand import Expand
 from expanded_nn.recording.graph import operation_of, saved_dims, saved_number, shape_of, turned_dims
 from expanded_nn.recording.passes import Pass, PassStage
 from expanded_nn.recording.places import Moved, chosen, moved_by
 from expanded_nn.recording.settings import RecorderLike
 
+_RESULT = "expanded_nn.result"  # a key in the metadata of a node of the graph
+
 
 class _Recomputed(Exception):
-    """A checkpoint runs layers again for a value that is read here, and that can be done without."""
+    """Ends a checkpoint's forward that runs only because a saved value is read here; the search needs no such value."""
 
 
 # of each thread: whether it reads values that the graph has saved, for which a checkpoint may run layers again
 _READING = threading.local()
 
 
-def linked_pass(recorder: RecorderLike, forward: Forward, batch: int, models: Iterable[RecorderLike]) -> Pass | None:
+def linked_pass(
+    recorder: RecorderLike, module: nn.Module, inputs: Any, batch: int, models: Iterable[RecorderLike]
+) -> Pass | None:
     """The pass that the arguments of a forward of B samples come from: that of an earlier call of the model.
 
-    `None` if there is no such pass. Rows of two passes stand side by side; clipped each for itself, those of one
-    sample would not bound what it adds. So a call that goes on from a pass belongs to it, even where another one or a
-    backward has come between. Where another model of the `models` comes between, its nodes are passed through.
+    `None` if there is no such pass. Rows of two passes are clipped separately, so that a sample with rows in both could
+    add more than the bound. So a call that goes on from a pass belongs to that pass, even if another pass or a backward
+    has come between. If the graph goes through another of the `models`, the search goes on behind that.
 
     Raises:
         PerSampleError: If the samples of that pass are others in number, or have taken each other's places.
     """
     if getattr(_READING, "runs", False):
         raise _Recomputed
-    arguments = (x for x in (*data_in(forward.inputs), *contents(forward.inputs)) if isinstance(x, Tensor))
+    arguments = (x for x in (*data_in(inputs), *contents(inputs)) if isinstance(x, Tensor))
     ends: list[Any] = list(dict.fromkeys(x.grad_fn for x in arguments if x.grad_fn is not None))
     if not ends:
         return None
@@ -55,26 +59,55 @@ def linked_pass(recorder: RecorderLike, forward: Forward, batch: int, models: It
     other_passes = {pass_ for pass_ in alive if pass_.stage is PassStage.OPEN and pass_.batch != batch}
     if not own_passes and not other_passes:
         return None
-    of_model, of_module = recorder.settings.batch_first, own_batch_first(forward.module)
+    of_model, of_module = recorder.settings.batch_first, own_batch_first(module)
     usual_dim = partial(batch_dim, batch_first=of_model)
     samples_dim = partial(batch_dim, batch_first=of_model if of_module is None else of_module)
-    orders = [order for x in tensors(forward.inputs) if isinstance(x, PackedSequence) for order in orders_of(x)]
+    orders = [order for x in tensors(inputs) if isinstance(x, PackedSequence) for order in _orders_of(x)]
     linked: list[Pass] = []
     moves: list[Moved] = []
     for pass_, of_sequences, moved in _passes_behind(ends, own_passes, samples_dim, usual_dim, batch):
         if pass_ in own_passes:
             if pass_.batch != batch:
-                raise _other_samples(recorder, forward, batch, pass_)
+                raise _other_samples(recorder, module, batch, pass_)
             linked.append(pass_)
             orders += of_sequences
             moves += [moved] if moved is not None else []
         elif pass_ in other_passes:
-            _warn_of_other_samples(recorder, forward, batch, pass_)
+            _warn_of_other_samples(recorder, module, batch, pass_)
             other_passes = set()
     for moved in moves:
         if moved.places is None or not any(torch.equal(moved.places, order) for order in orders):
-            _refuse(recorder, forward, moved)
+            _refuse(recorder, module, moved)
     return max(linked, key=lambda pass_: pass_.number, default=None)
+
+
+def note_result(outputs: Iterable[Any], pass_: Pass, *, own_layout: bool) -> None:
+    """Notes a forward's pass on the nodes of what it returns, for forwards that are called with it later.
+
+    `own_layout` says that the samples stand where the module says, and not where the model does.
+    """
+    for value in outputs:
+        is_packed = isinstance(value, PackedSequence)
+        x = value.data if is_packed else value
+        node: Any = x.grad_fn if isinstance(x, Tensor) else None
+        if node is not None:
+            node.metadata[_RESULT] = pass_, _orders_of(value) if is_packed else [], own_layout
+
+
+def _orders_of(packed: PackedSequence) -> list[Tensor]:
+    """How torch has sorted the sequences, and how it brings them back in order."""
+    return [order for order in (packed.sorted_indices, packed.unsorted_indices) if order is not None]
+
+
+def _pass_of(node: Any) -> tuple[Pass | None, list[Tensor], bool]:
+    """The pass that a node of the graph tells: that of a result, of its expansion, or of its reentrant checkpoint.
+
+    With it come the `_orders_of` a result that is a packed sequence, and whether the samples may stand elsewhere than
+    the model says.
+    """
+    if isinstance(node, Expand._backward_cls):
+        return cast(Any, node).pass_, [], True
+    return node.metadata.get(_RESULT) or (noted_pass(node), [], True)
 
 
 def _passes_behind(
@@ -84,9 +117,9 @@ def _passes_behind(
     usual_dim: Callable[[int], int],
     batch: int,
 ) -> Iterator[tuple[Pass, list[Tensor], Moved | None]]:
-    """The passes behind some nodes, up to the nearest of the model's own.
+    """The passes behind some nodes; the search ends at passes of the model itself.
 
-    With each come the `orders_of` its sequences, and what has moved samples on the way.
+    With each come the `_orders_of` its sequences, and what has moved samples between it and the end.
 
     Args:
         ends: The nodes.
@@ -105,7 +138,7 @@ def _passes_behind(
         if node is None or (node, moved is None, dim) in seen:
             continue
         seen.add((node, moved is None, dim))
-        pass_, orders, own_layout = pass_of(node)
+        pass_, orders, own_layout = _pass_of(node)
         if pass_ is not None:
             if moved is None and dim is not None and not own_layout and _is_turned(node, dim, usual_dim, batch):
                 moved = Moved("transpose", None)
@@ -133,7 +166,7 @@ def _dim_before(node: Any, dim: int | None) -> int | None:
 
 
 def _moves_of(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple[Sequence[int], Moved | None]:
-    """The edges of a node that lead to samples, by their numbers, and whether the node gives these another order."""
+    """The numbers of a node's edges that lead to samples, and how the node moves these, if it does."""
     operation = operation_of(node)
     shape = shape_of(node) if operation in _OPERATIONS else ()
     if not len(shape):
@@ -156,7 +189,7 @@ def _moves_of(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple
                 moved = Moved(operation.lower(), None) if _joins_elsewhere(node, dim, batch) else None
                 return range(len(node.next_functions)), moved
             index = node._saved_indices if operation == "Sort" else getattr(node, "_saved_index", None)
-    except (RuntimeError, _Recomputed):  # where a backward has freed it, none will come this way again
+    except (RuntimeError, _Recomputed):  # a backward has freed it, so that no other one can go this way
         return (), None
     finally:
         _READING.runs = False
@@ -168,7 +201,7 @@ def _joins_elsewhere(node: Any, dim: int, batch: int) -> bool:
     """Whether `cat` or `stack` puts a part of a tensor of B samples in another place than it had there."""
     place = 0
     for parent, number in node.next_functions:
-        if parent is None:  # a constant, of which the graph does not say how long it is
+        if parent is None:  # a constant: the graph does not say how long it is
             return False
         if _place_of(parent, number, dim, batch) not in (None, place):
             return True
@@ -205,12 +238,12 @@ _PARTS: dict[str, Callable[[Any, int], int]] = {
 }
 
 
-def _refuse(recorder: RecorderLike, forward: Forward, moved: Moved) -> None:
+def _refuse(recorder: RecorderLike, module: nn.Module, moved: Moved) -> None:
     """Raises for samples in another order, unless a trace can assume them away."""
     if moved.may_be_assumed_away("two calls of the model"):
         return
     raise complaint(
-        recorder.name_of(forward.module),
+        recorder.name_of(module),
         f"since an earlier call of the model its samples have taken each other's places ({moved.operation}), "
         "so that row i of its parameters would be of another sample than row i of those called before",
         "sample i in row i of every call",
@@ -219,10 +252,10 @@ def _refuse(recorder: RecorderLike, forward: Forward, moved: Moved) -> None:
     )
 
 
-def _other_samples(recorder: RecorderLike, forward: Forward, batch: int, pass_: Pass) -> PerSampleError:
+def _other_samples(recorder: RecorderLike, module: nn.Module, batch: int, pass_: Pass) -> PerSampleError:
     for_one = f"give the earlier call a row for each sample, x.expand({batch}, ...), if all share that one row; or "
     return complaint(
-        recorder.name_of(forward.module),
+        recorder.name_of(module),
         f"it is called with {batch} samples, which are computed from the {pass_.batch} samples of an earlier "
         "call of the model",
         "the same samples in both calls",
@@ -232,12 +265,12 @@ def _other_samples(recorder: RecorderLike, forward: Forward, batch: int, pass_: 
     )
 
 
-def _warn_of_other_samples(recorder: RecorderLike, forward: Forward, batch: int, pass_: Pass) -> None:
-    """Says that the samples of another model were others in number, unless this one has no rows."""
-    if not any(parameter.requires_grad for parameter in forward.module.parameters()):
+def _warn_of_other_samples(recorder: RecorderLike, module: nn.Module, batch: int, pass_: Pass) -> None:
+    """Warns that the samples of another model were more or fewer, unless this model has no rows."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
         return
     warn(
-        f"{recorder.name_of(forward.module)} is called with {batch} samples, which are computed from the "
+        f"{recorder.name_of(module)} is called with {batch} samples, which are computed from the "
         f"{pass_.batch} samples of another model. It has {batch} rows, and the other {pass_.batch}: where one of "
         f"the {pass_.batch} is behind several of the {batch}, clipping does not bound what it adds. For rows of "
         f"the {pass_.batch}, convert one module that holds both models, and call it."

@@ -94,7 +94,7 @@ class Order(TorchFunctionMode):
             self.copies.look_at(func, args, kwargs, result, are_samples=self._are_samples)
         if func is torch.stack and moved is None and not self.reasons((args, kwargs)):
             moved = self._stacked(result, *args, **kwargs)
-        names = places.names_of(*args) if func is torch.einsum else None
+        names = places.einsum_names(*args) if func is torch.einsum else None
         if names is not None:
             self._turn_by_names(names, args[1:], result)
         elif moved is None and func in places.TURNS_BACK and args:
@@ -131,7 +131,7 @@ class Order(TorchFunctionMode):
         So it is with a table for `range(T)[::-1]`, or computed from coordinates `(T, 2)`, where T = B. Read as samples
         they would be mixed.
         """
-        if type(left) not in places.PLAIN or type(right) not in places.PLAIN or left.dim() == right.dim():
+        if type(left) not in places.TENSORS or type(right) not in places.TENSORS or left.dim() == right.dim():
             return
         few, many = sorted((left, right), key=Tensor.dim)
         if few.dim() < 2 or few.grad_fn is None or {id(left), id(right)} & self.copies.known.keys():
@@ -156,7 +156,7 @@ class Order(TorchFunctionMode):
     def _refuse_batch_norm(self, func: Any, x: Tensor) -> None:
         """Raises where the forward normalizes samples by the statistics of the batch."""
         forward, batch = self.recorder.forward, self._batch()
-        if type(x) not in places.PLAIN or x.dim() < 2:
+        if type(x) not in places.TENSORS or x.dim() < 2:
             return
         if not (torch.is_grad_enabled() or callers.is_in_reentrant_checkpoint()):
             return
@@ -264,7 +264,7 @@ class Order(TorchFunctionMode):
         """
         rows, batch, dims = move.rows, self._batch(), len(move.shape)
         dim = self._samples_dim(dims)
-        if batch is None or type(rows) not in places.PLAIN or rows.is_meta:
+        if batch is None or type(rows) not in places.TENSORS or rows.is_meta:
             return None
         if dims <= dim or dim not in [move_dim % dims for move_dim in move.dims]:
             return None
@@ -301,7 +301,7 @@ class Order(TorchFunctionMode):
 
     def _scattered(self, input: Tensor, mask: Tensor, source: Tensor) -> Moved | None:
         """Numbers of the samples, in their order, put into the places of a mask: as many of each as it has places."""
-        batch, counts = self._batch(), [len(x) for x in (input, source) if type(x) in places.PLAIN and x.dim()]
+        batch, counts = self._batch(), [len(x) for x in (input, source) if type(x) in places.TENSORS and x.dim()]
         if batch is None or len(counts) < 2 or counts[0] != batch or counts[1] % batch or self._samples_dim(2):
             return None
         chosen = type(source.grad_fn).__name__ == "IndexBackward0"  # as by another mask, which may take unequal numbers
@@ -315,7 +315,7 @@ class Order(TorchFunctionMode):
     def _turn(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Follows what turns dimensions: another one of size B may take the place of the samples', and give it back."""
         x, batch = args[0], self._batch()
-        if batch is None or type(x) not in places.PLAIN or x.dim() < 2:
+        if batch is None or type(x) not in places.TENSORS or x.dim() < 2:
             return
         usual, sizes, reasons = self._samples_dim(x.dim()), list(x.shape), self.reasons((args, kwargs))
         # a dimension of size 1 in the samples' place would look like what all samples share
@@ -363,7 +363,7 @@ class Order(TorchFunctionMode):
     def _name_of_samples(self, x: Tensor, names: str, batch: int) -> str:
         """The name of the dimension in which the samples stand in an operand, if it has any."""
         dim = next((reason.dim for reason in self.reasons(x) if reason.dim is not None), None)
-        if dim is None and type(x) in places.PLAIN and x.dim() > (usual := self._samples_dim(x.dim())):
+        if dim is None and type(x) in places.TENSORS and x.dim() > (usual := self._samples_dim(x.dim())):
             dim = usual if x.shape[usual] == batch and self._are_samples(x) else None
         return "-" if dim is None or dim >= len(names) else names[dim]
 

@@ -51,9 +51,9 @@ class Pass:
 
 
 class _NoGradForward(threading.local):
-    """What each thread has for itself."""
+    """The outermost forward without gradients, of each thread."""
 
-    call: tuple[Any, int | None, Any] | None = None  # the module, B and the inputs of the outermost one that runs
+    call: tuple[Any, int | None, Any] | None = None  # its module, B and inputs
 
 
 class Passes:
@@ -62,8 +62,8 @@ class Passes:
     Invariant: `last` is never DONE.
 
     Attributes:
-        last: The pass that the next forward joins, if it is OPEN and has as many samples.
-        without_rows: B of the last forward if it has chosen no pass, as all its layers are frozen.
+        last: The pass that the next forward joins, if the pass is OPEN and both have as many samples.
+        without_rows: B of the last forward, if that has chosen no pass because all its layers are frozen.
         alive: The passes that something keeps alive.
         opened: How many passes there have been.
         no_grad_forward: The outermost forward that runs without gradients.
@@ -97,7 +97,7 @@ class Passes:
         self.without_rows = None if would_join else batch
 
     def over(self, batch: int) -> Pass:
-        """A pass that no graph of autograd is of: nothing runs it again or goes on from it, so it is not `alive`."""
+        """A pass of rows without a graph: no checkpoint or later forward can belong to it, so it is not `alive`."""
         pass_ = Pass(batch, self.opened)
         self.opened += 1
         pass_.stage = PassStage.DONE

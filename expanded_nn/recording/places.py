@@ -14,7 +14,7 @@ from expanded_nn.common.batch import tensors as tensors_in
 from expanded_nn.common.functions import attributes, functions
 from expanded_nn.common.traced import assume, is_traced, wait_for_values
 
-PLAIN = (Tensor, FakeTensor)  # not what only looks like a tensor, whose use is noted
+TENSORS = (Tensor, FakeTensor)  # not what only looks like a tensor, whose use is noted
 
 
 class Move(NamedTuple):
@@ -146,7 +146,7 @@ def dims_after(func: Any, x: Tensor, args: Any, kwargs: Any) -> list[int] | None
     return dims if result is not None and len(set(dims)) == len(dims) and set(dims) <= set(range(x.dim())) else None
 
 
-def names_of(equation: Any, *operands: Any) -> list[str] | None:
+def einsum_names(equation: Any, *operands: Any) -> list[str] | None:
     """The names that `torch.einsum` gives to the dimensions of each operand, and last of the result, if it says all."""
     if not isinstance(equation, str) or "..." in equation or "->" not in equation:
         return None
@@ -179,7 +179,7 @@ def _as_torch_takes(key: Any) -> Any:
 
 def _setitem(input: Any, key: Any, value: Any) -> Move | None:
     row = key[0] if isinstance(key, tuple) and key else key
-    base = value._base if type(value) in PLAIN else None
+    base = value._base if type(value) in TENSORS else None
     if type(row) is int and base is not None and base.dim() and len(base) == len(input):  # one row, as in z[0] = h[1]
         stride = base.stride(0)
         if stride not in value.stride() and _place(value, stride, len(input)) not in (None, row % len(input)):
@@ -216,7 +216,7 @@ def _cat(tensors: Any, dim: int = 0, **options: Any) -> Move | None:
     dim = options.get("axis", dim) % len(shape)
     shape[dim], place = sum(part.shape[dim] for part in tensors), 0
     for part in tensors:
-        is_view = type(part) in PLAIN and part._base is not None
+        is_view = type(part) in TENSORS and part._base is not None
         if is_view and part.numel() and _place(part, part.stride(dim), shape[dim]) != place:
             return Move(part, shape, [dim])
         place += part.shape[dim]
@@ -229,7 +229,7 @@ def _stack(tensors: Any, dim: int = 0, **options: Any) -> Move | None:
     dim %= len(shape) + 1
     shape.insert(dim, count)
     for place, part in enumerate(tensors):
-        base = part._base if type(part) in PLAIN else None
+        base = part._base if type(part) in TENSORS else None
         strides = [] if base is None else [base.stride(i) for i, size in enumerate(base.shape) if size == count]
         if len(strides) == 1 and _place(part, strides[0], count) != place:
             return Move(part, shape, [dim])

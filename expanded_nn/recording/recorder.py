@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from expanded_nn._errors import complaint, named
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.traced import is_traced, note_recorder
-from expanded_nn.recording.backward import Backward, in_transform, keeps_graph, running_backward
+from expanded_nn.recording.backward import Backward, in_transform, keeps_graph, running_backward, running_node
 from expanded_nn.recording.checkpoints import noted_pass, pass_of_recomputation
 from expanded_nn.recording.escalate import Escalation
 from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recompute, leaves_of
@@ -31,7 +31,7 @@ from expanded_nn.recording.stale import stale
 from expanded_nn.recording.store import Store
 from expanded_nn.recording.watch import Watch
 
-_LIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()  # all recorders: no hook leads to one from an unwatched parameter
+_LIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()  # all: from an unwatched parameter no hook leads to its recorder
 
 
 class Recorder:
@@ -44,9 +44,9 @@ class Recorder:
         settings: The settings of `per_sample`.
         roots: The outermost modules that share this recorder: the model, or parts of it that were copied.
         forward: The outermost forward that runs.
-        general_rule: `None` where no module goes through the general rule, and layers make rows. While its `vmap` runs,
-            the parameters taken out of it, with which a layer may run on the whole batch. While its plain forward runs,
-            empty: layers run theirs.
+        general_rule: `None` outside of the general rule, where layers make rows. Within its `vmap`: the parameters that
+            the `vmap` has replaced, with which a layer may run on the whole batch. Within its plain forward: empty, and
+            layers run their plain forward, too.
         passes: Which forwards belong together.
         backward: The backward that runs.
         store: The rows.
@@ -66,14 +66,14 @@ class Recorder:
         _LIVE.add(self)
 
     def begin_anew(self) -> None:
-        """Begins without passes, rows and expansions."""
+        """Forgets all passes, rows and expansions."""
         self.passes = Passes()
         self.backward = Backward(self.backward_is_over)
         self.store = Store(self.settings.materialize)
         self.expanded: dict[Tensor, tuple[Pass, int, int, Tensor]] = {}
 
     def __reduce__(self) -> Any:
-        return Recorder, (self.settings,)  # the modules that are copied or loaded with it register by `adopt`
+        return Recorder, (self.settings,)  # a copied or loaded module joins it by `adopt`
 
     # The model: whose parameters are watched.
 
@@ -99,7 +99,7 @@ class Recorder:
         return [root for ref in self.roots if (root := ref()) is not None]
 
     def modules(self) -> Iterator[nn.Module]:
-        """All modules of the model, but those that another recorder has taken over, or that were switched off."""
+        """All modules of the model, except those that have another recorder now, or that were switched off."""
         return (module for module in modules_in(*self.living_roots()) if vars(module).get("_recorder", self) is self)
 
     def watch_all(self) -> None:
@@ -128,7 +128,7 @@ class Recorder:
         """The leaf of a parameter, a new one if need be; `module` holds it under that name, if it is at hand."""
         leaf = self.leaves.get(parameter)
         if leaf is None:
-            self._forget_lost()  # a parameter that is gone may have had the same id
+            self._forget_lost()  # a parameter that was deleted may have had the same id
             leaf = self.leaves.add(parameter)
             leaf.scales_rows = self.settings.loss_reduction == "mean"
             if module is not None:  # where its shard will be found again after the forward
@@ -161,10 +161,10 @@ class Recorder:
     # Forward: passes and expansions.
 
     def outermost_forward(self, module: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What `function` gives, as a forward where none runs yet: it begins a pass, or joins the last."""
+        """Calls `function` as the outermost forward: it begins a pass, or joins the last one."""
         call = self.passes.no_grad_forward.call  # in which gradients were switched on
         forward = Forward(self, *(call or (module, module.samples_in(*args, **kwargs), (args, kwargs))))
-        order = Order(self) if module.calls_others else None  # in each forward, which may go another way than the last
+        order = Order(self) if module.calls_others else None  # each time: no forward has to do what the last one did
         with forward:
             with nullcontext() if order is None else order:
                 result = function(*args, **kwargs)
@@ -174,17 +174,13 @@ class Recorder:
         return result
 
     def without_gradients(self, module: nn.Module, batch: int | None, inputs: Any) -> AbstractContextManager[None]:
-        """Runs an outermost forward without gradients; layers within it may switch them on."""
+        """Notes an outermost forward without gradients, for layers within it that switch them on."""
         return meanwhile(self.passes.no_grad_forward, call=(module, batch, inputs))
 
     @property
     def in_forward(self) -> bool:
         """Whether a forward runs that a backward may follow."""
         return self.forward is not None
-
-    def in_any_forward(self) -> bool:
-        """Whether a forward runs, with or without gradients."""
-        return self.in_forward or self.passes.no_grad_forward.call is not None
 
     def refuse_other_thread(self, module: nn.Module) -> None:
         """Raises if another thread is in the middle of a forward, whose pass this one would share."""
@@ -203,7 +199,7 @@ class Recorder:
 
     @contextmanager
     def one_pass(self, module: nn.Module, batch: int) -> Iterator[None]:
-        """Makes all calls meanwhile one pass of `batch` samples; inside of a forward they are a part of that."""
+        """Makes all calls meanwhile one pass of `batch` samples; inside of a forward they belong to its pass."""
         self.refuse_other_thread(module)
         if self.forward is None:
             with Forward(self, module, batch, (), is_explicit=True), Order(self):
@@ -248,7 +244,7 @@ class Recorder:
         if forward.is_explicit:
             pass_ = self.passes.new(batch)
         else:
-            pass_ = linked_pass(self, forward, batch, _LIVE) or self.passes.joined_or_new(batch)
+            pass_ = linked_pass(self, module, forward.inputs, batch, _LIVE) or self.passes.joined_or_new(batch)
             if pass_.stage is PassStage.OPEN:
                 self.passes.last = pass_
         self.passes.without_rows = None
@@ -261,7 +257,7 @@ class Recorder:
         return pass_
 
     def _refuse_held_back(self) -> None:
-        """Raises where FSDP keeps gradients out of `.grad`, so that nothing tells whether they were cleared."""
+        """Raises where FSDP holds gradients back: whether `.grad` was cleared cannot be seen then."""
         if self.leaves.sharded and self.settings.accumulate_grad and any(map(holds_back, self.modules())):
             raise complaint(
                 "The gradients of a model sharded by FSDP",
@@ -273,9 +269,9 @@ class Recorder:
             )
 
     def expand(self, parameter: Tensor, recompute: Recompute | None = None) -> Tensor:
-        """A parameter, or a weight computed from some, as `(B, *shape)`: the same tensor for all its uses in a pass.
+        """A parameter, or a weight computed from parameters, as `(B, *shape)`: one tensor for all uses in a pass.
 
-        `recompute` computes such a weight from other values, as `Computed` has it.
+        `recompute` is that of `Computed`: it computes such a weight from other values of the parameters.
         """
         pass_ = self.current_pass
         assert pass_ is not None
@@ -297,7 +293,7 @@ class Recorder:
             self.escalation.order.note_outside_use()
         roots, pass_ = self.living_roots(), self.current_pass
         if self.forward is None and running_backward() >= 0 and roots:
-            with Forward(self, roots[0], None, ()):  # in the pass that a checkpoint's forward was in
+            with Forward(self, roots[0], None, ()):  # whose pass is that of the forward that a checkpoint runs again
                 return self.expand(weight)
         if self.forward is None and (pass_ is None or pass_.stage is not PassStage.OPEN):
             if self.passes.without_rows is not None and roots:
@@ -326,7 +322,7 @@ class Recorder:
             return
         if running_backward() >= 0:  # a checkpoint inside another one, whose backward is a part of the running one
             self.backward.enter(delivers=False)
-            self.backward.resumed = noted_pass() or self.backward.resumed
+            self.backward.resumed = noted_pass(running_node()) or self.backward.resumed
         elif self.forward is not None:
             self.forward.will_run_again = True
 
@@ -343,8 +339,8 @@ class Recorder:
     def deliver(self, pass_: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None:
         """Takes the rows of one parameter; a backward may deliver them in several parts.
 
-        There are no rows for a parameter that was frozen after the forward. With `stand_alone` they are those of a
-        `torch.autograd.grad`, and not a part of `.grad`.
+        `rows` is `None` for a parameter that was frozen after the forward. With `stand_alone` the rows are those of
+        `torch.autograd.grad`, whose sum does not go to `.grad`.
         """
         if self.backward.enter(delivers=True):
             self._before_delivery(stand_alone)
@@ -354,10 +350,10 @@ class Recorder:
             self.store.add(pass_, leaf, rows)
 
     def _before_delivery(self, stand_alone: bool) -> None:
-        """Drops the rows whose gradient was cleared, and those that the user took away.
+        """Drops the rows whose gradient was cleared, and those whose `grad_sample` the user has set.
 
-        It runs before the first rows of a backward are added: autograd has not added to any `.grad` yet, so what the
-        user has cleared can still be seen.
+        It runs before the first rows of a backward are added. Autograd has not added to any `.grad` yet, so that one
+        that the user has cleared is still seen as such.
         """
         self.store.resume(self.leaves)
         held = self.leaves.with_rows()
@@ -376,13 +372,13 @@ class Recorder:
             if self.settings.accumulate_grad:
                 leaf.note_foreign_part()
             if leaf.notes.is_incomplete:
-                leaf.lacks_rows()  # sees a `.grad` that was cleared, before this backward adds to it
+                leaf.lacks_rows()  # looks now whether `.grad` was cleared: this backward is about to add to it
         self.store.begin()
 
     def rows_in_question(self, held: Sequence[Leaf]) -> list[Leaf]:
         """The leaves whose rows may be stale; not those of parameters that have left the model."""
         changed = [leaf for leaf in held if leaf.grad is not None and not leaf.grad_is_as_noted()]
-        departed = self._departed(changed) if changed else set()  # nobody asks for their rows: no doubt is raised
+        departed = self._departed(changed) if changed else set()  # nobody asks for their rows: a doubt is no error
         return [leaf for leaf in held if leaf not in departed]
 
     def _departed(self, leaves: Iterable[Leaf]) -> set[Leaf]:
@@ -398,7 +394,7 @@ class Recorder:
             self.store.drop_passes_of(self._departed(held).union(leaf for leaf in held if not leaf.is_trainable()))
 
     def backward_is_over(self, delivered: bool, failed: bool) -> None:
-        """Ends a backward: all its rows are here, or it has failed on the way."""
+        """Ends a backward, which has delivered all its rows, or has failed before."""
         self.passes.backward_is_over()
         self.expanded = {key: entry for key, entry in self.expanded.items() if entry[0].stage is PassStage.OPEN}
         if failed:
@@ -419,7 +415,7 @@ class Recorder:
             self.note_grads()
 
     def note_grads(self, clipped: Collection[Leaf] = ()) -> None:
-        """Notes each `.grad`, so that a change is seen; those of the leaves `clipped` are what clipping has set."""
+        """Notes each `.grad`, so that a later change is seen; clipping has just set those of the leaves `clipped`."""
         for leaf in self.leaves:
             leaf.note_grad()
         accumulates = self.settings.accumulate_grad
@@ -428,7 +424,7 @@ class Recorder:
             if accumulates:
                 leaf.notes.has_foreign_part = False
         if clipped:
-            self.store.suspended = None  # the rows that stood alone are what `.grad` is made of now
+            self.store.suspended = None  # `.grad` is the clipped sum of the rows that stood alone
 
     @property
     def rows_stand_alone(self) -> bool:
@@ -484,7 +480,7 @@ class Recorder:
             leaf.publish(None)
 
     def close(self, leaving: Iterable[nn.Module]) -> None:
-        """Removes hooks and drops rows, whose graph may lead back here; goes on for modules that are not `leaving`."""
+        """Removes hooks and drops rows, whose graph may lead back here; keeps the modules that are not `leaving`."""
         for leaf in self.leaves:
             if leaf.handle is not None:
                 leaf.handle.remove()
@@ -510,11 +506,11 @@ def modules_in(*roots: nn.Module) -> dict[nn.Module, None]:
 
 
 def recorder_of(weight: Tensor) -> Recorder | None:
-    """The recorder of a parameter, or of those that a weight was computed from; one that runs a forward if several."""
+    """The recorder of a parameter, or of those that a weight was computed from; of several the one in a forward."""
     leaves = [weight] if weight.is_leaf else leaves_of(weight)
     hooks = (hook for leaf in leaves for hook in (leaf._backward_hooks or {}).values())
     watches = [hook for hook in hooks if isinstance(hook, Watch)]
     recorders = [recorder for watch in watches if isinstance(recorder := watch.recorder(), Recorder)]
-    if not recorders and weight.requires_grad:  # it was thawed after the last pass began, and is not watched yet
+    if not recorders and weight.requires_grad:  # unfrozen after the last pass began, it is not watched yet
         recorders = [recorder for recorder in _LIVE if any(recorder.leaves.get(leaf) for leaf in leaves)]
     return next((recorder for recorder in recorders if recorder.in_forward), next(iter(recorders), None))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn.common.batch import batch_dim, has_derivatives, tensors
+from expanded_nn.common.rounding import are_near
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.recording.settings import RecorderLike
 
@@ -31,7 +32,7 @@ _RESHAPES = re.compile("(squeeze|transpose|resize|strided|swapaxes|swapdims|^t)_
 
 
 # the dimension of the samples in a result, and whether the plain one has no such dimension, not even of size 1
-Place = tuple[int, bool]
+CopiesDim = tuple[int, bool]
 
 
 class Copy(NamedTuple):
@@ -126,49 +127,51 @@ class Copies:
 
     def _compared(
         self, func: Any, args: Any, kwargs: Any, batch: int, *, meets_samples: bool
-    ) -> list[Place | None] | None:
+    ) -> list[CopiesDim | None] | None:
         """Where the samples stand in each result; `None` in one that is no copy for each of them.
 
-        `None` for all where results for copies that differ do not hold, for the first two samples, what the copy of
-        each gives alone. Two are tried: one may agree by chance, where the operation takes the last or the largest.
+        The operation is called with copies that differ, and with that of one sample alone: both have to agree. `None`
+        for all where they do not. Two samples are tried, as one may agree by chance, where the operation takes the last
+        or the largest.
         """
         leaves, structure = tree_flatten((args, kwargs))
         copies = [self.known.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in leaves]
         differing = [x if copy is None else copy.differing() for x, copy in zip(leaves, copies, strict=True)]
-        pairs = list(zip(differing, copies, strict=True))
-        whole = _called(func, differing, structure)
-        places: list[list[Place | None]] = []  # of each result, where the samples may stand
-        for sample in (0, 1):
-            alone = [x if copy is None else copy.alone(x, sample) for x, copy in pairs]
+        whole = _called(func, differing, structure) or []
+        is_any_new = any(copy is not None and copy.is_new for copy in copies)
+
+        def places(sample: int) -> list[list[CopiesDim | None]]:
+            """Where the samples may stand in each result, as one of them tells."""
+            alone = [x if copy is None else copy.alone(x, sample) for x, copy in zip(differing, copies, strict=True)]
             results = _called(func, alone, structure)
             if results is None:  # a size that the forward has asked for is 1 in the plain model
                 results = _called(func, [1 if type(x) is int and x == batch else x for x in alone], structure)
-            if whole is None or results is None or len(whole) != len(results):
-                return None
-            found = [self._places(*pair, sample, batch, meets_samples) for pair in zip(whole, results, strict=True)]
-            places = [[place for place in own if not sample or place in places[i]] for i, own in enumerate(found)]
-        is_any_new = any(copy is not None and copy.is_new for copy in copies)
-        usable = [[place for place in own if place is None or is_any_new or not place[1]] for own in places]
-        return [own[0] for own in usable] if all(usable) else None
+            if results is None or len(whole) != len(results):
+                return []
+            found = (self._places(*pair, sample, batch, meets_samples) for pair in zip(whole, results, strict=True))
+            return [[place for place in own if place is None or is_any_new or not place[1]] for own in found]
+
+        both = [[place for place in own if place in other] for own, other in zip(places(0), places(1), strict=False)]
+        return [own[0] for own in both] if both and all(both) else None
 
     def _places(
         self, whole: Tensor, alone: Tensor, sample: int, batch: int, meets_samples: bool
-    ) -> Sequence[Place | None]:
+    ) -> Sequence[CopiesDim | None]:
         """Where the samples may stand in the result for all copies, as one of them tells; see `_compared`."""
         usual = self._usual_dim(whole)
         if whole.shape == alone.shape:
             dims = [usual] if self._has_rows(whole, batch) else [i for i, n in enumerate(whole.shape) if n == batch]
             if not dims:  # a loss of all samples, or what does not depend on the copies
                 return [None] if meets_samples or torch.equal(whole, alone) else []
-            return [None] if any(_near(whole.select(dim, sample), alone.select(dim, sample)) for dim in dims) else []
+            return [None] if any(are_near(whole.select(dim, sample), alone.select(dim, sample)) for dim in dims) else []
         if meets_samples:
             return []
         is_new = whole.dim() > alone.dim()
-        found: list[Place | None] = []
+        found: list[CopiesDim | None] = []
         for dim in dict.fromkeys((usual, 0)) if is_new else range(alone.dim()):
             one = alone.unsqueeze(dim) if is_new else alone
             is_whole = list(whole.shape) == [*one.shape[:dim], batch, *one.shape[dim + 1 :]]
-            if is_whole and one.shape[dim] == 1 and _near(whole.narrow(dim, sample, 1), one):
+            if is_whole and one.shape[dim] == 1 and are_near(whole.narrow(dim, sample, 1), one):
                 found.append((dim, is_new))
         return found
 
@@ -211,7 +214,3 @@ def _called(func: Any, leaves: list[Any], structure: TreeSpec) -> list[Tensor] |
             return _numbers(func(*args, **kwargs))
     except (RuntimeError, ValueError, TypeError, IndexError):
         return None
-
-
-def _near(x: Tensor, other: Tensor) -> bool:
-    return torch.allclose(x, other, rtol=1e-2 if x.dtype.itemsize < 4 else 1e-4, equal_nan=True)

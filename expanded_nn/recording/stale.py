@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn.common.rounding import OF_MULTIPLES
 from expanded_nn.common.traced import look_first, refuse_values
 from expanded_nn.factored import as_factored
 from expanded_nn.recording.leaf import Leaf, vanishes
@@ -163,5 +164,5 @@ def _is_multiple(grad: Tensor, total: Tensor, rounding: Tensor) -> bool:
     if not bool(length > rounding):
         return bool(grad.norm() <= rounding)  # both are rounding noise, of rows that cancel
     factor = torch.sum(grad * total.conj()) / length.square()
-    tolerance = rounding / length + torch.finfo(grad.dtype).eps ** 0.5
-    return bool((grad - factor * total).norm() <= tolerance * grad.norm())
+    size = grad.norm()
+    return bool((grad - factor * total).norm() <= rounding / length * size + OF_MULTIPLES.of(grad.dtype, float(size)))

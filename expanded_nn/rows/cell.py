@@ -17,8 +17,8 @@ from expanded_nn.rows.storage import Recycled
 class Guarded(NamedTuple):
     """A term, and the tensors that it was made of, each with its version then.
 
-    A term that is derived from another keeps the guards of that one, as its factors may be views: below autograd a view
-    and its base have no version counter in common.
+    A term that is derived from another one keeps its guards. Its factors may be views of the other's: below autograd a
+    view does not share the version counter of its base.
     """
 
     term: Term

@@ -38,7 +38,7 @@ class Recycled:
 
 
 def _references(tensor: Tensor) -> tuple[int, int]:
-    """How many references there are to the tensor's storage: to its Python object, and in all."""
+    """The number of references to a tensor's storage: those to its Python object, and all of them."""
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
 

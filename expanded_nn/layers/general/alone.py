@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_structure, tree_unflatten
 
 from expanded_nn.common.modes import saved_tensors_are_packed
+from expanded_nn.common.rounding import near
 from expanded_nn.common.steady import RandomStates, without_traces
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core import cost
 from expanded_nn.layers.general.batched import NotInTable
 from expanded_nn.layers.general.mapped import Called, flatten, of_sample
 from expanded_nn.layers.general.rule import General
-from expanded_nn.layers.general.trial import Way, near, without_hooks
+from expanded_nn.layers.general.trial import Way, without_hooks
 from expanded_nn.modules.base import Expanded, PerSampleModule
 from expanded_nn.modules.registry import EXPANDED, refuse_no_class
 from expanded_nn.recording.lift import Slot

@@ -217,7 +217,7 @@ class Batched(Tensor):
     @cached_property
     def value(self) -> Tensor:  # (B, *shape)
         assert self.source is not None
-        return self.source.expanded(self.run.batch)
+        return self.source.expanded(self.run.batch, self.run.recorder)
 
     def part(self, number: int) -> Tensor:
         """One of the parts of a parameter, `(B, *shape)`, whose rows are put together once for all of them."""
@@ -255,7 +255,7 @@ def _noted(result: Any) -> Any:
     """The result; of a tensor `(B, ...)` it is noted that it has a row for each sample, where others may be folded."""
     owners = _RUNNING.runs[-1].owners if _RUNNING.runs else None
     if owners is not None and type(result) is Tensor and result.dim():
-        owners.note_rows(result)
+        owners.note_a_row_each(result)
     return result
 
 
@@ -288,12 +288,8 @@ def as_it_looks(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def lifted(own: Batched, dims: int) -> Tensor:
-    """The value `(B, 1, …, 1, *shape)` with `dims` dimensions behind the samples."""
-    return with_dims(own.value, dims)
-
-
 def with_dims(value: Tensor, dims: int) -> Tensor:
+    """A value `(B, *shape)` as `(B, 1, …, 1, *shape)`, with `dims` dimensions behind the samples."""
     missing = dims + 1 - value.dim()
     return value.reshape(value.shape[0], *[1] * missing, *value.shape[1:]) if missing else value
 
@@ -301,6 +297,6 @@ def with_dims(value: Tensor, dims: int) -> Tensor:
 def beside(own: Batched, dims: int) -> Tensor:
     """The value with as many dimensions as a tensor of B rows has, the samples first."""
     if own.rank < dims:
-        return lifted(own, dims - 1)
+        return with_dims(own.value, dims - 1)
     refuse_unless(own.rank == dims > 0 and own.value.shape[1] == 1)
     return own.value.squeeze(1)

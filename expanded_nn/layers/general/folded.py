@@ -128,6 +128,7 @@ class _Images(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         padded, grad_x, grad_weight = ctx.arrangement.padded, None, None
         if torch.is_grad_enabled():  # each image with a weight of its own
+            x, weight = x.view_as(x), weight.view_as(weight)  # of which none comes from the other
             y = conv.apply(x, ctx.arrangement.rows_of(weight), None, *ctx.how)
             sources = [source for source in (x, weight) if source.requires_grad]
             found = iter(torch.autograd.grad(y, sources, g.to(y.dtype), create_graph=True))

@@ -29,7 +29,7 @@ from expanded_nn.layers.general.batched import (
 from expanded_nn.layers.general.folded import linear_of_rows
 from expanded_nn.layers.general.operations import constant, together
 from expanded_nn.layers.general.owners import Arrangement, Owners
-from expanded_nn.recording.places import names_of
+from expanded_nn.recording.places import einsum_names
 
 
 def as_arranged(run: Run, y: Tensor, arrangement: Arrangement) -> Tensor:
@@ -88,7 +88,7 @@ def may_be_looked_up_by_all(run: Run, index: Tensor, numel: int) -> bool:
 
 def einsum(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Of one tensor that has samples with parameters; the name of the samples comes before those of each parameter."""
-    names, operands = names_of(*args), args[1:]
+    names, operands = einsum_names(*args), args[1:]
     plain = [place for place, operand in enumerate(operands) if not is_own(operand)]
     refuse_unless(names is not None and not kwargs and len(plain) < 2 and all(map(str.isalpha, "".join(names or ()))))
     assert names is not None

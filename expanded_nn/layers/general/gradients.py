@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from expanded_nn.common.modes import unseen
+from expanded_nn.common.rounding import OF_COARSE_GRADIENTS, OF_GRADIENTS, OF_ROWS
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor, as_factored
-
-# What rounding may change in a gradient, as a share of its size: it decides a few of the forward's `x > 0`
-MOST_ROUNDING, MOST_ROUNDING_OF_HALVES = 0.03, 0.2
 
 Pair = tuple[Tensor, Tensor]
 
@@ -67,11 +65,10 @@ def are_alike(wanted: list[Tensor | None], given: list[Tensor | None], size: flo
     if not size < float("inf"):
         return True
     for expected, actual in filter(None, pairs):
-        epsilon = torch.finfo(expected.dtype).eps
-        limit = MOST_ROUNDING if epsilon < 1e-3 else MOST_ROUNDING_OF_HALVES
+        bound = OF_GRADIENTS if torch.finfo(expected.dtype).eps < 1e-3 else OF_COARSE_GRADIENTS
         far = float(torch.linalg.vector_norm(expected - actual))
         own_size = max(float(torch.linalg.vector_norm(grad)) for grad in (expected, actual))
-        if far > limit * own_size + 30 * epsilon * size * expected.numel() ** 0.5:
+        if far > bound.of(expected.dtype, own_size, size * expected.numel() ** 0.5):
             return False
     return True
 
@@ -86,11 +83,10 @@ def compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_ow
         if pair is None:
             continue
         expected, actual = pair
-        epsilon, scale = torch.finfo(expected.dtype).eps, float(expected.abs().max())
-        far, limit = float((expected - actual).abs().max()), min(100 * epsilon**0.5, 0.05) * scale
-        if far > limit + min(30 * epsilon, 0.01) * size:
+        far, scale = float((expected - actual).abs().max()), float(expected.abs().max())
+        if far > OF_ROWS.of(expected.dtype, scale, size):
             return Verdict.WRONG
-        if own and (far > limit or scale == 0):
+        if own and (far > OF_ROWS.of(expected.dtype, scale) or scale == 0):
             verdict = Verdict.UNCLEAR
     return verdict
 

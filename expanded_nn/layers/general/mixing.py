@@ -34,19 +34,8 @@ JOINS = _BY_KEY | set(
         *("layer_norm", "group_norm", "instance_norm", "rms_norm", "scaled_dot_product_attention", "aminmax"),
         *("logcumsumexp", "cummax", "cummin", "quantile", "nanquantile", "nanmean", "nansum", "nanmedian", "mode"),
         *("kthvalue", "std_mean", "var_mean", "dist", "cov", "corrcoef", "diff", "count_nonzero", "cosine_similarity"),
-        *(
-            "mv",
-            "dot",
-            "inner",
-            "outer",
-            "kron",
-            "conv1d",
-            "conv2d",
-            "conv3d",
-            "avg_pool1d",
-            "avg_pool2d",
-            "interpolate",
-        ),
+        *("mv", "dot", "inner", "outer", "kron", "conv1d", "conv2d", "conv3d", "avg_pool1d", "avg_pool2d"),
+        "interpolate",
     )
 ).union(attributes("T", "mT"), *(filter(callable, vars(room).values()) for room in (torch.fft, torch.linalg)))
 _TORCH, _LAYERS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}"

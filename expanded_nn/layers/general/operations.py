@@ -436,7 +436,7 @@ def _normalized(op: Operation, samples: Tensor) -> Tensor:
     return op.constant(samples, range(samples.dim() - count, samples.dim()))
 
 
-RULES: dict[str, Callable[[Operation], Samples]] = {
+NODE_RULES: dict[str, Callable[[Operation], Samples]] = {
     **dict.fromkeys(
         [
             *("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Exp", "Expm1", "Log", "Log1p", "Sqrt", "Rsqrt", "Pow", "Abs"),
@@ -449,21 +449,8 @@ RULES: dict[str, Callable[[Operation], Samples]] = {
     ),
     **dict.fromkeys(
         [
-            *(
-                "Softmax",
-                "SafeSoftmax",
-                "LogSoftmax",
-                "Cumsum",
-                "Logsumexp",
-                "Topk",
-                "Sort",
-                "Sum",
-                "Mean",
-                "Max",
-                "Min",
-                "Amax",
-            ),
-            *("Amin", "Var", "Std", "LinalgVectorNorm", "Norm"),
+            *("Softmax", "SafeSoftmax", "LogSoftmax", "Cumsum", "Logsumexp", "Topk", "Sort", "Sum", "Mean", "Max"),
+            *("Min", "Amax", "Amin", "Var", "Std", "LinalgVectorNorm", "Norm"),
         ],
         _along,
     ),

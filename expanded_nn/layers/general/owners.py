@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from expanded_nn.common.batch import FOLDED, has_derivatives
 from expanded_nn.layers.general.mapped import flatten
-from expanded_nn.layers.general.operations import NOBODY, RULES, Memo, Operation, Samples, Unknown, constant
+from expanded_nn.layers.general.operations import NOBODY, NODE_RULES, Memo, Operation, Samples, Unknown, constant
 
 
 class _Begin(torch.autograd.Function):
@@ -76,7 +76,7 @@ class Owners:
         if x.grad_fn is not None:
             self.known[x.grad_fn, x.output_nr] = samples
 
-    def note_rows(self, x: Tensor) -> None:
+    def note_a_row_each(self, x: Tensor) -> None:
         """Notes that a tensor has one row for each sample, if nothing else is known of it."""
         if x.grad_fn is not None and (x.grad_fn, x.output_nr) not in self.known:
             self.note(x, self._first(x))
@@ -122,7 +122,7 @@ class Owners:
         key = node, number
         if key not in self.known:
             name = node.name().rstrip("0123456789").removesuffix("Backward")
-            rule = RULES.get(name)
+            rule = NODE_RULES.get(name)
             if rule is None:
                 raise Unknown(name)
             try:

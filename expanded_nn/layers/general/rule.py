@@ -260,9 +260,7 @@ class General(Expanded):
         # where only `vmap` fails, a loop over the samples comes next
         told = [reading for reading, error in errors.items() if getattr(error, "by_vmap", False)]
         refused = [reading for reading, error in errors.items() if isinstance(error, PerSampleError)]
-        told += sorted(
-            refused, key=lambda reading: errors[reading].__cause__ is not None
-        )  # those that failed come last
+        told += sorted(refused, key=lambda reading: errors[reading].__cause__ is not None)  # last those that failed
         return list(told[0]) if told else call.dims
 
     def _error_of(self, call: Called) -> Exception | None:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, has_derivatives
 from expanded_nn.common.modes import unseen
+from expanded_nn.common.rounding import are_equal, near
 from expanded_nn.common.steady import RandomStates, WithoutChance, copies, without_traces
 from expanded_nn.factored import as_factored
 from expanded_nn.layers.general.batched import Batched
@@ -145,11 +146,11 @@ class Trial:
         expected: list[Tensor] = without_hooks(self.module, self.states, lambda hooks: self.plain(hooks=hooks))
         self.hooks |= self.module._told.needs_hooks
         pairs = list(zip(parameters, before, strict=True))
-        if all(map(_are_equal, parameters, before)):
+        if all(map(are_equal, parameters, before)):
             return expected
         once = [weight.detach().clone() for weight in parameters]
         self.plain(hooks=self.module._told.needs_hooks)
-        changed = [pair for pair, weight in zip(pairs, once, strict=True) if not _are_equal(pair[0], weight)]
+        changed = [pair for pair, weight in zip(pairs, once, strict=True) if not are_equal(pair[0], weight)]
         if not changed:
             return expected
         for weight, value in pairs:
@@ -399,13 +400,6 @@ def _for_all(plain: Tensor, result: Tensor, dim: int) -> Tensor:
     return plain.expand(*plain.shape[:dim], result.shape[dim], *plain.shape[dim + 1 :])
 
 
-def _are_equal(weight: Tensor, other: Tensor) -> bool:
-    """Whether two values of a parameter are the same; NaN equals NaN."""
-    if weight.shape != other.shape or weight.dtype != other.dtype:
-        return False
-    return bool(torch.allclose(weight, other, rtol=0.0, atol=0.0, equal_nan=True))
-
-
 def _is_same(leaf: Any, other: Any) -> bool:
     """Whether two parts of results are the same, tensors but for rounding."""
     if isinstance(leaf, Tensor) and isinstance(other, Tensor):
@@ -416,14 +410,3 @@ def _is_same(leaf: Any, other: Any) -> bool:
 
 def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and has_derivatives(leaf)
-
-
-def near(plain: Tensor, other: Tensor, size: float = 0.0) -> bool:
-    """Whether two results differ by no more than rounding, of themselves or of inputs of such a size."""
-    if not has_derivatives(plain) or plain.is_meta:
-        return plain.shape == other.shape
-    epsilon = torch.finfo(plain.dtype).eps
-    finite = plain.isfinite()
-    scale = plain.where(finite, 0).abs().max() if plain.numel() else torch.ones(())
-    limit = 100 * epsilon**0.5 * scale + 1000 * epsilon * size
-    return bool(((other - plain).abs() <= limit).logical_or(~finite).all())

@@ -1,0 +1,53 @@
+"""Whether tensors have the same numbers, exactly or but for rounding. All bounds were chosen, not measured."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from expanded_nn.common.batch import has_derivatives
+
+
+class Bound(NamedTuple):
+    """How far apart two results may be that differ by rounding alone, in a dtype of precision `eps`."""
+
+    roots: float  # the share of their own size is so many `sqrt(eps)`,
+    most: float = inf  # and this at most
+    roundings: float = 0.0  # the share of their inputs' size is so many `eps`,
+    most_of_inputs: float = inf  # and this at most
+
+    def of(self, dtype: torch.dtype, own_size: float, size_of_inputs: float = 0.0) -> float:
+        eps: float = torch.finfo(dtype).eps
+        of_inputs: float = min(self.roundings * eps, self.most_of_inputs) * size_of_inputs
+        return float(min(self.roots * eps**0.5, self.most) * own_size + of_inputs)
+
+
+OF_RESULTS = Bound(roots=100, roundings=1000)
+OF_ROWS = Bound(roots=100, most=0.05, roundings=30, most_of_inputs=0.01)
+OF_GRADIENTS = Bound(roots=inf, most=0.03, roundings=30)  # whole ones: rounding decides a few of the forward's `x > 0`
+OF_COARSE_GRADIENTS = Bound(roots=inf, most=0.2, roundings=30)  # in bfloat16
+OF_MULTIPLES = Bound(roots=1)  # of a sum by one number
+
+
+def are_equal(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and numbers; NaN equals NaN."""
+    if x.shape != other.shape or x.dtype != other.dtype:
+        return False
+    return torch.equal(x, other) or bool(torch.allclose(x, other, rtol=0.0, atol=0.0, equal_nan=True))
+
+
+def near(plain: Tensor, other: Tensor, size: float = 0.0) -> bool:
+    """Whether two results differ by no more than rounding, of themselves or of inputs of such a size."""
+    if not has_derivatives(plain) or plain.is_meta:
+        return plain.shape == other.shape
+    finite = plain.isfinite()
+    scale = float(plain.where(finite, 0).abs().max()) if plain.numel() else 1.0
+    return bool(((other - plain).abs() <= OF_RESULTS.of(plain.dtype, scale, size)).logical_or(~finite).all())
+
+
+def are_near(x: Tensor, other: Tensor) -> bool:
+    """Whether two results differ by no more than rounding, each number measured by its own size."""
+    return torch.allclose(x, other, rtol=1e-2 if x.dtype.itemsize < 4 else 1e-4, equal_nan=True)
