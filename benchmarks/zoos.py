@@ -154,13 +154,16 @@ def of_images_and_texts(model_type: str, size: Size) -> Case:
     places = sum(feature.numel() for feature in features) // (width_of_text * size.samples)
     words = torch.randint(3, image - 2, (size.samples, 8 + places))
     words[:, 2 : 2 + places] = image
-    return Case(model, {"input_ids": words, "pixel_values": images, "attention_mask": torch.ones_like(words)})
+    inputs = {"input_ids": words, "pixel_values": images, "attention_mask": torch.ones_like(words)}
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = torch.randint(3, image - 2, (size.samples, size.positions))
+    return Case(model, inputs)
 
 
 def _inputs(model: Any, config: Any, size: Size) -> dict[str, Tensor]:
     samples = size.samples
-    words = torch.randint(3, size.words, (samples, size.positions))
     texts = getattr(config, "text_config", config)
+    words = torch.randint(3, min(size.words, getattr(texts, "vocab_size", None) or size.words), (samples, size.positions))
     image = getattr(getattr(config, "vision_config", config), "image_size", size.image)
     height, width = (image, image) if isinstance(image, int) else image
     channels = getattr(getattr(config, "vision_config", config), "num_channels", 3)
