@@ -5,15 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from threading import local
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from expanded_nn.common.functions import is_in_place
 from expanded_nn.common.modes import checkpoint_hooks, no_torch_function, unseen
 from expanded_nn.common.shared import is_shared
 from expanded_nn.core import cost
@@ -235,9 +236,9 @@ class Batched(Tensor):
         rule = RULES.get(func)
         try:
             order = _RUNNING.runs[-1].order if _RUNNING.runs else None
-            if rule is None or (order is not None and order.reasons((args, kwargs))):
+            if order is not None and order.reasons((args, kwargs)):
                 raise NotInTable(func)
-            return _noted(rule(func, args, kwargs or {}))
+            return _noted((rule or of_values_alone)(func, args, kwargs or {}))
         except Exception:
             for value in tree_leaves((args, kwargs)):
                 if type(value) is Batched:
@@ -249,6 +250,29 @@ class Batched(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise NotInTable(func)
+
+
+def of_values_alone(func: Any, args: Any, kwargs: Any) -> Any:
+    """What is not in the table, of parameters and numbers alone: of the values of each sample, under `vmap`."""
+    leaves, structure = tree_flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if is_own(leaf)]
+    own, rest = [leaves[place] for place in places], [None if is_own(leaf) else leaf for leaf in leaves]
+    refuse_unless(not is_in_place(func) and not any(isinstance(leaf, Tensor) for leaf in rest))
+    of_results: Any = None
+
+    def of_one(*values: Tensor) -> Any:
+        filled = dict(zip(places, values, strict=True))
+        args, kwargs = tree_unflatten([filled.get(place, leaf) for place, leaf in enumerate(rest)], structure)
+        return func(*args, **kwargs)
+
+    def result(number: int, *values: Tensor) -> Tensor:
+        nonlocal of_results
+        results, of_results = tree_flatten(torch.vmap(of_one)(*values))
+        return results[number]  # type: ignore[no-any-return]
+
+    made = [own[0].run.derived(func, partial(result, 0), *own)]
+    made += [own[0].run.derived(func, partial(result, n), *own) for n in range(1, of_results.num_leaves)]
+    return tree_unflatten(made, of_results)
 
 
 def _noted(result: Any) -> Any:
