@@ -138,7 +138,7 @@ def of_transformers(model_type: str, size: Size) -> Case:
 
 
 def of_images_and_texts(model_type: str, size: Size) -> Case:
-    """Texts with two images each; all images come in one argument, and with Qwen-VL's kind as patches of 4 x 4 a grid."""
+    """Texts with two images each; all images come in one argument, for models like Qwen-VL as grids of 4 x 4 patches."""
     auto: Any = import_module("transformers.models.auto.modeling_auto")
     config = shrunk(import_module("transformers").CONFIG_MAPPING[model_type](), size)
     special = {"image": 1, "vision_start": 2, "vision_end": 3, "video": 4, "image_start": 2, "image_end": 3}
@@ -167,11 +167,10 @@ def of_images_and_texts(model_type: str, size: Size) -> Case:
 def _share_out(config: Any, size: Size) -> None:
     """Makes the parts of rotary positions, for time, height and width, as wide together as half a head."""
     for each in (config, getattr(config, "text_config", config)):
-        if "mrope_section" in (parameters := getattr(each, "rope_parameters", None) or {}) or hasattr(
-            each, "rope_parameters"
-        ):
+        if hasattr(each, "rope_parameters"):
             half = (getattr(each, "head_dim", None) or size.width // 2) // 2
-            each.rope_parameters = {**parameters, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
+            sections = [half - 2 * (half // 3), half // 3, half // 3]
+            each.rope_parameters = {**(each.rope_parameters or {}), "mrope_section": sections}
 
 
 def _images(model: Any, config: Any, size: Size) -> dict[str, Tensor]:
@@ -192,7 +191,9 @@ def _images(model: Any, config: Any, size: Size) -> dict[str, Tensor]:
 def _inputs(model: Any, config: Any, size: Size) -> dict[str, Tensor]:
     samples = size.samples
     texts = getattr(config, "text_config", config)
-    words = torch.randint(3, min(size.words, getattr(texts, "vocab_size", None) or size.words), (samples, size.positions))
+    words = torch.randint(
+        3, min(size.words, getattr(texts, "vocab_size", None) or size.words), (samples, size.positions)
+    )
     image = getattr(getattr(config, "vision_config", config), "image_size", size.image)
     height, width = (image, image) if isinstance(image, int) else image
     channels = getattr(getattr(config, "vision_config", config), "num_channels", 3)

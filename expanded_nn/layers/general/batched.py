@@ -118,6 +118,12 @@ class Run:
         """Whether it is a buffer of a module that may fold its samples, or a view of one: a table all of them share."""
         return self.owners is not None and isinstance(x, Tensor) and not x.requires_grad and self.are_shared(x)
 
+    def is_for_all(self, x: Tensor) -> bool:
+        """Whether all samples may take all of what is computed without parameters, as coordinates in a table."""
+        if x.requires_grad or self.owners is None:
+            return False
+        return self.owners.are_shared(x) or self.batch * x.numel() <= cost.LOOKED_UP_FOR_EACH
+
     def arranged(self, x: Any) -> Arrangement | None:
         """How the rows of a plain tensor belong to the samples, in a forward that may fold them."""
         if self.owners is None or not isinstance(x, Tensor) or is_own(x) or x.dim() == 0:
@@ -253,11 +259,16 @@ class Batched(Tensor):
 
 
 def of_values_alone(func: Any, args: Any, kwargs: Any) -> Any:
-    """What is not in the table, of parameters and numbers alone: of the values of each sample, under `vmap`."""
+    """What is not in the table, of parameters and what all samples share: of the values of each sample, under `vmap`.
+
+    Of a tensor that is computed in a forward that may fold its samples nothing tells whose it is; as with an index, all
+    samples take all of it.
+    """
     leaves, structure = tree_flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if is_own(leaf)]
     own, rest = [leaves[place] for place in places], [None if is_own(leaf) else leaf for leaf in leaves]
-    refuse_unless(not is_in_place(func) and not any(isinstance(leaf, Tensor) for leaf in rest))
+    run, constants = own[0].run, [leaf for leaf in rest if isinstance(leaf, Tensor)]
+    refuse_unless(not is_in_place(func) and all(map(run.is_for_all, constants)))
     of_results: Any = None
 
     def of_one(*values: Tensor) -> Any:
@@ -270,8 +281,8 @@ def of_values_alone(func: Any, args: Any, kwargs: Any) -> Any:
         results, of_results = tree_flatten(torch.vmap(of_one)(*values))
         return results[number]  # type: ignore[no-any-return]
 
-    made = [own[0].run.derived(func, partial(result, 0), *own)]
-    made += [own[0].run.derived(func, partial(result, n), *own) for n in range(1, of_results.num_leaves)]
+    made = [run.derived(func, partial(result, 0), *own)]
+    made += [run.derived(func, partial(result, n), *own) for n in range(1, of_results.num_leaves)]
     return tree_unflatten(made, of_results)
 
 
