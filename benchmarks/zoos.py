@@ -138,7 +138,7 @@ def of_transformers(model_type: str, size: Size) -> Case:
 
 
 def of_images_and_texts(model_type: str, size: Size) -> Case:
-    """Texts with two images each; all images come in one argument, for models like Qwen-VL as grids of 4 x 4 patches."""
+    """Texts with two images each; all images come in one argument, for models like Qwen-VL as grids of patches."""
     auto: Any = import_module("transformers.models.auto.modeling_auto")
     config = shrunk(import_module("transformers").CONFIG_MAPPING[model_type](), size)
     special = {"image": 1, "vision_start": 2, "vision_end": 3, "video": 4, "image_start": 2, "image_end": 3}
