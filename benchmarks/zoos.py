@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from importlib import import_module
 from importlib.util import find_spec
-from inspect import signature
+from inspect import Parameter, signature
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,6 +88,7 @@ def lists(size: Size) -> dict[str, Callable[[int], int]]:
         **dict.fromkeys(("depths", "num_blocks", "depth"), lambda k: 1),
         **dict.fromkeys(("num_heads", "num_attention_heads"), lambda k: 2),
         **dict.fromkeys(("hidden_sizes", "embed_dim", "encoder_hidden_sizes"), lambda k: size.width * 2**k),
+        "deepstack_visual_indexes": lambda k: k,
     }
 
 
@@ -136,31 +138,62 @@ def of_transformers(model_type: str, size: Size) -> Case:
 
 
 def of_images_and_texts(model_type: str, size: Size) -> Case:
-    """Texts with two images each; all images come in one argument."""
+    """Texts with two images each; all images come in one argument, for models like Qwen-VL as grids of patches."""
     auto: Any = import_module("transformers.models.auto.modeling_auto")
     config = shrunk(import_module("transformers").CONFIG_MAPPING[model_type](), size)
-    image = size.words - 1
-    for name in ("image_token_id", "image_token_index"):
-        if hasattr(config, name):
-            setattr(config, name, image)
+    special = {"image": 1, "vision_start": 2, "vision_end": 3, "video": 4, "image_start": 2, "image_end": 3}
+    ids = {f"{name}_token_{kind}": size.words - k for name, k in special.items() for kind in ("id", "index")}
+    for each, name in product((config, getattr(config, "text_config", config)), ids):
+        if hasattr(each, name):
+            setattr(each, name, ids[name])
+    _share_out(config, size)
     model = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).eval()
-    pixels = getattr(config.vision_config, "image_size", size.image)
-    height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
-    images = torch.randn(2 * size.samples, getattr(config.vision_config, "num_channels", 3), height, width)
+    images = _images(model, config.vision_config, size)
     with torch.no_grad():
-        seen = model.model.get_image_features(pixel_values=images, return_dict=True)
+        seen = model.model.get_image_features(**images, return_dict=True)
     features = tree_leaves(getattr(seen, "pooler_output", seen))
-    width_of_text = features[0].shape[-1]
-    places = sum(feature.numel() for feature in features) // (width_of_text * size.samples)
-    words = torch.randint(3, image - 2, (size.samples, 8 + places))
-    words[:, 2 : 2 + places] = image
-    return Case(model, {"input_ids": words, "pixel_values": images, "attention_mask": torch.ones_like(words)})
+    of_each = sum(feature.numel() for feature in features) // (features[0].shape[-1] * 2 * size.samples)
+    words = torch.randint(3, size.words - 5, (size.samples, 8 + 2 * (of_each + 2)))
+    for first in 2, 4 + of_each:
+        words[:, first - 1], words[:, first : first + of_each] = ids["vision_start_token_id"], ids["image_token_id"]
+    inputs = {"input_ids": words, "attention_mask": torch.ones_like(words), **images}
+    if "mm_token_type_ids" in signature(type(model).forward).parameters:
+        inputs["mm_token_type_ids"] = (words == ids["image_token_id"]).long()
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = torch.randint(3, size.words - 5, (size.samples, size.positions))
+    return Case(model, inputs)
+
+
+def _share_out(config: Any, size: Size) -> None:
+    """Makes the parts of rotary positions, for time, height and width, as wide together as half a head."""
+    for each in (config, getattr(config, "text_config", config)):
+        if hasattr(each, "rope_parameters"):
+            half = (getattr(each, "head_dim", None) or size.width // 2) // 2
+            sections = [half - 2 * (half // 3), half // 3, half // 3]
+            each.rope_parameters = {**(each.rope_parameters or {}), "mrope_section": sections}
+
+
+def _images(model: Any, config: Any, size: Size) -> dict[str, Tensor]:
+    """Two images for each text, as the model takes them."""
+    count, channels = 2 * size.samples, getattr(config, "num_channels", getattr(config, "in_channels", 3))
+    asked = signature(model.model.get_image_features).parameters
+    if "image_grid_thw" in asked:
+        numbers = channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
+        return {"pixel_values": torch.randn(16 * count, numbers), "image_grid_thw": torch.tensor([[1, 4, 4]] * count)}
+    pixels = getattr(config, "image_size", size.image)
+    height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
+    images = {"pixel_values": torch.randn(count, channels, height, width)}
+    if "image_sizes" in asked and asked["image_sizes"].default is Parameter.empty:
+        images["image_sizes"] = torch.tensor([[height, width]] * count)
+    return images
 
 
 def _inputs(model: Any, config: Any, size: Size) -> dict[str, Tensor]:
     samples = size.samples
-    words = torch.randint(3, size.words, (samples, size.positions))
     texts = getattr(config, "text_config", config)
+    words = torch.randint(
+        3, min(size.words, getattr(texts, "vocab_size", None) or size.words), (samples, size.positions)
+    )
     image = getattr(getattr(config, "vision_config", config), "image_size", size.image)
     height, width = (image, image) if isinstance(image, int) else image
     channels = getattr(getattr(config, "vision_config", config), "num_channels", 3)

@@ -47,6 +47,7 @@ from expanded_nn.rows.arguments import (
     refuse_other_weights,
     refuse_others,
     refuse_strange_factors,
+    refuse_strange_mask,
 )
 from expanded_nn.rows.factors import average, widened
 
@@ -255,7 +256,9 @@ class PerSampleGrads(Mapping[str, Tensor]):
         rows = self._rows[name]
         return rows if rows._cell.version or not rows.is_dense else rows._like(self._blocks[name], rows.shape)
 
-    def kronecker(self, total: Mapping[str, KroneckerFactors] | None = None) -> dict[str, KroneckerFactors]:
+    def kronecker(
+        self, total: Mapping[str, KroneckerFactors] | None = None, *, mask: Tensor | None = None
+    ) -> dict[str, KroneckerFactors]:
         """The Kronecker factors of each weight's second moment, as K-FAC and influence functions take them.
 
         A row of a linear layer's weight is `sum_t g[b, t] ⊗ a[b, t]`, with `a` the layer's input and `g` the gradient
@@ -274,6 +277,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 grads.kronecker(factors)`, with `None` before the first batch, adds up a whole data set in the memory of
                 one. What few samples add waits until `A` or `G` is read, or there is enough of it for one product.
                 Weights that only one of the two has are kept, or begun.
+            mask: Which positions count, `(B, T)`, `True` for those that are no padding, for layers with T positions.
+                Without it padding counts: its inputs are part of `A`, and of `count`.
 
         Returns:
             Name -> `(A, G, count)`: the sums over samples and positions of `a aᵀ`, `(in, in)`, and of `g gᵀ`, `(out,
@@ -281,28 +286,33 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
         Raises:
             PerSampleError: If a matrix holds dense rows, whose factors are gone: switch on
-                `per_sample(keep_factors=True)`. If `total` has other sizes. Then nothing was added.
+                `per_sample(keep_factors=True)`. If `total` has other sizes. If `mask` is not of bools, or fits no
+                layer. Then nothing was added.
         """
         with no_torch_function():
-            return self._kronecker(total)
+            return self._kronecker(total, mask)
 
-    def _kronecker(self, total: Mapping[str, KroneckerFactors] | None) -> dict[str, KroneckerFactors]:
+    def _kronecker(
+        self, total: Mapping[str, KroneckerFactors] | None, mask: Tensor | None
+    ) -> dict[str, KroneckerFactors]:
         held = {name: self._held(name) for name, rows in self._rows.items() if rows.dim() > 2}
         weights = {name: rows for name, rows in held.items() if not _is_of_embedding(rows)}
         lacking = [name for name, rows in weights.items() if rows.is_complex() or not rows.has_kronecker_factors()]
         if lacking:
             raise complaint(
                 "PerSampleGrads.kronecker",
-                f"the per-sample gradients of {first_few(lacking)} are dense, complex, or of several kinds",
+                f"the rows of {first_few(lacking)} are dense, complex, or of several kinds (an embedding shares them)",
                 "the factors of linear layers and convolutions",
                 "Switch on per_sample(keep_factors=True), and take the factors before the rows are used; leave out "
                 "what is neither: PerSampleGrads({name: grads[name] for name in names}).",
             )
         refuse_no_factors("kronecker", "total", {} if total is None else total, eigen=False)
+        if mask is not None:
+            refuse_strange_mask(mask, weights)
         before = dict(total or {})
         for name in weights.keys() & before.keys():
             refuse_other_sizes("kronecker", name, weights[name], before[name])
-        return before | {name: rows.kronecker_factors(before.get(name)) for name, rows in weights.items()}
+        return before | {name: rows.kronecker_factors(before.get(name), mask) for name, rows in weights.items()}
 
     def ekfac(self, factors: Mapping[str, KroneckerFactors | EigenFactors]) -> dict[str, EigenFactors]:
         """The second moment of the rows' entries in the eigenbasis of Kronecker factors, added up over the data.

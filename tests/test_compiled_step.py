@@ -247,6 +247,24 @@ def test_a_module_that_samples_go_through_one_by_one() -> None:
         law(lambda: nn.Sequential(nn.Linear(8, 3), Branches()), classified, samples(4, 4, 4), least=0)
 
 
+class Prototypes(nn.Module):
+    """Scores inputs by what a layer makes of a few vectors that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.layer = nn.Linear(5, 8), nn.Linear(8, 8)
+        self.register_buffer("vectors", torch.randn(4, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.layer(x), self.keys(self.vectors)).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:Prototypes")
+def test_a_module_that_goes_sample_by_sample_at_many_sizes() -> None:
+    batches = [(torch.randn(size, 8),) for size in (7, 9, 6, 5, 8, 3, 10, 11)]
+    law(Prototypes, clipped, batches, least=1, loss_reduction="sum")
+
+
 class RelativeBias(nn.Module):
     """Adds a bias for each pair of positions, by a table and an index that all samples share."""
 

@@ -1605,6 +1605,13 @@ def inner_products_by_position_of_dense_rows() -> None:
     enn.PerSampleGrads({"a": torch.ones(3, 2)}).gram(per_position=True)
 
 
+@refused(r"PerSampleGrads\.kronecker: mask is torch\.bool \(3, 2\); wanted bools \(B, T\).*: \(3, 1\)\. Give it True")
+def kronecker_factors_by_a_strange_mask() -> None:
+    model = enn.convert(nn.Linear(2, 2)).per_sample(keep_factors=True)
+    model(torch.ones(3, 2)).sum().backward()
+    enn.per_sample_grads(model).kronecker(mask=torch.ones(3, 2).bool())
+
+
 @refused(r"PerSampleGrads\.kronecker: .* of \['a'\] are dense, complex, or of several kinds.*keep_factors=True")
 def kronecker_factors_of_dense_rows() -> None:
     enn.PerSampleGrads({"a": torch.ones(3, 2, 2)}).kronecker()

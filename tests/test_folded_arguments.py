@@ -107,6 +107,19 @@ class WithPositions(nn.Module):
         return (self.layer(x) + found) * self.scale[place]
 
 
+class AtCoordinates(nn.Module):
+    """Positions are read off a grid, between its points, at coordinates that each image has of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.grid = nn.Linear(8, D), nn.Parameter(torch.ones(1, D, 3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = x.detach()[:, :2].tanh().view(1, -1, 1, 2)
+        found = F.grid_sample(self.grid, at, mode="bicubic", padding_mode="border", align_corners=False)
+        return self.layer(x) + found.squeeze(0).squeeze(-1).permute(1, 0)
+
+
 class WithToken(nn.Module):
     """A token that all share stands before the pixels of each image."""
 
@@ -186,6 +199,7 @@ TOWERS: dict[str, Callable[[], nn.Module]] = {
     "layer norm": lambda: nn.Sequential(nn.Linear(8, D), nn.LayerNorm(D)),
     "positions": WithPositions,
     "positions, one of them constant": lambda: WithPositions(padding_idx=-1),
+    "positions between those of a grid": AtCoordinates,
     "token": WithToken,
     "heads": WithHeads,
     "heads, biases": lambda: WithHeads(tokens=4, add_bias_kv=True, add_zero_attn=True, bias=False),

@@ -471,6 +471,45 @@ def test_kronecker_factors_behind_a_view_of_the_weight(reduction: str) -> None:
     assert count == BATCH * LENGTH
 
 
+class Texts(nn.Module):
+    """Words of each sample, `(B, T, 3)`, and how long they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.windows, self.last = nn.Linear(3, 4), nn.Conv1d(4, 6, 1, groups=2), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.windows(self.first(x).tanh().mT).mT.sin()
+        return self.last((h * mask[..., None]).sum(1))
+
+
+def test_kronecker_factors_without_padding() -> None:
+    torch.manual_seed(0)
+    model = enn.convert(Texts().double()).per_sample(keep_factors=True, loss_reduction="sum")
+    lengths, x = [4, 2, 5], torch.randn(3, 5, 3).double()
+    mask = torch.arange(5) < torch.tensor(lengths)[:, None]
+
+    def grads(x: Tensor, mask: Tensor) -> enn.PerSampleGrads:
+        model.zero_grad()
+        model(x, mask).sin().sum().backward()
+        return enn.per_sample_grads(model)
+
+    alone = None
+    for i, length in enumerate(lengths):
+        alone = grads(x[i : i + 1, :length], mask[i : i + 1, :length]).kronecker(alone)
+    assert alone is not None
+    both = grads(x, mask)
+    for whole in (both.kronecker(mask=mask), grads(x[:2], mask[:2]).kronecker(mask=mask[:2])):
+        if whole["last.weight"].count == 2:
+            whole = grads(x[2:], mask[2:]).kronecker(whole, mask=mask[2:])
+        torch.testing.assert_close(whole, alone, rtol=1e-9, atol=1e-12)
+        assert [whole[f"{name}.weight"].count for name in ("first", "windows", "last")] == [11, 11, 3]
+    assert both.kronecker()["first.weight"].count == 15
+    for bad in (mask.long(), mask[:2], mask[:, :4], "mask"):
+        with pytest.raises(enn.PerSampleError, match=r"mask is .*; wanted bools \(B, T\), .*: \(3, 1\) or \(3, 5\)"):
+            both.kronecker(mask=bad)  # type: ignore[arg-type]
+
+
 def test_kronecker_factors_add_up_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "SYMMETRIC_PANEL", 4)
     model, x = kronecker_model("cnn")

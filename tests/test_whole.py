@@ -257,6 +257,20 @@ WHOLE: dict[str, Case] = {
         X,
     ),
     "low rank": (own(lambda m, x: F.linear(x, m.w + m.v @ m.u * 0.5), (6, D), (6, 2), (2, D)), X),
+    "computed, normalized": (own(lambda m, x: F.linear(F.normalize(x, dim=-1), F.normalize(m.w, dim=1)), (6, D)), X),
+    "computed, orthogonal, and a determinant": (
+        own(lambda m, x: F.linear(x, torch.linalg.qr(m.w).Q) + torch.linalg.slogdet(m.w)[1], (D, D)),
+        X,
+    ),
+    "as complex numbers": (
+        own(lambda m, x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * torch.view_as_complex(m.w), n=T, dim=1), (3, D, 2)),
+        X,
+    ),
+    "computed, rotated and repeated": (
+        own(lambda m, x: F.conv2d(x, torch.rot90(m.w, 1, (2, 3)), m.v.repeat_interleave(2, dim=0)), (2, 4, 3, 3), (1,)),
+        IMAGE,
+    ),
+    "computed, from two by name": (own(lambda m, x: F.linear(x, torch.outer(m.w, vec2=m.v)), (6,), (D,)), X),
     "computed, used in two ways": (own(used_in_two_ways, (6, 2), (2, D)), X),
     "computed, detached in part": (own(detached_in_part, (D, D), (D,)), X),
     "laid out anew": (own(laid_out_anew, (2, 3, D), (2, 1, 3), (3,)), X),
@@ -301,6 +315,9 @@ WHOLE: dict[str, Case] = {
         ),
         X,
     ),
+    "einsum of two tensors": (own(lambda m, x: torch.einsum("btd,d,bsd->bts", x, m.w, x.sin()), (D,)), X),
+    "bilinear": (own(lambda m, x: torch.einsum("btd,kde,be->btk", x, m.w, x.sum(1)), (2, D, D)), X),
+    "product with a vector": (own(lambda m, x: (x @ m.w).softmax(1) + x[:, 0].mv(m.w)[:, None], (D,)), X),
     "matrix product from the left": (own(lambda m, x: m.w @ x, (2, T)), X),
     "learned queries": (own(lambda m, x: (m.w @ m.v).expand(len(x), -1, -1) @ x.mT, (1, 2, D), (1, D, D)), X),
     "attention bias": (
@@ -537,7 +554,7 @@ def test_other_numbers_of_samples(make: Callable[[], nn.Module], args: Any, samp
 
 def swallows(m: Any, x: Tensor) -> Tensor:
     try:
-        return x * torch.logsumexp(m.w, 0)
+        return x * torch.tensordot(x, m.w, 1)[..., None]
     except Exception:
         return x
 
@@ -561,11 +578,16 @@ class Doubled(torch.autograd.Function):
         return 2 * x * weight.reshape(len(weight), *[1] * (x.dim() - weight.dim()), -1), 0
 
 
-SQUARE = (values(B, B, D),)
+SQUARE, TABLE = (values(B, B, D),), values(T, D)
 NOT_WHOLE: dict[str, Case] = {
     "not in the table": (own(lambda m, x: torch.tensordot(x, m.w, 1), (D, D)), X),
     "einsum without names": (own(lambda m, x: torch.einsum("...d,de->...e", x, m.w), (D, D)), X),
-    "einsum of two tensors": (own(lambda m, x: torch.einsum("btd,d,btd->bt", x, m.w, x.sin()), (D,)), X),
+    "einsum of two tensors, one of positions": (
+        own(lambda m, x: torch.einsum("btd,d,td->bt", x, m.w, TABLE), (D,)),
+        X,
+    ),
+    "numbers drawn for a parameter": (own(lambda m, x: x * (m.w + 0 * torch.randn_like(m.w)), (D,)), X),
+    "a parameter's copy that is changed": (own(lambda m, x: x * m.w.clone().cumsum_(0), (D,)), X),
     "an error that the forward catches": (own(swallows, (D,)), X),
     "a child's weight, of a class that is not in the table": (
         own(lambda m, x: torch.tensordot(m.w * x, m.inner.weight, ([2], [1])), (D,), inner=nn.Linear(D, 6, False)),
@@ -842,8 +864,8 @@ def test_a_hook_that_adds_to_the_result(comparisons: list[Any], chance: float) -
 
 
 def test_a_hook_that_changes_the_result() -> None:
-    """Where the samples go one by one: the table has no cumulative sum of a parameter."""
-    module = Own(lambda m, x: m.layer(x) * m.w.cumsum(0), (D,), layer=nn.Linear(D, D)).double()
+    """Where the samples go one by one: the table has no `tensordot`."""
+    module = Own(lambda m, x: m.layer(x) * torch.tensordot(x, m.w, 1)[..., None], (D,), layer=nn.Linear(D, D)).double()
     module.layer.register_forward_hook(lambda layer, args, output: 3 * output)
     assert not runs_whole(assert_right(module, Call(X)))
 

@@ -175,23 +175,40 @@ def _is_counted(term: Term) -> bool:
 
 
 def factors(
-    blocks: Sequence[Block], kind: Kind, total: KroneckerFactors | None = None, *, may_wait: bool = False
+    blocks: Sequence[Block],
+    kind: Kind,
+    total: KroneckerFactors | None = None,
+    mask: Tensor | None = None,  # (B, T)
+    *,
+    may_wait: bool = False,
 ) -> KroneckerFactors:
-    """The Kronecker factors of rows, added to `total`; few of them may wait there, which a graph could not see."""
+    """The Kronecker factors of rows, added to `total`; few of them may wait there, which a graph could not see.
+
+    Of terms with T positions those count where `mask` is true.
+    """
     dtype = torch.promote_types(kind.dtype, torch.float32)
     if total is None:
         G, A = (torch.zeros(size, size, dtype=dtype, device=kind.device) for size in sides(kind.row_shape))
         total = KroneckerFactors(A, G, 0)
-    for term in (term for _, terms in blocks for term in terms):
+    masks = [None] * len(blocks) if mask is None else mask.split([size for size, _ in blocks])
+    for term, of_block in ((term, own) for (_, terms), own in zip(blocks, masks, strict=True) for term in terms):
+        counts = None if of_block is None or of_block.shape[1] != term.positions else of_block
         if isinstance(term, Patches):
-            _add_patches(term.to(dtype), total)
+            _add_patches(term.to(dtype), counts, total)
         elif isinstance(term, Outer):
             scales = [1.0, 1.0]
             scales[term.of_gradient] = term.coefficient**2
             for side, factor, scale in zip((total._outputs, total._inputs), term.factors, scales, strict=True):
-                side.add(_in_order(factor), scale, may_wait=may_wait)
-        total.count += term.batch * term.positions
+                side.add(_in_order(_masked(factor, counts)), scale, may_wait=may_wait)
+        total.count += term.batch * term.positions if counts is None else int(counts.sum())
     return total
+
+
+def _masked(
+    factor: Tensor,  # (B, T, features)
+    mask: Tensor | None,  # (B, T)
+) -> Tensor:
+    return factor if mask is None else factor * mask[..., None]
 
 
 def _in_order(
@@ -201,11 +218,14 @@ def _in_order(
     return (factor.transpose(0, 1) if factor.stride(0) < factor.stride(1) else factor).flatten(0, 1)
 
 
-def _add_patches(term: Patches, total: KroneckerFactors) -> None:
+def _add_patches(term: Patches, mask: Tensor | None, total: KroneckerFactors) -> None:
     """Adds those of a convolution, whose groups are linear maps: to `A` their mean, to `G` a block for each."""
-    groups, (A, G, _) = term.geometry.groups, total
+    groups, (A, G, _), first = term.geometry.groups, total, 0
     for chunk in term.chunks(prod(term.row_shape[1:]) * term.positions * groups):
         g, columns = as_linear(chunk).unscaled()  # (B * groups, T, out / groups), (B * groups, T, in * kernel)
+        if mask is not None:
+            own = mask[first : first + chunk.batch].repeat_interleave(groups, 0)
+            g, columns, first = _masked(g, own), _masked(columns, own), first + chunk.batch
         _add_product(A, columns.flatten(0, 1), 1 / groups)
         size = len(G) // groups
         for group in range(groups):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from expanded_nn._errors import complaint, refuse_other_kind, shown
@@ -103,6 +104,21 @@ def refuse_strange_factors(
                 "Leave this one out.",
             )
         refuse_other_sizes(method, name, rows[name], second_moment)
+
+
+def refuse_strange_mask(mask: Any, weights: Mapping[str, Any]) -> None:
+    """Raises if a mask is not `(B, T)` of bools, or if no weight's rows have T positions."""
+    numbers = sorted({term.positions for rows in weights.values() for term in rows.terms()})
+    batch = next((len(rows) for rows in weights.values()), 0)
+    shapes = [(batch, positions) for positions in numbers]
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
+        found = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else shown(mask)
+        raise complaint(
+            "PerSampleGrads.kronecker",
+            f"mask is {found}",
+            f"bools (B, T), with T the number of positions of a layer: {' or '.join(map(str, shapes))}",
+            "Give it True where a position counts, and False where it is padding.",
+        )
 
 
 def refuse_other_sizes(method: str, name: str, rows: Tensor, factors: KroneckerFactors | EigenFactors) -> None:

@@ -167,9 +167,9 @@ class Rows(Tensor):
         return kronecker.has_factors(self.terms(), self.shape[1:])
 
     @_in_own_dtype
-    def kronecker_factors(self, total: KroneckerFactors | None = None) -> KroneckerFactors:
-        """The Kronecker factors of the rows, added to `total` in place."""
-        return kronecker.factors(self._unchanged(), self._kind, total, may_wait=not is_traced())
+    def kronecker_factors(self, total: KroneckerFactors | None = None, mask: Tensor | None = None) -> KroneckerFactors:
+        """The Kronecker factors of the rows, added to `total` in place; of T positions those of a `mask (B, T)`."""
+        return kronecker.factors(self._unchanged(), self._kind, total, mask, may_wait=not is_traced())
 
     @_in_own_dtype
     def between(self: R, left: Tensor, right: Tensor) -> R:

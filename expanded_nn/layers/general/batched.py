@@ -5,15 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from threading import local
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from expanded_nn.common.functions import is_in_place
 from expanded_nn.common.modes import checkpoint_hooks, no_torch_function, unseen
 from expanded_nn.common.shared import is_shared
 from expanded_nn.core import cost
@@ -116,6 +117,12 @@ class Run:
     def is_constant(self, x: Any) -> bool:
         """Whether it is a buffer of a module that may fold its samples, or a view of one: a table all of them share."""
         return self.owners is not None and isinstance(x, Tensor) and not x.requires_grad and self.are_shared(x)
+
+    def is_for_all(self, x: Tensor) -> bool:
+        """Whether all samples may take all of what is computed without parameters, as coordinates in a table."""
+        if x.requires_grad or self.owners is None:
+            return False
+        return self.owners.are_shared(x) or self.batch * x.numel() <= cost.LOOKED_UP_FOR_EACH
 
     def arranged(self, x: Any) -> Arrangement | None:
         """How the rows of a plain tensor belong to the samples, in a forward that may fold them."""
@@ -235,9 +242,9 @@ class Batched(Tensor):
         rule = RULES.get(func)
         try:
             order = _RUNNING.runs[-1].order if _RUNNING.runs else None
-            if rule is None or (order is not None and order.reasons((args, kwargs))):
+            if order is not None and order.reasons((args, kwargs)):
                 raise NotInTable(func)
-            return _noted(rule(func, args, kwargs or {}))
+            return _noted((rule or of_values_alone)(func, args, kwargs or {}))
         except Exception:
             for value in tree_leaves((args, kwargs)):
                 if type(value) is Batched:
@@ -249,6 +256,34 @@ class Batched(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise NotInTable(func)
+
+
+def of_values_alone(func: Any, args: Any, kwargs: Any) -> Any:
+    """What is not in the table, of parameters and what all samples share: of the values of each sample, under `vmap`.
+
+    Of a tensor that is computed in a forward that may fold its samples nothing tells whose it is; as with an index, all
+    samples take all of it.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if is_own(leaf)]
+    own, rest = [leaves[place] for place in places], [None if is_own(leaf) else leaf for leaf in leaves]
+    run, constants = own[0].run, [leaf for leaf in rest if isinstance(leaf, Tensor)]
+    refuse_unless(not is_in_place(func) and all(map(run.is_for_all, constants)))
+    of_results: Any = None
+
+    def of_one(*values: Tensor) -> Any:
+        filled = dict(zip(places, values, strict=True))
+        args, kwargs = tree_unflatten([filled.get(place, leaf) for place, leaf in enumerate(rest)], structure)
+        return func(*args, **kwargs)
+
+    def result(number: int, *values: Tensor) -> Tensor:
+        nonlocal of_results
+        results, of_results = tree_flatten(torch.vmap(of_one)(*values))
+        return results[number]  # type: ignore[no-any-return]
+
+    made = [run.derived(func, partial(result, 0), *own)]
+    made += [run.derived(func, partial(result, n), *own) for n in range(1, of_results.num_leaves)]
+    return tree_unflatten(made, of_results)
 
 
 def _noted(result: Any) -> Any:

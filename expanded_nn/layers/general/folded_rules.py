@@ -87,20 +87,23 @@ def may_be_looked_up_by_all(run: Run, index: Tensor, numel: int) -> bool:
 
 
 def einsum(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Of one tensor that has samples with parameters; the name of the samples comes before those of each parameter."""
+    """Of tensors that have samples with parameters; the name of the samples comes before those of each parameter."""
     names, operands = einsum_names(*args), args[1:]
     plain = [place for place, operand in enumerate(operands) if not is_own(operand)]
-    refuse_unless(names is not None and not kwargs and len(plain) < 2 and all(map(str.isalpha, "".join(names or ()))))
+    refuse_unless(names is not None and not kwargs and all(map(str.isalpha, "".join(names or ()))))
     assert names is not None
     run, after = run_of(operands), names[-1]
     name = names[plain[0]][0] if plain else next(letter for letter in ascii_letters if letter not in "".join(args[0]))
-    refuse_unless(not any(name in of_own for place, of_own in enumerate(names[:-1]) if place not in plain))
+    refuse_unless(
+        all(of_one[:1] == name if place in plain else name not in of_one for place, of_one in enumerate(names[:-1]))
+    )
     before = [of_one if place in plain else name + of_one for place, of_one in enumerate(names[:-1])]
     if not plain:
         equation = f"{','.join(before)}->{name}{after}"
         return run.derived(func, lambda *values: torch.einsum(equation, *values), *operands)
-    x, arrangement = operands[plain[0]], run.arranged(operands[plain[0]])
-    refuse_unless(name in after and (arrangement is not None or run.has_rows(x, 2)))
+    arrangement = run.arranged(operands[plain[0]])
+    are_rows = all(run.has_rows(operands[place], 1) for place in plain) if arrangement is None else len(plain) == 1
+    refuse_unless(name in after and are_rows)
     run.note(func, whole=True)
     values = (operand.value if is_own(operand) else operand for operand in operands)
     if arrangement is not None:

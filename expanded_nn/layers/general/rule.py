@@ -222,7 +222,9 @@ class General(Expanded):
         """Whether an argument of the model may have several rows of each sample, one sample's after the other's."""
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or batch < 2 or not self.model_batch_first:
             return False
-        times, left = divmod(leaf.shape[0], batch)
+        if cost.is_symbol(batch) and not cost.is_symbol(leaf.shape[0]):  # it stays as it is in batches of other sizes
+            return False
+        times, left = leaf.shape[0] // batch, leaf.shape[0] % batch
         forward = None if self._recorder is None else self._recorder.forward
         return times > 1 and left == 0 and forward is not None and forward.is_argument(leaf)
 

@@ -32,6 +32,7 @@ from expanded_nn.layers.general.batched import (
     as_it_looks,
     beside,
     is_own,
+    of_values_alone,
     own_of,
     reads_of_its_own as reads_of_its_own,
     refuse_unless,
@@ -154,16 +155,7 @@ def _by_dims(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     """Without a dimension of size 1, or without all of them."""
-    own = own_of(args[0])
-    if len(args) > 1 or kwargs:
-        return _by_dims(func, args, kwargs)
-    ones = [dim for dim, size in enumerate(own.value.shape) if dim > 0 and size == 1]
-    return own.run.derived(func, lambda value: value.squeeze(ones), own, begins=False)
-
-
-def _var_mean(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    options = {name: value for name, value in kwargs.items() if name in ("dim", "keepdim")}
-    return _by_dims(torch.var, args, kwargs), _by_dims(torch.mean, args, options)
+    return (_by_dims if len(args) > 1 or kwargs else of_values_alone)(func, args, kwargs)
 
 
 def _same(func: Any, args: Any, kwargs: Any) -> Batched:
@@ -259,17 +251,6 @@ def _is_number(key: Any) -> bool:
     return type(key) is int or (isinstance(key, Tensor) and key.dim() == 0 and key.dtype == torch.int64)
 
 
-def _resized(func: Any, args: Any, kwargs: Any) -> Batched:
-    """Images `(N, C, …)`, as a table of positions is, at another size."""
-    own, rest = own_of(args[0]), args[1:]
-    refuse_unless(own.rank > 2)
-
-    def resized(value: Tensor) -> Tensor:
-        return func(value.flatten(0, 1), *rest, **kwargs).unflatten(0, value.shape[:2])  # type: ignore[no-any-return]
-
-    return own.run.derived(func, resized, own, begins=False)
-
-
 def _join(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Parameters beside each other, or beside constants that all samples share."""
     joined, *rest = args
@@ -344,19 +325,8 @@ _batch_norm_of_samples = _with_weights(norm.batch_norm, 2, _BATCH_NORM, _BOTH, o
 
 def _batch_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Of samples, in eval mode; or of a parameter `(N, C, *)`, which is standardized by it."""
-    named = {**dict(zip(_BATCH_NORM, args, strict=False)), **kwargs}
-    if not is_own(named["input"]):
-        return _batch_norm_of_samples(func, args, kwargs)  # type: ignore[no-any-return]
-    names = [name for name in ("input", *_BOTH) if named.get(name) is not None]
-    own = [named.pop(name) for name in names]
-    refuse_unless(all(map(is_own, own)) and not any(isinstance(value, Tensor) for value in named.values()))
-
-    def standardized(x: Tensor, *by_channel: Tensor) -> Tensor:
-        weights = {name: value.flatten() for name, value in zip(names[1:], by_channel, strict=True)}
-        flat = func(x.transpose(0, 1).flatten(1, 2), **{**named, **weights})
-        return flat.unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)  # type: ignore[no-any-return]
-
-    return own[0].run.derived(func, standardized, *own)  # type: ignore[no-any-return]
+    of_parameter = is_own(args[0] if args else kwargs["input"])
+    return (of_values_alone if of_parameter else _batch_norm_of_samples)(func, args, kwargs)  # type: ignore[no-any-return]
 
 
 def _look_up(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -391,17 +361,18 @@ def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
         refuse_unless(left.rank == right.rank >= 2)
         return run.derived(func, torch.matmul, left, right)
     own, x = (right, left) if is_own(right) else (left, right)
-    if own is right and own.rank == 2 and isinstance(x, Tensor) and x.dim() >= 2:
-        arrangement = run.arranged(x)
-        if arrangement is not None:
-            run.note(func, whole=True)
-            return as_arranged(run, linear_of_rows(x, own.value.mT, None, arrangement), arrangement)
+    is_linear = own is right and own.rank in (1, 2)
+    if is_linear and isinstance(x, Tensor) and x.dim() >= 2:
+        arrangement, weight = run.arranged(x), own.value.mT if own.rank == 2 else own.value[:, None]
+        refuse_unless(arrangement is not None or run.has_rows(x, 2))
+        run.note(func, whole=True)
+        y = linear(x, weight) if arrangement is None else linear_of_rows(x, weight, None, arrangement)
+        y = y if own.rank == 2 else y.squeeze(-1)
+        return y if arrangement is None else as_arranged(run, y, arrangement)
     if run.owners is not None and own is right and own.rank == x.dim() == 3:
         return product_by_expert(func, x, own, run.owners)
-    refuse_unless(own.rank >= 2 and run.has_rows(x, 2 if own is right and own.rank == 2 else 3))
+    refuse_unless(own.rank >= 2 and not is_linear and run.has_rows(x, 3))
     run.note(func, whole=True)
-    if own is right and own.rank == 2:
-        return linear(x, own.value.mT)
     return torch.matmul(*(beside(side, x.dim()) if side is own else side for side in args))
 
 
@@ -443,7 +414,6 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys(functions("unsqueeze", "transpose", "unbind", "split", "chunk"), _by_dims),
     **dict.fromkeys(functions("squeeze"), _squeeze),
     **dict.fromkeys(functions("softmax", "sum", "mean", "std", "var"), _by_dims),
-    torch.var_mean: _var_mean,
     **dict.fromkeys(functions("permute"), _permute),
     **dict.fromkeys([Tensor.t, torch.t, *attributes("T", "mT")], _matrix_transposed),
     **dict.fromkeys(functions("flatten"), _flatten),
@@ -451,12 +421,11 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys(functions("expand", "expand_as", "broadcast_to", "repeat"), _spread),
     Tensor.__getitem__: _index,
     **dict.fromkeys(functions("cat", "concat", "stack"), _join),
-    **dict.fromkeys(functions("matmul", "__matmul__", "bmm"), _product),
+    **dict.fromkeys(functions("matmul", "__matmul__", "mm", "mv", "bmm"), _product),
     torch.einsum: einsum,
     F.embedding: _look_up,
     F.scaled_dot_product_attention: by_biased_products,
     F.multi_head_attention_forward: multi_head_attention,
-    F.interpolate: _resized,
     F.linear: _with_weights(linear, 2, ("input", *_BOTH), _BOTH, of_folded=folded.linear_by_name),
     F.prelu: _with_weights(prelu, 1, ("input", "weight"), ("weight",)),
     F.layer_norm: _with_weights(
