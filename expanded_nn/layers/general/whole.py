@@ -1,7 +1,8 @@
 """The general rule on the whole batch: a forward runs once, with parameters that know their samples.
 
 A parameter of its own meets the batch as a `Batched` tensor. To the forward it looks like the parameter, `(*shape)`; it
-holds a value for each sample, `(B, *shape)`. What may be done with it stands in one table, below. An operation on
+holds a value for each sample, `(B, *shape)`. What may be done with it stands in one table, below; what is not there
+runs by `vmap`, if the forward does not fold its samples or all is computed from parameters. An operation on
 `Batched` tensors, alone or with what all samples share, gives a `Batched` tensor; with a tensor of B rows it gives a
 plain tensor of B rows.
 """
