@@ -191,9 +191,8 @@ def _images(model: Any, config: Any, size: Size) -> dict[str, Tensor]:
 def _inputs(model: Any, config: Any, size: Size) -> dict[str, Tensor]:
     samples = size.samples
     texts = getattr(config, "text_config", config)
-    words = torch.randint(
-        3, min(size.words, getattr(texts, "vocab_size", None) or size.words), (samples, size.positions)
-    )
+    known_words = min(size.words, getattr(texts, "vocab_size", None) or size.words)
+    words = torch.randint(3, known_words, (samples, size.positions))
     image = getattr(getattr(config, "vision_config", config), "image_size", size.image)
     height, width = (image, image) if isinstance(image, int) else image
     channels = getattr(getattr(config, "vision_config", config), "num_channels", 3)

@@ -317,6 +317,12 @@ WHOLE: dict[str, Case] = {
     ),
     "einsum of two tensors": (own(lambda m, x: torch.einsum("btd,d,bsd->bts", x, m.w, x.sin()), (D,)), X),
     "bilinear": (own(lambda m, x: torch.einsum("btd,kde,be->btk", x, m.w, x.sum(1)), (2, D, D)), X),
+    "by vmap": (own(lambda m, x: torch.tensordot(x, m.w, 1), (D, D)), X),
+    "by vmap, distances": (
+        own(lambda m, x: torch.cdist(x, m.w) + m.v.outer(torch.arange(9.0).to(x))[:T], (9, D), (T,)),
+        X,
+    ),
+    "by vmap, two results": (own(lambda m, x: torch.mul(*torch.broadcast_tensors(x, m.w)), (D,)), X),
     "product with a vector": (own(lambda m, x: (x @ m.w).softmax(1) + x[:, 0].mv(m.w)[:, None], (D,)), X),
     "matrix product from the left": (own(lambda m, x: m.w @ x, (2, T)), X),
     "learned queries": (own(lambda m, x: (m.w @ m.v).expand(len(x), -1, -1) @ x.mT, (1, 2, D), (1, D, D)), X),
@@ -554,7 +560,7 @@ def test_other_numbers_of_samples(make: Callable[[], nn.Module], args: Any, samp
 
 def swallows(m: Any, x: Tensor) -> Tensor:
     try:
-        return x * torch.tensordot(x, m.w, 1)[..., None]
+        return x * m.w.clone().sin_()
     except Exception:
         return x
 
@@ -580,7 +586,6 @@ class Doubled(torch.autograd.Function):
 
 SQUARE, TABLE = (values(B, B, D),), values(T, D)
 NOT_WHOLE: dict[str, Case] = {
-    "not in the table": (own(lambda m, x: torch.tensordot(x, m.w, 1), (D, D)), X),
     "einsum without names": (own(lambda m, x: torch.einsum("...d,de->...e", x, m.w), (D, D)), X),
     "einsum of two tensors, one of positions": (
         own(lambda m, x: torch.einsum("btd,d,td->bt", x, m.w, TABLE), (D,)),
@@ -596,7 +601,9 @@ NOT_WHOLE: dict[str, Case] = {
     "linear maps in a vmap": (
         own(
             lambda m, x: (
-                F.linear(torch.tensordot(x, m.w, 1), m.inner.weight, torch.cat((m.v, m.inner.bias[2:] * 0)))
+                F.linear(
+                    torch.tensordot(x, m.w.clone().sin_(), 1), m.inner.weight, torch.cat((m.v, m.inner.bias[2:] * 0))
+                )
                 + F.linear(x.sum(1), m.inner.weight, m.inner.bias)[:, None]
                 + F.linear(torch.ones(2, D).to(x), m.inner.weight).sum(0)
             ),
@@ -761,6 +768,17 @@ def changes_its_ways(m: Any, x: Tensor) -> Tensor:
     return x * m.w if m.first else (x.transpose(0, 1) + m.w).transpose(0, 1)
 
 
+def test_as_many_samples_as_positions_later() -> None:
+    """Numbers of positions that all samples share are no rows of these, if there are as many of both by chance."""
+    module = Own(lambda m, x: x + torch.outer(torch.arange(T).to(x), m.w)[None], (D,)).double()
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for samples in (B, T, B):
+        call = Call((values(samples, T, D),))
+        model.zero_grad()
+        total_loss(model, call).backward()
+        assert_close_rows(rows_of(model), loop(module, call, samples))
+
+
 def test_another_way_is_compared_anew() -> None:
     """In the second, samples and positions are as many by chance, so that nothing fails of itself."""
     module = Own(changes_its_ways, (D,))
@@ -864,8 +882,8 @@ def test_a_hook_that_adds_to_the_result(comparisons: list[Any], chance: float) -
 
 
 def test_a_hook_that_changes_the_result() -> None:
-    """Where the samples go one by one: the table has no `tensordot`."""
-    module = Own(lambda m, x: m.layer(x) * torch.tensordot(x, m.w, 1)[..., None], (D,), layer=nn.Linear(D, D)).double()
+    """Where the samples go one by one, as a parameter's copy is changed."""
+    module = Own(lambda m, x: m.layer(x) * m.w.clone().sin_(), (D,), layer=nn.Linear(D, D)).double()
     module.layer.register_forward_hook(lambda layer, args, output: 3 * output)
     assert not runs_whole(assert_right(module, Call(X)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from threading import local
 from typing import Any
@@ -244,7 +244,7 @@ class Batched(Tensor):
             order = _RUNNING.runs[-1].order if _RUNNING.runs else None
             if order is not None and order.reasons((args, kwargs)):
                 raise NotInTable(func)
-            return _noted((rule or of_values_alone)(func, args, kwargs or {}))
+            return _noted((rule or by_vmap)(func, args, kwargs or {}))
         except Exception:
             for value in tree_leaves((args, kwargs)):
                 if type(value) is Batched:
@@ -258,31 +258,41 @@ class Batched(Tensor):
         raise NotInTable(func)
 
 
-def of_values_alone(func: Any, args: Any, kwargs: Any) -> Any:
-    """What is not in the table, of parameters and what all samples share: of the values of each sample, under `vmap`.
+def by_vmap(func: Any, args: Any, kwargs: Any) -> Any:
+    """What is not in the table, sample by sample under `vmap`: of parameters, rows of the samples, and what they share.
 
-    Of a tensor that is computed in a forward that may fold its samples nothing tells whose it is; as with an index, all
-    samples take all of it.
+    What shares no graph with the samples and has not a row for each is taken for what all of them share. Where samples
+    may be folded, nothing tells whose a tensor without a gradient is; as with an index, all of them take all of it.
     """
     leaves, structure = tree_flatten((args, kwargs))
-    places = [place for place, leaf in enumerate(leaves) if is_own(leaf)]
-    own, rest = [leaves[place] for place in places], [None if is_own(leaf) else leaf for leaf in leaves]
-    run, constants = own[0].run, [leaf for leaf in rest if isinstance(leaf, Tensor)]
-    refuse_unless(not is_in_place(func) and all(map(run.is_for_all, constants)))
+    run = run_of(leaves)
+    plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not is_own(leaf)]
+    rows = [leaf for leaf in plain if run.has_rows(leaf, 1)]
+    refuse_unless(not is_in_place(func) and (run.owners is None or (not rows and all(map(run.is_for_all, plain)))))
+    are_mapped = [is_own(leaf) or any(leaf is x for x in rows) for leaf in leaves]
+    shared = [None if is_mapped else leaf for leaf, is_mapped in zip(leaves, are_mapped, strict=True)]
+    refuse_unless(not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in shared))
     of_results: Any = None
 
     def of_one(*values: Tensor) -> Any:
-        filled = dict(zip(places, values, strict=True))
-        args, kwargs = tree_unflatten([filled.get(place, leaf) for place, leaf in enumerate(rest)], structure)
+        left = iter(values)
+        filled = [next(left) if is_mapped else leaf for leaf, is_mapped in zip(shared, are_mapped, strict=True)]
+        args, kwargs = tree_unflatten(filled, structure)
         return func(*args, **kwargs)
 
-    def result(number: int, *values: Tensor) -> Tensor:
+    def results(*values: Tensor) -> list[Tensor]:
         nonlocal of_results
-        results, of_results = tree_flatten(torch.vmap(of_one)(*values))
-        return results[number]  # type: ignore[no-any-return]
+        found, of_results = tree_flatten(torch.vmap(of_one)(*values))
+        return found
 
-    made = [run.derived(func, partial(result, 0), *own)]
-    made += [run.derived(func, partial(result, n), *own) for n in range(1, of_results.num_leaves)]
+    operands = [leaf for leaf, is_mapped in zip(leaves, are_mapped, strict=True) if is_mapped]
+    if rows:
+        run.note(func, whole=True)
+        made: list[Tensor] = results(*(x.value if is_own(x) else x[:, None] for x in operands))
+        refuse_unless(all(y.shape[1:2] == (1,) for y in made))
+        return tree_unflatten([y.squeeze(1) for y in made], of_results)
+    made = [run.derived(func, lambda *values: results(*values)[0], *operands)]
+    made += [run.derived(func, lambda *x, n=n: results(*x)[n], *operands) for n in range(1, of_results.num_leaves)]
     return tree_unflatten(made, of_results)
 
 

@@ -1,7 +1,8 @@
 """The general rule on the whole batch: a forward runs once, with parameters that know their samples.
 
 A parameter of its own meets the batch as a `Batched` tensor. To the forward it looks like the parameter, `(*shape)`; it
-holds a value for each sample, `(B, *shape)`. What may be done with it stands in one table, below. An operation on
+holds a value for each sample, `(B, *shape)`. What may be done with it stands in one table, below; what is not there
+runs by `vmap`, if the forward does not fold its samples or all is computed from parameters. An operation on
 `Batched` tensors, alone or with what all samples share, gives a `Batched` tensor; with a tensor of B rows it gives a
 plain tensor of B rows.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from expanded_nn.common.functions import attributes, functions, is_in_place
 from expanded_nn.common.shared import cast_shared
+from expanded_nn.core import cost
 from expanded_nn.layers import conv, norm
 from expanded_nn.layers.activation import prelu
 from expanded_nn.layers.embedding import embedding
@@ -31,8 +33,8 @@ from expanded_nn.layers.general.batched import (
     Run as Run,
     as_it_looks,
     beside,
+    by_vmap,
     is_own,
-    of_values_alone,
     own_of,
     reads_of_its_own as reads_of_its_own,
     refuse_unless,
@@ -93,7 +95,8 @@ def _with_shared(func: Any, args: Any, kwargs: Any, run: Run, dims: int) -> Batc
     if not all(map(is_own, operands)):
         shapes = [operand.value.shape[1:] for operand in operands if is_own(operand)]
         shared = (operand.shape for operand in operands if not is_own(operand))
-        refuse_unless(torch.broadcast_shapes(*shapes, *shared) in shapes)
+        shape = torch.broadcast_shapes(*shapes, *shared)
+        refuse_unless(shape in shapes or run.batch * shape.numel() <= cost.LOOKED_UP_FOR_EACH)
 
     def of_values(*values: Tensor) -> Any:
         left_numbers, left_values = iter(numbers), (with_dims(value, dims) for value in values)
@@ -155,7 +158,7 @@ def _by_dims(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     """Without a dimension of size 1, or without all of them."""
-    return (_by_dims if len(args) > 1 or kwargs else of_values_alone)(func, args, kwargs)
+    return (_by_dims if len(args) > 1 or kwargs else by_vmap)(func, args, kwargs)
 
 
 def _same(func: Any, args: Any, kwargs: Any) -> Batched:
@@ -326,7 +329,7 @@ _batch_norm_of_samples = _with_weights(norm.batch_norm, 2, _BATCH_NORM, _BOTH, o
 def _batch_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Of samples, in eval mode; or of a parameter `(N, C, *)`, which is standardized by it."""
     of_parameter = is_own(args[0] if args else kwargs["input"])
-    return (of_values_alone if of_parameter else _batch_norm_of_samples)(func, args, kwargs)  # type: ignore[no-any-return]
+    return (by_vmap if of_parameter else _batch_norm_of_samples)(func, args, kwargs)  # type: ignore[no-any-return]
 
 
 def _look_up(func: Any, args: Any, kwargs: Any) -> Tensor:
