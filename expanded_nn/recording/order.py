@@ -21,8 +21,10 @@ from expanded_nn.common.bytecode import constant_index
 from expanded_nn.common.functions import SIZES, attributes, functions
 from expanded_nn.common.modes import WithoutSelection, function_modes, is_selective
 from expanded_nn.common.traced import is_traced
+from expanded_nn.core.cost import is_symbol
 from expanded_nn.recording import callers, places
 from expanded_nn.recording.expand import comes_from_rows
+from expanded_nn.recording.parts import LOOKED_AT, Parts
 from expanded_nn.recording.places import Move, Moved
 from expanded_nn.recording.settings import RecorderLike
 from expanded_nn.recording.shared_results import Copies
@@ -45,6 +47,7 @@ class Order(TorchFunctionMode):
         recorder: The recorder of the model.
         moved: The tensors whose samples stand in another order, by their ids, and what did it.
         copies: The copies for the samples of what all of them share.
+        parts: The parts of the batch.
         turns: What operations that turn dimensions do with those, by their arguments.
         weights_are_outside: Whether the forward has used expanded weights outside of layers, which nobody looks at.
     """
@@ -54,6 +57,7 @@ class Order(TorchFunctionMode):
         self.recorder = recorder
         self.moved: dict[int, tuple[Tensor, list[Moved]]] = {}
         self.copies = Copies(recorder)
+        self.parts = Parts(self._samples_dim, lambda x: not self.reasons([x]) and self._are_samples(x))
         self.turns: dict[Any, list[int] | None] = {}
         self.weights_are_outside = False
 
@@ -94,25 +98,31 @@ class Order(TorchFunctionMode):
             self.copies.look_at(func, args, kwargs, result, are_samples=self._are_samples)
         if func is torch.stack and moved is None and not self.reasons((args, kwargs)):
             moved = self._stacked(result, *args, **kwargs)
+        changed = args[:1] if func is Tensor.__setitem__ else ()
+        batch = self._batch() if self.parts.known or func in LOOKED_AT else None
+        joined = None if batch is None or is_symbol(batch) else self.parts.look_at(func, args, kwargs, result, batch)
+        if joined is not None and not callers.is_called_by_libraries(func):
+            moved, changed = Moved(func.__name__, None, line=callers.line_of_user()), (joined,)
         names = places.names_of(*args) if func is torch.einsum else None
         if names is not None:
             self._turn_by_names(names, args[1:], result)
         elif moved is None and func in places.TURNS_BACK and args:
             self._turn(func, args, kwargs, result)
         elif moved is not None or self.moved:
-            changed = args[:1] if func is Tensor.__setitem__ else ()
             self.follow((args, kwargs), (result, changed), moved)
         return result
 
     def _meets_what_is_followed(self, args: Any, kwargs: Any) -> bool:
         """Whether an operation takes a tensor whose samples stand elsewhere, or copies of what all samples share."""
-        moved, copies = self.moved, self.copies.known
-        if not moved and not copies:
+        moved, copies, parts = self.moved, self.copies.known, self.parts.known
+        if not moved and not copies and not parts:
             return False
-        values: Iterable[Any] = [*args, *kwargs.values()]
-        if any(not isinstance(value, Tensor) and type(value) not in NUMBERS for value in values):
-            values = data_in(values)
-        return any(id(value) in moved or id(value) in copies for value in values)
+        for value in (*args, *kwargs.values()):
+            if type(value) not in NUMBERS:
+                for x in (value,) if isinstance(value, Tensor) else data_in(value):
+                    if id(x) in moved or id(x) in copies or id(x) in parts:
+                        return True
+        return False
 
     def _look_at_size(self, func: Any, x: Tensor, dim: int | None = None) -> None:
         """Raises where the forward asks for a size that the samples' dimension has made another one."""
@@ -199,6 +209,7 @@ class Order(TorchFunctionMode):
         if self._meets_what_is_followed(args, kwargs):
             self.follow((args, kwargs), result)
             self.copies.follow((args, kwargs), result)
+            self.parts.follow((args, kwargs), result)
         return result
 
     def look_at(self, layer: nn.Module, arguments: Any, *, is_plain: bool = False) -> None:
@@ -410,4 +421,4 @@ _SIZES_AND_RANKS = {*SIZES, *functions("dim"), *attributes("ndim")}
 _PRODUCTS = set(functions("matmul"))
 _BROADCASTS = _PRODUCTS | set(functions("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_"))
 _BATCH_NORMS = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
-_LOOKED_AT = {*places.MOVES, *places.SCATTERS, *places.TURNS, *_BATCH_NORMS, torch.einsum}
+_LOOKED_AT = {*LOOKED_AT, *places.MOVES, *places.SCATTERS, *places.TURNS, *_BATCH_NORMS, torch.einsum}
