@@ -1,7 +1,7 @@
-"""Parts of a batch, as `h[1]` and `h[:2]`: which samples are in them, and in which places they are put together again.
+"""Parts of a batch, as `h[1]` and `h[:2]`: which samples are in them, and in which places they are put.
 
-A part is followed through what is computed from it: `z[0] = h[1] + 1` and `z[0].copy_(h[1])` put sample 1 into the place
-of sample 0, as `torch.stack([h[1], h[0]])` does.
+A part is followed through what is computed from it: `z[0] = h[1] + 1` and `z[0].copy_(h[1])` put sample 1 into the
+place of sample 0, as `torch.stack([h[1], h[0]])` does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from expanded_nn.common.batch import data_in, has_derivatives
 from expanded_nn.common.functions import functions, is_in_place
 from expanded_nn.common.traced import is_traced
-from expanded_nn.recording import places
+from expanded_nn.recording import callers, places
 
 Numbers = tuple[int, ...]  # of samples, or of places, in their order
 
@@ -65,7 +65,7 @@ class Parts:
         if func in _JOINS:
             return self._join(func, args, kwargs, result, batch)
         if func is Tensor.__setitem__:
-            return self._set(*args, batch)
+            return self._set(args[0], args[1], args[2], batch)
         written = kwargs.get("out", args[0] if args and is_in_place(func) else None)
         part = self.known.get(id(written))
         if part is not None and part.whole is not None and not part.samples:
@@ -96,7 +96,7 @@ class Parts:
 
     def _take(self, func: Any, args: Any, kwargs: Any, result: Any, batch: int) -> bool:
         """Notes the parts that an operation takes along the samples; whether it does."""
-        x = args[0] if args else None
+        x: Any = args[0] if args else None
         part = self.known.get(id(x))
         if type(x) not in places.PLAIN or (part is not None and (part.whole is None or len(part.places) < 2)):
             return False  # of a single sample, or of several in an order that is not told
@@ -105,7 +105,7 @@ class Parts:
             return False
         taken = list(_taken(func, x, args[1:], kwargs, list(data_in(result)), dim))
         taken = [(piece, numbers) for piece, numbers in taken if len(numbers) != count]
-        if not taken:
+        if not taken or callers.is_called_by_libraries(func):
             return False
         whole = x if part is None else part.whole
         samples = frozenset([tuple(range(batch))] if self.holds_samples(x) else ()) if part is None else part.samples
