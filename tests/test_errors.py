@@ -1548,6 +1548,16 @@ def positions_in_the_samples_place() -> None:
     feed(nn.Linear(4, 4), lambda layer, x: x.new_zeros(3, 3, 4).add(layer(x.mean(1))))
 
 
+@refused(r"^layer \(Linear\): its input, \(3, 4\), comes from buffers or numbers .*input.unsqueeze\(0\) for what all")
+def a_table_with_as_many_rows_as_samples() -> None:
+    feed(nn.Linear(4, 4), lambda layer, x: torch.maximum(x, layer(torch.linspace(0, 1, 12).view(3, 4))))
+
+
+@refused(r"^layer \(Linear\): its input, \(3, 4\), comes from a part of the samples.*not with one after the other")
+def a_layer_in_a_loop_over_as_many_samples_as_positions() -> None:
+    feed(nn.Linear(4, 4), lambda layer, x: torch.stack([layer(row[:3]) for row in layer(x)]))
+
+
 @refused(r"^grad_sample: a tensor that a factored .* was changed in place.*materialize=True")
 def an_input_changed_after_the_backward() -> None:
     model, x = on(nn.Linear(40, 40)), torch.randn(SAMPLES, 40)

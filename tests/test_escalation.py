@@ -247,7 +247,7 @@ CASES: dict[str, Case] = {
     "positions": Case(lambda: positions(lambda p: p, torch.arange), shape=(B, B, D)),
     "first_of_positions": Case(lambda: positions(lambda p: p[0], lambda n: torch.arange(n)[None])),
     "positions_backwards": Case(
-        lambda: positions(lambda p: p, lambda n: torch.arange(n).flip(0)), {""}, shape=(B, B, D)
+        lambda: positions(lambda p: p, lambda n: torch.arange(n).flip(0)), {"part"}, shape=(B, B, D)
     ),
     "coordinates": Case(coordinates, {""}, shape=(B, B, D)),
     "memory": Case(memory, {""}, shape=(B, B, D)),

@@ -11,7 +11,8 @@ from torch.utils import checkpoint
 
 from expanded_nn._errors import LIBRARIES
 
-_OF_TORCH = {"__torch_function__", "handle_torch_function", "__len__"}  # between a call and those who look at it
+# between a call and those who look at it
+_OF_TORCH = {"__torch_function__", "handle_torch_function", "__len__", "__iter__", "pad_sequence"}
 
 
 def calling_frame(func: Any) -> FrameType:

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.batch import NUMBERS, batch_dim, data_in
+from expanded_nn.common.batch import NUMBERS, batch_dim, data_in, has_derivatives
 from expanded_nn.common.bytecode import constant_index
 from expanded_nn.common.functions import SIZES, attributes, functions
-from expanded_nn.common.modes import WithoutSelection, function_modes, is_selective
+from expanded_nn.common.modes import WithoutSelection, function_modes, is_selective, unseen
 from expanded_nn.common.traced import is_traced
+from expanded_nn.core.cost import is_symbol
 from expanded_nn.recording import callers, places
+from expanded_nn.recording.constants import MAKES, Constants
 from expanded_nn.recording.expand import comes_from_rows
+from expanded_nn.recording.parts import LOOKED_AT, Parts
 from expanded_nn.recording.places import Move, Moved
 from expanded_nn.recording.settings import RecorderLike
 from expanded_nn.recording.shared_results import Copies
@@ -45,6 +48,8 @@ class Order(TorchFunctionMode):
         recorder: The recorder of the model.
         moved: The tensors whose samples stand in another order, by their ids, and what did it.
         copies: The copies for the samples of what all of them share.
+        parts: The parts of the batch.
+        constants: What no sample went into.
         turns: What operations that turn dimensions do with those, by their arguments.
         weights_are_outside: Whether the forward has used expanded weights outside of layers, which nobody looks at.
     """
@@ -54,6 +59,8 @@ class Order(TorchFunctionMode):
         self.recorder = recorder
         self.moved: dict[int, tuple[Tensor, list[Moved]]] = {}
         self.copies = Copies(recorder)
+        self.parts = Parts(self._samples_dim, lambda x: not self.reasons([x]) and self._are_samples(x))
+        self.constants = Constants(recorder.modules())
         self.turns: dict[Any, list[int] | None] = {}
         self.weights_are_outside = False
 
@@ -94,25 +101,32 @@ class Order(TorchFunctionMode):
             self.copies.look_at(func, args, kwargs, result, are_samples=self._are_samples)
         if func is torch.stack and moved is None and not self.reasons((args, kwargs)):
             moved = self._stacked(result, *args, **kwargs)
+        self.constants.follow(func, (args, kwargs), result)
+        changed = args[:1] if func is Tensor.__setitem__ else ()
+        batch = self._batch() if self.parts.known or func in LOOKED_AT else None
+        joined = None if batch is None or is_symbol(batch) else self.parts.look_at(func, args, kwargs, result, batch)
+        if joined is not None and not callers.is_called_by_libraries(func):
+            moved, changed = Moved(func.__name__, None, line=callers.line_of_user()), (joined,)
         names = places.einsum_names(*args) if func is torch.einsum else None
         if names is not None:
             self._turn_by_names(names, args[1:], result)
         elif moved is None and func in places.TURNS_BACK and args:
             self._turn(func, args, kwargs, result)
         elif moved is not None or self.moved:
-            changed = args[:1] if func is Tensor.__setitem__ else ()
             self.follow((args, kwargs), (result, changed), moved)
         return result
 
     def _meets_what_is_followed(self, args: Any, kwargs: Any) -> bool:
         """Whether an operation takes a tensor whose samples stand elsewhere, or copies of what all samples share."""
-        moved, copies = self.moved, self.copies.known
-        if not moved and not copies:
+        moved, copies, parts, constants = self.moved, self.copies.known, self.parts.known, self.constants.known
+        if not moved and not copies and not parts and not constants:
             return False
-        values: Iterable[Any] = [*args, *kwargs.values()]
-        if any(not isinstance(value, Tensor) and type(value) not in NUMBERS for value in values):
-            values = data_in(values)
-        return any(id(value) in moved or id(value) in copies for value in values)
+        for value in (*args, *kwargs.values()):
+            if type(value) not in NUMBERS:
+                for x in (value,) if isinstance(value, Tensor) else data_in(value):
+                    if id(x) in moved or id(x) in copies or id(x) in parts or id(x) in constants:
+                        return True
+        return False
 
     def _look_at_size(self, func: Any, x: Tensor, dim: int | None = None) -> None:
         """Raises where the forward asks for a size that the samples' dimension has made another one."""
@@ -206,15 +220,54 @@ class Order(TorchFunctionMode):
 
         A plain forward leaves no rows, but if it is that of a reentrant checkpoint, whose second one does.
         """
-        if not self.moved or self.recorder.general_rule is not None:  # there each sample is alone
+        if self.recorder.general_rule is not None:  # there each sample is alone
+            return
+        if not (self.moved or self.parts.known or self.constants.known):
             return
         if not is_plain or callers.is_in_reentrant_checkpoint():
             for number, x in enumerate(data_in(arguments)):
+                if id(x) in self.parts.known or id(x) in self.constants.known:
+                    self._refuse_other_rows(cast(Any, layer), x)
                 if id(x) not in self.moved:
                     continue
                 # the states of a recurrent layer are (layers, B, features) in any case
                 dim = 1 if number and isinstance(layer, nn.RNNBase) else cast(Any, layer)._samples_dim
                 self.refuse(layer, [moved for moved in self.reasons(x) if moved.dim is None or moved.dim != dim])
+
+    def _refuse_other_rows(self, layer: Any, x: Tensor) -> None:
+        """Raises where B rows are no samples: the positions of a single one, or of what all samples share.
+
+        A module of the general rule is compared with its plain forward, which tells.
+        """
+        batch, dim = self._batch(), layer._samples_dim if x.dim() > 1 else 0
+        if batch is None or layer.calls_others or x.dim() <= dim or x.shape[dim] != batch:
+            return
+        if id(x) in self.constants.known:
+            if not is_traced() and not has_derivatives(x) and is_range(x):  # of which an embedding says more
+                return
+            # B like rows are no table: a first state, the first word of each sample
+            with unseen():
+                source = Moved("", (x == x.narrow(dim, 0, 1)).all())
+            if (not is_traced() and bool(source.stays)) or source.may_be_assumed_away("its layers"):
+                return
+            found, remedy = (
+                f"comes from buffers or numbers of the model, so that its {batch} rows may be positions or classes "
+                "that all samples share, or one for each sample",
+                "Call it with input.unsqueeze(0) for what all samples share; give the model what each sample has as an "
+                "argument.",
+            )
+        elif any(len(numbers) == 1 for numbers in self.parts.samples_in([x])):
+            found, remedy = (
+                f"comes from a part of the samples, so that its {batch} rows are not these",
+                "Call the layer with all samples at once, not with one after the other.",
+            )
+        else:
+            return
+        error = complaint(
+            self.recorder.name_of(layer), f"its input, {tuple(x.shape)}, {found}", "a row for each sample", remedy
+        )
+        error.refused_by = layer
+        raise error
 
     def note_layout(self, layer: nn.Module, results: Iterable[Tensor], dims: Iterable[int]) -> None:
         """Notes results of a layer that have their samples elsewhere, and as many others in their usual place.
@@ -401,6 +454,12 @@ class Order(TorchFunctionMode):
         raise error
 
 
+def is_range(index: Tensor) -> bool:
+    """Whether an index counts `n, n + 1, n + 2, …`."""
+    with unseen():
+        return index.dim() == 1 and torch.equal(index - index[0], torch.arange(len(index), device=index.device))
+
+
 def _place(line: tuple[str, int]) -> str:
     return f", line {line[1]} of {line[0]}" if line[0] else ""
 
@@ -410,4 +469,4 @@ _SIZES_AND_RANKS = {*SIZES, *functions("dim"), *attributes("ndim")}
 _PRODUCTS = set(functions("matmul"))
 _BROADCASTS = _PRODUCTS | set(functions("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_"))
 _BATCH_NORMS = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
-_LOOKED_AT = {*places.MOVES, *places.SCATTERS, *places.TURNS, *_BATCH_NORMS, torch.einsum}
+_LOOKED_AT = {*LOOKED_AT, *MAKES, *places.MOVES, *places.SCATTERS, *places.TURNS, *_BATCH_NORMS, torch.einsum}

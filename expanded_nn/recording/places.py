@@ -88,12 +88,12 @@ def chosen(index: Any, shape: Sequence[int], dim: int, batch: int) -> tuple[Any,
 
 def index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
     """The integers that an index has for a dimension; `NotImplemented` without any, or if it is by samples in order."""
-    rest = dims - sum(map(_length, keys))  # which an ellipsis is for
+    rest = dims - sum(map(length, keys))  # which an ellipsis is for
     integers, key_dim = [], 0  # the first dimension that a key is for
     for key in keys:
         if isinstance(key, Tensor) and key.dim() and key.dtype not in (torch.bool, torch.uint8):
             integers.append((key_dim, key))
-        key_dim += rest if key is Ellipsis else _length(key)
+        key_dim += rest if key is Ellipsis else length(key)
     if len(integers) > 1:  # an element for each sample, as in h[torch.arange(B), lengths - 1]
         vectors = [key for _, key in integers if key.dim() == 1]
         if any(torch.equal(key, torch.arange(len(key), device=key.device)) for key in vectors if not is_traced()):
@@ -154,7 +154,7 @@ def einsum_names(equation: Any, *operands: Any) -> list[str] | None:
     return [*before.split(","), after]
 
 
-def _length(key: Any) -> int:
+def length(key: Any) -> int:
     """How many dimensions a key of an index is for."""
     if key is None or key is Ellipsis or isinstance(key, bool):
         return 0
@@ -165,25 +165,19 @@ def _length(key: Any) -> int:
 
 
 def _getitem(input: Any, key: Any) -> Move | None:
-    keys = tuple(map(_as_torch_takes, key if isinstance(key, tuple) else (key,)))
+    keys = tuple(map(as_torch_takes, key if isinstance(key, tuple) else (key,)))
     if not any(isinstance(key, Tensor) for key in keys):
         return None
     return Move(input, input.shape, range(input.dim()), keys)
 
 
-def _as_torch_takes(key: Any) -> Any:
+def as_torch_takes(key: Any) -> Any:
     """A key of an index, be it a list, a range or an array of numpy's."""
     is_sequence = isinstance(key, Sequence) or hasattr(key, "__array__")
     return torch.tensor(key) if is_sequence and not isinstance(key, Tensor) else key
 
 
 def _setitem(input: Any, key: Any, value: Any) -> Move | None:
-    row = key[0] if isinstance(key, tuple) and key else key
-    base = value._base if type(value) in TENSORS else None
-    if type(row) is int and base is not None and base.dim() and len(base) == len(input):  # one row, as in z[0] = h[1]
-        stride = base.stride(0)
-        if stride not in value.stride() and _place(value, stride, len(input)) not in (None, row % len(input)):
-            return Move(value, input.shape, [0])
     move = _getitem(input, key)
     return None if move is None else move._replace(rows=value)
 
@@ -210,38 +204,6 @@ def _along(*names: str, dim: Any = -1, rows: str = "input") -> Callable[..., Mov
     return of_call
 
 
-def _cat(tensors: Any, dim: int = 0, **options: Any) -> Move | None:
-    """Of parts of a tensor, as `h[1:]` and `h[:1]`: their places in memory tell which rows they are."""
-    shape = list(tensors[0].shape)
-    dim = options.get("axis", dim) % len(shape)
-    shape[dim], place = sum(part.shape[dim] for part in tensors), 0
-    for part in tensors:
-        is_view = type(part) in TENSORS and part._base is not None
-        if is_view and part.numel() and _place(part, part.stride(dim), shape[dim]) != place:
-            return Move(part, shape, [dim])
-        place += part.shape[dim]
-    return None
-
-
-def _stack(tensors: Any, dim: int = 0, **options: Any) -> Move | None:
-    """Of single rows, as `h[1]` and `h[0]`."""
-    count, shape = len(tensors), list(tensors[0].shape)
-    dim %= len(shape) + 1
-    shape.insert(dim, count)
-    for place, part in enumerate(tensors):
-        base = part._base if type(part) in TENSORS else None
-        strides = [] if base is None else [base.stride(i) for i, size in enumerate(base.shape) if size == count]
-        if len(strides) == 1 and _place(part, strides[0], count) != place:
-            return Move(part, shape, [dim])
-    return None
-
-
-def _place(part: Tensor, stride: int, count: int) -> int | None:
-    """Which of so many rows of a tensor a view of it begins with."""
-    assert part._base is not None
-    return (part.storage_offset() - part._base.storage_offset()) // stride % count if stride else None
-
-
 def _named(of_call: Callable[..., Any], *names: str) -> dict[Any, Callable[..., Any]]:
     return dict.fromkeys(functions(*names), of_call)
 
@@ -260,8 +222,6 @@ MOVES: dict[Any, Callable[..., Move | None]] = {
     **_named(_along("dim"), "sort"),
     **_named(_along("k", "dim"), "topk"),
     **_named(_along("sorted", "return_inverse", "return_counts", "dim", dim=0), "unique"),
-    **_named(_cat, "cat", "concat", "concatenate"),
-    **_named(_stack, "stack"),
 }
 SCATTERS = {*functions("masked_scatter", "masked_scatter_")}
 # what turns dimensions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,6 +48,8 @@ class RecorderLike(Protocol):
     passes: Passes
     backward: Backward
     leaves: Leaves
+
+    def modules(self) -> Iterator[nn.Module]: ...
 
     def name_of(self, member: nn.Module | Tensor) -> str: ...
 

@@ -2339,10 +2339,38 @@ def written(h: Tensor, order: Tensor) -> Tensor:
     return result
 
 
-def written_row_by_row(h: Tensor, rows: list[int]) -> Tensor:
-    result = torch.zeros_like(h)
+def written_row_by_row(h: Any, rows: list[int], result: Tensor | None = None) -> Tensor:
+    result = torch.zeros_like(h) if result is None else result
     for place, row in enumerate(rows):
         result[place - len(h)] = h[row]
+    return result
+
+
+def copied_row_by_row(h: Tensor, rows: list[int]) -> Tensor:
+    result = torch.zeros_like(h)
+    for place, row in enumerate(rows):
+        result[place].copy_(h[row])
+    return result
+
+
+def added_row_by_row(h: Tensor, rows: list[int]) -> Tensor:
+    result = torch.zeros_like(h)
+    for place, row in enumerate(rows):
+        if place % 2:
+            result.select(0, place).add_(h.narrow(0, row, 1)[0])
+        else:
+            result[place] += h[row]
+    return result
+
+
+def masked_apart(h: Tensor, order: Tensor) -> Tensor:
+    is_first = order != len(h) - 1
+    return torch.cat([2 * h[is_first], 2 * h[~is_first]])
+
+
+def written_by_masks(h: Tensor, order: Tensor) -> Tensor:
+    result, is_first = torch.zeros_like(h), order.argsort() != len(h) - 1
+    result[is_first], result[~is_first] = 2 * h[:-1], 2 * h[-1:]
     return result
 
 
@@ -2383,6 +2411,23 @@ MOVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "row_by_row": (
         lambda h, order: written_row_by_row(h, order.tolist()),
         lambda h, order: written_row_by_row(h.t().contiguous().t(), order.tolist()),
+    ),
+    "rows_after_arithmetic": (
+        lambda h, order: torch.stack([h[row] + 1 for row in order.tolist()]),
+        lambda h, order: written_row_by_row([2 * row for row in h], order.tolist(), torch.zeros_like(h)),
+    ),
+    "rows_in_place": (
+        lambda h, order: copied_row_by_row(h, order.tolist()),
+        lambda h, order: added_row_by_row(h, order.tolist()),
+    ),
+    "rows_by_masks": (masked_apart, written_by_masks),
+    "parts_after_arithmetic": (
+        lambda h, order: torch.cat([2 * h[1:], 2 * h[:1]]),
+        lambda h, order: torch.vstack([part * 2 for part in h.split([len(h) - 1, 1])][::-1]),
+    ),
+    "padded": (
+        lambda h, order: nn.utils.rnn.pad_sequence([h[row] for row in order.tolist()], batch_first=True),
+        lambda h, order: nn.utils.rnn.pad_sequence([h[row, :1].expand(D) for row in order.tolist()], True),
     ),
     "index_copy": (
         lambda h, order: torch.zeros_like(h).index_copy(0, order.argsort(), h),
@@ -2577,8 +2622,9 @@ def test_positions_that_are_as_many_as_the_samples(turn: tuple[Any, Any], way: s
     module = TurnedAbout(*(turn if way == "forth" else reversed(turn)))
     with pytest.warns(enn.PerSampleWarning, match="samples have taken each other's places .*test_trust.py"):
         right(on(module), module, forward, values(B, B, D))
-    refused = pytest.raises(enn.PerSampleError, match="samples have taken each other's places")
-    with refused if batch_first or turn is not TURNS["stack"] else nullcontext():  # along samples that stand second
+    with pytest.raises(
+        enn.PerSampleError, match=r"samples have taken each other's places|comes from a part of the samp"
+    ):
         on(module, escalate=False, batch_first=batch_first)(values(B, B, D))
 
 
