@@ -180,7 +180,7 @@ class Look:
         keys: list[Hashable] = []
         if not isinstance(value, type) and hasattr(value, "__dict__"):
             attributes = vars(value)
-            self.seen.holders.append((value, attributes))
+            self.seen.holders.append(value)
             takes_all = names.any_attribute and not isinstance(value, ModuleType)
             counted = [name for name in attributes if takes_all or name in names.words]
             keys.append(self._of_places(value, attributes, itemgetter, counted))

@@ -30,6 +30,7 @@ _OF_ANY_MODULE = {*vars(nn.Module()), *OWN_STATE}
 _CACHED = type(cache(len))
 _OURS = __name__.partition(".")[0]
 _CODE = attrgetter("__defaults__", "__kwdefaults__", "__code__")
+_CONTENT = attrgetter("cell_contents")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 # special methods that a step does not call, or that tell it nothing
@@ -355,7 +356,7 @@ def _keys_in(code: CodeType) -> frozenset[Any]:
 
 def _contents(cells: Sequence[CellType]) -> list[Any]:
     try:
-        return [cell.cell_contents for cell in cells]
+        return [*map(_CONTENT, cells)]
     except ValueError:  # one is not filled yet
         return [*map(_content, cells)]
 
