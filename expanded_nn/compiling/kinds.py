@@ -14,8 +14,8 @@ from expanded_nn._errors import shown
 from expanded_nn.common.batch import contents
 from expanded_nn.common.modes import function_modes, is_autocast, saved_tensors_are_packed
 from expanded_nn.common.traced import OnlyEager
-from expanded_nn.compiling.looks import PLAIN, Look, by_identity, is_number
-from expanded_nn.compiling.names import HOOKS, Names, Referred, set_by_users
+from expanded_nn.compiling.looks import Look, by_identity, is_number
+from expanded_nn.compiling.names import HOOKS, PLAIN, Names, Referred, set_by_users
 from expanded_nn.compiling.packing import has_items, items_of
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.factored import FactoredTensor
