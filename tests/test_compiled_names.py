@@ -300,6 +300,15 @@ class Schedule:
 
 FIRST, IN_CONTEXT, REFERENT = operator.itemgetter(0), ContextVar("IN_CONTEXT", default=1.0), Limits()
 KEY, ATTRIBUTE = "the key", "li" + "mit"
+SOFTSIGN = F.softsign
+
+
+def module_with(**constants: Any) -> ModuleType:
+    module = ModuleType("constants_of_a_test")
+    vars(module).update(constants)
+    return module
+
+
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any], Any]]] = {
     "property": (OfProperty, lambda held: held.limit, scale_kept),
     "call": (OfProperty, lambda held: held(), scale_kept),
@@ -398,6 +407,46 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any],
         lambda: [1.0] * 9000,
         lambda held: held[5000],
         lambda held: scale(held, 5000),
+    ),
+    "longer_list": (
+        lambda: [1.0] * 12_000,
+        lambda held: held[5000],
+        lambda held: scale(held, 5000),
+    ),
+    "longer_dict": (
+        lambda: dict.fromkeys(range(12_000), 1.0),
+        lambda held: held[5000],
+        lambda held: scale(held, 5000),
+    ),
+    "global_of_a_computed_name": (
+        lambda: None,
+        lambda held: globals()["".join(("LIM", "IT"))],
+        lambda held: globals().update(LIMIT=0.1),
+    ),
+    "module_of_a_computed_name": (
+        lambda: module_with(limit=1.0),
+        lambda held: getattr(held, "".join(("lim", "it"))),
+        lambda held: setattr(held, "limit", 0.1),
+    ),
+    "constant_of_a_library": (
+        lambda: setattr(torch.nn.functional, "LIMIT", 1.0),
+        lambda held: F.LIMIT,  # type: ignore[attr-defined]
+        lambda held: setattr(torch.nn.functional, "LIMIT", 0.1),
+    ),
+    "function_of_a_library": (
+        lambda: setattr(torch.nn.functional, "softsign", SOFTSIGN),
+        lambda held: torch.nn.functional.softsign(torch.ones(1)),
+        lambda held: setattr(torch.nn.functional, "softsign", torch.sigmoid),
+    ),
+    "method_of_tensors": (
+        lambda: None,
+        lambda held: torch.ones(1).rsqrt(),
+        lambda held: setattr(Tensor, "rsqrt", lambda self: 0.1 * self),
+    ),
+    "method_of_a_class_of_a_library": (
+        lambda: None,
+        lambda held: torch.distributions.Normal(0.0, 1.0).cdf(torch.ones(1)),
+        lambda held: setattr(torch.distributions.Normal, "cdf", lambda self, value: 0.1 * value),
     ),
     "length_of_a_long_list": (
         lambda: [1.0] * 12_000,
@@ -516,6 +565,10 @@ def test_numbers_that_are_found_in_other_ways(
     monkeypatch.setitem(globals(), "LIMIT", 1.0)
     monkeypatch.setattr(OfClass, "limit", 1.0)
     monkeypatch.setenv("LIMIT", "1.0")
+    monkeypatch.setattr(F, "softsign", SOFTSIGN)
+    monkeypatch.setattr(F, "LIMIT", 1.0, raising=False)
+    monkeypatch.setattr(Tensor, "rsqrt", Tensor.rsqrt)
+    monkeypatch.setattr(torch.distributions.Normal, "cdf", torch.distributions.Normal.cdf)
     model, held, (x, y) = enn.convert(perceptron()).per_sample(), make(), samples(4)[0]
 
     def step(x: Tensor, y: Tensor) -> Any:
@@ -576,6 +629,21 @@ def test_an_iterator_runs_eagerly() -> None:
     for (x, y), found in zip(samples(4) * 3, norms, strict=False):
         model.zero_grad()
         torch.testing.assert_close(found, classified(model, x, y)[1])
+
+
+def test_a_large_array_runs_eagerly() -> None:
+    model, (x, y), limits = enn.convert(perceptron()).per_sample(), samples(4)[0], np.ones(100_001)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        F.cross_entropy(model(x), y).backward()
+        return enn.clip_grad_sample_norms_(model, float(limits[7])), [p.grad for p in model.parameters()]
+
+    compiled = enn.compile(step, backend="eager")
+    with pytest.warns(enn.PerSampleWarning, match="it refers to an array of 100001 numbers, .*make it a tensor"):
+        assert_same_results(model, compiled, step, x, y)
+    for limit in (1.0, 1.0, 0.1):
+        limits[7] = limit
+        assert_same_results(model, compiled, step, x, y)
 
 
 def test_an_iterator_that_the_step_makes() -> None:

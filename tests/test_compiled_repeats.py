@@ -313,7 +313,7 @@ NOTED: dict[str, tuple[Callable[[Seen, Any], None], Callable[[], Any], Callable[
         lambda tensor: setattr(tensor, "data", torch.ones(2, 2).t()),
     ),
     "other dict of attributes": (
-        lambda seen, model: seen.holders.append((model, vars(model))),
+        lambda seen, model: seen.holders.append(model),
         nn.Flatten,
         lambda model: setattr(model, "__dict__", dict(vars(model))),
     ),

@@ -19,6 +19,7 @@ from expanded_nn._errors import PerSampleError, complaint
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass  # an attribute of a factored tensor costs a call without it
 unseen = torch._C.DisableTorchFunction  # those who look at operations hear of none, a class of tensors neither
+_NOTHING = nullcontext()
 set_grad_enabled = torch._C._set_grad_enabled  # torch.no_grad() takes eight times as long
 
 
@@ -39,7 +40,7 @@ def is_autocast() -> bool:
 
 def without_autocast() -> AbstractContextManager[object]:
     """Switches autocast off on all devices, so that what is computed from rows has their dtype."""
-    return torch._C._DisableAutocast() if is_autocast() else nullcontext()
+    return torch._C._DisableAutocast() if is_autocast() else _NOTHING
 
 
 def autocast_as_now(device: torch.device) -> Callable[[], AbstractContextManager[object]]:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from expanded_nn.common.modes import without_autocast
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.kinds import Call
-from expanded_nn.compiling.looks import PLAIN
-from expanded_nn.compiling.names import Referred
+from expanded_nn.compiling.names import PLAIN, Referred
 from expanded_nn.compiling.outcome import Outcome, RecorderRows
 from expanded_nn.compiling.packing import containers, has_items, items_of
 from expanded_nn.compiling.replay import Graph

@@ -12,10 +12,10 @@ from torch.utils._device import DeviceContext
 
 from expanded_nn._errors import shown
 from expanded_nn.common.batch import contents
-from expanded_nn.common.modes import function_modes, is_autocast
+from expanded_nn.common.modes import function_modes, is_autocast, saved_tensors_are_packed
 from expanded_nn.common.traced import OnlyEager
-from expanded_nn.compiling.looks import PLAIN, Look, by_identity, is_number
-from expanded_nn.compiling.names import HOOKS, Names, Referred, set_by_users
+from expanded_nn.compiling.looks import Look, by_identity, is_number
+from expanded_nn.compiling.names import HOOKS, PLAIN, Names, Referred, set_by_users
 from expanded_nn.compiling.packing import has_items, items_of
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.factored import FactoredTensor
@@ -105,18 +105,20 @@ def of_surroundings() -> Hashable:
     Raises:
         OnlyEager: If a mode of torch's, or hooks on saved tensors, see or change operations, which a graph runs alone.
     """
+    default_devices: list[torch.device] = []  # it runs at each step, so nothing is made of what is not there
     modes = function_modes() if torch._C._len_torch_function_stack() else ()
-    default_devices = tuple(mode.device for mode in modes if isinstance(mode, DeviceContext))
-    hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # `None` if there are none
-    if len(default_devices) < len(modes) or torch._C._len_torch_dispatch_stack() or hooks_on_saved is not None:
+    if modes:
+        default_devices = [mode.device for mode in modes if isinstance(mode, DeviceContext)]
+    if len(default_devices) < len(modes) or torch._C._len_torch_dispatch_stack() or saved_tensors_are_packed():
         raise OnlyEager("it is called within a mode of torch's, or within hooks on saved tensors")
-    autocast: tuple[Any, ...] = ()
+    autocast: tuple[Hashable, ...] = ()
+    hooks: tuple[Hashable, ...] = ()
     if is_autocast():
         enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
         autocast = tuple((device, torch.get_autocast_dtype(device)) for device in enabled)
-    registries = _GLOBAL_HOOKS if any(_GLOBAL_HOOKS) else ()  # at each step, so it is written for speed
-    hooks = tuple(by_identity(hook) for registry in registries for hook in registry.values())
-    return autocast, default_devices, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), hooks
+    if any(_GLOBAL_HOOKS):
+        hooks = tuple(by_identity(hook) for registry in _GLOBAL_HOOKS for hook in registry.values())
+    return autocast, (*default_devices,), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), hooks
 
 
 def of_models(
@@ -148,7 +150,7 @@ def of_models(
     for module in all_modules:
         attributes = vars(module)
         own_names = set_by_users(module)
-        seen.holders.append((module, attributes))
+        seen.holders.append(module)
         seen.sized.append(attributes)
         looked_at = (*own_names, *_ALWAYS, *(["_recorder"] if "_recorder" in attributes else []))
         seen.note_places(getters.setdefault(looked_at, itemgetter(*looked_at)), attributes)

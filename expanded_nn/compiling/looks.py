@@ -14,7 +14,6 @@ from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodTyp
 from typing import Any, cast
 from weakref import ReferenceType
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -22,13 +21,22 @@ from torch.optim.lr_scheduler import LRScheduler
 from expanded_nn._errors import shown
 from expanded_nn.common.steady import is_generator
 from expanded_nn.common.traced import OnlyEager
-from expanded_nn.compiling.names import Names, Referred, Variable, is_the_users, names_in_class, set_by_users
+from expanded_nn.compiling.names import (
+    PLAIN,
+    Names,
+    Referred,
+    Variable,
+    constants,
+    is_the_users,
+    is_written_by_users,
+    names_in_class,
+    set_by_users,
+)
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.compiling.state import State, is_of_trace, slots_of
 
-PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
-MOST_ITEMS = 10_000  # of a list; a longer one counts by its identity and length, a longer dict by what is named
-MOST_NUMBERS = 100_000  # of an array; a larger one counts by its identity
+MOST_ITEMS = 10_000  # of a list or a dict; what is within the items of a longer one does not count
+MOST_NUMBERS = 100_000  # of an array; a step with a larger one runs eagerly
 MOST_PARTS = 1000  # that are looked into; others count by their identity
 _NUMBERS = {bool, int, float, complex}
 _BOUND = BuiltinFunctionType, MethodType
@@ -143,21 +151,23 @@ class Look:
     def _of_items(self, value: Collection[Any]) -> Hashable:
         if (id(value), None) in self._changing:
             return by_identity(value)
-        if len(value) > MOST_ITEMS:
-            self.seen.sized.append(value)
-            return by_identity(value), len(value)
         self.seen.note_items(value)
         join = frozenset if isinstance(value, set | frozenset) else tuple
-        self.items[id(value), None] = value, join(map(_outside, value))
-        return join(map(self._key, value))
+        items = join(map(_outside, value))
+        self.items[id(value), None] = value, items
+        return items if len(value) > MOST_ITEMS else join(map(self._key, value))
 
     def _of_dict(self, value: Mapping[Any, Any]) -> Hashable:
-        words, is_long = self._names.words, len(value) > MOST_ITEMS
+        words = self._names.words
         named = [key for key in value if isinstance(key, str) and key in words]
-        if is_long or (id(value), None) in self._changing:
+        if (id(value), None) in self._changing:
             return self._of_places(value, value, itemgetter, named)
         keys = tuple(map(_outside, value))
         self.items[id(value), None] = value, keys
+        if len(value) > MOST_ITEMS:
+            self.seen.note_items(value.values())
+            items = tuple(map(_outside, value.values()))
+            return keys, items, self._of_places(value, value, itemgetter, named)
         if named and not self._names.any_item:
             named += [key for key in value if not isinstance(key, str)]
         else:
@@ -167,7 +177,7 @@ class Look:
     def _of_object(self, value: Any) -> Hashable:
         """The key of what counts among the attributes."""
         if isinstance(value, ModuleType | type) and not is_the_users(value):
-            return ()
+            return self._of_library(value)
         names, cls = self._names, cast(Any, type(value))
         if isinstance(value, LRScheduler) and not names.words.isdisjoint({"get_last_lr", "get_lr"}):
             names = names.joined(Names(frozenset({"_last_lr"})))
@@ -180,9 +190,10 @@ class Look:
         keys: list[Hashable] = []
         if not isinstance(value, type) and hasattr(value, "__dict__"):
             attributes = vars(value)
-            self.seen.holders.append((value, attributes))
-            takes_all = names.any_attribute and not isinstance(value, ModuleType)
-            counted = [name for name in attributes if takes_all or name in names.words]
+            self.seen.holders.append(value)
+            of_any_name = constants(attributes) if isinstance(value, ModuleType) else attributes
+            any_names = {*of_any_name} if names.any_attribute else ()
+            counted = [name for name in attributes if name in any_names or name in names.words]
             keys.append(self._of_places(value, attributes, itemgetter, counted))
         slots = [name for name in slots_of(cls) if name in names.words]
         if slots:
@@ -190,6 +201,22 @@ class Look:
         filled = [name for name in slots if hasattr(value, name)]
         keys.append(self._of_places(value, None, attrgetter, filled))
         return tuple(keys)
+
+    def _of_library(self, value: ModuleType | type) -> Hashable:
+        """The key of the functions and constants that the names find in a library, which may be replaced."""
+        mapping = vars(value)
+        named = sorted(name for name in self._names.words if name in mapping)
+        if isinstance(value, type):
+            self.seen.sized.append(mapping)
+        if not named:
+            return ()
+        get = itemgetter(*named, named[0])  # one more, as for a single name it gives no tuple
+        self.seen.note_places(get, mapping)
+        return tuple((name, self._of_member(mapping[name])) for name in named)
+
+    def _of_member(self, value: Any) -> Hashable:
+        is_own = isinstance(value, ModuleType | type) or is_written_by_users(value)
+        return self._key(value) if is_own or type(value) in PLAIN else by_identity(value)
 
     def _of_places(self, value: Any, mapping: Any, getter: Callable[..., Any], places: list[Any]) -> Hashable:
         """The key of what is in some places of a dict, or of an object, whose attributes may be in a mapping."""
@@ -209,8 +236,12 @@ class Look:
         is_of_python = isinstance(value, bytearray | array)
         if not is_of_python and not hasattr(value, "__array_interface__"):
             return by_identity(value)
-        if (len(value) if is_of_python else value.size) > MOST_NUMBERS:
-            return by_identity(value)
+        size = len(value) if is_of_python else value.size
+        if size > MOST_NUMBERS:
+            raise OnlyEager(
+                f"it refers to an array of {size} numbers, in which a change would not be seen (make it a tensor, or "
+                "give the step what it takes from it)"
+            )
         read = partial(bytes, value) if is_of_python else value.tobytes
         numbers = read()
         self.seen.note_fact(read)
@@ -243,7 +274,7 @@ class StepValues:
             referred.add(value)
         referred.read_changed()
         while True:
-            values = (*referred.values(), *objects)
+            values = (*referred.values(), *objects, Tensor)  # whose methods may be replaced
             look = Look(values, referred.names, Seen(), self.changing, referred.owners, referred.members())
             known = len(referred.functions), len(referred.classes)
             for value in look.code:

@@ -12,6 +12,7 @@ from operator import attrgetter, setitem
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import LIBRARIES
@@ -19,6 +20,7 @@ from expanded_nn.common.bytecode import computes_keys, constant_keys, global_nam
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.seen import Seen
 
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
 _MADE_BY_LIBRARIES = "<string>", "<frozen ", "<attrs ", "<__array_function__ "  # not "<stdin>", nor a cell of IPython
 _NOT_THE_USERS = (
     *LIBRARIES,
@@ -30,6 +32,7 @@ _OF_ANY_MODULE = {*vars(nn.Module()), *OWN_STATE}
 _CACHED = type(cache(len))
 _OURS = __name__.partition(".")[0]
 _CODE = attrgetter("__defaults__", "__kwdefaults__", "__code__")
+_CONTENT = attrgetter("cell_contents")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 # special methods that a step does not call, or that tell it nothing
@@ -167,6 +170,7 @@ class Referred:
         self.functions[function] = function.__code__
         self.names = self.names.joined(_names_in(function.__code__))
         names, cells = _globals_of(function.__code__), function.__closure__ or ()
+        names += constants(function.__globals__) if "globals" in names else []
         imported = _imported_by(function)
         self.cells += cells
         self.globals += [(function.__globals__, name) for name in names]
@@ -182,7 +186,7 @@ class Referred:
         if isinstance(value, partial):
             value = value.func
         if isinstance(value, FunctionType | _CACHED):
-            if isinstance(value, FunctionType) and not value.__code__.co_filename.startswith(_NOT_THE_USERS):
+            if isinstance(value, FunctionType) and is_written_by_users(value):
                 self._read(value)
             if "__wrapped__" in vars(value):  # by a decorator, such as torch.no_grad()
                 self._follow(vars(value)["__wrapped__"])
@@ -290,6 +294,16 @@ def _function_behind(member: Any) -> Any:
     return member if isinstance(member, FunctionType | _CACHED) else None
 
 
+def is_written_by_users(value: Any) -> bool:
+    """Whether a value is a function of the user's, and of no library."""
+    return isinstance(value, FunctionType) and not value.__code__.co_filename.startswith(_NOT_THE_USERS)
+
+
+def constants(namespace: Mapping[str, Any]) -> list[str]:
+    """The names of numbers, strings and the like in a namespace."""
+    return [name for name, item in namespace.items() if type(item) in PLAIN]
+
+
 def set_by_users(module: nn.Module) -> list[str]:
     """The names of the attributes of a module that are neither torch's nor this library's."""
     return [name for name in vars(module) if name not in _OF_ANY_MODULE]
@@ -355,7 +369,7 @@ def _keys_in(code: CodeType) -> frozenset[Any]:
 
 def _contents(cells: Sequence[CellType]) -> list[Any]:
     try:
-        return [cell.cell_contents for cell in cells]
+        return [*map(_CONTENT, cells)]
     except ValueError:  # one is not filled yet
         return [*map(_content, cells)]
 

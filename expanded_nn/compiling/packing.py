@@ -6,7 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
-from operator import setitem
+from operator import itemgetter, setitem
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -41,7 +41,7 @@ def packed(value: Any, parts: list[Any]) -> Remake:
     if isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
         index = len(parts)
         parts.append(value)
-        return lambda new_parts: new_parts[index]
+        return itemgetter(index)
     if isinstance(value, PerSampleGrads):
         rows = packed(dict(value), parts)
         return lambda new_parts: PerSampleGrads(rows(new_parts))

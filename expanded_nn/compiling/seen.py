@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from itertools import chain, starmap
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 _FACTS = attrgetter("layout", "requires_grad", "shape", "dtype", "device")
-_END = (object(),)  # behind all values: where there are more or fewer, it meets another object and `is_` fails
 Get = Callable[[Any], Iterable[Any]]
 
 
@@ -19,23 +18,23 @@ class Seen:
     """Places that are noted while a key is made, each with what is there.
 
     `holds` is stricter than a comparison of keys: objects have to be the same ones, not equal ones. Nothing is
-    compared by a method of the user's, nor by the numbers in a tensor. It runs at each step, so its loops are in C.
+    compared by a method of the user's, nor by the numbers in a tensor. It runs at each step, so most loops are in C.
 
     Attributes:
-        holders: Objects, with the dicts of their attributes; their classes count, which may be set anew.
+        holders: Objects whose classes and dicts of attributes count, which may be set anew.
         sized: Lists, dicts and the like whose lengths count.
         listed: Lists, sets, and views of dicts, whose items count.
-        places: What gets attributes or items, and of what.
+        places: What gets attributes or items, each with what it gets them of.
         tensors: Tensors whose shapes, dtypes and the like count.
         facts: Functions, with what they give, which is compared by `==`. `object` itself gives a new object each
             time, so that `holds` is never true.
     """
 
     def __init__(self) -> None:
-        self.holders: list[tuple[Any, dict[str, Any]]] = []
+        self.holders: list[Any] = []
         self.sized: list[Collection[Any]] = []
         self.listed: list[Collection[Any]] = []
-        self.places: dict[Get, list[Any]] = {}
+        self.places: list[tuple[Get, Any]] = []
         self.tensors: list[Tensor] = []
         self.facts: list[tuple[Callable[[], Any], Any]] = []
 
@@ -46,7 +45,7 @@ class Seen:
 
     def note_places(self, get: Get, owner: Any) -> None:
         """Notes what a function gets from an object."""
-        self.places.setdefault(get, []).append(owner)
+        self.places.append((get, owner))
 
     def note_fact(self, get: Callable[[], Any]) -> None:
         """Notes what a function gives: numbers, strings and the like."""
@@ -55,29 +54,31 @@ class Seen:
     def close(self) -> None:
         """Ends the look: what is in all these places now is what has to be there."""
         self._facts = [fact for _, fact in self.facts]
-        self._empty = [items for items in self.sized if not len(items)]
-        self.sized = [items for items in self.sized if len(items)]
+        self._empty = [items for items in self.sized if not len(items) and not hasattr(items, "__bool__")]
+        self.sized = [items for items in self.sized if len(items) or hasattr(items, "__bool__")]
         self._lengths = [*map(len, self.sized)]
         self.listed = [items for items in self.listed if len(items)]
-        self._gets = [*self.places.items()]
-        self._found = [*self._find()]
+        self._found = self._find()
         self._traits = [*map(_FACTS, self.tensors)]
         self._strided = [tensor for tensor in self.tensors if tensor.layout is torch.strided]
         self._strides = [*map(Tensor.stride, self._strided)]
 
-    def _find(self) -> Iterable[Any]:
-        """What counts by its identity: what is in places, items, dicts of attributes; and a mark for the end."""
-        in_places = chain.from_iterable(chain.from_iterable(starmap(map, self._gets)))
-        of_holders = [part for holder, _ in self.holders for part in (type(holder), vars(holder))]
-        return chain(in_places, chain.from_iterable(self.listed), of_holders, _END)
+    def _find(self) -> list[Any]:
+        """What counts by its identity: what is in places, items, dicts of attributes."""
+        found = [*map(type, self.holders), *map(vars, self.holders), *chain.from_iterable(self.listed)]
+        for get, owner in self.places:
+            found += get(owner)
+        return found
 
     def holds(self) -> bool:
         """Whether all is as it was."""
         try:
+            if any(self._empty) or [*map(len, self.sized)] != self._lengths:
+                return False
+            found = self._find()
             return (
-                not any(map(len, self._empty))
-                and [*map(len, self.sized)] == self._lengths
-                and all(map(is_, self._find(), self._found))
+                len(found) == len(self._found)
+                and all(map(is_, found, self._found))
                 and [*map(_FACTS, self.tensors)] == self._traits
                 and [*map(Tensor.stride, self._strided)] == self._strides
                 and [get() for get, _ in self.facts] == self._facts

@@ -24,7 +24,7 @@ LISTS = (list, deque)
 FILLED_ANEW = (*LISTS, set)
 _OPAQUE = Tensor, ModuleType, str, int, float
 _NOTHING = object()
-MOST_ITEMS = 1000  # of a list; the items of a longer one are not looked into
+MOST_IN_LIST = 1000  # the items of a longer list are not looked into
 _OURS = __name__.partition(".")[0]
 _SUMS = KroneckerFactors, SecondMoment
 
@@ -56,7 +56,7 @@ class State:
             elif isinstance(value, list | tuple | deque | set | frozenset):
                 if isinstance(value, FILLED_ANEW):
                     self.kept.append((value, list(value)))
-                left += value if len(value) <= MOST_ITEMS else ()
+                left += value if len(value) <= MOST_IN_LIST else ()
             elif isinstance(value, FunctionType):
                 left.append(vars(value))
             elif isinstance(value, partial):
