@@ -98,7 +98,7 @@ class Parts:
         """Notes the parts that an operation takes along the samples; whether it does."""
         x: Any = args[0] if args else None
         part = self.known.get(id(x))
-        if type(x) not in places.PLAIN or (part is not None and (part.whole is None or len(part.places) < 2)):
+        if type(x) not in places.TENSORS or (part is not None and (part.whole is None or len(part.places) < 2)):
             return False  # of a single sample, or of several in an order that is not told
         count, dim = len(part.places) if part else batch, self.samples_dim(x.dim())
         if self._rows(x) != count:
@@ -140,7 +140,7 @@ class Parts:
     def _set(self, x: Tensor, key: Any, value: Any, batch: int) -> Tensor | None:
         """The tensor that rows are written into, if they are those of samples that belong elsewhere."""
         samples = self.samples_in([value])
-        part, dim = self.known.get(id(x)), self.samples_dim(x.dim()) if type(x) in places.PLAIN else 0
+        part, dim = self.known.get(id(x)), self.samples_dim(x.dim()) if type(x) in places.TENSORS else 0
         if not samples:
             return None
         if part is not None and part.whole is not None and not part.samples:
