@@ -412,8 +412,16 @@ def test_positions_as_many_as_samples() -> None:
     assert "index.unsqueeze(0)" in str(report)
 
 
+BACKWARDS = torch.arange(9).flip(0)
+
+
+def backwards() -> nn.Module:
+    """Positions by an index that no forward makes and no module holds."""
+    return positions(lambda n: BACKWARDS[-n:], torch.maximum)
+
+
 def test_positions_that_no_rule_sees() -> None:
-    report = enn.check(positions(lambda n: torch.arange(n).flip(0), torch.maximum), words(5, 5))
+    report = enn.check(backwards(), words(5, 5))
     (problem,) = report.problems
     assert (problem.kind, problem.where) == ("rows", "p (Embedding)")
     assert "its input has shape (5,) for the batch and for a sample alone" in str(problem)
@@ -1094,8 +1102,7 @@ def test_the_first_of_a_shared_result(samples: int, is_direct: bool, kind: str, 
 
 
 def test_unordered_positions_by_the_loss() -> None:
-    model = positions(lambda n: torch.arange(n).flip(0), torch.maximum)
-    report = enn.check(model, words(5, 5), loss=squared)
+    report = enn.check(backwards(), words(5, 5), loss=squared)
     assert of_kind(report, "rows") == ["p (Embedding)"]
 
 

@@ -688,6 +688,12 @@ def test_outputs_are_views_only_where_torchs_are(case: Case) -> None:
     assert theirs._is_view() or not ours._is_view()
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_norms_of_permuted_memory_give_no_views(norm: type[nn.Module]) -> None:
+    layer = enn.convert(norm(4)).per_sample()
+    assert not layer(torch.randn(5, BATCH, 4).transpose(0, 1))._is_view()
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_what_is_looked_up_lies_as_torch_lays_it(batch_first: bool) -> None:
     """Whatever the index is a view of: of what comes out users take views."""

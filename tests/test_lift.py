@@ -102,6 +102,21 @@ def assert_right_rows(module: nn.Module, call: Call, samples: int) -> nn.Module:
     return model
 
 
+class Counts(nn.Module):
+    """Torch divides a word's gradient by how often the whole batch has it, rows by how often their sample has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.scale = nn.Embedding(3, D, scale_grad_by_freq=True), nn.Parameter(values(D))
+
+    def forward(self, index: Tensor) -> Tensor:
+        return (self.words(index) * self.scale).sin().sum(1)
+
+
+def test_gradients_that_torch_scales_by_counts() -> None:
+    assert_right(Counts().double(), Call((torch.tensor([[0, 0, 1, 2, 0], [1, 1, 1, 0, 2], [2, 0, 2, 2, 2]]),)))
+
+
 # --- which layers leave the vmap --------------------------------------------------------------------------------
 
 

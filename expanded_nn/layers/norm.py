@@ -109,7 +109,7 @@ class _OfPositions(torch.autograd.Function):
             y = in_memory_order(lambda x: F.rms_norm(x, list(normalized_shape), w, eps), x, feature_dims=dims)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.centered, ctx.bias_dtype = centered, None if bias is None else bias.dtype
-        return y
+        return owned(y)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

@@ -7,6 +7,7 @@ parameters is another sample's than row i of the others. So a sample would be in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from expanded_nn.core.cost import is_symbol
 from expanded_nn.recording import callers, places
 from expanded_nn.recording.constants import MAKES, Constants
 from expanded_nn.recording.expand import comes_from_rows
-from expanded_nn.recording.parts import LOOKED_AT, Parts
+from expanded_nn.recording.parts import LOOKED_AT, BatchParts
 from expanded_nn.recording.places import Move, Moved
 from expanded_nn.recording.settings import RecorderLike
 from expanded_nn.recording.shared_results import Copies
@@ -59,7 +60,7 @@ class Order(TorchFunctionMode):
         self.recorder = recorder
         self.moved: dict[int, tuple[Tensor, list[Moved]]] = {}
         self.copies = Copies(recorder)
-        self.parts = Parts(self._samples_dim, lambda x: not self.reasons([x]) and self._are_samples(x))
+        self.parts = BatchParts(partial(_samples_dim, recorder))
         self.constants = Constants(recorder.modules())
         self.turns: dict[Any, list[int] | None] = {}
         self.weights_are_outside = False
@@ -104,13 +105,15 @@ class Order(TorchFunctionMode):
         self.constants.follow(func, (args, kwargs), result)
         changed = args[:1] if func is Tensor.__setitem__ else ()
         batch = self._batch() if self.parts.known or func in LOOKED_AT else None
-        joined = None if batch is None or is_symbol(batch) else self.parts.look_at(func, args, kwargs, result, batch)
+        joined = None
+        if batch is not None and not is_symbol(batch):
+            joined = self.parts.look_at(func, args, kwargs, result, batch, self._holds_samples)
         if joined is not None and not callers.is_called_by_libraries(func):
             moved, changed = Moved(func.__name__, None, line=callers.line_of_user()), (joined,)
         names = places.einsum_names(*args) if func is torch.einsum else None
         if names is not None:
             self._turn_by_names(names, args[1:], result)
-        elif moved is None and func in places.TURNS_BACK and args:
+        elif moved is None and args and func in (places.TURNS_BACK if self.moved else _MAY_TURN):
             self._turn(func, args, kwargs, result)
         elif moved is not None or self.moved:
             self.follow((args, kwargs), (result, changed), moved)
@@ -306,8 +309,7 @@ class Order(TorchFunctionMode):
         return None if batch is None or batch < 2 else batch
 
     def _samples_dim(self, dims: int) -> int:
-        """Where the samples stand in a tensor of so many dimensions."""
-        return batch_dim(dims, batch_first=self.recorder.settings.batch_first)
+        return _samples_dim(self.recorder, dims)
 
     def _moved_by(self, move: Move, func: Any) -> Moved | None:
         """How an operation gives the samples another order, `None` if it does not.
@@ -435,6 +437,10 @@ class Order(TorchFunctionMode):
         # without gradients, as in a reentrant checkpoint, nothing tells where it comes from
         return is_known or not torch.is_grad_enabled() or comes_from_rows(x)
 
+    def _holds_samples(self, x: Tensor) -> bool:
+        """Whether the rows of a tensor with B rows are the samples, in their order."""
+        return not self.reasons([x]) and self._are_samples(x)
+
     def refuse(self, layer: nn.Module | None, reasons: Sequence[Moved]) -> None:
         """Raises for the first reason, if there is any that a trace cannot assume away."""
         moved = next((reason for reason in reasons if not reason.may_be_assumed_away("its layers")), None)
@@ -454,6 +460,11 @@ class Order(TorchFunctionMode):
         raise error
 
 
+def _samples_dim(recorder: RecorderLike, dims: int) -> int:
+    """Where the samples stand in a tensor of so many dimensions."""
+    return batch_dim(dims, batch_first=recorder.settings.batch_first)
+
+
 def is_range(index: Tensor) -> bool:
     """Whether an index counts `n, n + 1, n + 2, …`."""
     with unseen():
@@ -468,5 +479,6 @@ _OF_DIMS = (*functions("size"), *attributes("shape"))
 _SIZES_AND_RANKS = {*SIZES, *functions("dim"), *attributes("ndim")}
 _PRODUCTS = set(functions("matmul"))
 _BROADCASTS = _PRODUCTS | set(functions("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_"))
+_MAY_TURN = {*places.TURNS, Tensor.__getitem__}
 _BATCH_NORMS = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
 _LOOKED_AT = {*LOOKED_AT, *MAKES, *places.MOVES, *places.SCATTERS, *places.TURNS, *_BATCH_NORMS, torch.einsum}

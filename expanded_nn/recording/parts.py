@@ -14,6 +14,7 @@ from torch import Tensor
 
 from expanded_nn.common.batch import data_in, has_derivatives
 from expanded_nn.common.functions import functions, is_in_place
+from expanded_nn.common.modes import pad_sequence
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording import callers, places
 
@@ -36,19 +37,17 @@ class Part(NamedTuple):
     places: Numbers = ()
 
 
-class Parts:
+class BatchParts:
     """The parts in a forward.
 
     Attributes:
         known: The parts by their ids.
         samples_dim: Tells where the samples stand in a tensor of so many dimensions.
-        holds_samples: Tells of a tensor with B rows whether these are the samples, in their order.
     """
 
-    def __init__(self, samples_dim: Callable[[int], int], holds_samples: Callable[[Tensor], bool]) -> None:
+    def __init__(self, samples_dim: Callable[[int], int]) -> None:
         self.known: dict[int, Part] = {}
         self.samples_dim = samples_dim
-        self.holds_samples = holds_samples
 
     def samples_in(self, values: Any) -> frozenset[Numbers]:
         """The samples in some tensors; those of indices and masks if there is nothing else."""
@@ -56,9 +55,14 @@ class Parts:
         numbers = [part for part in parts if has_derivatives(part.tensor)]
         return frozenset().union(*(part.samples for part in numbers or parts))
 
-    def look_at(self, func: Any, args: Any, kwargs: Any, result: Any, batch: int) -> Tensor | None:
-        """Follows an operation; returns what it has put samples into, in other places than their own."""
-        if func in _TAKES and self._take(func, args, kwargs, result, batch):
+    def look_at(
+        self, func: Any, args: Any, kwargs: Any, result: Any, batch: int, holds_samples: Callable[[Tensor], bool]
+    ) -> Tensor | None:
+        """Follows an operation; returns what it has put samples into, in other places than their own.
+
+        `holds_samples` tells of a tensor with B rows whether these are the samples, in their order.
+        """
+        if func in _TAKES and self._take(func, args, kwargs, result, batch, holds_samples):
             return None
         if not self.known:
             return None
@@ -94,7 +98,9 @@ class Parts:
         dim = self.samples_dim(x.dim())
         return x.shape[dim] if x.dim() > dim else 0
 
-    def _take(self, func: Any, args: Any, kwargs: Any, result: Any, batch: int) -> bool:
+    def _take(
+        self, func: Any, args: Any, kwargs: Any, result: Any, batch: int, holds_samples: Callable[[Tensor], bool]
+    ) -> bool:
         """Notes the parts that an operation takes along the samples; whether it does."""
         x: Any = args[0] if args else None
         part = self.known.get(id(x))
@@ -108,7 +114,7 @@ class Parts:
         if not taken or callers.is_called_by_libraries(func):
             return False
         whole = x if part is None else part.whole
-        samples = frozenset([tuple(range(batch))] if self.holds_samples(x) else ()) if part is None else part.samples
+        samples = frozenset([tuple(range(batch))] if holds_samples(x) else ()) if part is None else part.samples
         own = range(batch) if part is None else part.places
         for piece, numbers in taken:
             chosen = frozenset(tuple(of[number] for number in numbers) for of in samples)
@@ -210,12 +216,11 @@ def _numbers(key: Any, count: int) -> Numbers | None:
 def _joined(func: Any, tensors: Any = (), *args: Any, **kwargs: Any) -> tuple[Sequence[Tensor], int]:
     """The tensors that an operation puts beside each other, and along which dimension."""
     tensors = kwargs.get("tensors", kwargs.get("sequences", tensors))
-    if func is _PAD:
+    if func is pad_sequence:
         return tensors, 0 if kwargs.get("batch_first", args[0] if args else False) else 1
     return tensors, kwargs.get("dim", kwargs.get("axis", args[0] if args else 0))
 
 
-_PAD = torch._C._nn.pad_sequence
 # what takes parts, with the names of its arguments after the first
 _TAKES: dict[Any, Sequence[str]] = {
     Tensor.__getitem__: (),
@@ -226,5 +231,5 @@ _TAKES: dict[Any, Sequence[str]] = {
     **dict.fromkeys(functions("narrow"), ("dim", "start", "length")),
     **dict.fromkeys(functions("split", "split_with_sizes", "chunk", "tensor_split"), ("sizes", "dim")),
 }
-_JOINS = {*functions("cat", "concat", "concatenate", "stack", "vstack", "row_stack"), _PAD}
+_JOINS = {*functions("cat", "concat", "concatenate", "stack", "vstack", "row_stack"), pad_sequence}
 LOOKED_AT = {*_TAKES, *_JOINS}

@@ -304,6 +304,12 @@ class Trial:
             return True  # nothing to tell by: the backward fails, as the user's will
         rows, of_inputs = wanted[: len(expanded)], wanted[len(expanded) :]
         sums = [None if each is None else as_factored(each).weighted_sum(each.new_ones(self.batch)) for each in rows]
+        others = {id(p) for (module, _), p in originals.items() if getattr(module, "scale_grad_by_freq", False)}
+        for place, number in enumerate(number for number, weight in of_parameters.items() if weight.requires_grad):
+            if (
+                number in others
+            ):  # torch counts an index over the whole batch, so that its gradient is not the rows' sum
+                sums[place] = given[place] = None
         return are_alike([*sums, *of_inputs], given, self._size_of_arguments())
 
     def _with_derivatives(self) -> tuple[list[Tensor], Any]:
