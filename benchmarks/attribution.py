@@ -9,6 +9,7 @@ stands the rms error of the cosines of 16 gradients times sqrt(dim), which is ab
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import random
 import sys
@@ -201,6 +202,7 @@ def measure(task: Task, queries: Task, methods: list[str], rounds: int) -> dict[
         try:
             run, found = METHODS[name](task, queries), []
             steps = BATCHES if name.startswith("Kronecker") else 1
+            gc.collect()  # not in the first call, which may be the only one that is timed
             first = seconds(lambda run=run, found=found: found.append(run())) / seconds(whole, often) / steps
         except Exception as error:  # whatever a peer raises belongs into the table
             notes[name] = type(error).__name__

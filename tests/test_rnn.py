@@ -1,5 +1,6 @@
 """Recurrent layers beyond the laws of test_layers.py: parts of the outputs, packed sequences, dropout, bad input."""
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import expanded_nn as enn
 from cases import CELLS, FEATURES, HIDDEN, KINDS, RECURRENT, STEPS, Case, recurrent
 from expanded_nn.core import cost
+from expanded_nn.layers.recurrent.equations import Lstm
 from oracle import (
     Call,
     assert_all_close,
@@ -99,6 +101,36 @@ def test_large_layers_in_single_precision(kind: str) -> None:
 
     expected = rows(torch.float64)
     assert_close_rows(rows(torch.float32), expected, 1e-5)
+
+
+@pytest.mark.parametrize("keeps_gates", [True, False])
+def test_small_states_go_through_torchs_kernel(keeps_gates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are those of the loop over time; that is for what is larger, or has no such kernel."""
+    if keeps_gates:
+        monkeypatch.setattr(cost, "FEW_STATES", 0)
+    looped, with_gates = [], Lstm.with_gates
+
+    def noted(recurrence: Lstm, inputs: Any) -> Any:
+        looped.append(inputs.x.shape)
+        return with_gates(recurrence, inputs)
+
+    monkeypatch.setattr(Lstm, "with_gates", noted)
+    module, x = nn.LSTM(FEATURES, HIDDEN, 2, bidirectional=True), torch.randn(STEPS, 3, FEATURES)
+    expected = loop(module, Call((x.transpose(0, 1),)), 3, objective=lambda m, call, first=0: of_steps(m, call.args[0]))
+    model = enn.convert(copy.deepcopy(module).float()).per_sample(loss_reduction="sum", batch_first=False)
+    of_steps(model, x.transpose(0, 1).float()).backward()
+    assert_close_rows({name: p.grad_sample.double() for name, p in model.named_parameters()}, expected, 1e-5)
+    assert len(looped) == 4 * keeps_gates
+    packed = pack_padded_sequence(x.float(), torch.tensor([5, 3, 1]))
+    for layer, given in ((model, packed), (enn.convert(nn.LSTM(FEATURES, HIDDEN, proj_size=2).float()), x.float())):
+        looped.clear()
+        layer.per_sample(batch_first=False)(given)
+        assert looped
+
+
+def of_steps(model: Any, x: Tensor) -> Tensor:
+    y, (h, c) = model(x.transpose(0, 1))
+    return y.sin().sum() + (h * c).sum()
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])

@@ -232,15 +232,25 @@ It trades memory against calls. Measured: 2^18 numbers 0.9 to 1.2, 2^22 1, but 4
 """
 
 
-def keeps_gates(dtype: torch.dtype, device: str) -> bool:
+FEW_STATES = 1 << 10
+"""How many numbers the states of a step have, for each thread, at the most, where torch's kernel for all steps is best.
+
+It trades calls and threads, for which a loop's operations are too small, against computing the gates twice. Measured on
+an AMD EPYC: 0.88 with 2^8 and 2^10 numbers on one thread, 1.05 with 2^12; on two threads 0.77 to 0.95 with 2^8 to 2^11,
+1 with 2^13, 1.1 with 2^14.
+"""
+
+
+def keeps_gates(dtype: torch.dtype, device: str, states: int, threads: int, *, has_kernel: bool) -> bool:
     """Whether the forward of an LSTM or GRU is a loop over time that keeps the gates for the backward.
 
-    It trades memory and torch's own kernel against computing the gates twice. Measured on whole steps: a GRU 0.8 with
-    512 units and 128 steps, 1 with 128 units and 32 steps; an LSTM 0.92 to 0.96 with 128 units or more and 32 samples
-    or more, 1 with fewer, 1.03 with 4 samples. On an Intel Xeon a GRU 0.77 to 0.89, an LSTM 0.83 to 1. Elsewhere than
-    on a CPU nothing was measured.
+    It trades memory and torch's own kernel, if that does all steps at once, against computing the gates twice. Measured
+    on whole steps: a GRU 0.8 with 512 units and 128 steps, 1 with 128 units and 32 steps; an LSTM 0.92 to 0.96 with 128
+    units or more and 32 samples or more. On an Intel Xeon a GRU 0.77 to 0.89, an LSTM 0.83 to 1. Elsewhere than on a
+    CPU nothing was measured.
     """
-    return device == "cpu" and dtype in (torch.float32, torch.float64)
+    is_small = not is_symbol(states) and states <= FEW_STATES * threads
+    return device == "cpu" and dtype in (torch.float32, torch.float64) and not (has_kernel and is_small)
 
 
 MANY_STEPS = 32

@@ -103,6 +103,10 @@ class Recurrence(ABC, Loops):
     def gates(self, saved: Saved) -> Gates:
         return ()
 
+    def has_kernel(self, steps: Steps, weights: Weights) -> bool:
+        """Whether `fused` is one kernel for all steps, in which torch makes no call for each."""
+        return False
+
     @abstractmethod
     def step(self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None) -> States:
         """The next states of all samples from `weight_ih x + bias_ih` and `weight_hh h + bias_hh`; differentiable."""
@@ -157,6 +161,10 @@ class Lstm(Recurrence):
             return y[None], c
         y, _, c = _run(torch.lstm, inputs, (inputs.h0[None], inputs.c0[None]))
         return y, c[0]
+
+    def has_kernel(self, steps: Steps, weights: Weights) -> bool:  # that of oneDNN
+        is_at_hand = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+        return is_at_hand and steps.packed is None and weights.hr is None and weights.ih.dtype == torch.float32
 
     def step(self, of_x: Tensor, of_h: Tensor, h: Tensor, c: Tensor | None, weight_hr: Tensor | None) -> States:
         assert c is not None

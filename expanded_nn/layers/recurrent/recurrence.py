@@ -160,15 +160,17 @@ def _composite(recurrence: Recurrence, inputs: Inputs) -> States:
     return y, None if c is None else steps.in_sequences_order(c)
 
 
-def _keeps_gates(steps: Steps, *inputs: Tensor | None) -> bool:
+def _keeps_gates(recurrence: Recurrence, steps: Steps, weights: Weights, *inputs: Tensor | None) -> bool:
     """Whether a backward may follow, in the dtype of the forward, for which gates are worth keeping."""
-    tensors = [x for x in inputs if x is not None]
+    tensors = [x for x in (*inputs, *weights) if x is not None]
+    has_kernel, threads = recurrence.has_kernel(steps, weights), torch.get_num_threads()
+    states = steps.batch * weights.hh.shape[-1]
     return (
         torch.is_grad_enabled()
         and bool(steps.sizes)  # without steps, torch's own error tells what is wrong
         and not steps.cell
         and any(x.requires_grad for x in tensors)
-        and all(cost.keeps_gates(x.dtype, x.device.type) for x in tensors)
+        and all(cost.keeps_gates(x.dtype, x.device.type, states, threads, has_kernel=has_kernel) for x in tensors)
         and not is_autocast()
     )
 
@@ -191,7 +193,7 @@ def recurrent(
     """
     h0, c0 = initial[0], initial[1] if len(initial) > 1 else None
     if is_shared(*weights):
-        keep_gates = _keeps_gates(steps, x, h0, c0, *weights)
+        keep_gates = _keeps_gates(recurrence, steps, weights, x, h0, c0)
         y, c = _Recurrent.apply(recurrence, steps, keep_gates, x, h0, c0, *weights)  # type: ignore[no-untyped-call]
     else:
         y, c = _composite(recurrence, Inputs(steps, x, h0, c0, weights))
