@@ -38,7 +38,7 @@ def run_scenarios(scenarios: Iterable[Scenario]) -> None:
     """What each process does: one scenario after the other, from the same seed; then it ends.
 
     It ends at once, as threads of gloo may outlive the group, and what destroys them at the interpreter's end aborts
-    ("terminate called without an active exception", one process of ten).
+    ("terminate called without an active exception"), once in a few runs on an idle machine.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.set_default_dtype(torch.float64)

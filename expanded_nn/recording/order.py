@@ -7,7 +7,6 @@ parameters is another sample's than row i of the others. So a sample would be in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import takewhile
 from typing import Any, cast
 
@@ -60,7 +59,7 @@ class Order(TorchFunctionMode):
         self.recorder = recorder
         self.moved: dict[int, tuple[Tensor, list[Moved]]] = {}
         self.copies = Copies(recorder)
-        self.parts = BatchParts(partial(_samples_dim, recorder))
+        self.parts = BatchParts(recorder)
         self.constants = Constants(recorder.modules())
         self.turns: dict[Any, list[int] | None] = {}
         self.weights_are_outside = False
@@ -246,7 +245,7 @@ class Order(TorchFunctionMode):
         if batch is None or layer.calls_others or x.dim() <= dim or x.shape[dim] != batch:
             return
         if id(x) in self.constants.known:
-            if not is_traced() and not has_derivatives(x) and is_range(x):  # of which an embedding says more
+            if not is_traced() and not has_derivatives(x) and _is_range(x):  # of which an embedding says more
                 return
             # B like rows are no table: a first state, the first word of each sample
             with unseen():
@@ -309,7 +308,8 @@ class Order(TorchFunctionMode):
         return None if batch is None or batch < 2 else batch
 
     def _samples_dim(self, dims: int) -> int:
-        return _samples_dim(self.recorder, dims)
+        """Where the samples stand in a tensor of so many dimensions."""
+        return batch_dim(dims, batch_first=self.recorder.settings.batch_first)
 
     def _moved_by(self, move: Move, func: Any) -> Moved | None:
         """How an operation gives the samples another order, `None` if it does not.
@@ -460,15 +460,10 @@ class Order(TorchFunctionMode):
         raise error
 
 
-def _samples_dim(recorder: RecorderLike, dims: int) -> int:
-    """Where the samples stand in a tensor of so many dimensions."""
-    return batch_dim(dims, batch_first=recorder.settings.batch_first)
-
-
-def is_range(index: Tensor) -> bool:
+def _is_range(index: Tensor) -> bool:
     """Whether an index counts `n, n + 1, n + 2, …`."""
     with unseen():
-        return index.dim() == 1 and torch.equal(index - index[0], torch.arange(len(index), device=index.device))
+        return index.dim() == 1 and bool((index.diff() == 1).all())
 
 
 def _place(line: tuple[str, int]) -> str:

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from expanded_nn.common.batch import data_in, has_derivatives
+from expanded_nn.common.batch import batch_dim, data_in, has_derivatives
 from expanded_nn.common.functions import functions, is_in_place
 from expanded_nn.common.modes import pad_sequence
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording import callers, places
+from expanded_nn.recording.settings import RecorderLike
 
 Numbers = tuple[int, ...]  # of samples, or of places, in their order
 
@@ -42,12 +43,12 @@ class BatchParts:
 
     Attributes:
         known: The parts by their ids.
-        samples_dim: Tells where the samples stand in a tensor of so many dimensions.
+        recorder: The recorder of the model.
     """
 
-    def __init__(self, samples_dim: Callable[[int], int]) -> None:
+    def __init__(self, recorder: RecorderLike) -> None:
         self.known: dict[int, Part] = {}
-        self.samples_dim = samples_dim
+        self.recorder = recorder
 
     def samples_in(self, values: Any) -> frozenset[Numbers]:
         """The samples in some tensors; those of indices and masks if there is nothing else."""
@@ -94,8 +95,11 @@ class BatchParts:
             elif kept:
                 self.known[id(x)] = Part(x, kept)
 
+    def _samples_dim(self, x: Tensor) -> int:
+        return batch_dim(x.dim(), batch_first=self.recorder.settings.batch_first)
+
     def _rows(self, x: Tensor) -> int:
-        dim = self.samples_dim(x.dim())
+        dim = self._samples_dim(x)
         return x.shape[dim] if x.dim() > dim else 0
 
     def _take(
@@ -106,7 +110,7 @@ class BatchParts:
         part = self.known.get(id(x))
         if type(x) not in places.TENSORS or (part is not None and (part.whole is None or len(part.places) < 2)):
             return False  # of a single sample, or of several in an order that is not told
-        count, dim = len(part.places) if part else batch, self.samples_dim(x.dim())
+        count, dim = len(part.places) if part else batch, self._samples_dim(x)
         if self._rows(x) != count:
             return False
         taken = list(_taken(func, x, args[1:], kwargs, list(data_in(result)), dim))
@@ -127,7 +131,7 @@ class BatchParts:
         dim %= result.dim()
         samples = self.samples_in(tensors)
         is_of_one = len(samples) == 1 and len(next(iter(samples))) == 1
-        if dim != self.samples_dim(result.dim()) or not samples or is_of_one:
+        if dim != self._samples_dim(result) or not samples or is_of_one:
             self.follow(tensors, result)
             return None
         place, in_order, are_known = 0, [], True
@@ -146,7 +150,7 @@ class BatchParts:
     def _set(self, x: Tensor, key: Any, value: Any, batch: int) -> Tensor | None:
         """The tensor that rows are written into, if they are those of samples that belong elsewhere."""
         samples = self.samples_in([value])
-        part, dim = self.known.get(id(x)), self.samples_dim(x.dim()) if type(x) in places.TENSORS else 0
+        part, dim = self.known.get(id(x)), self._samples_dim(x) if type(x) in places.TENSORS else 0
         if not samples:
             return None
         if part is not None and part.whole is not None and not part.samples:

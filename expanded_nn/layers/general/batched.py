@@ -122,7 +122,15 @@ class Run:
         """Whether all samples may take all of what is computed without parameters, as coordinates in a table."""
         if x.requires_grad or self.owners is None:
             return False
-        return self.owners.are_shared(x) or self.batch * x.numel() <= cost.LOOKED_UP_FOR_EACH
+        return self.owners.are_shared(x) or self.may_be_looked_up_by_all(x, 1)
+
+    def may_be_looked_up_by_all(self, index: Tensor, numel: int) -> bool:
+        """Whether all samples look up all of an index, `numel` numbers each time, as they do where they share it.
+
+        In a forward that may fold its samples nothing tells whose an index is that it computes. Where what is looked up
+        meets rows of which the samples are known, each row takes its own.
+        """
+        return self.owners is not None and self.batch * index.numel() * numel <= cost.LOOKED_UP_FOR_EACH
 
     def arranged(self, x: Any) -> Arrangement | None:
         """How the rows of a plain tensor belong to the samples, in a forward that may fold them."""

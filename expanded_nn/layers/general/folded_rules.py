@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from expanded_nn.common.functions import functions, is_in_place
-from expanded_nn.core import cost
 from expanded_nn.layers.general.batched import (
     Batched,
     Rule,
@@ -75,15 +74,6 @@ def joined_to_rows(func: Any, joined: Sequence[Any], dim: int, run: Run) -> Tens
     run.note(func, whole=True)
     parts = [part if part is rows else own_rows(part, arrangement, rows.dim()) for part in joined]
     return as_arranged(run, func(parts, dim), arrangement)
-
-
-def may_be_looked_up_by_all(run: Run, index: Tensor, numel: int) -> bool:
-    """Whether all samples look up all of an index, as they do where they share it.
-
-    In a forward that may fold its samples nothing tells whose an index is that it computes. Where what is looked up
-    meets rows of which the samples are known, each row takes its own.
-    """
-    return run.owners is not None and run.batch * index.numel() * numel <= cost.LOOKED_UP_FOR_EACH
 
 
 def einsum(func: Any, args: Any, kwargs: Any) -> Tensor:

@@ -47,7 +47,6 @@ from expanded_nn.layers.general.folded_rules import (
     as_arranged,
     einsum,
     joined_to_rows,
-    may_be_looked_up_by_all,
     product_by_expert,
     with_folded_rows,
 )
@@ -243,7 +242,7 @@ def _index(func: Any, args: Any, kwargs: Any) -> Batched:
         return own.run.batched(own.part(number % own.value.shape[1]))
     if len(keys) == 1 and isinstance(keys[0], Tensor):  # entries of a table, by an index that all samples share
         (index,) = keys
-        by_all = own.run.are_shared(index) or may_be_looked_up_by_all(own.run, index, own.value[0, :1].numel())
+        by_all = own.run.are_shared(index) or own.run.may_be_looked_up_by_all(index, own.value[0, :1].numel())
         refuse_unless(not is_own(index) and index.dtype == torch.int64 and by_all)
     else:
         refuse_unless(all(part is None or part is Ellipsis or type(part) in (int, slice) for part in keys))
@@ -339,7 +338,7 @@ def _look_up(func: Any, args: Any, kwargs: Any) -> Tensor:
     refuse_unless(isinstance(index, Tensor) and not is_own(index) and named.get("max_norm") is None)
     run = own.run
     whole = run.has_rows(index, 1)
-    if not whole and may_be_looked_up_by_all(run, index, own.value.shape[-1]):
+    if not whole and run.may_be_looked_up_by_all(index, own.value.shape[-1]):
         refuse_unless(not named.get("scale_grad_by_freq"))
         constants = None if named.get("padding_idx") is None else (index == named["padding_idx"] % own.value.shape[1])
 
