@@ -212,6 +212,7 @@ ONE_LAYER: dict[str, Case] = {
         True,
     ),
     "embedding": (lambda m, x: m.scale * m.layer(x), lambda: nn.Embedding(7, D), indices(T), True),
+    "sparse embedding": (lambda m, x: m.scale * m.layer(x), lambda: nn.Embedding(7, D, sparse=True), indices(T), True),
     "embedding, no batch dimension": (
         lambda m, x: m.scale * fold(m.layer, x),
         lambda: nn.Embedding(7, D, padding_idx=2),
