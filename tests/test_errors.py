@@ -1037,6 +1037,38 @@ def a_backward_hook_inside() -> None:
     own(lambda self, x: self.inner(x) * self.scale, inner=inner)
 
 
+class Rounded(torch.autograd.Function):
+    """Written in the old way, for which torch has no `vmap`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+class RoundedInParts(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+
+@refused(r"0\.layer \(Own\): .*vmap cannot follow .*a setup_context and generate_vmap_rule = True")
+def a_function_without_a_context_of_its_own() -> None:
+    own(lambda self, x: Rounded.apply(x * self.scale))
+
+
+@refused(r"0\.layer \(Own\): .*vmap cannot follow .*a setup_context and generate_vmap_rule = True")
+def a_function_without_a_rule_for_vmap() -> None:
+    own(lambda self, x: RoundedInParts.apply(x * self.scale))
+
+
 @refused(r"0\.layer \(Own\): its forward keeps tensors in attribute 'kept'.*use_cache=False")
 def a_cache() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
