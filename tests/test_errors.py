@@ -1037,6 +1037,38 @@ def a_backward_hook_inside() -> None:
     own(lambda self, x: self.inner(x) * self.scale, inner=inner)
 
 
+class Rounded(torch.autograd.Function):
+    """Written in the old way, for which torch has no `vmap`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+class RoundedInParts(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+
+@refused(r"0\.layer \(Own\): .*vmap cannot follow .*a setup_context and generate_vmap_rule = True")
+def a_function_without_a_context_of_its_own() -> None:
+    own(lambda self, x: Rounded.apply(x * self.scale))
+
+
+@refused(r"0\.layer \(Own\): .*vmap cannot follow .*a setup_context and generate_vmap_rule = True")
+def a_function_without_a_rule_for_vmap() -> None:
+    own(lambda self, x: RoundedInParts.apply(x * self.scale))
+
+
 @refused(r"0\.layer \(Own\): its forward keeps tensors in attribute 'kept'.*use_cache=False")
 def a_cache() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -1548,7 +1580,7 @@ def positions_in_the_samples_place() -> None:
     feed(nn.Linear(4, 4), lambda layer, x: x.new_zeros(3, 3, 4).add(layer(x.mean(1))))
 
 
-@refused(r"^layer \(Linear\): its input, \(3, 4\), comes from buffers or numbers .*input.unsqueeze\(0\) for what all")
+@refused(r"^layer \(Linear\): its input, \(3, 4\), comes from buffers, attributes or .*unsqueeze\(0\) for what all")
 def a_table_with_as_many_rows_as_samples() -> None:
     feed(nn.Linear(4, 4), lambda layer, x: torch.maximum(x, layer(torch.linspace(0, 1, 12).view(3, 4))))
 

@@ -212,6 +212,7 @@ ONE_LAYER: dict[str, Case] = {
         True,
     ),
     "embedding": (lambda m, x: m.scale * m.layer(x), lambda: nn.Embedding(7, D), indices(T), True),
+    "sparse embedding": (lambda m, x: m.scale * m.layer(x), lambda: nn.Embedding(7, D, sparse=True), indices(T), True),
     "embedding, no batch dimension": (
         lambda m, x: m.scale * fold(m.layer, x),
         lambda: nn.Embedding(7, D, padding_idx=2),
@@ -679,6 +680,31 @@ def test_children_of_a_module_with_parameters_in_lists() -> None:
             return sum(w * layer(x) for w, layer in zip(self.weights, self.layers.values(), strict=True))
 
     assert_right(Mixture().double(), features(T, D)(B), fast={"layers.a", "layers.b"})
+
+
+def write_a_part(m: Any, x: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft(x, dim=1)
+    low = torch.zeros(*spectrum.shape[:2], 2 * D, dtype=spectrum.dtype)
+    low[:, :2, :D] = spectrum[:, :2] * m.scale
+    return torch.fft.irfft(low, dim=1)
+
+
+def write_twice(m: Any, x: Tensor) -> Tensor:
+    made = torch.full((len(x), T, D), 0.5).add_(m.scale * x)
+    made[:, 0] = 2 * made[:, 1] * m.scale
+    return made
+
+
+def write_marks(m: Any, x: Tensor) -> Tensor:
+    marks = torch.zeros(len(x), T, D, dtype=torch.bool)
+    marks[:, 1:] = x[:, 1:] > 0
+    return m.scale * x * marks
+
+
+@pytest.mark.parametrize("write", [write_a_part, write_twice, write_marks])
+def test_a_forward_that_writes_into_what_it_makes(write: Callable[..., Tensor]) -> None:
+    """It is each sample's own, and `vmap` can follow: no warning that its samples go one by one."""
+    assert_right(Own(write), features(T, D)(B))
 
 
 # --- what is refused, by name -----------------------------------------------------------------------------------

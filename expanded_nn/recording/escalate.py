@@ -13,6 +13,7 @@ from torch.fx import Proxy
 from expanded_nn._errors import PerSampleError, complaint, sentence, warn
 from expanded_nn.common.modes import checkpoint_hooks, is_of_checkpoint, uncounted
 from expanded_nn.common.steady import StateBefore
+from expanded_nn.recording.constants import Table
 from expanded_nn.recording.order import Order
 from expanded_nn.recording.watch import refuse_outside_use
 
@@ -46,6 +47,7 @@ class Escalation:
         order: What looks at the order of the samples, in a forward in which it is on.
         gives_copies: The operations that do the same with all copies of a shared result as with one alone, by shapes
             and arguments, and where the samples stand in the copies that they give.
+        tables: What the model has had beside its buffers from the start.
     """
 
     def __init__(self) -> None:
@@ -54,6 +56,7 @@ class Escalation:
         self.proven: set[Any] = set()
         self.order: Order | None = None
         self.gives_copies: dict[Any, list[Any]] = {}
+        self.tables: list[Table] = []
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the module that was called."""
@@ -113,6 +116,8 @@ class Escalation:
     def _called(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward, which may be a part of a `one_pass`."""
         forward = module._recorder.forward
+        if forward is not None and forward.module is module and self.order is not None:
+            self.order.constants.leave_out((args, kwargs))  # within a `one_pass` of its own
         self.runs = True
         try:
             result = module._in_pass(args, kwargs)

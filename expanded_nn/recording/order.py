@@ -22,8 +22,7 @@ from expanded_nn.common.functions import SIZES, attributes, functions
 from expanded_nn.common.modes import WithoutSelection, function_modes, is_selective, unseen
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core.cost import is_symbol
-from expanded_nn.recording import callers, places
-from expanded_nn.recording.constants import MAKES, Constants
+from expanded_nn.recording import callers, constants, places
 from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.parts import LOOKED_AT, BatchParts
 from expanded_nn.recording.places import Move, Moved
@@ -54,13 +53,13 @@ class Order(TorchFunctionMode):
         weights_are_outside: Whether the forward has used expanded weights outside of layers, which nobody looks at.
     """
 
-    def __init__(self, recorder: RecorderLike) -> None:
+    def __init__(self, recorder: RecorderLike, arguments: Any = ()) -> None:
         super().__init__()
         self.recorder = recorder
         self.moved: dict[int, tuple[Tensor, list[Moved]]] = {}
         self.copies = Copies(recorder)
         self.parts = BatchParts(recorder)
-        self.constants = Constants(recorder.modules())
+        self.constants = constants.Constants(recorder.modules(), recorder.escalation.tables, arguments)
         self.turns: dict[Any, list[int] | None] = {}
         self.weights_are_outside = False
 
@@ -120,13 +119,13 @@ class Order(TorchFunctionMode):
 
     def _meets_what_is_followed(self, args: Any, kwargs: Any) -> bool:
         """Whether an operation takes a tensor whose samples stand elsewhere, or copies of what all samples share."""
-        moved, copies, parts, constants = self.moved, self.copies.known, self.parts.known, self.constants.known
-        if not moved and not copies and not parts and not constants:
+        moved, copies, parts, known = self.moved, self.copies.known, self.parts.known, self.constants.known
+        if not moved and not copies and not parts and not known:
             return False
         for value in (*args, *kwargs.values()):
             if type(value) not in NUMBERS:
                 for x in (value,) if isinstance(value, Tensor) else data_in(value):
-                    if id(x) in moved or id(x) in copies or id(x) in parts or id(x) in constants:
+                    if id(x) in moved or id(x) in copies or id(x) in parts or id(x) in known:
                         return True
         return False
 
@@ -253,8 +252,8 @@ class Order(TorchFunctionMode):
             if (not is_traced() and bool(source.stays)) or source.may_be_assumed_away("its layers"):
                 return
             found, remedy = (
-                f"comes from buffers or numbers of the model, so that its {batch} rows may be positions or classes "
-                "that all samples share, or one for each sample",
+                f"comes from buffers, attributes or numbers of the model, so that its {batch} rows may be positions or "
+                "classes that all samples share, or one for each sample",
                 "Call it with input.unsqueeze(0) for what all samples share; give the model what each sample has as an "
                 "argument.",
             )
@@ -476,4 +475,5 @@ _PRODUCTS = set(functions("matmul"))
 _BROADCASTS = _PRODUCTS | set(functions("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_"))
 _MAY_TURN = {*places.TURNS, Tensor.__getitem__}
 _BATCH_NORMS = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
-_LOOKED_AT = {*LOOKED_AT, *MAKES, *places.MOVES, *places.SCATTERS, *places.TURNS, *_BATCH_NORMS, torch.einsum}
+_FOLLOWED = LOOKED_AT | constants.LOOKED_AT | places.SCATTERS | places.TURNS
+_LOOKED_AT = {*_FOLLOWED, *places.MOVES, *_BATCH_NORMS, torch.einsum}

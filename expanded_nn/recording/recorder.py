@@ -17,6 +17,7 @@ from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.traced import is_traced, note_recorder
 from expanded_nn.recording.backward import Backward, in_transform, keeps_graph, running_backward, running_node
 from expanded_nn.recording.checkpoints import noted_pass, pass_of_recomputation
+from expanded_nn.recording.constants import tables_of
 from expanded_nn.recording.escalate import Escalation
 from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recompute, leaves_of
 from expanded_nn.recording.forward import Forward as Forward
@@ -83,6 +84,7 @@ class Recorder:
         others = [root for root in self.living_roots() if root not in members]
         self.roots = [weakref.ref(root) for root in (*others, module)]
         self.watch_all()
+        self.escalation.tables = tables_of(self.modules())
         for member in self.modules():
             for name, parameter in member._parameters.items():
                 if parameter is not None:
@@ -164,7 +166,8 @@ class Recorder:
         """Calls `function` as the outermost forward: it begins a pass, or joins the last one."""
         call = self.passes.no_grad_forward.call  # in which gradients were switched on
         forward = Forward(self, *(call or (module, module.samples_in(*args, **kwargs), (args, kwargs))))
-        order = Order(self) if module.calls_others else None  # each time: no forward has to do what the last one did
+        # each time, as no forward has to do what the last one did
+        order = Order(self, forward.inputs) if module.calls_others else None
         with forward:
             with nullcontext() if order is None else order:
                 result = function(*args, **kwargs)

@@ -1138,6 +1138,78 @@ def test_samples_that_meet_what_all_share(hidden: nn.Module, meet: Callable[[Ten
     right(on(module), module, forward, values(B, D))
 
 
+TABLE = torch.linspace(-1, 1, B * D, dtype=torch.float64).view(B, D).sin()
+
+
+class Tables(nn.Module):
+    """Compares samples with B prototypes, which are no samples and no buffer."""
+
+    of_class = TABLE.clone()
+
+    def __init__(self, table: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.lin, self.table = nn.Linear(D, D), table
+        self.attribute, self.named = TABLE.clone(), {"prototypes": [TABLE.clone()]}
+
+    def global_table(self) -> Tensor:
+        return TABLE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -torch.cdist(self.lin(x), self.lin(self.table(self)))
+
+
+TABLES: dict[str, Callable[[Any], Tensor]] = {
+    "attribute": lambda m: m.attribute,
+    "computed": lambda m: 2 * m.attribute.to(torch.float64),
+    "container": lambda m: m.named["prototypes"][0],
+    "of_class": lambda m: m.of_class,
+    "global": lambda m: m.global_table(),
+    "array": lambda m: torch.as_tensor(TABLE.tolist(), dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_a_table_that_is_no_buffer(table: Callable[[Any], Tensor]) -> None:
+    """With B rows by chance, a layer would take it for the samples."""
+    module = Tables(table).double()
+    with pytest.warns(enn.PerSampleWarning, match=r"lin \(Linear\): its input, .* from buffers, attributes or"):
+        right(on(module), module, forward, values(B, D))
+
+
+def set_before_the_call(model: Any, x: Tensor) -> Tensor:
+    model.attribute = x + 1
+    return model(x)  # type: ignore[no-any-return]
+
+
+def changed_in_place(model: Any, x: Tensor) -> Tensor:
+    model.attribute.copy_(x)
+    return model(x)  # type: ignore[no-any-return]
+
+
+def kept_beside(model: Any, x: Tensor) -> Tensor:
+    model.attribute = x
+    return model.per_sample()(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("step", [set_before_the_call, changed_in_place, kept_beside], ids=ids_of)
+def test_samples_that_an_attribute_holds(step: Step) -> None:
+    """A state, or what each sample is given beside the arguments, is no table."""
+    model = on(Tables(TABLES["attribute"]).double())
+    step(model, values(B, D)).square().mean().backward()
+    assert len(model.lin.weight.grad_sample) == B
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_table_that_the_model_is_called_with(within: bool) -> None:
+    """The points of a PINN may stand in the model itself."""
+    module = nn.Sequential(nn.Linear(D, D), nn.Tanh()).double()
+    module.register_buffer("grid", TABLE.clone())
+    model = on(module)
+    with enn.one_pass(model, B) if within else nullcontext():
+        sample_losses(model(model.grid)).sum().backward()
+    assert_close_rows(rows_of(model), loop(module, Call((TABLE,)), B))
+
+
 class Attends(nn.Module):
     """What all samples share meets samples that stand where it has its copies."""
 

@@ -245,8 +245,11 @@ class Mapper:
         remedy = "Write its per-sample forward with @expands, or keep the parameters in modules of torch.nn."
         if "stack expects" in str(error):
             remedy = "Let all samples give results of one size: pad_packed_sequence(..., total_length=x.shape[1])."
-        elif "setup_context" in str(error):
-            remedy = "Give a checkpoint use_reentrant=False, and an autograd Function of your own a setup_context."
+        elif re.search("setup_context|generate_vmap_rule", str(error)):
+            remedy = (
+                "Give a checkpoint use_reentrant=False, and an autograd Function of your own a setup_context and "
+                "generate_vmap_rule = True."
+            )
         refused = refusal(
             self._where_raised(error),
             f"its forward does what vmap cannot follow ({error})",

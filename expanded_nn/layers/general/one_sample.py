@@ -10,20 +10,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils import swap_tensors
 from torch.utils._pytree import tree_leaves
 
-from expanded_nn.common.functions import is_in_place
+from expanded_nn.common.functions import functions, is_in_place
 from expanded_nn.common.modes import checkpoint_hooks, is_batched, is_expanded, uncounted
 from expanded_nn.layers.linear import linear
 from expanded_nn.recording.lift import OfAllSamples
 
 
 class OneSample(TorchFunctionMode):
-    """Corrects operations whose gradient is wrong under `vmap`, and names shared tensors that the forward changes."""
+    """Corrects operations whose gradient is wrong under `vmap`, and names shared tensors that the forward changes.
+
+    What the forward makes to write into, as by `torch.zeros`, is each sample's own from then on.
+    """
 
     def __init__(self, module: Any) -> None:  # of the general rule
         super().__init__()
         self.module, self.hooks = module, checkpoint_hooks()
+        self.made: dict[int, Tensor] = {}  # such tensors by their ids
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         hooks = checkpoint_hooks()
@@ -33,7 +38,10 @@ class OneSample(TorchFunctionMode):
                 return self._corrected(func, args, kwargs or {})
         if is_in_place(func) or func in _CORRECTED:
             return self._corrected(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func in _MAKES:
+            self.made[id(result)] = result
+        return result
 
     def _corrected(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is F.linear:
@@ -47,9 +55,22 @@ class OneSample(TorchFunctionMode):
         ):
             with sdpa_kernel(SDPBackend.MATH):  # the fused kernels refuse a mask that may need gradient
                 return func(*args, **kwargs)
-        if is_in_place(func) and not is_of_one_sample(args[0]) and any(map(is_of_one_sample, tree_leaves(args))):
-            self._refuse_change(args[0])
+        if is_in_place(func) and not is_of_one_sample(args[0]):
+            of_one_sample = next(filter(is_of_one_sample, tree_leaves(args)), None)
+            if of_one_sample is not None and not self._becomes_its_own(args[0], of_one_sample):
+                self._refuse_change(args[0])
         return func(*args, **kwargs)
+
+    def _becomes_its_own(self, tensor: Tensor, of_one_sample: Tensor) -> bool:
+        """Gives each sample a copy of a tensor that the forward has made; whether it can, as nothing else uses that."""
+        if id(tensor) not in self.made:
+            return False
+        nothing = of_one_sample.detach().flatten()[:0].sum().to(tensor.dtype)
+        try:
+            swap_tensors(tensor, tensor + nothing)
+        except RuntimeError:
+            return False
+        return True
 
     def _refuse_offsets(self) -> None:
         raise self.module._vmap_refusal(
@@ -92,6 +113,8 @@ def _is_floating_mask(mask: Any) -> bool:
     return is_of_one_sample(mask) and mask.is_floating_point()
 
 
+_MAKES = {*functions("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like")}
+_MAKES.update(functions("new_zeros", "new_ones", "new_full", "new_empty"))
 _CORRECTED = {F.embedding, F.embedding_bag, F.linear, F.scaled_dot_product_attention}
 
 
