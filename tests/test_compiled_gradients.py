@@ -176,6 +176,25 @@ def test_a_graph_for_zeros_is_not_taken_for_other_gradients() -> None:
         step(x, y)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:grad and param do not:UserWarning")
+def test_gradients_that_lie_in_another_way() -> None:
+    """A compiler's graph would read them as they lay before."""
+    model, (x, y) = enn.convert(nn.Linear(8, 8)).per_sample(), samples(4)[0]
+
+    def left_by(step: Callable[..., Any], number: int) -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(number)
+        grad = torch.randn(8, 8)
+        model.weight.grad = grad if number < 3 else grad.t()
+        step(model, x, y)
+        return [parameter.grad for parameter in model.parameters()]
+
+    compiled = enn.compile(backward)
+    for number in range(6):
+        assert_same(left_by(compiled, number), left_by(backward, number))
+    assert len(graphs(compiled)) == 2
+
+
 def test_micro_batches_append_in_a_graph() -> None:
     between = ["model.zero_grad()", "nothing", "nothing", "nothing"] * 3
     for settings in ({}, {"materialize": True}, {"loss_reduction": "sum"}):

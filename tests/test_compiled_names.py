@@ -921,6 +921,26 @@ def test_tensors_that_are_found_by_names_run_eagerly() -> None:
     assert sum(ref() is not None for ref in held) < 10
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own
+@pytest.mark.parametrize("other", [lambda old: old.t(), lambda old: old.float(), lambda old: old[:, :1]])
+def test_a_tensor_that_is_found_by_a_name_gets_other_memory(other: Callable[[Tensor], Tensor]) -> None:
+    """A compiler's graph would read the new memory as it lay before."""
+    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    mixing = torch.randn(3, 3)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        scores = model(x) @ mixing.double()
+        F.cross_entropy(scores.expand(-1, 3), y).backward()
+        return enn.clip_grad_sample_norms_(model, 1.0)
+
+    compiled = enn.compile(step)
+    for number in range(6):
+        if number == 3:
+            mixing.data = other(torch.randn(3, 3))
+        assert_same_results(model, compiled, step, x, y)
+    assert len(graphs(compiled)) == 2
+
+
 class Clips:
     """A step that is an object."""
 

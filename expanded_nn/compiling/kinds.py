@@ -14,7 +14,7 @@ from expanded_nn._errors import shown
 from expanded_nn.common.batch import contents
 from expanded_nn.common.modes import function_modes, is_autocast, saved_tensors_are_packed
 from expanded_nn.common.traced import OnlyEager
-from expanded_nn.compiling.looks import Look, by_identity, is_number
+from expanded_nn.compiling.looks import Look, by_identity, is_number, layout_of, of_tensor
 from expanded_nn.compiling.names import HOOKS, PLAIN, Names, Referred, set_by_users
 from expanded_nn.compiling.packing import has_items, items_of
 from expanded_nn.compiling.seen import Seen
@@ -92,11 +92,9 @@ def _of_argument(tensor: Tensor, tensors: dict[int, Tensor]) -> Hashable:
         raise OnlyEager(f"an argument is a tensor with attributes of its own, {names} (give these as arguments, too)")
     number = list(tensors).index(id(tensor)) if id(tensor) in tensors else len(tensors)
     tensors[id(tensor)] = tensor
-    layout: Hashable = tensor.layout
-    if layout is torch.strided:
-        layout = None if tensor.is_contiguous() else tensor.stride()
-    has_grad = tensor.requires_grad and tensor.grad is not None
-    return number, type(tensor), _TRAITS(tensor), layout, has_grad
+    grad = tensor.grad if tensor.requires_grad else None
+    of_grad = None if grad is None else (layout_of(grad),)
+    return number, type(tensor), _TRAITS(tensor), layout_of(tensor), of_grad
 
 
 def of_surroundings() -> Hashable:
@@ -162,11 +160,11 @@ def of_models(
         add((type(module), attributes["training"]))
         add(id(attributes.get("_recorder")))
         key += map(id, attributes["_modules"].values())
-        key += [_of_tensor(buffer, seen) for buffer in attributes["_buffers"].values()]
+        key += [None if buffer is None else of_tensor(buffer, seen) for buffer in attributes["_buffers"].values()]
         for name in own_names:
             value = attributes[name]
             if isinstance(value, Tensor):
-                add((name, _of_tensor(value, seen)))
+                add((name, of_tensor(value, seen)))
             elif type(value) in PLAIN:
                 add((name, type(value), value))
             else:  # a configuration that many modules have
@@ -205,10 +203,10 @@ def _of_parameter(parameter: nn.Parameter, seen: Seen) -> Hashable:
     if own:
         seen.note_places(itemgetter(*own, *own), vars(parameter))
     of_own = [
-        (name, _of_tensor(value, seen) if isinstance(value, Tensor) else Look([value], Names(), seen).key)
+        (name, of_tensor(value, seen) if isinstance(value, Tensor) else Look([value], Names(), seen).key)
         for name, value in own.items()
     ]
-    return _of_tensor(parameter, seen), tuple(hooks), tuple(of_own)
+    return of_tensor(parameter, seen), tuple(hooks), tuple(of_own)
 
 
 def own_attributes(tensor: Tensor) -> dict[str, Any]:
@@ -217,7 +215,7 @@ def own_attributes(tensor: Tensor) -> dict[str, Any]:
 
 
 def _of_gradient(parameter: nn.Parameter, recorders: Sequence[Recorder]) -> Hashable:
-    """Whether a parameter has a gradient and rows, and who has set them; `None` if it has neither."""
+    """How a parameter's gradient lies in memory, if there is one, whether there are rows, and who has set them."""
     grad, rows = parameter.grad, getattr(parameter, "grad_sample", None)
     if grad is None and rows is None:
         return None
@@ -225,17 +223,9 @@ def _of_gradient(parameter: nn.Parameter, recorders: Sequence[Recorder]) -> Hash
     for recorder in recorders:
         is_clipped = is_clipped or (grad is not None and recorder.is_clipped(parameter))
         are_held = are_held or (rows is not None and recorder.leaves.holds(parameter, rows))
-    return grad is None, is_clipped, rows is None, are_held
+    return grad is None or layout_of(grad), is_clipped, rows is None, are_held
 
 
 def of_gradients(recorders: Sequence[Recorder]) -> Grads:
     """What a step depends on that looks at the gradients from before the call."""
     return {key: state for recorder in recorders for key, state in look_at_grads(recorder).items()}
-
-
-def _of_tensor(tensor: Tensor | None, seen: Seen) -> Hashable:
-    if tensor is None:
-        return None
-    seen.tensors.append(tensor)
-    strides = None if tensor.layout is not torch.strided or tensor.is_contiguous() else tensor.stride()
-    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, strides

@@ -14,6 +14,7 @@ from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodTyp
 from typing import Any, cast
 from weakref import ReferenceType
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -34,6 +35,7 @@ from expanded_nn.compiling.names import (
 )
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.compiling.state import State, is_of_trace, slots_of
+from expanded_nn.factored import FactoredTensor
 
 MOST_ITEMS = 10_000  # of a list or a dict; what is within the items of a longer one does not count
 MOST_NUMBERS = 100_000  # of an array; a step with a larger one runs eagerly
@@ -110,8 +112,9 @@ class Look:
             return by_identity(value), self._of_attributes(value)
         if isinstance(value, nn.Module):
             self.modules.append(value)
-        elif type(value) is Tensor:
-            return by_identity(value), self._of_attributes(value)
+        elif isinstance(value, Tensor) and not isinstance(value, FactoredTensor):  # whose shape is its own for good
+            of_attributes = self._of_attributes(value) if type(value) is Tensor else ()  # a parameter has rows as one
+            return by_identity(value), of_attributes, of_tensor(value, self.seen)
         if isinstance(value, _WHOLE) or len(self.numbers) >= MOST_PARTS:
             return by_identity(value)
         if isinstance(value, MethodType):
@@ -373,6 +376,19 @@ def _without_values(before: Sequence[Variable], after: Sequence[Variable]) -> st
     """The first variable that is a tensor without values now, or holds one."""
     changed = (new for old, new in zip(before, after, strict=False) if old.value is not new.value)
     return next((new.name for new in changed if is_of_trace(new.value)), None)
+
+
+def of_tensor(tensor: Tensor, seen: Seen) -> Hashable:
+    """A key for a tensor, but for its values."""
+    seen.tensors.append(tensor)
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, layout_of(tensor)
+
+
+def layout_of(tensor: Tensor) -> Hashable:
+    """How a tensor lies in memory; `None` for one that is contiguous."""
+    if tensor.layout is not torch.strided:
+        return tensor.layout
+    return None if tensor.is_contiguous() else tensor.stride()
 
 
 def is_number(value: Any) -> bool:

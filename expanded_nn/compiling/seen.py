@@ -59,6 +59,7 @@ class Seen:
         self._lengths = [*map(len, self.sized)]
         self.listed = [items for items in self.listed if len(items)]
         self._found = self._find()
+        self.tensors = [*{id(tensor): tensor for tensor in self.tensors}.values()]
         self._traits = [*map(_FACTS, self.tensors)]
         self._strided = [tensor for tensor in self.tensors if tensor.layout is torch.strided]
         self._strides = [*map(Tensor.stride, self._strided)]
