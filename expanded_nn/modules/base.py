@@ -230,17 +230,17 @@ class Root(PerSampleModule):
         if recorder is None:
             return super().forward(*args, **kwargs)
         if not torch.is_grad_enabled():
-            runs = recorder.in_forward or recorder.passes.no_grad_forward.call is not None
-            if runs or torch.compiler.is_compiling():
+            outer = recorder.passes.no_grad_forward  # noted for layers within it that switch gradients on
+            if recorder.forward is not None or outer.call is not None or torch.compiler.is_compiling():
                 return super().forward(*args, **kwargs)
-            with recorder.without_gradients(self, self.samples_in(*args, **kwargs), (args, kwargs)):
+            with meanwhile(outer, call=(self, self.samples_in(*args, **kwargs), (args, kwargs))):
                 return super().forward(*args, **kwargs)
         return _with_rows(self, recorder, args, kwargs)
 
     def _in_pass(self, args: Any, kwargs: Any) -> Any:
         """The forward, as a part of the outermost one that runs, or as that itself."""
         recorder = self._recorder
-        if recorder is None or recorder.in_forward:
+        if recorder is None or recorder.forward is not None:
             return super().forward(*args, **kwargs)
         return recorder.outermost_forward(self, super().forward, args, kwargs)
 
@@ -290,7 +290,7 @@ class Expanded(PerSampleModule):
         """The forward without rows: the mode is off, gradients are off, or the parameters require none."""
         if recorder is not None:
             recorder.note_plain_forward()
-            if torch.is_grad_enabled() and not recorder.in_forward:
+            if torch.is_grad_enabled() and recorder.forward is None:
                 recorder.passes.note_without_rows(self.samples_in(*args, **kwargs))
         if self._own_batch() is not None:  # weights of each sample's own, as by `functional_call`
             return self.expanded_forward(*args, **kwargs)
@@ -304,7 +304,7 @@ class Expanded(PerSampleModule):
                 output = super().forward(*args, **kwargs)
             else:
                 output = self._as_one_operation(order, super().forward, *args, **kwargs)
-        return owned(output) if self.returns_fresh and recorder is not None and recorder.in_forward else output
+        return owned(output) if self.returns_fresh and recorder is not None and recorder.forward is not None else output
 
     def _in_pass(self, args: Any, kwargs: Any) -> Any:
         """The forward, as a part of the outermost one that runs, or as that itself."""

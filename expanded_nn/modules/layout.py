@@ -81,9 +81,7 @@ def name_of(module: Member) -> str:
 
 def refusal(module: Member, found: str, wanted: str, remedy: str) -> PerSampleError:
     """The error about an argument whose samples a module cannot tell apart; the module around it is tried then."""
-    error = complaint(name_of(module), found, wanted, remedy)
-    error.refused_by = module
-    return error
+    return complaint(name_of(module), found, wanted, remedy, refused_by=module)
 
 
 def note_input(layer: Member, *, shared: bool) -> None:

@@ -222,7 +222,7 @@ class Forward:
 
     def taking_apart(self, layer: nn.Module, operation: str) -> PerSampleError:
         """The error where a model takes a part of a result that all samples share, of which each has a copy."""
-        error = complaint(
+        return complaint(
             self.recorder.name_of(layer),
             f"its input is shared by all {self.own_pass.batch} samples, so its result has a copy for each of "
             f"them where the plain result has one row, and the model indexes or reduces these ({operation} over the "
@@ -230,9 +230,8 @@ class Forward:
             "the whole result",
             "Leave out the index [0], the mean over a dimension of one, or the len that follows; unsqueeze the input, "
             "not the result; or run the module around it sample by sample: alone(ItsClass) before convert.",
+            refused_by=layer,
         )
-        error.refused_by = layer
-        return error
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.recorder.forward = None

@@ -260,6 +260,12 @@ class Leaf:
             self.notes.is_incomplete = grad is not None and not vanishes(grad)
         return self.notes.is_incomplete
 
+    @property
+    def clipped_grad(self) -> Tensor | None:
+        """`.grad`, if that is the tensor that clipping has set, be it changed since; otherwise `None`."""
+        grad, clipped = self.grad, self.notes.clipped
+        return grad if clipped is not None and clipped.tensor() is grad else None
+
     def note_clipping(self) -> None:
         """Notes that clipping has set `.grad` to the sum of the rows held."""
         passes, notes, parameter = self.published.passes, self.notes, self.visible_parameter()
@@ -280,10 +286,8 @@ class Leaf:
 
     def grad_is_of_earlier_step(self) -> bool:
         """Whether `.grad` is what clipping has set before the parameter was changed in place, as by an optimizer."""
-        grad, clipped = self.grad, self.notes.clipped
-        if grad is None or clipped is None or clipped.tensor() is not grad:
-            return False
-        return self._changed_since_clipping() and not vanishes(grad)
+        grad = self.clipped_grad
+        return grad is not None and self._changed_since_clipping() and not vanishes(grad)
 
     def _changed_since_clipping(self) -> bool:
         parameter = self.visible_parameter()
@@ -297,8 +301,7 @@ class Leaf:
 
     def was_scaled_or_clipped(self) -> bool:
         """Whether `.grad` was scaled or clipped since it was cleared, so that it differs from the sum of the rows."""
-        grad, clipped = self.grad, self.notes.clipped
-        return self.notes.is_scaled or (grad is not None and clipped is not None and clipped.tensor() is grad)
+        return self.notes.is_scaled or self.clipped_grad is not None
 
 
 class Leaves:

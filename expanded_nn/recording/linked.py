@@ -59,9 +59,8 @@ def linked_pass(
     other_passes = {pass_ for pass_ in alive if pass_.stage is PassStage.OPEN and pass_.batch != batch}
     if not own_passes and not other_passes:
         return None
-    of_model, of_module = recorder.settings.batch_first, own_batch_first(module)
-    usual_dim = partial(batch_dim, batch_first=of_model)
-    samples_dim = partial(batch_dim, batch_first=of_model if of_module is None else of_module)
+    usual_dim, own = recorder.settings.samples_dim, own_batch_first(module)
+    samples_dim = usual_dim if own is None else partial(batch_dim, batch_first=own)
     orders = [order for x in tensors(inputs) if isinstance(x, PackedSequence) for order in _orders_of(x)]
     linked: list[Pass] = []
     moves: list[Moved] = []

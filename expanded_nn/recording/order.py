@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.batch import NUMBERS, batch_dim, data_in, has_derivatives
+from expanded_nn.common.batch import NUMBERS, data_in, has_derivatives
 from expanded_nn.common.bytecode import constant_index
 from expanded_nn.common.functions import SIZES, attributes, functions
 from expanded_nn.common.modes import WithoutSelection, function_modes, is_selective, unseen
@@ -93,9 +93,7 @@ class Order(TorchFunctionMode):
         if func in _BATCH_NORMS and (args[5] if len(args) > 5 else kwargs.get("training")):
             self._refuse_batch_norm(func, args[0] if args else kwargs["input"])
         move = places.move_of(func, args, kwargs)
-        moved = None if move is None else self._moved_by(move, func)
-        if func in places.SCATTERS:
-            moved = self._scattered(*args, **kwargs)
+        moved = self._scattered(*args, **kwargs) if func in places.SCATTERS else self._moved_by(move, func)
         result = call(*args, **kwargs)
         if self.copies.known:
             self.copies.look_at(func, args, kwargs, result, are_samples=self._are_samples)
@@ -107,15 +105,16 @@ class Order(TorchFunctionMode):
         joined = None
         if batch is not None and not is_symbol(batch):
             joined = self.parts.look_at(func, args, kwargs, result, batch, self._holds_samples)
-        if joined is not None and not callers.is_called_by_libraries(func):
-            moved, changed = Moved(func.__name__, None, line=callers.line_of_user()), (joined,)
+        if joined is not None:
+            moved, changed = Moved(func.__name__, None), (joined,)
+        found = [] if moved is None else _by_user(func, moved)
         names = places.einsum_names(*args) if func is torch.einsum else None
         if names is not None:
             self._turn_by_names(names, args[1:], result)
-        elif moved is None and args and func in (places.TURNS_BACK if self.moved else _MAY_TURN):
+        elif not found and args and func in (places.TURNS_BACK if self.moved else _MAY_TURN):
             self._turn(func, args, kwargs, result)
-        elif moved is not None or self.moved:
-            self.follow((args, kwargs), (result, changed), moved)
+        elif found or self.moved:
+            self._note([*self.reasons((args, kwargs)), *found], (result, changed))
         return result
 
     def _meets_what_is_followed(self, args: Any, kwargs: Any) -> bool:
@@ -157,7 +156,7 @@ class Order(TorchFunctionMode):
             return
         meets = few.shape[0] == many.shape[-few.dim()] == batch if func not in _PRODUCTS else batch in few.shape
         if meets and comes_from_rows(few):
-            error = complaint(
+            raise complaint(
                 self.recorder.name_of(self.recorder.forward.module),
                 f"rows that a layer gives, {tuple(few.shape)}, meet as many positions of each of the {batch} samples, "
                 f"{tuple(many.shape)} ({func.__name__}{_place(callers.line_of_user())}): they may be samples, which "
@@ -165,9 +164,8 @@ class Order(TorchFunctionMode):
                 "rows that are one or the other",
                 "Call that layer with input.unsqueeze(0) for what all samples share; do what mixes samples outside of "
                 "the model.",
+                refused_by=self,  # which layer's rows they are is not known
             )
-            error.refused_by = self  # of which layer's the rows are is not known
-            raise error
 
     def _refuse_batch_norm(self, func: Any, x: Tensor) -> None:
         """Raises where the forward normalizes samples by the statistics of the batch."""
@@ -191,11 +189,8 @@ class Order(TorchFunctionMode):
                 "Use F.group_norm or F.layer_norm in its place, or running statistics with training=False.",
             )
 
-    def follow(self, arguments: Any, results: Any, moved: Moved | None = None) -> None:
-        """Notes that the samples of results stand in another order: as those of the arguments, or as just `moved`."""
-        self._note([*self.reasons(arguments), *([] if moved is None else [moved])], results)
-
     def _note(self, reasons: list[Moved], results: Any) -> None:
+        """Notes what has put the samples of some results in another order."""
         if reasons and self.weights_are_outside:
             self.refuse(None, reasons)
         for result in data_in(results) if reasons else ():
@@ -213,7 +208,7 @@ class Order(TorchFunctionMode):
         if self not in modes:  # it looks on, under a mode of somebody else's
             return result
         if self._meets_what_is_followed(args, kwargs):
-            self.follow((args, kwargs), result)
+            self._note(self.reasons((args, kwargs)), result)
             self.copies.follow((args, kwargs), result)
         return result
 
@@ -265,11 +260,8 @@ class Order(TorchFunctionMode):
             )
         else:
             return
-        error = complaint(
-            self.recorder.name_of(layer), f"its input, {tuple(x.shape)}, {found}", "a row for each sample", remedy
-        )
-        error.refused_by = layer
-        raise error
+        problem, wanted = f"its input, {tuple(x.shape)}, {found}", "a row for each sample"
+        raise complaint(self.recorder.name_of(layer), problem, wanted, remedy, refused_by=layer)
 
     def note_layout(self, layer: nn.Module, results: Iterable[Tensor], dims: Iterable[int]) -> None:
         """Notes results of a layer that have their samples elsewhere, and as many others in their usual place.
@@ -309,31 +301,30 @@ class Order(TorchFunctionMode):
 
     def _samples_dim(self, dims: int) -> int:
         """Where the samples stand in a tensor of so many dimensions."""
-        return batch_dim(dims, batch_first=self.recorder.settings.batch_first)
+        return self.recorder.settings.samples_dim(dims)
 
-    def _moved_by(self, move: Move, func: Any) -> Moved | None:
+    def _moved_by(self, move: Move | None, func: Any) -> Moved | None:
         """How an operation gives the samples another order, `None` if it does not.
 
         It is about samples if it chooses places in their dimension, in a tensor that has B of them there, or the
         positions of all. An index that leaves sample i in place i moves nobody.
         """
-        rows, batch, dims = move.rows, self._batch(), len(move.shape)
+        batch = self._batch()
+        if move is None or batch is None:
+            return None
+        rows, dims = move.rows, len(move.shape)
         dim = self._samples_dim(dims)
-        if batch is None or type(rows) not in places.TENSORS or rows.is_meta:
+        if type(rows) not in places.TENSORS or rows.is_meta:
             return None
         if dims <= dim or dim not in [move_dim % dims for move_dim in move.dims]:
             return None
         index, count = places.chosen(move.index, move.shape, dim, batch)
-        if index is NotImplemented or count % batch:
-            return None
-        if callers.is_called_by_libraries(func) or not self._are_samples(rows):
+        if index is NotImplemented or count % batch or not self._are_samples(rows):
             return None
         name = getattr(func, "__name__", str(func))
         if count == batch:
-            moved = places.moved_by(name, index, dim, dims, batch)
-        else:
-            moved = self._moved_positions(name, move, index, count, batch)
-        return None if moved is None else moved._replace(line=callers.line_of_user())
+            return places.moved_by(name, index, dim, dims, batch)
+        return self._moved_positions(name, move, index, count, batch)
 
     def _moved_positions(self, name: str, move: Move, index: Any, count: int, batch: int) -> Moved | None:
         """The same for an index among `count` positions: several of each sample, in one dimension."""
@@ -365,7 +356,7 @@ class Order(TorchFunctionMode):
         stays = (mask.expand(input.shape).flatten(1).sum(1) * batch == source.numel()).all()
         if not is_traced() and bool(stays):
             return None
-        return Moved("masked_scatter", stays, line=callers.line_of_user())
+        return Moved("masked_scatter", stays)
 
     def _turn(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Follows what turns dimensions: another one of size B may take the place of the samples', and give it back."""
@@ -379,7 +370,7 @@ class Order(TorchFunctionMode):
             return
         dims = self._dims_after(func, x, args[1:], kwargs)
         if dims is None:
-            self.follow((args, kwargs), result)
+            self._note(reasons, result)
             return
         turned, here = next(data_in(result)), self._samples_dim(len(dims))
         size = turned.shape[here] if len(dims) > here else 0
@@ -389,8 +380,8 @@ class Order(TorchFunctionMode):
             if reason.dim is None or dim != here or size != batch:
                 kept.append(reason._replace(dim=dim))
         is_turned = not reasons and size in (1, batch) and usual in dims and dims[here] != usual
-        if is_turned and not callers.is_called_by_libraries(func) and self._are_samples(x):
-            kept.append(Moved(func.__name__, None, line=callers.line_of_user(), dim=dims.index(usual)))
+        if is_turned and self._are_samples(x):
+            kept += _by_user(func, Moved(func.__name__, None, dim=dims.index(usual)))
         self._note(kept, result)
 
     def _dims_after(self, func: Any, x: Tensor, args: Any, kwargs: Any) -> list[int] | None:
@@ -411,8 +402,8 @@ class Order(TorchFunctionMode):
         if batch is not None and len(after) > usual and result.shape[usual] in (1, batch):
             found = [self._name_of_samples(x, of_x, batch) for x, of_x in zip(tensors, names, strict=False)]
             of_samples = [name for name in found if name in after]
-            if of_samples and after[usual] not in of_samples and not callers.is_called_by_libraries(torch.einsum):
-                kept.append(Moved("einsum", None, line=callers.line_of_user(), dim=after.index(of_samples[0])))
+            if of_samples and after[usual] not in of_samples:
+                kept += _by_user(torch.einsum, Moved("einsum", None, dim=after.index(of_samples[0])))
         self._note(kept, result)
 
     def _name_of_samples(self, x: Tensor, names: str, batch: int) -> str:
@@ -427,9 +418,7 @@ class Order(TorchFunctionMode):
         usual, batch = self._samples_dim(result.dim()), self._batch()
         if batch is None or dim % result.dim() != usual or list(result.shape[:2]) != [batch, batch]:
             return None
-        if callers.is_called_by_libraries(torch.stack) or not all(map(self._are_samples, tensors)):
-            return None
-        return Moved("stack", None, line=callers.line_of_user(), dim=1 - usual)
+        return Moved("stack", None, dim=1 - usual) if all(map(self._are_samples, tensors)) else None
 
     def _are_samples(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of the forward, or comes from a layer; others may have B rows by chance."""
@@ -447,7 +436,7 @@ class Order(TorchFunctionMode):
         if moved is None:
             return
         where = _place(moved.line)
-        error = complaint(
+        raise complaint(
             self.recorder.name_of(self.recorder.forward.module if layer is None else layer),
             f"in its input samples have taken each other's places ({moved.operation}{where}), so that row i of "
             "its parameters would be of another sample than row i of other layers'",
@@ -455,9 +444,13 @@ class Order(TorchFunctionMode):
             "Leave the order as it is: pack_padded_sequence(..., enforce_sorted=False) sorts by itself, and brings "
             "what comes out back in order. Or sort the batch before the model. What compares samples with each other "
             "belongs into the loss.",
+            refused_by=self,  # no layer is to blame, so the module that was called is tried
         )
-        error.refused_by = self  # no layer is to blame, so the module that was called is tried
-        raise error
+
+
+def _by_user(func: Any, moved: Moved) -> list[Moved]:
+    """What has moved samples, with its line; not in a library, as `pack_padded_sequence` notes the order itself."""
+    return [] if callers.is_called_by_libraries(func) else [moved._replace(line=callers.line_of_user())]
 
 
 def _is_range(index: Tensor) -> bool:

@@ -88,17 +88,25 @@ def chosen(index: Any, shape: Sequence[int], dim: int, batch: int) -> tuple[Any,
 
 def index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
     """The integers that an index has for a dimension; `NotImplemented` without any, or if it is by samples in order."""
-    rest = dims - sum(map(length, keys))  # which an ellipsis is for
-    integers, key_dim = [], 0  # the first dimension that a key is for
-    for key in keys:
-        if isinstance(key, Tensor) and key.dim() and key.dtype not in (torch.bool, torch.uint8):
-            integers.append((key_dim, key))
-        key_dim += rest if key is Ellipsis else length(key)
+    integers = {
+        key_dim: key
+        for key_dim, key in enumerate(keys_by_dim(keys, dims))
+        if isinstance(key, Tensor) and key.dim() and key.dtype not in (torch.bool, torch.uint8)
+    }
     if len(integers) > 1:  # an element for each sample, as in h[torch.arange(B), lengths - 1]
-        vectors = [key for _, key in integers if key.dim() == 1]
+        vectors = [key for key in integers.values() if key.dim() == 1]
         if any(torch.equal(key, torch.arange(len(key), device=key.device)) for key in vectors if not is_traced()):
             return NotImplemented
-    return next((key for key_dim, key in integers if key_dim == dim), NotImplemented)
+    return integers.get(dim, NotImplemented)
+
+
+def keys_by_dim(index: Any, dims: int) -> list[Any]:
+    """What an index says of each of so many dimensions; a mask may be for several."""
+    keys = index if isinstance(index, tuple) else (index,)
+    rest, by_dim = dims - sum(map(_length, keys)), list[Any]()
+    for key in keys:
+        by_dim += [slice(None)] * rest if key is Ellipsis else [key] * _length(key)
+    return by_dim + [slice(None)] * (dims - len(by_dim))
 
 
 def masked(keys: tuple[Any, ...]) -> tuple[Tensor, int] | None:
@@ -154,7 +162,7 @@ def einsum_names(equation: Any, *operands: Any) -> list[str] | None:
     return [*before.split(","), after]
 
 
-def length(key: Any) -> int:
+def _length(key: Any) -> int:
     """How many dimensions a key of an index is for."""
     if key is None or key is Ellipsis or isinstance(key, bool):
         return 0

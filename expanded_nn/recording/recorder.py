@@ -173,15 +173,6 @@ class Recorder:
             forward.finish(result)
         return result
 
-    def without_gradients(self, module: nn.Module, batch: int | None, inputs: Any) -> AbstractContextManager[None]:
-        """Notes an outermost forward without gradients, for layers within it that switch them on."""
-        return meanwhile(self.passes.no_grad_forward, call=(module, batch, inputs))
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward runs that a backward may follow."""
-        return self.forward is not None
-
     def refuse_other_thread(self, module: nn.Module) -> None:
         """Raises if another thread is in the middle of a forward, whose pass this one would share."""
         if self.forward is not None and self.forward.thread != get_ident():
@@ -513,4 +504,4 @@ def recorder_of(weight: Tensor) -> Recorder | None:
     recorders = [recorder for watch in watches if isinstance(recorder := watch.recorder(), Recorder)]
     if not recorders and weight.requires_grad:  # unfrozen after the last pass began, it is not watched yet
         recorders = [recorder for recorder in _LIVE if any(recorder.leaves.get(leaf) for leaf in leaves)]
-    return next((recorder for recorder in recorders if recorder.in_forward), next(iter(recorders), None))
+    return next((recorder for recorder in recorders if recorder.forward is not None), next(iter(recorders), None))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from expanded_nn._errors import refuse_no_bool, refuse_no_count
+from expanded_nn.common.batch import batch_dim
 from expanded_nn.recording.backward import Backward
 from expanded_nn.recording.leaf import Leaf, Leaves
 from expanded_nn.recording.passes import Pass, Passes
@@ -36,6 +37,10 @@ class Settings:
         refuse_no_bool("per_sample", **flags)
         if self.keep_factors and self.materialize:
             raise ValueError("per_sample: keep_factors and materialize are both True; wanted one of the two at most.")
+
+    def samples_dim(self, dims: int) -> int:
+        """Where the samples stand in a tensor of so many dimensions that has no layout of its own."""
+        return batch_dim(dims, batch_first=self.batch_first)
 
 
 class RecorderLike(Protocol):

@@ -140,8 +140,8 @@ def _rows_cancel(leaf: Leaf) -> bool:
     """Whether a zero `.grad` may be the sum of rows that cancel."""
     if leaf.notes.has_foreign_part:
         return False  # with rows that cancel `.grad` is its foreign part, which is not zero: it was cleared
-    grad, clipped = leaf.grad, leaf.notes.clipped
-    if grad is not None and clipped is not None and clipped.tensor() is grad and not clipped.is_as_it_was(grad):
+    grad, clipped = leaf.clipped_grad, leaf.notes.clipped
+    if grad is not None and clipped is not None and not clipped.is_as_it_was(grad):
         return False  # the sum of the rows says nothing about a `.grad` that was changed after clipping had set it
     look_first()
     refuse_values("it sets a gradient to zero whose per-sample gradients are held (optimizer.zero_grad() clears both)")
