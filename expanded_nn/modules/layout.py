@@ -92,7 +92,7 @@ def note_input(layer: Member, *, shared: bool) -> None:
 
 
 def note_shared_result(layer: Reader, result: Tensor, *, is_new: bool) -> None:
-    """Notes in the forward a result for what all samples share: it has them first, in a model that has them second."""
+    """Notes in the forward a result for what all samples share; they stand first in it, whatever the model says."""
     forward = forward_of(layer)
     if forward is not None and layer.pass_batch_size > 1:
         forward.note_shared(cast(nn.Module, layer), result, 0, is_new=is_new)

@@ -44,8 +44,8 @@ class Escalation:
         proven: The kinds of forwards that have succeeded once. Nothing is kept of the state before these, as they will
             not start over.
         order: What looks at the order of the samples, in a forward in which it is on.
-        gives_copies: The operations that do the same with all copies of a shared result as with one alone, by shapes
-            and arguments, and where the samples stand in the copies that they give.
+        gives_copies: The operations that were seen to do the same with all copies of a shared result as with one alone
+            (`shared_results.py`), by shapes and arguments; and where the samples stand in each of their results.
     """
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class _Attempts:
         return self.refused
 
     def _is_of_user(self, error: Any, by: Any) -> bool:
-        """Whether an error is no layer's refusal, but the user's own, as it seems; nor of the module on trial."""
+        """Whether an error seems to be the user's own: neither a layer's refusal, nor one of the module on trial."""
         if isinstance(error, torch.OutOfMemoryError) or is_of_checkpoint(error):
             return True
         return by is None and (self.escalation.on_trial is None or isinstance(error, PerSampleError))

@@ -146,7 +146,7 @@ class Leaf:
         expected: The gradient that has to arrive at it, by the number of the backward.
         scales_rows: Whether its rows are scaled by B, as those of a mean over the samples.
         notes: What is noted of its `.grad`.
-        memory: Where its dense rows are written, if memory is used again.
+        memory: The memory that its dense rows are written to; `None` in a trace.
         location: Where it is in the model, as far as that is known.
         handle: The handle of the hook that watches it.
     """
@@ -294,10 +294,6 @@ class Leaf:
         if parameter is None or self.notes.clipped is None or self.notes.clipped_rows is None:
             return False
         return parameter._version != self.notes.clipped_rows[1]
-
-    def may_differ_from_rows(self) -> bool:
-        """Whether `.grad` may not be the sum of the rows held, for a reason that is known."""
-        return self.notes.has_foreign_part or self.was_scaled_or_clipped() or self.lacks_rows()
 
     def was_scaled_or_clipped(self) -> bool:
         """Whether `.grad` was scaled or clipped since it was cleared, so that it differs from the sum of the rows."""

@@ -50,7 +50,7 @@ class Order(TorchFunctionMode):
         copies: The copies for the samples of what all of them share.
         parts: The parts of the batch.
         constants: What no sample went into.
-        turns: What operations that turn dimensions do with those, by their arguments.
+        turns: The dimensions that operations leave, in their new order; by the operations and their arguments.
         weights_are_outside: Whether the forward has used expanded weights outside of layers, which nobody looks at.
     """
 
@@ -89,7 +89,7 @@ class Order(TorchFunctionMode):
             return self._looked_at(func, selection.around(func), args, kwargs)
 
     def _looked_at(self, func: Any, call: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation, which `call` gives, after a look at it and its arguments."""
+        """Runs an operation, by `call`, and notes what it has done with the samples."""
         if func in _BATCH_NORMS and (args[5] if len(args) > 5 else kwargs.get("training")):
             self._refuse_batch_norm(func, args[0] if args else kwargs["input"])
         move = places.move_of(func, args, kwargs)
@@ -130,7 +130,7 @@ class Order(TorchFunctionMode):
         return False
 
     def _look_at_size(self, func: Any, x: Tensor, dim: int | None = None) -> None:
-        """Raises where the forward asks for a size that the samples' dimension has made another one."""
+        """Raises where the forward asks for a size that is another one in the plain model, which lacks a dimension."""
         forward = self.recorder.forward
         shared = None if self.recorder.general_rule is not None else self.copies.known.get(id(x))
         if shared is None or not shared.is_new or callers.is_called_by_libraries(func):
@@ -197,7 +197,7 @@ class Order(TorchFunctionMode):
             self.moved[id(result)] = result, reasons
 
     def as_one_operation(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a layer without a look at the operations in it, under which torch's have no fused inference."""
+        """Calls a layer without a look at the operations in it: torch's layers have no fused inference under a mode."""
         ours = takewhile(lambda mode: mode is self or isinstance(mode, BetweenLayers), reversed(function_modes()))
         modes = [_pop_mode() for _ in ours]  # the innermost first
         try:
@@ -215,7 +215,7 @@ class Order(TorchFunctionMode):
     def look_at(self, layer: nn.Module, arguments: Any, *, is_plain: bool = False) -> None:
         """Raises if samples in another order reach a layer whose parameters get rows.
 
-        A plain forward leaves no rows, but if it is that of a reentrant checkpoint, whose second one does.
+        A plain forward leaves no rows. But that of a reentrant checkpoint is run again in the backward, which does.
         """
         if self.recorder.general_rule is not None:  # there each sample is alone
             return
@@ -327,7 +327,7 @@ class Order(TorchFunctionMode):
         return self._moved_positions(name, move, index, count, batch)
 
     def _moved_positions(self, name: str, move: Move, index: Any, count: int, batch: int) -> Moved | None:
-        """The same for an index among `count` positions: several of each sample, in one dimension."""
+        """`_moved_by`, for an index among `count` positions: several of each sample, in one dimension."""
         rows, dim = move.rows, self._samples_dim(len(move.shape))
         if index is None or index.dim() != 1 or len(index) not in (batch, count):
             return None
@@ -346,7 +346,7 @@ class Order(TorchFunctionMode):
         return None if moved is None else moved._replace(dim=turned_dim)
 
     def _scattered(self, input: Tensor, mask: Tensor, source: Tensor) -> Moved | None:
-        """Numbers of the samples, in their order, put into the places of a mask: as many of each as it has places."""
+        """`_moved_by`, for a mask that is filled from a source: samples stay if each has as many numbers as places."""
         batch, counts = self._batch(), [len(x) for x in (input, source) if type(x) in places.TENSORS and x.dim()]
         if batch is None or len(counts) < 2 or counts[0] != batch or counts[1] % batch or self._samples_dim(2):
             return None
@@ -414,7 +414,7 @@ class Order(TorchFunctionMode):
         return "-" if dim is None or dim >= len(names) else names[dim]
 
     def _stacked(self, result: Tensor, tensors: Sequence[Tensor], dim: int = 0, **out: Any) -> Moved | None:
-        """As many positions as there are samples, put where these are looked for."""
+        """How `stack` has moved samples: it has put B positions where the samples are looked for."""
         usual, batch = self._samples_dim(result.dim()), self._batch()
         if batch is None or dim % result.dim() != usual or list(result.shape[:2]) != [batch, batch]:
             return None

@@ -27,9 +27,9 @@ class Part(NamedTuple):
 
     Attributes:
         tensor: The part.
-        samples: The samples in it; several sets of them where parts have met. None of what holds no samples, as zeros.
-        whole: What it is a view of, into which it may be written; `None` if it is none.
-        places: The rows of that.
+        samples: The samples in it, in their order; several such where parts have met, and none in zeros and the like.
+        whole: The tensor that it is a view of: what is written to the part is written there. `None` if it is no view.
+        places: The rows of `whole` that it shows.
     """
 
     tensor: Tensor
@@ -51,7 +51,7 @@ class BatchParts:
         self.recorder = recorder
 
     def samples_in(self, values: Any) -> frozenset[Numbers]:
-        """The samples in some tensors; those of indices and masks if there is nothing else."""
+        """The samples in some tensors; indices and masks count only where there is nothing else."""
         parts = [part for x in data_in(values) if (part := self.known.get(id(x))) is not None]
         numbers = [part for part in parts if has_derivatives(part.tensor)]
         return frozenset().union(*(part.samples for part in numbers or parts))

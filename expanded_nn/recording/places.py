@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from expanded_nn.common.batch import tensors as tensors_in
 from expanded_nn.common.functions import attributes, functions
@@ -38,9 +37,9 @@ class Moved(NamedTuple):
 
     Attributes:
         operation: Its name.
-        stays: Whether each sample has stayed in its place; `None` where none can have.
-        places: Which ones it has given them; `None` where the operation itself says it.
-        line: The file and the number of its line, as `line_of_user` says them.
+        stays: A tensor that says whether each sample has stayed in its place; `None` where some certainly have not.
+        places: The index that has moved them; `None` if none has.
+        line: The file and the number of the user's line, as `line_of_user` says them.
         dim: Where the samples stand now, if another dimension of size B stands where theirs is expected; `None` if the
             samples themselves have taken each other's places.
     """
@@ -72,10 +71,10 @@ def move_of(operation: Any, args: Any, kwargs: Any) -> Move | None:
 
 
 def chosen(index: Any, shape: Sequence[int], dim: int, batch: int) -> tuple[Any, int]:
-    """The samples that an index takes, in its order, and the number of places that it chooses among.
+    """The samples that an index takes, in its order, and among how many places it chooses.
 
-    Those are the places in the dimension `dim`, or all places of a mask. If there are several for each sample, and the
-    index takes B of them, they are turned into the samples that they belong to. Instead of the samples it is
+    It chooses among the places in the dimension `dim`, or among all places of a mask. Where each sample has several of
+    these, and the index takes B in all, each place stands for its sample. In place of the samples there is
     `NotImplemented` if no tensor chooses in that dimension, or if one takes an element of each sample.
     """
     count = shape[dim]
@@ -127,7 +126,7 @@ def all_stay(index: Tensor, dim: int, dims: int, batch: int) -> Tensor | None:
 
 
 def moved_by(operation: str, index: Tensor | None, dim: int, dims: int, batch: int) -> Moved | None:
-    """How an operation has moved samples, by an index or without; `None` if that leaves them, or is not for samples."""
+    """How an operation has moved samples; `None` if its index, where it has one, leaves them or is not for samples."""
     stays = None if index is None else all_stay(index, dim, dims, batch)
     if index is not None and (stays is None or (not is_traced() and bool(stays))):
         return None
@@ -142,8 +141,6 @@ def is_transposed(index: Tensor, batch: int) -> bool:
 
 def dims_after(func: Any, x: Tensor, args: Any, kwargs: Any) -> list[int] | None:
     """The dimensions of `x` that an operation leaves, in their new order; `None` if that is not known."""
-    if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
-        return None
     sizes = range(1000, 1000 + x.dim())  # one for each dimension
     try:
         results: Any = tensors_in(func(torch.empty(tuple(sizes), device="meta"), *args, **kwargs))
