@@ -179,7 +179,7 @@ def factors(
     *,
     may_wait: bool = False,
 ) -> KroneckerFactors:
-    """The Kronecker factors of rows, added to `total`; few of them may wait there, which a graph could not see.
+    """The Kronecker factors of rows, added to `total`; with `may_wait` few rows wait there, which a graph cannot do.
 
     Of terms with T positions those count where `mask` is true.
     """

@@ -156,7 +156,7 @@ class PerSampleModule(nn.Module):
             object.__setattr__(self, "__class__", twin_class(kind, self.plain_class))
 
     def _kind(self) -> type[PerSampleModule] | None:
-        """The library's class in its own, if the general rule can take the place of that; else `None`."""
+        """The library's class that its own derives from, if the general rule can take its place; else `None`."""
         if self._learned is not None or "plain_class" not in vars(type(self)):
             return None if self._learned is None else self._learned.kind
         kind = next(base for base in type(self).__bases__ if issubclass(base, PerSampleModule))

@@ -327,8 +327,8 @@ class Leaves:
 
     def is_watched(self, parameter: Tensor) -> bool:
         """Whether there is a hook on a parameter."""
-        leaf = self.by_id.get(id(parameter))
-        return leaf is not None and leaf.handle is not None and leaf.parameter() is parameter
+        leaf = self.get(parameter)
+        return leaf is not None and leaf.handle is not None
 
     def look_for_shards(self, module: nn.Module) -> None:
         """Notes whether FSDP has sharded parameters of a module; those that it gathers at the root are whole now."""
@@ -349,8 +349,8 @@ class Leaves:
         for parameter in parameters:
             if grads and parameter.grad is not None:
                 parameter.grad = None
-            leaf = self.by_id.get(id(parameter))
-            if leaf is not None and leaf.parameter() is parameter:
+            leaf = self.get(parameter)
+            if leaf is not None:
                 leaf.notes.clipped, leaf.published = None, NO_ROWS
                 cleared.add(leaf)
             parameter.grad_sample = None  # type: ignore[attr-defined]

@@ -282,22 +282,23 @@ class Recorder:
         """`expand`, for a use of a weight outside of the layers: in the forward that runs, or after the last one."""
         if self.escalation.order is not None:
             self.escalation.order.note_outside_use()
-        roots, pass_ = self.living_roots(), self.current_pass
-        if self.forward is None and running_backward() >= 0 and roots:
-            with Forward(self, roots[0], None, ()):  # whose pass is that of the forward that a checkpoint runs again
+        if self.forward is not None:
+            return self.expand(weight)
+        roots, pass_, is_in_backward = self.living_roots(), self.current_pass, running_backward() >= 0
+        is_over = pass_ is None or pass_.stage is not PassStage.OPEN
+        # in a backward the pass is that of the forward that a checkpoint runs again
+        frozen_batch = None if is_in_backward else self.passes.without_rows
+        if roots and (is_in_backward or (is_over and frozen_batch is not None)):
+            with Forward(self, roots[0], frozen_batch, ((), {})):
                 return self.expand(weight)
-        if self.forward is None and (pass_ is None or pass_.stage is not PassStage.OPEN):
-            if self.passes.without_rows is not None and roots:
-                with Forward(self, roots[0], self.passes.without_rows, ((), {})):
-                    return self.expand(weight)
+        if pass_ is None or is_over:
             raise complaint(
                 "expanded(weight)",
                 "there was no forward since the last backward",
                 "a forward of the model, which says how many samples there are",
                 "Call the model first, or use it within one_pass(model, batch_size).",
             )
-        frozen_batch = self.passes.without_rows
-        if self.forward is None and pass_ is not None and pass_.batch == 1 and frozen_batch not in (None, 1):
+        if pass_.batch == 1 and frozen_batch not in (None, 1):
             raise complaint(
                 "expanded(weight)",
                 f"the last forward, of frozen layers, had {frozen_batch} samples, and the one before it, which no "
@@ -362,8 +363,7 @@ class Recorder:
             leaf.note_grad()
             if self.settings.accumulate_grad:
                 leaf.note_foreign_part()
-            if leaf.notes.is_incomplete:
-                leaf.lacks_rows()  # looks now whether `.grad` was cleared: this backward is about to add to it
+            leaf.lacks_rows()  # looks now whether `.grad` was cleared: this backward is about to add to it
         self.store.begin()
 
     def rows_in_question(self, held: Sequence[Leaf]) -> list[Leaf]:
