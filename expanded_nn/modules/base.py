@@ -294,7 +294,7 @@ class Expanded(PerSampleModule):
                 recorder.passes.note_without_rows(self.samples_in(*args, **kwargs))
         if self._own_batch() is not None:  # weights of each sample's own, as by `functional_call`
             return self.expanded_forward(*args, **kwargs)
-        order = None if recorder is None else recorder.escalation.order
+        order = None if recorder is None else recorder.order
         if order is None:
             output = super().forward(*args, **kwargs)
         else:
@@ -310,7 +310,7 @@ class Expanded(PerSampleModule):
         """The forward, as a part of the outermost one that runs, or as that itself."""
         recorder = self._recorder
         assert recorder is not None
-        order = recorder.escalation.order
+        order = recorder.order
         if order is not None:
             order.look_at(self, (args, kwargs))
         if recorder.forward is not None:
@@ -329,7 +329,7 @@ class Expanded(PerSampleModule):
 
     def _noting_what_is_shared(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """The forward inside of another one; notes there a result that all samples share."""
-        notes, order = forward.notes, forward.recorder.escalation.order
+        notes, order = forward.notes, forward.order
         if order is None:
             return self.expanded_forward(*args, **kwargs)
         before, known, broadcast = len(notes.inputs_shared), len(order.copies.known), len(notes.broadcast)

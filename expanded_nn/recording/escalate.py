@@ -13,7 +13,6 @@ from torch.fx import Proxy
 from expanded_nn._errors import PerSampleError, complaint, sentence, warn
 from expanded_nn.common.modes import checkpoint_hooks, is_of_checkpoint, uncounted
 from expanded_nn.common.steady import StateBefore
-from expanded_nn.recording.order import Order
 from expanded_nn.recording.watch import refuse_outside_use
 
 
@@ -43,7 +42,6 @@ class Escalation:
         on_trial: The module that goes sample by sample for the first time.
         proven: The kinds of forwards that have succeeded once. Nothing is kept of the state before these, as they will
             not start over.
-        order: What looks at the order of the samples, in a forward in which it is on.
         gives_copies: The operations that were seen to do the same with all copies of a shared result as with one alone
             (`shared_results.py`), by shapes and arguments; and where the samples stand in each of their results.
     """
@@ -52,7 +50,6 @@ class Escalation:
         self.runs = False
         self.on_trial: Any = None
         self.proven: set[Any] = set()
-        self.order: Order | None = None
         self.gives_copies: dict[Any, list[Any]] = {}
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,8 +114,6 @@ class Escalation:
         try:
             result = module._in_pass(args, kwargs)
             if forward is not None:
-                if self.order is not None:
-                    self.order.copies.refuse_returned(result)
                 forward.finish(result)
             return result
         except Exception as error:

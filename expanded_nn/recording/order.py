@@ -64,15 +64,6 @@ class Order(TorchFunctionMode):
         self.turns: dict[Any, list[int] | None] = {}
         self.weights_are_outside = False
 
-    def __enter__(self) -> Order:
-        self.recorder.escalation.order = self
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self.recorder.escalation.order = None
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _SIZES_AND_RANKS:  # asked for more often than anything else

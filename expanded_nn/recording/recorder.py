@@ -164,12 +164,11 @@ class Recorder:
         """Calls `function` as the outermost forward: it begins a pass, or joins the last one."""
         call = self.passes.no_grad_forward.call  # in which gradients were switched on
         forward = Forward(self, *(call or (module, module.samples_in(*args, **kwargs), (args, kwargs))))
-        order = Order(self) if module.calls_others else None  # each time: no forward has to do what the last one did
+        if module.calls_others:
+            forward.order = Order(self)  # each time: no forward has to do what the last one did
         with forward:
-            with nullcontext() if order is None else order:
+            with nullcontext() if forward.order is None else forward.order:
                 result = function(*args, **kwargs)
-            if order is not None:
-                order.copies.refuse_returned(result)
             forward.finish(result)
         return result
 
@@ -184,6 +183,11 @@ class Recorder:
             )
 
     @property
+    def order(self) -> Order | None:
+        """What looks at the order of the samples between the layers of the forward that runs."""
+        return None if self.forward is None else self.forward.order
+
+    @property
     def current_pass(self) -> Pass | None:
         """The pass of the forward that runs; otherwise the one that the next forward may join."""
         return self.passes.last if self.forward is None else self.forward.own_pass
@@ -193,8 +197,10 @@ class Recorder:
         """Makes all calls meanwhile one pass of `batch` samples; inside of a forward they belong to its pass."""
         self.refuse_other_thread(module)
         if self.forward is None:
-            with Forward(self, module, batch, (), is_explicit=True), Order(self):
-                yield
+            with Forward(self, module, batch, (), is_explicit=True) as forward:
+                forward.order = Order(self)
+                with forward.order:
+                    yield
         elif self.forward.own_pass.batch == batch:
             yield
         else:
@@ -280,8 +286,8 @@ class Recorder:
 
     def expand_outside(self, weight: Tensor) -> Tensor:
         """`expand`, for a use of a weight outside of the layers: in the forward that runs, or after the last one."""
-        if self.escalation.order is not None:
-            self.escalation.order.note_outside_use()
+        if self.order is not None:
+            self.order.note_outside_use()
         if self.forward is not None:
             return self.expand(weight)
         roots, pass_, is_in_backward = self.living_roots(), self.current_pass, running_backward() >= 0

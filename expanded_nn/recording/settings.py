@@ -54,6 +54,9 @@ class RecorderLike(Protocol):
     backward: Backward
     leaves: Leaves
 
+    @property
+    def order(self) -> Any: ...  # an `Order`, likewise
+
     def modules(self) -> Iterator[nn.Module]: ...
 
     def name_of(self, member: nn.Module | Tensor) -> str: ...

@@ -145,7 +145,7 @@ class General(Expanded):
         with reads_of_its_own():
             result = self._on_whole_batch(call) if self._may_run_whole(call) else NotImplemented
             result = self._sample_by_sample(call) if result is NotImplemented else result
-        order = None if self._recorder is None else self._recorder.escalation.order
+        order = None if self._recorder is None else self._recorder.order
         if order is not None and call.kind in self._told.compared:
             with unseen():
                 order.note_layout(self, data_in(result), self._told.compared[call.kind].dims)
