@@ -72,16 +72,19 @@ def named(path: str, module: object) -> str:
     return f"{path} ({kind})" if path else kind
 
 
-def complaint(who: str, problem: str, wanted: str, remedy: str) -> PerSampleError:
-    """Builds an error in the library's form; after that of `layout.refusal` the module around the one named is tried.
+def complaint(who: str, problem: str, wanted: str, remedy: str, *, refused_by: Any = None) -> PerSampleError:
+    """Builds an error in the library's form; with `refused_by` the module around that one is tried before it is raised.
 
     Args:
         who: The qualified name of the module or parameter.
         problem: The argument and the value found, as in `"input has shape (6, 3)"`.
         wanted: The value wanted, as in `"4 rows (the batch size)"`.
         remedy: What the user can do, as one imperative sentence.
+        refused_by: The module that cannot tell the samples apart, or whatever else is to blame.
     """
-    return PerSampleError(f"{who}: {problem}; wanted {wanted}. {remedy}")
+    error = PerSampleError(f"{who}: {problem}; wanted {wanted}. {remedy}")
+    error.refused_by = refused_by
+    return error
 
 
 def sentence(text: str) -> str:

@@ -144,7 +144,7 @@ class ErrorCollector:
             raise
         members = [member for member in module.modules() if isinstance(member, PerSampleModule)]
         recorder = cast(PerSampleModule, module)._recorder
-        order = None if recorder is None else recorder.escalation.order
+        order = None if recorder is None else recorder.order
         with meanwhile(*members, _recorder=None):
             # what was found here is not found once more by a look at the operations in it
             return forward(*args, **kwargs) if order is None else order.as_one_operation(forward, *args, **kwargs)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn.common.traced import refuse_values
 
-FOLDED = -1  # in place of the dimension of the samples: several rows of each, one sample's after the other's
+FOLDED = -1  # in place of the samples' dimension: all rows of one sample, then all of the next
 NUMBERS = {int, float, bool, str, type(None), slice, dtype, device}
 
 

@@ -39,7 +39,7 @@ def computes_keys(code: CodeType) -> bool:
 
 
 def constant_keys(code: CodeType) -> set[Any]:
-    """The constants by which it finds items, but for those of `counts["calls"] += 1`, which reads to write alone."""
+    """The constants by which it finds items, but for those of `counts["calls"] += 1`, which reads only to write."""
     return {
         previous.argval for previous, instruction in pairwise(get_instructions(code)) if _applies_index(instruction)
     }

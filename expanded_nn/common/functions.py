@@ -22,7 +22,7 @@ def is_in_place(function: Any) -> bool:
 
 
 def attributes(*names: str) -> list[Any]:
-    """What looks up attributes of tensors."""
+    """The functions that look up these attributes of tensors."""
     return [getattr(Tensor, name).__get__ for name in names]
 
 

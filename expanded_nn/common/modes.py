@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from expanded_nn._errors import PerSampleError, complaint
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass  # an attribute of a factored tensor costs a call without it
-unseen = torch._C.DisableTorchFunction  # those who look at operations hear of none, a class of tensors neither
+unseen = torch._C.DisableTorchFunction  # hides operations from modes, and from classes of tensors
 _NOTHING = nullcontext()
-pad_sequence = torch._C._nn.pad_sequence  # what that of torch.nn.utils.rnn calls, as those hear who look at operations
+pad_sequence = torch._C._nn.pad_sequence  # what a mode is told of where torch.nn.utils.rnn.pad_sequence is called
 set_grad_enabled = torch._C._set_grad_enabled  # torch.no_grad() takes eight times as long
 
 

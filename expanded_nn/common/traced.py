@@ -34,8 +34,8 @@ class _State:
     def __init__(self) -> None:
         # what the trace has assumed, each with what it means that it does not hold; `None` outside of a trace
         self.assumed: list[tuple[Tensor, str]] | None = None
-        # those from before the trace, and those that it has set to zero, by id: with the version, and whether they are
-        # zero, `None` if nobody has looked
+        # gradients from before the trace, and tensors that it has set to zero, by id: with the version, and whether
+        # they are zero, `None` if nobody has looked
         self.gradients: dict[int, tuple[Tensor, int, bool | None]] = {}
         self.is_thorough = False  # whether the trace assumes less than usual, at a cost
         self.has_looked = False  # whether somebody has looked at the gradients from before the trace

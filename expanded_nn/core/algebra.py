@@ -119,7 +119,7 @@ def of_pairs(
 
 
 def merged(terms: Sequence[Term]) -> tuple[Term, ...]:
-    """The terms with those of one kind added up, so that few cross terms remain; a single one of its kind is kept."""
+    """The terms, those of one kind added up, so that few cross terms remain; the only one of a kind stays as it is."""
     groups: list[list[Term]] = []
     for term in terms:
         group = next((group for group in groups if _is_alike(group[0], term)), None)

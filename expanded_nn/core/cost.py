@@ -29,21 +29,21 @@ It trades memory (16 MB in float32) against calls. Chosen, not measured.
 """
 
 KEPT_SAMPLES = 2**18
-"""How many numbers, of the samples of folded rows, are kept for the next forward, which asks for the same.
+"""How many numbers that tell the samples of folded rows are kept for the next forward, which asks for the same.
 
 It trades memory (2 MB) against looking them up again. Chosen, not measured.
 """
 
 TURNS_OF_A_SAMPLE = 4
-"""At every how many calls a module that folds its samples is compared with one of them alone.
+"""Every how many calls a module that folds its samples is compared with one sample alone.
 
 It trades finding a mixture of samples late against a forward of one sample. Chosen, not measured.
 """
 
 LOOKED_UP_FOR_EACH = 1 << 26
-"""How many numbers what is looked up may have for all samples, where nothing tells of which sample an index is.
+"""Up to how many numbers a result is made for each sample, where nothing tells to which sample a row of it belongs.
 
-Then each sample has all of it. It trades memory against going sample by sample. Chosen, not measured.
+It trades memory against going sample by sample. Chosen, not measured.
 """
 
 PARTS_OF_A_WEIGHT = 1 << 10
@@ -63,7 +63,7 @@ def derives_once(numel: int) -> bool:
 
 
 DERIVED_AT_ONCE = 1 << 17
-"""How many numbers of rows go back through such a computation at once.
+"""How many numbers of rows go back at once through what a module computes from weights alone.
 
 It trades the cache and fresh pages against calls. Measured on steps of a standardized WRN-16-4 with 16 samples,
 relative to this: 1.2 with 2^15, 1.05 with 2^19, 1.3 with 2^21.
@@ -233,7 +233,7 @@ It trades memory against calls. Measured: 2^18 numbers 0.9 to 1.2, 2^22 1, but 4
 
 
 FEW_STATES = 1 << 10
-"""How many numbers the states of a step have, for each thread, at the most, where torch's kernel for all steps is best.
+"""Up to how many numbers in the states of one step, for each thread, torch's kernel for all steps is fastest.
 
 It trades calls and threads, for which a loop's operations are too small, against computing the gates twice. Measured on
 an AMD EPYC: 0.88 with 2^8 and 2^10 numbers on one thread, 1.05 with 2^12; on two threads 0.77 to 0.95 with 2^8 to 2^11,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod, sqrt
 from typing import Any, NamedTuple
 
@@ -164,14 +164,11 @@ def eigenbasis(factors: KroneckerFactors) -> EigenFactors:
     return EigenFactors(A, G, A.new_zeros(len(G), len(A)), 0)
 
 
-def has_factors(terms: Iterable[Term], row_shape: Sequence[int]) -> bool:
+def has_factors(terms: Sequence[Term], row_shape: Sequence[int]) -> bool:
     """Whether all terms are made of outer products of the row's two sides."""
     sizes = sides(row_shape)
-    return all(_is_counted(term) and sides(term.row_shape) == sizes for term in terms)
-
-
-def _is_counted(term: Term) -> bool:
-    return isinstance(term, Outer | Patches) and not isinstance(term, PaddedOuter)
+    are_counted = all(isinstance(term, Outer | Patches) and not isinstance(term, PaddedOuter) for term in terms)
+    return are_counted and all(sides(term.row_shape) == sizes for term in terms)
 
 
 def factors(
@@ -182,7 +179,7 @@ def factors(
     *,
     may_wait: bool = False,
 ) -> KroneckerFactors:
-    """The Kronecker factors of rows, added to `total`; few of them may wait there, which a graph could not see.
+    """The Kronecker factors of rows, added to `total`; with `may_wait` few rows wait there, which a graph cannot do.
 
     Of terms with T positions those count where `mask` is true.
     """

@@ -206,8 +206,8 @@ class _Container(_Converted, Root):
             finally:
                 torch.backends.mha.set_fastpath_enabled(True)
         recorder = self._recorder
-        if recorder is not None and recorder.escalation.order is not None and not self._rows_are_due():
-            return recorder.escalation.order.as_one_operation(self._forward, *args, **kwargs)
+        if recorder is not None and recorder.order is not None and not self._rows_are_due():
+            return recorder.order.as_one_operation(self._forward, *args, **kwargs)
         return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

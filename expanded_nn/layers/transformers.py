@@ -43,7 +43,7 @@ class RelativeAttention(Root):
 
     def compute_bias(self, *args: Any, **kwargs: Any) -> Tensor:  # (B, heads, T, S)
         compute, recorder, table = super().compute_bias, self._recorder, self.relative_attention_bias  # type: ignore[misc]
-        if recorder is None or not recorder.in_forward or recorder.general_rule is not None:
+        if recorder is None or recorder.forward is None or recorder.general_rule is not None:
             return compute(*args, **kwargs)  # type: ignore[no-any-return]
         if not isinstance(table, Expanded):
             return compute(*args, **kwargs)  # type: ignore[no-any-return]

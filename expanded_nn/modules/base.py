@@ -156,7 +156,7 @@ class PerSampleModule(nn.Module):
             object.__setattr__(self, "__class__", twin_class(kind, self.plain_class))
 
     def _kind(self) -> type[PerSampleModule] | None:
-        """The library's class in its own, if the general rule can take the place of that; else `None`."""
+        """The library's class that its own derives from, if the general rule can take its place; else `None`."""
         if self._learned is not None or "plain_class" not in vars(type(self)):
             return None if self._learned is None else self._learned.kind
         kind = next(base for base in type(self).__bases__ if issubclass(base, PerSampleModule))
@@ -230,17 +230,17 @@ class Root(PerSampleModule):
         if recorder is None:
             return super().forward(*args, **kwargs)
         if not torch.is_grad_enabled():
-            runs = recorder.in_forward or recorder.passes.no_grad_forward.call is not None
-            if runs or torch.compiler.is_compiling():
+            outer = recorder.passes.no_grad_forward  # noted for layers within it that switch gradients on
+            if recorder.forward is not None or outer.call is not None or torch.compiler.is_compiling():
                 return super().forward(*args, **kwargs)
-            with recorder.without_gradients(self, self.samples_in(*args, **kwargs), (args, kwargs)):
+            with meanwhile(outer, call=(self, self.samples_in(*args, **kwargs), (args, kwargs))):
                 return super().forward(*args, **kwargs)
         return _with_rows(self, recorder, args, kwargs)
 
     def _in_pass(self, args: Any, kwargs: Any) -> Any:
         """The forward, as a part of the outermost one that runs, or as that itself."""
         recorder = self._recorder
-        if recorder is None or recorder.in_forward:
+        if recorder is None or recorder.forward is not None:
             return super().forward(*args, **kwargs)
         return recorder.outermost_forward(self, super().forward, args, kwargs)
 
@@ -290,11 +290,11 @@ class Expanded(PerSampleModule):
         """The forward without rows: the mode is off, gradients are off, or the parameters require none."""
         if recorder is not None:
             recorder.note_plain_forward()
-            if torch.is_grad_enabled() and not recorder.in_forward:
+            if torch.is_grad_enabled() and recorder.forward is None:
                 recorder.passes.note_without_rows(self.samples_in(*args, **kwargs))
         if self._own_batch() is not None:  # weights of each sample's own, as by `functional_call`
             return self.expanded_forward(*args, **kwargs)
-        order = None if recorder is None else recorder.escalation.order
+        order = None if recorder is None else recorder.order
         if order is None:
             output = super().forward(*args, **kwargs)
         else:
@@ -304,13 +304,13 @@ class Expanded(PerSampleModule):
                 output = super().forward(*args, **kwargs)
             else:
                 output = self._as_one_operation(order, super().forward, *args, **kwargs)
-        return owned(output) if self.returns_fresh and recorder is not None and recorder.in_forward else output
+        return owned(output) if self.returns_fresh and recorder is not None and recorder.forward is not None else output
 
     def _in_pass(self, args: Any, kwargs: Any) -> Any:
         """The forward, as a part of the outermost one that runs, or as that itself."""
         recorder = self._recorder
         assert recorder is not None
-        order = recorder.escalation.order
+        order = recorder.order
         if order is not None:
             order.look_at(self, (args, kwargs))
         if recorder.forward is not None:
@@ -329,7 +329,7 @@ class Expanded(PerSampleModule):
 
     def _noting_what_is_shared(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """The forward inside of another one; notes there a result that all samples share."""
-        notes, order = forward.notes, forward.recorder.escalation.order
+        notes, order = forward.notes, forward.order
         if order is None:
             return self.expanded_forward(*args, **kwargs)
         before, known, broadcast = len(notes.inputs_shared), len(order.copies.known), len(notes.broadcast)

@@ -81,9 +81,7 @@ def name_of(module: Member) -> str:
 
 def refusal(module: Member, found: str, wanted: str, remedy: str) -> PerSampleError:
     """The error about an argument whose samples a module cannot tell apart; the module around it is tried then."""
-    error = complaint(name_of(module), found, wanted, remedy)
-    error.refused_by = module
-    return error
+    return complaint(name_of(module), found, wanted, remedy, refused_by=module)
 
 
 def note_input(layer: Member, *, shared: bool) -> None:
@@ -94,7 +92,7 @@ def note_input(layer: Member, *, shared: bool) -> None:
 
 
 def note_shared_result(layer: Reader, result: Tensor, *, is_new: bool) -> None:
-    """Notes in the forward a result for what all samples share: it has them first, in a model that has them second."""
+    """Notes in the forward a result for what all samples share; they stand first in it, whatever the model says."""
     forward = forward_of(layer)
     if forward is not None and layer.pass_batch_size > 1:
         forward.note_shared(cast(nn.Module, layer), result, 0, is_new=is_new)

@@ -14,7 +14,6 @@ from expanded_nn._errors import PerSampleError, complaint, sentence, warn
 from expanded_nn.common.modes import checkpoint_hooks, is_of_checkpoint, uncounted
 from expanded_nn.common.steady import StateBefore
 from expanded_nn.recording.constants import Table
-from expanded_nn.recording.order import Order
 from expanded_nn.recording.watch import refuse_outside_use
 
 
@@ -44,9 +43,8 @@ class Escalation:
         on_trial: The module that goes sample by sample for the first time.
         proven: The kinds of forwards that have succeeded once. Nothing is kept of the state before these, as they will
             not start over.
-        order: What looks at the order of the samples, in a forward in which it is on.
-        gives_copies: The operations that do the same with all copies of a shared result as with one alone, by shapes
-            and arguments, and where the samples stand in the copies that they give.
+        gives_copies: The operations that were seen to do the same with all copies of a shared result as with one alone
+            (`shared_results.py`), by shapes and arguments; and where the samples stand in each of their results.
         tables: What the model has had beside its buffers from the start.
     """
 
@@ -54,7 +52,6 @@ class Escalation:
         self.runs = False
         self.on_trial: Any = None
         self.proven: set[Any] = set()
-        self.order: Order | None = None
         self.gives_copies: dict[Any, list[Any]] = {}
         self.tables: list[Table] = []
 
@@ -116,14 +113,12 @@ class Escalation:
     def _called(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward, which may be a part of a `one_pass`."""
         forward = module._recorder.forward
-        if forward is not None and forward.module is module and self.order is not None:
-            self.order.constants.leave_out((args, kwargs))  # within a `one_pass` of its own
+        if forward is not None and forward.module is module and forward.order is not None:
+            forward.order.constants.leave_out((args, kwargs))  # within a `one_pass` of its own
         self.runs = True
         try:
             result = module._in_pass(args, kwargs)
             if forward is not None:
-                if self.order is not None:
-                    self.order.copies.refuse_returned(result)
                 forward.finish(result)
             return result
         except Exception as error:
@@ -176,7 +171,7 @@ class _Attempts:
         return self.refused
 
     def _is_of_user(self, error: Any, by: Any) -> bool:
-        """Whether an error is no layer's refusal, but the user's own, as it seems; nor of the module on trial."""
+        """Whether an error seems to be the user's own: neither a layer's refusal, nor one of the module on trial."""
         if isinstance(error, torch.OutOfMemoryError) or is_of_checkpoint(error):
             return True
         return by is None and (self.escalation.on_trial is None or isinstance(error, PerSampleError))

@@ -25,6 +25,7 @@ from expanded_nn.recording.backward import running_backward
 from expanded_nn.recording.checkpoints import note_pass
 from expanded_nn.recording.expand import passes_behind
 from expanded_nn.recording.linked import note_result
+from expanded_nn.recording.order import Order
 from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.settings import RecorderLike
 
@@ -63,6 +64,7 @@ class Forward:
         notes: What layers have noted about their inputs.
         will_run_again: Whether a layer has run without gradients in it, as in a reentrant checkpoint: then the backward
             will run layers again.
+        order: What looks at the order of the samples between the layers, if there are any within the module.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Forward:
         self.thread = get_ident()
         self.notes = InputNotes()
         self.will_run_again = False
+        self.order: Order | None = None
         self._pass: Pass | None = None
 
     def __enter__(self) -> Forward:
@@ -142,6 +145,8 @@ class Forward:
         Raises:
             PerSampleError: If the first argument has one row, and all else has as many as the result.
         """
+        if self.order is not None:
+            self.order.copies.refuse_returned(result)
         if not self.batch_is_told and not is_traced():
             self._refuse_other_rows(result)
         if self._pass is not None and not self.is_explicit:
@@ -216,13 +221,12 @@ class Forward:
         """
         if isinstance(result, Tensor) and result.grad_fn is not None and result.dim() > dim:
             self.notes.sharing.append(layer)
-            order = self.recorder.escalation.order
-            if order is not None and self.own_pass.batch > 1 and has_derivatives(result):
-                order.copies.note(result, layer, dim, is_new=is_new)
+            if self.order is not None and self.own_pass.batch > 1 and has_derivatives(result):
+                self.order.copies.note(result, layer, dim, is_new=is_new)
 
     def taking_apart(self, layer: nn.Module, operation: str) -> PerSampleError:
         """The error where a model takes a part of a result that all samples share, of which each has a copy."""
-        error = complaint(
+        return complaint(
             self.recorder.name_of(layer),
             f"its input is shared by all {self.own_pass.batch} samples, so its result has a copy for each of "
             f"them where the plain result has one row, and the model indexes or reduces these ({operation} over the "
@@ -230,9 +234,8 @@ class Forward:
             "the whole result",
             "Leave out the index [0], the mean over a dimension of one, or the len that follows; unsqueeze the input, "
             "not the result; or run the module around it sample by sample: alone(ItsClass) before convert.",
+            refused_by=layer,
         )
-        error.refused_by = layer
-        return error
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.recorder.forward = None

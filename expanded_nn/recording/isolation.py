@@ -14,6 +14,7 @@ from torch import Tensor
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.factored import FactoredTensor, hidden, is_hidden, materialized
 from expanded_nn.recording.leaf import NO_ROWS, Leaf, Noted, Published, vanishes
+from expanded_nn.recording.passes import PassStage
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.stale import stale
 
@@ -113,7 +114,7 @@ def set_rows(recorder: Recorder, passes: Sequence[dict[Leaf, Tensor]], *, append
     if not appends:
         store.drop_every_pass()
     for pass_rows in passes:
-        store.held[recorder.passes.over(next(iter(pass_rows.values())).shape[0])] = pass_rows
+        store.held[recorder.passes.new(next(iter(pass_rows.values())).shape[0], PassStage.DONE)] = pass_rows
     recorder.passes.last = None
     recorder.expanded.clear()
     held = tuple(store.held)

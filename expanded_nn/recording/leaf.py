@@ -146,7 +146,7 @@ class Leaf:
         expected: The gradient that has to arrive at it, by the number of the backward.
         scales_rows: Whether its rows are scaled by B, as those of a mean over the samples.
         notes: What is noted of its `.grad`.
-        memory: Where its dense rows are written, if memory is used again.
+        memory: The memory that its dense rows are written to; `None` in a trace.
         location: Where it is in the model, as far as that is known.
         handle: The handle of the hook that watches it.
     """
@@ -260,6 +260,12 @@ class Leaf:
             self.notes.is_incomplete = grad is not None and not vanishes(grad)
         return self.notes.is_incomplete
 
+    @property
+    def clipped_grad(self) -> Tensor | None:
+        """`.grad`, if that is the tensor that clipping has set, be it changed since; otherwise `None`."""
+        grad, clipped = self.grad, self.notes.clipped
+        return grad if clipped is not None and clipped.tensor() is grad else None
+
     def note_clipping(self) -> None:
         """Notes that clipping has set `.grad` to the sum of the rows held."""
         passes, notes, parameter = self.published.passes, self.notes, self.visible_parameter()
@@ -280,10 +286,8 @@ class Leaf:
 
     def grad_is_of_earlier_step(self) -> bool:
         """Whether `.grad` is what clipping has set before the parameter was changed in place, as by an optimizer."""
-        grad, clipped = self.grad, self.notes.clipped
-        if grad is None or clipped is None or clipped.tensor() is not grad:
-            return False
-        return self._changed_since_clipping() and not vanishes(grad)
+        grad = self.clipped_grad
+        return grad is not None and self._changed_since_clipping() and not vanishes(grad)
 
     def _changed_since_clipping(self) -> bool:
         parameter = self.visible_parameter()
@@ -291,14 +295,9 @@ class Leaf:
             return False
         return parameter._version != self.notes.clipped_rows[1]
 
-    def may_differ_from_rows(self) -> bool:
-        """Whether `.grad` may not be the sum of the rows held, for a reason that is known."""
-        return self.notes.has_foreign_part or self.was_scaled_or_clipped() or self.lacks_rows()
-
     def was_scaled_or_clipped(self) -> bool:
         """Whether `.grad` was scaled or clipped since it was cleared, so that it differs from the sum of the rows."""
-        grad, clipped = self.grad, self.notes.clipped
-        return self.notes.is_scaled or (grad is not None and clipped is not None and clipped.tensor() is grad)
+        return self.notes.is_scaled or self.clipped_grad is not None
 
 
 class Leaves:
@@ -328,8 +327,8 @@ class Leaves:
 
     def is_watched(self, parameter: Tensor) -> bool:
         """Whether there is a hook on a parameter."""
-        leaf = self.by_id.get(id(parameter))
-        return leaf is not None and leaf.handle is not None and leaf.parameter() is parameter
+        leaf = self.get(parameter)
+        return leaf is not None and leaf.handle is not None
 
     def look_for_shards(self, module: nn.Module) -> None:
         """Notes whether FSDP has sharded parameters of a module; those that it gathers at the root are whole now."""
@@ -350,8 +349,8 @@ class Leaves:
         for parameter in parameters:
             if grads and parameter.grad is not None:
                 parameter.grad = None
-            leaf = self.by_id.get(id(parameter))
-            if leaf is not None and leaf.parameter() is parameter:
+            leaf = self.get(parameter)
+            if leaf is not None:
                 leaf.notes.clipped, leaf.published = None, NO_ROWS
                 cleared.add(leaf)
             parameter.grad_sample = None  # type: ignore[attr-defined]

@@ -100,7 +100,11 @@ def lifted(module: nn.Module, lent: Mapping[Slot, Lent], args: Any, kwargs: Any)
     if originals is None or functorch.peek_interpreter_stack().level() > 1:  # a transform of the user's own, inside
         return NotImplemented
     dims: list[int] = module.sample_dims(len(tensors))  # type: ignore[operator]
-    have_sample = [(x.dim() > 1 and x.shape[dim] == 1) or _is_mask(x) for x, dim in zip(tensors, dims, strict=True)]
+    have_sample = [
+        # one sample, or a matrix that all samples share, as a mask is
+        (x.dim() > 1 and x.shape[dim] == 1) or (x.dim() == 2 and not functorch.is_batchedtensor(x))
+        for x, dim in zip(tensors, dims, strict=True)
+    ]
     call = LiftedCall(module, originals, structure, dims)
     if all(have_sample):
         seen = _apply(call, *leaves)  # as the `vmap` sees them
@@ -127,11 +131,6 @@ def _originals(module: nn.Module, lent: Mapping[Slot, Lent]) -> dict[Slot, Tenso
         if any(isinstance(value, Tensor) and is_batched(value) for value in vars(member).values()):
             return None
     return originals
-
-
-def _is_mask(tensor: Tensor) -> bool:
-    """Whether it is a matrix that all samples share."""
-    return tensor.dim() == 2 and not torch._C._functorch.is_batchedtensor(tensor)
 
 
 def with_tensors(leaves: Sequence[Any], structure: TreeSpec, tensors: Sequence[Tensor]) -> Any:

@@ -29,10 +29,10 @@ _RESULT = "expanded_nn.result"  # a key in the metadata of a node of the graph
 
 
 class _Recomputed(Exception):
-    """Ends a checkpoint's forward that runs only because a saved value is read here; the search needs no such value."""
+    """Ends a forward that a checkpoint runs only because this file reads a saved value: it does without that value."""
 
 
-# of each thread: whether it reads values that the graph has saved, for which a checkpoint may run layers again
+# for each thread, whether it is reading what the graph has saved: for that a checkpoint may run layers again
 _READING = threading.local()
 
 
@@ -59,9 +59,8 @@ def linked_pass(
     other_passes = {pass_ for pass_ in alive if pass_.stage is PassStage.OPEN and pass_.batch != batch}
     if not own_passes and not other_passes:
         return None
-    of_model, of_module = recorder.settings.batch_first, own_batch_first(module)
-    usual_dim = partial(batch_dim, batch_first=of_model)
-    samples_dim = partial(batch_dim, batch_first=of_model if of_module is None else of_module)
+    usual_dim, own = recorder.settings.samples_dim, own_batch_first(module)
+    samples_dim = usual_dim if own is None else partial(batch_dim, batch_first=own)
     orders = [order for x in tensors(inputs) if isinstance(x, PackedSequence) for order in _orders_of(x)]
     linked: list[Pass] = []
     moves: list[Moved] = []
@@ -100,10 +99,9 @@ def _orders_of(packed: PackedSequence) -> list[Tensor]:
 
 
 def _pass_of(node: Any) -> tuple[Pass | None, list[Tensor], bool]:
-    """The pass that a node of the graph tells: that of a result, of its expansion, or of its reentrant checkpoint.
+    """The pass that a node of the graph belongs to, if it is that of a result, an expansion or a reentrant checkpoint.
 
-    With it come the `_orders_of` a result that is a packed sequence, and whether the samples may stand elsewhere than
-    the model says.
+    With it come the `_orders_of` a packed sequence, and whether the samples may stand elsewhere than the model says.
     """
     if isinstance(node, Expand._backward_cls):
         return cast(Any, node).pass_, [], True

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.batch import NUMBERS, batch_dim, data_in, has_derivatives
+from expanded_nn.common.batch import NUMBERS, data_in, has_derivatives
 from expanded_nn.common.bytecode import constant_index
 from expanded_nn.common.functions import SIZES, attributes, functions
 from expanded_nn.common.modes import WithoutSelection, function_modes, is_selective, unseen
@@ -49,7 +49,7 @@ class Order(TorchFunctionMode):
         copies: The copies for the samples of what all of them share.
         parts: The parts of the batch.
         constants: What no sample went into.
-        turns: What operations that turn dimensions do with those, by their arguments.
+        turns: The dimensions that operations leave, in their new order; by the operations and their arguments.
         weights_are_outside: Whether the forward has used expanded weights outside of layers, which nobody looks at.
     """
 
@@ -62,15 +62,6 @@ class Order(TorchFunctionMode):
         self.constants = constants.Constants(recorder.modules(), recorder.escalation.tables, arguments)
         self.turns: dict[Any, list[int] | None] = {}
         self.weights_are_outside = False
-
-    def __enter__(self) -> Order:
-        self.recorder.escalation.order = self
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self.recorder.escalation.order = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -88,13 +79,11 @@ class Order(TorchFunctionMode):
             return self._looked_at(func, selection.around(func), args, kwargs)
 
     def _looked_at(self, func: Any, call: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation, which `call` gives, after a look at it and its arguments."""
+        """Runs an operation, by `call`, and notes what it has done with the samples."""
         if func in _BATCH_NORMS and (args[5] if len(args) > 5 else kwargs.get("training")):
             self._refuse_batch_norm(func, args[0] if args else kwargs["input"])
         move = places.move_of(func, args, kwargs)
-        moved = None if move is None else self._moved_by(move, func)
-        if func in places.SCATTERS:
-            moved = self._scattered(*args, **kwargs)
+        moved = self._scattered(*args, **kwargs) if func in places.SCATTERS else self._moved_by(move, func)
         result = call(*args, **kwargs)
         if self.copies.known:
             self.copies.look_at(func, args, kwargs, result, are_samples=self._are_samples)
@@ -106,15 +95,16 @@ class Order(TorchFunctionMode):
         joined = None
         if batch is not None and not is_symbol(batch):
             joined = self.parts.look_at(func, args, kwargs, result, batch, self._holds_samples)
-        if joined is not None and not callers.is_called_by_libraries(func):
-            moved, changed = Moved(func.__name__, None, line=callers.line_of_user()), (joined,)
+        if joined is not None:
+            moved, changed = Moved(func.__name__, None), (joined,)
+        found = [] if moved is None else _by_user(func, moved)
         names = places.einsum_names(*args) if func is torch.einsum else None
         if names is not None:
             self._turn_by_names(names, args[1:], result)
-        elif moved is None and args and func in (places.TURNS_BACK if self.moved else _MAY_TURN):
+        elif not found and args and func in (places.TURNS_BACK if self.moved else _MAY_TURN):
             self._turn(func, args, kwargs, result)
-        elif moved is not None or self.moved:
-            self.follow((args, kwargs), (result, changed), moved)
+        elif found or self.moved:
+            self._note([*self.reasons((args, kwargs)), *found], (result, changed))
         return result
 
     def _meets_what_is_followed(self, args: Any, kwargs: Any) -> bool:
@@ -130,7 +120,7 @@ class Order(TorchFunctionMode):
         return False
 
     def _look_at_size(self, func: Any, x: Tensor, dim: int | None = None) -> None:
-        """Raises where the forward asks for a size that the samples' dimension has made another one."""
+        """Raises where the forward asks for a size that is another one in the plain model, which lacks a dimension."""
         forward = self.recorder.forward
         shared = None if self.recorder.general_rule is not None else self.copies.known.get(id(x))
         if shared is None or not shared.is_new or callers.is_called_by_libraries(func):
@@ -156,7 +146,7 @@ class Order(TorchFunctionMode):
             return
         meets = few.shape[0] == many.shape[-few.dim()] == batch if func not in _PRODUCTS else batch in few.shape
         if meets and comes_from_rows(few):
-            error = complaint(
+            raise complaint(
                 self.recorder.name_of(self.recorder.forward.module),
                 f"rows that a layer gives, {tuple(few.shape)}, meet as many positions of each of the {batch} samples, "
                 f"{tuple(many.shape)} ({func.__name__}{_place(callers.line_of_user())}): they may be samples, which "
@@ -164,9 +154,8 @@ class Order(TorchFunctionMode):
                 "rows that are one or the other",
                 "Call that layer with input.unsqueeze(0) for what all samples share; do what mixes samples outside of "
                 "the model.",
+                refused_by=self,  # which layer's rows they are is not known
             )
-            error.refused_by = self  # of which layer's the rows are is not known
-            raise error
 
     def _refuse_batch_norm(self, func: Any, x: Tensor) -> None:
         """Raises where the forward normalizes samples by the statistics of the batch."""
@@ -190,18 +179,15 @@ class Order(TorchFunctionMode):
                 "Use F.group_norm or F.layer_norm in its place, or running statistics with training=False.",
             )
 
-    def follow(self, arguments: Any, results: Any, moved: Moved | None = None) -> None:
-        """Notes that the samples of results stand in another order: as those of the arguments, or as just `moved`."""
-        self._note([*self.reasons(arguments), *([] if moved is None else [moved])], results)
-
     def _note(self, reasons: list[Moved], results: Any) -> None:
+        """Notes what has put the samples of some results in another order."""
         if reasons and self.weights_are_outside:
             self.refuse(None, reasons)
         for result in data_in(results) if reasons else ():
             self.moved[id(result)] = result, reasons
 
     def as_one_operation(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a layer without a look at the operations in it, under which torch's have no fused inference."""
+        """Calls a layer without a look at the operations in it: torch's layers have no fused inference under a mode."""
         ours = takewhile(lambda mode: mode is self or isinstance(mode, BetweenLayers), reversed(function_modes()))
         modes = [_pop_mode() for _ in ours]  # the innermost first
         try:
@@ -212,14 +198,14 @@ class Order(TorchFunctionMode):
         if self not in modes:  # it looks on, under a mode of somebody else's
             return result
         if self._meets_what_is_followed(args, kwargs):
-            self.follow((args, kwargs), result)
+            self._note(self.reasons((args, kwargs)), result)
             self.copies.follow((args, kwargs), result)
         return result
 
     def look_at(self, layer: nn.Module, arguments: Any, *, is_plain: bool = False) -> None:
         """Raises if samples in another order reach a layer whose parameters get rows.
 
-        A plain forward leaves no rows, but if it is that of a reentrant checkpoint, whose second one does.
+        A plain forward leaves no rows. But that of a reentrant checkpoint is run again in the backward, which does.
         """
         if self.recorder.general_rule is not None:  # there each sample is alone
             return
@@ -264,11 +250,8 @@ class Order(TorchFunctionMode):
             )
         else:
             return
-        error = complaint(
-            self.recorder.name_of(layer), f"its input, {tuple(x.shape)}, {found}", "a row for each sample", remedy
-        )
-        error.refused_by = layer
-        raise error
+        problem, wanted = f"its input, {tuple(x.shape)}, {found}", "a row for each sample"
+        raise complaint(self.recorder.name_of(layer), problem, wanted, remedy, refused_by=layer)
 
     def note_layout(self, layer: nn.Module, results: Iterable[Tensor], dims: Iterable[int]) -> None:
         """Notes results of a layer that have their samples elsewhere, and as many others in their usual place.
@@ -308,34 +291,33 @@ class Order(TorchFunctionMode):
 
     def _samples_dim(self, dims: int) -> int:
         """Where the samples stand in a tensor of so many dimensions."""
-        return batch_dim(dims, batch_first=self.recorder.settings.batch_first)
+        return self.recorder.settings.samples_dim(dims)
 
-    def _moved_by(self, move: Move, func: Any) -> Moved | None:
+    def _moved_by(self, move: Move | None, func: Any) -> Moved | None:
         """How an operation gives the samples another order, `None` if it does not.
 
         It is about samples if it chooses places in their dimension, in a tensor that has B of them there, or the
         positions of all. An index that leaves sample i in place i moves nobody.
         """
-        rows, batch, dims = move.rows, self._batch(), len(move.shape)
+        batch = self._batch()
+        if move is None or batch is None:
+            return None
+        rows, dims = move.rows, len(move.shape)
         dim = self._samples_dim(dims)
-        if batch is None or type(rows) not in places.TENSORS or rows.is_meta:
+        if type(rows) not in places.TENSORS or rows.is_meta:
             return None
         if dims <= dim or dim not in [move_dim % dims for move_dim in move.dims]:
             return None
         index, count = places.chosen(move.index, move.shape, dim, batch)
-        if index is NotImplemented or count % batch:
-            return None
-        if callers.is_called_by_libraries(func) or not self._are_samples(rows):
+        if index is NotImplemented or count % batch or not self._are_samples(rows):
             return None
         name = getattr(func, "__name__", str(func))
         if count == batch:
-            moved = places.moved_by(name, index, dim, dims, batch)
-        else:
-            moved = self._moved_positions(name, move, index, count, batch)
-        return None if moved is None else moved._replace(line=callers.line_of_user())
+            return places.moved_by(name, index, dim, dims, batch)
+        return self._moved_positions(name, move, index, count, batch)
 
     def _moved_positions(self, name: str, move: Move, index: Any, count: int, batch: int) -> Moved | None:
-        """The same for an index among `count` positions: several of each sample, in one dimension."""
+        """`_moved_by`, for an index among `count` positions: several of each sample, in one dimension."""
         rows, dim = move.rows, self._samples_dim(len(move.shape))
         if index is None or index.dim() != 1 or len(index) not in (batch, count):
             return None
@@ -354,7 +336,7 @@ class Order(TorchFunctionMode):
         return None if moved is None else moved._replace(dim=turned_dim)
 
     def _scattered(self, input: Tensor, mask: Tensor, source: Tensor) -> Moved | None:
-        """Numbers of the samples, in their order, put into the places of a mask: as many of each as it has places."""
+        """`_moved_by`, for a mask that is filled from a source: samples stay if each has as many numbers as places."""
         batch, counts = self._batch(), [len(x) for x in (input, source) if type(x) in places.TENSORS and x.dim()]
         if batch is None or len(counts) < 2 or counts[0] != batch or counts[1] % batch or self._samples_dim(2):
             return None
@@ -364,7 +346,7 @@ class Order(TorchFunctionMode):
         stays = (mask.expand(input.shape).flatten(1).sum(1) * batch == source.numel()).all()
         if not is_traced() and bool(stays):
             return None
-        return Moved("masked_scatter", stays, line=callers.line_of_user())
+        return Moved("masked_scatter", stays)
 
     def _turn(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Follows what turns dimensions: another one of size B may take the place of the samples', and give it back."""
@@ -378,7 +360,7 @@ class Order(TorchFunctionMode):
             return
         dims = self._dims_after(func, x, args[1:], kwargs)
         if dims is None:
-            self.follow((args, kwargs), result)
+            self._note(reasons, result)
             return
         turned, here = next(data_in(result)), self._samples_dim(len(dims))
         size = turned.shape[here] if len(dims) > here else 0
@@ -388,8 +370,8 @@ class Order(TorchFunctionMode):
             if reason.dim is None or dim != here or size != batch:
                 kept.append(reason._replace(dim=dim))
         is_turned = not reasons and size in (1, batch) and usual in dims and dims[here] != usual
-        if is_turned and not callers.is_called_by_libraries(func) and self._are_samples(x):
-            kept.append(Moved(func.__name__, None, line=callers.line_of_user(), dim=dims.index(usual)))
+        if is_turned and self._are_samples(x):
+            kept += _by_user(func, Moved(func.__name__, None, dim=dims.index(usual)))
         self._note(kept, result)
 
     def _dims_after(self, func: Any, x: Tensor, args: Any, kwargs: Any) -> list[int] | None:
@@ -410,8 +392,8 @@ class Order(TorchFunctionMode):
         if batch is not None and len(after) > usual and result.shape[usual] in (1, batch):
             found = [self._name_of_samples(x, of_x, batch) for x, of_x in zip(tensors, names, strict=False)]
             of_samples = [name for name in found if name in after]
-            if of_samples and after[usual] not in of_samples and not callers.is_called_by_libraries(torch.einsum):
-                kept.append(Moved("einsum", None, line=callers.line_of_user(), dim=after.index(of_samples[0])))
+            if of_samples and after[usual] not in of_samples:
+                kept += _by_user(torch.einsum, Moved("einsum", None, dim=after.index(of_samples[0])))
         self._note(kept, result)
 
     def _name_of_samples(self, x: Tensor, names: str, batch: int) -> str:
@@ -422,13 +404,11 @@ class Order(TorchFunctionMode):
         return "-" if dim is None or dim >= len(names) else names[dim]
 
     def _stacked(self, result: Tensor, tensors: Sequence[Tensor], dim: int = 0, **out: Any) -> Moved | None:
-        """As many positions as there are samples, put where these are looked for."""
+        """How `stack` has moved samples: it has put B positions where the samples are looked for."""
         usual, batch = self._samples_dim(result.dim()), self._batch()
         if batch is None or dim % result.dim() != usual or list(result.shape[:2]) != [batch, batch]:
             return None
-        if callers.is_called_by_libraries(torch.stack) or not all(map(self._are_samples, tensors)):
-            return None
-        return Moved("stack", None, line=callers.line_of_user(), dim=1 - usual)
+        return Moved("stack", None, dim=1 - usual) if all(map(self._are_samples, tensors)) else None
 
     def _are_samples(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of the forward, or comes from a layer; others may have B rows by chance."""
@@ -446,7 +426,7 @@ class Order(TorchFunctionMode):
         if moved is None:
             return
         where = _place(moved.line)
-        error = complaint(
+        raise complaint(
             self.recorder.name_of(self.recorder.forward.module if layer is None else layer),
             f"in its input samples have taken each other's places ({moved.operation}{where}), so that row i of "
             "its parameters would be of another sample than row i of other layers'",
@@ -454,9 +434,13 @@ class Order(TorchFunctionMode):
             "Leave the order as it is: pack_padded_sequence(..., enforce_sorted=False) sorts by itself, and brings "
             "what comes out back in order. Or sort the batch before the model. What compares samples with each other "
             "belongs into the loss.",
+            refused_by=self,  # no layer is to blame, so the module that was called is tried
         )
-        error.refused_by = self  # no layer is to blame, so the module that was called is tried
-        raise error
+
+
+def _by_user(func: Any, moved: Moved) -> list[Moved]:
+    """What has moved samples, with its line; not in a library, as `pack_padded_sequence` notes the order itself."""
+    return [] if callers.is_called_by_libraries(func) else [moved._replace(line=callers.line_of_user())]
 
 
 def _is_range(index: Tensor) -> bool:

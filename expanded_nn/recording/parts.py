@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from expanded_nn.common.batch import batch_dim, data_in, has_derivatives
+from expanded_nn.common.batch import data_in, has_derivatives
 from expanded_nn.common.functions import functions, is_in_place
 from expanded_nn.common.modes import pad_sequence
 from expanded_nn.common.traced import is_traced
@@ -27,9 +27,9 @@ class Part(NamedTuple):
 
     Attributes:
         tensor: The part.
-        samples: The samples in it; several sets of them where parts have met. None of what holds no samples, as zeros.
-        whole: What it is a view of, into which it may be written; `None` if it is none.
-        places: The rows of that.
+        samples: The samples in it, in their order; several such where parts have met, and none in zeros and the like.
+        whole: The tensor that it is a view of: what is written to the part is written there. `None` if it is no view.
+        places: The rows of `whole` that it shows.
     """
 
     tensor: Tensor
@@ -51,7 +51,7 @@ class BatchParts:
         self.recorder = recorder
 
     def samples_in(self, values: Any) -> frozenset[Numbers]:
-        """The samples in some tensors; those of indices and masks if there is nothing else."""
+        """The samples in some tensors; indices and masks count only where there is nothing else."""
         parts = [part for x in data_in(values) if (part := self.known.get(id(x))) is not None]
         numbers = [part for part in parts if has_derivatives(part.tensor)]
         return frozenset().union(*(part.samples for part in numbers or parts))
@@ -95,11 +95,8 @@ class BatchParts:
             elif kept:
                 self.known[id(x)] = Part(x, kept)
 
-    def _samples_dim(self, x: Tensor) -> int:
-        return batch_dim(x.dim(), batch_first=self.recorder.settings.batch_first)
-
     def _rows(self, x: Tensor) -> int:
-        dim = self._samples_dim(x)
+        dim = self.recorder.settings.samples_dim(x.dim())
         return x.shape[dim] if x.dim() > dim else 0
 
     def _take(
@@ -110,7 +107,7 @@ class BatchParts:
         part = self.known.get(id(x))
         if type(x) not in places.TENSORS or (part is not None and (part.whole is None or len(part.places) < 2)):
             return False  # of a single sample, or of several in an order that is not told
-        count, dim = len(part.places) if part else batch, self._samples_dim(x)
+        count, dim = len(part.places) if part else batch, self.recorder.settings.samples_dim(x.dim())
         if self._rows(x) != count:
             return False
         taken = list(_taken(func, x, args[1:], kwargs, list(data_in(result)), dim))
@@ -131,7 +128,7 @@ class BatchParts:
         dim %= result.dim()
         samples = self.samples_in(tensors)
         is_of_one = len(samples) == 1 and len(next(iter(samples))) == 1
-        if dim != self._samples_dim(result) or not samples or is_of_one:
+        if dim != self.recorder.settings.samples_dim(result.dim()) or not samples or is_of_one:
             self.follow(tensors, result)
             return None
         place, in_order, are_known = 0, [], True
@@ -150,12 +147,14 @@ class BatchParts:
     def _set(self, x: Tensor, key: Any, value: Any, batch: int) -> Tensor | None:
         """The tensor that rows are written into, if they are those of samples that belong elsewhere."""
         samples = self.samples_in([value])
-        part, dim = self.known.get(id(x)), self._samples_dim(x) if type(x) in places.TENSORS else 0
         if not samples:
             return None
+        part, dim = self.known.get(id(x)), self.recorder.settings.samples_dim(x.dim())
         if part is not None and part.whole is not None and not part.samples:
             return part.whole if _differ(samples, part.places) else None
-        numbers = _numbers(_key(key, dim, x.dim()), batch) if part is None and self._rows(x) == batch else None
+        numbers = (
+            _numbers(places.keys_by_dim(key, x.dim())[dim], batch) if part is None and self._rows(x) == batch else None
+        )
         if numbers is None:  # not along the samples
             self.follow((x, value), x)
             return None
@@ -173,7 +172,7 @@ def _taken(
     """What an operation takes along the dimension of the samples, each part with the rows that are in it."""
     count = x.shape[dim]
     if func is Tensor.__getitem__:
-        numbers = _numbers(_key(args[0], dim, x.dim()), count)
+        numbers = _numbers(places.keys_by_dim(args[0], x.dim())[dim], count)
         yield from () if numbers is None or not results else [(results[0], numbers)]
         return
     told = {"dim": 0, **dict(zip(_TAKES[func], args, strict=False)), **kwargs}
@@ -188,18 +187,6 @@ def _taken(
         rows = piece.shape[dim] if piece.dim() == x.dim() else 1
         yield piece, tuple(range(start % count, start % count + rows))
         start += rows
-
-
-def _key(keys: Any, dim: int, dims: int) -> Any:
-    """What an index says of a dimension."""
-    keys = keys if isinstance(keys, tuple) else (keys,)
-    rest, key_dim = dims - sum(map(places.length, keys)), 0
-    for key in keys:
-        length = rest if key is Ellipsis else places.length(key)
-        if key_dim <= dim < key_dim + length:
-            return slice(None) if key is Ellipsis else key
-        key_dim += length
-    return slice(None)
 
 
 def _numbers(key: Any, count: int) -> Numbers | None:

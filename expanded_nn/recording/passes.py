@@ -84,9 +84,10 @@ class Passes:
             self.last = self.new(batch)
         return self.last
 
-    def new(self, batch: int) -> Pass:
+    def new(self, batch: int, stage: PassStage = PassStage.OPEN) -> Pass:
         """A pass without forwards, which is not `last`: no forward joins it by itself."""
         pass_ = Pass(batch, self.opened)
+        pass_.stage = stage
         self.opened += 1
         self.alive.add(pass_)
         return pass_
@@ -95,13 +96,6 @@ class Passes:
         """Notes a forward that has chosen no pass; weights that are used after it may begin one, of its samples."""
         would_join = self.last is not None and self.last.stage is PassStage.OPEN and self.last.batch == batch
         self.without_rows = None if would_join else batch
-
-    def over(self, batch: int) -> Pass:
-        """A pass of rows without a graph: no checkpoint or later forward can belong to it, so it is not `alive`."""
-        pass_ = Pass(batch, self.opened)
-        self.opened += 1
-        pass_.stage = PassStage.DONE
-        return pass_
 
     def recomputed(self, batch: int | None, behind: Iterable[Pass]) -> list[Pass]:
         """The passes that a forward inside a backward, as a checkpoint makes it, may belong to: one, if all is well.

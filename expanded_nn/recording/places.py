@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from expanded_nn.common.batch import tensors as tensors_in
 from expanded_nn.common.functions import attributes, functions
@@ -38,9 +37,9 @@ class Moved(NamedTuple):
 
     Attributes:
         operation: Its name.
-        stays: Whether each sample has stayed in its place; `None` where none can have.
-        places: Which ones it has given them; `None` where the operation itself says it.
-        line: The file and the number of its line, as `line_of_user` says them.
+        stays: A tensor that says whether each sample has stayed in its place; `None` where some certainly have not.
+        places: The index that has moved them; `None` if none has.
+        line: The file and the number of the user's line, as `line_of_user` says them.
         dim: Where the samples stand now, if another dimension of size B stands where theirs is expected; `None` if the
             samples themselves have taken each other's places.
     """
@@ -72,10 +71,10 @@ def move_of(operation: Any, args: Any, kwargs: Any) -> Move | None:
 
 
 def chosen(index: Any, shape: Sequence[int], dim: int, batch: int) -> tuple[Any, int]:
-    """The samples that an index takes, in its order, and the number of places that it chooses among.
+    """The samples that an index takes, in its order, and among how many places it chooses.
 
-    Those are the places in the dimension `dim`, or all places of a mask. If there are several for each sample, and the
-    index takes B of them, they are turned into the samples that they belong to. Instead of the samples it is
+    It chooses among the places in the dimension `dim`, or among all places of a mask. Where each sample has several of
+    these, and the index takes B in all, each place stands for its sample. In place of the samples there is
     `NotImplemented` if no tensor chooses in that dimension, or if one takes an element of each sample.
     """
     count = shape[dim]
@@ -88,17 +87,25 @@ def chosen(index: Any, shape: Sequence[int], dim: int, batch: int) -> tuple[Any,
 
 def index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
     """The integers that an index has for a dimension; `NotImplemented` without any, or if it is by samples in order."""
-    rest = dims - sum(map(length, keys))  # which an ellipsis is for
-    integers, key_dim = [], 0  # the first dimension that a key is for
-    for key in keys:
-        if isinstance(key, Tensor) and key.dim() and key.dtype not in (torch.bool, torch.uint8):
-            integers.append((key_dim, key))
-        key_dim += rest if key is Ellipsis else length(key)
+    integers = {
+        key_dim: key
+        for key_dim, key in enumerate(keys_by_dim(keys, dims))
+        if isinstance(key, Tensor) and key.dim() and key.dtype not in (torch.bool, torch.uint8)
+    }
     if len(integers) > 1:  # an element for each sample, as in h[torch.arange(B), lengths - 1]
-        vectors = [key for _, key in integers if key.dim() == 1]
+        vectors = [key for key in integers.values() if key.dim() == 1]
         if any(torch.equal(key, torch.arange(len(key), device=key.device)) for key in vectors if not is_traced()):
             return NotImplemented
-    return next((key for key_dim, key in integers if key_dim == dim), NotImplemented)
+    return integers.get(dim, NotImplemented)
+
+
+def keys_by_dim(index: Any, dims: int) -> list[Any]:
+    """What an index says of each of so many dimensions; a mask may be for several."""
+    keys = index if isinstance(index, tuple) else (index,)
+    rest, by_dim = dims - sum(map(_length, keys)), list[Any]()
+    for key in keys:
+        by_dim += [slice(None)] * rest if key is Ellipsis else [key] * _length(key)
+    return by_dim + [slice(None)] * (dims - len(by_dim))
 
 
 def masked(keys: tuple[Any, ...]) -> tuple[Tensor, int] | None:
@@ -119,7 +126,7 @@ def all_stay(index: Tensor, dim: int, dims: int, batch: int) -> Tensor | None:
 
 
 def moved_by(operation: str, index: Tensor | None, dim: int, dims: int, batch: int) -> Moved | None:
-    """How an operation has moved samples, by an index or without; `None` if that leaves them, or is not for samples."""
+    """How an operation has moved samples; `None` if its index, where it has one, leaves them or is not for samples."""
     stays = None if index is None else all_stay(index, dim, dims, batch)
     if index is not None and (stays is None or (not is_traced() and bool(stays))):
         return None
@@ -134,8 +141,6 @@ def is_transposed(index: Tensor, batch: int) -> bool:
 
 def dims_after(func: Any, x: Tensor, args: Any, kwargs: Any) -> list[int] | None:
     """The dimensions of `x` that an operation leaves, in their new order; `None` if that is not known."""
-    if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
-        return None
     sizes = range(1000, 1000 + x.dim())  # one for each dimension
     try:
         results: Any = tensors_in(func(torch.empty(tuple(sizes), device="meta"), *args, **kwargs))
@@ -154,7 +159,7 @@ def einsum_names(equation: Any, *operands: Any) -> list[str] | None:
     return [*before.split(","), after]
 
 
-def length(key: Any) -> int:
+def _length(key: Any) -> int:
     """How many dimensions a key of an index is for."""
     if key is None or key is Ellipsis or isinstance(key, bool):
         return 0

@@ -166,24 +166,13 @@ class Recorder:
         """Calls `function` as the outermost forward: it begins a pass, or joins the last one."""
         call = self.passes.no_grad_forward.call  # in which gradients were switched on
         forward = Forward(self, *(call or (module, module.samples_in(*args, **kwargs), (args, kwargs))))
-        # each time, as no forward has to do what the last one did
-        order = Order(self, forward.inputs) if module.calls_others else None
+        if module.calls_others:
+            forward.order = Order(self, forward.inputs)  # each time: no forward has to do what the last one did
         with forward:
-            with nullcontext() if order is None else order:
+            with nullcontext() if forward.order is None else forward.order:
                 result = function(*args, **kwargs)
-            if order is not None:
-                order.copies.refuse_returned(result)
             forward.finish(result)
         return result
-
-    def without_gradients(self, module: nn.Module, batch: int | None, inputs: Any) -> AbstractContextManager[None]:
-        """Notes an outermost forward without gradients, for layers within it that switch them on."""
-        return meanwhile(self.passes.no_grad_forward, call=(module, batch, inputs))
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward runs that a backward may follow."""
-        return self.forward is not None
 
     def refuse_other_thread(self, module: nn.Module) -> None:
         """Raises if another thread is in the middle of a forward, whose pass this one would share."""
@@ -196,6 +185,11 @@ class Recorder:
             )
 
     @property
+    def order(self) -> Order | None:
+        """What looks at the order of the samples between the layers of the forward that runs."""
+        return None if self.forward is None else self.forward.order
+
+    @property
     def current_pass(self) -> Pass | None:
         """The pass of the forward that runs; otherwise the one that the next forward may join."""
         return self.passes.last if self.forward is None else self.forward.own_pass
@@ -205,8 +199,10 @@ class Recorder:
         """Makes all calls meanwhile one pass of `batch` samples; inside of a forward they belong to its pass."""
         self.refuse_other_thread(module)
         if self.forward is None:
-            with Forward(self, module, batch, (), is_explicit=True), Order(self):
-                yield
+            with Forward(self, module, batch, (), is_explicit=True) as forward:
+                forward.order = Order(self)
+                with forward.order:
+                    yield
         elif self.forward.own_pass.batch == batch:
             yield
         else:
@@ -292,24 +288,25 @@ class Recorder:
 
     def expand_outside(self, weight: Tensor) -> Tensor:
         """`expand`, for a use of a weight outside of the layers: in the forward that runs, or after the last one."""
-        if self.escalation.order is not None:
-            self.escalation.order.note_outside_use()
-        roots, pass_ = self.living_roots(), self.current_pass
-        if self.forward is None and running_backward() >= 0 and roots:
-            with Forward(self, roots[0], None, ()):  # whose pass is that of the forward that a checkpoint runs again
+        if self.order is not None:
+            self.order.note_outside_use()
+        if self.forward is not None:
+            return self.expand(weight)
+        roots, pass_, is_in_backward = self.living_roots(), self.current_pass, running_backward() >= 0
+        is_over = pass_ is None or pass_.stage is not PassStage.OPEN
+        # in a backward the pass is that of the forward that a checkpoint runs again
+        frozen_batch = None if is_in_backward else self.passes.without_rows
+        if roots and (is_in_backward or (is_over and frozen_batch is not None)):
+            with Forward(self, roots[0], frozen_batch, ((), {})):
                 return self.expand(weight)
-        if self.forward is None and (pass_ is None or pass_.stage is not PassStage.OPEN):
-            if self.passes.without_rows is not None and roots:
-                with Forward(self, roots[0], self.passes.without_rows, ((), {})):
-                    return self.expand(weight)
+        if pass_ is None or is_over:
             raise complaint(
                 "expanded(weight)",
                 "there was no forward since the last backward",
                 "a forward of the model, which says how many samples there are",
                 "Call the model first, or use it within one_pass(model, batch_size).",
             )
-        frozen_batch = self.passes.without_rows
-        if self.forward is None and pass_ is not None and pass_.batch == 1 and frozen_batch not in (None, 1):
+        if pass_.batch == 1 and frozen_batch not in (None, 1):
             raise complaint(
                 "expanded(weight)",
                 f"the last forward, of frozen layers, had {frozen_batch} samples, and the one before it, which no "
@@ -374,8 +371,7 @@ class Recorder:
             leaf.note_grad()
             if self.settings.accumulate_grad:
                 leaf.note_foreign_part()
-            if leaf.notes.is_incomplete:
-                leaf.lacks_rows()  # looks now whether `.grad` was cleared: this backward is about to add to it
+            leaf.lacks_rows()  # looks now whether `.grad` was cleared: this backward is about to add to it
         self.store.begin()
 
     def rows_in_question(self, held: Sequence[Leaf]) -> list[Leaf]:
@@ -516,4 +512,4 @@ def recorder_of(weight: Tensor) -> Recorder | None:
     recorders = [recorder for watch in watches if isinstance(recorder := watch.recorder(), Recorder)]
     if not recorders and weight.requires_grad:  # unfrozen after the last pass began, it is not watched yet
         recorders = [recorder for recorder in _LIVE if any(recorder.leaves.get(leaf) for leaf in leaves)]
-    return next((recorder for recorder in recorders if recorder.in_forward), next(iter(recorders), None))
+    return next((recorder for recorder in recorders if recorder.forward is not None), next(iter(recorders), None))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from expanded_nn._errors import refuse_no_bool, refuse_no_count
+from expanded_nn.common.batch import batch_dim
 from expanded_nn.recording.backward import Backward
 from expanded_nn.recording.leaf import Leaf, Leaves
 from expanded_nn.recording.passes import Pass, Passes
@@ -37,6 +38,10 @@ class Settings:
         if self.keep_factors and self.materialize:
             raise ValueError("per_sample: keep_factors and materialize are both True; wanted one of the two at most.")
 
+    def samples_dim(self, dims: int) -> int:
+        """Where the samples stand in a tensor of so many dimensions that has no layout of its own."""
+        return batch_dim(dims, batch_first=self.batch_first)
+
 
 class RecorderLike(Protocol):
     """The recorder, which stands above the parts that call it back; `recorder.py` says what is not said here."""
@@ -48,6 +53,9 @@ class RecorderLike(Protocol):
     passes: Passes
     backward: Backward
     leaves: Leaves
+
+    @property
+    def order(self) -> Any: ...  # an `Order`, likewise
 
     def modules(self) -> Iterator[nn.Module]: ...
 

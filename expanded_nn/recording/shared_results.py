@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from expanded_nn.common.batch import batch_dim, has_derivatives, tensors
+from expanded_nn.common.batch import has_derivatives, tensors
 from expanded_nn.common.rounding import are_near
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.recording.settings import RecorderLike
@@ -112,11 +112,8 @@ class Copies:
             if place is not None:
                 self.known[id(x)] = Copy(x, first.layer, *place)
 
-    def _usual_dim(self, x: Tensor) -> int:
-        return batch_dim(x.dim(), batch_first=self.recorder.settings.batch_first)
-
     def _has_rows(self, x: Tensor, batch: int) -> bool:
-        return x.dim() > 0 and x.shape[self._usual_dim(x)] == batch
+        return x.dim() > 0 and x.shape[self.recorder.settings.samples_dim(x.dim())] == batch
 
     def _kind(self, leaf: Any) -> Any:
         """What tells of one argument what is true of all like it."""
@@ -158,7 +155,7 @@ class Copies:
         self, whole: Tensor, alone: Tensor, sample: int, batch: int, meets_samples: bool
     ) -> Sequence[CopiesDim | None]:
         """Where the samples may stand in the result for all copies, as one of them tells; see `_compared`."""
-        usual = self._usual_dim(whole)
+        usual = self.recorder.settings.samples_dim(whole.dim())
         if whole.shape == alone.shape:
             dims = [usual] if self._has_rows(whole, batch) else [i for i, n in enumerate(whole.shape) if n == batch]
             if not dims:  # a loss of all samples, or what does not depend on the copies

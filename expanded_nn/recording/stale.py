@@ -81,13 +81,14 @@ def _verdict(leaf: Leaf, name_of: Callable[[Tensor], str], *, beside_held: bool)
         )
     if leaf.notes.last is None or leaf.grad_is_as_noted() or is_shard(parameter):
         return _Verdict.HELD
-    if _is_scaled_sum(parameter.grad, leaf):
+    refuse_values("a gradient is changed between two backwards")
+    if _is_multiple(parameter.grad, *_sum_of_rows(leaf)):
         leaf.notes.is_scaled = True
         return _Verdict.HELD
     if leaf.grad_is_another():
         if not leaf.was_scaled_or_clipped():
             return _Verdict.STALE
-    elif leaf.may_differ_from_rows():
+    elif leaf.notes.has_foreign_part or leaf.was_scaled_or_clipped() or leaf.lacks_rows():
         return _Verdict.HELD
     raise _in_doubt(
         name_of(parameter),
@@ -140,8 +141,8 @@ def _rows_cancel(leaf: Leaf) -> bool:
     """Whether a zero `.grad` may be the sum of rows that cancel."""
     if leaf.notes.has_foreign_part:
         return False  # with rows that cancel `.grad` is its foreign part, which is not zero: it was cleared
-    grad, clipped = leaf.grad, leaf.notes.clipped
-    if grad is not None and clipped is not None and clipped.tensor() is grad and not clipped.is_as_it_was(grad):
+    grad, clipped = leaf.clipped_grad, leaf.notes.clipped
+    if grad is not None and clipped is not None and not clipped.is_as_it_was(grad):
         return False  # the sum of the rows says nothing about a `.grad` that was changed after clipping had set it
     look_first()
     refuse_values("it sets a gradient to zero whose per-sample gradients are held (optimizer.zero_grad() clears both)")
@@ -149,14 +150,11 @@ def _rows_cancel(leaf: Leaf) -> bool:
     return bool(total.norm() <= rounding)
 
 
-def _is_scaled_sum(grad: Tensor, leaf: Leaf) -> bool:
-    """Whether a gradient is the sum of the rows times a number, as one that was scaled is."""
-    refuse_values("a gradient is changed between two backwards")
-    return _is_multiple(grad, *_sum_of_rows(leaf))
-
-
 def _is_multiple(grad: Tensor, total: Tensor, rounding: Tensor) -> bool:
-    """Whether a gradient is a sum times a number; `rounding` bounds the norm of the sum's rounding error."""
+    """Whether a gradient is a sum times a number, as one that was scaled is.
+
+    `rounding` bounds the norm of the sum's rounding error.
+    """
     grad = grad.detach().to_dense() if grad.is_sparse else grad.detach()
     if grad.shape != total.shape:
         return False

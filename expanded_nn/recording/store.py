@@ -47,8 +47,7 @@ class Store:
 
     def add(self, pass_: Pass, leaf: Leaf, rows: Tensor) -> None:
         """Adds rows `(B, *shape)` of one parameter; a backward may deliver those of one pass in several parts."""
-        if len(leaf.published.passes) > 1:
-            self._take_over_edits(leaf)
+        self._take_over_edits(leaf)
         if pass_ not in self.held:
             self.held = dict(sorted([*self.held.items(), (pass_, {})], key=lambda item: item[0].number))
         pass_rows = self.held[pass_]
@@ -75,9 +74,8 @@ class Store:
             leaf.publish(rows, self.held)
             return
         is_factored = not self.materialize and any(isinstance(part, FactoredTensor) for part in parts)
-        zeros = _factored_zeros if is_factored else _dense_zeros
         pairs = zip(self.held, parts, strict=True)
-        full = [zeros(pass_.batch, parameter) if part is None else part for pass_, part in pairs]
+        full = [_zeros(pass_.batch, parameter, is_factored) if part is None else part for pass_, part in pairs]
         if is_factored:
             leaf.publish(joined(full), self.held)
         else:
@@ -97,7 +95,8 @@ class Store:
         before = published.rows if published.passes == passes[:first] and not anew else None
         first = 0 if before is None else first
         start, end = sum(batches[:first]), sum(batches)
-        if before is not None and published.has_room and _has_room(before, end):
+        size = prod(parameter.shape) * parameter.element_size()
+        if before is not None and published.has_room and before.untyped_storage().nbytes() >= end * size:
             room = before
         else:
             room = parameter.detach().new_empty(2 * end, *parameter.shape)
@@ -158,9 +157,6 @@ class Store:
         for mapping in mappings:
             for leaf in mapping.keys() & leaves:
                 del mapping[leaf]
-        self._without_empty_passes()
-
-    def _without_empty_passes(self) -> None:
         if not all(self.held.values()):
             self.held = {pass_: pass_rows for pass_, pass_rows in self.held.items() if pass_rows}
 
@@ -197,18 +193,12 @@ class Store:
         self.held, self.suspended = {}, None
 
 
-def _dense_zeros(batch: int, parameter: Tensor) -> Tensor:
-    return parameter.new_zeros(()).expand(batch, *parameter.shape)
-
-
-def _factored_zeros(batch: int, parameter: Tensor) -> Tensor:
+def _zeros(batch: int, parameter: Tensor, is_factored: bool) -> Tensor:
+    """Rows of zeros that take no memory: expanded, or without any terms."""
+    if not is_factored:
+        return parameter.new_zeros(()).expand(batch, *parameter.shape)
     cell = Cell([(batch, ())], Kind(parameter.shape, parameter.dtype, parameter.device))
     return FactoredTensor(cell, (batch, *parameter.shape))
-
-
-def _has_room(rows: Tensor, count: int) -> bool:
-    """Whether the memory of rows has room for so many."""
-    return rows.untyped_storage().nbytes() >= count * prod(rows.shape[1:]) * rows.element_size()
 
 
 def _from(room: Tensor, start: int, count: int) -> Tensor:

@@ -76,7 +76,7 @@ class Alone(General):
         return all(near(x, of_sample(y.detach(), dim, i, call.batch), 1.0) for x, y, dim in tensors)
 
     def _attempt(self, call: Called, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
-        order = None if self._recorder is None else self._recorder.escalation.order
+        order = None if self._recorder is None else self._recorder.order
         if order is None:
             return super()._attempt(call, args, kwargs)
         result: tuple[Any, Way | None] = order.as_one_operation(super()._attempt, call, args, kwargs)

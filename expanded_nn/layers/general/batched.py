@@ -82,7 +82,7 @@ class Run:
 
     def __init__(self, batch: int, recorder: RecorderLike, owners: Owners | None = None) -> None:
         self.batch, self.recorder, self.owners = batch, recorder, owners
-        self.order = recorder.escalation.order  # what looks at the order of the samples, if that is looked at
+        self.order = recorder.order  # what looks at the order of the samples, if that is looked at
         self.way: list[Any] = []
         self.joins: set[str] = set()  # what else may join samples or move them; a layer may be dropped by chance
         self.failed = False  # whether something was not in the table, even if the forward caught the error

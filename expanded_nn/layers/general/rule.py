@@ -111,7 +111,7 @@ class General(Expanded):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         result, recorder = super().forward(*args, **kwargs), self._recorder
-        if recorder is None or not recorder.in_forward or recorder.general_rule is not None or torch.is_grad_enabled():
+        if recorder is None or recorder.forward is None or recorder.general_rule is not None or torch.is_grad_enabled():
             return result
         if not self._has_own_rows():
             return result
@@ -145,7 +145,7 @@ class General(Expanded):
         with reads_of_its_own():
             result = self._on_whole_batch(call) if self._may_run_whole(call) else NotImplemented
             result = self._sample_by_sample(call) if result is NotImplemented else result
-        order = None if self._recorder is None else self._recorder.escalation.order
+        order = None if self._recorder is None else self._recorder.order
         if order is not None and call.kind in self._told.compared:
             with unseen():
                 order.note_layout(self, data_in(result), self._told.compared[call.kind].dims)
@@ -335,7 +335,7 @@ class General(Expanded):
         """Whether the forward may run on the whole batch, if its first trial says so."""
         if not torch.is_grad_enabled() or cost.is_symbol(call.batch) or call.batch == 0:
             return False
-        if self._recorder is None or not self._recorder.in_forward:  # with weights that come with a batch dimension
+        if self._recorder is None or self._recorder.forward is None:  # with weights that come with a batch dimension
             return False
         have_samples_first = 0 in call.dims and {*call.dims} <= {0, None, FOLDED}
         return have_samples_first and self._suits_whole_batch() and self._told.ways.get(call.kind_of_ways()) != NO_WAYS
@@ -491,14 +491,13 @@ class General(Expanded):
                 )
 
     def _keeping(self, what: str) -> PerSampleError:
-        error = complaint(
+        return complaint(
             self.qualified_name,
             f"its forward keeps tensors in {what}",
             "a forward that keeps nothing for the next call",
             "Do without the cache in per-sample mode (use_cache=False), or write the per-sample forward with @expands.",
+            refused_by=self,  # a larger module may make what it keeps them in
         )
-        error.refused_by = self  # a larger module may make what it keeps them in
-        return error
 
 
 def _readings(dims: list[int | None], others: list[tuple[int | None, ...]]) -> list[tuple[int | None, ...]]:

@@ -212,16 +212,15 @@ class Trial:
     def _refusal(
         self, what: str = "on the whole batch its forward gives another result than sample by sample"
     ) -> PerSampleError:
-        error = complaint(
+        return complaint(
             self.module.qualified_name,
             what,
             "samples that do not depend on each other, and arguments whose rows are the samples",
             "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module; give a "
             "tensor that all samples share to the module as a buffer. Random numbers for the whole batch have to come "
             "from torch's generators.",
+            refused_by=self.module,  # around it, B rows by chance may be a dimension that all share
         )
-        error.refused_by = self.module  # around it, B rows by chance may be a dimension that all share
-        return error
 
     def _repeats(self, expected: list[Tensor], *, other_numbers: bool = False) -> bool:
         """Whether the plain forward gives this again; with `other_numbers` after other random numbers were drawn."""
