@@ -18,6 +18,7 @@ from expanded_nn.factored import FactoredTensor, materialized
 from expanded_nn.layers import conv
 from expanded_nn.layers.general.owners import Arrangement
 from expanded_nn.layers.linear import bias_rows, linear, outer_rows, positions
+from expanded_nn.layers.norm import affine
 from expanded_nn.recording.expand import saved_tensors
 
 
@@ -80,26 +81,14 @@ def by_position(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangemen
 def by_channel(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
     """Of a norm of images `(n, C, *)`: its weights come after it, each row's own."""
     y: Tensor = func(x, **{**named, "weight": None, "bias": None})
-    weight, bias = (
-        None if value is None else arrangement.rows_of(value).view(*x.shape[:2], *[1] * (x.dim() - 2))
-        for value in (named.get("weight"), named.get("bias"))
-    )
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias
+    rows = (None if value is None else arrangement.rows_of(value) for value in map(named.get, ("weight", "bias")))
+    return affine(y, *rows)
 
 
-def _takes_whole(op: Any, x: Tensor, named: dict[str, Any]) -> bool:
+def _takes_whole(x: Tensor, weight: Tensor, geometry: Geometry, output_padding: tuple[int, ...] | None) -> bool:
     """Whether a convolution's kernel takes an image whole, at a single place."""
-    if not isinstance(op, type(conv.conv1d)) or x.shape[2:] != named["weight"].shape[3:] or named.get("groups", 1) > 1:
-        return False
-    sizes = _sizes(op, named)
-    return all(sizes.get(name) in (None, (_UNIT[name],) * op.dims) for name in ("padding", "dilation"))
-
-
-def _sizes(op: Any, named: dict[str, Any]) -> dict[str, Any]:
-    """What is given of a convolution's sizes, a number for each dimension, or a word."""
-    given = {name: value for name, value in named.items() if name in _UNIT}
-    return {name: (value,) * op.dims if isinstance(value, int) else value for name, value in given.items()}
+    is_plain = geometry.groups == 1 and not any(geometry.padding) and {*geometry.dilation} == {1}
+    return output_padding is None and is_plain and x.shape[2:] == weight.shape[3:]
 
 
 class _Images(torch.autograd.Function):
@@ -163,19 +152,17 @@ def _factored_rows(g: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, *, 
 def images(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
     """Of a convolution; an image that its kernel takes whole, as it does patches, is mapped linearly."""
     weight, bias = named["weight"], named.get("bias")
-    if _takes_whole(op, x, named):
-        y = linear_of_rows(x.flatten(1), weight.flatten(2), bias, arrangement)
-        return y.view(*y.shape, *[1] * op.dims)
     sizes = {name: value for name, value in named.items() if name not in ("weight", "bias")}
-    x, *how = op.moved(x, weight, **sizes)
+    if isinstance(op, type(conv.conv_transpose1d)):
+        sizes.setdefault("output_padding", 0)
+    x, how = conv.moved(x, weight, **sizes)
+    if _takes_whole(x, weight, *how):
+        y = linear_of_rows(x.flatten(1), weight.flatten(2), bias, arrangement)
+        return y.view(*y.shape, *[1] * (x.dim() - 2))
     if is_shared(weight, bias):
         return _Images.apply(x, weight, bias, *how, arrangement)  # type: ignore[no-untyped-call,no-any-return]
     rows_of = arrangement.rows_of
     return conv.apply(x, rows_of(weight), None if bias is None else rows_of(bias), *how)
-
-
-# by the names of a convolution's sizes: what they are in a dimension with which it does nothing
-_UNIT = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
 
 
 class _Parts(torch.autograd.Function):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from expanded_nn.core import cost
 from expanded_nn.recording.graph import saved_dims, saved_number, turned_dims
 
+Result = TypeVar("Result")
 Samples = Tensor | None  # of a tensor: an index of its shape, of size 1 where it is constant; `None` of what has none
 NOBODY = -1  # in such an index: what is of no sample
 
@@ -41,13 +42,13 @@ class Memo:
         if self.numel > cost.KEPT_SAMPLES:
             self.__init__()  # type: ignore[misc]
 
-    def of(self, function: Callable[..., Any], *args: Any) -> Any:
+    def of(self, function: Callable[..., Result], *args: Any) -> Result:
         """`function(*args)`, which is computed once."""
         key = function, args  # a tensor is hashed by its identity
         if key not in self.found:
             self.found[key] = function(*args)
             self.numel += sum(x.numel() for x in args if isinstance(x, Tensor)) + 16
-        return self.found[key]
+        return cast(Result, self.found[key])
 
     def same(self, samples: Samples) -> Samples:
         """Samples that depend on values; the tensor that was there before, where it has the same numbers."""
@@ -89,7 +90,7 @@ class Operation:
     def constant(self, samples: Tensor, dims: Sequence[int]) -> Tensor:
         if all(samples.shape[dim] == 1 for dim in dims):
             return samples
-        return self.memo.of(constant, samples, tuple(dims))  # type: ignore[no-any-return]
+        return self.memo.of(constant, samples, tuple(dims))
 
     def saved(self, name: str) -> Any:
         try:
@@ -196,7 +197,7 @@ def _along(op: Operation) -> Samples:
     if samples.dim() - len(set(dims)) != len(op.shape):
         raise Unknown
     left = tuple(size for dim, size in enumerate(samples.shape) if dim not in dims)
-    return op.memo.of(Tensor.reshape, samples, left)  # type: ignore[no-any-return]
+    return op.memo.of(Tensor.reshape, samples, left)
 
 
 def _of_first(change: Callable[[Operation, Tensor], Tensor]) -> Callable[[Operation], Samples]:
@@ -208,12 +209,12 @@ def _of_first(change: Callable[[Operation, Tensor], Tensor]) -> Callable[[Operat
 
 
 def _viewed(op: Operation, samples: Tensor) -> Tensor:
-    return op.memo.of(reshaped, samples, op.shape_of(0), op.shape)  # type: ignore[no-any-return]
+    return op.memo.of(reshaped, samples, op.shape_of(0), op.shape)
 
 
 def _turned(op: Operation, samples: Tensor) -> Tensor:
     dims = cast("list[int]", turned_dims(op.node, samples.dim()))
-    return op.memo.of(Tensor.permute, samples, tuple(dims))  # type: ignore[no-any-return]
+    return op.memo.of(Tensor.permute, samples, tuple(dims))
 
 
 def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool = False) -> Callable[..., Samples]:
@@ -235,7 +236,7 @@ def _by_values(rule: Callable[[Operation], Samples]) -> Callable[[Operation], Sa
 
 def _slice(op: Operation, samples: Tensor, dim: int) -> Tensor:
     bounds = (saved_number(op.saved(name)) for name in ("start", "end", "step"))
-    return op.memo.of(_sliced, samples, dim, *bounds)  # type: ignore[no-any-return]
+    return op.memo.of(_sliced, samples, dim, *bounds)
 
 
 def _sliced(samples: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
@@ -244,21 +245,19 @@ def _sliced(samples: Tensor, dim: int, start: int, end: int, step: int) -> Tenso
 
 def _selected(op: Operation, samples: Tensor, dim: int) -> Tensor:
     place = saved_number(op.saved("index"))
-    return op.memo.of(Tensor.select, samples, dim, place)  # type: ignore[no-any-return]
+    return op.memo.of(Tensor.select, samples, dim, place)
 
 
 def _part(op: Operation, samples: Tensor, dim: int) -> Tensor:
     sizes = op.saved("split_size") if hasattr(op.node, "_saved_split_size") else tuple(op.saved("split_sizes"))
-    return op.memo.of(torch.split, samples, sizes, dim)[op.number]  # type: ignore[no-any-return]
+    return op.memo.of(torch.split, samples, sizes, dim)[op.number]
 
 
 def _repeat(op: Operation, samples: Tensor) -> Tensor:
-    return op.memo.of(_repeated, samples, tuple(op.saved("repeats")))  # type: ignore[no-any-return]
-
-
-def _repeated(samples: Tensor, repeats: tuple[int, ...]) -> Tensor:
-    samples = _with_dims(samples, len(repeats))
-    return samples.repeat([times if size > 1 else 1 for times, size in zip(repeats, samples.shape, strict=True)])
+    repeats = op.saved("repeats")
+    samples = op.memo.of(_with_dims, samples, len(repeats))
+    times = (times if size > 1 else 1 for times, size in zip(repeats, samples.shape, strict=True))
+    return op.memo.of(Tensor.repeat, samples, tuple(times))
 
 
 def _whole(samples: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor:
@@ -267,22 +266,15 @@ def _whole(samples: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor
 
 
 def _flip(op: Operation, samples: Tensor) -> Tensor:
-    return op.memo.of(_flipped, samples, op.shape_of(0), tuple(op.dims()))  # type: ignore[no-any-return]
-
-
-def _flipped(samples: Tensor, shape: Sequence[int], dims: tuple[int, ...]) -> Tensor:
-    return _whole(samples, shape, dims).flip(dims)
+    dims = tuple(op.dims())
+    return op.memo.of(torch.flip, op.memo.of(_whole, samples, op.shape_of(0), dims), dims)
 
 
 def _roll(op: Operation, samples: Tensor) -> Tensor:
     if not op.saved("dims"):
         raise Unknown
-    shifts = tuple(saved_number(shift) for shift in op.saved("shifts"))
-    return op.memo.of(_rolled, samples, op.shape_of(0), shifts, tuple(op.dims()))  # type: ignore[no-any-return]
-
-
-def _rolled(samples: Tensor, shape: Sequence[int], shifts: tuple[int, ...], dims: tuple[int, ...]) -> Tensor:
-    return torch.roll(_whole(samples, shape, dims), shifts, dims)
+    shifts, dims = tuple(map(saved_number, op.saved("shifts"))), tuple(op.dims())
+    return op.memo.of(torch.roll, op.memo.of(_whole, samples, op.shape_of(0), dims), shifts, dims)
 
 
 def _filled_up(op: Operation, samples: Tensor) -> Tensor:
@@ -407,7 +399,7 @@ def _stack(op: Operation) -> Samples:
         return None
     (dim,) = op.dims(len(op.shape))
     if len(there) == len(found) and _are_equal(there):
-        return op.memo.of(Tensor.unsqueeze, there[0], dim)  # type: ignore[no-any-return]
+        return op.memo.of(Tensor.unsqueeze, there[0], dim)
     return _cat(op, [None if samples is None else samples.unsqueeze(dim) for samples in found], dim)
 
 

@@ -61,7 +61,7 @@ class Owners:
     def _standing_in(self, x: Tensor, dim: int) -> Tensor:
         """The samples of a tensor that has them in a dimension, or is folded."""
         times = x.shape[0] // self.batch if dim == FOLDED else 1
-        return self.memo.of(_in_order, self.batch, times, max(dim, 0), x.dim(), x.device)  # type: ignore[no-any-return]
+        return self.memo.of(_in_order, self.batch, times, max(dim, 0), x.dim(), x.device)
 
     def refuse_others_places(self, result: Any, dims: Sequence[int]) -> None:
         """Raises unless the samples stand in `dims` of the tensors that are returned, in order."""
@@ -116,7 +116,7 @@ class Owners:
         Raises:
             Unknown: If a row is of several samples, or of none.
         """
-        return self.memo.of(_arranged, samples, count, self.batch)  # type: ignore[no-any-return]
+        return self.memo.of(_arranged, samples, count, self.batch)
 
     def _of(self, node: Any, number: int) -> Samples:
         key = node, number
