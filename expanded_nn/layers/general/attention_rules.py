@@ -1,4 +1,4 @@
-"""Rules for attention with parameters: of B rows, or of rows of which each is known to be of one sample."""
+"""Rules for attention with parameters: of tensors `(B, *)`, or of folded ones whose rows' samples are known."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def by_biased_products(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _arranged(run: Run, inputs: Sequence[Tensor]) -> Arrangement | None:
-    """How the rows of queries, keys and values belong to the samples, where these are folded; they have to be alike."""
+    """How the rows of folded queries, keys and values belong to the samples, which has to be alike for all three."""
     if run.owners is None:
         return None
     dims, found = inputs[0].dim(), [run.owners.of(x) for x in inputs]
@@ -50,7 +50,7 @@ _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 def multi_head_attention(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """`F.multi_head_attention_forward`, of sequences `(T, n, E)` with a row for each sample, or some rows of each."""
+    """`F.multi_head_attention_forward`, of sequences `(T, n, E)`, one or several per sample."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     call = bound.arguments

@@ -1,4 +1,4 @@
-"""The operations of autograd's graph: whose the numbers of a result are, where it is known whose its inputs' are.
+"""The operations of autograd's graph: whose the numbers of a result are, given whose those of its inputs are.
 
 The table at the end names the operations that have a rule, by their nodes in the graph.
 """
@@ -22,14 +22,14 @@ NOBODY = -1  # in such an index: what is of no sample
 
 
 class Unknown(Exception):
-    """An operation has no rule, or brings numbers of several samples together."""
+    """The samples cannot be told: an operation has no rule, or brings numbers of several samples together."""
 
 
 class Memo:
-    """What functions of samples have given, by these tensors themselves: layers that are alike ask the same again.
+    """Remembers what functions of samples have given: layers that are alike ask the same again.
 
-    It is kept for the next forward, which asks the same where no values lead it. So nothing of it may be changed in
-    place.
+    Tensors count by their identity. It is kept for the next forward, which asks the same unless values lead it
+    elsewhere. So nothing of it may be changed in place.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Memo:
         self.numel = 0
 
     def begin(self) -> None:
-        """Forgets what is too much to be kept for another forward."""
+        """Forgets all, if that is too much to be kept for another forward."""
         if self.numel > cost.KEPT_SAMPLES:
             self.__init__()  # type: ignore[misc]
 
@@ -51,7 +51,7 @@ class Memo:
         return cast(Result, self.found[key])
 
     def same(self, samples: Samples) -> Samples:
-        """Samples that depend on values; the tensor that was there before, where it has the same numbers."""
+        """The tensor with the same numbers as these samples that was asked about before, if there is one."""
         if samples is None:
             return None
         known = self.known.setdefault(samples.shape, [])
@@ -99,7 +99,7 @@ class Operation:
             raise Unknown from None
 
     def dims(self, rank: int | None = None) -> list[int]:
-        """The dimensions that it names, of so many or those of the first input; all, if it names none."""
+        """The dimensions that it names, of `rank` or as many as the first input has; all, if it names none."""
         rank = len(self.shape_of(0)) if rank is None else rank
         return saved_dims(self.node, max(1, rank)) or list(range(rank))
 
@@ -109,7 +109,7 @@ def _shape(node: Any, number: int) -> tuple[int, ...]:
 
 
 def constant(samples: Tensor, dims: Sequence[int]) -> Tensor:
-    """The samples with size 1 in these dimensions; if they are not the same along one of them, they are unknown."""
+    """The samples with size 1 in these dimensions, along which they have to be the same."""
     for dim in dims:
         if samples.shape[dim] > 1:
             first = samples.narrow(dim, 0, 1)
@@ -120,7 +120,7 @@ def constant(samples: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def together(found: Sequence[Samples], dims: int, memo: Memo) -> Samples:
-    """The samples of what is computed number by number from several tensors, which broadcast."""
+    """The samples of what is computed number by number from several tensors that broadcast."""
     kept: list[Tensor] = []
     for samples in found:
         if samples is not None and not any(samples is other for other in kept):
@@ -148,7 +148,7 @@ def _with_dims(samples: Tensor, dims: int) -> Tensor:
 
 
 def reshaped(samples: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """The samples of a tensor in another shape; along dimensions in which they do not differ their size stays 1."""
+    """The samples of a tensor that is viewed in another shape; their size stays 1 where they do not differ."""
     if prod(before) == 0:
         raise Unknown
     whole: list[int] = []
@@ -161,7 +161,7 @@ def reshaped(samples: Tensor, before: Sequence[int], after: Sequence[int]) -> Te
 
 
 def _runs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, Sequence[int]]]:
-    """The shortest runs of dimensions that have equally many numbers in two shapes: dimensions, and sizes of the other.
+    """The shortest runs of dimensions that hold as many numbers in both shapes: dimensions of one, sizes of the other.
 
     From `(B, T, d)` to `(B * T, d)` they are dimensions 0 and 1 with `B * T`, and dimension 2 with `d`.
     """
@@ -186,7 +186,7 @@ def _elementwise(op: Operation) -> Samples:
 
 
 def _along(op: Operation) -> Samples:
-    """What computes with all numbers along some dimensions: there they have to be of one sample."""
+    """What computes with all numbers along some dimensions: they have to be of one sample."""
     samples = op.samples_of(0)
     if samples is None:
         return None
@@ -218,7 +218,7 @@ def _turned(op: Operation, samples: Tensor) -> Tensor:
 
 
 def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool = False) -> Callable[..., Samples]:
-    """A rule for what takes places along one dimension; of size 1, the samples are the same wherever it is taken."""
+    """A rule for what takes places along one dimension; where the samples have size 1, any place will do."""
 
     def change(op: Operation, samples: Tensor) -> Tensor:
         (dim,) = op.dims()
@@ -230,7 +230,7 @@ def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool 
 
 
 def _by_values(rule: Callable[[Operation], Samples]) -> Callable[[Operation], Samples]:
-    """A rule that gives another tensor each time, if mostly with the same numbers."""
+    """A rule whose samples depend on values: a new tensor each time, but mostly with the same numbers."""
     return lambda op: op.memo.same(rule(op))
 
 
@@ -278,7 +278,7 @@ def _roll(op: Operation, samples: Tensor) -> Tensor:
 
 
 def _filled_up(op: Operation, samples: Tensor) -> Tensor:
-    """The samples of a tensor whose other numbers are of none: these count as those beside them."""
+    """The samples of a tensor to which numbers of no sample were added: these count as those beside them."""
     if samples.numel() == 1 and op.batch > 1:
         raise Unknown
     return samples
