@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
 from expanded_nn.common.batch import own_batch_first, tensors
-from expanded_nn.layers.heads import attention, mask_of_heads, projected
+from expanded_nn.layers.heads import attention, projected
 from expanded_nn.layers.linear import Linear, linear
 from expanded_nn.layers.twins import expand_modules, raise_for
 from expanded_nn.modules.base import Expanded, PerSampleModule, Root
@@ -85,21 +84,23 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         features = zip((query, key, value), (self.embed_dim, self.kdim, self.vdim), strict=True)
         if any(not x.is_nested and x.shape[-1] != size for x, size in features):
             return super(Expanded, self).forward(query, key, value)  # raises
-        is_causal = is_causal and key_padding_mask is None and not need_weights
         q, k, v = self._projected(query, key, value)
-        mask = self._mask(query, (q.shape[1], k.shape[1]), None if is_causal else attn_mask, key_padding_mask)
-        if self.bias_k is not None:
-            k = torch.cat([k, self.expanded("bias_k").flatten(1, 2)], 1)
-            v = torch.cat([v, self.expanded("bias_v").flatten(1, 2)], 1)
-        if self.add_zero_attn:
-            k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-        dropout = self.dropout if self.training else 0.0
+        is_causal = is_causal and key_padding_mask is None and not need_weights
+        attn_mask = None if is_causal else attn_mask
+        attn_mask, key_padding_mask = self._masks((q.shape[1], k.shape[1]), attn_mask, key_padding_mask)
+        biases = ("bias_k", "bias_v") if self.bias_k is not None else ()
         attended, weights = attention(
-            q, k, v, mask, self.num_heads, dropout, need_weights=need_weights, is_causal=is_causal
+            *(q, k, v, attn_mask, key_padding_mask),
+            self.num_heads,
+            self.dropout if self.training else 0.0,
+            more_keys=[cast(Tensor, self.expanded(name)).flatten(1, 2) for name in biases],
+            add_zero_attn=self.add_zero_attn,
+            need_weights=need_weights,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
         )
         output = self._out_projection(attended)
-        output = output.transpose(0, self._samples_dim).contiguous()  # as torch's, of which the user may take views
-        return output, weights.mean(1) if weights is not None and average_attn_weights else weights
+        return output.transpose(0, self._samples_dim).contiguous(), weights  # as torch's, of which users take views
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Query, key and value as attention sees them, `(B, T, E)` each."""
@@ -113,43 +114,26 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
                 "one value for each key",
                 "Give both the same number of positions.",
             )
-        bias = self.expanded("in_proj_bias")
+        weight: Any = self.expanded("in_proj_weight")
         if not self._qkv_same_embed_dim:
-            biases = [None] * 3 if bias is None else bias.chunk(3, 1)
-            weights = [self.expanded(f"{letter}_proj_weight") for letter in "qkv"]
-            return tuple(map(linear, (q, k, v), weights, biases))
-        return projected(q, k, v, self._in_projection)
+            weight = [self.expanded(f"{letter}_proj_weight") for letter in "qkv"]
+        return projected(q, k, v, weight, self.expanded("in_proj_bias"), linear)
 
-    def _in_projection(
+    def _masks(
         self,
-        x: Tensor,  # (B, T, E)
-        start: int,
-        stop: int,
-    ) -> Tensor:  # (B, T, (stop - start) * E)
-        """Queries, keys and values from the packed weight, of which there are three: those from `start` to `stop`."""
-        weight, bias = self.expanded("in_proj_weight"), self.expanded("in_proj_bias")
-        if stop - start == 3:
-            return linear(x, weight, bias)
-        part = slice(start * self.embed_dim, stop * self.embed_dim)  # rows of such a part stay factored
-        return linear(x, weight[:, part], None if bias is None else bias[:, part])
-
-    def _mask(
-        self,
-        query: Tensor,
         sizes: tuple[int, int],  # T, S
         attn_mask: Tensor | None,
         key_padding_mask: Tensor | None,
-    ) -> Tensor | None:  # (B or 1, heads or 1, T or 1, S')
-        """What is added to the products of queries and keys, `None` for nothing."""
-        batch, heads = self.pass_batch_size, self.num_heads
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The masks, if they have the shapes that they have to have."""
+        batch = self.pass_batch_size
         if attn_mask is not None:
-            count = (batch * heads,) if attn_mask.dim() == 3 else ()
+            count = (batch * self.num_heads,) if attn_mask.dim() == 3 else ()
             self._refuse_other_shape("attn_mask", attn_mask, (*count, *sizes))
         if key_padding_mask is not None:
             key_padding_mask = self.checked(key_padding_mask, 1, argument="key_padding_mask")
             self._refuse_other_shape("key_padding_mask", key_padding_mask, (batch, sizes[1]))
-        extra = (self.bias_k is not None) + self.add_zero_attn
-        return mask_of_heads(attn_mask, key_padding_mask, heads, query.dtype, extra)
+        return attn_mask, key_padding_mask
 
     def _out_projection(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -181,6 +181,24 @@ def _padded_by_name(
     return x, tuple(both // 2 for both in total)
 
 
+def moved(
+    x: Tensor,
+    weight: Tensor,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    output_padding: Sizes | None = None,
+) -> tuple[Tensor, tuple[Geometry, tuple[int, ...] | None]]:
+    """The input, padded where the two ends of a dimension differ; and how the kernel moves over it, for `apply`."""
+    dims = weight.dim() - 3
+    stride, dilation = _per_dimension(stride, dims), _per_dimension(dilation, dims)
+    if isinstance(padding, str) and output_padding is None:
+        x, padding = _padded_by_name(x, padding, weight.shape[3:], stride, dilation)
+    geometry = Geometry(stride, _per_dimension(cast(Sizes, padding), dims), dilation, groups)
+    return x, (geometry, None if output_padding is None else _per_dimension(output_padding, dims))
+
+
 @dataclass(frozen=True)
 class _ConvOp:
     """Applies each sample's own convolution, as torch's function of the same name does the one of all.
@@ -215,23 +233,8 @@ class _ConvOp:
         groups: int = 1,
     ) -> Tensor:  # (B, out, *positions)
         _check_samples(self.__name__, x, weight, self.dims)
-        x, geometry, _ = self.moved(x, weight, stride, padding, dilation, groups)
-        return apply(x, weight, bias, geometry, None)
-
-    def moved(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        stride: Sizes = 1,
-        padding: Sizes | str = 0,
-        dilation: Sizes = 1,
-        groups: int = 1,
-    ) -> tuple[Tensor, Geometry, None]:
-        """The input, padded where the kernel cannot be moved over it else, and how it is moved."""
-        stride, dilation = _per_dimension(stride, self.dims), _per_dimension(dilation, self.dims)
-        if isinstance(padding, str):
-            x, padding = _padded_by_name(x, padding, weight.shape[3:], stride, dilation)
-        return x, Geometry(stride, _per_dimension(padding, self.dims), dilation, groups), None
+        x, how = moved(x, weight, stride, padding, dilation, groups)
+        return apply(x, weight, bias, *how)
 
 
 @dataclass(frozen=True)
@@ -270,22 +273,8 @@ class _ConvTransposeOp:
         dilation: Sizes = 1,
     ) -> Tensor:  # (B, out, *positions)
         _check_samples(self.__name__, x, weight, self.dims)
-        _, geometry, added = self.moved(x, weight, stride, padding, output_padding, groups, dilation)
-        return apply(x, weight, bias, geometry, added)
-
-    def moved(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        stride: Sizes = 1,
-        padding: Sizes = 0,
-        output_padding: Sizes = 0,
-        groups: int = 1,
-        dilation: Sizes = 1,
-    ) -> tuple[Tensor, Geometry, tuple[int, ...]]:
-        """The input, and how the kernel is moved."""
-        stride, padding, dilation = (_per_dimension(size, self.dims) for size in (stride, padding, dilation))
-        return x, Geometry(stride, padding, dilation, groups), _per_dimension(output_padding, self.dims)
+        x, how = moved(x, weight, stride, padding, dilation, groups, output_padding)
+        return apply(x, weight, bias, *how)
 
 
 conv1d, conv2d, conv3d = map(_ConvOp, (1, 2, 3))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import sqrt
 from typing import Any
 
@@ -67,7 +67,9 @@ def projected(
     query: Tensor,  # (n, T, E)
     key: Tensor,  # (n, S, E)
     value: Tensor,  # (n, S, E)
-    project: Callable[[Tensor, int, int], Tensor],
+    weight: Tensor | Sequence[Tensor],  # (*, 3 * E, E), or one for each of the three
+    bias: Tensor | None,  # (*, 3 * E)
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor],
 ) -> tuple[Tensor, ...]:
     """Query, key and value as attention sees them; those of the same tensor are computed together.
 
@@ -75,8 +77,21 @@ def projected(
         query: The input of the queries.
         key: That of the keys.
         value: That of the values.
-        project: `project(x, start, stop)` gives `(n, T, (stop - start) * E)`, by those parts of the packed weight.
+        weight: The weights of the three, packed or one by one.
+        bias: Their biases, packed.
+        linear: The linear map, of an input, a weight and a bias.
     """
+    if not isinstance(weight, Tensor):
+        biases = [None] * 3 if bias is None else bias.chunk(3, -1)
+        return tuple(map(linear, (query, key, value), weight, biases))
+    features = query.shape[-1]
+
+    def project(x: Tensor, start: int, stop: int) -> Tensor:
+        if stop - start == 3:
+            return linear(x, weight, bias)
+        part = slice(start * features, stop * features)  # rows of such a part stay factored
+        return linear(x, weight[..., part, :], None if bias is None else bias[..., part])
+
     if query is key is value:
         return project(query, 0, 3).chunk(3, -1)
     if key is value:
@@ -84,13 +99,12 @@ def projected(
     return tuple(project(x, place, place + 1) for place, x in enumerate((query, key, value)))
 
 
-def mask_of_heads(
+def _mask_of_heads(
     attn_mask: Tensor | None,  # (T, S) or (n * heads, T, S)
     key_padding_mask: Tensor | None,  # (n, S)
     heads: int,
     dtype: torch.dtype,
-    extra: int,  # how many keys there are behind those that the masks know
-) -> Tensor | None:  # (n or 1, heads or 1, T or 1, S + extra)
+) -> Tensor | None:  # (n or 1, heads or 1, T or 1, S)
     """What is added to the products of queries and keys, `None` for nothing."""
     key_padding_mask = F._canonical_mask(
         key_padding_mask, "key_padding_mask", F._none_or_dtype(attn_mask), "attn_mask", dtype
@@ -101,29 +115,42 @@ def mask_of_heads(
         masks.append(attn_mask.unflatten(0, (-1, heads)) if attn_mask.dim() == 3 else attn_mask[None, None])
     if key_padding_mask is not None:
         masks.append(rearrange(key_padding_mask, "n s -> n 1 1 s"))
-    if not masks:
-        return None
-    mask = sum(masks[1:], start=masks[0])
-    return F.pad(mask, (0, extra)) if extra else mask
+    return sum(masks[1:], start=masks[0]) if masks else None
 
 
 def attention(
     query: Tensor,  # (n, T, E)
     key: Tensor,  # (n, S, E)
     value: Tensor,  # (n, S, E)
-    mask: Tensor | None,  # (n or 1, heads or 1, T or 1, S)
+    attn_mask: Tensor | None,  # (T, S) or (n * heads, T, S)
+    key_padding_mask: Tensor | None,  # (n, S)
     heads: int,
     dropout: float,
     *,
+    more_keys: Sequence[Tensor],  # (n, 1, E): a key and its value behind the others, for all queries; or none
+    add_zero_attn: bool,
     need_weights: bool,
+    average_attn_weights: bool,
     is_causal: bool,
-) -> tuple[Tensor, Tensor | None]:  # (n, T, E), (n, heads, T, S)
-    """What the heads attend to, side by side; and how much to each key, if that is asked for."""
+) -> tuple[Tensor, Tensor | None]:  # (n, T, E); (n, T, S) or (n, heads, T, S)
+    """What the heads attend to, side by side; and how much to each key, if that is asked for.
+
+    The arguments are those of `torch.nn.MultiheadAttention`; where `is_causal` there are no masks.
+    """
+    mask = _mask_of_heads(attn_mask, key_padding_mask, heads, query.dtype)
+    known = key.shape[1]
+    if more_keys:
+        key, value = (torch.cat(both, 1) for both in zip((key, value), more_keys, strict=True))
+    if add_zero_attn:
+        key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
+    if mask is not None and key.shape[1] > known:
+        mask = F.pad(mask, (0, key.shape[1] - known))
     q, k, v = (rearrange(x, "n t (heads f) -> n heads t f", heads=heads) for x in (query, key, value))
     weights = None
     if need_weights:
         weights = F.dropout(_logits(q, k, mask).softmax(-1), dropout)
         attended = weights @ v
+        weights = weights.mean(1) if average_attn_weights else weights
     else:
         attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
         if not dropout and attended.requires_grad:  # what is drawn at random could not be drawn again

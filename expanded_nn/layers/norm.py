@@ -242,7 +242,7 @@ def _channels_fit(x: Tensor, *by_channel: Tensor | None) -> bool:
     return x.dim() > 1 and all(numbers is None or numbers.shape[-1] == x.shape[1] for numbers in by_channel)
 
 
-def _affine(
+def affine(
     x: Tensor,  # (B, C, *)
     weight: Tensor | None,  # (B, C)
     bias: Tensor | None,  # (B, C)
@@ -260,7 +260,7 @@ def _as_one_sample(
 ) -> Tensor:  # (B, C, *)
     """The norm of the batch as one sample, of whose channels each has its own weight and bias."""
     if x.shape[0] == 0:
-        return _affine(x, weight, bias)
+        return affine(x, weight, bias)
     # contiguous, as torch's kernels crash or err on some other memory formats, and on one channel of stride 0
     one_sample = x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:]).contiguous()
     parameters = (None if parameter is None else parameter.reshape(-1).contiguous() for parameter in (weight, bias))
@@ -296,7 +296,7 @@ def group_norm(
     if is_constant(weight, bias):
         return norm(x, shared_or_none(weight), shared_or_none(bias))
     if cost.is_symbol(x.shape[0]):
-        return _affine(norm(x, None, None), weight, bias)
+        return affine(norm(x, None, None), weight, bias)
     return _as_one_sample(partial(norm, groups=x.shape[0] * num_groups), x, weight, bias)
 
 

@@ -28,8 +28,8 @@ ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
 class Alone(General):
     """A module that goes through the general rule as a whole, whether it has parameters of its own or not.
 
-    Its samples may be folded into rows within it. It runs on the whole batch where its graph tells of which sample each
-    row is that meets a parameter, after a trial as for other modules; sample by sample where it does not.
+    Its samples may be folded into rows within it. It runs on the whole batch, after a trial as other modules do, if its
+    graph tells the sample of each row that meets a parameter; otherwise sample by sample.
     """
 
     watches: ClassVar[bool] = True
@@ -50,14 +50,14 @@ class Alone(General):
         result = super()._on_whole_batch(call)
         if result is NotImplemented or not self.goes_in_a_loop():
             return result
-        # values lead it, so that samples may meet which have not met in the trial
+        # values lead it, so that samples may meet now that have not met in the trial
         self._told.turn = turn = self._told.turn + 1
         is_due = turn % cost.TURNS_OF_A_SAMPLE == 0
         is_right = not is_due or self._agrees(call, result, turn // cost.TURNS_OF_A_SAMPLE % call.batch)
         return result if is_right else NotImplemented
 
     def _agrees(self, call: Called, result: Any, i: int) -> bool:
-        """Whether a sample alone gives what it gives in the batch; of what draws random numbers nothing can tell."""
+        """Whether sample `i` gives alone what it gives in the batch; `True` also where random numbers are drawn."""
         leaves = zip(call.leaves, call.dims, strict=True)
         rows = [leaf if dim is None else of_sample(leaf, dim, i, call.batch) for leaf, dim in leaves]
         args, kwargs = tree_unflatten(rows, tree_structure((call.args, call.kwargs)))

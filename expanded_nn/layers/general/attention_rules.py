@@ -1,12 +1,11 @@
-"""Rules for attention with parameters: of B rows, or of rows of which each is known to be of one sample."""
+"""Rules for attention with parameters: of tensors `(B, *)`, or of folded ones whose rows' samples are known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from expanded_nn.layers.general.folded import linear_of_rows
 from expanded_nn.layers.general.folded_rules import as_arranged, own_rows
 from expanded_nn.layers.general.operations import constant, together
 from expanded_nn.layers.general.owners import Arrangement
-from expanded_nn.layers.heads import attention, mask_of_heads, projected
+from expanded_nn.layers.heads import attention, projected
 
 
 def by_biased_products(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -36,7 +35,7 @@ def by_biased_products(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _arranged(run: Run, inputs: Sequence[Tensor]) -> Arrangement | None:
-    """How the rows of queries, keys and values belong to the samples, where these are folded; they have to be alike."""
+    """How the rows of folded queries, keys and values belong to the samples, which has to be alike for all three."""
     if run.owners is None:
         return None
     dims, found = inputs[0].dim(), [run.owners.of(x) for x in inputs]
@@ -51,7 +50,7 @@ _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 def multi_head_attention(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """`F.multi_head_attention_forward`, of sequences `(T, n, E)` with a row for each sample, or some rows of each."""
+    """`F.multi_head_attention_forward`, of sequences `(T, n, E)`, one or several per sample."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     call = bound.arguments
@@ -69,18 +68,26 @@ def multi_head_attention(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Ten
         bias = None if bias is None else bias.value
         return as_arranged(run, linear_of_rows(x, weight.value, bias, arrangement), arrangement)
 
-    q, k, v = _projected(call, [_rows(run, turned[id(call[name])], arrangement) for name in _INPUTS], linear)
-    if call["bias_k"] is not None:
-        k = torch.cat([k, _rows(run, call["bias_k"], arrangement)], 1)
-        v = torch.cat([v, _rows(run, call["bias_v"], arrangement)], 1)
-    if call["add_zero_attn"]:
-        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-    dropout = call["dropout_p"] if call["training"] else 0.0
-    options = {"need_weights": call["need_weights"], "is_causal": _is_causal(call)}
-    attended, weights = attention(q, k, v, _mask(call, q), call["num_heads"], dropout, **options)
+    weight = call["in_proj_weight"]
+    if call["use_separate_proj_weight"]:
+        weight = [call[name] for name in _SEPARATE]
+    query, key, value = (_rows(run, turned[id(call[name])], arrangement) for name in _INPUTS)
+    q, k, v = projected(query, key, value, weight, call["in_proj_bias"], linear)
+    is_causal = call["is_causal"] and call["key_padding_mask"] is None and not call["need_weights"]
+    masks = None if is_causal else call["attn_mask"], call["key_padding_mask"]
+    refuse_unless(all(x is None or not (is_own(x) or x.requires_grad) for x in masks))
+    biases = ("bias_k", "bias_v") if call["bias_k"] is not None else ()
+    attended, weights = attention(
+        *(q, k, v, *masks),
+        call["num_heads"],
+        call["dropout_p"] if call["training"] else 0.0,
+        more_keys=[_rows(run, call[name], arrangement) for name in biases],
+        is_causal=is_causal,
+        **{name: call[name] for name in ("add_zero_attn", "need_weights", "average_attn_weights")},
+    )
     output = linear(attended, call["out_proj_weight"], call["out_proj_bias"]).transpose(0, 1).contiguous()
     run.note(func, whole=True)
-    return output, weights.mean(1) if weights is not None and call["average_attn_weights"] else weights
+    return output, weights
 
 
 def _rows(run: Run, x: Tensor, arrangement: Arrangement | None) -> Tensor:
@@ -90,32 +97,3 @@ def _rows(run: Run, x: Tensor, arrangement: Arrangement | None) -> Tensor:
     if arrangement is None:
         return beside(own_of(x), 3)
     return as_arranged(run, own_rows(own_of(x), arrangement, 3), arrangement)
-
-
-def _projected(
-    call: dict[str, Any], inputs: Sequence[Tensor], linear: Callable[[Tensor, Any, Any], Tensor]
-) -> tuple[Tensor, ...]:
-    bias, features = call["in_proj_bias"], inputs[0].shape[-1]
-    if call["use_separate_proj_weight"]:
-        biases = [None] * 3 if bias is None else bias.chunk(3)
-        return tuple(map(linear, inputs, (call[name] for name in _SEPARATE), biases))
-
-    def project(x: Tensor, start: int, stop: int) -> Tensor:
-        if stop - start == 3:
-            return linear(x, call["in_proj_weight"], bias)
-        part = slice(start * features, stop * features)  # rows of such a part stay factored
-        return linear(x, call["in_proj_weight"][part], None if bias is None else bias[part])
-
-    query, key, value = inputs
-    return projected(query, key, value, project)
-
-
-def _is_causal(call: dict[str, Any]) -> bool:
-    return call["is_causal"] and call["key_padding_mask"] is None and not call["need_weights"]
-
-
-def _mask(call: dict[str, Any], query: Tensor) -> Tensor | None:
-    mask, padding = None if _is_causal(call) else call["attn_mask"], call["key_padding_mask"]
-    refuse_unless(all(x is None or not (is_own(x) or x.requires_grad) for x in (mask, padding)))
-    extra = (call["bias_k"] is not None) + call["add_zero_attn"]
-    return mask_of_heads(mask, padding, call["num_heads"], query.dtype, extra)

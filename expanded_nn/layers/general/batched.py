@@ -27,7 +27,7 @@ from expanded_nn.recording.order import BetweenLayers
 from expanded_nn.recording.settings import RecorderLike
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-# the table in whole.py: what may be done with a parameter, and by which rule; and what of that has derivatives
+# The table of whole.py, which fills it: torch's function -> the rule for it. And those of them that compute something.
 RULES: dict[Any, Rule] = {}
 COMPUTED: set[Any] = set()
 
@@ -37,10 +37,11 @@ class NotInTable(Exception):
 
 
 class _Reads(BetweenLayers):
-    """Notes what the innermost forward on the whole batch does with other tensors than its parameters.
+    """Notes what the innermost forward on the whole batch does with tensors that are no parameters of its own.
 
-    It may read values, so that one sample leads elsewhere than another. It may join samples or move them, which the
-    forward that was compared did not. A parameter of a module within that the forward uses directly is wrapped, too.
+    It may read values, by which one sample may lead it another way than the next. It may join samples or move them,
+    which the forward that was compared may not have done. And it may use a parameter of a module within directly, which
+    becomes `Batched` then.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,28 +71,29 @@ _RUNNING = _Running()
 class Run:
     """One forward on the whole batch.
 
-    Its *way* is what it does with parameters, and where it reads values: a forward that goes the same way does the same
-    with its samples.
+    Its *way* lists what it does with parameters, and where it reads values. Two forwards that go the same way treat
+    their samples alike, so that one comparison with the samples alone serves for both.
 
     Args:
         batch: B.
         recorder: The recorder of the model.
-        owners: Whose the rows of a tensor are, in a forward that may fold its samples; `None` where a tensor of B rows
-            has one for each sample, and no other has samples.
+        owners: Tells whose the rows of a tensor are, in a forward that may fold its samples. `None` in any other: there
+            a tensor of B rows has one per sample, and all others are shared.
     """
 
     def __init__(self, batch: int, recorder: RecorderLike, owners: Owners | None = None) -> None:
         self.batch, self.recorder, self.owners = batch, recorder, owners
         self.order = recorder.order  # what looks at the order of the samples, if that is looked at
         self.way: list[Any] = []
-        self.joins: set[str] = set()  # what else may join samples or move them; a layer may be dropped by chance
-        self.failed = False  # whether something was not in the table, even if the forward caught the error
+        # operations that may join samples or move them; each once, as a layer may be dropped by chance
+        self.joins: set[str] = set()
+        self.failed = False  # whether a rule was lacking, even if the forward has caught the error
         self.numel = 0  # of the largest tensor so far
         self.made: list[weakref.ref[Tensor]] = []  # the tensors that must not outlive the forward
         self.hooks = checkpoint_hooks()
 
     def __enter__(self) -> None:
-        # where its graph tells whose the rows are it needs no notes of operations
+        # with owners the graph tells what happens to samples, so that operations need no notes
         self.is_noted = self.owners is None and not _RUNNING.reads.is_on()
         if self.is_noted:
             _RUNNING.reads.__enter__()  # type: ignore[no-untyped-call]
@@ -109,26 +111,26 @@ class Run:
         return x.shape[0] == self.batch if self.owners is None else self.owners.have_a_row_each(x)
 
     def are_shared(self, x: Tensor) -> bool:
-        """Whether all samples share a tensor, as an index, that has not a row for each."""
+        """Whether all samples share a tensor, such as an index, as it has not one row for each."""
         if x.dim() == 0:
             return True
         return x.shape[0] != self.batch if self.owners is None else self.owners.are_shared(x)
 
     def is_constant(self, x: Any) -> bool:
-        """Whether it is a buffer of a module that may fold its samples, or a view of one: a table all of them share."""
+        """Whether it is a table that all samples share: a buffer, or a view of one, in a forward that may fold them."""
         return self.owners is not None and isinstance(x, Tensor) and not x.requires_grad and self.are_shared(x)
 
     def is_for_all(self, x: Tensor) -> bool:
-        """Whether all samples may take all of what is computed without parameters, as coordinates in a table."""
+        """Whether all samples may take the whole tensor, one without a history, such as coordinates in a table."""
         if x.requires_grad or self.owners is None:
             return False
         return self.owners.are_shared(x) or self.may_be_looked_up_by_all(x, 1)
 
     def may_be_looked_up_by_all(self, index: Tensor, numel: int) -> bool:
-        """Whether all samples look up all of an index, `numel` numbers each time, as they do where they share it.
+        """Whether every sample may look up the whole index, `numel` numbers per entry, as if all shared it.
 
-        In a forward that may fold its samples nothing tells whose an index is that it computes. Where what is looked up
-        meets rows of which the samples are known, each row takes its own.
+        In a forward that may fold its samples, nothing tells whose an index is that it computes. So each sample looks
+        up all of it; where the result meets rows whose samples are known, each row takes that of its own sample.
         """
         return self.owners is not None and self.batch * index.numel() * numel <= cost.LOOKED_UP_FOR_EACH
 
@@ -183,7 +185,7 @@ class Run:
         return *(self.way if self.owners is None else [frozenset(self.way)]), frozenset(self.joins)
 
     def returned(self, result: Any) -> Any:
-        """What the forward returns; a parameter with one row has one for each sample in it."""
+        """What the forward returns; a parameter `(1, *)` in it has become a tensor with one row per sample."""
         if type(result) is Tensor:
             with unseen():
                 self.way.append(result.shape[:1] == (self.batch,))
@@ -195,13 +197,13 @@ class Run:
         return tree_unflatten(leaves, structure)
 
     def leaves_something(self) -> bool:
-        """Whether one of its tensors still lives when the forward is over: something keeps it for the next one."""
+        """Whether one of its tensors outlives the forward: something keeps it for the next one."""
         return any(made() is not None for made in self.made)
 
 
 @contextmanager
 def reads_of_its_own() -> Iterator[None]:
-    """What a module inside of another one reads meanwhile, or a comparison of it, is no part of the outer one's way."""
+    """Keeps what a module within reads, or a comparison of it, out of the way of the forward around it."""
     run = _RUNNING.runs[-1] if _RUNNING.runs else None
     length, joins = (len(run.way), set(run.joins)) if run is not None else (0, set())
     yield
@@ -235,14 +237,14 @@ class Batched(Tensor):
         return self.source.expanded(self.run.batch, self.run.recorder)
 
     def part(self, number: int) -> Tensor:
-        """One of the parts of a parameter, `(B, *shape)`, whose rows are put together once for all of them."""
+        """One part of a parameter, `(B, *shape)`; the rows of all parts are put together once."""
         if self._parts is None:
             self._parts = parts_of(self.value)
         return self.value[:, number] if self._parts is None else self._parts[number]
 
     @cached_property
     def source(self) -> Derived | None:
-        """What it may be computed from once for all samples, or is."""
+        """What gives its value once for all samples; `None` where each sample has a value of its own."""
         return source_of(self.value)
 
     @classmethod
@@ -267,10 +269,10 @@ class Batched(Tensor):
 
 
 def by_vmap(func: Any, args: Any, kwargs: Any) -> Any:
-    """What is not in the table, sample by sample under `vmap`: of parameters, rows of the samples, and what they share.
+    """An operation that is not in the table: under `vmap` over the samples' values and rows.
 
-    What shares no graph with the samples and has not a row for each is taken for what all of them share. Where samples
-    may be folded, nothing tells whose a tensor without a gradient is; as with an index, all of them take all of it.
+    Any other tensor is taken for shared by all samples; it must not require a gradient. Where samples may be folded,
+    nothing tells whose a tensor without a gradient is: as with an index, every sample takes all of it.
     """
     leaves, structure = tree_flatten((args, kwargs))
     run = run_of(leaves)
@@ -305,7 +307,7 @@ def by_vmap(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _noted(result: Any) -> Any:
-    """The result; of a tensor `(B, ...)` it is noted that it has a row for each sample, where others may be folded."""
+    """The result; where samples may be folded, it is noted that this tensor has one row per sample."""
     owners = _RUNNING.runs[-1].owners if _RUNNING.runs else None
     if owners is not None and type(result) is Tensor and result.dim():
         owners.note_a_row_each(result)
@@ -336,7 +338,7 @@ def run_of(args: Any) -> Run:
 
 
 def as_it_looks(func: Any, args: Any, kwargs: Any) -> Any:
-    """The rule for what is asked of a parameter's looks."""
+    """The rule for questions about a parameter's shape, dtype and the like."""
     with no_torch_function():
         return func(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What a forward computes from its weights alone: once, for all samples."""
+"""What a forward computes from its weights alone, which is computed once for all samples."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Derived:
         return ExpandComputed.apply(computed, batch, *(weight.value for weight in computed.weights))  # type: ignore[no-untyped-call,no-any-return]
 
     def recomputed(self, values: dict[Derived, Tensor]) -> Tensor:
-        """The same from other `values`, `(B, *shape)`, of the weights; those of what is computed are added to them."""
+        """The same, `(B, *shape)`, from other `values` of the weights; what is computed on the way is added to them."""
         if self not in values:
             if self.function is None:
                 assert self.value is not None

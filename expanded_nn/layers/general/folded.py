@@ -1,4 +1,4 @@
-"""Layers on rows of which each is known to be of one sample, however many there are of each."""
+"""Layers on folded tensors, of which it is known to which sample each row `x[i]` belongs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from expanded_nn.factored import FactoredTensor, materialized
 from expanded_nn.layers import conv
 from expanded_nn.layers.general.owners import Arrangement
 from expanded_nn.layers.linear import bias_rows, linear, outer_rows, positions
+from expanded_nn.layers.norm import affine
 from expanded_nn.recording.expand import saved_tensors
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map of `(n, *, in)` as it stands; only for the weight's rows it is put in the order of samples."""
+    """A linear map of `(n, *, in)` as it stands; put in the order of samples only where the weight's rows need it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, arrangement: Arrangement) -> Tensor:
@@ -64,8 +65,8 @@ def linear_of_rows(
     return arrangement.unpadded(linear(arrangement.padded(x), weight, bias))
 
 
-# The same for other layers' operations: what torch calls, ours, its input, its other arguments by their names, how its
-# rows belong to the samples
+# The same for other layers. All take torch's function, ours, the input, the other arguments by their names, and how the
+# input's rows belong to the samples.
 
 
 def linear_by_name(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
@@ -73,33 +74,21 @@ def linear_by_name(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrange
 
 
 def by_position(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
-    """Of an operation that treats any number of positions `(B, *, features)` alike."""
+    """For an operation that treats each position of `(B, *, features)` alike."""
     return arrangement.unpadded(op(arrangement.padded(x), **named))
 
 
 def by_channel(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
-    """Of a norm of images `(n, C, *)`: its weights come after it, each row's own."""
+    """For a norm of images `(n, C, *)`: each image's own weight and bias come after it."""
     y: Tensor = func(x, **{**named, "weight": None, "bias": None})
-    weight, bias = (
-        None if value is None else arrangement.rows_of(value).view(*x.shape[:2], *[1] * (x.dim() - 2))
-        for value in (named.get("weight"), named.get("bias"))
-    )
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias
+    rows = (None if value is None else arrangement.rows_of(value) for value in map(named.get, ("weight", "bias")))
+    return affine(y, *rows)
 
 
-def _takes_whole(op: Any, x: Tensor, named: dict[str, Any]) -> bool:
-    """Whether a convolution's kernel takes an image whole, at a single place."""
-    if not isinstance(op, type(conv.conv1d)) or x.shape[2:] != named["weight"].shape[3:] or named.get("groups", 1) > 1:
-        return False
-    sizes = _sizes(op, named)
-    return all(sizes.get(name) in (None, (_UNIT[name],) * op.dims) for name in ("padding", "dilation"))
-
-
-def _sizes(op: Any, named: dict[str, Any]) -> dict[str, Any]:
-    """What is given of a convolution's sizes, a number for each dimension, or a word."""
-    given = {name: value for name, value in named.items() if name in _UNIT}
-    return {name: (value,) * op.dims if isinstance(value, int) else value for name, value in given.items()}
+def _takes_whole(x: Tensor, weight: Tensor, geometry: Geometry, output_padding: tuple[int, ...] | None) -> bool:
+    """Whether a convolution's kernel covers an image, so that there is a single position."""
+    is_plain = geometry.groups == 1 and not any(geometry.padding) and {*geometry.dilation} == {1}
+    return output_padding is None and is_plain and x.shape[2:] == weight.shape[3:]
 
 
 class _Images(torch.autograd.Function):
@@ -153,7 +142,7 @@ class _Images(torch.autograd.Function):
 
 
 def _factored_rows(g: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, *, transposed: bool) -> Tensor:
-    """The rows with the images `(B, T, C, *)` beside each other in one more dimension, where the kernel has size 1."""
+    """The weight's rows from images `(B, T, C, *)`, as of a convolution with a dimension T more, of kernel size 1."""
     wider = Geometry((1, *geometry.stride), (0, *geometry.padding), (1, *geometry.dilation), geometry.groups)
     left, right = (images.transpose(1, 2) for images in ((x, g) if transposed else (g, x)))
     rows = conv.patch_rows(left, right, (*weight.shape[1:3], 1, *weight.shape[3:]), weight.dtype, wider)
@@ -161,21 +150,19 @@ def _factored_rows(g: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, *, 
 
 
 def images(func: Any, op: Any, x: Tensor, named: dict[str, Any], arrangement: Arrangement) -> Tensor:
-    """Of a convolution; an image that its kernel takes whole, as it does patches, is mapped linearly."""
+    """For a convolution; it is a linear map where the kernel covers the image, as with patches."""
     weight, bias = named["weight"], named.get("bias")
-    if _takes_whole(op, x, named):
-        y = linear_of_rows(x.flatten(1), weight.flatten(2), bias, arrangement)
-        return y.view(*y.shape, *[1] * op.dims)
     sizes = {name: value for name, value in named.items() if name not in ("weight", "bias")}
-    x, *how = op.moved(x, weight, **sizes)
+    if isinstance(op, type(conv.conv_transpose1d)):
+        sizes.setdefault("output_padding", 0)
+    x, how = conv.moved(x, weight, **sizes)
+    if _takes_whole(x, weight, *how):
+        y = linear_of_rows(x.flatten(1), weight.flatten(2), bias, arrangement)
+        return y.view(*y.shape, *[1] * (x.dim() - 2))
     if is_shared(weight, bias):
         return _Images.apply(x, weight, bias, *how, arrangement)  # type: ignore[no-untyped-call,no-any-return]
     rows_of = arrangement.rows_of
     return conv.apply(x, rows_of(weight), None if bias is None else rows_of(bias), *how)
-
-
-# by the names of a convolution's sizes: what they are in a dimension with which it does nothing
-_UNIT = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
 
 
 class _Parts(torch.autograd.Function):

@@ -1,7 +1,7 @@
-"""Rules for parameters that meet rows which are folded: of each row it is known of which sample it is.
+"""Rules for parameters that meet folded tensors, of which it is known to which sample each row `x[i]` belongs.
 
-So it is in a mixture of experts, where each expert takes some of the rows `(B * T, features)`, and with the images of
-all samples. Such forwards run with the parameters of all layers within them.
+In a mixture of experts each expert takes some rows of `(B * T, features)`; other models fold the images of all samples.
+In such forwards the parameters of all layers within are `Batched`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def as_arranged(run: Run, y: Tensor, arrangement: Arrangement) -> Tensor:
 
 
 def own_rows(own: Batched, arrangement: Arrangement, dims: int) -> Tensor:
-    """The value for each row, of its sample; of a table with one row for each of them, that row."""
+    """For each row the value of its sample; of a table with an entry for each row, that entry."""
     count = len(arrangement.owner)
     if own.rank == dims and own.value.shape[1] == count:
         return own.value[arrangement.owner, torch.arange(count, device=arrangement.owner.device)]
@@ -47,7 +47,7 @@ def own_rows(own: Batched, arrangement: Arrangement, dims: int) -> Tensor:
 
 
 def with_folded_rows(func: Any, args: Any, kwargs: Any, owners: Owners, dims: int) -> Tensor:
-    """With rows of which each is known to be of one sample; `NotImplemented` where they are what all samples share."""
+    """An elementwise operation with folded tensors; `NotImplemented` where these are what all samples share."""
     run, own = run_of(args), [operand for operand in args if is_own(operand)]
     plain = [operand for operand in args if isinstance(operand, Tensor) and not is_own(operand) and operand.dim()]
     samples = together([owners.of(operand) for operand in plain], dims, owners.memo)
@@ -66,7 +66,7 @@ def with_folded_rows(func: Any, args: Any, kwargs: Any, owners: Owners, dims: in
 
 
 def joined_to_rows(func: Any, joined: Sequence[Any], dim: int, run: Run) -> Tensor:
-    """Beside rows of which each is known to be of one sample, as a class token beside the patches of an image."""
+    """Joins parameters and a folded tensor, such as a class token and the patches of images."""
     rows = next(part for part in joined if not is_own(part) and part.requires_grad)
     arrangement = run.arranged(rows)
     refuse_unless(dim % rows.dim() > 0 and all(is_own(part) or part is rows for part in joined))
@@ -77,7 +77,7 @@ def joined_to_rows(func: Any, joined: Sequence[Any], dim: int, run: Run) -> Tens
 
 
 def einsum(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Of tensors that have samples with parameters; the name of the samples comes before those of each parameter."""
+    """`torch.einsum` with parameters: the samples' index comes in front of the indices of each parameter."""
     names, operands = einsum_names(*args), args[1:]
     plain = [place for place, operand in enumerate(operands) if not is_own(operand)]
     refuse_unless(names is not None and not kwargs and all(map(str.isalpha, "".join(names or ()))))
@@ -105,7 +105,7 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def product_by_expert(func: Any, x: Tensor, own: Batched, owners: Owners) -> Tensor:
-    """Of the same rows `(E, n, in)` for each expert with its matrix, `(E, in, out)`."""
+    """The product of the same rows for each expert, `(E, n, in)`, with the experts' matrices, `(E, in, out)`."""
     samples, experts = owners.of(x), own.value.shape[1]
     refuse_unless(samples is not None and x.shape[0] == experts)
     assert samples is not None
@@ -118,7 +118,7 @@ def product_by_expert(func: Any, x: Tensor, own: Batched, owners: Owners) -> Ten
 
 
 def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Of rows `(n, in)`, which stand expert by expert, with the matrices `(E, in, out)` of these."""
+    """The product of rows `(n, in)`, which stand expert by expert, with the experts' matrices, `(E, in, out)`."""
     x: Tensor = args[0]
     own, ends = own_of(args[1]), kwargs.get("offs", args[2] if len(args) > 2 else None)
     refuse_unless(isinstance(x, Tensor) and not is_own(x))

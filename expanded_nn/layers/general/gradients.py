@@ -35,12 +35,12 @@ def derivatives(results: list[Any], sources: list[Tensor]) -> list[Tensor | None
 
 
 def as_compared(found: list[Tensor | None] | None) -> list[Tensor | None] | None:
-    """Derivatives as rows of theirs are compared."""
+    """Derivatives in the form in which their rows are compared; see `_as_seen`."""
     return None if found is None else list(map(_as_seen, found))
 
 
 def _paired(wanted: list[Tensor | None], given: list[Tensor | None]) -> list[Pair | None]:
-    """Derivatives beside each other, zeros where only one of the two is there; `None` where there are no numbers."""
+    """Pairs of derivatives; zeros in place of one that is lacking, `None` in place of a pair without numbers."""
     pairs: list[Pair | None] = []
     for expected, actual in zip(wanted, given, strict=True):
         there = next((grad for grad in (expected, actual) if grad is not None and grad.numel()), None)
@@ -57,9 +57,9 @@ def _largest(pairs: Sequence[Pair | None]) -> float:
 
 
 def are_alike(wanted: list[Tensor | None], given: list[Tensor | None], size: float) -> bool:
-    """Whether gradients are the same but for rounding, of themselves or of numbers of such a size.
+    """Whether gradients are the same but for rounding, of themselves or of inputs of such a size.
 
-    Each is measured by its own size. Where one is not finite, nothing could tell.
+    Each is measured by its own size. Where one is not finite, they count as the same, as nothing can tell.
     """
     pairs = _paired(wanted, given)
     size = max(size, _largest(pairs))
@@ -75,7 +75,7 @@ def are_alike(wanted: list[Tensor | None], given: list[Tensor | None], size: flo
 
 
 def compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_own: list[bool]) -> Verdict:
-    """Whether rows are the same but for rounding; those of the module's own parameters must not be zero to tell."""
+    """Whether rows are the same but for rounding; unclear where rows of the module's own parameters are zero."""
     pairs, verdict = _paired(wanted, given), Verdict.RIGHT
     size = _largest(pairs)
     if not size < float("inf"):

@@ -33,10 +33,10 @@ from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.lift import Lent, Slot, quiet_fallbacks, swapped, with_tensors
 
-# torch's words where vmap gives up; the last two where values are read, and where samples' results differ in size
+# torch's words where vmap gives up; the last two: values are read, samples' results differ in size
 _OF_VMAP = "vmap|functorch|[Bb]atching rule|doesn't have storage|stack expects each tensor to be equal size"
 
-# and where something is changed in place that is one tensor for all
+# torch's words where a tensor is changed in place that is one for all samples
 _OF_CHANGES = "more than one element of the written-to tensor|Output 0 of Expand is a view"
 
 # what to do with a parameter that is returned
@@ -45,7 +45,7 @@ OF_PARAMETERS = (
     "expanded_nn.expanded(parameter) in the loss."
 )
 
-# what the forward does not write, or is looked at by name
+# attributes that the forward does not write, or that are looked at one by one
 _NOT_ITS_OWN = {*OURS, "_buffers", *(name for name in vars(nn.Module()) if name.startswith("_"))}
 
 
@@ -68,17 +68,17 @@ class Called:
     leaves: list[Any]  # of `args` and `kwargs`
     dims: list[int | None]  # where the samples stand in each leaf, if it has any, or `FOLDED`
     inputs: list[Tensor]  # the tensors among the leaves, but for single numbers
-    kind: Any  # what a trial tells of one call is taken for true of all calls of its kind
+    kind: Any  # what a trial finds holds for all calls of the same kind
 
     def by_sample(self, leaves: list[Any]) -> list[tuple[Any, int | None]]:
         """Leaves like those of the call, folded ones with a dimension for the samples, and where the samples stand."""
         return [unfolded(leaf, dim, self.batch) for leaf, dim in zip(leaves, self.dims, strict=True)]
 
     def kind_of_ways(self) -> Any:
-        """As `kind`, for comparisons with the forward on the whole batch.
+        """The `kind` for comparisons with the forward on the whole batch.
 
-        A checkpoint counts what is saved, also for a result that is given up: sizes that are equal by chance, and may
-        lead another way, are another kind in it.
+        A checkpoint counts what is saved, even for a result that is dropped. So in it sizes that equal B by chance,
+        which may lead another way, make another kind.
         """
         if checkpoint_hooks() is None:
             return self.kind
@@ -91,7 +91,7 @@ def unfolded(leaf: Any, dim: int | None, batch: int) -> tuple[Any, int | None]:
 
 
 def is_cache(leaf: Any) -> bool:
-    """Whether it is what models of `transformers` return for decoding: no loss reads it."""
+    """Whether it is a cache, which models of `transformers` return for decoding: no loss reads it."""
     return "Cache" in type(leaf).__name__
 
 
@@ -107,10 +107,10 @@ def of_sample(leaf: Tensor, dim: int, sample: int, batch: int) -> Tensor:
 class Mapped:
     """What came out of the forward, sample by sample."""
 
-    returned: Any  # what the forward has returned for a sample
-    tensors: list[Tensor]  # in place of the tensors in it, those of all samples
-    possible_dims: list[list[int]]  # where the samples may stand in each of these; in the first one they do now
-    is_filled_up: bool = False  # whether a result was shorter for some samples
+    returned: Any  # what the forward has returned for the last sample
+    tensors: list[Tensor]  # those of all samples, for each tensor in it
+    possible_dims: list[list[int]]  # where the samples may stand in each of these; now in the first one
+    is_filled_up: bool = False  # whether results of some samples were shorter, and zeros were added
 
     def with_samples_in(self, dims: Sequence[int]) -> Mapped:
         """The same with the samples in these dimensions."""
@@ -118,7 +118,7 @@ class Mapped:
         return dataclasses.replace(self, tensors=[moved(x, first, dim) for x, (first, *_), dim in moves])
 
     def laid_out(self, orders: Sequence[tuple[int, ...]]) -> Mapped:
-        """The same, laid out in memory as torch's result is, in these orders of dimensions: `view` depends on it."""
+        """The same, laid out in memory as torch's results are, by their `memory_order`: `view` depends on it."""
         return dataclasses.replace(self, tensors=list(map(_laid_out, self.tensors, orders)))
 
     def result(self) -> Any:
@@ -127,7 +127,7 @@ class Mapped:
 
 
 def moved(result: Tensor, first: int, dim: int) -> Tensor:
-    """A result with the samples moved from one dimension to another one, in which it has size 1 for one sample."""
+    """A result with the samples moved to another dimension, in which that of one sample has size 1."""
     if dim == first:
         return result
     if dim == FOLDED:
@@ -150,13 +150,13 @@ class Mapper:
 
         Args:
             leaves: The leaves of the arguments.
-            thorough: Whether to look into the objects that the module holds, too, for what the forward leaves behind.
+            thorough: Whether to look for what the forward leaves behind in objects that the module holds, too.
 
         Raises:
             PerSampleError: If `vmap` cannot follow the forward, if it leaves something behind, or if what it returns
                 cannot be put together.
         """
-        returned: list[Any] = []  # by `vmap` once, in a loop for each sample
+        returned: list[Any] = []  # one result under `vmap`, one per sample in a loop
         possible_dims: list[list[int]] = []  # the same for all samples
 
         def one_sample(weights: list[Tensor], inputs: list[Any]) -> list[Tensor]:
@@ -222,7 +222,7 @@ class Mapper:
             self._leave_traces()
         ends = (result.grad_fn for of_sample in results for result in of_sample)
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_of(*ends)):
-            raise complaint(  # not seen: what `vmap` could not follow is said instead
+            raise complaint(  # users see the error of `vmap` in its place
                 self.module.qualified_name,
                 "its samples go through it one after the other, and it holds a reentrant checkpoint",
                 "a checkpoint that is not reentrant",
@@ -260,7 +260,7 @@ class Mapper:
         return refused
 
     def _where_raised(self, error: BaseException) -> Any:
-        """Of the modules whose forwards ran when it was raised, the innermost that can go sample by sample itself."""
+        """The innermost module whose forward ran when it was raised and that can go sample by sample itself."""
         if self.module._alone:
             return self.module
         within = {id(module): module for module in self.module.modules()}
@@ -279,7 +279,7 @@ class Mapper:
     # What the forward leaves behind
 
     def _leave_traces(self) -> None:
-        """Leaves in the attributes what the forward of the whole batch leaves there."""
+        """Runs the plain forward once more, for what it leaves in attributes."""
         states = RandomStates([*self.module.modules(), self.call.args, self.call.kwargs])
         with torch.no_grad(), states, self.module._children_inside({}):
             self.module._plain_forward(*self.call.args, **self.call.kwargs)
@@ -303,7 +303,7 @@ class Mapper:
     def _possible_dims(self, output: Tensor) -> list[int]:
         """Where the one sample may stand in what the forward returned for it, `(…, 1, …)`, likeliest first.
 
-        With guests it has to stand where the module or the model says, as no plain forward can tell.
+        With `guests` there is no plain forward to compare with: it has to stand where the module or the model says.
         """
         ones = [dim for dim, size in enumerate(output.shape) if size == 1]
         may_be_folded = FOLDED in self.call.dims and output.dim() > 0
@@ -323,7 +323,7 @@ class Mapper:
         return [*ones, FOLDED] if may_be_folded else ones
 
     def _refuse_folded_alone(self, returned: Any, possible_dims: list[list[int]]) -> None:
-        """Raises where all results are folded: nothing in them tells whether the arguments were, in that order."""
+        """Raises where all results are folded: nothing in them tells whether arguments were folded in that order."""
         if possible_dims and all(dims == [FOLDED] for dims in possible_dims):
             raise self.module._refusal(
                 f"for one sample its forward returns a tensor of shape {tuple(_tensors(returned)[0].shape)}",
@@ -332,9 +332,9 @@ class Mapper:
             )
 
     def _refuse_unclear(self, output: Tensor, usual: int) -> None:
-        """Raises for `(B, 1)` and `(1, 1)` in a time-first model: positions, or samples, of what no argument says.
+        """Raises for `(B, 1)` and `(1, 1)` in a time-first model, if no argument has samples: B positions, or samples?
 
-        With an argument that has the samples, the plain forward's result tells where they are.
+        With an argument that has the samples, the plain forward's result tells.
         """
         batch, is_column = self.call.batch, output.dim() == 2 and output.shape[1] == 1
         if usual == 1 and is_column and len(output) in (1, batch) and set(self.call.dims) <= {None} and batch > 1:

@@ -1,4 +1,4 @@
-"""What a forward on the whole batch does with other tensors than its parameters, as far as samples may meet in it."""
+"""Operations of a forward on the whole batch in which samples may meet, with tensors that are no parameters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _TORCH, _LAYERS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).pa
 
 
 def is_of_a_layer() -> bool:
-    """Whether one of our layers calls the operation: which it takes is its own business, and may depend on sizes."""
+    """Whether one of our layers calls the operation: these keep samples apart, and may choose operations by sizes."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename.startswith(_TORCH) and frame.f_back is not None:
         frame = frame.f_back
@@ -50,7 +50,7 @@ def is_of_a_layer() -> bool:
 
 
 def along(func: Any, args: Any, kwargs: Any) -> str:
-    """The name of an operation, and whether it is one along the samples."""
+    """The name of an operation, and whether it works along the samples' dimension."""
     if func in _BY_KEY:
         key = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
         kind = "Tensor" if isinstance(key, Tensor) else type(key).__name__  # in a trace it is one of another class

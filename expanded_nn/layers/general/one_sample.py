@@ -33,7 +33,7 @@ class OneSample(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         hooks = checkpoint_hooks()
         if hooks is not None and hooks != self.hooks:
-            # once the vmap is over, nothing of it can be computed again
+            # a checkpoint within: nothing of the vmap can be computed again once it is over
             with uncounted():
                 return self._corrected(func, args, kwargs or {})
         if is_in_place(func) or func in _CORRECTED:
@@ -91,7 +91,7 @@ class OneSample(TorchFunctionMode):
 
 
 def _linear_of_all(batch: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """A linear map as that of a layer: at once for all samples, and its rows stay factored."""
+    """The linear map of a layer, for all samples at once, so that its rows stay factored."""
     return linear(*(_by_sample(tensor, dim, batch) for tensor, dim in zip(tensors, in_dims, strict=True))), 0
 
 

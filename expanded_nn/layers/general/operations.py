@@ -1,4 +1,4 @@
-"""The operations of autograd's graph: whose the numbers of a result are, where it is known whose its inputs' are.
+"""The operations of autograd's graph: whose the numbers of a result are, given whose those of its inputs are.
 
 The table at the end names the operations that have a rule, by their nodes in the graph.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,19 +16,20 @@ from torch import Tensor
 from expanded_nn.core import cost
 from expanded_nn.recording.graph import saved_dims, saved_number, turned_dims
 
+Result = TypeVar("Result")
 Samples = Tensor | None  # of a tensor: an index of its shape, of size 1 where it is constant; `None` of what has none
 NOBODY = -1  # in such an index: what is of no sample
 
 
 class Unknown(Exception):
-    """An operation has no rule, or brings numbers of several samples together."""
+    """The samples cannot be told: an operation has no rule, or brings numbers of several samples together."""
 
 
 class Memo:
-    """What functions of samples have given, by these tensors themselves: layers that are alike ask the same again.
+    """Remembers what functions of samples have given: layers that are alike ask the same again.
 
-    It is kept for the next forward, which asks the same where no values lead it. So nothing of it may be changed in
-    place.
+    Tensors count by their identity. It is kept for the next forward, which asks the same unless values lead it
+    elsewhere. So nothing of it may be changed in place.
     """
 
     def __init__(self) -> None:
@@ -37,20 +38,20 @@ class Memo:
         self.numel = 0
 
     def begin(self) -> None:
-        """Forgets what is too much to be kept for another forward."""
+        """Forgets all, if that is too much to be kept for another forward."""
         if self.numel > cost.KEPT_SAMPLES:
             self.__init__()  # type: ignore[misc]
 
-    def of(self, function: Callable[..., Any], *args: Any) -> Any:
+    def of(self, function: Callable[..., Result], *args: Any) -> Result:
         """`function(*args)`, which is computed once."""
         key = function, args  # a tensor is hashed by its identity
         if key not in self.found:
             self.found[key] = function(*args)
             self.numel += sum(x.numel() for x in args if isinstance(x, Tensor)) + 16
-        return self.found[key]
+        return cast(Result, self.found[key])
 
     def same(self, samples: Samples) -> Samples:
-        """Samples that depend on values; the tensor that was there before, where it has the same numbers."""
+        """The tensor with the same numbers as these samples that was asked about before, if there is one."""
         if samples is None:
             return None
         known = self.known.setdefault(samples.shape, [])
@@ -89,7 +90,7 @@ class Operation:
     def constant(self, samples: Tensor, dims: Sequence[int]) -> Tensor:
         if all(samples.shape[dim] == 1 for dim in dims):
             return samples
-        return self.memo.of(constant, samples, tuple(dims))  # type: ignore[no-any-return]
+        return self.memo.of(constant, samples, tuple(dims))
 
     def saved(self, name: str) -> Any:
         try:
@@ -98,7 +99,7 @@ class Operation:
             raise Unknown from None
 
     def dims(self, rank: int | None = None) -> list[int]:
-        """The dimensions that it names, of so many or those of the first input; all, if it names none."""
+        """The dimensions that it names, of `rank` or as many as the first input has; all, if it names none."""
         rank = len(self.shape_of(0)) if rank is None else rank
         return saved_dims(self.node, max(1, rank)) or list(range(rank))
 
@@ -108,7 +109,7 @@ def _shape(node: Any, number: int) -> tuple[int, ...]:
 
 
 def constant(samples: Tensor, dims: Sequence[int]) -> Tensor:
-    """The samples with size 1 in these dimensions; if they are not the same along one of them, they are unknown."""
+    """The samples with size 1 in these dimensions, along which they have to be the same."""
     for dim in dims:
         if samples.shape[dim] > 1:
             first = samples.narrow(dim, 0, 1)
@@ -119,7 +120,7 @@ def constant(samples: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def together(found: Sequence[Samples], dims: int, memo: Memo) -> Samples:
-    """The samples of what is computed number by number from several tensors, which broadcast."""
+    """The samples of what is computed number by number from several tensors that broadcast."""
     kept: list[Tensor] = []
     for samples in found:
         if samples is not None and not any(samples is other for other in kept):
@@ -147,7 +148,7 @@ def _with_dims(samples: Tensor, dims: int) -> Tensor:
 
 
 def reshaped(samples: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """The samples of a tensor in another shape; along dimensions in which they do not differ their size stays 1."""
+    """The samples of a tensor that is viewed in another shape; their size stays 1 where they do not differ."""
     if prod(before) == 0:
         raise Unknown
     whole: list[int] = []
@@ -160,7 +161,7 @@ def reshaped(samples: Tensor, before: Sequence[int], after: Sequence[int]) -> Te
 
 
 def _runs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, Sequence[int]]]:
-    """The shortest runs of dimensions that have equally many numbers in two shapes: dimensions, and sizes of the other.
+    """The shortest runs of dimensions that hold as many numbers in both shapes: dimensions of one, sizes of the other.
 
     From `(B, T, d)` to `(B * T, d)` they are dimensions 0 and 1 with `B * T`, and dimension 2 with `d`.
     """
@@ -185,7 +186,7 @@ def _elementwise(op: Operation) -> Samples:
 
 
 def _along(op: Operation) -> Samples:
-    """What computes with all numbers along some dimensions: there they have to be of one sample."""
+    """What computes with all numbers along some dimensions: they have to be of one sample."""
     samples = op.samples_of(0)
     if samples is None:
         return None
@@ -196,7 +197,7 @@ def _along(op: Operation) -> Samples:
     if samples.dim() - len(set(dims)) != len(op.shape):
         raise Unknown
     left = tuple(size for dim, size in enumerate(samples.shape) if dim not in dims)
-    return op.memo.of(Tensor.reshape, samples, left)  # type: ignore[no-any-return]
+    return op.memo.of(Tensor.reshape, samples, left)
 
 
 def _of_first(change: Callable[[Operation, Tensor], Tensor]) -> Callable[[Operation], Samples]:
@@ -208,16 +209,16 @@ def _of_first(change: Callable[[Operation, Tensor], Tensor]) -> Callable[[Operat
 
 
 def _viewed(op: Operation, samples: Tensor) -> Tensor:
-    return op.memo.of(reshaped, samples, op.shape_of(0), op.shape)  # type: ignore[no-any-return]
+    return op.memo.of(reshaped, samples, op.shape_of(0), op.shape)
 
 
 def _turned(op: Operation, samples: Tensor) -> Tensor:
     dims = cast("list[int]", turned_dims(op.node, samples.dim()))
-    return op.memo.of(Tensor.permute, samples, tuple(dims))  # type: ignore[no-any-return]
+    return op.memo.of(Tensor.permute, samples, tuple(dims))
 
 
 def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool = False) -> Callable[..., Samples]:
-    """A rule for what takes places along one dimension; of size 1, the samples are the same wherever it is taken."""
+    """A rule for what takes places along one dimension; where the samples have size 1, any place will do."""
 
     def change(op: Operation, samples: Tensor) -> Tensor:
         (dim,) = op.dims()
@@ -229,13 +230,13 @@ def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool 
 
 
 def _by_values(rule: Callable[[Operation], Samples]) -> Callable[[Operation], Samples]:
-    """A rule that gives another tensor each time, if mostly with the same numbers."""
+    """A rule whose samples depend on values: a new tensor each time, but mostly with the same numbers."""
     return lambda op: op.memo.same(rule(op))
 
 
 def _slice(op: Operation, samples: Tensor, dim: int) -> Tensor:
     bounds = (saved_number(op.saved(name)) for name in ("start", "end", "step"))
-    return op.memo.of(_sliced, samples, dim, *bounds)  # type: ignore[no-any-return]
+    return op.memo.of(_sliced, samples, dim, *bounds)
 
 
 def _sliced(samples: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
@@ -244,21 +245,19 @@ def _sliced(samples: Tensor, dim: int, start: int, end: int, step: int) -> Tenso
 
 def _selected(op: Operation, samples: Tensor, dim: int) -> Tensor:
     place = saved_number(op.saved("index"))
-    return op.memo.of(Tensor.select, samples, dim, place)  # type: ignore[no-any-return]
+    return op.memo.of(Tensor.select, samples, dim, place)
 
 
 def _part(op: Operation, samples: Tensor, dim: int) -> Tensor:
     sizes = op.saved("split_size") if hasattr(op.node, "_saved_split_size") else tuple(op.saved("split_sizes"))
-    return op.memo.of(torch.split, samples, sizes, dim)[op.number]  # type: ignore[no-any-return]
+    return op.memo.of(torch.split, samples, sizes, dim)[op.number]
 
 
 def _repeat(op: Operation, samples: Tensor) -> Tensor:
-    return op.memo.of(_repeated, samples, tuple(op.saved("repeats")))  # type: ignore[no-any-return]
-
-
-def _repeated(samples: Tensor, repeats: tuple[int, ...]) -> Tensor:
-    samples = _with_dims(samples, len(repeats))
-    return samples.repeat([times if size > 1 else 1 for times, size in zip(repeats, samples.shape, strict=True)])
+    repeats = op.saved("repeats")
+    samples = op.memo.of(_with_dims, samples, len(repeats))
+    times = (times if size > 1 else 1 for times, size in zip(repeats, samples.shape, strict=True))
+    return op.memo.of(Tensor.repeat, samples, tuple(times))
 
 
 def _whole(samples: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor:
@@ -267,26 +266,19 @@ def _whole(samples: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor
 
 
 def _flip(op: Operation, samples: Tensor) -> Tensor:
-    return op.memo.of(_flipped, samples, op.shape_of(0), tuple(op.dims()))  # type: ignore[no-any-return]
-
-
-def _flipped(samples: Tensor, shape: Sequence[int], dims: tuple[int, ...]) -> Tensor:
-    return _whole(samples, shape, dims).flip(dims)
+    dims = tuple(op.dims())
+    return op.memo.of(torch.flip, op.memo.of(_whole, samples, op.shape_of(0), dims), dims)
 
 
 def _roll(op: Operation, samples: Tensor) -> Tensor:
     if not op.saved("dims"):
         raise Unknown
-    shifts = tuple(saved_number(shift) for shift in op.saved("shifts"))
-    return op.memo.of(_rolled, samples, op.shape_of(0), shifts, tuple(op.dims()))  # type: ignore[no-any-return]
-
-
-def _rolled(samples: Tensor, shape: Sequence[int], shifts: tuple[int, ...], dims: tuple[int, ...]) -> Tensor:
-    return torch.roll(_whole(samples, shape, dims), shifts, dims)
+    shifts, dims = tuple(map(saved_number, op.saved("shifts"))), tuple(op.dims())
+    return op.memo.of(torch.roll, op.memo.of(_whole, samples, op.shape_of(0), dims), shifts, dims)
 
 
 def _filled_up(op: Operation, samples: Tensor) -> Tensor:
-    """The samples of a tensor whose other numbers are of none: these count as those beside them."""
+    """The samples of a tensor to which numbers of no sample were added: these count as those beside them."""
     if samples.numel() == 1 and op.batch > 1:
         raise Unknown
     return samples
@@ -407,7 +399,7 @@ def _stack(op: Operation) -> Samples:
         return None
     (dim,) = op.dims(len(op.shape))
     if len(there) == len(found) and _are_equal(there):
-        return op.memo.of(Tensor.unsqueeze, there[0], dim)  # type: ignore[no-any-return]
+        return op.memo.of(Tensor.unsqueeze, there[0], dim)
     return _cat(op, [None if samples is None else samples.unsqueeze(dim) for samples in found], dim)
 
 

@@ -1,8 +1,8 @@
-"""Whose is what: the samples that the numbers of a tensor belong to, read from the graph that it was computed by.
+"""Whose is what: to which sample each number of a tensor belongs, read from the graph that it was computed by.
 
-A forward may fold its samples into rows, `(B, T, d)` to `(B * T, d)`, and take some of these, as each expert of a
-mixture does. What it did stands in autograd's graph, with the indices by which it took them. So the samples of the rows
-are known, whatever their number is. Where an operation is not in the table of `operations.py` they are not.
+A forward may fold its samples, `(B, T, d)` to `(B * T, d)`, and take some positions of that, as each expert of a
+mixture does. What it did stands in autograd's graph, with the indices by which it took them. So the sample of each is
+known, however many there are; but not behind an operation that is not in the table of `operations.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Owners:
     def __init__(self, batch: int, module: Any, memo: Memo) -> None:  # of the general rule
         self.batch, self.module, self.memo = batch, module, memo
         memo.begin()
-        self.by_sample: list[Tensor] = []  # the arguments that have one row for each sample
+        self.by_sample: list[Tensor] = []  # the arguments that have the samples first
         # by the node that made a tensor, and which of its outputs it is
         self.known: dict[tuple[Any, int], Samples] = {}
         self.anchor = torch.zeros((), requires_grad=True)
@@ -59,9 +59,9 @@ class Owners:
         return self._standing_in(x, 0)
 
     def _standing_in(self, x: Tensor, dim: int) -> Tensor:
-        """The samples of a tensor that has them in a dimension, or is folded."""
+        """The samples of a tensor that has them in order in a dimension, or is folded."""
         times = x.shape[0] // self.batch if dim == FOLDED else 1
-        return self.memo.of(_in_order, self.batch, times, max(dim, 0), x.dim(), x.device)  # type: ignore[no-any-return]
+        return self.memo.of(_in_order, self.batch, times, max(dim, 0), x.dim(), x.device)
 
     def refuse_others_places(self, result: Any, dims: Sequence[int]) -> None:
         """Raises unless the samples stand in `dims` of the tensors that are returned, in order."""
@@ -82,14 +82,14 @@ class Owners:
             self.note(x, self._first(x))
 
     def have_a_row_each(self, x: Tensor) -> bool:
-        """Whether a tensor has one row for each sample, in order."""
+        """Whether a tensor `(B, *)` has the samples first, in order."""
         if not has_derivatives(x):  # no graph tells of it
             return any(x is argument for argument in self.by_sample)
         arrangement = self.of_rows(x)
         return arrangement is not None and arrangement.length == 1
 
     def are_shared(self, x: Tensor) -> bool:
-        """Whether a tensor is one that the module holds for all samples, or a part of it."""
+        """Whether a tensor is a buffer of the module, or a view of one."""
         whole = x if x._base is None else x._base
         return any(whole is buffer for buffer in self.module.buffers())
 
@@ -116,7 +116,7 @@ class Owners:
         Raises:
             Unknown: If a row is of several samples, or of none.
         """
-        return self.memo.of(_arranged, samples, count, self.batch)  # type: ignore[no-any-return]
+        return self.memo.of(_arranged, samples, count, self.batch)
 
     def _of(self, node: Any, number: int) -> Samples:
         key = node, number
@@ -133,7 +133,7 @@ class Owners:
 
 
 def _in_order(batch: int, times: int, dim: int, dims: int, device: torch.device) -> Tensor:
-    """The samples of a tensor that has each of them so many times in one of its dimensions."""
+    """The samples of a tensor that has each of them `times` times in dimension `dim`, one after the other."""
     rows = torch.arange(batch, device=device).repeat_interleave(times)
     return rows.view(*[1] * dim, -1, *[1] * (dims - 1 - dim))
 
@@ -157,7 +157,7 @@ class Arrangement:
         samples: The same with as many dimensions as the tensor has.
     """
 
-    length: int | None  # how many rows each sample has, where they are as many for all and stand together, in order
+    length: int | None  # rows per sample, if all have as many, which stand together and in order
 
     def __init__(self, owner: Tensor, batch: int, samples: Tensor) -> None:
         self.owner, self.batch, self.samples = owner, batch, samples
@@ -193,7 +193,7 @@ class Arrangement:
         return y if self.length is not None else y.index_select(0, self.slots()[0])
 
     def slots(self) -> tuple[Tensor, int]:
-        """Where each row stands among those of all samples, `(n,)`, and how many places there are for a sample."""
+        """The place of each row in a padded tensor `(B * T, *)`, `(n,)`; and T."""
         if self._slots is None:
             is_of = self.owner[:, None] == torch.arange(self.batch, device=self.owner.device)
             counts = is_of.cumsum(0)  # (n, B)

@@ -3,9 +3,9 @@
 A call goes this way (`General.expanded_forward`):
 
 1. Its arguments are read: where do the samples stand in each (`_called`)?
-2. If they stand first, the forward runs on the whole batch (`_on_whole_batch`), with tensors in place of the parameters
-   that know their samples. What may be done with these says the table in `whole.py`. The result counts if a comparison
-   with step 3 has found it right, for this kind of call and this way through the forward (`trial.py`).
+2. If they stand first, the forward runs on the whole batch (`_on_whole_batch`). In place of the parameters it has
+   tensors with a value per sample; the table in `whole.py` says what may be done with them. The result counts only if a
+   comparison with step 3 was right, for this kind of call and this way through the forward (`trial.py`).
 3. Otherwise each sample goes through the forward alone (`_sample_by_sample`), under `vmap` or in a loop. The first
    result for a kind of call is compared with that of the plain forward.
 """
@@ -60,10 +60,10 @@ class General(Expanded):
     """
 
     calls_others: ClassVar[bool] = True
-    _trials: Told | None = None  # there once it is asked for, as `_told`
-    _alone: ClassVar[bool] = False  # whether it goes sample by sample in any case,
-    _loops: ClassVar[bool] = False  # and in a loop
-    _ranks: dict[str, int] | None = None  # of each own parameter, those in lists included, when it was converted
+    _trials: Told | None = None  # made when `_told` is first asked for
+    _alone: ClassVar[bool] = False  # whether modules of the class go through the rule with all that is in them
+    _loops: ClassVar[bool] = False  # whether their samples go in a loop, as `vmap` fails
+    _ranks: dict[str, int] | None = None  # own parameter, in lists too, -> its number of dimensions at conversion
 
     @property
     def _told(self) -> Told:
@@ -76,7 +76,7 @@ class General(Expanded):
         return self._loops or (self._learned is not None and self._learned.loops)
 
     def note_ranks(self) -> None:
-        """Notes how many dimensions the parameters have without a batch dimension."""
+        """Notes how many dimensions the parameters have now, as long as none has a batch dimension."""
         lists = [(f"{name}.", child) for name, child in self.named_modules() if isinstance(child, PARAMETER_LISTS)]
         vars(self)["_ranks"] = {
             prefix + name: parameter.dim()
@@ -89,7 +89,7 @@ class General(Expanded):
         return next((guest.shape[0] for guest in self._guests()), None)
 
     def _guests(self) -> list[Tensor]:
-        """The parameters that have come with a batch dimension of their own."""
+        """The own parameters that the user has replaced by tensors with a batch dimension."""
         return [parameter for _, parameter, rank in self._own() if parameter.dim() == rank + 1]
 
     def _has_own_rows(self) -> bool:
@@ -120,7 +120,7 @@ class General(Expanded):
         return tree_unflatten([self._with_all_rows(leaf) for leaf in leaves], structure)
 
     def _with_all_rows(self, output: Any) -> Any:
-        """A result, once for each sample if it is one that all of them share."""
+        """A result; if all samples share one row of it, that row once per sample."""
         if not isinstance(output, Tensor) or output.dim() == 0:
             return output
         dim, batch = self._dim_of(output), self.pass_batch_size
@@ -152,7 +152,7 @@ class General(Expanded):
         return result
 
     def _refuse_no_samples(self, call: Called) -> None:
-        """Raises if no argument has a row per sample, or the first tensor has not where it has to."""
+        """Raises if no argument has one row per sample, or if the samples stand elsewhere in the first tensor."""
         is_shared = call.batch > 1 and call.dims.count(None) == len(call.dims)
         note_input(self, shared=is_shared)
         if self._learned is not None and is_shared:
@@ -172,7 +172,7 @@ class General(Expanded):
     # Where the samples stand in the arguments
 
     def _called(self, args: Any, kwargs: Any) -> Called:
-        """What the forward is called with, and where the samples stand in it as a rule."""
+        """What the forward is called with, and where the samples usually stand in such arguments."""
         batch = self.pass_batch_size
         is_plain = not kwargs and all(type(arg) is Tensor for arg in args)
         leaves = list(args) if is_plain else tree_leaves((args, kwargs))
@@ -186,9 +186,9 @@ class General(Expanded):
         """Where the samples stand in the arguments: as `call` says, or elsewhere if only that is right.
 
         In states, `(layers, B, hidden)`, they may stand second. In a model that has them second, they may stand first
-        in a matrix, as in a mask `(B, T)` or what is left of a sequence, `(B, features)`; or nowhere, as in a mask
-        `(T, T)`. To a module that goes sample by sample as a whole an argument of the model may come folded, as the
-        patches of all images do, `(B * n, features)`.
+        in a matrix, as in a mask `(B, T)` or in the last step of a sequence, `(B, features)`; or nowhere, as in a mask
+        `(T, T)`. An `Alone` module may get an argument of the model that is folded, as the patches of all images are,
+        `(B * n, features)`.
         """
         kind, known = (*call.kind, *states, *others, self.goes_in_a_loop()), self._told.readings
         if kind not in known:
@@ -199,15 +199,16 @@ class General(Expanded):
         return known[kind]
 
     def _may_be_states(self, call: Called) -> list[bool]:
-        """Which arguments may be states with the samples second: those behind the one that says B by its first size."""
+        """Which arguments may be states with the samples second: only those behind the first that has them first."""
         first = call.dims.index(0) + 1 if 0 in call.dims else len(call.dims)
         behind = zip(call.leaves[first:], call.dims[first:], strict=True)
         return [False] * first + [call.batch > 1 and dim != 1 and is_like_a_state(x, call.batch) for x, dim in behind]
 
     def _may_be_otherwise(self, call: Called) -> list[tuple[int | None, ...]]:
-        """Where else the samples may stand in each argument: in matrices first or nowhere, but for the one that says B.
+        """Where else the samples may stand in each argument, if anywhere.
 
-        Or in several rows of each sample.
+        In a matrix of a model that has them second: first, or nowhere, unless the matrix is what says B. In an argument
+        that may be folded: in several rows per sample.
         """
         matrices = [self._is_matrix(leaf) and leaf.shape[0] == call.batch for leaf in call.leaves]
         if call.dims.count(None) == len(call.dims):  # a table may have B rows by chance
@@ -219,7 +220,7 @@ class General(Expanded):
         return [(0, None) if is_matrix else (FOLDED,) if is_folded else () for is_matrix, is_folded in otherwise]
 
     def _may_be_folded(self, leaf: Any, batch: int) -> bool:
-        """Whether an argument of the model may have several rows of each sample, one sample's after the other's."""
+        """Whether it is an argument of the model that may have several rows per sample, sample after sample."""
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or batch < 2 or not self.model_batch_first:
             return False
         if cost.is_symbol(batch) and not cost.is_symbol(leaf.shape[0]):  # it stays as it is in batches of other sizes
@@ -229,29 +230,29 @@ class General(Expanded):
         return times > 1 and left == 0 and forward is not None and forward.is_argument(leaf)
 
     def _is_matrix(self, leaf: Any) -> bool:
-        """Whether it is a matrix in which the samples stand second as a rule."""
+        """Whether it is a matrix in which the samples usually stand second."""
         return isinstance(leaf, Tensor) and leaf.dim() == 2 and self._dim_of(leaf) == 1
 
     def _is_of_samples(self, leaf: Tensor) -> bool:
-        """Whether it is an argument of the model, or computed from what layers made of these."""
+        """Whether it is an argument of the model, or was computed from what layers returned."""
         forward = None if self._recorder is None else self._recorder.forward
         return (leaf.requires_grad and comes_from_rows(leaf)) or (forward is not None and forward.is_argument(leaf))
 
     def _reads_either_way(self, leaf: Any) -> bool:
-        """Whether it is such a matrix and equals its transpose: where its samples stand, no comparison tells.
+        """Whether it is such a matrix and equals its transpose: then no comparison tells where its samples stand.
 
-        So what was found with one is good for others like it only.
+        So what is found with it holds only for other matrices that equal their transposes.
         """
         if not self._is_matrix(leaf) or is_traced() or leaf.is_meta:
             return False
         return leaf.shape[0] == leaf.shape[1] and torch.equal(leaf, leaf.mT)
 
     def _best_reading(self, call: Called, states: list[bool], others: list[tuple[int | None, ...]]) -> list[int | None]:
-        """The first reading that is right, or else the first of which an error says what is not."""
+        """The first reading that is right; if none is, the one whose error tells the user most."""
         pairs = list(zip(states, call.dims, strict=True))
         where_unknown = [1 if is_state and dim is None else dim for is_state, dim in pairs]
         everywhere = [1 if is_state else dim for is_state, dim in pairs]
-        # first what changes least: a state may be an input whose second size is B by chance
+        # first the readings that change least: what looks like a state may be an input whose second size is B by chance
         readings = (_readings(dims, others) for dims in (call.dims, where_unknown, everywhere))
         errors: dict[tuple[int | None, ...], Exception] = {}
         for reading in dict.fromkeys(chain(*readings)):
@@ -262,7 +263,8 @@ class General(Expanded):
         # where only `vmap` fails, a loop over the samples comes next
         told = [reading for reading, error in errors.items() if getattr(error, "by_vmap", False)]
         refused = [reading for reading, error in errors.items() if isinstance(error, PerSampleError)]
-        told += sorted(refused, key=lambda reading: errors[reading].__cause__ is not None)  # last those that failed
+        # last those by which the forward itself has failed
+        told += sorted(refused, key=lambda reading: errors[reading].__cause__ is not None)
         return list(told[0]) if told else call.dims
 
     def _error_of(self, call: Called) -> Exception | None:
@@ -283,11 +285,11 @@ class General(Expanded):
             return error
 
     def _sample_by_sample(self, call: Called) -> Any:
-        """The result of each sample alone; the first one for a kind of call is compared with the plain forward."""
+        """What the forward gives each sample alone; the first call of a kind is compared with the plain forward."""
         mapper, forward = self._mapper(call), None if self._recorder is None else self._recorder.forward
         if call.batch == 0:
             return mapper.without_samples()
-        # where each value may lead another way, or say that rows are another sample's
+        # another value may lead the forward another way, or tell that rows are another sample's: compared at each call
         by_values = self.goes_in_a_loop() or FOLDED in call.dims
         known = self._told.compared
         derivatives = self._compares_derivatives(call)
@@ -314,7 +316,7 @@ class General(Expanded):
         return mapped.with_samples_in(compared.dims).laid_out(compared.orders).result()
 
     def _compares_derivatives(self, call: Called) -> bool:
-        """Whether derivatives are compared: once for each kind of call, and not in a checkpoint's second forward."""
+        """Whether derivatives are compared: once per kind of call, and not while a checkpoint computes again."""
         return torch.is_grad_enabled() and call.kind not in self._told.with_derivatives and running_backward() < 0
 
     def _mapper(self, call: Called) -> Mapper:
@@ -332,7 +334,7 @@ class General(Expanded):
         return Mapper(self, call, originals, expanded, guests)
 
     def _may_run_whole(self, call: Called) -> bool:
-        """Whether the forward may run on the whole batch, if its first trial says so."""
+        """Whether the forward may run on the whole batch, as far as is known without a trial."""
         if not torch.is_grad_enabled() or cost.is_symbol(call.batch) or call.batch == 0:
             return False
         if self._recorder is None or self._recorder.forward is None:  # with weights that come with a batch dimension
@@ -358,15 +360,15 @@ class General(Expanded):
         ways = ways.after(*self._judged(call, hooks=ways.hooks)) if ways.trials_left else NO_WAYS
         result, way = self._attempt(call, call.args, call.kwargs) if ways.known else (None, None)
         is_known = way in ways.known
-        if ways.known and not is_known:  # what the hooks of its children add may be what it did otherwise
+        if ways.known and not is_known:  # the comparison left out the children's hooks, which may be the difference
             ways = ways._replace(hooks=True)
         self._told.ways[kind] = ways
         return result if is_known else NotImplemented
 
     def _attempt(self, call: Called, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
-        """The result of the forward on the whole batch, and the way it has gone; `None` if it was not possible.
+        """The result of the forward on the whole batch, and the way it has gone; `None` if it cannot run so.
 
-        The arguments are those of the call, or others like them.
+        The arguments are those of the call, or copies of them.
         """
         recorder = self._recorder
         assert recorder is not None
@@ -397,7 +399,7 @@ class General(Expanded):
         return result, (*run.way_gone(), *heard[before:])
 
     def _lent(self) -> tuple[list[Slot], list[Tensor]]:
-        """The parameters that know their samples in it: where they are, and themselves."""
+        """The parameters that get a value per sample in it: where they are, and they themselves."""
         own = self._own()
         return [place for place, _, _ in own], [parameter for _, parameter, _ in own]
 
@@ -422,7 +424,7 @@ class General(Expanded):
             return Verdict.WRONG, None
 
     def _vmap_refusal(self, *said: str) -> PerSampleError:
-        """What to say where `vmap` cannot follow the forward, but a loop over the samples may."""
+        """The error of a forward that `vmap` cannot follow, but a loop over the samples may."""
         error = self._refusal(*said)
         error.by_vmap = True
         return error
@@ -437,11 +439,11 @@ class General(Expanded):
                 )
 
     def _children_inside(self, lent: Mapping[Slot, Lent]) -> AbstractContextManager[None]:
-        """Expanded layers that are called meanwhile find their parameters here, whose places `vmap` has taken."""
+        """Meanwhile expanded layers within find their parameters in `lent`, as other tensors stand in their places."""
         return nullcontext() if self._recorder is None else self._recorder.in_general_rule(lent)
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
-        return self._plain_forward(*args, **kwargs)  # sample by sample already; its layers find their own way
+        return self._plain_forward(*args, **kwargs)  # each sample is alone already; its layers leave the `vmap`
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         return super(Expanded, self).forward(*args, **kwargs)
@@ -459,17 +461,17 @@ class General(Expanded):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             return None
         dim = self._dim_of(leaf)
-        # an index that is an argument of the model has no features: a comparison tells where its samples stand
+        # not for an index that is an argument of the model: a comparison tells where its samples stand
         if self._is_matrix(leaf) and (has_derivatives(leaf) or not self._is_of_samples(leaf)):
             refuse_square(self, leaf)
         return dim if leaf.shape[dim] == batch else None
 
     def _dim_of(self, tensor: Tensor) -> int:
-        """Where the samples stand: as the module says, if it has a `batch_first` of its own, or as the model does."""
+        """Where the samples stand: as the module's own `batch_first` says, or else the model's."""
         return batch_dim(tensor.dim(), batch_first=getattr(self, "batch_first", self.model_batch_first))
 
     def _refuse_shards_within(self) -> None:
-        """FSDP gathers a module's parameters in hooks, which comparisons leave out and a `vmap` would repeat."""
+        """Raises if FSDP shards a module within: its hooks gather parameters, and comparisons do not call them."""
         sharded = self._recorder is not None and self._recorder.leaves.sharded
         within = [name for name, module in self.named_modules() if name and is_sharded(module)] if sharded else ()
         if within:
@@ -501,7 +503,7 @@ class General(Expanded):
 
 
 def _readings(dims: list[int | None], others: list[tuple[int | None, ...]]) -> list[tuple[int | None, ...]]:
-    """Where samples may stand: as in `dims`; or elsewhere, in each argument or in some. At most 27 are tried."""
+    """Where samples may stand: as in `dims`, or elsewhere in all arguments, or in some of them; at most 27 of these."""
     everywhere = tuple(own[0] if own else dim for dim, own in zip(dims, others, strict=True))
     some = product(*((dim, *own) for dim, own in zip(dims, others, strict=True)))
     readings = dict.fromkeys([tuple(dims), everywhere, *islice(some, 27)])
@@ -510,6 +512,6 @@ def _readings(dims: list[int | None], others: list[tuple[int | None, ...]]) -> l
 
 @contextmanager
 def _unnoticed(forward: Forward) -> Iterator[None]:
-    """For comparisons: what layers note meanwhile is forgotten; a checkpoint around does not count what is saved."""
+    """For comparisons: layers' notes are dropped, and a checkpoint around does not count what is saved."""
     with meanwhile(forward, notes=InputNotes()), uncounted():
         yield

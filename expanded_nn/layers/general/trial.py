@@ -1,4 +1,4 @@
-"""The trial that the general rule makes first: the whole batch has to give what its samples give alone."""
+"""The general rule's trial: the forward of the whole batch has to give what the samples give alone."""
 
 from __future__ import annotations
 
@@ -43,32 +43,32 @@ from expanded_nn.recording.lift import swapped
 
 
 class Compared(NamedTuple):
-    """What came out when the results of the samples were compared with the plain forward of the whole batch."""
+    """What a comparison of the samples' results with the plain forward of the whole batch has found."""
 
-    alike: bool  # whether they are the same; random results may not be comparable
+    alike: bool  # whether they are the same; `False` where random numbers leave nothing to compare
     dims: tuple[int, ...]  # where the samples stand in each result
-    orders: tuple[tuple[int, ...], ...]  # how each result of the plain forward lies in memory, by `memory_order`
+    orders: tuple[tuple[int, ...], ...]  # of each result of the plain forward, its `memory_order`
 
     def fits(self, mapped: Mapped) -> bool:
-        """Whether the samples may stand there in other results."""
+        """Whether the samples may stand in the same dimensions of other results."""
         possible = mapped.possible_dims
         return len(possible) == len(self.dims) and all(map(contains, possible, self.dims))
 
 
-Way = tuple[Any, ...]  # what a forward on the whole batch has done with its parameters
+Way = tuple[Any, ...]  # what a forward on the whole batch has done with its parameters, see `Run`
 
 
 class Ways(NamedTuple):
-    """What comparisons of the forward on the whole batch have told, for calls of a kind."""
+    """In which ways a forward on the whole batch is right, for calls of a kind, as far as comparisons have told."""
 
-    known: frozenset[Way] = frozenset()  # in which it was right
+    known: frozenset[Way] = frozenset()  # those in which it was right
     trials_left: int = 8  # how many more comparisons there may be
-    hooks: bool = False  # whether the forward hooks of modules within are called in them
+    hooks: bool = False  # whether these call the forward hooks of modules within
 
     def after(self, verdict: Verdict, way: Way | None) -> Ways:
-        """What is known after another comparison; one that was wrong ends it.
+        """What is known after another comparison; after a wrong one the module never runs so again.
 
-        An unclear one counts for three: if the gradients of the first steps are zero, those of the next ones will be.
+        An unclear one counts for three: where the gradients of a step are zero, those of the next will be, too.
         """
         if verdict is Verdict.WRONG:
             return NO_WAYS
@@ -85,18 +85,18 @@ class Told:
     """What trials have told of a module, by the kind of a call."""
 
     readings: dict[Any, list[int | None]] = field(default_factory=dict)  # where the samples stand in its arguments
-    compared: dict[Any, Compared] = field(default_factory=dict)  # and in its results
+    compared: dict[Any, Compared] = field(default_factory=dict)  # where they stand in its results
     with_derivatives: set[Any] = field(default_factory=set)  # the kinds of which derivatives were compared as well
-    ways: dict[Any, Ways] = field(default_factory=dict)  # in which its forward is right on the whole batch
+    ways: dict[Any, Ways] = field(default_factory=dict)  # how its forward may run on the whole batch
     needs_hooks: bool = False  # whether its forward needs what hooks of modules within it collect
-    memo: Memo = field(default_factory=Memo)  # of the samples of folded rows
-    turn: int = -1  # how many calls of a module that loops have run so, from 0 on
+    memo: Memo = field(default_factory=Memo)  # of whose folded rows are
+    turn: int = -1  # the number, from 0 on, of the last call of a looping module that ran on the whole batch
 
 
 def without_hooks(module: Any, states: RandomStates, run: Callable[[bool], Any]) -> Any:
-    """What `run(hooks)` gives without the hooks of modules within; with them, if it needs what they collect.
+    """What `run(hooks)` gives without the hooks of modules within; with them, if it fails else.
 
-    So it is with models that take hidden states from hooks.
+    Some models need what their hooks collect, such as hidden states.
     """
     told: Told = module._told
     try:
@@ -114,9 +114,9 @@ def without_hooks(module: Any, states: RandomStates, run: Callable[[bool], Any])
 class Trial:
     """Compares the samples' results with the plain forward of the whole batch: they have to be the same.
 
-    They are not if the forward mixes samples, or if an argument that all samples share has B rows by chance. What a
-    forward leaves behind is taken back, and random states as well. If it draws random numbers, these are fixed for the
-    comparison; if that does not help, a derivative tells whether samples are mixed.
+    They differ if the forward mixes samples, or if an argument that all samples share has B rows by chance. What the
+    forwards leave behind is taken back, random states as well. Random numbers that they draw are replaced by fixed
+    ones; if the results differ nevertheless, derivatives tell whether samples are mixed.
 
     Args:
         mapper: Sends arguments through the forward of the module sample by sample; it has the call that is made.
@@ -136,10 +136,10 @@ class Trial:
 
     @torch.no_grad()
     def _first(self) -> list[Tensor]:
-        """The plain forward's tensors. It may change parameters in place only if that is done once it has run.
+        """The plain forward's tensors. It may change a parameter in place, if running again changes nothing more.
 
         Raises:
-            PerSampleError: If it changes one each time that it runs, as by a factor; they are put back.
+            PerSampleError: If each run changes one further, as by a factor; all are put back.
         """
         parameters = [weight for weight in self.mapper.originals.values() if not weight.is_meta]
         before = [weight.detach().clone() for weight in parameters]
@@ -167,9 +167,9 @@ class Trial:
 
     @torch.no_grad()
     def plain(self, *, hooks: bool, arguments: Any = None, draws: bool = False) -> list[Tensor]:
-        """The plain forward's tensors for the whole batch, from these arguments or others.
+        """The plain forward's tensors for the whole batch, from the call's arguments or others.
 
-        Random states stay as they are; with `draws` they do not, and the next forward draws other numbers.
+        Random states are put back; with `draws` they are not, so that the next forward draws other numbers.
         """
         args, kwargs = copies(self.arguments if arguments is None else arguments)
         with without_traces(self.module, hooks=hooks), self.module._children_inside({}):
@@ -190,7 +190,7 @@ class Trial:
                 if self.is_random:
                     mapped, _ = self.mapped_again()
                 needs_hooks = self.module._told.needs_hooks
-                for hooks in sorted({needs_hooks, self.hooks}):  # those of its children may add to what it returns
+                for hooks in sorted({needs_hooks, self.hooks}):  # they may add to what the forward returns
                     is_other = hooks != needs_hooks or self.is_random
                     expected = self.plain(hooks=hooks) if is_other else self.expected
                     dims = self._dims(mapped, expected)
@@ -204,7 +204,7 @@ class Trial:
                         return Compared(True, dims, tuple(map(memory_order, expected)))
                 repeats = self._repeats(expected)
                 is_certain = repeats and (not self.is_random or self._repeats(expected, other_numbers=True))
-            # that they differ tells nothing where the plain forward gives another result each time
+            # where the plain forward gives another result each time, a difference tells nothing
             if dims is None or mapped.is_filled_up or is_certain or self._mixes(dims, repeats=repeats):
                 raise self._refusal()
         return Compared(False, dims, tuple(map(memory_order, expected)))
@@ -238,7 +238,7 @@ class Trial:
 
     @contextmanager
     def by_samples(self) -> Iterator[None]:
-        """Raises a refusal where the forward fails sample by sample, as it does not on the whole batch."""
+        """Raises a refusal where the forward fails sample by sample: on the whole batch it has run."""
         try:
             yield
         except (PerSampleError, torch.OutOfMemoryError):
@@ -305,20 +305,18 @@ class Trial:
         sums = [None if each is None else as_factored(each).weighted_sum(each.new_ones(self.batch)) for each in rows]
         others = {id(p) for (module, _), p in originals.items() if getattr(module, "scale_grad_by_freq", False)}
         for place, number in enumerate(number for number, weight in of_parameters.items() if weight.requires_grad):
-            if (
-                number in others
-            ):  # torch counts an index over the whole batch, so that its gradient is not the rows' sum
+            if number in others:  # torch counts frequencies in the whole batch: the gradient is not the rows' sum
                 sums[place] = given[place] = None
         return are_alike([*sums, *of_inputs], given, self._size_of_arguments())
 
     def _with_derivatives(self) -> tuple[list[Tensor], Any]:
-        """Inputs to ask derivatives by, and arguments like those of the call that are computed from them."""
+        """Copies of the floating tensors among the arguments, to take derivatives by, and arguments made of them."""
         leaves, structure = tree_flatten(copies(self.arguments))
         inputs = [leaf.requires_grad_() for leaf in leaves if _is_float(leaf)]
         return inputs, tree_unflatten([leaf.clone() if _is_float(leaf) else leaf for leaf in leaves], structure)
 
     def _dims(self, mapped: Mapped, expected: list[Tensor]) -> tuple[int, ...] | None:
-        """Where the samples stand in each result, as its shape says; `None` if there are more results, or fewer."""
+        """Where the samples stand in each result, by the plain result's shape; `None` if their numbers differ."""
         if len(mapped.tensors) != len(expected):
             return None
         dims = []
@@ -399,7 +397,7 @@ class Trial:
 
 
 def _for_all(plain: Tensor, result: Tensor, dim: int) -> Tensor:
-    """A result of the plain forward; one row that all samples share as often as there are samples."""
+    """A result of the plain forward; a single row that all samples share, once per sample."""
     if plain.dim() != result.dim() or plain.dim() == 0 or dim == FOLDED or plain.shape[dim] != 1:
         return plain
     return plain.expand(*plain.shape[:dim], result.shape[dim], *plain.shape[dim + 1 :])

@@ -1,10 +1,9 @@
 """The general rule on the whole batch: a forward runs once, with parameters that know their samples.
 
-A parameter of its own meets the batch as a `Batched` tensor. To the forward it looks like the parameter, `(*shape)`; it
-holds a value for each sample, `(B, *shape)`. What may be done with it stands in one table, below; what is not there
-runs by `vmap`, if the forward does not fold its samples or all is computed from parameters. An operation on
-`Batched` tensors, alone or with what all samples share, gives a `Batched` tensor; with a tensor of B rows it gives a
-plain tensor of B rows.
+In the forward a parameter is a `Batched` tensor. It looks like the parameter, `(*shape)`, and holds a value for each
+sample, `(B, *shape)`. What may be done with it stands in one table, below; what is not there runs by `vmap`, if the
+forward does not fold its samples, or if only parameters are in it. An operation on `Batched` tensors, alone or with
+what all samples share, gives a `Batched` tensor; with a plain tensor `(B, *)` it gives a plain tensor `(B, *)`.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def _requires_grad(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
-    """Tensors that broadcast against each other: parameters with rows of the samples, or with what these share."""
+    """Operations on tensors that broadcast: parameters with tensors `(B, *)`, or with what all samples share."""
     refuse_unless(not any(isinstance(operand, Tensor) for operand in kwargs.values()))
     run = run_of(args)
     own = [operand for operand in args if is_own(operand)]
@@ -76,7 +75,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     if run.owners is not None and any(operand.dim() for operand in plain):
         result = with_folded_rows(func, args, kwargs, run.owners, dims)
         return _with_shared(func, args, kwargs, run, dims) if result is NotImplemented else result
-    if any(operand.rank == 0 for operand in own):  # a number takes the dtype of the others, a row of numbers does not
+    if any(operand.rank == 0 for operand in own):  # a number would take the dtype of the others, `(B,)` does not
         refuse_unless(len({operand.dtype for operand in chain((mine.value for mine in own), plain)}) == 1)
     if any(run.has_rows(operand, dims) for operand in plain):
         run.note(func, whole=True)
@@ -86,7 +85,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _with_shared(func: Any, args: Any, kwargs: Any, run: Run, dims: int) -> Batched:
-    """With numbers, and with tensors that all samples share and that are no larger than a parameter."""
+    """The same with numbers, and with tensors that all samples share and that are no larger than a parameter."""
     is_tensor = [isinstance(arg, Tensor) and (is_own(arg) or arg.dim() > 0) for arg in args]
     numbers = [arg for arg, is_operand in zip(args, is_tensor, strict=True) if not is_operand]
     operands = [arg for arg, is_operand in zip(args, is_tensor, strict=True) if is_operand]
@@ -112,7 +111,7 @@ def _of_each_number(func: Any, args: Any, kwargs: Any) -> Batched:
 
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Batched:
-    """Another dtype; a value that is expanded stays so."""
+    """Another dtype; a value with stride 0 keeps it."""
     own, rest = own_of(args[0]), args[1:]
     refuse_unless(not any(map(is_own, rest)))
     like = func(own.value.new_empty(()), *rest, **kwargs)
@@ -168,7 +167,7 @@ def _same(func: Any, args: Any, kwargs: Any) -> Batched:
 
 
 def _view(change: Callable[..., Callable[[Tensor], Tensor]]) -> Rule:
-    """What shows the numbers of a parameter in another shape.
+    """The rule for an operation that shows the numbers of a parameter in another shape.
 
     Args:
         change: Takes what the operation takes; gives a function of the value `(B, *shape)` that does the same with it.
@@ -212,7 +211,7 @@ def _sizes(values: tuple[Any, ...]) -> list[int]:
 
 
 def _spread(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """To B rows, one for each sample, or to a larger parameter."""
+    """To a plain tensor `(B, *)`, or to a larger parameter."""
     own, sizes = own_of(args[0]), _sizes(args[1:])
     refuse_unless(not kwargs)
 
@@ -332,7 +331,7 @@ def _batch_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _look_up(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """By one index per sample, or by one that all samples share."""
+    """A look-up by one index per sample, or by one that all samples share."""
     named = {**dict(zip(("input", "weight", *_LOOK_UP), args, strict=False)), **kwargs}
     index, own = named.pop("input"), own_of(named.pop("weight"))
     refuse_unless(isinstance(index, Tensor) and not is_own(index) and named.get("max_norm") is None)
