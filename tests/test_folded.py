@@ -16,9 +16,10 @@ import expanded_nn as enn
 from expanded_nn.core import cost
 from expanded_nn.layers.general import operations, owners
 from expanded_nn.layers.general.alone import Alone
-from expanded_nn.layers.general.batched import RULES, Run
-from expanded_nn.layers.general.operations import NOBODY, Memo, Unknown
+from expanded_nn.layers.general.batched import RULES, NotInTable, Run
 from expanded_nn.layers.general.owners import Owners
+from expanded_nn.layers.general.samples import NOBODY, Memo, Unknown
+from expanded_nn.layers.general.writes import Writes
 from expanded_nn.modules.registry import EXPANDED
 from oracle import Call, assert_close, assert_close_rows, gradient_penalty, loop, rows_of, total_loss
 
@@ -593,6 +594,47 @@ def test_attention_between_samples_is_not_taken_for_that_of_one() -> None:
         attend(F.scaled_dot_product_attention, (x, x.flip(0), x, mask), {})
 
 
+class Picks(nn.Module):
+    """Takes the words of each sample that a layer without gradients finds best, once the forward has folded them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.finds, self.layer = nn.Linear(D, 1), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.layer(x.flatten(0, 1)).tanh()
+        with torch.no_grad():
+            place = self.finds(rows).view(len(x), -1).topk(2, -1).indices
+        picked = rows.unflatten(0, x.shape[:2]).gather(1, place[..., None].expand(-1, -1, D))
+        return self.layer(picked.flatten(0, 1)).unflatten(0, (len(x), 2))
+
+
+def test_layers_without_gradients_choose_words() -> None:
+    model = assert_right(built(Picks()), *calls())
+    assert runs_whole(model)
+    assert model.part.finds.weight.grad is None  # type: ignore[union-attr]
+
+
+def test_a_parameter_without_gradients_is_not_changed_in_place() -> None:
+    run = Run(B, enn.convert(nn.Linear(1, 1)).per_sample()._recorder, Owners(B, nn.Module(), Memo()))
+    weight = run.batched(values(D).expand(B, D))
+    with torch.no_grad():
+        assert torch.equal(weight * 2, 2 * values(D))
+        assert run.way == [("mul", "no_grad")]
+        with pytest.raises(NotInTable):
+            weight.mul_(2)
+    assert run.failed
+
+
+def test_a_checkpoint_that_runs_without_gradients_first_is_no_such_layer() -> None:
+    run = Run(B, enn.convert(nn.Linear(1, 1)).per_sample()._recorder, Owners(B, nn.Module(), Memo()))
+    weight, x = run.batched(values(D).expand(B, D)), run.owners.begin(values(B, D), [0])
+    with torch.no_grad():
+        assert torch.equal(x * weight, values(B, D) * values(D))
+    with pytest.raises(NotInTable):
+        checkpoint(lambda x: x * weight, x, use_reentrant=True)
+
+
 # The table: whose the numbers of a result are, against the derivatives by each sample
 
 
@@ -604,6 +646,33 @@ def folded(x: Tensor) -> Tensor:
     return x.flatten(0, 1)
 
 
+def in_one_row(x: Tensor, groups: int = B, others: float = float("-inf"), own: float = 0.0, **changed: float) -> Tensor:
+    """Attention of the rows of all samples; those of another group are masked."""
+    rows = x.reshape(1, 1, -1, 6)
+    group = torch.arange(12) // (12 // groups)
+    mask = torch.where(group[:, None] == group, own, others).double()
+    mask[0] = changed.get("of_first", mask[0])
+    return F.scaled_dot_product_attention(rows, rows.sin(), rows, attn_mask=mask)
+
+
+def written(out: Tensor, rows: Tensor) -> Tensor:
+    """Parts of each row, one after the other, into `(12, 2, 6)`."""
+    out[:, 0] = rows
+    out[:, 1, 2:] = rows[:, 2:].sin()
+    out[..., 1, :2].copy_(out[:, 0, :2].clone())
+    out[:, 0, 0] = 1.0
+    return out
+
+
+def written_at(place: Callable[[Tensor], Tensor], rows: Tensor, *others: Tensor) -> Tensor:
+    """Rows into a view of zeros `(12, 12)`."""
+    out = torch.zeros(12, 12).double()
+    for values_of_rows in (rows, *others):
+        place(out)[...] = values_of_rows
+    return out
+
+
+LEAST = torch.finfo(torch.float64).min
 KNOWN: dict[str, Callable[[Tensor], Any]] = {  # of x (B, 4, 6)
     "elementwise": lambda x: F.gelu(x.exp() + 1) * x[:, :1] / 3 - x.clamp(max=1),
     "where": lambda x: torch.where(x > 0, x, 2 * x).masked_fill(x > 1, 0),
@@ -651,6 +720,20 @@ KNOWN: dict[str, Callable[[Tensor], Any]] = {  # of x (B, 4, 6)
     "pooling": lambda x: F.interpolate(F.avg_pool2d(x[:, None], 2), size=(3, 3)),
     "dropout": lambda x: F.dropout(folded(x), 0.5),
     "a change in place": lambda x: folded(x).clone().add_(1).relu_(),
+    "all parts": lambda x: torch.cat([part * part for part in folded(x).split([5, 7])]),
+    "all samples": lambda x: torch.stack([2 * sample for sample in x.unbind()], -1),
+    "attention in one row": in_one_row,
+    "attention in one row, by the least number": lambda x: in_one_row(x, others=LEAST),
+    "attention in one row, of some rows": lambda x: in_one_row(x, groups=2 * B),
+    "attention in one row, by a difference": lambda x: in_one_row(x, others=-1e32, own=-1e10),
+    "windows": lambda x: F.unfold(x[:, None], 2),
+    "equations": lambda x: torch.linalg.solve_triangular(x[..., :4], x, upper=False, unitriangular=True),
+    "writes": lambda x: written(torch.zeros(12, 2, 6).double(), folded(x)),
+    "writes to rows of columns": lambda x: written(
+        torch.empty_strided((12, 2, 6), (12, 1, 2)).double().zero_(), folded(x)
+    ),
+    "writes to a column": lambda x: written_at(lambda out: out.t()[3], folded(x)[:, 0]),
+    "writes to every second column": lambda x: written_at(lambda out: out[:, ::2], folded(x)),
 }
 MIXED: dict[str, Callable[[Tensor], Any]] = {
     "a sum over the samples": lambda x: x - x.sum(0, keepdim=True),
@@ -665,6 +748,17 @@ MIXED: dict[str, Callable[[Tensor], Any]] = {
     "scatter": lambda x: torch.zeros(B, 4, 6).double().scatter(0, torch.zeros(1, 4, 6, dtype=torch.int64), x[1:2]),
     "a change in place of a part": lambda x: _written(folded(x).clone()),
     "an operation that is not in the table": lambda x: x.cumprod(1),
+    "attention in one row, where others weigh little": lambda x: in_one_row(x, others=-5.0),
+    "attention in one row, of other groups": lambda x: in_one_row(x, groups=2),
+    "attention in one row, with all hidden from the first": lambda x: in_one_row(x, others=LEAST, of_first=LEAST),
+    "attention in one row, with all shown to the first": lambda x: in_one_row(x, of_first=0.0),
+    "windows over samples": lambda x: F.unfold(folded(x)[None, None], 2),
+    "equations of several": lambda x: torch.linalg.solve_triangular(folded(x)[:6], folded(x)[:6], upper=False),
+    "writes to a row": lambda x: written_at(lambda out: out[0], folded(x)[:, 0]),
+    "writes to a row of a turned tensor": lambda x: written_at(lambda out: out.t()[:, 3], folded(x)[:, 0]),
+    "writes to the next row": lambda x: written_at(lambda out: out[1:, :6], folded(x)[:-1]),
+    "writes to a diagonal": lambda x: written_at(lambda out: out.diagonal(), folded(x)[:, 0]),
+    "writes of other rows": lambda x: written_at(lambda out: out[:, :6], folded(x), folded(x).flip(0)),
     "filled up with what is of no sample": lambda x: torch.cat([x[:1], torch.zeros(1, 4, 6).double()]),
 }
 
@@ -679,7 +773,8 @@ def samples_of(function: Callable[[Tensor], Any]) -> tuple[Any, Tensor, Tensor]:
     torch.manual_seed(0)
     known, argument = Owners(B, nn.Module(), Memo()), values(B, 4, 6)
     x = known.begin(argument, [0])
-    y = function(x)
+    with Writes(known):
+        y = function(x)
     y = torch.view_as_real(y) if y.is_complex() else y
     depends = torch.zeros(*y.shape, B, dtype=torch.bool)
     for place in range(y.numel()):

@@ -181,6 +181,42 @@ class WithHeads(nn.Module):
         return self.heads(asks, pixels, pixels)[0].tanh().sum(1)
 
 
+class InOneRow(nn.Module):
+    """The pixels of all images stand in one row `(1, n, D)`, and a mask keeps them apart."""
+
+    def __init__(self, others: float | None = float("-inf"), of_first: float | None = None) -> None:
+        super().__init__()
+        self.layer, self.norm, self.last = nn.Linear(2, D), nn.LayerNorm(D), nn.Linear(D, D, bias=False)
+        self.scale, self.others, self.of_first = nn.Parameter(torch.ones(D)), others, of_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        pixels = self.scale * self.norm(self.layer(x.view(1, -1, 2)))
+        image = torch.arange(len(x)).repeat_interleave(4)
+        mask = image[:, None] == image
+        if self.others is not None:
+            mask = torch.where(mask, 0.0, self.others).double()
+            mask[0] = mask[0] if self.of_first is None else self.of_first
+        heads = pixels.view(1, -1, 2, D // 2).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(heads, heads.sin(), heads, attn_mask=mask)
+        return self.last(pixels + attended.transpose(1, 2).flatten(2)).view(len(x), 4, D).mean(1)
+
+
+class Writes(nn.Module):
+    """Its result is written part by part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last, self.turns = nn.Linear(8, D), nn.Linear(D, D), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, rows = x.new_zeros(len(x), 2, D), self.layer(x)
+        out[:, 0] = rows.flip(0) if self.turns else rows
+        for i in range(D):
+            out[:, 1, i] = out[:, 0, i].clone().tanh() + out[:, 1].clone().sum(1)
+        return self.last(out).mean(1)
+
+
+LEAST = torch.finfo(torch.float64).min
 TOWERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(8, D),
     "patches, 1d": lambda: Over(nn.Conv1d(2, D, 4), 2, 4),
@@ -209,6 +245,10 @@ TOWERS: dict[str, Callable[[], nn.Module]] = {
     "heads, causal": lambda: WithHeads(mask="causal"),
     "parts": ByLength,
     "relative positions": ByRelativePosition,
+    "in one row": InOneRow,
+    "in one row, by truth values": lambda: InOneRow(None),
+    "in one row, by the least number": lambda: InOneRow(LEAST),
+    "writes": Writes,
 }
 
 
@@ -388,6 +428,27 @@ def test_images_in_texts_of_others_are_refused_where_no_layer_follows() -> None:
     ids[1, 0] = IMAGE
     with pytest.raises(enn.PerSampleError, match=r"shape \(6, 8\), several rows of each sample"):
         model(ids, images)
+
+
+@pytest.mark.parametrize(("others", "of_first"), [(-5.0, None), (LEAST, LEAST), (LEAST, 0.0)])
+def test_images_in_one_row_that_see_each_other_are_refused(others: float, of_first: float | None) -> None:
+    """From the first call on, or from a later one on: each mask is looked at."""
+    model = enn.convert(built(InOneRow(others, of_first))).per_sample()
+    with pytest.raises(enn.PerSampleError, match="sample by sample"):
+        call().on(model)
+    model = assert_right(built(InOneRow(LEAST)), call(), call(seed=1))
+    assert runs_whole(model)
+    model.tower.others, model.tower.of_first = others, of_first
+    with pytest.raises(enn.PerSampleError, match="sample by sample"):
+        call().on(model)
+
+
+def test_writes_of_other_samples_are_refused_once_they_come() -> None:
+    model = assert_right(built(Writes()), call(), call(seed=1))
+    assert runs_whole(model)
+    model.tower.turns = True
+    with pytest.raises(enn.PerSampleError, match="sample by sample"):
+        call().on(model)
 
 
 def test_images_that_are_left_out() -> None:

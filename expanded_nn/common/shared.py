@@ -12,18 +12,19 @@ def is_shared(*weights: Tensor | None) -> bool:
     They have to be the same for all samples: expanded (stride 0), or B is 0 or 1. And they have to be real unless B is
     0, as the algebra of the factors does not conjugate.
     """
-    return _are_the_same(*weights) and not any(
-        weight is not None and weight.is_complex() and weight.shape[0] for weight in weights
+    return not any(
+        weight is not None and ((weight.is_complex() and weight.shape[0]) or not _is_the_same(weight))
+        for weight in weights
     )
 
 
 def is_constant(*weights: Tensor | None) -> bool:
     """Whether the weights are the same for all samples and require no gradients, so that torch's own op serves."""
-    return _are_the_same(*weights) and not any(weight is not None and weight.requires_grad for weight in weights)
+    return not any(weight is not None and (weight.requires_grad or not _is_the_same(weight)) for weight in weights)
 
 
-def _are_the_same(*weights: Tensor | None) -> bool:
-    return all(weight is None or weight.shape[0] < 2 or weight.stride(0) == 0 for weight in weights)
+def _is_the_same(weight: Tensor) -> bool:
+    return weight.shape[0] < 2 or weight.stride(0) == 0
 
 
 def shared(weight: Tensor) -> Tensor:

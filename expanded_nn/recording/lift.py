@@ -91,10 +91,12 @@ def _apply(call: LiftedCall, *leaves: Any) -> tuple[Tensor, ...]:
 
 def lifted(module: nn.Module, lent: Mapping[Slot, Lent], args: Any, kwargs: Any) -> Any:
     """The layer's result, computed on the whole batch, or `NotImplemented` where that cannot be."""
+    if not lent:
+        return NotImplemented
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     functorch = torch._C._functorch
-    if not lent or not any(map(functorch.is_batchedtensor, tensors)):
+    if not any(map(functorch.is_batchedtensor, tensors)):
         return NotImplemented
     originals = _originals(module, lent)
     if originals is None or functorch.peek_interpreter_stack().level() > 1:  # a transform of the user's own, inside

@@ -31,14 +31,15 @@ class Guarded(NamedTuple):
 
     def check(self) -> None:
         """Raises if a factor was changed in place since the term was made."""
-        if any(factor._version != version for factor, version in self.guards):
-            raise complaint(
-                "grad_sample",
-                "a tensor that a factored gradient, or a snapshot by per_sample_grads, still needs (a layer's input, "
-                "the gradient of its output, or the rows themselves) was changed in place",
-                "no change of it until the rows have been used",
-                "Change a clone of it, or switch on per_sample(materialize=True).",
-            )
+        for factor, version in self.guards:
+            if factor._version != version:
+                raise complaint(
+                    "grad_sample",
+                    "a tensor that a factored gradient, or a snapshot by per_sample_grads, still needs (a layer's "
+                    "input, the gradient of its output, or the rows themselves) was changed in place",
+                    "no change of it until the rows have been used",
+                    "Change a clone of it, or switch on per_sample(materialize=True).",
+                )
 
     def clone(self) -> Guarded:
         """The same rows, from factors in memory of their own."""

@@ -14,13 +14,14 @@ from expanded_nn.common.steady import RandomStates, without_traces
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core import cost
 from expanded_nn.layers.general.batched import NotInTable
+from expanded_nn.layers.general.gradients import Verdict
 from expanded_nn.layers.general.mapped import Called, flatten, of_sample
 from expanded_nn.layers.general.rule import General
 from expanded_nn.layers.general.trial import Way, without_hooks
 from expanded_nn.modules.base import Expanded, PerSampleModule
 from expanded_nn.modules.registry import EXPANDED, refuse_no_class
 from expanded_nn.recording.lift import Slot
-from expanded_nn.recording.recorder import Recorder
+from expanded_nn.recording.recorder import Recorder, modules_in
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
 
@@ -82,8 +83,14 @@ class Alone(General):
         result: tuple[Any, Way | None] = order.as_one_operation(super()._attempt, call, args, kwargs)
         return result
 
+    def _judged(self, call: Called, *, hooks: bool) -> tuple[Verdict, Way | None]:
+        follows_writes = self._told.memo.follows_writes
+        judged = super()._judged(call, hooks=hooks)
+        has_met_writes = self._told.memo.follows_writes and not follows_writes
+        return super()._judged(call, hooks=hooks) if has_met_writes else judged
+
     def _lent(self) -> tuple[list[Slot], list[Tensor]]:
-        lent = [(module, name, value) for module in self.modules() for name, value in module._parameters.items()]
+        lent = [(module, name, value) for module in modules_in(self) for name, value in module._parameters.items()]
         places = [(module, name) for module, name, value in lent if value is not None]
         parameters = [value for _, _, value in lent if value is not None]
         if any(type(parameter) is not nn.Parameter for parameter in parameters):

@@ -12,8 +12,8 @@ from torch import Tensor
 from expanded_nn.layers.general.batched import Run, beside, is_own, own_of, refuse_unless, run_of
 from expanded_nn.layers.general.folded import linear_of_rows
 from expanded_nn.layers.general.folded_rules import as_arranged, own_rows
-from expanded_nn.layers.general.operations import constant, together
 from expanded_nn.layers.general.owners import Arrangement
+from expanded_nn.layers.general.samples import constant, together
 from expanded_nn.layers.heads import attention, projected
 
 

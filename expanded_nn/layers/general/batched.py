@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn.common.functions import is_in_place
@@ -23,6 +24,8 @@ from expanded_nn.layers.general.folded import parts_of
 from expanded_nn.layers.general.mapped import flatten
 from expanded_nn.layers.general.mixing import JOINS, READS, along, is_of_a_layer
 from expanded_nn.layers.general.owners import Arrangement, Owners
+from expanded_nn.layers.general.writes import Writes
+from expanded_nn.recording.callers import is_in_reentrant_checkpoint
 from expanded_nn.recording.order import BetweenLayers
 from expanded_nn.recording.settings import RecorderLike
 
@@ -93,16 +96,21 @@ class Run:
         self.hooks = checkpoint_hooks()
 
     def __enter__(self) -> None:
-        # with owners the graph tells what happens to samples, so that operations need no notes
-        self.is_noted = self.owners is None and not _RUNNING.reads.is_on()
-        if self.is_noted:
-            _RUNNING.reads.__enter__()  # type: ignore[no-untyped-call]
+        self.mode = self._looks_at()
+        if self.mode is not None:
+            self.mode.__enter__()
         _RUNNING.runs.append(self)
 
     def __exit__(self, *error: object) -> None:
         _RUNNING.runs.pop()
-        if self.is_noted:
-            _RUNNING.reads.__exit__(*error)  # type: ignore[no-untyped-call]
+        if self.mode is not None:
+            self.mode.__exit__(*error)
+
+    def _looks_at(self) -> TorchFunctionMode | None:
+        """What looks at operations; where the graph tells whose the rows are, at writes alone, if there are any."""
+        if self.owners is not None:
+            return Writes(self.owners) if self.owners.memo.follows_writes else None
+        return None if _RUNNING.reads.is_on() else _RUNNING.reads
 
     def has_rows(self, x: Any, dims: int) -> bool:
         """Whether it is a plain tensor of B rows, one for each sample, with at least so many dimensions."""
@@ -139,6 +147,28 @@ class Run:
         if self.owners is None or not isinstance(x, Tensor) or is_own(x) or x.dim() == 0:
             return None
         return self.owners.of_rows(x)
+
+    def holds_all_in_one_row(self, x: Any) -> bool:
+        """Whether a plain tensor `(1, n, ...)` has all samples in its only row, one after the other."""
+        if self.owners is None or not isinstance(x, Tensor) or is_own(x) or x.dim() < 3 or x.shape[0] != 1:
+            return False
+        samples = self.owners.of(x)
+        return samples is not None and samples.shape[1] > 1
+
+    def in_one_row(self, func: Any, rule: Rule, args: Any, kwargs: Any) -> Tensor:
+        """The result of a rule where all samples stand in one row, `(1, n, ...)`, whose first dimension is left away.
+
+        Raises:
+            NotInTable: If it changes what it is given, or if something else has more there.
+        """
+        assert self.owners is not None
+        dims = max(x.dim() for x in args if isinstance(x, Tensor))
+        wide = [x for x in args if isinstance(x, Tensor) and x.dim() == dims]
+        refuse_unless(not is_in_place(func) and not any(is_own(x) or x.shape[0] > 1 for x in wide))
+        rows = tuple(x[0] if any(x is other for other in wide) else x for x in args)
+        y: Tensor = rule(func, rows, kwargs).unsqueeze(0)
+        self.owners.of(y)  # known, it is not taken for one with a row for each sample
+        return y
 
     def batched(self, value: Tensor | Derived) -> Batched:
         made = Batched(value, self)
@@ -254,7 +284,12 @@ class Batched(Tensor):
             order = _RUNNING.runs[-1].order if _RUNNING.runs else None
             if order is not None and order.reasons((args, kwargs)):
                 raise NotInTable(func)
-            return _noted((rule or by_vmap)(func, args, kwargs or {}))
+            try:
+                return _noted((rule or by_vmap)(func, args, kwargs or {}))
+            except NotInTable:
+                if torch.is_grad_enabled() or not (rule is None or func in COMPUTED):
+                    raise
+                return _without_derivatives(func, args, kwargs or {})
         except Exception:
             for value in tree_leaves((args, kwargs)):
                 if type(value) is Batched:
@@ -304,6 +339,21 @@ def by_vmap(func: Any, args: Any, kwargs: Any) -> Any:
     made = [run.derived(func, lambda *values: results(*values)[0], *operands)]
     made += [run.derived(func, lambda *x, n=n: results(*x)[n], *operands) for n in range(1, of_results.num_leaves)]
     return tree_unflatten(made, of_results)
+
+
+def _without_derivatives(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a forward that may fold its samples computes under `no_grad`, as by what index it takes words: no rows."""
+    leaves, structure = tree_flatten((args, kwargs))
+    run = run_of(leaves)
+    refuse_unless(run.owners is not None and checkpoint_hooks() == run.hooks and not is_in_place(func))
+    refuse_unless(not is_in_reentrant_checkpoint())  # which computes it again, when the parameters are what they were
+    sources = [leaf.source if is_own(leaf) else None for leaf in leaves]
+    refuse_unless(all(source is not None or not is_own(leaf) for source, leaf in zip(sources, leaves, strict=True)))
+    run.way.append((func.__name__, "no_grad"))
+    pairs = zip(sources, leaves, strict=True)
+    plain = [leaf if source is None else source.shared.detach()[0] for source, leaf in pairs]
+    args, kwargs = tree_unflatten(plain, structure)
+    return func(*args, **kwargs)
 
 
 def _noted(result: Any) -> Any:

@@ -26,15 +26,16 @@ from expanded_nn.layers.general.batched import (
     run_of,
 )
 from expanded_nn.layers.general.folded import linear_of_rows
-from expanded_nn.layers.general.operations import constant, together
 from expanded_nn.layers.general.owners import Arrangement, Owners
+from expanded_nn.layers.general.samples import constant, together
 from expanded_nn.recording.places import einsum_names
 
 
 def as_arranged(run: Run, y: Tensor, arrangement: Arrangement) -> Tensor:
     """A result whose rows belong to the samples as those of an operand do."""
     assert run.owners is not None
-    run.owners.note(y, arrangement.samples)
+    samples = arrangement.samples
+    run.owners.note(y, samples if samples.dim() == y.dim() else samples.reshape(-1, *[1] * (y.dim() - 1)))
     return y
 
 

@@ -222,7 +222,7 @@ class Mapper:
             self._leave_traces()
         ends = (result.grad_fn for of_sample in results for result in of_sample)
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_of(*ends)):
-            raise complaint(  # users see the error of `vmap` in its place
+            raise complaint(  # not seen: users see the error of `vmap` in its place
                 self.module.qualified_name,
                 "its samples go through it one after the other, and it holds a reentrant checkpoint",
                 "a checkpoint that is not reentrant",

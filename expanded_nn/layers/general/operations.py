@@ -5,61 +5,24 @@ The table at the end names the operations that have a rule, by their nodes in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from math import prod
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from expanded_nn.core import cost
+from expanded_nn.layers.general.samples import (
+    NOBODY,
+    Memo,
+    Samples,
+    Unknown,
+    constant,
+    reshaped,
+    together,
+    with_dims,
+)
 from expanded_nn.recording.graph import saved_dims, saved_number, turned_dims
-
-Result = TypeVar("Result")
-Samples = Tensor | None  # of a tensor: an index of its shape, of size 1 where it is constant; `None` of what has none
-NOBODY = -1  # in such an index: what is of no sample
-
-
-class Unknown(Exception):
-    """The samples cannot be told: an operation has no rule, or brings numbers of several samples together."""
-
-
-class Memo:
-    """Remembers what functions of samples have given: layers that are alike ask the same again.
-
-    Tensors count by their identity. It is kept for the next forward, which asks the same unless values lead it
-    elsewhere. So nothing of it may be changed in place.
-    """
-
-    def __init__(self) -> None:
-        self.found: dict[Any, Any] = {}
-        self.known: dict[Any, list[Tensor]] = {}  # by their shapes, the last ones first
-        self.numel = 0
-
-    def begin(self) -> None:
-        """Forgets all, if that is too much to be kept for another forward."""
-        if self.numel > cost.KEPT_SAMPLES:
-            self.__init__()  # type: ignore[misc]
-
-    def of(self, function: Callable[..., Result], *args: Any) -> Result:
-        """`function(*args)`, which is computed once."""
-        key = function, args  # a tensor is hashed by its identity
-        if key not in self.found:
-            self.found[key] = function(*args)
-            self.numel += sum(x.numel() for x in args if isinstance(x, Tensor)) + 16
-        return cast(Result, self.found[key])
-
-    def same(self, samples: Samples) -> Samples:
-        """The tensor with the same numbers as these samples that was asked about before, if there is one."""
-        if samples is None:
-            return None
-        known = self.known.setdefault(samples.shape, [])
-        before = next((other for other in known if samples is other or torch.equal(samples, other)), None)
-        if before is None:
-            self.known[samples.shape] = [samples, *known[:3]]
-            self.numel += samples.numel()
-        return samples if before is None else before
 
 
 class Operation:
@@ -85,12 +48,17 @@ class Operation:
         return [self.samples_of(place) for place in range(len(self.inputs))]
 
     def together(self, found: Sequence[Samples]) -> Samples:
+        first = found[0]
+        if first is not None and all(samples is first for samples in found):  # then they have as many dimensions
+            return first
         return together(found, len(self.shape), self.memo)
 
     def constant(self, samples: Tensor, dims: Sequence[int]) -> Tensor:
-        if all(samples.shape[dim] == 1 for dim in dims):
-            return samples
-        return self.memo.of(constant, samples, tuple(dims))
+        shape = samples.shape
+        for dim in dims:
+            if shape[dim] > 1:
+                return self.memo.of(constant, samples, tuple(dims))
+        return samples
 
     def saved(self, name: str) -> Any:
         try:
@@ -108,77 +76,9 @@ def _shape(node: Any, number: int) -> tuple[int, ...]:
     return tuple(node._input_metadata[number].shape)
 
 
-def constant(samples: Tensor, dims: Sequence[int]) -> Tensor:
-    """The samples with size 1 in these dimensions, along which they have to be the same."""
-    for dim in dims:
-        if samples.shape[dim] > 1:
-            first = samples.narrow(dim, 0, 1)
-            if not bool((samples == first).all()):
-                raise Unknown
-            samples = first
-    return samples
+# Rules: the samples of what an operation gives, or of all tensors that it gives
 
-
-def together(found: Sequence[Samples], dims: int, memo: Memo) -> Samples:
-    """The samples of what is computed number by number from several tensors that broadcast."""
-    kept: list[Tensor] = []
-    for samples in found:
-        if samples is not None and not any(samples is other for other in kept):
-            kept.append(samples)
-    if not kept:
-        return None
-    total = kept[0] if kept[0].dim() == dims else memo.of(_with_dims, kept[0], dims)
-    for samples in kept[1:]:
-        total = memo.of(_of_both, total, samples if samples.dim() == dims else memo.of(_with_dims, samples, dims))
-    return total
-
-
-def _of_both(samples: Tensor, other: Tensor) -> Tensor:
-    if samples is other:
-        return samples
-    if not bool(((samples == other) | (samples == NOBODY) | (other == NOBODY)).all()):
-        raise Unknown
-    if samples.shape == other.shape and torch.equal(samples, other):
-        return samples
-    return torch.maximum(samples, other)
-
-
-def _with_dims(samples: Tensor, dims: int) -> Tensor:
-    return samples if samples.dim() == dims else samples.view(*[1] * (dims - samples.dim()), *samples.shape)
-
-
-def reshaped(samples: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """The samples of a tensor that is viewed in another shape; their size stays 1 where they do not differ."""
-    if prod(before) == 0:
-        raise Unknown
-    whole: list[int] = []
-    shape: list[int] = []
-    for dims, sizes in _runs(before, after):
-        differ = any(samples.shape[dim] > 1 for dim in dims)
-        whole += [before[dim] if differ else 1 for dim in dims]
-        shape += [size if differ else 1 for size in sizes]
-    return samples.expand(whole).reshape(shape)
-
-
-def _runs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, Sequence[int]]]:
-    """The shortest runs of dimensions that hold as many numbers in both shapes: dimensions of one, sizes of the other.
-
-    From `(B, T, d)` to `(B * T, d)` they are dimensions 0 and 1 with `B * T`, and dimension 2 with `d`.
-    """
-    place = other_place = 0
-    while place < len(before) or other_place < len(after):
-        start, other_start, count, other_count = place, other_place, 1, 1
-        while (start == place and other_start == other_place) or count != other_count:
-            if place < len(before) and count <= other_count:
-                count *= before[place]
-                place += 1
-            else:
-                other_count *= after[other_place]
-                other_place += 1
-        yield range(start, place), after[other_start:other_place]
-
-
-# Rules: the samples of what an operation gives
+Rule = Callable[[Operation], Samples | tuple[Samples, ...]]
 
 
 def _elementwise(op: Operation) -> Samples:
@@ -221,12 +121,27 @@ def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool 
     """A rule for what takes places along one dimension; where the samples have size 1, any place will do."""
 
     def change(op: Operation, samples: Tensor) -> Tensor:
-        (dim,) = op.dims()
+        (dim,) = op.dims(samples.dim())
         if samples.shape[dim] == 1:
             return op.memo.of(Tensor.squeeze, samples, dim) if drops_dim else samples
         return take(op, samples, dim)
 
     return _of_first(change)
+
+
+def _parted(part: Callable[[Operation, Tensor, int], Sequence[Tensor]], *, drops_dim: bool = False) -> Rule:
+    """A rule for what takes a tensor apart along one dimension: the samples of all parts at once."""
+
+    def rule(op: Operation) -> tuple[Samples, ...]:
+        samples, count = op.samples_of(0), len(op.node._input_metadata)
+        if samples is None:
+            return (None,) * count
+        (dim,) = op.dims(samples.dim())
+        if samples.shape[dim] > 1:
+            return tuple(part(op, samples, dim))
+        return (op.memo.of(Tensor.squeeze, samples, dim) if drops_dim else samples,) * count
+
+    return rule
 
 
 def _by_values(rule: Callable[[Operation], Samples]) -> Callable[[Operation], Samples]:
@@ -248,16 +163,18 @@ def _selected(op: Operation, samples: Tensor, dim: int) -> Tensor:
     return op.memo.of(Tensor.select, samples, dim, place)
 
 
-def _part(op: Operation, samples: Tensor, dim: int) -> Tensor:
+def _split(op: Operation, samples: Tensor, dim: int) -> Sequence[Tensor]:
     sizes = op.saved("split_size") if hasattr(op.node, "_saved_split_size") else tuple(op.saved("split_sizes"))
-    return op.memo.of(torch.split, samples, sizes, dim)[op.number]
+    return op.memo.of(torch.split, samples, sizes, dim)
 
 
 def _repeat(op: Operation, samples: Tensor) -> Tensor:
-    repeats = op.saved("repeats")
-    samples = op.memo.of(_with_dims, samples, len(repeats))
-    times = (times if size > 1 else 1 for times, size in zip(repeats, samples.shape, strict=True))
-    return op.memo.of(Tensor.repeat, samples, tuple(times))
+    return op.memo.of(_repeated, samples, tuple(op.saved("repeats")))
+
+
+def _repeated(samples: Tensor, repeats: tuple[int, ...]) -> Tensor:
+    samples = with_dims(samples, len(repeats))
+    return samples.repeat([times if size > 1 else 1 for times, size in zip(repeats, samples.shape, strict=True)])
 
 
 def _whole(samples: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor:
@@ -373,23 +290,23 @@ def _joined(op: Operation) -> Samples:
             return _filled_up(op, cast(Tensor, op.together(there)))
         if _are_equal(there):
             return there[0]
-    shapes = (op.shape_of(place) for place in range(len(found)))
-    return _cat(
-        op, [None if x is None else _whole(x, shape, [dim]) for x, shape in zip(found, shapes, strict=True)], dim
-    )
+    known = [op.shape_of(place)[dim] if x is not None and x.shape[dim] == 1 else -1 for place, x in enumerate(found)]
+    return op.memo.of(_cat, tuple(found), tuple(known), dim)
 
 
 def _are_equal(there: Sequence[Tensor]) -> bool:
     return all(samples is there[0] or torch.equal(samples, there[0]) for samples in there)
 
 
-def _cat(op: Operation, found: Sequence[Samples], dim: int) -> Tensor:
-    """The samples along a dimension in which these stand one after the other."""
+def _cat(found: Sequence[Samples], sizes: Sequence[int], dim: int) -> Tensor:
+    """The samples along a dimension in which these stand one after the other; of -1 they have the tensor's own size."""
     if any(samples is None for samples in found):
         raise Unknown
     parts = cast("list[Tensor]", found)
-    sizes = [max(part.shape[place] for part in parts) for place in range(len(op.shape))]
-    return torch.cat([part.expand([*sizes[:dim], part.shape[dim], *sizes[dim + 1 :]]) for part in parts], dim)
+    whole = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
+    return torch.cat(
+        [part.expand([*whole[:dim], size, *whole[dim + 1 :]]) for part, size in zip(parts, sizes, strict=True)], dim
+    )
 
 
 def _stack(op: Operation) -> Samples:
@@ -400,7 +317,8 @@ def _stack(op: Operation) -> Samples:
     (dim,) = op.dims(len(op.shape))
     if len(there) == len(found) and _are_equal(there):
         return op.memo.of(Tensor.unsqueeze, there[0], dim)
-    return _cat(op, [None if samples is None else samples.unsqueeze(dim) for samples in found], dim)
+    parts = [None if samples is None else op.memo.of(Tensor.unsqueeze, samples, dim) for samples in found]
+    return op.memo.of(_cat, tuple(parts), (1,) * len(parts), dim)
 
 
 def _product(op: Operation) -> Samples:
@@ -412,10 +330,39 @@ def _product(op: Operation) -> Samples:
     return op.together([left, right, *added])
 
 
+def _solved(op: Operation) -> Samples:
+    """Of systems of equations: each is of one sample, as its right side is."""
+    return op.together([x if x is None else op.constant(x, [x.dim() - 2, x.dim() - 1]) for x in op.all_samples()])
+
+
 def _attention(op: Operation) -> Samples:
+    """Of one sample's positions among each other; of all samples' in one row where a mask keeps them apart."""
     if len(op.shape) != 4:
         raise Unknown
-    return op.together([None if samples is None else op.constant(samples, [2, 3]) for samples in op.all_samples()])
+    queries, keys, *rest = (None if samples is None else op.constant(samples, [3]) for samples in op.all_samples())
+    keys = together([keys, *rest], 4, op.memo)
+    if queries is None or keys is None or queries.shape[2] == keys.shape[2] == 1:
+        return op.together([queries, keys])
+    masks = (getattr(op.node, f"_saved_{name}", None) for name in ("attn_mask", "attn_bias"))
+    mask = next((mask for mask in masks if mask is not None), None)
+    if mask is None or not _keeps_apart(mask, queries, keys):
+        return op.together([op.constant(samples, [2]) for samples in (queries, keys)])
+    return queries
+
+
+def _keeps_apart(mask: Tensor, queries: Tensor, keys: Tensor) -> bool:
+    """Whether a mask `(..., N, M)` leaves nothing of another sample's positions to those of a sample.
+
+    What it subtracts there has to be more than any product can be; so it has to leave something of its own to each.
+    """
+    keys, mask = keys.mT, mask.float()
+    is_hidden = mask.amax(-1, keepdim=True) - mask >= 1e30
+    return bool((is_hidden | (queries == keys) | (keys == NOBODY)).all())
+
+
+def _unfolded(op: Operation, samples: Tensor) -> Tensor:
+    """The windows `(N, C * k, windows)` of images `(N, C, H, W)`, each of one sample."""
+    return op.memo.of(Tensor.squeeze, op.constant(samples, range(1, 4)), 3)
 
 
 def _resized(op: Operation, samples: Tensor) -> Tensor:
@@ -428,7 +375,7 @@ def _normalized(op: Operation, samples: Tensor) -> Tensor:
     return op.constant(samples, range(samples.dim() - count, samples.dim()))
 
 
-NODE_RULES: dict[str, Callable[[Operation], Samples]] = {
+NODE_RULES: dict[str, Rule] = {
     **dict.fromkeys(
         [
             *("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Exp", "Expm1", "Log", "Log1p", "Sqrt", "Rsqrt", "Pow", "Abs"),
@@ -448,11 +395,11 @@ NODE_RULES: dict[str, Callable[[Operation], Samples]] = {
     ),
     **dict.fromkeys(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"], _of_first(_viewed)),
     **dict.fromkeys(["Transpose", "T", "Permute"], _of_first(_turned)),
-    "Expand": _of_first(lambda op, samples: op.memo.of(_with_dims, samples, len(op.shape))),
+    "Expand": _of_first(lambda op, samples: op.memo.of(with_dims, samples, len(op.shape))),
     "Slice": _taken(_slice),
     "Select": _taken(_selected, drops_dim=True),
-    "Unbind": _taken(lambda op, samples, dim: op.memo.of(Tensor.select, samples, dim, op.number), drops_dim=True),
-    **dict.fromkeys(["Split", "SplitWithSizes"], _taken(_part)),
+    "Unbind": _parted(lambda op, samples, dim: op.memo.of(torch.unbind, samples, dim), drops_dim=True),
+    **dict.fromkeys(["Split", "SplitWithSizes"], _parted(_split)),
     "Repeat": _of_first(_repeat),
     "Flip": _of_first(_flip),
     "Roll": _of_first(_roll),
@@ -468,7 +415,7 @@ NODE_RULES: dict[str, Callable[[Operation], Samples]] = {
     "Scatter": _scatter,
     "IndexPut": _by_values(_index_put),
     "MaskedScatter": _by_values(_masked_scatter),
-    "Cat": _by_values(_joined),
+    "Cat": _joined,
     "Stack": _stack,
     **dict.fromkeys(["Mm", "Bmm", "Addmm", "Baddbmm"], _product),
     **dict.fromkeys(
@@ -484,4 +431,6 @@ NODE_RULES: dict[str, Callable[[Operation], Samples]] = {
         _of_first(_resized),
     ),
     "NativeLayerNorm": _of_first(_normalized),
+    "Im2Col": _of_first(_unfolded),
+    "LinalgSolveTriangular": _solved,
 }

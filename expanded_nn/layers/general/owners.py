@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from expanded_nn.common.batch import FOLDED, has_derivatives
 from expanded_nn.layers.general.mapped import flatten
-from expanded_nn.layers.general.operations import NOBODY, NODE_RULES, Memo, Operation, Samples, Unknown, constant
+from expanded_nn.layers.general.operations import NODE_RULES, Operation
+from expanded_nn.layers.general.samples import NOBODY, Memo, Samples, Unknown, constant
 
 
 class _Begin(torch.autograd.Function):
@@ -124,11 +125,16 @@ class Owners:
             name = node.name().rstrip("0123456789").removesuffix("Backward")
             rule = NODE_RULES.get(name)
             if rule is None:
+                self.memo.follows_writes |= name.endswith("CopySlices")
                 raise Unknown(name)
             try:
-                self.known[key] = rule(Operation(self._of, self.batch, node, number, self.memo))
+                found = rule(Operation(self._of, self.batch, node, number, self.memo))
             except (TypeError, ValueError, IndexError, RuntimeError):  # it was called in another way than the rule's
                 raise Unknown(name) from None
+            if isinstance(found, tuple):  # of all parts of a tensor
+                self.known.update(((node, place), samples) for place, samples in enumerate(found))
+            else:
+                self.known[key] = found
         return self.known[key]
 
 

@@ -38,7 +38,7 @@ from expanded_nn.layers.general.mapped import (
     of_sample,
     unfolded,
 )
-from expanded_nn.layers.general.operations import Memo
+from expanded_nn.layers.general.samples import Memo
 from expanded_nn.recording.lift import swapped
 
 

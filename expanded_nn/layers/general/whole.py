@@ -72,6 +72,8 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     dims = max(operand.rank if is_own(operand) else operand.dim() for operand in chain(own, plain))
     is_change = is_in_place(func)
     refuse_unless(not (is_change and is_own(args[0])))
+    if any(map(run.holds_all_in_one_row, plain)):
+        return run.in_one_row(func, _elementwise, args, kwargs)
     if run.owners is not None and any(operand.dim() for operand in plain):
         result = with_folded_rows(func, args, kwargs, run.owners, dims)
         return _with_shared(func, args, kwargs, run, dims) if result is NotImplemented else result
@@ -292,6 +294,8 @@ def _with_weights(
         is_by_position = of_folded in (folded.by_position, folded.linear_by_name)
         if is_by_position and (is_own(x) or run.is_constant(x)):
             return _of_weights_alone(func, op, x, named, weights)
+        if is_by_position and run.holds_all_in_one_row(x):
+            return run.in_one_row(func, lambda _, rows, named: rule(func, rows, named), (x,), named)
         dims_needed = max(dims, 1 + len(named.get("normalized_shape", ())))
         may_fold = of_folded is not None and run.owners is not None and not is_own(x) and x.dim() >= dims_needed
         arrangement = run.arranged(x) if may_fold else None
