@@ -606,6 +606,7 @@ def folded(x: Tensor) -> Tensor:
 
 KNOWN: dict[str, Callable[[Tensor], Any]] = {  # of x (B, 4, 6)
     "elementwise": lambda x: F.gelu(x.exp() + 1) * x[:, :1] / 3 - x.clamp(max=1),
+    "elementwise, more": lambda x: x.cosh().log2() + x.tan().atan().sinh() + F.celu(x) + x.round() * x.exp2(),
     "where": lambda x: torch.where(x > 0, x, 2 * x).masked_fill(x > 1, 0),
     "flatten": folded,
     "groups": lambda x: x.reshape(B * 4 * 2, 3).view(B, 2, 4, 3).transpose(1, 2).reshape(-1, 3, 4),
@@ -637,6 +638,10 @@ KNOWN: dict[str, Callable[[Tensor], Any]] = {  # of x (B, 4, 6)
     "stack": lambda x: torch.stack([x, 2 * x], 1).flatten(0, 1),
     "softmax": lambda x: folded(x).softmax(-1).log_softmax(-1),
     "reductions": lambda x: x.sum(1) + x.mean((1,)) + x.amax(1) + x.var(1) + x.logsumexp(1) + x.norm(dim=1),
+    "reductions, more": lambda x: F.glu(folded(x).cumprod(1)) * folded(x).prod(-1, keepdim=True),
+    "transforms": lambda x: torch.fft.irfft(torch.fft.fft(torch.fft.rfft(x, dim=1), dim=2)[..., :3], dim=1),
+    "windows": lambda x: folded(x).nan_to_num().unfold(0, 4, 4),
+    "windows of features": lambda x: x.transpose(1, 2).unfold(-1, 2, 2).flatten(0, 1),
     "kept dimensions": lambda x: x - x.mean((1, 2), keepdim=True),
     "topk": lambda x: folded(x).topk(2, -1)[0] + folded(x).sort(-1)[0][:, :2] + folded(x).max(-1, keepdim=True)[0],
     "products": lambda x: x @ x.mT @ x,
@@ -664,7 +669,8 @@ MIXED: dict[str, Callable[[Tensor], Any]] = {
     "index_add to another": lambda x: folded(x).index_add(0, index(0), folded(x)[index(11)]),
     "scatter": lambda x: torch.zeros(B, 4, 6).double().scatter(0, torch.zeros(1, 4, 6, dtype=torch.int64), x[1:2]),
     "a change in place of a part": lambda x: _written(folded(x).clone()),
-    "an operation that is not in the table": lambda x: x.cumprod(1),
+    "windows over samples": lambda x: folded(x).unfold(0, 5, 1).sum(-1),
+    "an operation that is not in the table": lambda x: x.logcumsumexp(1),
     "filled up with what is of no sample": lambda x: torch.cat([x[:1], torch.zeros(1, 4, 6).double()]),
 }
 
@@ -710,7 +716,7 @@ def test_samples_that_are_not_known(name: str) -> None:
 def test_each_rule_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for operations that work as another one does."""
     used: set[str] = set()
-    alike = {"Elu", "Mish", "LeakyRelu"}
+    alike = {"Elu", "Mish", "LeakyRelu", "Log10", "Floor", "Ceil", "Sign", "Cummax"}
 
     class Noting(dict[str, Any]):
         def get(self, name: str, default: Any = None) -> Any:

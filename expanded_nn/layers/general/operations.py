@@ -285,6 +285,15 @@ def _rolled(samples: Tensor, shape: Sequence[int], shifts: tuple[int, ...], dims
     return torch.roll(_whole(samples, shape, dims), shifts, dims)
 
 
+def _windows(op: Operation, samples: Tensor) -> Tensor:
+    (dim,), size, step = op.dims(), op.saved("size"), op.saved("step")
+    return op.memo.of(_unfolded, samples, dim, size, step)  # type: ignore[no-any-return]
+
+
+def _unfolded(samples: Tensor, dim: int, size: int, step: int) -> Tensor:
+    return samples.unsqueeze(-1) if samples.shape[dim] == 1 else samples.unfold(dim, size, step)
+
+
 def _filled_up(op: Operation, samples: Tensor) -> Tensor:
     """The samples of a tensor whose other numbers are of none: these count as those beside them."""
     if samples.numel() == 1 and op.batch > 1:
@@ -443,14 +452,16 @@ NODE_RULES: dict[str, Callable[[Operation], Samples]] = {
             *("Reciprocal", "Sin", "Cos", "Tanh", "Sigmoid", "LogSigmoid", "Relu", "Silu", "Gelu", "Softplus", "Elu"),
             *("Mish", "LeakyRelu", "Hardtanh", "Hardswish", "Hardsigmoid", "Threshold", "Clamp", "ClampMin"),
             *("ClampMax", "Erf", "Maximum", "Minimum", "Where", "MaskedFill", "Addcmul", "Lerp", "NativeDropout"),
-            *("Clone", "ToCopy", "Alias", "ViewAs"),
+            *("Tan", "Atan", "Sinh", "Cosh", "Log2", "Log10", "Exp2", "Celu", "Round", "Floor", "Ceil", "Sign"),
+            *("NanToNum", "Clone", "ToCopy", "Alias", "ViewAs"),
         ],
         _elementwise,
     ),
     **dict.fromkeys(
         [
             *("Softmax", "SafeSoftmax", "LogSoftmax", "Cumsum", "Logsumexp", "Topk", "Sort", "Sum", "Mean", "Max"),
-            *("Min", "Amax", "Amin", "Var", "Std", "LinalgVectorNorm", "Norm"),
+            *("Min", "Amax", "Amin", "Var", "Std", "LinalgVectorNorm", "Norm", "Cumprod", "Cummax", "Prod", "Glu"),
+            *("FftR2C", "FftC2R", "FftC2C"),
         ],
         _along,
     ),
@@ -465,6 +476,7 @@ NODE_RULES: dict[str, Callable[[Operation], Samples]] = {
     "Flip": _of_first(_flip),
     "Roll": _of_first(_roll),
     "ConstantPadNd": _of_first(_pad),
+    "Unfold": _of_first(_windows),
     "ViewAsReal": _of_first(lambda op, samples: op.memo.of(Tensor.unsqueeze, samples, -1)),
     "ViewAsComplex": _of_first(
         lambda op, samples: op.memo.of(Tensor.squeeze, op.constant(samples, [samples.dim() - 1]), -1)
