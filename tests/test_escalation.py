@@ -280,6 +280,7 @@ CASES: dict[str, Case] = {
     "written_in_place": Case(written_in_place),
     "own_branch": Case(own_branch, loops=True),
     "statistics_that_are_kept": Case(statistics_that_are_kept, loops=True),
+    "mapped": Case(lambda: Around(Does(lambda m, x: torch.vmap(m.linear, 1, 1)(m.linear(x)), linear=nn.Linear(D, D)))),
     "argument_of_b_rows": Case(argument_of_b_rows),
     "read_counts": Case(read_counts, loops=True),
     "outside": Case(
@@ -688,6 +689,19 @@ def test_a_row_that_the_model_repeats_for_the_samples(watched: bool) -> None:
 def test_samples_that_are_compared_with_each_other_are_no_positions() -> None:
     model = on(Does(lambda m, x: m.linear(x).unsqueeze(1) - m.linear(x), linear=nn.Linear(D, D)), escalate=False)
     assert model(torch.randn(B, D)).shape == (B, B, D)
+
+
+def test_derivatives_within_the_forward() -> None:
+    """Those of an energy, as of a Hamiltonian network."""
+
+    def force(m: Any, x: Tensor) -> Tensor:
+        return torch.vmap(torch.func.grad(lambda state: m.linear(state).sin().square().sum()))(x)
+
+    module = Around(Does(force, linear=nn.Linear(D, 2)))
+    with pytest.warns(
+        enn.PerSampleWarning, match=r"part \(Does\): .*part.linear \(Linear\): it is called within a trans"
+    ):
+        assert_right(on(module), module, Call((torch.randn(B, T, D),)))
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="add_note is new in Python 3.11")
