@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
+from expanded_nn.core import cost
 from oracle import Call, assert_close, assert_close_rows, gradient_penalty, grads_of, loop, rows_of, total_loss
 
 B, T, D = 3, 5, 4
@@ -186,6 +187,29 @@ def own_branch() -> nn.Module:
     return Around(part)
 
 
+class Reversible(nn.Module):
+    """Keeps the statistics of a series in attributes, for when its forecast is scaled back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.linspace(0.5, 1, D)), nn.Parameter(torch.zeros(D))
+
+    def forward(self, x: Tensor, back: bool) -> Tensor:  # (B, T, D)
+        if back:
+            return (x - self.shift) / self.scale * self.spread + self.mean
+        self.mean = x.mean(1, keepdim=True).detach()
+        self.spread = x.std(1, keepdim=True).detach() + 1
+        return (x - self.mean) / self.spread * self.scale + self.shift
+
+
+def statistics_that_are_kept() -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        patches = m.norm(x, False).mT.unfold(-1, 2, 1).flatten(0, 1)  # (B * D, T - 1, 2)
+        return m.norm(m.linear(patches).sin().sum(-1).unflatten(0, (-1, D)).mT, True)
+
+    return Around(Does(forward, norm=Reversible(), linear=nn.Linear(2, 2)))
+
+
 def argument_of_b_rows() -> nn.Module:
     """A table that all samples share, and that has B rows by chance."""
     inner = Does(lambda m, x, table: x * m.scale + (table * m.scale).sin().sum(0))
@@ -253,8 +277,10 @@ CASES: dict[str, Case] = {
     "memory": Case(memory, {""}, shape=(B, B, D)),
     "checkpointed": Case(checkpointed, {"part.inner"}),
     "branch": Case(with_a_branch, loops=True),
-    "written_in_place": Case(written_in_place, loops=True),
+    "written_in_place": Case(written_in_place),
     "own_branch": Case(own_branch, loops=True),
+    "statistics_that_are_kept": Case(statistics_that_are_kept, loops=True),
+    "mapped": Case(lambda: Around(Does(lambda m, x: torch.vmap(m.linear, 1, 1)(m.linear(x)), linear=nn.Linear(D, D)))),
     "argument_of_b_rows": Case(argument_of_b_rows),
     "read_counts": Case(read_counts, loops=True),
     "outside": Case(
@@ -665,6 +691,19 @@ def test_samples_that_are_compared_with_each_other_are_no_positions() -> None:
     assert model(torch.randn(B, D)).shape == (B, B, D)
 
 
+def test_derivatives_within_the_forward() -> None:
+    """Those of an energy, as of a Hamiltonian network."""
+
+    def force(m: Any, x: Tensor) -> Tensor:
+        return torch.vmap(torch.func.grad(lambda state: m.linear(state).sin().square().sum()))(x)
+
+    module = Around(Does(force, linear=nn.Linear(D, 2)))
+    with pytest.warns(
+        enn.PerSampleWarning, match=r"part \(Does\): .*part.linear \(Linear\): it is called within a trans"
+    ):
+        assert_right(on(module), module, Call((torch.randn(B, T, D),)))
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="add_note is new in Python 3.11")
 def test_a_row_that_does_not_fit_without_escalation() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
@@ -687,6 +726,39 @@ def test_the_error_says_why_no_module_can_go_sample_by_sample() -> None:
         on(Does(forward, linear=nn.Linear(D, D)))(torch.randn(B, T, D))
     (note,) = info.value.__notes__
     assert re.search(r"not possible either: Does: its forward keeps tensors in attribute 'cache'.*use_cache", note)
+
+
+class Drifts(nn.Module):
+    """Keeps the mean of all inputs so far, and takes those before from its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.seen = nn.Parameter(torch.linspace(0.5, 1, D)), torch.zeros(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, self.seen = self.seen, 0.9 * self.seen + 0.1 * x.mean((0, 1)).detach()
+        return (x - before) * self.scale
+
+
+@quiet
+def test_what_a_forward_keeps_for_the_next_one() -> None:
+    """Each call goes on from what the call before has kept, and not from what a comparison has."""
+    module = Around(Drifts())
+    model = on(module)
+
+    def objective(model: Any, call: Call, first: int = 0) -> Tensor:
+        model.part.seen = before
+        return total_loss(model, call, first)
+
+    for seed in range(cost.TURNS_OF_A_SAMPLE + 2):
+        call = Call((torch.randn(B, T, D, generator=torch.Generator().manual_seed(seed)),))
+        before = module.part.seen
+        expected = loop(module, call, B, objective=objective)
+        model.zero_grad()
+        total_loss(model, call).backward()
+        assert_close_rows(rows(model), expected)
+        call.on(module)
+        assert_close(model.part.seen, module.part.seen)
 
 
 def test_a_cache_that_the_model_makes() -> None:

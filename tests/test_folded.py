@@ -675,6 +675,7 @@ def written_at(place: Callable[[Tensor], Tensor], rows: Tensor, *others: Tensor)
 LEAST = torch.finfo(torch.float64).min
 KNOWN: dict[str, Callable[[Tensor], Any]] = {  # of x (B, 4, 6)
     "elementwise": lambda x: F.gelu(x.exp() + 1) * x[:, :1] / 3 - x.clamp(max=1),
+    "elementwise, more": lambda x: x.cosh().log2() + x.tan().atan().sinh() + F.celu(x) + x.round() * x.exp2(),
     "where": lambda x: torch.where(x > 0, x, 2 * x).masked_fill(x > 1, 0),
     "flatten": folded,
     "groups": lambda x: x.reshape(B * 4 * 2, 3).view(B, 2, 4, 3).transpose(1, 2).reshape(-1, 3, 4),
@@ -706,6 +707,10 @@ KNOWN: dict[str, Callable[[Tensor], Any]] = {  # of x (B, 4, 6)
     "stack": lambda x: torch.stack([x, 2 * x], 1).flatten(0, 1),
     "softmax": lambda x: folded(x).softmax(-1).log_softmax(-1),
     "reductions": lambda x: x.sum(1) + x.mean((1,)) + x.amax(1) + x.var(1) + x.logsumexp(1) + x.norm(dim=1),
+    "reductions, more": lambda x: F.glu(folded(x).cumprod(1)) * folded(x).prod(-1, keepdim=True),
+    "transforms": lambda x: torch.fft.irfft(torch.fft.fft(torch.fft.rfft(x, dim=1), dim=2)[..., :3], dim=1),
+    "windows": lambda x: folded(x).nan_to_num().unfold(0, 4, 4),
+    "windows of features": lambda x: x.transpose(1, 2).unfold(-1, 2, 2).flatten(0, 1),
     "kept dimensions": lambda x: x - x.mean((1, 2), keepdim=True),
     "topk": lambda x: folded(x).topk(2, -1)[0] + folded(x).sort(-1)[0][:, :2] + folded(x).max(-1, keepdim=True)[0],
     "products": lambda x: x @ x.mT @ x,
@@ -726,7 +731,7 @@ KNOWN: dict[str, Callable[[Tensor], Any]] = {  # of x (B, 4, 6)
     "attention in one row, by the least number": lambda x: in_one_row(x, others=LEAST),
     "attention in one row, of some rows": lambda x: in_one_row(x, groups=2 * B),
     "attention in one row, by a difference": lambda x: in_one_row(x, others=-1e32, own=-1e10),
-    "windows": lambda x: F.unfold(x[:, None], 2),
+    "columns": lambda x: F.unfold(x[:, None], 2),
     "equations": lambda x: torch.linalg.solve_triangular(x[..., :4], x, upper=False, unitriangular=True),
     "writes": lambda x: written(torch.zeros(12, 2, 6).double(), folded(x)),
     "writes to rows of columns": lambda x: written(
@@ -747,18 +752,19 @@ MIXED: dict[str, Callable[[Tensor], Any]] = {
     "index_add to another": lambda x: folded(x).index_add(0, index(0), folded(x)[index(11)]),
     "scatter": lambda x: torch.zeros(B, 4, 6).double().scatter(0, torch.zeros(1, 4, 6, dtype=torch.int64), x[1:2]),
     "a change in place of a part": lambda x: _written(folded(x).clone()),
-    "an operation that is not in the table": lambda x: x.cumprod(1),
     "attention in one row, where others weigh little": lambda x: in_one_row(x, others=-5.0),
     "attention in one row, of other groups": lambda x: in_one_row(x, groups=2),
     "attention in one row, with all hidden from the first": lambda x: in_one_row(x, others=LEAST, of_first=LEAST),
     "attention in one row, with all shown to the first": lambda x: in_one_row(x, of_first=0.0),
-    "windows over samples": lambda x: F.unfold(folded(x)[None, None], 2),
+    "columns over samples": lambda x: F.unfold(folded(x)[None, None], 2),
     "equations of several": lambda x: torch.linalg.solve_triangular(folded(x)[:6], folded(x)[:6], upper=False),
     "writes to a row": lambda x: written_at(lambda out: out[0], folded(x)[:, 0]),
     "writes to a row of a turned tensor": lambda x: written_at(lambda out: out.t()[:, 3], folded(x)[:, 0]),
     "writes to the next row": lambda x: written_at(lambda out: out[1:, :6], folded(x)[:-1]),
     "writes to a diagonal": lambda x: written_at(lambda out: out.diagonal(), folded(x)[:, 0]),
     "writes of other rows": lambda x: written_at(lambda out: out[:, :6], folded(x), folded(x).flip(0)),
+    "windows over samples": lambda x: folded(x).unfold(0, 5, 1).sum(-1),
+    "an operation that is not in the table": lambda x: x.logcumsumexp(1),
     "filled up with what is of no sample": lambda x: torch.cat([x[:1], torch.zeros(1, 4, 6).double()]),
 }
 
@@ -805,7 +811,7 @@ def test_samples_that_are_not_known(name: str) -> None:
 def test_each_rule_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for operations that work as another one does."""
     used: set[str] = set()
-    alike = {"Elu", "Mish", "LeakyRelu"}
+    alike = {"Elu", "Mish", "LeakyRelu", "Log10", "Floor", "Ceil", "Sign", "Cummax"}
 
     class Noting(dict[str, Any]):
         def get(self, name: str, default: Any = None) -> Any:

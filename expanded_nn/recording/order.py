@@ -23,6 +23,7 @@ from expanded_nn.common.modes import WithoutSelection, function_modes, is_select
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core.cost import is_symbol
 from expanded_nn.recording import callers, constants, places
+from expanded_nn.recording.backward import in_transform
 from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.parts import LOOKED_AT, BatchParts
 from expanded_nn.recording.places import Move, Moved
@@ -51,6 +52,7 @@ class Order(TorchFunctionMode):
         constants: What no sample went into.
         turns: The dimensions that operations leave, in their new order; by the operations and their arguments.
         weights_are_outside: Whether the forward has used expanded weights outside of layers, which nobody looks at.
+        is_transformed: Whether the whole forward is within a transform of `torch.func`.
     """
 
     def __init__(self, recorder: RecorderLike, arguments: Any = ()) -> None:
@@ -62,6 +64,7 @@ class Order(TorchFunctionMode):
         self.constants = constants.Constants(recorder.modules(), recorder.escalation.tables, arguments)
         self.turns: dict[Any, list[int] | None] = {}
         self.weights_are_outside = False
+        self.is_transformed = in_transform()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -209,6 +212,8 @@ class Order(TorchFunctionMode):
         """
         if self.recorder.general_rule is not None:  # there each sample is alone
             return
+        if not self.is_transformed and in_transform():
+            self._refuse_transform(cast(Any, layer))
         if not (self.moved or self.parts.known or self.constants.known):
             return
         if not is_plain or callers.is_in_reentrant_checkpoint():
@@ -220,6 +225,16 @@ class Order(TorchFunctionMode):
                 # the states of a recurrent layer are (layers, B, features) in any case
                 dim = 1 if number and isinstance(layer, nn.RNNBase) else cast(Any, layer)._samples_dim
                 self.refuse(layer, [moved for moved in self.reasons(x) if moved.dim is None or moved.dim != dim])
+
+    def _refuse_transform(self, layer: Any) -> None:
+        error = complaint(
+            self.recorder.name_of(layer),
+            "it is called within a transform of torch.func (vmap, grad, jacrev, ...), which has no batch of samples",
+            "all samples at once",
+            "Call it on the batch, and take derivatives by torch.autograd.grad(..., create_graph=True).",
+        )
+        error.refused_by = layer
+        raise error
 
     def _refuse_other_rows(self, layer: Any, x: Tensor) -> None:
         """Raises where B rows are no samples: the positions of a single one, or of what all samples share.

@@ -10,14 +10,14 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 
 from expanded_nn.common.modes import saved_tensors_are_packed
 from expanded_nn.common.rounding import near
-from expanded_nn.common.steady import RandomStates, without_traces
+from expanded_nn.common.steady import RandomStates, Traces, without_traces
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core import cost
 from expanded_nn.layers.general.batched import NotInTable
 from expanded_nn.layers.general.gradients import Verdict
 from expanded_nn.layers.general.mapped import Called, flatten, of_sample
 from expanded_nn.layers.general.rule import General
-from expanded_nn.layers.general.trial import Way, without_hooks
+from expanded_nn.layers.general.trial import Way, Ways, without_hooks
 from expanded_nn.modules.base import Expanded, PerSampleModule
 from expanded_nn.modules.registry import EXPANDED, refuse_no_class
 from expanded_nn.recording.lift import Slot
@@ -48,17 +48,30 @@ class Alone(General):
         return Expanded._inside_general(self, recorder, args, kwargs)
 
     def _on_whole_batch(self, call: Called) -> Any:
-        result = super()._on_whole_batch(call)
-        if result is NotImplemented or not self.goes_in_a_loop():
-            return result
-        # values lead it, so that samples may meet now that have not met in the trial
+        if not self.goes_in_a_loop() or not self._told.ways.get(call.kind_of_ways(), Ways()).known:
+            return super()._on_whole_batch(call)
         self._told.turn = turn = self._told.turn + 1
-        is_due = turn % cost.TURNS_OF_A_SAMPLE == 0
-        is_right = not is_due or self._agrees(call, result, turn // cost.TURNS_OF_A_SAMPLE % call.batch)
-        return result if is_right else NotImplemented
+        if turn % cost.TURNS_OF_A_SAMPLE:
+            return super()._on_whole_batch(call)
+        # values lead it, so that samples may meet which have not met in the trial
+        traces, sample = Traces([*self.modules()], ()), turn // cost.TURNS_OF_A_SAMPLE % call.batch
+        alone = self._one_alone(call, sample)  # first, as both begin with what the call before has left
+        result = super()._on_whole_batch(call)
+        if result is NotImplemented or alone is None or self._agrees(call, alone, result, sample):
+            return result
+        traces.take_back()
+        return NotImplemented
 
-    def _agrees(self, call: Called, result: Any, i: int) -> bool:
-        """Whether sample `i` gives alone what it gives in the batch; `True` also where random numbers are drawn."""
+    def _by_known_way(self, call: Called, ways: Ways) -> Any:
+        """Likewise; if it did not, what it has kept is taken back. Where `vmap` follows, nothing is kept."""
+        traces = Traces([*self.modules()], ()) if self.goes_in_a_loop() else None
+        result = super()._by_known_way(call, ways)
+        if traces is not None and result is NotImplemented:
+            traces.take_back()
+        return result
+
+    def _one_alone(self, call: Called, i: int) -> Any:
+        """What a sample alone gives; `None` where random numbers are drawn, of which nothing can tell."""
         leaves = zip(call.leaves, call.dims, strict=True)
         rows = [leaf if dim is None else of_sample(leaf, dim, i, call.batch) for leaf, dim in leaves]
         args, kwargs = tree_unflatten(rows, tree_structure((call.args, call.kwargs)))
@@ -69,8 +82,10 @@ class Alone(General):
                 return self._plain_forward(*args, **kwargs)
 
         alone = without_hooks(self, states, run)
-        if states.restore():
-            return True
+        return None if states.restore() else alone
+
+    def _agrees(self, call: Called, alone: Any, result: Any, i: int) -> bool:
+        """Whether a sample alone gives what it gives in the batch."""
         pairs = zip(flatten(alone)[0], flatten(result)[0], strict=True)
         dims = iter(self._told.compared[call.kind].dims)
         tensors = [(x, y, next(dims)) for x, y in pairs if isinstance(x, Tensor)]

@@ -293,8 +293,14 @@ class Mapper:
             kept = [(f"attribute {name!r}", value) for name, value in vars(module).items() if name not in _NOT_ITS_OWN]
             kept += [(f"the buffer {name!r}", value) for name, value in module._buffers.items()]
             for what, value in kept:
-                if isinstance(value, looked_into) and any(map(is_of_one_sample, contents(value, 4 * thorough))):
-                    raise self.module._keeping(what)
+                if not isinstance(value, looked_into):
+                    continue
+                left = list(filter(is_of_one_sample, contents(value, 4 * thorough)))
+                if left:
+                    error = self.module._keeping(what)
+                    # in a loop it can be taken back, if no loss may read it
+                    error.by_vmap = not any(torch._C._functorch.get_unwrapped(x).requires_grad for x in left)
+                    raise error
         if any(map(is_of_one_sample, contents([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
             raise self.module._keeping("an argument")
 

@@ -194,6 +194,15 @@ def _roll(op: Operation, samples: Tensor) -> Tensor:
     return op.memo.of(torch.roll, op.memo.of(_whole, samples, op.shape_of(0), dims), shifts, dims)
 
 
+def _windows(op: Operation, samples: Tensor) -> Tensor:
+    (dim,), size, step = op.dims(), op.saved("size"), op.saved("step")
+    return op.memo.of(_unfolded, samples, dim, size, step)
+
+
+def _unfolded(samples: Tensor, dim: int, size: int, step: int) -> Tensor:
+    return samples.unsqueeze(-1) if samples.shape[dim] == 1 else samples.unfold(dim, size, step)
+
+
 def _filled_up(op: Operation, samples: Tensor) -> Tensor:
     """The samples of a tensor to which numbers of no sample were added: these count as those beside them."""
     if samples.numel() == 1 and op.batch > 1:
@@ -360,7 +369,7 @@ def _keeps_apart(mask: Tensor, queries: Tensor, keys: Tensor) -> bool:
     return bool((is_hidden | (queries == keys) | (keys == NOBODY)).all())
 
 
-def _unfolded(op: Operation, samples: Tensor) -> Tensor:
+def _columns(op: Operation, samples: Tensor) -> Tensor:
     """The windows `(N, C * k, windows)` of images `(N, C, H, W)`, each of one sample."""
     return op.memo.of(Tensor.squeeze, op.constant(samples, range(1, 4)), 3)
 
@@ -382,14 +391,16 @@ NODE_RULES: dict[str, Rule] = {
             *("Reciprocal", "Sin", "Cos", "Tanh", "Sigmoid", "LogSigmoid", "Relu", "Silu", "Gelu", "Softplus", "Elu"),
             *("Mish", "LeakyRelu", "Hardtanh", "Hardswish", "Hardsigmoid", "Threshold", "Clamp", "ClampMin"),
             *("ClampMax", "Erf", "Maximum", "Minimum", "Where", "MaskedFill", "Addcmul", "Lerp", "NativeDropout"),
-            *("Clone", "ToCopy", "Alias", "ViewAs"),
+            *("Tan", "Atan", "Sinh", "Cosh", "Log2", "Log10", "Exp2", "Celu", "Round", "Floor", "Ceil", "Sign"),
+            *("NanToNum", "Clone", "ToCopy", "Alias", "ViewAs"),
         ],
         _elementwise,
     ),
     **dict.fromkeys(
         [
             *("Softmax", "SafeSoftmax", "LogSoftmax", "Cumsum", "Logsumexp", "Topk", "Sort", "Sum", "Mean", "Max"),
-            *("Min", "Amax", "Amin", "Var", "Std", "LinalgVectorNorm", "Norm"),
+            *("Min", "Amax", "Amin", "Var", "Std", "LinalgVectorNorm", "Norm", "Cumprod", "Cummax", "Prod", "Glu"),
+            *("FftR2C", "FftC2R", "FftC2C"),
         ],
         _along,
     ),
@@ -404,6 +415,7 @@ NODE_RULES: dict[str, Rule] = {
     "Flip": _of_first(_flip),
     "Roll": _of_first(_roll),
     "ConstantPadNd": _of_first(_pad),
+    "Unfold": _of_first(_windows),
     "ViewAsReal": _of_first(lambda op, samples: op.memo.of(Tensor.unsqueeze, samples, -1)),
     "ViewAsComplex": _of_first(
         lambda op, samples: op.memo.of(Tensor.squeeze, op.constant(samples, [samples.dim() - 1]), -1)
@@ -431,6 +443,6 @@ NODE_RULES: dict[str, Rule] = {
         _of_first(_resized),
     ),
     "NativeLayerNorm": _of_first(_normalized),
-    "Im2Col": _of_first(_unfolded),
+    "Im2Col": _of_first(_columns),
     "LinalgSolveTriangular": _solved,
 }

@@ -350,20 +350,22 @@ class General(Expanded):
         """The result of the forward on the whole batch, or `NotImplemented` where that is not known to be right."""
         kind = call.kind_of_ways()
         ways = self._told.ways.get(kind, Ways())
-        if ways.known:
-            result, way = self._attempt(call, call.args, call.kwargs)
-            if way in ways.known:
-                return result
+        if ways.known and (result := self._by_known_way(call, ways)) is not NotImplemented:
+            return result
         if running_backward() >= 0:  # a checkpoint's forward is computed again, and learns nothing
             return NotImplemented
         wait_for_values("a module of the general rule is tried on the whole batch first")
         ways = ways.after(*self._judged(call, hooks=ways.hooks)) if ways.trials_left else NO_WAYS
-        result, way = self._attempt(call, call.args, call.kwargs) if ways.known else (None, None)
-        is_known = way in ways.known
-        if ways.known and not is_known:  # the comparison left out the children's hooks, which may be the difference
+        result = self._by_known_way(call, ways) if ways.known else NotImplemented
+        if ways.known and result is NotImplemented:  # what the hooks of its children add may be what it did otherwise
             ways = ways._replace(hooks=True)
         self._told.ways[kind] = ways
-        return result if is_known else NotImplemented
+        return result
+
+    def _by_known_way(self, call: Called, ways: Ways) -> Any:
+        """The result, if it went a known way."""
+        result, way = self._attempt(call, call.args, call.kwargs)
+        return result if way in ways.known else NotImplemented
 
     def _attempt(self, call: Called, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
         """The result of the forward on the whole batch, and the way it has gone; `None` if it cannot run so.
