@@ -79,8 +79,8 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
 
     Raises:
         PerSampleError: At the call that is traced, if the step reads values of tensors (the line is named), takes the
-            step of an optimizer or of a scheduler, returns a tensor whose backward it has not run, or trains a tensor
-            that is neither an argument nor a parameter of a module that it calls. Models and rows are then as before.
+            step of an optimizer or of a scheduler, or returns a tensor whose backward it has not run. Models and rows
+            are then as before.
         TypeError: If `step` is a model or no function, or `options` are not inductor's, which the first graph finds.
 
     Example:
@@ -195,12 +195,14 @@ class Met:
     Attributes:
         modules: The modules.
         others: Those that the step refers to and does not call; their attributes count.
+        leaves: Parameters of such modules and other tensors that the step trains, or whose gradients it looks at.
         recorders: The recorders of their rows.
         former_count: How many modules these were when kinds that came once were let go of last.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
     others: list[nn.Module] = field(default_factory=list)
+    leaves: list[torch.Tensor] = field(default_factory=list)
     recorders: list[Recorder] = field(default_factory=list)
     former_count: int = 0
 
@@ -280,8 +282,8 @@ class CompiledStep:
             return self._run_eagerly(call, key)
         seen, self.last = self.step_values.looks[-1].seen, None
         seen.note_fact(of_surroundings)
-        modules, others, recorders = self.met.modules, self.met.others, self.met.recorders
-        kind = *key, of_models(modules, others, recorders, self.step_values.referred, seen)
+        modules, others, leaves, recorders = self.met.modules, self.met.others, self.met.leaves, self.met.recorders
+        kind = *key, of_models(modules, others, leaves, recorders, self.step_values.referred, seen)
         seen.close()
         family = self.families.get(kind)
         if family is None:
@@ -417,7 +419,7 @@ class CompiledStep:
                 "a step that ends with its gradients, as the graph would leave the scheduler as it is",
                 "Call the scheduler after the compiled step, and after the optimizer.",
             )
-        of_step = self.step, call, varying, self.met.modules, self.met.recorders
+        of_step = self.step, call, varying, self.met.modules, self.met.recorders, self.met.leaves
         with values.undoing(call.objects):
             generators = [value for value in values.looks[-1].with_state if not isinstance(value, LRScheduler)]
             traced = trace(*of_step, thorough=family.is_thorough, states=family.grads, generators=generators)

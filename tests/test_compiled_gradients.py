@@ -195,6 +195,84 @@ def test_gradients_that_lie_in_another_way() -> None:
     assert len(graphs(compiled)) == 2
 
 
+def cleared_by_optimizer(own: nn.Module, other: nn.Module) -> None:
+    torch.optim.SGD([*own.parameters(), *other.parameters()], lr=0.1).zero_grad()
+
+
+def cleared_by_model(own: nn.Module, other: nn.Module) -> None:
+    own.zero_grad()
+    other.zero_grad()
+
+
+def added_up(own: nn.Module, other: nn.Module) -> Tensor:
+    own.zero_grad()
+    return sum((p.grad.square().sum() for p in other.parameters() if p.grad is not None), torch.zeros(()))
+
+
+@pytest.mark.parametrize("is_converted", [True, False])
+@pytest.mark.parametrize("look", [cleared_by_optimizer, cleared_by_model, added_up])
+def test_gradients_of_a_model_that_the_step_does_not_call(look: Callable[..., Any], is_converted: bool) -> None:
+    """They are not there when the step is traced, and later they are."""
+    torch.manual_seed(0)
+    own, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    other = enn.convert(perceptron()).per_sample() if is_converted else perceptron()
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        return look(own, other), classified(own, x, y)
+
+    def left_by(run: Callable[..., Any], number: int) -> Any:
+        other.zero_grad()
+        if number > 3:
+            backward(other, x, y)
+        return run(x, y), outcome(own, None), outcome(other, None)
+
+    compiled = enn.compile(step, backend="eager")
+    for number in range(9):
+        assert_same(left_by(compiled, number), left_by(step, number))
+    assert len(graphs(compiled)) == 2
+
+
+def test_a_tensor_of_no_module_is_trained() -> None:
+    model, factor, (x, y) = enn.convert(perceptron()).per_sample(), torch.ones(3, requires_grad=True), samples(4)[0]
+
+    def step(x: Tensor, y: Tensor) -> None:
+        F.cross_entropy(model(x) * factor, y).backward()
+
+    def left_by(run: Callable[..., Any], before: Tensor | None) -> Any:
+        model.zero_grad()
+        factor.grad = None if before is None else before.clone()
+        run(x, y)
+        return outcome(model, factor.grad)
+
+    compiled = enn.compile(step, backend="eager")
+    for before in [None] * 5 + [torch.ones(3)] * 3:
+        assert_same(left_by(compiled, before), left_by(step, before))
+    assert len(graphs(compiled)) == 2
+
+
+def test_a_model_that_is_only_changed_in_place_may_require_gradients() -> None:
+    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    model(x).sum().backward()
+    averages = [enn.convert(perceptron()).per_sample() for _ in range(2)]
+    for average in averages:
+        average.load_state_dict(model.state_dict())
+        average[0].weight.grad = torch.ones(16, 8)
+
+    def averaged(x: Tensor, y: Tensor, average: nn.Module) -> None:
+        backward(model, x, y)
+        with torch.no_grad():
+            for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(parameter - parameter.grad, 0.5)
+
+    compiled = enn.compile(lambda x, y: averaged(x, y, averages[0]), backend="eager")
+    for _ in range(4):
+        for step in (compiled, lambda x, y: averaged(x, y, averages[1])):
+            model.zero_grad()
+            step(x, y)
+        assert_same(*(outcome(average, None) for average in averages))
+    assert len(graphs(compiled)) == 1
+
+
 def test_micro_batches_append_in_a_graph() -> None:
     between = ["model.zero_grad()", "nothing", "nothing", "nothing"] * 3
     for settings in ({}, {"materialize": True}, {"loss_reduction": "sum"}):

@@ -122,6 +122,7 @@ def of_surroundings() -> Hashable:
 def of_models(
     modules: Sequence[nn.Module],
     others: Sequence[nn.Module],
+    leaves: Sequence[Tensor],
     recorders: Sequence[Recorder],
     referred: Referred,
     seen: Seen,
@@ -131,7 +132,7 @@ def of_models(
     Modules and parameters count by their ids, which no other object has as long as the modules are kept; buffers and
     tensors among the attributes by their shapes and dtypes; other attributes as in `StepValues`, by the names in the
     methods, and in those of the step's functions that are `referred` to. What is looked at is noted. Of `others`, which
-    the step does not call, the gradients and rows do not count.
+    the step does not call, the gradients and rows do not count, but for the `leaves` whose gradients it reads or sets.
     """
     key: list[Any] = [(recorder.settings, recorder.rows_stand_alone) for recorder in recorders]
     add = key.append
@@ -177,7 +178,9 @@ def of_models(
         for parameter in attributes["_parameters"].values():
             add(None if parameter is None else id(parameter))
     of_modules = (parameter for module in modules for parameter in module._parameters.values())
-    parameters = {id(parameter): parameter for parameter in of_modules if parameter is not None}
+    parameters = {id(parameter): parameter for parameter in (*of_modules, *leaves) if parameter is not None}
+    of_others = (parameter for module in others for parameter in module._parameters.values())
+    key += [None if parameter is None else of_tensor(parameter, seen) for parameter in of_others]
     key += [_of_parameter(parameter, seen) for parameter in parameters.values()]
 
     def gradients() -> list[Hashable]:
@@ -193,7 +196,7 @@ def of_models(
     return *key, *states
 
 
-def _of_parameter(parameter: nn.Parameter, seen: Seen) -> Hashable:
+def _of_parameter(parameter: Tensor, seen: Seen) -> Hashable:
     """A key for a parameter, its hooks and attributes, without its gradient and rows."""
     hooks: list[Any] = []
     for registry in filter(None, _HOOKS_OF_PARAMETER(parameter)):
@@ -214,7 +217,7 @@ def own_attributes(tensor: Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if name != "grad_sample"}
 
 
-def _of_gradient(parameter: nn.Parameter, recorders: Sequence[Recorder]) -> Hashable:
+def _of_gradient(parameter: Tensor, recorders: Sequence[Recorder]) -> Hashable:
     """How a parameter's gradient lies in memory, if there is one, whether there are rows, and who has set them."""
     grad, rows = parameter.grad, getattr(parameter, "grad_sample", None)
     if grad is None and rows is None:

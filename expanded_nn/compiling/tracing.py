@@ -55,13 +55,13 @@ class Inputs:
     """What a graph takes: the tensors among the arguments, the `.grad` of some owners (see `Outcome`), the constants.
 
     Attributes:
-        leaves: The parameters, each once.
+        leaves: The parameters, each once, and other tensors that have gradients.
         grads: The numbers of the owners whose `.grad` is an input: there is one, and it is not known to be zero.
         constants: Where all other tensors are: parameters, and buffers and attributes of modules, which may be other
             tensors at each call.
     """
 
-    leaves: list[nn.Parameter]
+    leaves: list[Tensor]
     grads: list[int]
     constants: list[Place]
 
@@ -107,6 +107,7 @@ def trace(
     varying: Collection[tuple[int, int]],  # numbers of a tensor and of a dimension of it
     modules: Sequence[nn.Module],
     recorders: Sequence[Recorder],
+    others: list[Tensor],  # of no module that it calls, but it looks at their gradients; more are added
     *,
     thorough: bool = False,
     states: Grads | None = None,  # of the gradients before the call; the step may ask for them
@@ -121,7 +122,8 @@ def trace(
     """
     _refuse_processes(modules, recorders)
     sizes, tensors = _Sizes(varying), call.tensors
-    leaves = list({id(p): p for module in modules for p in module.parameters(recurse=False)}.values())
+    parameters = (parameter for module in modules for parameter in module.parameters(recurse=False))
+    leaves = list({id(tensor): tensor for tensor in (*parameters, *others)}.values())
     if {id(leaf) for leaf in leaves} & {id(tensor) for tensor in tensors}:
         raise OnlyEager("a parameter of a model is among its arguments")
     clipped = {id(leaf) for leaf in leaves if any(recorder.is_clipped(leaf) for recorder in recorders)}
@@ -147,8 +149,12 @@ def trace(
     try:
         graph = _graph_of(body, fakes, contexts)
     finally:
-        body.ops.put_back()
+        looked_at = body.readings.put_back(leaves)
+        others += looked_at
+        changed = body.ops.put_back()
         has_drawn = drawn.restore()
+    if looked_at:
+        raise FirstEager("it reads or sets a .grad of what belongs to no module that it calls")
     if new_modules:  # and the step has not made them for itself
         raise FirstEager(_calls_new(next(iter(new_modules))))
     if has_drawn:
@@ -161,7 +167,10 @@ def trace(
     if unused:  # it was printed, or kept outside of the step, where it would be the same symbol for ever
         raise reading(unused[0])
     constants = _lifted(graph)
-    _refuse_other_leaves(constants, leaves)
+    trained = _trained(constants, leaves, changed)
+    if trained:
+        others += trained
+        raise FirstEager("it trains a tensor that belongs to no module that it calls")
     examples = [*fakes, *(sizes.without_values(constant.detach()) for constant in constants)]
     inputs = Inputs(
         leaves, [*former.inputs], _places_of(constants, [*dicts, *(module._parameters for module in modules)])
@@ -253,7 +262,7 @@ class _Body:
 
     step: Callable[..., Any]
     call: Call
-    leaves: list[nn.Parameter]
+    leaves: list[Tensor]
     recorders: Sequence[Recorder]
     former: FormerGrads
     saved: Saved
@@ -364,20 +373,20 @@ def _calls_new(module: nn.Module) -> str:
     return f"it calls a {type(module).__name__} for the first time"
 
 
-def _refuse_other_leaves(constants: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Raises if a tensor requires gradients that is neither an argument nor a parameter of a module that is called."""
-    leaf_ids = {id(leaf) for leaf in leaves}
+def _trained(constants: Sequence[Tensor], leaves: Sequence[Tensor], changed: Collection[int]) -> list[Tensor]:
+    """The tensors with values that a backward has reached, but for `leaves`; their `.grad` is as before.
+
+    `changed` are the ids of the tensors with values that the trace has changed.
+    """
+    trained, leaf_ids = [], {id(leaf) for leaf in leaves}
     for constant in constants:
         if constant.requires_grad and constant.is_leaf and id(constant) not in leaf_ids:
             if isinstance(constant.grad, FakeTensor):
                 constant.grad = None
-            raise complaint(
-                "enn.compile",
-                f"the step uses a tensor of shape {tuple(constant.shape)} that requires gradients and belongs to no "
-                "module that it calls",
-                "parameters of modules, and arguments",
-                "Make it an argument of the step.",
-            )
+                trained.append(constant)
+            elif id(constant.grad) in changed:
+                trained.append(constant)
+    return trained
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import gc
 import linecache
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from threading import get_ident
 from typing import Any, cast
@@ -33,6 +33,7 @@ READ = torch.ops.aten._local_scalar_dense.default
 _SHOWN = {Tensor.__repr__, Tensor.__format__, Tensor.numpy, Tensor.__array__, Tensor.tolist}
 _NUMBER = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_OF_GRAD = {cast(Any, Tensor.grad).__get__, cast(Any, Tensor.grad).__set__}
 _SYMBOLS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _LIFT = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default  # of numbers in the step's code
 _ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
@@ -88,13 +89,14 @@ class Operations(TorchDispatchMode):
                 self.tensors.append((TensorWeakRef(tensor), line))
         return result
 
-    def put_back(self) -> None:
-        """Gives the tensors that have values those from before the trace."""
+    def put_back(self) -> set[int]:
+        """Gives the tensors that have values those from before the trace; the ids of those that were changed."""
+        changed = [(tensor, before) for tensor, version, before in self.changed if tensor._version != version]
         with torch.no_grad():
-            for tensor, version, before in reversed(self.changed):
-                if tensor._version != version:
-                    tensor.detach().copy_(before)
+            for tensor, before in reversed(changed):
+                tensor.detach().copy_(before)
         self.changed.clear()
+        return {id(tensor) for tensor, _ in changed}
 
     def line_of_kept(self) -> str | None:
         """The line that made a tensor to which something refers still, after the trace."""
@@ -126,17 +128,21 @@ class Readings(TorchFunctionMode):
 
     Attributes:
         len_lines: The user's lines that take `len` of a tensor whose size is a symbol, which makes a number of it.
+        grads: The tensors with values whose `.grad` the step reads or sets, each with what was there.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.len_lines: list[str] = []
+        self.grads: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SHOWN or (func in _NUMBER and not isinstance(args[0], FakeTensor)):
             raise reading(line_in(traceback.extract_stack()))
         if func == _SET_DATA and not _is_fake(args[0]):
             raise OnlyEager("it sets .data of a tensor anew (change it in place under torch.no_grad(), p.sub_(...))")
+        if func in _OF_GRAD and not _is_fake(args[0]):
+            self.grads.setdefault(id(args[0]), (args[0], args[0].grad))
         if func in SIZES and args and is_hidden(args[0]) and not is_called_by_libraries(func):
             raise OnlyEager("it uses the number of per-sample gradients from before the call (clear them)")
         if func is torch._is_all_true and is_traced() and _is_fake(args[0]):  # how torch.distributions look at values
@@ -146,6 +152,19 @@ class Readings(TorchFunctionMode):
         if counts and not is_called_by_libraries(func):
             self.len_lines.append(line_in(traceback.extract_stack()))
         return func(*args, **(kwargs or {}))
+
+    def put_back(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Gives what has no part in the trace the `.grad` from before, if the step has looked at it; these tensors.
+
+        The `leaves` have a part in it.
+        """
+        for leaf in leaves:
+            self.grads.pop(id(leaf), None)
+        for tensor, grad in self.grads.values():
+            tensor.grad = None if isinstance(grad, FakeTensor) else grad
+        others = [tensor for tensor, _ in self.grads.values()]
+        self.grads.clear()
+        return others
 
 
 class Generator:

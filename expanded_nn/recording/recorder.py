@@ -460,6 +460,7 @@ class Recorder:
 
     def drop(self, parameters: Sequence[Tensor], *, grads: bool = False) -> None:
         """Drops the rows of parameters, and their `.grad` if `grads`."""
+        note_recorder(self)
         leaves = self.leaves.clear(parameters, grads=grads)
         if not self.leaves.sharded:
             self.store.drop(leaves)

@@ -333,7 +333,7 @@ def _run(layer: Any, inputs: Inputs, states: Any) -> Any:
 
 def _turned(weight: Tensor, steps: Steps) -> Tensor:
     """The transpose of a weight; in memory of its own where that is worth it, as each product packs it anew."""
-    return weight.t().contiguous() if cost.turns_weight_once(len(steps.sizes)) else weight.t()
+    return weight.t().contiguous() if cost.turns_weight_once(steps.count) else weight.t()
 
 
 def _first(states: Tensor, size: int) -> Tensor:

@@ -57,7 +57,7 @@ class Operations:
 
     def loop(self, inputs: LoopInputs) -> None:
         steps, weights, z, multipliers, *grads = inputs
-        sizes = len(steps.sizes), steps.batch
+        sizes = steps.count, steps.batch
         _operations().recurrence_loop(self._kind, *sizes, z, list(multipliers), list(weights), *grads)
 
 
@@ -121,4 +121,4 @@ def _shapes_of_gates(kind: str, cell: bool, x: Tensor, h: Any, y: Any, c0: Any, 
 
 
 def _loop(kind: str, steps: int, batch: int, z: Tensor, multipliers: list[Tensor], weights: Any, *grads: Any) -> None:
-    RECURRENCES[kind].loop(LoopInputs(Steps([batch] * steps, batch), Weights(*weights), z, multipliers, *grads))
+    RECURRENCES[kind].loop(LoopInputs(Steps(steps, batch), Weights(*weights), z, multipliers, *grads))

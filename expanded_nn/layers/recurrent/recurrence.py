@@ -87,7 +87,7 @@ def _gradients(
     dtype = torch.promote_types(row_dtype, torch.float32)
     shared_weights, y, first_c = _shared_weights(weights, dtype), y.to(dtype), None if c0 is None else c0.to(dtype)
     saved = Saved(steps, x.to(dtype), steps.previous(h0.to(dtype), y), y, first_c, shared_weights)
-    reached_hr = g is not None or len(steps.sizes) > 1  # the cell state after the first step does not depend on it
+    reached_hr = g is not None or steps.count > 1  # the cell state after the first step does not depend on it
     g = torch.zeros_like(y) if g is None else steps.flat_copy(g, dtype)
     loops, g_c = _loops(recurrence), None if g_c is None else g_c.to(dtype)
     gradients = recurrence.backward(loops, saved, gates or loops.gates(saved), g, g_c)
@@ -167,7 +167,7 @@ def _keeps_gates(recurrence: Recurrence, steps: Steps, weights: Weights, *inputs
     states = steps.batch * weights.hh.shape[-1]
     return (
         torch.is_grad_enabled()
-        and bool(steps.sizes)  # without steps, torch's own error tells what is wrong
+        and bool(steps.count)  # without steps, torch's own error tells what is wrong
         and not steps.cell
         and any(x.requires_grad for x in tensors)
         and all(cost.keeps_gates(x.dtype, x.device.type, states, threads, has_kernel=has_kernel) for x in tensors)

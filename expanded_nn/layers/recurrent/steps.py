@@ -21,7 +21,7 @@ class Steps:
     cases.
     """
 
-    sizes: list[int]  # for each step, how many sequences have it
+    count: int  # T, the number of steps
     batch: int
     packed: Tensor | None = None  # `sizes`, as torch's kernels take it; `None` where all sequences are equally long
     samples: Tensor | None = None  # for each sequence the sample it belongs to; `None` where that is its own number
@@ -32,20 +32,25 @@ class Steps:
     def of(cls, input: Tensor, *, cell: bool = False) -> Steps:
         """The steps of sequences `(T, B, features)`, all equally long."""
         steps, batch, _ = input.shape
-        return cls([batch] * steps, batch, cell=cell, device=input.device)
+        return cls(steps, batch, cell=cell, device=input.device)
 
     @classmethod
     def of_packed(cls, input: PackedSequence) -> Steps:
         """The steps of a `PackedSequence`."""
         data, packed, samples, _ = input
-        sizes: list[int] = packed.tolist()
-        return cls(sizes, sizes[0], packed, samples, device=data.device)
+        return cls(len(packed), int(packed[0]), packed, samples, device=data.device)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """For each step, how many sequences have it."""
+        sizes: list[int] = [self.batch] * self.count if self.packed is None else self.packed.tolist()
+        return sizes
 
     @cached_property
     def _of_steps(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Each flat entry's step and sequence; each step's first entry; each sequence's length."""
         assert self.packed is not None
-        numbers = torch.arange(len(self.sizes))
+        numbers = torch.arange(self.count)
         first = self.packed.cumsum(0) - self.packed
         step = numbers.repeat_interleave(self.packed)
         sequence = torch.arange(len(step)) - first[step]
@@ -57,7 +62,7 @@ class Steps:
         """For each entry of a flat tensor its place in `(B * T, features)`, samples in the user's order."""
         step, sequence, _, _ = self._of_steps
         sample = sequence if self.samples is None else self.samples.cpu()[sequence]
-        return (sample * len(self.sizes) + step).to(self.device)
+        return (sample * self.count + step).to(self.device)
 
     @cached_property
     def _mirror(self) -> Tensor:
@@ -80,8 +85,8 @@ class Steps:
     @cached_property
     def running(self) -> Tensor:  # (B, T)
         """Whether a sample has a step."""
-        is_running = torch.zeros(self.batch * len(self.sizes), dtype=torch.bool, device=self.device)
-        return is_running.index_fill(0, self._places, True).view(self.batch, len(self.sizes))
+        is_running = torch.zeros(self.batch * self.count, dtype=torch.bool, device=self.device)
+        return is_running.index_fill(0, self._places, True).view(self.batch, self.count)
 
     def flat(
         self,
@@ -103,7 +108,7 @@ class Steps:
         flat: Tensor,  # (N, features)
     ) -> Tensor:  # (T, B, features), or (N, features)
         """The way back from `flat`."""
-        return flat if self.packed is not None else flat.reshape(len(self.sizes), self.batch, flat.shape[-1])
+        return flat if self.packed is not None else flat.reshape(self.count, self.batch, flat.shape[-1])
 
     def split(
         self,
@@ -120,8 +125,8 @@ class Steps:
         """The steps of each sample, in the user's order; zeros behind the end of its sequence."""
         if self.packed is None:
             return self.unflattened(steps).transpose(0, 1)
-        padded = steps.new_zeros(self.batch * len(self.sizes), steps.shape[-1])
-        return padded.index_copy(0, self._places, steps).view(self.batch, len(self.sizes), steps.shape[-1])
+        padded = steps.new_zeros(self.batch * self.count, steps.shape[-1])
+        return padded.index_copy(0, self._places, steps).view(self.batch, self.count, steps.shape[-1])
 
     def from_samples(
         self,
