@@ -2374,6 +2374,22 @@ def written_by_masks(h: Tensor, order: Tensor) -> Tensor:
     return result
 
 
+def written_to_views(h: Tensor, order: Tensor) -> Tensor:
+    result = torch.zeros_like(h)
+    head = result[: len(h) - 1]
+    for place, row in enumerate(order.tolist()[:-1]):
+        head[place] = h[row]
+    result[len(h) - 1 :][:] = h[order.tolist()[-1]]
+    return result
+
+
+def written_to_turned_views(h: Tensor, order: Tensor) -> Tensor:
+    result = torch.zeros_like(h)
+    for place, row in enumerate(order.tolist()):
+        result[place : place + 1].t()[:, 0] = h[row]
+    return result
+
+
 def across(h: Tensor, order: Tensor) -> Tensor:
     return order.unsqueeze(1).expand(-1, h.shape[1])
 
@@ -2421,6 +2437,7 @@ MOVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda h, order: added_row_by_row(h, order.tolist()),
     ),
     "rows_by_masks": (masked_apart, written_by_masks),
+    "rows_of_views": (written_to_views, written_to_turned_views),
     "parts_after_arithmetic": (
         lambda h, order: torch.cat([2 * h[1:], 2 * h[:1]]),
         lambda h, order: torch.vstack([part * 2 for part in h.split([len(h) - 1, 1])][::-1]),
@@ -2467,6 +2484,12 @@ def test_rows_written_in_their_own_places() -> None:
         def forward(self, x: Tensor) -> Tensor:
             h = self.first(x)
             h = written_row_by_row(h, list(range(len(h))))
+            result = torch.zeros_like(h)
+            head = result[:2]
+            head[0], head[1:] = h[0], h[1:2]
+            tail = result[2:]
+            tail[:] = h[2:]
+            h = result
             steps = h.unsqueeze(1).expand(-1, B, -1).contiguous()  # (B, T, D)
             time_first = torch.zeros(B, len(h), D)
             for step in range(B):
