@@ -208,8 +208,6 @@ class Order(TorchFunctionMode):
 
         A plain forward leaves no rows. But that of a reentrant checkpoint is run again in the backward, which does.
         """
-        if self.recorder.general_rule is not None:  # there each sample is alone
-            return
         if not (self.moved or self.parts.known or self.constants.known):
             return
         if not is_plain or callers.is_in_reentrant_checkpoint():
