@@ -2442,6 +2442,10 @@ MOVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda h, order: torch.cat([2 * h[1:], 2 * h[:1]]),
         lambda h, order: torch.vstack([part * 2 for part in h.split([len(h) - 1, 1])][::-1]),
     ),
+    "parts_of_parts": (
+        lambda h, order: torch.cat([torch.cat([h[1:2], h[:1]]), h[2:]]),
+        lambda h, order: torch.cat([2 * torch.vstack([h[1:2], h[:1]]), 2 * h[2:]]),
+    ),
     "padded": (
         lambda h, order: nn.utils.rnn.pad_sequence([h[row] for row in order.tolist()], batch_first=True),
         lambda h, order: nn.utils.rnn.pad_sequence([h[row, :1].expand(D) for row in order.tolist()], True),
@@ -2498,6 +2502,40 @@ def test_rows_written_in_their_own_places() -> None:
 
     module = Written()
     right(on(module, escalate=False), module, forward)
+
+
+def test_rows_of_a_table_that_the_model_is_called_with() -> None:
+    """It has several rows for each sample, but they belong to none: to look one up moves no sample."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(D, D), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return self.last(self.first(x) + table[(100 * x[:, 0]).long() % len(table)])
+
+    module, table = Table(), values(2 * B, D)
+    right(on(module, escalate=False), module, lambda m, x: m(x, table))
+
+
+def test_statistics_of_each_sample_in_a_model_with_time_first() -> None:
+    """What `batch_norm` takes for channels are the samples."""
+
+    class Normalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(D, D), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor) -> Tensor:  # (T, B, D)
+            h = nn.functional.batch_norm(self.first(x), None, None, training=True)
+            return self.last(h).transpose(0, 1)
+
+    module, x = Normalized(), values(2 * B, B, D)
+    expected = loop(module, Call((x,)), B, take=lambda call, i: Call((call.args[0][:, i : i + 1],)))
+    model = on(module, batch_first=False, escalate=False)
+    total_loss(model, Call((x,))).backward()
+    assert_close_rows(rows_of(model), expected)
 
 
 @pytest.mark.parametrize("sort", SORTS.values(), ids=SORTS)
