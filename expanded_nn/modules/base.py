@@ -162,6 +162,11 @@ class PerSampleModule(nn.Module):
         kind = next(base for base in type(self).__bases__ if issubclass(base, PerSampleModule))
         return kind if issubclass(kind, Root | self._alone_class) or issubclass(self._alone_class, kind) else None
 
+    @property
+    def model_batch_first(self) -> bool:
+        """Whether samples stand first in what has no layout of its own, as `per_sample(batch_first=...)` said."""
+        return self._recorder is None or self._recorder.settings.batch_first
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
         if self._recorder is not None and param is not None:
@@ -222,8 +227,7 @@ class Root(PerSampleModule):
 
     def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
         """B, where this module is the root of a call."""
-        batch_first = self._recorder is None or self._recorder.settings.batch_first
-        return batch_of((args, in_order(self, kwargs)), batch_first=batch_first)
+        return batch_of((args, in_order(self, kwargs)), batch_first=self.model_batch_first)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
@@ -379,11 +383,6 @@ class Expanded(PerSampleModule):
                 return cast(Tensor, functional_call(parametrization, named, ()))
 
         return again
-
-    @property
-    def model_batch_first(self) -> bool:
-        """Whether samples stand first in what has no layout of its own, as `per_sample(batch_first=...)` said."""
-        return self._recorder is None or self._recorder.settings.batch_first
 
     @property
     def pass_batch_size(self) -> int:

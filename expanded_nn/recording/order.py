@@ -210,8 +210,6 @@ class Order(TorchFunctionMode):
 
         A plain forward leaves no rows. But that of a reentrant checkpoint is run again in the backward, which does.
         """
-        if self.recorder.general_rule is not None:  # there each sample is alone
-            return
         if not self.is_transformed and in_transform():
             self._refuse_transform(cast(Any, layer))
         if not (self.moved or self.parts.known or self.constants.known):

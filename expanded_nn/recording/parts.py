@@ -150,15 +150,19 @@ class BatchParts:
         if not samples:
             return None
         part, dim = self.known.get(id(x)), self.recorder.settings.samples_dim(x.dim())
+        whole, own = x, tuple(range(batch))
         if part is not None and part.whole is not None and not part.samples:
-            return part.whole if _differ(samples, part.places) else None
-        numbers = (
-            _numbers(places.keys_by_dim(key, x.dim())[dim], batch) if part is None and self._rows(x) == batch else None
-        )
-        if numbers is None:  # not along the samples
+            whole, own = part.whole, part.places
+        elif part is not None or self._rows(x) != batch:
             self.follow((x, value), x)
             return None
-        return x if _differ(samples, numbers) else None
+        has_rows = whole.dim() == x.dim() > dim and whole.stride(dim) == x.stride(dim)  # where `whole` has them
+        rows = _numbers(places.keys_by_dim(key, x.dim())[dim], len(own)) if has_rows else None
+        if rows is None and whole is x:  # not along the samples
+            self.follow((x, value), x)
+            return None
+        written = own if rows is None else tuple(own[row] for row in rows)
+        return whole if _differ(samples, written) else None
 
 
 def _differ(samples: frozenset[Numbers], numbers: Numbers) -> bool:

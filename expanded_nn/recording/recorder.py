@@ -85,10 +85,8 @@ class Recorder:
         self.roots = [weakref.ref(root) for root in (*others, module)]
         self.watch_all()
         self.escalation.tables = tables_of(self.modules())
-        for member in self.modules():
-            for name, parameter in member._parameters.items():
-                if parameter is not None:
-                    self._leaf(parameter, member, name).is_member = True
+        for member, name, parameter in self._parameters():
+            self._leaf(parameter, member, name).is_member = True
 
     def add_member(self, parameter: Tensor) -> None:
         """Notes that a parameter has been put into a module of the model."""
@@ -104,16 +102,20 @@ class Recorder:
         """All modules of the model, except those that have another recorder now, or that were switched off."""
         return (module for module in modules_in(*self.living_roots()) if vars(module).get("_recorder", self) is self)
 
+    def _parameters(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        """The parameters of the model, each with the module that holds it and its name there."""
+        for module in self.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield module, name, parameter
+
     def watch_all(self) -> None:
         """Watches every parameter that requires gradients, as it may be used outside of its module."""
         self._forget_lost()
-        for module in self.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None or self.leaves.is_watched(parameter):
-                    continue
-                # a guest of functional_call is no nn.Parameter
-                if parameter.requires_grad and isinstance(parameter, nn.Parameter):
-                    self._watched_leaf(parameter, module, name)
+        for module, name, parameter in self._parameters():
+            # a guest of functional_call is no nn.Parameter
+            if parameter.requires_grad and isinstance(parameter, nn.Parameter):
+                self._watched_leaf(parameter, module, name)
 
     def _watched_leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
         """The leaf of a parameter that requires gradients; it is watched from now on."""
@@ -133,10 +135,11 @@ class Recorder:
             self._forget_lost()  # a parameter that was deleted may have had the same id
             leaf = self.leaves.add(parameter)
             leaf.scales_rows = self.settings.loss_reduction == "mean"
+            if module is None and self.leaves.sharded:
+                held = ((holder, own_name) for holder, own_name, own in self._parameters() if own is parameter)
+                module, name = next(held, (None, ""))
             if module is not None:  # where its shard will be found again after the forward
                 leaf.location = Location(weakref.ref(module), name)
-            elif self.leaves.sharded:
-                leaf.location = self._location_of(parameter)
         return leaf
 
     def name_of(self, member: nn.Module | Tensor) -> str:
@@ -150,15 +153,7 @@ class Recorder:
 
     def holder_of(self, parameter: Tensor) -> nn.Module | None:
         """The module of the model that holds the parameter itself."""
-        location = self._location_of(parameter)
-        return None if location is None else location.module()
-
-    def _location_of(self, parameter: Tensor) -> Location | None:
-        for module in self.modules():
-            for name, own in module._parameters.items():
-                if own is parameter:
-                    return Location(weakref.ref(module), name)
-        return None
+        return next((module for module, _, own in self._parameters() if own is parameter), None)
 
     # Forward: passes and expansions.
 
@@ -382,7 +377,7 @@ class Recorder:
 
     def _departed(self, leaves: Iterable[Leaf]) -> set[Leaf]:
         """The leaves of parameters that have left the model, but live on."""
-        in_model = {id(parameter) for module in self.modules() for parameter in module._parameters.values()}
+        in_model = {id(parameter) for _, _, parameter in self._parameters()}
         members = (leaf for leaf in leaves if leaf.is_member and leaf.visible_parameter() is not None)
         return {leaf for leaf in members if in_model.isdisjoint({id(leaf.visible_parameter()), id(leaf.parameter())})}
 

@@ -2446,6 +2446,22 @@ def written_by_masks(h: Tensor, order: Tensor) -> Tensor:
     return result
 
 
+def written_to_views(h: Tensor, order: Tensor) -> Tensor:
+    result = torch.zeros_like(h)
+    head = result[: len(h) - 1]
+    for place, row in enumerate(order.tolist()[:-1]):
+        head[place] = h[row]
+    result[len(h) - 1 :][:] = h[order.tolist()[-1]]
+    return result
+
+
+def written_to_turned_views(h: Tensor, order: Tensor) -> Tensor:
+    result = torch.zeros_like(h)
+    for place, row in enumerate(order.tolist()):
+        result[place : place + 1].t()[:, 0] = h[row]
+    return result
+
+
 def across(h: Tensor, order: Tensor) -> Tensor:
     return order.unsqueeze(1).expand(-1, h.shape[1])
 
@@ -2493,9 +2509,14 @@ MOVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda h, order: added_row_by_row(h, order.tolist()),
     ),
     "rows_by_masks": (masked_apart, written_by_masks),
+    "rows_of_views": (written_to_views, written_to_turned_views),
     "parts_after_arithmetic": (
         lambda h, order: torch.cat([2 * h[1:], 2 * h[:1]]),
         lambda h, order: torch.vstack([part * 2 for part in h.split([len(h) - 1, 1])][::-1]),
+    ),
+    "parts_of_parts": (
+        lambda h, order: torch.cat([torch.cat([h[1:2], h[:1]]), h[2:]]),
+        lambda h, order: torch.cat([2 * torch.vstack([h[1:2], h[:1]]), 2 * h[2:]]),
     ),
     "padded": (
         lambda h, order: nn.utils.rnn.pad_sequence([h[row] for row in order.tolist()], batch_first=True),
@@ -2539,6 +2560,12 @@ def test_rows_written_in_their_own_places() -> None:
         def forward(self, x: Tensor) -> Tensor:
             h = self.first(x)
             h = written_row_by_row(h, list(range(len(h))))
+            result = torch.zeros_like(h)
+            head = result[:2]
+            head[0], head[1:] = h[0], h[1:2]
+            tail = result[2:]
+            tail[:] = h[2:]
+            h = result
             steps = h.unsqueeze(1).expand(-1, B, -1).contiguous()  # (B, T, D)
             time_first = torch.zeros(B, len(h), D)
             for step in range(B):
@@ -2547,6 +2574,40 @@ def test_rows_written_in_their_own_places() -> None:
 
     module = Written()
     right(on(module, escalate=False), module, forward)
+
+
+def test_rows_of_a_table_that_the_model_is_called_with() -> None:
+    """It has several rows for each sample, but they belong to none: to look one up moves no sample."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(D, D), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return self.last(self.first(x) + table[(100 * x[:, 0]).long() % len(table)])
+
+    module, table = Table(), values(2 * B, D)
+    right(on(module, escalate=False), module, lambda m, x: m(x, table))
+
+
+def test_statistics_of_each_sample_in_a_model_with_time_first() -> None:
+    """What `batch_norm` takes for channels are the samples."""
+
+    class Normalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(D, D), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor) -> Tensor:  # (T, B, D)
+            h = nn.functional.batch_norm(self.first(x), None, None, training=True)
+            return self.last(h).transpose(0, 1)
+
+    module, x = Normalized(), values(2 * B, B, D)
+    expected = loop(module, Call((x,)), B, take=lambda call, i: Call((call.args[0][:, i : i + 1],)))
+    model = on(module, batch_first=False, escalate=False)
+    total_loss(model, Call((x,))).backward()
+    assert_close_rows(rows_of(model), expected)
 
 
 @pytest.mark.parametrize("sort", SORTS.values(), ids=SORTS)
