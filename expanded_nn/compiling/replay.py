@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from expanded_nn.common.modes import set_grad_enabled, without_autocast
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.compiling.kinds import Call
-from expanded_nn.compiling.memory import memory_of, written_by
+from expanded_nn.compiling.memory import memory_of
 from expanded_nn.compiling.tracing import Traced
 
 ArgumentDim = tuple[int, int]  # the number of a tensor among the arguments, and of one of its dimensions
@@ -185,7 +185,6 @@ def _with_shared_memory(grads: Sequence[Tensor | None], values: Sequence[Any]) -
 
 def _changed(graph: fx.GraphModule) -> list[int]:
     """The indices of the inputs that the graph changes in place."""
-    memory = memory_of(graph.graph)
-    written = {memory[value] for value in written_by(graph.graph)}
+    memory, written = memory_of(graph.graph)
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return [i for i, node in enumerate(inputs) if memory[node] in written]

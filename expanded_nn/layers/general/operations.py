@@ -6,7 +6,7 @@ The table at the end names the operations that have a rule, by their nodes in th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any, TypeVar, cast
 
@@ -363,44 +363,25 @@ def _compact(samples: Tensor) -> Tensor:
 
 
 def _joined(op: Operation) -> Samples:
-    found = op.all_samples()
+    """Tensors one after the other along a dimension; where they are stacked it is new, and of size 1 in each."""
     (dim,) = op.dims(len(op.shape))
-    there = [samples for samples in found if samples is not None]
-    if not there:
+    found = [(samples, op.shape_of(n)) for n, samples in enumerate(op.all_samples()) if samples is not None]
+    if not found:
         return None
-    if all(samples.shape[dim] == 1 for samples in there):
-        if len(there) < len(found):
-            return _filled_up(op, cast(Tensor, op.together(there)))
-        if _are_equal(there):
-            return there[0]
-    shapes = (op.shape_of(place) for place in range(len(found)))
-    return _cat(
-        op, [None if x is None else _whole(x, shape, [dim]) for x, shape in zip(found, shapes, strict=True)], dim
-    )
-
-
-def _are_equal(there: Sequence[Tensor]) -> bool:
-    return all(samples is there[0] or torch.equal(samples, there[0]) for samples in there)
-
-
-def _cat(op: Operation, found: Sequence[Samples], dim: int) -> Tensor:
-    """The samples along a dimension in which these stand one after the other."""
-    if any(samples is None for samples in found):
+    if len(found[0][1]) < len(op.shape):
+        unsqueeze = partial(op.memo.of, Tensor.unsqueeze)
+        found = [(unsqueeze(samples, dim), (*shape[:dim], 1, *shape[dim:])) for samples, shape in found]
+    first, is_whole = found[0][0], len(found) == len(op.inputs)
+    if all(samples.shape[dim] == 1 for samples, _ in found):
+        if not is_whole:
+            return _filled_up(op, cast(Tensor, op.together([samples for samples, _ in found])))
+        if all(samples is first or torch.equal(samples, first) for samples, _ in found):
+            return first
+    if not is_whole:
         raise Unknown
-    parts = cast("list[Tensor]", found)
+    parts = [_whole(samples, shape, [dim]) for samples, shape in found]
     sizes = [max(part.shape[place] for part in parts) for place in range(len(op.shape))]
     return torch.cat([part.expand([*sizes[:dim], part.shape[dim], *sizes[dim + 1 :]]) for part in parts], dim)
-
-
-def _stack(op: Operation) -> Samples:
-    found = op.all_samples()
-    there = [samples for samples in found if samples is not None]
-    if not there:
-        return None
-    (dim,) = op.dims(len(op.shape))
-    if len(there) == len(found) and _are_equal(there):
-        return op.memo.of(Tensor.unsqueeze, there[0], dim)
-    return _cat(op, [None if samples is None else samples.unsqueeze(dim) for samples in found], dim)
 
 
 def _product(op: Operation) -> Samples:
@@ -468,8 +449,7 @@ NODE_RULES: dict[str, Callable[[Operation], Samples]] = {
     "Scatter": _scatter,
     "IndexPut": _by_values(_index_put),
     "MaskedScatter": _by_values(_masked_scatter),
-    "Cat": _by_values(_joined),
-    "Stack": _stack,
+    **dict.fromkeys(["Cat", "Stack"], _by_values(_joined)),
     **dict.fromkeys(["Mm", "Bmm", "Addmm", "Baddbmm"], _product),
     **dict.fromkeys(
         [f"ScaledDotProduct{kind}Attention" for kind in ("Flash", "Efficient", "Fused")]
