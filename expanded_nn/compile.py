@@ -134,14 +134,14 @@ class Family:
     Attributes:
         graphs: The graphs.
         by_shapes: The shapes of the arguments of earlier calls, with the graph for them, `None` if there is none.
-        varying: The dimensions that had different sizes: the number of a tensor among the arguments, and that of the
+        varying: The dimensions that had different sizes, each as the number of a tensor among the arguments and of a
             dimension.
         is_eager: Whether such calls run eagerly for good.
         by_gradients: Whether there is a family for each kind of gradients that are there before the call.
-        grads: The kind of these gradients, if it is such a family.
-        is_thorough: Whether its graphs test more assumptions, as one of the usual ones has failed.
-        faults: How often in a row there was no graph whose assumptions held.
-        passed: What sizes were passed by, as no graph is for them, and they may not come again.
+        grads: What these gradients are, if it is a family for one kind of them.
+        is_thorough: Whether its graphs assume less, at a cost, as a usual one's assumption has failed.
+        faults: How many calls in a row had no graph, or one whose assumptions failed.
+        passed: The sorts of sizes for which no graph was made yet, as they may not come again.
     """
 
     graphs: list[Graph] = field(default_factory=list)
@@ -155,10 +155,10 @@ class Family:
     passed: set[Hashable] = field(default_factory=set)
 
     def is_rare(self, shapes: Shapes) -> bool:
-        """Whether sizes that no graph is for are the first of their sort: none, one, two, or more in each dimension.
+        """Whether sizes that no graph fits are the first of their sort (0, 1, 2 or more in each dimension).
 
-        Where there is a graph for nearly any size, as there is from the second one on, one for the others pays only if
-        they come again: to compile it may take as long as many steps.
+        From the second graph on there is one for nearly any size. Another pays only if such sizes come again, as
+        compiling takes as long as many steps.
         """
         if not any(graph.free_dims for graph in self.graphs):
             return False
@@ -196,7 +196,7 @@ class Met:
         modules: The modules.
         others: Those that the step refers to and does not call; their attributes count.
         recorders: The recorders of their rows.
-        former_count: How many modules these were when kinds that came once were let go of last.
+        former_count: How many modules there were when a warning of ever new kinds was last due.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -229,11 +229,10 @@ class CompiledStep:
         step_values: Gives a key for the values that the step refers to by names.
         met: What has taken part.
         families: The graphs, by the kind of the call.
-        first_shapes: The shapes of the first calls, which ran eagerly before any module was known, by the kind of their
-            arguments.
-        last: The last call, if a graph ran, or such calls run eagerly for good, and gradients from before made no
-            difference.
-        reasons: Why calls run eagerly, as far as that was said.
+        first_shapes: The kind of a call -> the shapes of the calls that ran before any module was known.
+        last: The last call, if a graph ran or such calls run eagerly for good; not if gradients from before the call
+            made a difference.
+        reasons: The reasons for running eagerly of which a warning has told.
     """
 
     def __init__(self, step: Callable[..., Any], backend: str | Backend, options: dict[str, Any]) -> None:
@@ -436,7 +435,7 @@ class CompiledStep:
             ) from error
 
     def _fault(self, family: Family, reason: str) -> None:
-        """Counts a call for which no graph could be made, or whose graph was not right."""
+        """Counts a call for which no graph could be made, or whose graph's assumptions failed."""
         family.faults += 1
         if family.faults >= MOST_FAULTS:
             self._give_up(family, reason)

@@ -24,7 +24,7 @@ class Event:
     path: str  # its qualified name
     who: str  # that with its class
     side: str  # "input" or "output"
-    running: str  # the name of the module that runs from here to the next event
+    running: str  # the module that runs from here to the next event
     values: list[Tensor]  # that go in or come out
 
     def __str__(self) -> str:

@@ -68,7 +68,7 @@ class Graph:
         free_dims: The dimensions of arguments whose sizes are inputs of their own.
         changed: The indices of the inputs that it changes.
         digits: The largest distance of neighbors, relative to their size, of a dtype that it computes in.
-        is_compared: Whether its results were those of the eager step; see `comparison.py`.
+        is_compared: Whether its results were compared with those of the eager step; see `comparison.py`.
         copied: The indices of the gradients that share their memory with another tensor, and so are cloned; `None`
             before the first run.
         function: The compiled graph.

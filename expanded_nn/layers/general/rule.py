@@ -31,7 +31,7 @@ from expanded_nn.common.steady import RandomStates
 from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced, refuse_values, wait_for_values
 from expanded_nn.core import cost
 from expanded_nn.layers.general.gradients import Verdict
-from expanded_nn.layers.general.mapped import Called, Mapper, flatten
+from expanded_nn.layers.general.mapped import Called, Mapper, flatten, once_per_sample
 from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.trial import NO_WAYS, Told, Trial, Way, Ways
 from expanded_nn.layers.general.whole import Run, reads_of_its_own
@@ -117,16 +117,11 @@ class General(Expanded):
             return result
         # a reentrant checkpoint's first forward: of the shapes that the second one will have
         leaves, structure = flatten(result)
-        return tree_unflatten([self._with_all_rows(leaf) for leaf in leaves], structure)
-
-    def _with_all_rows(self, output: Any) -> Any:
-        """A result; if all samples share one row of it, that row once per sample."""
-        if not isinstance(output, Tensor) or output.dim() == 0:
-            return output
-        dim, batch = self._dim_of(output), self.pass_batch_size
-        if output.shape[dim] != 1 or batch == 1:
-            return output
-        return output.expand(*output.shape[:dim], batch, *output.shape[dim + 1 :]).clone()
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                whole = once_per_sample(leaf, self._dim_of(leaf), self.pass_batch_size)
+                leaves[place] = leaf if whole.shape == leaf.shape else whole.clone()
+        return tree_unflatten(leaves, structure)
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         with unseen():  # what is asked here is no part of the forward

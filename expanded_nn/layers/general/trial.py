@@ -36,6 +36,7 @@ from expanded_nn.layers.general.mapped import (
     memory_order,
     moved,
     of_sample,
+    once_per_sample,
     unfolded,
 )
 from expanded_nn.layers.general.operations import Memo
@@ -297,7 +298,7 @@ class Trial:
         self.states.restore()
         plain = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         given = derivatives(
-            list(map(_for_all, plain, results, dims)),
+            [once_per_sample(x, dim, self.batch) for x, dim in zip(plain, dims, strict=False)],
             [*(weight for weight in alone.values() if weight.requires_grad), *own_inputs],
         )
         if wanted is None or given is None:
@@ -338,7 +339,7 @@ class Trial:
                     "a tensor with a batch dimension",
                     OF_PARAMETERS,
                 )
-            plain = _for_all(plain, result, dim)
+            plain = once_per_sample(plain, dim, self.batch)
             if result.shape != plain.shape or not near(plain, result.detach(), size):
                 return False
         return True
@@ -395,13 +396,6 @@ class Trial:
         pairs = zip(grads, by_sample, strict=True)
         given = [unfolded(grad, dim, self.batch) for grad, (_, dim) in pairs if grad is not None]
         return any(bool(grad.narrow(dim or 0, 1, self.batch - 1).any()) for grad, dim in given)
-
-
-def _for_all(plain: Tensor, result: Tensor, dim: int) -> Tensor:
-    """A result of the plain forward; a single row that all samples share, once per sample."""
-    if plain.dim() != result.dim() or plain.dim() == 0 or dim == FOLDED or plain.shape[dim] != 1:
-        return plain
-    return plain.expand(*plain.shape[:dim], result.shape[dim], *plain.shape[dim + 1 :])
 
 
 def _is_same(leaf: Any, other: Any) -> bool:
