@@ -110,49 +110,34 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
         raise TypeError(f'enn.compile: backend is {shown(backend)}; wanted a name, such as "inductor", or a function.')
     refused = sorted(options if backend != "inductor" else options.keys() & {"mode", "fullgraph", "dynamic", "options"})
     if refused:
-        problem, wanted = (
-            f"the options {refused} are given with backend={shown(backend)}",
-            'those of inductor, for "inductor"',
-        )
+        problem = f"the options {refused} are given with backend={shown(backend)}"
+        wanted = 'those of inductor, for "inductor"'
         remedy = "Write inductor's by name: enn.compile(step, max_autotune=True)."
         raise TypeError(str(complaint("enn.compile", problem, wanted, remedy)))
     return CompiledStep(step, backend, options)
 
 
 class LastCall(NamedTuple):
-    """A call: the key of its arguments, all else that it depends on, and the family of its graph."""
+    """A call that the next one may be like."""
 
-    arguments: Hashable
-    seen: Seen
-    family: Family
+    arguments: Hashable  # the key of its arguments
+    seen: Seen  # all else that it depends on
+    family: Family  # of its graph
 
 
 @dataclass
 class Family:
-    """The graphs for calls that differ in nothing but the sizes of tensors.
-
-    Attributes:
-        graphs: The graphs.
-        by_shapes: The shapes of the arguments of earlier calls, with the graph for them, `None` if there is none.
-        varying: The dimensions that had different sizes, each as the number of a tensor among the arguments and of a
-            dimension.
-        is_eager: Whether such calls run eagerly for good.
-        by_gradients: Whether there is a family for each kind of gradients that are there before the call.
-        grads: What these gradients are, if it is a family for one kind of them.
-        is_thorough: Whether its graphs assume less, at a cost, as a usual one's assumption has failed.
-        faults: How many calls in a row had no graph, or one whose assumptions failed.
-        passed: The sorts of sizes for which no graph was made yet, as they may not come again.
-    """
+    """The graphs for calls that differ in nothing but the sizes of tensors."""
 
     graphs: list[Graph] = field(default_factory=list)
-    by_shapes: dict[Shapes, Graph | None] = field(default_factory=dict)
-    varying: set[tuple[int, int]] = field(default_factory=set)
-    is_eager: bool = False
-    by_gradients: bool = False
-    grads: Grads | None = None
-    is_thorough: bool = False
-    faults: int = 0
-    passed: set[Hashable] = field(default_factory=set)
+    by_shapes: dict[Shapes, Graph | None] = field(default_factory=dict)  # of earlier calls; `None` without a graph
+    varying: set[ArgumentDim] = field(default_factory=set)  # the dimensions that had different sizes
+    is_eager: bool = False  # whether such calls run eagerly for good
+    by_gradients: bool = False  # whether there is a family for each kind of gradients that are there before the call
+    grads: Grads | None = None  # what these gradients are, if it is such a family
+    is_thorough: bool = False  # whether its graphs assume less, at a cost, as an assumption of a usual one has failed
+    faults: int = 0  # how many calls in a row had no graph, or one whose assumptions failed
+    passed: set[Hashable] = field(default_factory=set)  # sorts of sizes without a graph, as they may not come again
 
     def is_rare(self, shapes: Shapes) -> bool:
         """Whether sizes that no graph fits are the first of their sort (0, 1, 2 or more in each dimension).
@@ -190,19 +175,12 @@ class Family:
 
 @dataclass
 class Met:
-    """What has taken part in the calls of a step.
-
-    Attributes:
-        modules: The modules.
-        others: Those that the step refers to and does not call; their attributes count.
-        recorders: The recorders of their rows.
-        former_count: How many modules there were when a warning of ever new kinds was last due.
-    """
+    """What has taken part in the calls of a step."""
 
     modules: list[nn.Module] = field(default_factory=list)
-    others: list[nn.Module] = field(default_factory=list)
-    recorders: list[Recorder] = field(default_factory=list)
-    former_count: int = 0
+    others: list[nn.Module] = field(default_factory=list)  # the step refers to them, and does not call them
+    recorders: list[Recorder] = field(default_factory=list)  # of the modules' rows
+    former_count: int = 0  # how many modules there were when a warning of ever new kinds was last due
 
     def add(self, modules: Iterable[nn.Module], recorders: Iterable[Recorder]) -> None:
         """Adds modules with all within, and recorders with those of the modules."""

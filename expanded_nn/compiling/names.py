@@ -42,17 +42,11 @@ _TAKE_ANY_ITEM = {"get", "pop", "values", "items", "keys", "copy", "update", "it
 
 
 class Names(NamedTuple):
-    """What functions refer to.
+    """What functions refer to."""
 
-    Attributes:
-        words: The names in them, and their strings, which may be keys.
-        any_item: Whether they find items by computed keys, as `settings[key]` and `**settings` do.
-        any_attribute: Whether they find attributes by computed names, as `getattr(settings, name)` does.
-    """
-
-    words: frozenset[str] = frozenset()
-    any_item: bool = False
-    any_attribute: bool = False
+    words: frozenset[str] = frozenset()  # the names in them, and their strings, which may be keys
+    any_item: bool = False  # whether they find items by computed keys, as `settings[key]` and `**settings` do
+    any_attribute: bool = False  # whether they find attributes by computed names, as `getattr(settings, name)` does
 
     def joined(self, other: Names) -> Names:
         """What these functions and those refer to."""
