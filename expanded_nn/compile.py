@@ -20,13 +20,13 @@ from expanded_nn.common.modes import running_backward
 from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, is_traced, recorders_met
 from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, draws_alike
 from expanded_nn.compiling.comparison import run_beside
-from expanded_nn.compiling.kinds import Call, of_gradients, of_models, of_surroundings
+from expanded_nn.compiling.kinds import Call, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
 from expanded_nn.compiling.replay import ArgumentDim, Graph
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.compiling.tracing import Traced, trace
 from expanded_nn.modules.base import PerSampleModule
-from expanded_nn.recording.isolation import Grads
+from expanded_nn.recording.isolation import Grads, look_at_grads
 from expanded_nn.recording.recorder import Recorder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -351,7 +351,7 @@ class CompiledStep:
             except LookFirst:
                 family.by_gradients = True
         try:
-            grads = of_gradients(self.met.recorders)
+            grads = {key: state for recorder in self.met.recorders for key, state in look_at_grads(recorder).items()}
         except PerSampleError:  # the step raises as well, unless it clears the gradients first
             return family, None
         kind = kind, tuple(grads.items())

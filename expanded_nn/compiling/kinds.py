@@ -19,7 +19,6 @@ from expanded_nn.compiling.names import HOOKS, PLAIN, Names, Referred, set_by_us
 from expanded_nn.compiling.packing import has_items, items_of
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.factored import FactoredTensor
-from expanded_nn.recording.isolation import Grads, look_at_grads
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.watch import Watch
 
@@ -226,11 +225,6 @@ def _of_gradient(parameter: nn.Parameter, recorders: Sequence[Recorder]) -> Hash
         is_clipped = is_clipped or (grad is not None and recorder.is_clipped(parameter))
         are_held = are_held or (rows is not None and recorder.leaves.holds(parameter, rows))
     return grad is None, is_clipped, rows is None, are_held
-
-
-def of_gradients(recorders: Sequence[Recorder]) -> Grads:
-    """The gradients from before the call, as far as a step that looks at them depends on them."""
-    return {key: state for recorder in recorders for key, state in look_at_grads(recorder).items()}
 
 
 def _of_tensor(tensor: Tensor | None, seen: Seen) -> Hashable:

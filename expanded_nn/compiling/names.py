@@ -163,7 +163,8 @@ class Referred:
             return
         self.functions[function] = function.__code__
         self.names = self.names.joined(_names_in(function.__code__))
-        names, cells = _globals_of(function.__code__), function.__closure__ or ()
+        cells, codes = function.__closure__ or (), _codes(function.__code__)
+        names = list(dict.fromkeys(name for code in codes for name in global_names(code)))
         names += constants(function.__globals__) if "globals" in names else []
         imported = _imported_by(function)
         self.cells += cells
@@ -331,10 +332,6 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
-
-
-def _globals_of(code: CodeType) -> list[str]:
-    return list(dict.fromkeys(name for inner in _codes(code) for name in global_names(inner)))
 
 
 def _imported_by(function: FunctionType) -> list[str]:

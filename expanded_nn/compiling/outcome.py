@@ -116,8 +116,11 @@ class Outcome:
             results.append(torch.stack([condition for condition, _ in conditions]))
             results.append(results[-1].all())
 
-    def note_rows(self, recorder: Recorder, hidden_before: int, results: list[Any]) -> None:
-        """Notes the rows that a recorder holds; `hidden_before` parameters had rows from before the call."""
+    def note_rows(self, recorder: Recorder, hidden_before: int, results: list[Any], *, looked: bool) -> None:
+        """Notes the rows that a recorder holds; `hidden_before` parameters had rows from before the call.
+
+        Where the gradients from before were looked at, notes how `.grad` stands to the rows, if none are from before.
+        """
         recorder.drop_outdated_rows()
         if recorder.rows_stand_alone:
             raise OnlyEager("it ends with the rows of torch.autograd.grad(..., create_graph=True)")
@@ -139,10 +142,7 @@ class Outcome:
         if passes or not hidden:
             clipped = {leaf for leaf, value in parameters.items() if value is not None and recorder.is_clipped(value)}
             self.rows.append(RecorderRows(recorder, passes, bool(hidden), clipped))
-
-    def note_flags(self, recorder: Recorder) -> None:
-        """Notes how the `.grad` of parameters stands to their rows, where no rows from before are left."""
-        if not any(map(has_hidden_rows, recorder.leaves)):
+        if looked and not hidden:
             self.flags += [(leaf, leaf.notes.is_scaled, leaf.notes.has_foreign_part) for leaf in recorder.leaves]
 
     def note_attributes(self, saved: Saved, results: list[Any]) -> None:

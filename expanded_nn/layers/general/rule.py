@@ -40,7 +40,7 @@ from expanded_nn.modules.layout import all_in_one_row, holds_all_samples, note_i
 from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.forward import InputNotes
 from expanded_nn.recording.lift import Lent, Slot, swapped
-from expanded_nn.recording.recorder import Forward, Recorder
+from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.sharded import is_sharded
 
 # what a forward on the whole batch raises, but not because of the batch
@@ -264,11 +264,10 @@ class General(Expanded):
 
     def _error_of(self, call: Called) -> Exception | None:
         """The error of a comparison with the plain forward where the arguments are read so; `None` if they agree."""
-        forward = None if self._recorder is None else self._recorder.forward
-        if forward is None:
+        if self._recorder is None or self._recorder.forward is None:
             return None
         try:
-            with RandomStates([*self.modules(), call.args, call.kwargs]), _unnoticed(forward):
+            with RandomStates([*self.modules(), call.args, call.kwargs]), self._unnoticed():
                 mapper = self._mapper(call)
                 if not mapper.guests:
                     trial = Trial(mapper)
@@ -281,7 +280,7 @@ class General(Expanded):
 
     def _sample_by_sample(self, call: Called) -> Any:
         """What the forward gives each sample alone; the first call of a kind is compared with the plain forward."""
-        mapper, forward = self._mapper(call), None if self._recorder is None else self._recorder.forward
+        mapper = self._mapper(call)
         if call.batch == 0:
             return mapper.without_samples()
         # another value may lead the forward another way, or tell that rows are another sample's: compared at each call
@@ -302,7 +301,7 @@ class General(Expanded):
         if trial is None and not known[call.kind].fits(mapped):  # another way through the forward
             trial = Trial(mapper)
         if trial is not None:
-            with nullcontext() if forward is None else _unnoticed(forward):
+            with self._unnoticed():
                 known[call.kind] = trial.compared(mapped, with_derivatives=derivatives)
             self._told.with_derivatives |= {call.kind} if derivatives else set()
         compared = known[call.kind]
@@ -400,13 +399,11 @@ class General(Expanded):
 
     def _judged(self, call: Called, *, hooks: bool) -> tuple[Verdict, Way | None]:
         """Whether the forward on the whole batch gives what it gives sample by sample, and the way it has gone."""
-        assert self._recorder is not None
-        assert self._recorder.forward is not None
         mapper = self._mapper(call)
         if mapper.guests or any(weight.is_meta for weight in mapper.expanded):
             return Verdict.UNCLEAR, None
         try:
-            with _unnoticed(self._recorder.forward):
+            with self._unnoticed():
                 trial = Trial(mapper, hooks=hooks)
                 again = trial.mapped_again()
                 derivatives = self._compares_derivatives(call)
@@ -417,6 +414,13 @@ class General(Expanded):
                 return trial.judged(again, compared.dims)
         except torch.OutOfMemoryError:  # a comparison takes more than a step
             return Verdict.WRONG, None
+
+    @contextmanager
+    def _unnoticed(self) -> Iterator[None]:
+        """For comparisons: layers' notes are dropped, and a checkpoint around does not count what is saved."""
+        forward = None if self._recorder is None else self._recorder.forward
+        with nullcontext() if forward is None else meanwhile(forward, notes=InputNotes()), uncounted():
+            yield
 
     def _vmap_refusal(self, *said: str) -> PerSampleError:
         """The error of a forward that `vmap` cannot follow, but a loop over the samples may."""
@@ -504,10 +508,3 @@ def _readings(dims: list[int | None], others: list[tuple[int | None, ...]]) -> l
     some = product(*((dim, *own) for dim, own in zip(dims, others, strict=True)))
     readings = dict.fromkeys([tuple(dims), everywhere, *islice(some, 27)])
     return [reading for reading in readings if reading.count(None) < len(reading)]
-
-
-@contextmanager
-def _unnoticed(forward: Forward) -> Iterator[None]:
-    """For comparisons: layers' notes are dropped, and a checkpoint around does not count what is saved."""
-    with meanwhile(forward, notes=InputNotes()), uncounted():
-        yield
