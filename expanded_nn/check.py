@@ -6,13 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from expanded_nn._errors import ConversionError, complaint, refuse_no_model, shown
 from expanded_nn.checking.checks import Check, StepCheck, strange_loss
 from expanded_nn.checking.report import Problem, Report as Report
-from expanded_nn.checking.running import Call, Step, undisturbed
-from expanded_nn.common.steady import WithoutChance, WithoutDropout
+from expanded_nn.checking.running import Call, Step
+from expanded_nn.common.steady import RandomStates, WithoutChance, WithoutDropout
 from expanded_nn.convert import convert, revert
 from expanded_nn.modules.base import recorders_of, switch
 from expanded_nn.recording.recorder import Settings
@@ -72,7 +73,8 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
         is_function = not isinstance(loss, type) and hasattr(loss, "__name__")
         raise strange_loss(f"loss is {loss.__name__ if is_function else shown(loss)}")
     settings = next((recorder.settings for recorder in recorders_of(model.modules())), Settings())
-    with undisturbed(), WithoutDropout() if loss is None else WithoutChance() as chance:
+    chance = WithoutDropout() if loss is None else WithoutChance()
+    with RandomStates(), torch.inference_mode(False), torch.enable_grad(), chance:
         try:
             plain = revert(model)
             chance.turn_off(plain)

@@ -20,13 +20,13 @@ from expanded_nn.common.modes import running_backward
 from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, is_traced, recorders_met
 from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, draws_alike
 from expanded_nn.compiling.comparison import run_beside
-from expanded_nn.compiling.kinds import Call, of_gradients, of_models, of_surroundings
+from expanded_nn.compiling.kinds import Call, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
 from expanded_nn.compiling.replay import ArgumentDim, Graph
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.compiling.tracing import Traced, trace
 from expanded_nn.modules.base import PerSampleModule
-from expanded_nn.recording.isolation import Grads
+from expanded_nn.recording.isolation import Grads, look_at_grads
 from expanded_nn.recording.recorder import Recorder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -110,55 +110,40 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
         raise TypeError(f'enn.compile: backend is {shown(backend)}; wanted a name, such as "inductor", or a function.')
     refused = sorted(options if backend != "inductor" else options.keys() & {"mode", "fullgraph", "dynamic", "options"})
     if refused:
-        problem, wanted = (
-            f"the options {refused} are given with backend={shown(backend)}",
-            'those of inductor, for "inductor"',
-        )
+        problem = f"the options {refused} are given with backend={shown(backend)}"
+        wanted = 'those of inductor, for "inductor"'
         remedy = "Write inductor's by name: enn.compile(step, max_autotune=True)."
         raise TypeError(str(complaint("enn.compile", problem, wanted, remedy)))
     return CompiledStep(step, backend, options)
 
 
 class LastCall(NamedTuple):
-    """A call: the key of its arguments, all else that it depends on, and the family of its graph."""
+    """A call that the next one may be like."""
 
-    arguments: Hashable
-    seen: Seen
-    family: Family
+    arguments: Hashable  # the key of its arguments
+    seen: Seen  # all else that it depends on
+    family: Family  # of its graph
 
 
 @dataclass
 class Family:
-    """The graphs for calls that differ in nothing but the sizes of tensors.
-
-    Attributes:
-        graphs: The graphs.
-        by_shapes: The shapes of the arguments of earlier calls, with the graph for them, `None` if there is none.
-        varying: The dimensions that had different sizes: the number of a tensor among the arguments, and that of the
-            dimension.
-        is_eager: Whether such calls run eagerly for good.
-        by_gradients: Whether there is a family for each kind of gradients that are there before the call.
-        grads: The kind of these gradients, if it is such a family.
-        is_thorough: Whether its graphs test more assumptions, as one of the usual ones has failed.
-        faults: How often in a row there was no graph whose assumptions held.
-        passed: What sizes were passed by, as no graph is for them, and they may not come again.
-    """
+    """The graphs for calls that differ in nothing but the sizes of tensors."""
 
     graphs: list[Graph] = field(default_factory=list)
-    by_shapes: dict[Shapes, Graph | None] = field(default_factory=dict)
-    varying: set[tuple[int, int]] = field(default_factory=set)
-    is_eager: bool = False
-    by_gradients: bool = False
-    grads: Grads | None = None
-    is_thorough: bool = False
-    faults: int = 0
-    passed: set[Hashable] = field(default_factory=set)
+    by_shapes: dict[Shapes, Graph | None] = field(default_factory=dict)  # of earlier calls; `None` without a graph
+    varying: set[ArgumentDim] = field(default_factory=set)  # the dimensions that had different sizes
+    is_eager: bool = False  # whether such calls run eagerly for good
+    by_gradients: bool = False  # whether there is a family for each kind of gradients that are there before the call
+    grads: Grads | None = None  # what these gradients are, if it is such a family
+    is_thorough: bool = False  # whether its graphs assume less, at a cost, as an assumption of a usual one has failed
+    faults: int = 0  # how many calls in a row had no graph, or one whose assumptions failed
+    passed: set[Hashable] = field(default_factory=set)  # sorts of sizes without a graph, as they may not come again
 
     def is_rare(self, shapes: Shapes) -> bool:
-        """Whether sizes that no graph is for are the first of their sort: none, one, two, or more in each dimension.
+        """Whether sizes that no graph fits are the first of their sort (0, 1, 2 or more in each dimension).
 
-        Where there is a graph for nearly any size, as there is from the second one on, one for the others pays only if
-        they come again: to compile it may take as long as many steps.
+        From the second graph on there is one for nearly any size. Another pays only if such sizes come again, as
+        compiling takes as long as many steps.
         """
         if not any(graph.free_dims for graph in self.graphs):
             return False
@@ -190,21 +175,14 @@ class Family:
 
 @dataclass
 class Met:
-    """What has taken part in the calls of a step.
-
-    Attributes:
-        modules: The modules.
-        others: Those that the step refers to and does not call; their attributes count.
-        leaves: Parameters of such modules and other tensors that the step trains, or whose gradients it looks at.
-        recorders: The recorders of their rows.
-        former_count: How many modules these were when kinds that came once were let go of last.
-    """
+    """What has taken part in the calls of a step."""
 
     modules: list[nn.Module] = field(default_factory=list)
-    others: list[nn.Module] = field(default_factory=list)
+    others: list[nn.Module] = field(default_factory=list)  # the step refers to them, and does not call them
+    # parameters of such modules and other tensors that the step trains, or whose gradients it looks at
     leaves: list[torch.Tensor] = field(default_factory=list)
-    recorders: list[Recorder] = field(default_factory=list)
-    former_count: int = 0
+    recorders: list[Recorder] = field(default_factory=list)  # of the modules' rows
+    former_count: int = 0  # how many modules there were when a warning of ever new kinds was last due
 
     def add(self, modules: Iterable[nn.Module], recorders: Iterable[Recorder]) -> None:
         """Adds modules with all within, and recorders with those of the modules."""
@@ -231,11 +209,10 @@ class CompiledStep:
         step_values: Gives a key for the values that the step refers to by names.
         met: What has taken part.
         families: The graphs, by the kind of the call.
-        first_shapes: The shapes of the first calls, which ran eagerly before any module was known, by the kind of their
-            arguments.
-        last: The last call, if a graph ran, or such calls run eagerly for good, and gradients from before made no
-            difference.
-        reasons: Why calls run eagerly, as far as that was said.
+        first_shapes: The kind of a call -> the shapes of the calls that ran before any module was known.
+        last: The last call, if a graph ran or such calls run eagerly for good; not if gradients from before the call
+            made a difference.
+        reasons: The reasons for running eagerly of which a warning has told.
     """
 
     def __init__(self, step: Callable[..., Any], backend: str | Backend, options: dict[str, Any]) -> None:
@@ -376,7 +353,7 @@ class CompiledStep:
             except LookFirst:
                 family.by_gradients = True
         try:
-            grads = of_gradients(self.met.recorders)
+            grads = {key: state for recorder in self.met.recorders for key, state in look_at_grads(recorder).items()}
         except PerSampleError:  # the step raises as well, unless it clears the gradients first
             return family, None
         kind = kind, tuple(grads.items())
@@ -438,7 +415,7 @@ class CompiledStep:
             ) from error
 
     def _fault(self, family: Family, reason: str) -> None:
-        """Counts a call for which no graph could be made, or whose graph was not right."""
+        """Counts a call for which no graph could be made, or whose graph's assumptions failed."""
         family.faults += 1
         if family.faults >= MOST_FAULTS:
             self._give_up(family, reason)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -15,15 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 from expanded_nn._errors import complaint
 from expanded_nn.common.batch import batch_dim, batch_of, has_derivatives, in_order, own_batch_first, tensors
-from expanded_nn.common.steady import RandomStates
 from expanded_nn.recording.recorder import Settings
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Switches gradients on, and leaves the random states as they were."""
-    with RandomStates(), torch.inference_mode(False), torch.enable_grad():
-        yield
 
 
 def _seed(seed: int) -> None:

@@ -35,7 +35,7 @@ def candidate_splits(
 
 
 def of_sample(split: Tensor, i: int, shape: Sequence[int]) -> Tensor:
-    """The part of one sample in such a split; a shorter one was padded in the batch."""
+    """The part of sample `i` in such a split, cut to `shape`: a shorter sample was padded in the batch."""
     part = split[i]
     return part[tuple(map(slice, shape))] if part.dim() == len(shape) else part.reshape(shape)
 
@@ -48,7 +48,7 @@ def _grown(whole: Tensor, shape: Sequence[int], batch: int) -> list[int]:
 
 
 def difference(value: Tensor, other_value: Tensor) -> float:
-    """The difference, relative to the larger of the two; where both are inf or NaN they agree."""
+    """The norm of the difference, relative to the larger norm; where both are inf or NaN they agree."""
     part, *norms = squares(value, other_value)
     return (part / max(norms)) ** 0.5 if part else 0.0
 
@@ -152,7 +152,7 @@ class GivenLosses(Layout):
         return outputs[0] / self.batch if reduction == "mean" else outputs[0] * self.batch
 
     def mismatch(self, outputs: list[Tensor]) -> str:
-        """How a scalar differs from the sum and the mean."""
+        """In words: a scalar is neither the sum nor the mean."""
         values = self._values()
         return (
             f"the loss of the batch, {float(outputs[0].detach()):.6g}, is neither the mean nor the sum of the samples' "
@@ -167,7 +167,7 @@ def _error(splits: list[dict[SampleAxis, Tensor]], own: list[Tensor], axis: Samp
 
 
 def sample_loss(parts: list[Tensor], i: int) -> Tensor:
-    """A sample's own loss: nonlinear, of all that came out, the same for the sample alone and in a batch."""
+    """A sample's own loss: a fixed nonlinear function of all its outputs, the same alone and in a batch."""
     generator = torch.Generator().manual_seed(i)
     losses = []
     for part in parts:
@@ -204,7 +204,7 @@ def last_mixed(
 
     @cache
     def shape_alone(k: int, n: int) -> torch.Size | None:
-        """That for one sample, where it splits the batch's value for all: what a mask chooses may do so by chance."""
+        """The shape for one sample, if each sample's shape splits the batch's value; a mask's choice may by chance."""
         value, shapes = whole.events[k].values[n], [lone_shape(whole, own, k, n) for own in alone]
         return shapes[-1] if all(shape is None or candidate_splits(value, shape, batch) for shape in shapes) else None
 

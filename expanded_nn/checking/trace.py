@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -24,7 +25,7 @@ class Event:
     path: str  # its qualified name
     who: str  # that with its class
     side: str  # "input" or "output"
-    running: str  # the name of the module that runs from here to the next event
+    running: str  # the module that runs from here to the next event
     values: list[Tensor]  # that go in or come out
 
     def __str__(self) -> str:
@@ -120,19 +121,15 @@ class ErrorCollector:
         self.failed: str | None = None  # the module that raised an exception of another kind
 
     def __enter__(self) -> ErrorCollector:
-        self.layers = [
-            (path, module) for path, module in self.model.named_modules() if isinstance(module, PerSampleModule)
-        ]
-        self.forwards = [vars(module).get("forward") for _, module in self.layers]
-        for path, module in self.layers:
-            module.forward = partial(self._forward, named(path, module), module, module.forward)
+        self.replaced = ExitStack()
+        for path, module in self.model.named_modules():
+            if isinstance(module, PerSampleModule):
+                forward = partial(self._forward, named(path, module), module, module.forward)
+                self.replaced.enter_context(meanwhile(module, forward=forward))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for (_, module), forward in zip(self.layers, self.forwards, strict=True):
-            del module.forward
-            if forward is not None:
-                module.forward = forward
+        self.replaced.close()
 
     def _forward(self, who: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

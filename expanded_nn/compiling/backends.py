@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from expanded_nn._errors import complaint
 from expanded_nn.common.meanwhile import meanwhile
-from expanded_nn.compiling.memory import memory_of, written_by
+from expanded_nn.compiling.memory import memory_of
 from expanded_nn.core import cost
 
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
@@ -91,8 +91,7 @@ def _loosen_views(graph: fx.GraphModule) -> None:
 
     Where the memory that is viewed is written to, a copy would not see that, so such views stay.
     """
-    memory = memory_of(graph.graph)
-    written = {memory[value] for value in written_by(graph.graph)}
+    memory, written = memory_of(graph.graph)
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten.view.default and memory[node] not in written:
             node.target = torch.ops.aten.reshape.default

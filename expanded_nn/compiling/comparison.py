@@ -19,8 +19,8 @@ from expanded_nn.compiling.state import FILLED_ANEW, LISTS, State, items_in
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.modules.held import snapshot
 
-# Rounding decides a share `digits` of all comparisons, such as x > 0, another way, and each costs its number: so what
-# it changes is about sqrt(digits) of a tensor's norm, and numbers that cancel to zero are some `digits` of the others.
+# Rounding turns a share `digits` of all comparisons, such as x > 0, and each of these changes a number as a whole. So
+# it changes a tensor by about sqrt(digits) of its norm. Of numbers that cancel some `digits` of their size are left.
 MOST_ROUNDING = 10.0  # times sqrt(digits)
 MOST_ALIKE = 0.3  # what differs by more is not rounding in any dtype
 MOST_CANCELLED = 100.0  # times digits
@@ -39,8 +39,8 @@ class Comparison:
 
     Attributes:
         digits: The precision of the least precise numbers.
-        difference: The first that differs, other than by its numbers, as the end of a sentence "as its graph ...".
-        pairs: The tensors, by their group: a name, what the graph leaves, and what the step leaves.
+        difference: The first difference that needs no look at numbers, as the end of a sentence "as its graph ...".
+        pairs: Group of values -> of each pair of tensors, a name, what the graph leaves, and what the step leaves.
     """
 
     def __init__(self, digits: float) -> None:
@@ -53,7 +53,7 @@ class Comparison:
         self.difference = self.difference or f"its graph leaves another {name} than the eager step ({remedy})"
 
     def add(self, group: str, name: str, found: Any, wanted: Any) -> None:
-        """Adds what the graph and the step leave in one place; what is neither tensors nor numbers does not count."""
+        """Adds what the graph (`found`) and the step (`wanted`) leave in one place; only tensors and numbers count."""
         if isinstance(found, Tensor) and isinstance(wanted, Tensor):
             if found.shape != wanted.shape or found.dtype != wanted.dtype:
                 self.differ(name)
@@ -75,7 +75,7 @@ class Comparison:
             self.differ(name)
 
     def add_rows(self, name: str, found: Tensor, wanted: Tensor) -> None:
-        """Adds per-sample gradients: a weighted sum of them, which takes no dense rows."""
+        """Adds per-sample gradients: a weighted sum of each, for which rows need not be dense."""
         if found.shape != wanted.shape:
             self.differ(name)
         elif found.shape[0]:
@@ -124,7 +124,7 @@ def _size(tensor: Tensor) -> float:
 
 
 class _Before:
-    """What is in Python before an eager step: numbers and tensors that it may change where its graph does not."""
+    """The numbers and tensors in Python before an eager step, which may change some that its graph does not."""
 
     def __init__(self, referred: Referred, roots: Sequence[Any]) -> None:
         self.referred, self.variables = referred, referred.variables()
@@ -134,7 +134,7 @@ class _Before:
         self.versions = [(tensor, tensor._version) for tensor in tensors.values()]
 
     def add_changes(self, comparison: Comparison, done: set[tuple[int, Any]], written: Iterable[Tensor]) -> None:
-        """Notes what has changed, but for places where the graph sets something, and tensors that it writes to."""
+        """Notes what has changed, except in places that the graph sets (`done`) and tensors that it writes to."""
         memory = {tensor.untyped_storage().data_ptr() for tensor in written}
         for tensor, version in self.versions:
             if tensor._version != version and tensor.untyped_storage().data_ptr() not in memory:
@@ -151,7 +151,7 @@ class _Before:
                     continue
                 old = items_before.get(place, _NOTHING)
                 name = f"item {place}" if isinstance(container, LISTS) else str(place)
-                if old is _NOTHING:  # a key of a cache; but an item that is added to a list or a set
+                if old is _NOTHING:  # a new key may be a cache's; what is added to a list or a set counts
                     if isinstance(container, FILLED_ANEW) and type(value) in PLAIN:
                         comparison.differ(f"{kind} to which the step appends", _COUNTED)
                 else:
@@ -166,7 +166,7 @@ def _by_id(items: Iterable[Any]) -> dict[Any, Any]:
 
 
 def _add_change(comparison: Comparison, name: str, old: Any, new: Any, depth: int = 0) -> None:
-    """Adds what the step, and not its graph, has set to another number or tensor, or to an object that holds others."""
+    """Adds a place that the step has changed, and its graph has not: a number, a tensor, or an object with such."""
     if new is old or depth > MOST_DEPTH:
         return
     if _are_other(old, new):

@@ -1,4 +1,4 @@
-"""Keys for what a graph depends on: the arguments but for the sizes of tensors, the models, torch's global state."""
+"""Keys for what a graph depends on: the arguments (without sizes of tensors), the models, torch's global state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from expanded_nn.compiling.names import HOOKS, PLAIN, Names, Referred, set_by_us
 from expanded_nn.compiling.packing import has_items, items_of
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.factored import FactoredTensor
-from expanded_nn.recording.isolation import Grads, look_at_grads
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.watch import Watch
 
@@ -42,8 +41,8 @@ class Call:
     Attributes:
         arguments: The positional ones, and those by names.
         tensors: The tensors among them, each once.
-        objects: What is of other classes, which are looked into.
-        key: A key for them, but for the sizes and values of tensors.
+        objects: Those of other classes, which are looked into.
+        key: A key for the arguments, without the sizes and values of tensors.
         shapes: The shapes of the tensors.
 
     Raises:
@@ -63,7 +62,7 @@ class Call:
 
 
 def _of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) -> Hashable:
-    """A key for arguments; tensors, by their ids, and objects are added to those given."""
+    """A key for arguments; adds the tensors among them, by their ids, and objects of other classes to those given."""
     cls = type(value)
     if isinstance(value, Tensor):
         return _of_argument(value, tensors)
@@ -103,7 +102,7 @@ def of_surroundings() -> Hashable:
     Raises:
         OnlyEager: If a mode of torch's, or hooks on saved tensors, see or change operations, which a graph runs alone.
     """
-    default_devices: list[torch.device] = []  # it runs at each step, so nothing is made of what is not there
+    default_devices: list[torch.device] = []  # as this runs at each step, it asks in detail only where something is set
     modes = function_modes() if torch._C._len_torch_function_stack() else ()
     if modes:
         default_devices = [mode.device for mode in modes if isinstance(mode, DeviceContext)]
@@ -129,10 +128,10 @@ def of_models(
 ) -> Hashable:
     """A key for the state of modules: their children, attributes and hooks, and which gradients and rows they hold.
 
-    Modules and parameters count by their ids, which no other object has as long as the modules are kept; buffers and
-    tensors among the attributes by their shapes and dtypes; other attributes as in `StepValues`, by the names in the
-    methods, and in those of the step's functions that are `referred` to. What is looked at is noted. Of `others`, which
-    the step does not call, the gradients and rows do not count, but for the `leaves` whose gradients it reads or sets.
+    Modules and parameters count by their ids, as the modules are kept; buffers and tensors among the attributes by
+    their shapes and dtypes. Other attributes are looked into as in `StepValues`, by the names in the methods of the
+    module and in the functions of the step. What is looked at is noted in `seen`. The step does not call `others`:
+    their gradients and rows do not count, but for the `leaves` whose gradients it reads or sets.
     """
     key: list[Any] = [(recorder.settings, recorder.rows_stand_alone) for recorder in recorders]
     add = key.append
@@ -227,8 +226,3 @@ def _of_gradient(parameter: Tensor, recorders: Sequence[Recorder]) -> Hashable:
         is_clipped = is_clipped or (grad is not None and recorder.is_clipped(parameter))
         are_held = are_held or (rows is not None and recorder.leaves.holds(parameter, rows))
     return grad is None or layout_of(grad), is_clipped, rows is None, are_held
-
-
-def of_gradients(recorders: Sequence[Recorder]) -> Grads:
-    """What a step depends on that looks at the gradients from before the call."""
-    return {key: state for recorder in recorders for key, state in look_at_grads(recorder).items()}

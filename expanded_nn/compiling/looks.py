@@ -1,4 +1,4 @@
-"""What values are at a moment: a key for them, with a note of all that was looked at."""
+"""A look at values: a key for what they are at the moment, and a note of all that was looked at."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _WHOLE = Tensor | nn.Module  # what counts by its identity, whatever it holds
 
 
 def by_identity(value: Any) -> Hashable:
-    """A key that is equal for the same object alone, and holds it, so that its id stays its own."""
+    """A key that is equal for the same object only. It holds the object, so that no other one gets its id."""
     cls: Any = type(value)
     return value if cls.__eq__ is object.__eq__ and cls.__hash__ is object.__hash__ else Identity(value)
 
 
 class Identity:
-    """Stands for an object whose class defines its own equality, and is equal for the same object alone."""
+    """A key for an object whose class defines its own equality; equal for the same object only."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -68,16 +68,16 @@ class Look:
     """A look at values and into them.
 
     Numbers and strings count by their values; tensors, modules and functions by their identity. Lists, dicts, arrays of
-    numbers and objects are looked into. Of an object, the attributes count that the functions name; of a dict, the
-    items that they name, or all where functions compute keys or name none of its keys; of lists and sets, all items.
+    numbers and other objects are looked into. Of an object, those attributes count that the functions name. Of a dict,
+    those items that they name, or all if they compute keys or name none of its keys. Of lists and sets, all items.
 
     Attributes:
         key: Equal for the same objects with equal numbers in them.
-        items: What counts in each list, dict and object, by its id and the name or key there; an item that is a list,
-            dict or object itself by its identity.
-        numbers: The number of each list, dict and object in the order in which they were looked into, by its id.
+        items: What counts in each list, dict and object, by the id of that and the key or name there. Items that are
+            themselves lists, dicts or objects count by their identity.
+        numbers: The id of each list, dict and object that was looked into -> how many came before it.
         iterator: The class of an iterator that is referred to: it would give something else at each call.
-        code: The functions that are referred to, and the classes of the user's of which objects were looked into.
+        code: The functions that are referred to, and the user's classes whose objects were looked into.
         modules: The modules that are referred to.
         with_state: The generators of random numbers, and the schedulers of learning rates, that are referred to.
         seen: Where all that counts is noted.
@@ -206,14 +206,14 @@ class Look:
         return tuple(keys)
 
     def _of_library(self, value: ModuleType | type) -> Hashable:
-        """The key of the functions and constants that the names find in a library, which may be replaced."""
+        """The key of the functions and constants that the names find in a library, as users may replace them."""
         mapping = vars(value)
         named = sorted(name for name in self._names.words if name in mapping)
         if isinstance(value, type):
             self.seen.sized.append(mapping)
         if not named:
             return ()
-        get = itemgetter(*named, named[0])  # one more, as for a single name it gives no tuple
+        get = itemgetter(*named, named[0])  # the first one twice: for a single name it would give no tuple
         self.seen.note_places(get, mapping)
         return tuple((name, self._of_member(mapping[name])) for name in named)
 
@@ -222,14 +222,14 @@ class Look:
         return self._key(value) if is_own or type(value) in PLAIN else by_identity(value)
 
     def _of_places(self, value: Any, mapping: Any, getter: Callable[..., Any], places: list[Any]) -> Hashable:
-        """The key of what is in some places of a dict, or of an object, whose attributes may be in a mapping."""
+        """The key of what is in some places: items of `mapping`, or attributes of `value` if that is `None`."""
         if mapping is not None:
             (self.seen.sized.append if isinstance(value, type) else self.seen.note_items)(mapping)  # its keys
         counted = [place for place in places if (id(value), place) not in self._changing]
         if not counted:
             return ()
         source = value if mapping is None else mapping
-        get = getter(*counted, counted[0])  # one more, as for a single place it gives no tuple
+        get = getter(*counted, counted[0])  # the first one twice: for a single place it would give no tuple
         self.seen.note_places(get, source)
         for place, item in zip(counted, get(source), strict=False):
             self.items[id(value), place] = value, _outside(item)
@@ -257,9 +257,10 @@ class StepValues:
 
     Attributes:
         referred: The step's functions, and what they refer to.
-        changing: What the step changes itself, such as a list of losses, by the id of a list or dict and the key there.
-        looks: The last look and the one before it.
-        scheduled: The class of a scheduler of learning rates whose step the step has taken.
+        changing: What the step itself changes and so does not count, such as a list of losses: the list or dict, by its
+            id and the key there.
+        looks: The last look, and the one before it in front of it.
+        scheduled: The class of a scheduler of learning rates, if the step calls its `step()`.
         modules: The modules that the step refers to.
     """
 
@@ -271,7 +272,7 @@ class StepValues:
         self.modules: list[nn.Module] = []
 
     def look(self, objects: Sequence[Any] = ()) -> Look:
-        """A look at them at this moment, and at objects that are arguments."""
+        """A look at these values and at objects that are arguments, as they are at the moment."""
         referred = self.referred
         for value in objects:
             referred.add(value)
@@ -287,7 +288,7 @@ class StepValues:
                 return look
 
     def add_modules(self, modules: Sequence[nn.Module]) -> None:
-        """Modules that the step calls: the functions count that these, their hooks and their attributes refer to."""
+        """Adds modules that the step calls: the functions that they, their hooks and their attributes refer to."""
         known = -1
         self.referred.add_modules(modules)
         while known < len(self.referred.functions):
@@ -315,7 +316,7 @@ class StepValues:
         return look.key
 
     def changed(self) -> str:
-        """The first thing that is not what it was at the call before, as a part of a warning."""
+        """The first thing that differs from the call before, as a part of a warning; empty if nothing does."""
         items = [look.items for look in self.looks]
         for place, (value, key) in items[-1].items() if len(items) > 1 else ():
             if items[0].get(place, (value, key))[1] != key:
@@ -348,10 +349,10 @@ class StepValues:
 
     @contextmanager
     def noting_changes(self, objects: Sequence[Any]) -> Iterator[None]:
-        """Notes what the step itself changes in lists and dicts, which is ignored from now on.
+        """Notes what the step itself changes in lists and dicts meanwhile, which does not count from now on.
 
-        Two changes go on to count, as a graph would not make them again: those of a number that the step reads from a
-        dict, and of a list with numbers.
+        Two kinds of changes go on to count, as a graph would not make them again: that of a number which the step reads
+        from a dict, and that of a list of numbers.
         """
         before = self.look(objects)
         schedulers = [value for value in before.with_state if isinstance(value, LRScheduler)]
@@ -398,7 +399,7 @@ def is_number(value: Any) -> bool:
 
 @cache
 def _finds_attributes(cls: type) -> bool:
-    """Whether a class finds attributes or items by methods of its own, and keeps them under other names."""
+    """Whether a class has methods that find attributes or items, which it may keep under other names."""
     return any(hasattr(cls, name) for name in ("__getattr__", "__getitem__"))
 
 
@@ -407,7 +408,7 @@ def _in_context(variable: ContextVar[Any]) -> tuple[Any]:
 
 
 def _outside(value: Any) -> Hashable:
-    """A key for a value without what is in it."""
+    """A key for a value itself, not for what is in it."""
     return (type(value), value) if type(value) in PLAIN else by_identity(value)
 
 

@@ -9,20 +9,15 @@ from typing import Any
 from torch import fx
 
 
-def memory_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each value the first one that shows the same memory."""
+def memory_of(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], set[fx.Node]]:
+    """For each value the first one that shows the same memory; and those of these whose memory is written to."""
     first: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         roots = [first[value] for value, _ in _shown_by(node)]
         first[node] = roots[0] if roots else node
         for root in roots[1:]:  # of an operation on several, as `_foreach_add_`
             first.update({value: roots[0] for value, own in first.items() if own is root})
-    return first
-
-
-def written_by(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The values that the operations of a graph change in place."""
-    return (value for node in graph.nodes for value, is_written in _shown_by(node) if is_written)
+    return first, {first[value] for node in graph.nodes for value, is_written in _shown_by(node) if is_written}
 
 
 def _shown_by(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:

@@ -42,17 +42,11 @@ _TAKE_ANY_ITEM = {"get", "pop", "values", "items", "keys", "copy", "update", "it
 
 
 class Names(NamedTuple):
-    """What functions refer to.
+    """What functions refer to."""
 
-    Attributes:
-        words: The names in them, and the strings, which may be keys.
-        any_item: Whether they find items by what is computed, as `settings[key]` and `**settings` do.
-        any_attribute: Whether they find attributes so, as `getattr(settings, name)` does.
-    """
-
-    words: frozenset[str] = frozenset()
-    any_item: bool = False
-    any_attribute: bool = False
+    words: frozenset[str] = frozenset()  # the names in them, and their strings, which may be keys
+    any_item: bool = False  # whether they find items by computed keys, as `settings[key]` and `**settings` do
+    any_attribute: bool = False  # whether they find attributes by computed names, as `getattr(settings, name)` does
 
     def joined(self, other: Names) -> Names:
         """What these functions and those refer to."""
@@ -61,30 +55,30 @@ class Names(NamedTuple):
 
 
 class Variable(NamedTuple):
-    """What sets it, its name, and its value; `None` if it has none."""
+    """A variable of an enclosing function, or a global one."""
 
-    put: Callable[[Any], None]
+    put: Callable[[Any], None]  # sets it
     name: str
-    value: Any
+    value: Any  # `None` if it has none
 
 
 class Referred:
-    """The functions of the user's that a step calls, and what they refer to by names.
+    """The user's functions that a step may call, and what they refer to by names.
 
-    Those are the step itself, functions and methods that these name, and methods of objects that Python calls without
-    their names, as `__getitem__`.
+    They are the step itself, the functions and methods that they name, and the methods that Python calls without a
+    name, such as `__getitem__`.
 
     Attributes:
         owners: The step's objects.
-        bound: The step's partial functions, whose arguments count.
+        bound: The partial functions that the step is made of; their arguments count.
         cells: The variables of enclosing functions.
         globals: The global namespaces, each with a name in it.
         imported: The modules that the functions import themselves, by their full names.
         hooks: The hooks of modules and parameters, by their ids.
-        functions: The functions, each with the code that was read, which may be set anew.
+        functions: The functions, each with the code that was read, as it may be replaced.
         names: What they refer to.
-        places: Where more functions may be found by these names: the namespaces of objects and modules, by their ids.
-        classes: The user's classes among these.
+        places: The namespaces in which these names may find more functions, by the id of the object that has them.
+        classes: The user's classes that were met.
     """
 
     def __init__(self, step: Any) -> None:
@@ -109,7 +103,7 @@ class Referred:
         self._read_all()
 
     def add(self, value: Any) -> None:
-        """Adds an object that the step takes as an argument, as a method does, or a function that it finds anywhere."""
+        """Adds an object that is an argument of the step, or a function or class that a look at values has met."""
         if isinstance(value, FunctionType):
             if value not in self.functions:
                 self._follow(value)
@@ -119,14 +113,14 @@ class Referred:
             self._read_all()
 
     def read_changed(self) -> None:
-        """Reads the functions whose code was set anew, as a notebook does with what it loads again."""
+        """Reads the functions whose code was replaced, as a notebook's reloading does."""
         for function, code in list(self.functions.items()):
             if function.__code__ is not code:
                 self._read(function)
                 self._read_all()
 
     def add_modules(self, modules: Iterable[nn.Module]) -> None:
-        """Modules that the step calls, with their hooks: of classes of the user's the functions count."""
+        """Adds modules that the step calls: their hooks, and the functions of the user's classes."""
         for module in modules:
             kind = type(module)
             own_classes = [] if id(kind) in self.places else list(filter(is_the_users, kind.__mro__))
@@ -149,9 +143,9 @@ class Referred:
         self._read_all()
 
     def _read_all(self) -> None:
-        """Reads the functions that are named in those that were read."""
+        """Reads the functions that those read so far name, until there are no more."""
         read_count = -1
-        while read_count < len(self.functions):  # an object may be met before the name of its function
+        while read_count < len(self.functions):  # a name may be met after the object that has a function of that name
             read_count = len(self.functions)
             for namespaces in list(self.places.values()):
                 self._read_named(namespaces)
@@ -169,7 +163,8 @@ class Referred:
             return
         self.functions[function] = function.__code__
         self.names = self.names.joined(_names_in(function.__code__))
-        names, cells = _globals_of(function.__code__), function.__closure__ or ()
+        cells, codes = function.__closure__ or (), _codes(function.__code__)
+        names = list(dict.fromkeys(name for code in codes for name in global_names(code)))
         names += constants(function.__globals__) if "globals" in names else []
         imported = _imported_by(function)
         self.cells += cells
@@ -179,7 +174,7 @@ class Referred:
             self._follow(value)
 
     def _follow(self, value: Any) -> None:
-        """Reads the user's function that a value is; notes an object, class or module, where there may be others."""
+        """Reads a value that is a user's function; of another, notes where it may have functions."""
         if isinstance(value, MethodType):
             self._follow(value.__self__)
             value = value.__func__
@@ -197,7 +192,7 @@ class Referred:
             self._note_places(value)
 
     def _note_places(self, value: Any) -> None:
-        """Notes where an object or a class may have functions, and reads those that Python calls without names."""
+        """Notes where an object or a class may have functions, and reads those that Python calls without a name."""
         if id(value) in self.places:
             return
         classes = (*(value.__mro__ if isinstance(value, type) else ()), *type(value).__mro__)
@@ -212,7 +207,7 @@ class Referred:
         return not self.names.words.isdisjoint({"environ", "getenv"})
 
     def members(self) -> Iterator[tuple[type, list[str]]]:
-        """The user's classes, each with the names of its members that count, as all may be set anew."""
+        """The user's classes, each with the names of the members that count."""
         for cls in self.classes:
             yield cls, [name for name, member in vars(cls).items() if self._counts(name, member)]
 
@@ -230,11 +225,11 @@ class Referred:
                 self._follow(_function_behind(member))
 
     def names_of(self, kinds: Iterable[type]) -> dict[type, Names]:
-        """For each class of modules, the names by which attributes count: those in its methods and in the step."""
+        """For each class of modules, the names whose attributes count: those in its methods and in the functions."""
         return {kind: names_in_class(kind).joined(Names(self.names.words)) for kind in kinds}
 
     def reads_item(self, key: Any) -> bool:
-        """Whether the functions find the item of such a key in a dict, and do not only count in it."""
+        """Whether the functions read the item of a key, and not only add to it."""
         return any(key in _keys_in(function.__code__) for function in self.functions)
 
     def variables(self) -> list[Variable]:
@@ -247,11 +242,11 @@ class Referred:
         ]
 
     def reachable(self) -> list[Any]:
-        """What the step can reach: these values, its objects, and the user's classes."""
+        """What the step can reach: the values of its names, its objects, and the user's classes."""
         return [*self.values(), *self.owners, *self.classes]
 
     def values(self) -> list[Any]:
-        """The values of these names at this moment, but for those of attributes and items."""
+        """The present values of variables, arguments of partial functions, hooks, modules and defaults."""
         values = [variable.value for variable in self.variables()]
         for step in self.bound:
             values += (*step.args, *step.keywords.values())
@@ -264,7 +259,7 @@ class Referred:
         return values
 
     def note(self, seen: Seen) -> None:
-        """Notes where these values are."""
+        """Notes the places of these values."""
         seen.note_places(_contents, self.cells)
         names: dict[int, tuple[dict[str, Any], list[str]]] = {}
         for namespace, name in self.globals:
@@ -337,10 +332,6 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
-
-
-def _globals_of(code: CodeType) -> list[str]:
-    return list(dict.fromkeys(name for inner in _codes(code) for name in global_names(inner)))
 
 
 def _imported_by(function: FunctionType) -> list[str]:

@@ -32,14 +32,14 @@ class RecorderRows(NamedTuple):
 class Outcome:
     """What to do with the results of a graph.
 
-    Owners of gradients are the tensors among the arguments, and behind them the parameters; each has a number.
+    *Owners* of gradients are the tensors among the arguments and then the parameters; each has a number.
 
     Attributes:
         result: What the step returns.
         grads: The new `.grad` of owners, where it is another tensor than before.
         filled: The new numbers of a `.grad` that was zero before.
-        flags: Parameters without rows from before, and whether their `.grad` is scaled and has a foreign part; only
-            where a `.grad` was there before.
+        flags: Parameters without rows from before, and whether their `.grad` is scaled and whether it has a part that
+            is of no rows; only where there was a `.grad` before.
         rows: The rows that recorders hold.
         shown: What the step itself has set as the `grad_sample` of parameters, such as `None`.
         trainable: Owners that require gradients now and did not before, or the other way around.
@@ -47,9 +47,9 @@ class Outcome:
             the name, and the value.
         removed: The attributes that the step has removed.
         items: The new items of lists and dicts among the arguments: the place of the list or dict among the containers,
-            the keys that are no more there, and the new items by their keys.
-        assumed: The index of the result that says which assumptions of the graph held, and of the one that says
-            whether all did.
+            the keys that are gone, and the new items by their keys.
+        assumed: The index of the result that says which assumptions of the graph held; the next one says whether all
+            did.
         otherwise: What it means that an assumption did not hold.
     """
 
@@ -116,8 +116,11 @@ class Outcome:
             results.append(torch.stack([condition for condition, _ in conditions]))
             results.append(results[-1].all())
 
-    def note_rows(self, recorder: Recorder, hidden_before: int, results: list[Any]) -> None:
-        """Notes the rows that a recorder holds; of those from before the call so many were hidden."""
+    def note_rows(self, recorder: Recorder, hidden_before: int, results: list[Any], *, looked: bool) -> None:
+        """Notes the rows that a recorder holds; `hidden_before` parameters had rows from before the call.
+
+        Where the gradients from before were looked at, notes how `.grad` stands to the rows, if none are from before.
+        """
         recorder.drop_outdated_rows()
         if recorder.rows_stand_alone:
             raise OnlyEager("it ends with the rows of torch.autograd.grad(..., create_graph=True)")
@@ -139,10 +142,7 @@ class Outcome:
         if passes or not hidden:
             clipped = {leaf for leaf, value in parameters.items() if value is not None and recorder.is_clipped(value)}
             self.rows.append(RecorderRows(recorder, passes, bool(hidden), clipped))
-
-    def note_flags(self, recorder: Recorder) -> None:
-        """Notes how the `.grad` of parameters stands to their rows, where no rows from before are left."""
-        if not any(map(has_hidden_rows, recorder.leaves)):
+        if looked and not hidden:
             self.flags += [(leaf, leaf.notes.is_scaled, leaf.notes.has_foreign_part) for leaf in recorder.leaves]
 
     def note_attributes(self, saved: Saved, results: list[Any]) -> None:

@@ -85,7 +85,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def containers(value: Any) -> Iterator[Any]:
-    """The lists, dicts and dataclasses within a value that a step may change, in the order in which they are met."""
+    """The lists, dicts and dataclasses within a value, which a step may change, in a fixed order."""
     if not has_items(value):
         return
     if not isinstance(value, tuple | KroneckerFactors):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from expanded_nn.common.modes import set_grad_enabled, without_autocast
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.compiling.kinds import Call
-from expanded_nn.compiling.memory import memory_of, written_by
+from expanded_nn.compiling.memory import memory_of
 from expanded_nn.compiling.tracing import Traced
 
 ArgumentDim = tuple[int, int]  # the number of a tensor among the arguments, and of one of its dimensions
@@ -68,7 +68,7 @@ class Graph:
         free_dims: The dimensions of arguments whose sizes are inputs of their own.
         changed: The indices of the inputs that it changes.
         digits: The largest distance of neighbors, relative to their size, of a dtype that it computes in.
-        is_compared: Whether its results were those of the eager step; see `comparison.py`.
+        is_compared: Whether its results were compared with those of the eager step; see `comparison.py`.
         copied: The indices of the gradients that share their memory with another tensor, and so are cloned; `None`
             before the first run.
         function: The compiled graph.
@@ -185,7 +185,6 @@ def _with_shared_memory(grads: Sequence[Tensor | None], values: Sequence[Any]) -
 
 def _changed(graph: fx.GraphModule) -> list[int]:
     """The indices of the inputs that the graph changes in place."""
-    memory = memory_of(graph.graph)
-    written = {memory[value] for value in written_by(graph.graph)}
+    memory, written = memory_of(graph.graph)
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return [i for i, node in enumerate(inputs) if memory[node] in written]

@@ -1,4 +1,4 @@
-"""What a step can reach in Python and may change: looked at before a trace, and after it."""
+"""What a step can reach in Python and may change: kept before a trace, and put back after it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SUMS = KroneckerFactors, SecondMoment
 class State:
     """The lists, dicts and attributes that can be reached from some values, with copies of them.
 
-    What this library keeps is left out, but for sums that the user keeps: a trace puts it back itself.
+    Objects of this library are left out, as a trace puts them back itself; but for Kronecker factors, which users keep.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -80,9 +80,9 @@ class State:
         return before.values()
 
     def set_to_tensor(self) -> str | None:
-        """The first attribute, item of a dict or item of a list that is a tensor of a trace now; `None` without one.
+        """The first attribute or item that is a tensor of a trace now, in words; `None` without one.
 
-        What is appended to a list is none.
+        What is appended to a list does not count.
         """
         for container, before in self.kept:
             items_before, is_list = items_in(before), isinstance(container, LISTS)

@@ -52,18 +52,14 @@ Place = tuple[dict[Any, Any], Any]  # a dict and a key in it
 
 @dataclass
 class Inputs:
-    """What a graph takes: the tensors among the arguments, the `.grad` of some owners (see `Outcome`), the constants.
+    """What a graph takes: the tensors among the arguments, the `.grad` of some owners (see `Outcome`), and constants.
 
-    Attributes:
-        leaves: The parameters, each once, and other tensors that have gradients.
-        grads: The numbers of the owners whose `.grad` is an input: there is one, and it is not known to be zero.
-        constants: Where all other tensors are: parameters, and buffers and attributes of modules, which may be other
-            tensors at each call.
+    Constants are parameters, buffers and attributes of modules, in whose places other tensors may be at each call.
     """
 
-    leaves: list[Tensor]
-    grads: list[int]
-    constants: list[Place]
+    leaves: list[Tensor]  # the parameters, each once, and other tensors that have gradients
+    grads: list[int]  # the numbers of the owners whose `.grad` is an input: there is one that may not be zero
+    constants: list[Place]  # where the constants are
 
     def owners(self, call: Call) -> list[Tensor]:
         """The owners of gradients."""
@@ -78,27 +74,16 @@ class Inputs:
 
 @dataclass
 class Traced:
-    """A traced step.
+    """A traced step."""
 
-    Attributes:
-        graph: The operations.
-        inputs: What they take.
-        examples: The inputs, without values.
-        outcome: What to do with the results.
-        draws: Whether it draws random numbers.
-        shape_env: What the sizes are known to be.
-        len_lines: The user's lines that make a number of a size that changes.
-        kept_line: The user's line that made a tensor that is kept outside of the step, if there is one.
-    """
-
-    graph: fx.GraphModule
-    inputs: Inputs
-    examples: list[Tensor]
-    outcome: Outcome
-    draws: bool
-    shape_env: Any
-    len_lines: list[str]
-    kept_line: str | None
+    graph: fx.GraphModule  # its operations
+    inputs: Inputs  # what they take
+    examples: list[Tensor]  # the inputs, without values
+    outcome: Outcome  # what to do with the results
+    draws: bool  # whether it draws random numbers
+    shape_env: Any  # what the sizes are known to be
+    len_lines: list[str]  # the user's lines that make a number of a size that changes
+    kept_line: str | None  # the user's line that made a tensor which is kept outside of the step, if there is one
 
 
 def trace(
@@ -245,31 +230,18 @@ class FormerGrads:
 
 @dataclass
 class _Body:
-    """What is traced: the step, as a function of the tensors among its arguments and of gradients from before.
+    """What is traced: the step, as a function of the tensors among its arguments and of gradients from before."""
 
-    Attributes:
-        step: The user's function.
-        call: Its arguments.
-        leaves: The parameters.
-        recorders: The recorders of the rows.
-        former: The gradients from before.
-        saved: The attributes of modules and parameters.
-        thorough: Whether more assumptions are tested.
-        outcome: What the step leaves; so far as it has run.
-        ops: Its operations.
-        readings: What it reads of tensors.
-    """
-
-    step: Callable[..., Any]
-    call: Call
-    leaves: list[Tensor]
-    recorders: Sequence[Recorder]
-    former: FormerGrads
-    saved: Saved
-    thorough: bool
-    outcome: Outcome = field(default_factory=Outcome)
-    ops: Operations = field(default_factory=Operations)
-    readings: Readings = field(default_factory=Readings)
+    step: Callable[..., Any]  # the user's function
+    call: Call  # its arguments
+    leaves: list[Tensor]  # the parameters, and other tensors that have gradients
+    recorders: Sequence[Recorder]  # those of the rows
+    former: FormerGrads  # the gradients from before
+    saved: Saved  # the attributes of modules and parameters
+    thorough: bool  # whether it assumes less than usual, at a cost
+    outcome: Outcome = field(default_factory=Outcome)  # what the step leaves, as far as it has run
+    ops: Operations = field(default_factory=Operations)  # what it does
+    readings: Readings = field(default_factory=Readings)  # what it reads of tensors
 
     def __call__(self, *inputs: Tensor) -> list[Any]:
         """Runs the step, notes what it leaves, and returns the tensors of that."""
@@ -298,9 +270,7 @@ class _Body:
             _refuse_missing_backward(results, recorders)
             self.outcome.note_grads(owners, before, versions, results)
             for recorder, hidden_count in zip(recorders, hidden_counts, strict=True):
-                self.outcome.note_rows(recorder, hidden_count, results)
-                if former.states is not None:
-                    self.outcome.note_flags(recorder)
+                self.outcome.note_rows(recorder, hidden_count, results, looked=former.states is not None)
             self.outcome.note_attributes(self.saved, results)
             self.outcome.note_items(items, results)
             self.outcome.note_assumptions(conditions, results)

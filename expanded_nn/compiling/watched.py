@@ -1,4 +1,4 @@
-"""What a trace meets on its way: operations and readings of values that a graph cannot have, and where they stand."""
+"""Watches a trace: operations and readings of values that a graph cannot have, and the lines that do them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Operations(TorchDispatchMode):
         if func in _ZERO:
             for tensor in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
                 note_zeroed(tensor)
-        # torch computes some operations of such tensors alone, as `weight.mul_(0.9)`, in spite of the trace
+        # an operation on tensors with values alone, such as `weight.mul_(0.9)`, is computed in spite of the trace
         real = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not _is_fake(leaf)]
         if real and func._schema.is_mutable:
             with no_dispatch(), torch.no_grad():
@@ -90,7 +90,7 @@ class Operations(TorchDispatchMode):
         return result
 
     def put_back(self) -> set[int]:
-        """Gives the tensors that have values those from before the trace; the ids of those that were changed."""
+        """Puts back the values from before the trace; returns the ids of the tensors that were changed."""
         changed = [(tensor, before) for tensor, version, before in self.changed if tensor._version != version]
         with torch.no_grad():
             for tensor, before in reversed(changed):
@@ -105,7 +105,7 @@ class Operations(TorchDispatchMode):
         gc.collect()  # it takes long where much is in memory, and is seldom needed
         for ref, (file, number) in reversed(self.tensors):
             tensor = ref()
-            # none: autograd alone, which a checkpoint may leave
+            # without a referrer only autograd holds it, as a checkpoint may leave it
             if tensor is not None and not all(map(_is_of_rows, gc.get_referrers(tensor))):
                 return f"line {number} of {file}: {linecache.getline(file, number).strip()}"
         return None
@@ -117,14 +117,14 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 def _is_of_rows(holder: object) -> bool:
-    """Whether an object holds rows, for a recorder that the step itself has made by `per_sample`."""
+    """Whether an object holds rows: those of a recorder that the step itself has made, by `per_sample`."""
     if isinstance(holder, dict):
         return "grad_sample" in holder or any(isinstance(key, Leaf) for key in holder)
     return isinstance(holder, Published)
 
 
 class Readings(TorchFunctionMode):
-    """Refuses to print a tensor, which a graph does not, and to read one that has values: they would stay the same.
+    """Refuses to print a tensor, which a graph would not do, and to read one with values, which would stay the same.
 
     Attributes:
         len_lines: The user's lines that take `len` of a tensor whose size is a symbol, which makes a number of it.
@@ -196,12 +196,12 @@ def refuse_optimizer(thread: int, optimizer: Any, *_: Any) -> None:
 
 
 def texts(readings: Readings) -> list[AbstractContextManager[None]]:
-    """While these are entered, a text of a size that is a symbol is that of its number."""
+    """Contexts in which a size that is a symbol is shown as its number."""
     return [_text(cls, number, readings) for cls, number in _SYMBOLS.items()]
 
 
 def _text(cls: type, number: Callable[[Any], Any], readings: Readings) -> AbstractContextManager[None]:
-    """Makes a number of a size that is a symbol, or of what is computed from it, where the user's code shows it."""
+    """Shows symbols of a class as numbers, where the user's code makes text of them."""
     of_symbol = cast(Any, cls).__repr__
 
     def text(symbol: Any, spec: str = "") -> str:

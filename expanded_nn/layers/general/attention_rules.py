@@ -24,13 +24,11 @@ def by_biased_products(func: Any, args: Any, kwargs: Any) -> Tensor:
     own = own_of(named.pop("attn_mask"))
     run, mask = own.run, beside(own, inputs[0].dim())
     refuse_unless(len(args) < 5 and not any(map(is_own, inputs)))
-    if run.owners is None:
-        refuse_unless(all(run.has_rows(x, 3) for x in inputs))
-        run.note(func, whole=True)
-        return func(*inputs, mask, **named)  # type: ignore[no-any-return]
     arrangement = _arranged(run, inputs)
-    assert arrangement is not None
+    refuse_unless(arrangement is not None or (run.owners is None and all(run.has_rows(x, 3) for x in inputs)))
     run.note(func, whole=True)
+    if arrangement is None:
+        return func(*inputs, mask, **named)  # type: ignore[no-any-return]
     return as_arranged(run, func(*inputs, arrangement.rows_of(mask), **named), arrangement)
 
 

@@ -281,15 +281,18 @@ class Batched(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = RULES.get(func)
         try:
-            order = _RUNNING.runs[-1].order if _RUNNING.runs else None
-            if order is not None and order.reasons((args, kwargs)):
+            run = _RUNNING.runs[-1] if _RUNNING.runs else None
+            if run is not None and run.order is not None and run.order.reasons((args, kwargs)):
                 raise NotInTable(func)
             try:
-                return _noted((rule or by_vmap)(func, args, kwargs or {}))
+                result = (rule or by_vmap)(func, args, kwargs or {})
             except NotInTable:
                 if torch.is_grad_enabled() or not (rule is None or func in COMPUTED):
                     raise
                 return _without_derivatives(func, args, kwargs or {})
+            if run is not None and run.owners is not None and type(result) is Tensor and result.dim():
+                run.owners.note_a_row_each(result)
+            return result
         except Exception:
             for value in tree_leaves((args, kwargs)):
                 if type(value) is Batched:
@@ -354,14 +357,6 @@ def _without_derivatives(func: Any, args: Any, kwargs: Any) -> Any:
     plain = [leaf if source is None else source.shared.detach()[0] for source, leaf in pairs]
     args, kwargs = tree_unflatten(plain, structure)
     return func(*args, **kwargs)
-
-
-def _noted(result: Any) -> Any:
-    """The result; where samples may be folded, it is noted that this tensor has one row per sample."""
-    owners = _RUNNING.runs[-1].owners if _RUNNING.runs else None
-    if owners is not None and type(result) is Tensor and result.dim():
-        owners.note_a_row_each(result)
-    return result
 
 
 def source_of(value: Tensor) -> Derived | None:

@@ -28,7 +28,7 @@ def derivatives(results: list[Any], sources: list[Tensor]) -> list[Tensor | None
     ends = [result for result in results if isinstance(result, Tensor) and result.requires_grad]
     weights = random_numbers([result.shape for result in ends], ends)
     try:
-        found = torch.autograd.grad(ends, sources, weights, allow_unused=True)
+        found = torch.autograd.grad(ends, sources, weights, allow_unused=True) if sources else ()
     except RuntimeError:  # the user's own backward says so where it comes to one
         return None
     return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in found]

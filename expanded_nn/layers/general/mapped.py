@@ -103,6 +103,13 @@ def of_sample(leaf: Tensor, dim: int, sample: int, batch: int) -> Tensor:
     return leaf[sample * count : (sample + 1) * count]
 
 
+def once_per_sample(x: Tensor, dim: int, batch: int) -> Tensor:
+    """A tensor; if it has a single row that all samples share, that row once per sample."""
+    if x.dim() <= dim or dim == FOLDED or x.shape[dim] != 1:
+        return x
+    return x.expand(*x.shape[:dim], batch, *x.shape[dim + 1 :])
+
+
 @dataclasses.dataclass
 class Mapped:
     """What came out of the forward, sample by sample."""

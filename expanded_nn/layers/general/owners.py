@@ -55,10 +55,6 @@ class Owners:
                 self.by_sample.append(leaves[place])
         return tree_unflatten(leaves, structure)
 
-    def _first(self, x: Tensor) -> Tensor:
-        """The samples of a tensor `(B, ...)` that has them first."""
-        return self._standing_in(x, 0)
-
     def _standing_in(self, x: Tensor, dim: int) -> Tensor:
         """The samples of a tensor that has them in order in a dimension, or is folded."""
         times = x.shape[0] // self.batch if dim == FOLDED else 1
@@ -80,7 +76,7 @@ class Owners:
     def note_a_row_each(self, x: Tensor) -> None:
         """Notes that a tensor has one row for each sample, if nothing else is known of it."""
         if x.grad_fn is not None and (x.grad_fn, x.output_nr) not in self.known:
-            self.note(x, self._first(x))
+            self.note(x, self._standing_in(x, 0))
 
     def have_a_row_each(self, x: Tensor) -> bool:
         """Whether a tensor `(B, *)` has the samples first, in order."""

@@ -31,7 +31,7 @@ from expanded_nn.common.steady import RandomStates
 from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced, refuse_values, wait_for_values
 from expanded_nn.core import cost
 from expanded_nn.layers.general.gradients import Verdict
-from expanded_nn.layers.general.mapped import Called, Mapper, flatten
+from expanded_nn.layers.general.mapped import Called, Mapper, flatten, once_per_sample
 from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.trial import NO_WAYS, Told, Trial, Way, Ways
 from expanded_nn.layers.general.whole import Run, reads_of_its_own
@@ -40,7 +40,7 @@ from expanded_nn.modules.layout import all_in_one_row, holds_all_samples, note_i
 from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.forward import InputNotes
 from expanded_nn.recording.lift import Lent, Slot, swapped
-from expanded_nn.recording.recorder import Forward, Recorder
+from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.sharded import is_sharded
 
 # what a forward on the whole batch raises, but not because of the batch
@@ -117,16 +117,11 @@ class General(Expanded):
             return result
         # a reentrant checkpoint's first forward: of the shapes that the second one will have
         leaves, structure = flatten(result)
-        return tree_unflatten([self._with_all_rows(leaf) for leaf in leaves], structure)
-
-    def _with_all_rows(self, output: Any) -> Any:
-        """A result; if all samples share one row of it, that row once per sample."""
-        if not isinstance(output, Tensor) or output.dim() == 0:
-            return output
-        dim, batch = self._dim_of(output), self.pass_batch_size
-        if output.shape[dim] != 1 or batch == 1:
-            return output
-        return output.expand(*output.shape[:dim], batch, *output.shape[dim + 1 :]).clone()
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                whole = once_per_sample(leaf, self._dim_of(leaf), self.pass_batch_size)
+                leaves[place] = leaf if whole.shape == leaf.shape else whole.clone()
+        return tree_unflatten(leaves, structure)
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         with unseen():  # what is asked here is no part of the forward
@@ -269,11 +264,10 @@ class General(Expanded):
 
     def _error_of(self, call: Called) -> Exception | None:
         """The error of a comparison with the plain forward where the arguments are read so; `None` if they agree."""
-        forward = None if self._recorder is None else self._recorder.forward
-        if forward is None:
+        if self._recorder is None or self._recorder.forward is None:
             return None
         try:
-            with RandomStates([*self.modules(), call.args, call.kwargs]), _unnoticed(forward):
+            with RandomStates([*self.modules(), call.args, call.kwargs]), self._unnoticed():
                 mapper = self._mapper(call)
                 if not mapper.guests:
                     trial = Trial(mapper)
@@ -286,7 +280,7 @@ class General(Expanded):
 
     def _sample_by_sample(self, call: Called) -> Any:
         """What the forward gives each sample alone; the first call of a kind is compared with the plain forward."""
-        mapper, forward = self._mapper(call), None if self._recorder is None else self._recorder.forward
+        mapper = self._mapper(call)
         if call.batch == 0:
             return mapper.without_samples()
         # another value may lead the forward another way, or tell that rows are another sample's: compared at each call
@@ -307,7 +301,7 @@ class General(Expanded):
         if trial is None and not known[call.kind].fits(mapped):  # another way through the forward
             trial = Trial(mapper)
         if trial is not None:
-            with nullcontext() if forward is None else _unnoticed(forward):
+            with self._unnoticed():
                 known[call.kind] = trial.compared(mapped, with_derivatives=derivatives)
             self._told.with_derivatives |= {call.kind} if derivatives else set()
         compared = known[call.kind]
@@ -407,13 +401,11 @@ class General(Expanded):
 
     def _judged(self, call: Called, *, hooks: bool) -> tuple[Verdict, Way | None]:
         """Whether the forward on the whole batch gives what it gives sample by sample, and the way it has gone."""
-        assert self._recorder is not None
-        assert self._recorder.forward is not None
         mapper = self._mapper(call)
         if mapper.guests or any(weight.is_meta for weight in mapper.expanded):
             return Verdict.UNCLEAR, None
         try:
-            with _unnoticed(self._recorder.forward):
+            with self._unnoticed():
                 trial = Trial(mapper, hooks=hooks)
                 again = trial.mapped_again()
                 derivatives = self._compares_derivatives(call)
@@ -424,6 +416,13 @@ class General(Expanded):
                 return trial.judged(again, compared.dims)
         except torch.OutOfMemoryError:  # a comparison takes more than a step
             return Verdict.WRONG, None
+
+    @contextmanager
+    def _unnoticed(self) -> Iterator[None]:
+        """For comparisons: layers' notes are dropped, and a checkpoint around does not count what is saved."""
+        forward = None if self._recorder is None else self._recorder.forward
+        with nullcontext() if forward is None else meanwhile(forward, notes=InputNotes()), uncounted():
+            yield
 
     def _vmap_refusal(self, *said: str) -> PerSampleError:
         """The error of a forward that `vmap` cannot follow, but a loop over the samples may."""
@@ -510,10 +509,3 @@ def _readings(dims: list[int | None], others: list[tuple[int | None, ...]]) -> l
     some = product(*((dim, *own) for dim, own in zip(dims, others, strict=True)))
     readings = dict.fromkeys([tuple(dims), everywhere, *islice(some, 27)])
     return [reading for reading in readings if reading.count(None) < len(reading)]
-
-
-@contextmanager
-def _unnoticed(forward: Forward) -> Iterator[None]:
-    """For comparisons: layers' notes are dropped, and a checkpoint around does not count what is saved."""
-    with meanwhile(forward, notes=InputNotes()), uncounted():
-        yield

@@ -36,6 +36,7 @@ from expanded_nn.layers.general.mapped import (
     memory_order,
     moved,
     of_sample,
+    once_per_sample,
     unfolded,
 )
 from expanded_nn.layers.general.samples import Memo
@@ -284,7 +285,10 @@ class Trial:
             return True  # the module around compares them; nothing to tell by
         mapped, inputs = self.mapped_again()
         of_parameters = {id(p): e for p, e in zip(originals.values(), self.mapper.expanded, strict=True)}
-        expanded = [weight for weight in of_parameters.values() if weight.requires_grad]
+        # torch counts frequencies in the whole batch, so that a gradient scaled by them is not the sum of the rows
+        by_frequency = {id(p) for (m, _), p in originals.items() if getattr(m, "scale_grad_by_freq", False)}
+        compared = [key for key, weight in of_parameters.items() if weight.requires_grad and key not in by_frequency]
+        expanded = [of_parameters[key] for key in compared]
         results = mapped.with_samples_in(dims).tensors
         wanted = derivatives(results, [*expanded, *inputs])
         with unseen():  # by a module around this one, whose forward runs on the whole batch
@@ -296,17 +300,13 @@ class Trial:
         self.states.restore()
         plain = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         given = derivatives(
-            list(map(_for_all, plain, results, dims)),
-            [*(weight for weight in alone.values() if weight.requires_grad), *own_inputs],
+            [once_per_sample(x, dim, self.batch) for x, dim in zip(plain, dims, strict=False)],
+            [*map(alone.__getitem__, compared), *own_inputs],
         )
         if wanted is None or given is None:
             return True  # nothing to tell by: the backward fails, as the user's will
         rows, of_inputs = wanted[: len(expanded)], wanted[len(expanded) :]
         sums = [None if each is None else as_factored(each).weighted_sum(each.new_ones(self.batch)) for each in rows]
-        others = {id(p) for (module, _), p in originals.items() if getattr(module, "scale_grad_by_freq", False)}
-        for place, number in enumerate(number for number, weight in of_parameters.items() if weight.requires_grad):
-            if number in others:  # torch counts frequencies in the whole batch: the gradient is not the rows' sum
-                sums[place] = given[place] = None
         return are_alike([*sums, *of_inputs], given, self._size_of_arguments())
 
     def _with_derivatives(self) -> tuple[list[Tensor], Any]:
@@ -337,7 +337,7 @@ class Trial:
                     "a tensor with a batch dimension",
                     OF_PARAMETERS,
                 )
-            plain = _for_all(plain, result, dim)
+            plain = once_per_sample(plain, dim, self.batch)
             if result.shape != plain.shape or not near(plain, result.detach(), size):
                 return False
         return True
@@ -394,13 +394,6 @@ class Trial:
         pairs = zip(grads, by_sample, strict=True)
         given = [unfolded(grad, dim, self.batch) for grad, (_, dim) in pairs if grad is not None]
         return any(bool(grad.narrow(dim or 0, 1, self.batch - 1).any()) for grad, dim in given)
-
-
-def _for_all(plain: Tensor, result: Tensor, dim: int) -> Tensor:
-    """A result of the plain forward; a single row that all samples share, once per sample."""
-    if plain.dim() != result.dim() or plain.dim() == 0 or dim == FOLDED or plain.shape[dim] != 1:
-        return plain
-    return plain.expand(*plain.shape[:dim], result.shape[dim], *plain.shape[dim + 1 :])
 
 
 def _is_same(leaf: Any, other: Any) -> bool:

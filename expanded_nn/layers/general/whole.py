@@ -142,18 +142,21 @@ def _by_dims(func: Any, args: Any, kwargs: Any) -> Any:
     own, rest = own_of(args[0]), args[1:]
     refuse_unless(own.rank > 0)
     before = rest[:1] if func in _SIZES_FIRST else ()
-    dims = (kwargs["dim"],) if "dim" in kwargs else rest[len(before) :]
-    if not dims and func in _HAVE_DEFAULT:
-        dims = tuple(range(own.rank)) if func in _REDUCTIONS else (0,)
-    behind = [_behind(dim) for dim in _numbers(dims)]
+    named = (kwargs["dim"],) if "dim" in kwargs else rest[len(before) :]
+    if not named and func in _HAVE_DEFAULT:
+        named = tuple(range(own.rank)) if func in _REDUCTIONS else (0,)
+    dims: list[Any] = [_behind(dim) for dim in _numbers(named)]
     options = {name: value for name, value in kwargs.items() if name != "dim"}
+    if func in _SEVERAL:
+        own.run.note(func, whole=False)
+        return tuple(map(own.run.batched, func(own.value, *before, *dims, **options)))
+    computes = func in _REDUCTIONS or func in _SOFTMAX
+    refuse_unless(computes or not options)
     if func in _REDUCTIONS:
-        return own.run.derived(func, lambda value: func(value, *before, behind, **options), own)
-    if func not in _SEVERAL:
-        return own.run.derived(func, lambda value: func(value, *behind, **options), own, begins=func in _SOFTMAX)
-    own.run.note(func, whole=False)
-    parts = func(own.value, *before, *behind, **options)
-    return tuple(map(own.run.batched, parts))
+        dims = [dims]
+    elif func in _PERMUTE:
+        dims = [[0, *dims]]
+    return own.run.derived(func, lambda value: func(value, *dims, **options), own, begins=computes)
 
 
 def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
@@ -168,43 +171,16 @@ def _same(func: Any, args: Any, kwargs: Any) -> Batched:
     return own.run.batched(own.value)
 
 
-def _view(change: Callable[..., Callable[[Tensor], Tensor]]) -> Rule:
-    """The rule for an operation that shows the numbers of a parameter in another shape.
-
-    Args:
-        change: Takes what the operation takes; gives a function of the value `(B, *shape)` that does the same with it.
-    """
-
-    def rule(func: Any, args: Any, kwargs: Any) -> Batched:
-        own = own_of(args[0])
-        refuse_unless(not kwargs)
-        return own.run.derived(func, change(own, *args[1:]), own, begins=False)
-
-    return rule
-
-
-@_view
-def _permute(own: Batched, *dims: Any) -> Callable[[Tensor], Tensor]:
-    places = [dim % own.rank + 1 for dim in _numbers(dims)]
-    return lambda value: value.permute(0, *places)
-
-
-@_view
-def _matrix_transposed(own: Batched) -> Callable[[Tensor], Tensor]:
+def _matrix_transposed(func: Any, args: Any, kwargs: Any) -> Batched:
+    own = own_of(args[0])
     refuse_unless(own.rank == 2)
-    return lambda value: value.mT
+    return own.run.derived(func, lambda value: value.mT, own, begins=False)
 
 
-@_view
-def _flatten(own: Batched, start: int = 0, end: int = -1) -> Callable[[Tensor], Tensor]:
-    refuse_unless(own.rank > 0)
-    return lambda value: value.flatten(_behind(start), _behind(end))
-
-
-@_view
-def _reshape(own: Batched, *shape: Any) -> Callable[[Tensor], Tensor]:
-    sizes = _sizes(shape)
-    return lambda value: value.reshape(len(value), *sizes)
+def _reshape(func: Any, args: Any, kwargs: Any) -> Batched:
+    own, sizes = own_of(args[0]), _sizes(args[1:])
+    refuse_unless(not kwargs)
+    return own.run.derived(func, lambda value: value.reshape(len(value), *sizes), own, begins=False)
 
 
 def _sizes(values: tuple[Any, ...]) -> list[int]:
@@ -390,7 +366,8 @@ _SIZES_FIRST = set(functions("split", "chunk"))
 _SEVERAL = set(functions("split", "chunk", "unbind"))
 _SOFTMAX = set(functions("softmax"))
 _REDUCTIONS = set(functions("sum", "mean", "std", "var"))
-_HAVE_DEFAULT = {*_REDUCTIONS, *functions("split", "chunk", "unbind")}
+_PERMUTE = set(functions("permute"))
+_HAVE_DEFAULT = {*_REDUCTIONS, *functions("split", "chunk", "unbind", "flatten")}
 
 TABLE: dict[Any, Rule] = {
     **dict.fromkeys(attributes("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_nested"), as_it_looks),
@@ -416,12 +393,10 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys(functions("clone", "contiguous"), _same),
     F.dropout: _dropout,
     **dict.fromkeys(functions("to", "type", "type_as", "float", "double", "half", "bfloat16"), _cast),
-    **dict.fromkeys(functions("unsqueeze", "transpose", "unbind", "split", "chunk"), _by_dims),
+    **dict.fromkeys(functions("unsqueeze", "transpose", "permute", "flatten", "unbind", "split", "chunk"), _by_dims),
     **dict.fromkeys(functions("squeeze"), _squeeze),
     **dict.fromkeys(functions("softmax", "sum", "mean", "std", "var"), _by_dims),
-    **dict.fromkeys(functions("permute"), _permute),
     **dict.fromkeys([Tensor.t, torch.t, *attributes("T", "mT")], _matrix_transposed),
-    **dict.fromkeys(functions("flatten"), _flatten),
     **dict.fromkeys(functions("view", "reshape", "view_as", "reshape_as"), _reshape),
     **dict.fromkeys(functions("expand", "expand_as", "broadcast_to", "repeat"), _spread),
     Tensor.__getitem__: _index,
