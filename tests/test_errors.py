@@ -1443,14 +1443,6 @@ def a_step_without_a_backward() -> None:
     compiled_twice(lambda model, x: model(x))
 
 
-@refused(
-    r"^enn\.compile: the step uses a tensor of shape \(4,\) that requires gradients.*Make it an argument of the step"
-)
-def a_step_with_a_parameter_of_its_own() -> None:
-    factor = torch.ones(4, requires_grad=True)
-    compiled_twice(lambda model, x: (model(x) * factor).sum().backward())
-
-
 @refused(r"^enn\.compile: the step calls DistributedDataParallel.*all_reduce\(parameter\.grad\)")
 def a_step_that_calls_ddp() -> None:
     class Wrapper(nn.parallel.DistributedDataParallel):
