@@ -1572,6 +1572,11 @@ def positions_in_the_samples_place() -> None:
     feed(nn.Linear(4, 4), lambda layer, x: x.new_zeros(3, 3, 4).add(layer(x.mean(1))))
 
 
+@refused(r"^layer \(Linear\): it is called within a transform of torch\.func .*by torch\.autograd\.grad")
+def a_layer_within_a_transform() -> None:
+    feed(nn.Linear(4, 4), lambda layer, x: torch.vmap(layer)(x))
+
+
 @refused(r"^layer \(Linear\): its input, \(3, 4\), comes from buffers, attributes or .*unsqueeze\(0\) for what all")
 def a_table_with_as_many_rows_as_samples() -> None:
     feed(nn.Linear(4, 4), lambda layer, x: torch.maximum(x, layer(torch.linspace(0, 1, 12).view(3, 4))))

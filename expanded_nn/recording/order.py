@@ -225,14 +225,13 @@ class Order(TorchFunctionMode):
                 self.refuse(layer, [moved for moved in self.reasons(x) if moved.dim is None or moved.dim != dim])
 
     def _refuse_transform(self, layer: Any) -> None:
-        error = complaint(
+        raise complaint(
             self.recorder.name_of(layer),
             "it is called within a transform of torch.func (vmap, grad, jacrev, ...), which has no batch of samples",
             "all samples at once",
             "Call it on the batch, and take derivatives by torch.autograd.grad(..., create_graph=True).",
+            refused_by=layer,
         )
-        error.refused_by = layer
-        raise error
 
     def _refuse_other_rows(self, layer: Any, x: Tensor) -> None:
         """Raises where B rows are no samples: the positions of a single one, or of what all samples share.
