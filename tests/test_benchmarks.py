@@ -174,7 +174,7 @@ class Keeping(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         scaled = input * self.scale
-        self.kept = scaled.detach()
+        self.kept = scaled
         return scaled
 
 
