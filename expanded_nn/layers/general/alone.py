@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -54,7 +55,7 @@ class Alone(General):
         # values lead it, so that samples may meet which have not met in the trial
         self._told.turn = turn = self._told.turn + 1
         is_due = turn % cost.TURNS_OF_A_SAMPLE == 0
-        is_right = not is_due or self._agrees(call, result, turn // cost.TURNS_OF_A_SAMPLE % call.batch)
+        is_right = not is_due or self._unseen(self._agrees, call, result, turn // cost.TURNS_OF_A_SAMPLE % call.batch)
         return result if is_right else NotImplemented
 
     def _agrees(self, call: Called, result: Any, i: int) -> bool:
@@ -77,11 +78,13 @@ class Alone(General):
         return all(near(x, of_sample(y.detach(), dim, i, call.batch), 1.0) for x, y, dim in tensors)
 
     def _attempt(self, call: Called, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
-        order = None if self._recorder is None else self._recorder.escalation.order
-        if order is None:
-            return super()._attempt(call, args, kwargs)
-        result: tuple[Any, Way | None] = order.as_one_operation(super()._attempt, call, args, kwargs)
+        result: tuple[Any, Way | None] = self._unseen(super()._attempt, call, args, kwargs)
         return result
+
+    def _unseen(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function in which nobody looks for samples that take each other's places, as the graph tells."""
+        order = None if self._recorder is None else self._recorder.escalation.order
+        return function(*args) if order is None else order.as_one_operation(function, *args)
 
     def _judged(self, call: Called, *, hooks: bool) -> tuple[Verdict, Way | None]:
         follows_writes = self._told.memo.follows_writes

@@ -45,13 +45,11 @@ class Operation:
         return None if node is None else self._of(node, number)
 
     def all_samples(self) -> list[Samples]:
-        return [self.samples_of(place) for place in range(len(self.inputs))]
+        return [None if node is None else self._of(node, number) for node, number in self.inputs]
 
     def together(self, found: Sequence[Samples]) -> Samples:
-        first = found[0]
-        if first is not None and all(samples is first for samples in found):  # then they have as many dimensions
-            return first
-        return together(found, len(self.shape), self.memo)
+        is_one = found[0] is not None and len(set(map(id, found))) == 1  # then they have as many dimensions
+        return found[0] if is_one else together(found, len(self.shape), self.memo)
 
     def constant(self, samples: Tensor, dims: Sequence[int]) -> Tensor:
         shape = samples.shape
