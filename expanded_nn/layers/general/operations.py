@@ -346,13 +346,14 @@ def _attention(op: Operation) -> Samples:
         raise Unknown
     queries, keys, *rest = (None if samples is None else op.constant(samples, [3]) for samples in op.all_samples())
     keys = together([keys, *rest], 4, op.memo)
-    if queries is None or keys is None or queries.shape[2] == keys.shape[2] == 1:
-        return op.together([queries, keys])
+    if keys is None:
+        return queries
     masks = (getattr(op.node, f"_saved_{name}", None) for name in ("attn_mask", "attn_bias"))
     mask = next((mask for mask in masks if mask is not None), None)
-    if mask is None or not _keeps_apart(mask, queries, keys):
-        return op.together([op.constant(samples, [2]) for samples in (queries, keys)])
-    return queries
+    is_in_one_row = queries is not None and queries.shape[2] > 1 and mask is not None
+    if is_in_one_row and _keeps_apart(cast(Tensor, mask), cast(Tensor, queries), keys):
+        return queries
+    return op.together([x if x is None else op.constant(x, [2]) for x in (queries, keys)])
 
 
 def _keeps_apart(mask: Tensor, queries: Tensor, keys: Tensor) -> bool:
