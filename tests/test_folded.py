@@ -664,11 +664,11 @@ def written(out: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
-def written_at(place: Callable[[Tensor], Tensor], rows: Tensor, *others: Tensor) -> Tensor:
-    """Rows into a view of zeros `(12, 12)`."""
-    out = torch.zeros(12, 12).double()
-    for values_of_rows in (rows, *others):
-        place(out)[...] = values_of_rows
+def written_at(place: Callable[[Tensor], Tensor], *parts: Tensor, rows: int = 12) -> Tensor:
+    """Parts of rows, one after the other, into a view of zeros `(12, 12)`."""
+    out = torch.zeros(rows, 12).double()
+    for part in parts:
+        place(out)[...] = part
     return out
 
 
@@ -731,6 +731,9 @@ KNOWN: dict[str, Callable[[Tensor], Any]] = {  # of x (B, 4, 6)
     "attention in one row, by the least number": lambda x: in_one_row(x, others=LEAST),
     "attention in one row, of some rows": lambda x: in_one_row(x, groups=2 * B),
     "attention in one row, by a difference": lambda x: in_one_row(x, others=-1e32, own=-1e10),
+    "attention to what all share": lambda x: F.scaled_dot_product_attention(
+        folded(x)[None, None], *[torch.rand(1, 1, 9, 6).double()] * 2
+    ),
     "columns": lambda x: F.unfold(x[:, None], 2),
     "equations": lambda x: torch.linalg.solve_triangular(x[..., :4], x, upper=False, unitriangular=True),
     "writes": lambda x: written(torch.zeros(12, 2, 6).double(), folded(x)),
@@ -756,6 +759,10 @@ MIXED: dict[str, Callable[[Tensor], Any]] = {
     "attention in one row, of other groups": lambda x: in_one_row(x, groups=2),
     "attention in one row, with all hidden from the first": lambda x: in_one_row(x, others=LEAST, of_first=LEAST),
     "attention in one row, with all shown to the first": lambda x: in_one_row(x, of_first=0.0),
+    "attention in one row, asked by what all share": lambda x: F.scaled_dot_product_attention(
+        torch.ones(1, 1, 12, 6).double(), *[folded(x)[None, None]] * 2, torch.eye(12).bool()
+    ),
+    "writes to the only row": lambda x: written_at(lambda out: out[:, :6], x[1, :1], rows=1),
     "columns over samples": lambda x: F.unfold(folded(x)[None, None], 2),
     "equations of several": lambda x: torch.linalg.solve_triangular(folded(x)[:6], folded(x)[:6], upper=False),
     "writes to a row": lambda x: written_at(lambda out: out[0], folded(x)[:, 0]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -55,7 +56,7 @@ class Alone(General):
             return super()._on_whole_batch(call)
         # values lead it, so that samples may meet which have not met in the trial
         traces, sample = Traces([*self.modules()], ()), turn // cost.TURNS_OF_A_SAMPLE % call.batch
-        alone = self._one_alone(call, sample)  # first, as both begin with what the call before has left
+        alone = self._unseen(self._one_alone, call, sample)  # first, as both begin with what the call before has left
         result = super()._on_whole_batch(call)
         if result is NotImplemented or alone is None or self._agrees(call, alone, result, sample):
             return result
@@ -92,11 +93,13 @@ class Alone(General):
         return all(near(x, of_sample(y.detach(), dim, i, call.batch), 1.0) for x, y, dim in tensors)
 
     def _attempt(self, call: Called, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
-        order = None if self._recorder is None else self._recorder.order
-        if order is None:
-            return super()._attempt(call, args, kwargs)
-        result: tuple[Any, Way | None] = order.as_one_operation(super()._attempt, call, args, kwargs)
+        result: tuple[Any, Way | None] = self._unseen(super()._attempt, call, args, kwargs)
         return result
+
+    def _unseen(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function in which nobody looks for samples that take each other's places, as the graph tells."""
+        order = None if self._recorder is None else self._recorder.order
+        return function(*args) if order is None else order.as_one_operation(function, *args)
 
     def _judged(self, call: Called, *, hooks: bool) -> tuple[Verdict, Way | None]:
         follows_writes = self._told.memo.follows_writes

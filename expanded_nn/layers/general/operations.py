@@ -45,13 +45,11 @@ class Operation:
         return None if node is None else self._of(node, number)
 
     def all_samples(self) -> list[Samples]:
-        return [self.samples_of(place) for place in range(len(self.inputs))]
+        return [None if node is None else self._of(node, number) for node, number in self.inputs]
 
     def together(self, found: Sequence[Samples]) -> Samples:
-        first = found[0]
-        if first is not None and all(samples is first for samples in found):  # then they have as many dimensions
-            return first
-        return together(found, len(self.shape), self.memo)
+        is_one = found[0] is not None and len(set(map(id, found))) == 1  # then they have as many dimensions
+        return found[0] if is_one else together(found, len(self.shape), self.memo)
 
     def constant(self, samples: Tensor, dims: Sequence[int]) -> Tensor:
         shape = samples.shape
@@ -350,13 +348,14 @@ def _attention(op: Operation) -> Samples:
         raise Unknown
     queries, keys, *rest = (None if samples is None else op.constant(samples, [3]) for samples in op.all_samples())
     keys = together([keys, *rest], 4, op.memo)
-    if queries is None or keys is None or queries.shape[2] == keys.shape[2] == 1:
-        return op.together([queries, keys])
+    if keys is None:
+        return queries
     masks = (getattr(op.node, f"_saved_{name}", None) for name in ("attn_mask", "attn_bias"))
     mask = next((mask for mask in masks if mask is not None), None)
-    if mask is None or not _keeps_apart(mask, queries, keys):
-        return op.together([op.constant(samples, [2]) for samples in (queries, keys)])
-    return queries
+    is_in_one_row = queries is not None and queries.shape[2] > 1 and mask is not None
+    if is_in_one_row and _keeps_apart(cast(Tensor, mask), cast(Tensor, queries), keys):
+        return queries
+    return op.together([x if x is None else op.constant(x, [2]) for x in (queries, keys)])
 
 
 def _keeps_apart(mask: Tensor, queries: Tensor, keys: Tensor) -> bool:

@@ -118,7 +118,7 @@ class Owners:
     def _of(self, node: Any, number: int) -> Samples:
         key = node, number
         if key not in self.known:
-            name = node.name().rstrip("0123456789").removesuffix("Backward")
+            name = node.name().partition("Backward")[0]
             rule = NODE_RULES.get(name)
             if rule is None:
                 self.memo.follows_writes |= name.endswith("CopySlices")

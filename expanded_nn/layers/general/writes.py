@@ -44,6 +44,8 @@ class Writes(TorchFunctionMode):
             if value.dim() != part.dim() or value.shape[0] != part.shape[0]:
                 return None
             put = constant(put, range(1, put.dim())).reshape(-1, *[1] * (base.dim() - 1))
+            if put.numel() == 1 and self.owners.batch > 1:  # what else is in the only row may be of others
+                return None
         return base, self.owners.memo.same(together([before, put], base.dim(), self.owners.memo))
 
 
