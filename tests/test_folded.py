@@ -705,6 +705,8 @@ KNOWN: dict[str, Callable[[Tensor], Any]] = {  # of x (B, 4, 6)
     "cat of samples": lambda x: torch.cat([x[:1, 0], x[1:2, 0]], -1),
     "cat of features": lambda x: torch.cat([-x[..., 3:], x[..., :3], torch.zeros(B, 4, 1).double()], -1),
     "stack": lambda x: torch.stack([x, 2 * x], 1).flatten(0, 1),
+    "stack of samples": lambda x: torch.stack([x[1], x[0]], -1),
+    "stack with what has none": lambda x: torch.stack([x, torch.zeros(B, 4, 6).double()], 2),
     "softmax": lambda x: folded(x).softmax(-1).log_softmax(-1),
     "reductions": lambda x: x.sum(1) + x.mean((1,)) + x.amax(1) + x.var(1) + x.logsumexp(1) + x.norm(dim=1),
     "reductions, more": lambda x: F.glu(folded(x).cumprod(1)) * folded(x).prod(-1, keepdim=True),
