@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from itertools import chain
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -87,7 +88,7 @@ def tables_of(modules: Iterable[nn.Module]) -> list[Table]:
 def _of_class(cls: type) -> Iterator[Any]:
     for value in (value for base in cls.__mro__ for value in vars(base).values()):
         if isinstance(value, FunctionType) and not value.__code__.co_filename.startswith(LIBRARIES):
-            named = [value.__globals__.get(name) for name in global_names(value.__code__)]
+            named = [value.__globals__.get(name) for name in _global_names(value.__code__)]
             with suppress(ValueError):  # of a variable that has no value yet
                 named += [cell.cell_contents for cell in value.__closure__ or ()]
             yield from (x for x in named if isinstance(x, Tensor))
@@ -95,6 +96,7 @@ def _of_class(cls: type) -> Iterator[Any]:
             yield value
 
 
+_global_names = lru_cache(maxsize=2**12)(global_names)  # the mode may be switched often
 MAKES = {*functions("arange", "linspace", "logspace", "eye", "tensor", "meshgrid", "cartesian_prod", "tril_indices")}
 OF_ARRAYS = {*functions("as_tensor", "asarray")}
 READS_ARRAYS = {*functions("numpy", "__array__", "tolist")}
