@@ -322,10 +322,10 @@ def _stack(op: Operation) -> Samples:
     if not there:
         return None
     (dim,) = op.dims(len(op.shape))
-    if len(there) == len(found) and _are_equal(there):
-        return op.memo.of(Tensor.unsqueeze, there[0], dim)
-    parts = [None if samples is None else op.memo.of(Tensor.unsqueeze, samples, dim) for samples in found]
-    return op.memo.of(_cat, tuple(parts), (1,) * len(parts), dim)
+    parts = [op.memo.of(Tensor.unsqueeze, samples, dim) for samples in there]
+    if len(there) < len(found):
+        return _filled_up(op, cast(Tensor, op.together(parts)))
+    return parts[0] if _are_equal(there) else op.memo.of(_cat, tuple(parts), (1,) * len(parts), dim)
 
 
 def _product(op: Operation) -> Samples:
