@@ -145,12 +145,17 @@ def is_batched(tensor: Tensor) -> bool:
     return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
+def of_all(tensor: Tensor) -> Tensor:
+    """The tensor of all samples behind that of one, in a `vmap`."""
+    return torch._C._functorch.get_unwrapped(tensor)
+
+
 def is_expanded(tensor: Tensor) -> bool:
     """Whether the innermost `vmap`, and no other, maps over a tensor that is the same for all samples."""
     functorch = torch._C._functorch
     if not functorch.is_batchedtensor(tensor) or functorch.peek_interpreter_stack().level() > 1:
         return False
-    return functorch.get_unwrapped(tensor).stride(functorch.maybe_get_bdim(tensor)) == 0
+    return of_all(tensor).stride(functorch.maybe_get_bdim(tensor)) == 0
 
 
 def refuse_batched(tensor: Tensor) -> None:

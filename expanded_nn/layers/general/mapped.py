@@ -25,7 +25,7 @@ from torch.utils._pytree import (
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, contents, has_derivatives
-from expanded_nn.common.modes import checkpoint_hooks
+from expanded_nn.common.modes import checkpoint_hooks, of_all
 from expanded_nn.common.steady import OURS, RandomStates, Traces
 from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
 from expanded_nn.modules.base import PerSampleModule
@@ -306,7 +306,7 @@ class Mapper:
                 if left:
                     error = self.module._keeping(what)
                     # in a loop it can be taken back, if no loss may read it
-                    error.by_vmap = not any(torch._C._functorch.get_unwrapped(x).requires_grad for x in left)
+                    error.by_vmap = not any(of_all(x).requires_grad for x in left)
                     raise error
         if any(map(is_of_one_sample, contents([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
             raise self.module._keeping("an argument")
