@@ -77,10 +77,7 @@ def _compiled_in_order(options: dict[str, Any], graph: fx.GraphModule, examples:
         recompute(node, *args, **kwargs)
         node.set_read_writes(node.read_writes.rename(node.mutation_renames))
 
-    wrapper = import_module("torch._inductor.codegen.wrapper").PythonWrapperCodegen
-    # how the inputs lie in memory is a part of the key: to ask again at each call took 6 % of a step of three layers
-    unasked = meanwhile(wrapper, codegen_input_size_asserts=lambda _: None)
-    with unasked, meanwhile(node_class, recompute_size_and_body=recomputed):
+    with meanwhile(node_class, recompute_size_and_body=recomputed):
         compile_fx = import_module("torch._inductor.compile_fx").compile_fx
         function: Callable[..., Any] = compile_fx(graph, examples, config_patches=options)
     return function
