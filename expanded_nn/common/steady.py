@@ -159,30 +159,21 @@ class StateBefore:
         return all(before is not None for _, before in changed)
 
 
-class Traces:
-    """What a forward leaves in modules and in its arguments, which the next one would find.
-
-    Args:
-        modules: A module and those within it.
-        arguments: What its forward is called with.
+class Attributes:
+    """What the attributes of modules are now, to be put back.
 
     Attributes:
         taken_back: Whether an attribute was put back.
     """
 
-    def __init__(self, modules: list[nn.Module], arguments: Any) -> None:
-        self.modules, self.arguments, self.taken_back = modules, arguments, False
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules, self.taken_back = modules, False
         self.attributes = [dict(vars(module)) for module in modules]
-        tables = [value for before in self.attributes for key, value in before.items() if key in _HOOK_TABLES]
+        tables = [before[key] for before in self.attributes for key in _HOOK_TABLES if key in before]
         self.hooks = [(table, dict(table)) for table in tables]
-        self.before = self._held()
 
-    def _held(self) -> list[tuple[Any, int]]:
-        held = contents([*map(attributes_of, self.modules), self.arguments])
-        return [(value, getattr(value, "_version", 0)) for value in held if not isinstance(value, torch.dtype)]
-
-    def take_back(self) -> bool:
-        """Puts attributes back that have other values now; whether nothing else was left.
+    def put_back(self) -> bool:
+        """Puts back those that have other values now; whether it has put back all.
 
         What was computed from parameters may be a part of the loss. It stays as it is, and the answer is `False`.
         """
@@ -200,6 +191,30 @@ class Traces:
                 self.taken_back = True
                 table.clear()
                 table.update(hooks)
+        return True
+
+
+class Traces(Attributes):
+    """What a forward leaves in modules and in its arguments, which the next one would find.
+
+    Args:
+        modules: A module and those within it.
+        arguments: What its forward is called with.
+    """
+
+    def __init__(self, modules: list[nn.Module], arguments: Any) -> None:
+        super().__init__(modules)
+        self.arguments = arguments
+        self.before = self._held()
+
+    def _held(self) -> list[tuple[Any, int]]:
+        held = contents([*map(attributes_of, self.modules), self.arguments])
+        return [(value, getattr(value, "_version", 0)) for value in held if not isinstance(value, torch.dtype)]
+
+    def take_back(self) -> bool:
+        """Puts the attributes back; whether nothing else was left."""
+        if not self.put_back():
+            return False
         held = self._held()
         pairs = zip(self.before, held, strict=False)
         return len(held) == len(self.before) and all(a is b and v == w for (a, v), (b, w) in pairs)

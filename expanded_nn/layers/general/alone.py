@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 
 from expanded_nn.common.modes import saved_tensors_are_packed
 from expanded_nn.common.rounding import near
-from expanded_nn.common.steady import RandomStates, Traces, without_traces
+from expanded_nn.common.steady import Attributes, RandomStates, without_traces
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core import cost
 from expanded_nn.layers.general.batched import NotInTable
@@ -55,20 +55,20 @@ class Alone(General):
         if turn % cost.TURNS_OF_A_SAMPLE:
             return super()._on_whole_batch(call)
         # values lead it, so that samples may meet which have not met in the trial
-        traces, sample = Traces([*self.modules()], ()), turn // cost.TURNS_OF_A_SAMPLE % call.batch
+        before, sample = Attributes([*self.modules()]), turn // cost.TURNS_OF_A_SAMPLE % call.batch
         alone = self._unseen(self._one_alone, call, sample)  # first, as both begin with what the call before has left
         result = super()._on_whole_batch(call)
         if result is NotImplemented or alone is None or self._agrees(call, alone, result, sample):
             return result
-        traces.take_back()
+        before.put_back()
         return NotImplemented
 
     def _by_known_way(self, call: Called, ways: Ways) -> Any:
         """Likewise; if it did not, what it has kept is taken back. Where `vmap` follows, nothing is kept."""
-        traces = Traces([*self.modules()], ()) if self.goes_in_a_loop() else None
+        before = Attributes([*self.modules()]) if self.goes_in_a_loop() else None
         result = super()._by_known_way(call, ways)
-        if traces is not None and result is NotImplemented:
-            traces.take_back()
+        if before is not None and result is NotImplemented:
+            before.put_back()
         return result
 
     def _one_alone(self, call: Called, i: int) -> Any:
