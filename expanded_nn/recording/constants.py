@@ -36,9 +36,9 @@ class Constants:
     """The constants in a forward.
 
     Args:
-        modules: The model, whose buffers are constants,
-        tables: as what it has beside them is;
-        arguments: but not what its forward is called with.
+        modules: Those of the model. Their buffers are constants.
+        tables: What the model has beside its buffers: constants, too.
+        arguments: What the forward is called with: no constants, even if they are buffers or tables.
 
     Attributes:
         known: These tensors by their ids.

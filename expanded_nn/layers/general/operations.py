@@ -287,6 +287,7 @@ def _compact(samples: Tensor) -> Tensor:
 
 
 def _joined(op: Operation) -> Samples:
+    """Tensors one after the other along a dimension."""
     found = op.all_samples()
     (dim,) = op.dims(len(op.shape))
     there = [samples for samples in found if samples is not None]
@@ -317,6 +318,7 @@ def _cat(found: Sequence[Samples], sizes: Sequence[int], dim: int) -> Tensor:
 
 
 def _stack(op: Operation) -> Samples:
+    """The same along a new dimension, of size 1 in each."""
     found = op.all_samples()
     there = [samples for samples in found if samples is not None]
     if not there:
