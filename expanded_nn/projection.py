@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from expanded_nn._errors import complaint, refuse_no_count
-from expanded_nn.common.modes import no_torch_function, without_autocast
-from expanded_nn.common.traced import is_traced
+from expanded_nn.common.modes import no_torch_function, with_values, without_autocast
+from expanded_nn.common.traced import is_traced, refuse_values
 from expanded_nn.core.sketch import Sketch, Totals, TwoSided, Vectors
 from expanded_nn.core.terms import Dense, Term, sides
 from expanded_nn.factored import FactoredTensor, as_factored, as_real
@@ -123,8 +123,9 @@ class Projection:
     def _add_vectors(self, vectors: Mapping[str, Tensor], totals: Totals) -> None:
         key = tuple(vectors), totals.device
         if key not in self._vectors:
-            maps = (self._map(name, (matrix.shape[1],), totals.device) for name, matrix in vectors.items())
-            self._vectors[key] = Vectors.of([linear_map for linear_map in maps if isinstance(linear_map, Sketch)])
+            maps = [self._map(name, (matrix.shape[1],), totals.device) for name, matrix in vectors.items()]
+            with with_values():
+                self._vectors[key] = Vectors.of([linear_map for linear_map in maps if isinstance(linear_map, Sketch)])
         self._vectors[key].add(list(vectors.values()), totals)
 
     def _add(self, name: str, rows: FactoredTensor, totals: Totals) -> None:
@@ -138,21 +139,24 @@ class Projection:
     def _map(self, name: str, shape: tuple[int, ...], device: torch.device) -> Sketch | TwoSided | _Gaussian:
         key = (name, device)
         if key not in self._maps:
-            text = repr((self.kind, self.seed, name, shape))
-            digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-            seed = int.from_bytes(digest, "little") >> 1
-            sizes = sides(shape)
-            if self.kind == "gaussian":
-                self._maps[key] = _Gaussian(seed, shape, self.dim)
-            elif self.kind == "kronecker" and min(sizes) > 1:
-                self._maps[key] = _drawn_two_sided(seed, sizes, self.dim, device)
-            else:
-                self._maps[key] = _drawn_sketch(seed, sizes, self.dim, device)
+            with with_values():  # it depends on no value of a step, and holds for later calls
+                self._maps[key] = self._drawn(name, shape, device)
         return self._maps[key]
+
+    def _drawn(self, name: str, shape: tuple[int, ...], device: torch.device) -> Sketch | TwoSided | _Gaussian:
+        text = repr((self.kind, self.seed, name, shape))
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little") >> 1
+        sizes = sides(shape)
+        if self.kind == "gaussian":
+            return _Gaussian(seed, shape, self.dim)
+        if self.kind == "kronecker" and min(sizes) > 1:
+            return _drawn_two_sided(seed, sizes, self.dim, device)
+        return _drawn_sketch(seed, sizes, self.dim, device)
 
     def _refuse_other_shapes(self, rows: Mapping[str, Tensor]) -> None:
         sizes = {name: tensor.shape[0] for name, tensor in rows.items()}
-        if len(set(sizes.values())) > 1:
+        if any(size != first for first in list(sizes.values())[:1] for size in sizes.values()):  # no set of symbols
             raise complaint(
                 "Projection", f"the parameters hold {sizes} rows", "equally many", "Project batch by batch."
             )
@@ -184,6 +188,7 @@ class _Gaussian:
 
     def add(self, term: Term, totals: Totals, start: int) -> None:
         """Adds the projections of a term's rows to those from `start` on."""
+        refuse_values('a Projection of kind="gaussian" draws its numbers again in each call (kind="sketch" does not)')
         generator = torch.Generator("cpu").manual_seed(self.seed)
         size = max(1, DRAWN_NUMEL // max(1, prod(self.shape)))  # a draw depends on the sizes of those before
         for first in range(0, self.dim, size):

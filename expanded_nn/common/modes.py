@@ -44,6 +44,13 @@ def without_autocast() -> AbstractContextManager[object]:
     return torch._C._DisableAutocast() if is_autocast() else _NOTHING
 
 
+@contextmanager
+def with_values() -> Iterator[None]:
+    """Computes with values within a trace, of whose graph the new tensors are constants."""
+    with torch._C._DisableTorchDispatch(), unseen():
+        yield
+
+
 def autocast_as_now(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
     """What switches autocast on or off for a device, as it is now, when a computation is repeated."""
     if not is_autocast():

@@ -15,7 +15,7 @@ from expanded_nn.compiling.names import PLAIN, Referred
 from expanded_nn.compiling.outcome import Outcome, RecorderRows
 from expanded_nn.compiling.packing import containers, has_items, items_of
 from expanded_nn.compiling.replay import Graph
-from expanded_nn.compiling.state import FILLED_ANEW, LISTS, State, items_in
+from expanded_nn.compiling.state import FILLED_ANEW, LISTS, WAITING, State, items_in
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.modules.held import snapshot
 
@@ -129,8 +129,9 @@ class _Before:
     def __init__(self, referred: Referred, roots: Sequence[Any]) -> None:
         self.referred, self.variables = referred, referred.variables()
         self.state = State(roots)
-        values = (value for _, before in self.state.kept for value in items_in(before).values())
-        tensors = {id(value): value for value in values if isinstance(value, Tensor) and not _is_apart(value)}
+        places = (place for _, before in self.state.kept for place in items_in(before).items())
+        values = [value for name, value in places if isinstance(value, Tensor) and name != WAITING]
+        tensors = {id(value): value for value in values if not _is_apart(value)}
         self.versions = [(tensor, tensor._version) for tensor in tensors.values()]
 
     def add_changes(self, comparison: Comparison, done: set[tuple[int, Any]], written: Iterable[Tensor]) -> None:
@@ -229,6 +230,8 @@ def run_beside(
     result = step(*args, **kwargs)
     if graph.draws and not draws_alike:
         return None, None, result
+    for container in containers(call.arguments):
+        items_of(container)  # adds up what the step has left waiting in Kronecker factors
     with torch.no_grad(), without_autocast():
         comparison.add("result", "returned value", outcome.result(results), result)
         for tensor, values in changed:

@@ -16,9 +16,10 @@ from expanded_nn.common.modes import function_modes, is_autocast, saved_tensors_
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.looks import Look, by_identity, is_number, layout_of, of_tensor
 from expanded_nn.compiling.names import HOOKS, PLAIN, Names, Referred, set_by_users
-from expanded_nn.compiling.packing import has_items, items_of
+from expanded_nn.compiling.packing import WITH_COUNT, has_items, items_of
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.factored import FactoredTensor
+from expanded_nn.projection import Projection
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.watch import Watch
 
@@ -40,7 +41,8 @@ class Call:
 
     Attributes:
         arguments: The positional ones, and those by names.
-        tensors: The tensors among them, each once.
+        tensors: The tensors among them, each once; and the counts of factors, as they change from call to call.
+        by_id: These, by the ids of the tensors and of the factors.
         objects: Those of other classes, which are looked into.
         key: A key for the arguments, without the sizes and values of tensors.
         shapes: The shapes of the tensors.
@@ -49,11 +51,12 @@ class Call:
         OnlyEager: If tensors are within an object of a class that is not known, and may be others at the next call.
     """
 
-    __slots__ = "arguments", "key", "objects", "shapes", "tensors"
+    __slots__ = "arguments", "by_id", "key", "objects", "shapes", "tensors"
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.arguments = args, kwargs
         by_id: dict[int, Tensor] = {}
+        self.by_id = by_id
         self.objects: list[Any] = []
         of_names = _of_arguments(kwargs, by_id, self.objects) if kwargs else None
         self.key: Hashable = (_of_arguments(args, by_id, self.objects), of_names)
@@ -62,17 +65,23 @@ class Call:
 
 
 def _of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) -> Hashable:
-    """A key for arguments; adds the tensors among them, by their ids, and objects of other classes to those given."""
+    """A key for arguments; adds the tensors among them, by their ids, and objects of other classes to those given.
+
+    The count of factors is added as a tensor, by the id of the factors.
+    """
     cls = type(value)
     if isinstance(value, Tensor):
         return _of_argument(value, tensors)
+    if cls in WITH_COUNT and type(value.count) is int:
+        tensors[id(value)] = torch.tensor(value.count)
+        return cls, tuple([_of_arguments(item, tensors, objects) for item in value[:-1]])
     if isinstance(value, list | tuple):
         return cls, tuple([_of_arguments(item, tensors, objects) for item in value])
     if cls in PLAIN or is_number(value):
         return cls, value
     if isinstance(value, dict) or has_items(value):
         return cls, tuple([(key, _of_arguments(item, tensors, objects)) for key, item in items_of(value).items()])
-    if any(isinstance(part, Tensor) for part in contents(value)):
+    if cls is not Projection and any(isinstance(part, Tensor) for part in contents(value)):
         raise OnlyEager(
             f"an argument is a {cls.__name__} that holds tensors (give these, in tuples, lists, dicts or dataclasses)"
         )

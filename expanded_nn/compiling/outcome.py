@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn.common.traced import OnlyEager
-from expanded_nn.compiling.packing import Remake, containers, items_of, packed, put_items
+from expanded_nn.compiling.packing import Remake, containers, items_of, packed, packed_items, put_items
 from expanded_nn.factored import is_hidden
 from expanded_nn.recording.isolation import has_hidden_rows, set_rows
 from expanded_nn.recording.leaf import Leaf
@@ -162,4 +162,4 @@ class Outcome:
             removed = [key for key in before if key not in after]
             new = {key: value for key, value in after.items() if key not in before or value is not before[key]}
             if removed or new:
-                self.items.append((number, removed, {key: packed(value, results) for key, value in new.items()}))
+                self.items.append((number, removed, packed_items(container, new, results)))

@@ -16,22 +16,25 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from expanded_nn.common.batch import contents
 from expanded_nn.common.traced import OnlyEager
-from expanded_nn.core.kronecker import KroneckerFactors
+from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors
 from expanded_nn.core.terms import Term
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.grads import PerSampleGrads
 from expanded_nn.rows.cell import Cell, Guarded
 
 MOST = 10_000  # objects that are looked into for tensors
+WITH_COUNT = KroneckerFactors, EigenFactors  # their count is another one at each call
+_NO_COUNTS: Mapping[int, Tensor] = {}
 Parts = Sequence[Any]  # tensors, and symbolic sizes in a graph for changing sizes
 Remake = Callable[[Parts], Any]
 
 
-def packed(value: Any, parts: list[Any]) -> Remake:
+def packed(value: Any, parts: list[Any], counts: Mapping[int, Tensor] = _NO_COUNTS) -> Remake:
     """Appends the tensors within a value to `parts`; returns a function that makes the value from new parts.
 
     Tensors are looked for in tuples, lists, dicts, dataclasses, `PerSampleGrads` and `KroneckerFactors`; factored rows
-    are taken apart into their factors.
+    are taken apart into their factors. `counts` has, by the ids of factors, tensors that take the places of their
+    counts.
 
     Raises:
         OnlyEager: If the shape of a parameter's rows has a symbolic size.
@@ -45,14 +48,18 @@ def packed(value: Any, parts: list[Any]) -> Remake:
     if isinstance(value, PerSampleGrads):
         rows = packed(dict(value), parts)
         return lambda new_parts: PerSampleGrads(rows(new_parts))
-    if isinstance(value, list | tuple | KroneckerFactors):
-        cls: Any = type(value)
-        items = [packed(item, parts) for item in value]
-        if hasattr(value, "_fields") or cls is KroneckerFactors:
+    cls: Any = type(value)
+    if isinstance(value, WITH_COUNT):
+        items = [packed(item, parts) for item in value[:-1]]
+        items.append(_packed_count(counts.get(id(value), value.count), parts))
+        return lambda new_parts: cls(*(item(new_parts) for item in items))
+    if isinstance(value, list | tuple):
+        items = [packed(item, parts, counts) for item in value]
+        if hasattr(value, "_fields"):
             return lambda new_parts: cls(*(item(new_parts) for item in items))
         return lambda new_parts: cls(item(new_parts) for item in items)
     if has_items(value):
-        return _packed_items(value, parts)
+        return _packed_items(value, parts, counts)
     if isinstance(value, Iterator):
         raise OnlyEager(
             f"it returns a {type(value).__name__}, which ends after the first call (return a list or a tuple)"
@@ -64,6 +71,23 @@ def packed(value: Any, parts: list[Any]) -> Remake:
             "lists, dicts or dataclasses)"
         )
     return lambda new_parts: value
+
+
+def packed_items(container: Any, items: Mapping[Any, Any], parts: list[Any]) -> dict[Any, Remake]:
+    """Packs new items of a container."""
+    pack = _packed_count if isinstance(container, KroneckerFactors) else packed
+    return {key: pack(item, parts) for key, item in items.items()}
+
+
+def _packed_count(count: Any, parts: list[Any]) -> Remake:
+    """Packs a count of factors, of which a tensor with a value is made a number again."""
+    remake = packed(count, parts)
+
+    def remake_number(new_parts: Parts) -> Any:
+        number = remake(new_parts)
+        return int(number) if isinstance(number, Tensor) and not isinstance(number, FakeTensor) else number
+
+    return remake_number
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -88,7 +112,7 @@ def containers(value: Any) -> Iterator[Any]:
     """The lists, dicts and dataclasses within a value, which a step may change, in a fixed order."""
     if not has_items(value):
         return
-    if not isinstance(value, tuple | KroneckerFactors):
+    if not isinstance(value, tuple):
         yield value
     for item in list(items_of(value).values()):
         yield from containers(item)
@@ -101,16 +125,21 @@ def has_items(value: Any) -> bool:
 
 
 def items_of(container: Any) -> dict[Any, Any]:
-    """What a list, a tuple, a mapping, a dataclass or Kronecker factors hold, by index, key or name."""
+    """What a list, a tuple, a mapping, a dataclass or Kronecker factors hold, by index, key or name.
+
+    What waits in Kronecker factors is added up.
+    """
     if isinstance(container, Mapping):
         return dict(container)
-    if isinstance(container, list | tuple | KroneckerFactors):
+    if isinstance(container, KroneckerFactors):
+        return {"A": container.A, "G": container.G, "count": container.count}
+    if isinstance(container, list | tuple):
         return dict(enumerate(container))
     return {field.name: getattr(container, field.name) for field in fields(container)}
 
 
 def put_items(container: Any, removed: Sequence[Any], new: Mapping[Any, Any]) -> None:
-    """Changes a list, a dict or a dataclass as a step has changed it."""
+    """Changes a list, a dict, a dataclass or the count of Kronecker factors as a step has changed it."""
     if isinstance(container, list):
         if removed:
             del container[min(removed) :]
@@ -125,10 +154,10 @@ def put_items(container: Any, removed: Sequence[Any], new: Mapping[Any, Any]) ->
             object.__setattr__(container, name, value)
 
 
-def _packed_items(value: Any, parts: list[Any]) -> Remake:
+def _packed_items(value: Any, parts: list[Any], counts: Mapping[int, Tensor]) -> Remake:
     """Packs what a mapping or a dataclass holds."""
     put = setitem if isinstance(value, Mapping) else object.__setattr__  # a frozen dataclass's own refuses
-    remakes = {key: packed(item, parts) for key, item in items_of(value).items()}
+    remakes = {key: packed(item, parts, counts) for key, item in items_of(value).items()}
     emptied = copy.copy(value)  # so that nothing of the trace lives on
     for key in remakes:
         put(emptied, key, None)

@@ -27,6 +27,7 @@ _NOTHING = object()
 MOST_IN_LIST = 1000  # the items of a longer list are not looked into
 _OURS = __name__.partition(".")[0]
 _SUMS = KroneckerFactors, SecondMoment
+WAITING = "_waiting"  # the attribute with what is to be added to them, which is memory that is used again
 
 
 class State:

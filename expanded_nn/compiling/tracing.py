@@ -279,7 +279,7 @@ class _Body:
     def _arguments(self, tensors: Sequence[Tensor]) -> Any:
         """The step's `(args, kwargs)`, with other tensors in place of those of the call."""
         parts: list[Any] = []
-        remake = packed(self.call.arguments, parts)
+        remake = packed(self.call.arguments, parts, self.call.by_id)
         numbers = {id(tensor): number for number, tensor in enumerate(self.call.tensors)}
         return remake([tensors[numbers[id(part)]] for part in parts])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod, sqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -181,7 +181,7 @@ def factors(
 ) -> KroneckerFactors:
     """The Kronecker factors of rows, added to `total`; with `may_wait` few rows wait there, which a graph cannot do.
 
-    Of terms with T positions those count where `mask` is true.
+    Of terms with T positions those count where `mask` is true, and the count becomes a tensor.
     """
     dtype = torch.promote_types(kind.dtype, torch.float32)
     if total is None:
@@ -197,7 +197,8 @@ def factors(
             scales[term.of_gradient] = term.coefficient**2
             for side, factor, scale in zip((total._outputs, total._inputs), term.factors, scales, strict=True):
                 side.add(_in_order(_masked(factor, counts)), scale, may_wait=may_wait)
-        total.count += term.batch * term.positions if counts is None else int(counts.sum())
+        # not in place: a tensor may be an argument of a traced step
+        total.count = total.count + (term.batch * term.positions if counts is None else cast(Any, counts.sum()))
     return total
 
 
@@ -237,7 +238,7 @@ def _add_product(
 ) -> None:
     """`total += scale * x.T @ x`, both symmetric; of a large one only the upper part is computed, and copied."""
     features, panel = x.shape[1], cost.SYMMETRIC_PANEL
-    if not cost.is_product_by_panels(features, len(x)):
+    if not cost.is_product_by_panels(features, x.shape[0]):
         total.addmm_(x.t(), x, alpha=scale)
         return
     for start in range(0, features, panel):

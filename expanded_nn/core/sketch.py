@@ -54,7 +54,7 @@ class Totals:
 
     def result(self) -> Tensor:
         """The projections, `(B, dim)`."""
-        if self._spectrum is None or not len(self.buckets):
+        if self._spectrum is None or not self.buckets.shape[0]:
             return self.buckets
         return self.buckets + _folded(torch.fft.irfft(self._spectrum, n=self.length), self.dim)
 
@@ -186,13 +186,10 @@ class Sketch:
         for chunk in term.chunks(max(lines_at_once * self.width, term.positions * (lines + self.width))):
             factors = chunk.unscaled()
             across, along = (_shuffled(factors[side], self.sides[side]) for side in (1 - self.along, self.along))
-            count = cost.at_once(lines_at_once * self.width, cost.SHUFFLED_NUMEL)
-            count = ceil(chunk.batch / ceil(chunk.batch / count))  # so that the last group is no small one
-            for first in range(0, chunk.batch, count):
-                samples = slice(first, min(first + count, chunk.batch))
+            for samples in _groups(chunk.batch, cost.at_once(lines_at_once * self.width, cost.SHUFFLED_NUMEL)):
                 for line in range(0, lines, lines_at_once):
                     lines_across = across[samples, :, line : line + lines_at_once].mT
-                    rows = totals.scratch(len(lines_across), lines_across.shape[1], self.width)
+                    rows = totals.scratch(lines_across.shape[0], lines_across.shape[1], self.width)
                     folded = _folded(torch.bmm(lines_across, along[samples], out=rows).flatten(1), self.dim)
                     numbers = totals.buckets[start + samples.start : start + samples.stop]
                     _add_shifted(numbers, folded, (self.shift + line * self.width) % self.dim, chunk.coefficient)
@@ -275,6 +272,14 @@ class TwoSided:
         if not isinstance(term, Outer | OneHot) or sides(term.row_shape) != (self.left.shape[1], self.right.shape[1]):
             return None
         return term.factors[0].shape[1] * (len(self.left) + len(self.right)) + len(self.left) * len(self.right)
+
+
+def _groups(batch: int, most: int) -> list[slice]:
+    """The samples in groups of about equal sizes, up to `most`; all at once where the batch is a symbol."""
+    if cost.is_symbol(batch):
+        return [slice(0, batch)]
+    size = ceil(batch / ceil(batch / most))
+    return [slice(first, min(first + size, batch)) for first in range(0, batch, size)]
 
 
 def _shuffled(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn._errors import complaint, refuse_other_kind, shown
+from expanded_nn.common.traced import assume
 from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors
 from expanded_nn.core.terms import sides
 
@@ -94,7 +95,7 @@ def refuse_strange_factors(
     """Raises if there are factors of a parameter without rows, of no samples, or of other sizes."""
     refuse_no_factors(method, "factors", factors, eigen=True)
     for name, second_moment in factors.items():
-        if name not in rows or second_moment.count < 1:
+        if name not in rows or _is_empty(second_moment.count):
             raise complaint(
                 f"PerSampleGrads.{method}",
                 f"factors for {name!r} with count {second_moment.count}"
@@ -106,17 +107,23 @@ def refuse_strange_factors(
         refuse_other_sizes(method, name, rows[name], second_moment)
 
 
+def _is_empty(count: Any) -> bool:
+    if not isinstance(count, Tensor):
+        return bool(count < 1)
+    assume(count.ge(1), "call after call there are Kronecker factors of no samples")  # it is one in a trace alone
+    return False
+
+
 def refuse_strange_mask(mask: Any, weights: Mapping[str, Any]) -> None:
     """Raises if a mask is not `(B, T)` of bools, or if no weight's rows have T positions."""
-    numbers = sorted({term.positions for rows in weights.values() for term in rows.terms()})
-    batch = next((len(rows) for rows in weights.values()), 0)
-    shapes = [(batch, positions) for positions in numbers]
+    batch = next((rows.shape[0] for rows in weights.values()), 0)
+    shapes = [(batch, term.positions) for rows in weights.values() for term in rows.terms()]
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
         found = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else shown(mask)
         raise complaint(
             "PerSampleGrads.kronecker",
             f"mask is {found}",
-            f"bools (B, T), with T the number of positions of a layer: {' or '.join(map(str, shapes))}",
+            f"bools (B, T), with T the number of positions of a layer: {' or '.join(sorted({*map(str, shapes)}))}",
             "Give it True where a position counts, and False where it is padding.",
         )
 

@@ -169,7 +169,9 @@ class Rows(Tensor):
     @_in_own_dtype
     def kronecker_factors(self, total: KroneckerFactors | None = None, mask: Tensor | None = None) -> KroneckerFactors:
         """The Kronecker factors of the rows, added to `total` in place; of T positions those of a `mask (B, T)`."""
-        return kronecker.factors(self._unchanged(), self._kind, total, mask, may_wait=not is_traced())
+        total = kronecker.factors(self._unchanged(), self._kind, total, mask, may_wait=not is_traced())
+        total.count = total.count if is_traced() else int(total.count)
+        return total
 
     @_in_own_dtype
     def between(self: R, left: Tensor, right: Tensor) -> R:
