@@ -332,6 +332,7 @@ class CompiledStep:
         noting, (args, kwargs) = register_module_forward_pre_hook(note), call.arguments
         with noting, recorders_met() as recorders, self.step_values.noting_changes(call.objects):
             result = self.step(*args, **kwargs)
+        recorders.update(dict.fromkeys(self.step_values.holders_of_rows()))
         for recorder in recorders:
             modules.update(dict.fromkeys(recorder.modules()))
         self.met.add(list(modules), recorders)

@@ -2,8 +2,9 @@
 
 import random
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, cast
 
 import pytest
 import torch
@@ -317,6 +318,49 @@ def measured(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def test_a_look_at_rows_from_before_runs_eagerly(step: Callable[..., Any], reason: str) -> None:
     _, (text,) = compared(step, ["nothing"] * 4, [4, 4, 4, 4])
     assert f"runs eagerly, as it {reason} per-sample gradients from before the call" in text
+
+
+def read(parameters: Sequence[nn.Parameter], _: Tensor) -> Tensor:
+    return 2 * cast(Any, parameters[0]).grad_sample
+
+
+def dropped(parameters: Sequence[nn.Parameter], _: Tensor) -> None:
+    for parameter in parameters:
+        parameter.grad_sample = None  # type: ignore[attr-defined]
+
+
+def written(parameters: Sequence[nn.Parameter], rows: Tensor) -> None:
+    parameters[0].grad_sample = 2 * rows  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_alone", [False, True], ids=["beside", "alone"])
+@pytest.mark.parametrize("by_model", [False, True], ids=["by_parameters", "by_model"])
+@pytest.mark.parametrize("use", [read, dropped, written])
+def test_rows_of_a_model_that_the_step_does_not_call(use: Any, by_model: bool, is_alone: bool) -> None:
+    """They are those of a backward outside of it."""
+    torch.manual_seed(0)
+    own, other = (enn.convert(perceptron()).per_sample() for _ in range(2))
+    parameters = list(other.parameters())
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        if not is_alone:
+            backward(own, x, y)
+        return use(list(other.parameters()) if by_model else parameters, x)
+
+    def left_by(run: Callable[..., Any], number: int) -> Any:
+        own.zero_grad()
+        other.zero_grad()
+        (first, second) = samples(4, 5)
+        backward(other, first[0] * number, first[1])
+        return run(*second), outcome(own, None), outcome(other, None)
+
+    compiled = enn.compile(step, backend="eager")
+    for number in range(5):
+        warns = use is read and number == 1
+        with pytest.warns(enn.PerSampleWarning, match="uses per-sample gradients from") if warns else nullcontext():
+            left = left_by(compiled, number)
+        assert_same(left, left_by(step, number))
+    assert len(graphs(compiled)) == (use is not read)
 
 
 def test_what_is_no_part_of_grad_runs_eagerly() -> None:

@@ -36,6 +36,7 @@ from expanded_nn.compiling.names import (
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.compiling.state import State, is_of_trace, slots_of
 from expanded_nn.factored import FactoredTensor
+from expanded_nn.recording.recorder import Recorder, recorder_of
 
 MOST_ITEMS = 10_000  # of a list or a dict; what is within the items of a longer one does not count
 MOST_NUMBERS = 100_000  # of an array; a step with a larger one runs eagerly
@@ -79,6 +80,7 @@ class Look:
         iterator: The class of an iterator that is referred to: it would give something else at each call.
         code: The functions that are referred to, and the user's classes whose objects were looked into.
         modules: The modules that are referred to.
+        parameters: The parameters that are.
         with_state: The generators of random numbers, and the schedulers of learning rates, that are referred to.
         seen: Where all that counts is noted.
     """
@@ -97,6 +99,7 @@ class Look:
         self.iterator: str | None = None
         self.code: dict[FunctionType | type, None] = {}
         self.modules: list[nn.Module] = []
+        self.parameters: list[nn.Parameter] = []
         self.with_state: list[Any] = []
         self._names, self._changing, self.seen = names, changing, seen
         of_owners = tuple(self._of_object(owner) for owner in owners)
@@ -112,7 +115,9 @@ class Look:
             return by_identity(value), self._of_attributes(value)
         if isinstance(value, nn.Module):
             self.modules.append(value)
-        elif isinstance(value, Tensor) and not isinstance(value, FactoredTensor):  # whose shape is its own for good
+        elif isinstance(value, nn.Parameter):
+            self.parameters.append(value)
+        if isinstance(value, Tensor) and not isinstance(value, FactoredTensor):  # whose shape is its own for good
             of_attributes = self._of_attributes(value) if type(value) is Tensor else ()  # a parameter has rows as one
             return by_identity(value), of_attributes, of_tensor(value, self.seen)
         if isinstance(value, _WHOLE) or len(self.numbers) >= MOST_PARTS:
@@ -262,6 +267,7 @@ class StepValues:
         looks: The last look, and the one before it in front of it.
         scheduled: The class of a scheduler of learning rates, if the step calls its `step()`.
         modules: The modules that the step refers to.
+        parameters: The parameters that it refers to by names of their own.
     """
 
     def __init__(self, step: Any) -> None:
@@ -270,6 +276,7 @@ class StepValues:
         self.looks: tuple[Look, ...] = ()
         self.scheduled: str | None = None
         self.modules: list[nn.Module] = []
+        self.parameters: list[nn.Parameter] = []
 
     def look(self, objects: Sequence[Any] = ()) -> Look:
         """A look at these values and at objects that are arguments, as they are at the moment."""
@@ -299,6 +306,14 @@ class StepValues:
                 look = Look(values, names[type(module)], Seen())
                 for value in look.code:
                     self.referred.add(value)
+
+    def holders_of_rows(self) -> list[Recorder]:
+        """The recorders of rows that the step may name, be they those of a model that it calls or not."""
+        if "grad_sample" not in self.referred.names.words:
+            return []
+        members = (member for module in self.modules for member in module.modules())
+        recorders = [vars(member).get("_recorder") for member in members] + [*map(recorder_of, self.parameters)]
+        return list(dict.fromkeys(filter(None, recorders)))
 
     def key(self, objects: Sequence[Any]) -> Hashable:
         """A key for them at this moment.
@@ -359,7 +374,7 @@ class StepValues:
         steps_taken = [(scheduler, scheduler.last_epoch) for scheduler in schedulers]
         yield
         after = self.look(objects)
-        self.modules = after.modules
+        self.modules, self.parameters = after.modules, after.parameters
         self.scheduled = next((type(taken).__name__ for taken, epoch in steps_taken if taken.last_epoch != epoch), None)
         for place in before.items.keys() | after.items.keys():
             value, _ = before.items.get(place) or after.items[place]

@@ -145,11 +145,15 @@ class Outcome:
         if looked and not hidden:
             self.flags += [(leaf, leaf.notes.is_scaled, leaf.notes.has_foreign_part) for leaf in recorder.leaves]
 
-    def note_attributes(self, saved: Saved, results: list[Any]) -> None:
-        """Notes which attributes are others than before."""
+    def note_attributes(self, saved: Saved, results: list[Any], recorders: Sequence[Recorder]) -> None:
+        """Notes which attributes are others than before, but for the rows that recorders hold."""
+        parameters = [leaf.parameter() for recorder in recorders for leaf in recorder.leaves]
+        recorded = {id(vars(parameter)) for parameter in parameters if parameter is not None}
         for values, before in saved:
             for name, value in values.items():
-                if name != "grad_sample" and (name not in before or value is not before[name]):
+                if name == "grad_sample" and id(values) in recorded:
+                    continue
+                if name not in before or value is not before[name]:
                     if name == "_recorder":
                         raise OnlyEager("it switches per-sample mode off and on")
                     self.attributes.append((values, name, packed(value, results)))

@@ -271,7 +271,7 @@ class _Body:
             self.outcome.note_grads(owners, before, versions, results)
             for recorder, hidden_count in zip(recorders, hidden_counts, strict=True):
                 self.outcome.note_rows(recorder, hidden_count, results, looked=former.states is not None)
-            self.outcome.note_attributes(self.saved, results)
+            self.outcome.note_attributes(self.saved, results, recorders)
             self.outcome.note_items(items, results)
             self.outcome.note_assumptions(conditions, results)
         return results
