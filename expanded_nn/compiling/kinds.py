@@ -14,7 +14,7 @@ from expanded_nn._errors import shown
 from expanded_nn.common.batch import contents
 from expanded_nn.common.modes import function_modes, is_autocast, saved_tensors_are_packed
 from expanded_nn.common.traced import OnlyEager
-from expanded_nn.compiling.looks import Look, by_identity, is_number, layout_of, of_tensor
+from expanded_nn.compiling.looks import Look, by_identity, is_number, layout_of, of_tensor, own_attributes
 from expanded_nn.compiling.names import HOOKS, PLAIN, Names, Referred, set_by_users
 from expanded_nn.compiling.packing import WITH_COUNT, has_items, items_of
 from expanded_nn.compiling.seen import Seen
@@ -98,6 +98,11 @@ def _of_argument(tensor: Tensor, tensors: dict[int, Tensor]) -> Hashable:
     if tensor.__dict__ and own_attributes(tensor):
         names = shown(sorted(own_attributes(tensor)))
         raise OnlyEager(f"an argument is a tensor with attributes of its own, {names} (give these as arguments, too)")
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise OnlyEager(
+            "an argument was computed from what requires gradients, which no graph reaches (compute it in the step, or "
+            "give it detached)"
+        )
     number = list(tensors).index(id(tensor)) if id(tensor) in tensors else len(tensors)
     tensors[id(tensor)] = tensor
     grad = tensor.grad if tensor.requires_grad else None
@@ -187,8 +192,9 @@ def of_models(
             add(None if parameter is None else id(parameter))
     of_modules = (parameter for module in modules for parameter in module._parameters.values())
     parameters = {id(parameter): parameter for parameter in (*of_modules, *leaves) if parameter is not None}
-    of_others = (parameter for module in others for parameter in module._parameters.values())
-    key += [None if parameter is None else of_tensor(parameter, seen) for parameter in of_others]
+    of_others = [parameter for module in others for parameter in module._parameters.values()]
+    key += [None if parameter is None else _of_parameter(parameter, seen) for parameter in of_others]
+    seen.sized += [vars(parameter) for parameter in of_others if parameter is not None]
     key += [_of_parameter(parameter, seen) for parameter in parameters.values()]
 
     def gradients() -> list[Hashable]:
@@ -218,11 +224,6 @@ def _of_parameter(parameter: Tensor, seen: Seen) -> Hashable:
         for name, value in own.items()
     ]
     return of_tensor(parameter, seen), tuple(hooks), tuple(of_own)
-
-
-def own_attributes(tensor: Tensor) -> dict[str, Any]:
-    """What the user has set as attributes of a tensor."""
-    return {name: value for name, value in vars(tensor).items() if name != "grad_sample"}
 
 
 def _of_gradient(parameter: Tensor, recorders: Sequence[Recorder]) -> Hashable:

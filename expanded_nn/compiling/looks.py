@@ -117,8 +117,9 @@ class Look:
             self.modules.append(value)
         elif isinstance(value, nn.Parameter):
             self.parameters.append(value)
-        if isinstance(value, Tensor) and not isinstance(value, FactoredTensor):  # whose shape is its own for good
-            of_attributes = self._of_attributes(value) if type(value) is Tensor else ()  # a parameter has rows as one
+            return by_identity(value), self._of_parameter(value), of_tensor(value, self.seen)
+        elif isinstance(value, Tensor) and not isinstance(value, FactoredTensor):  # whose shape is its own for good
+            of_attributes = self._of_attributes(value) if type(value) is Tensor else ()
             return by_identity(value), of_attributes, of_tensor(value, self.seen)
         if isinstance(value, _WHOLE) or len(self.numbers) >= MOST_PARTS:
             return by_identity(value)
@@ -155,6 +156,12 @@ class Look:
         """The key of the attributes of a function or a tensor that count."""
         named = [name for name in vars(value) if name in self._names.words or name == "registry"]  # of singledispatch
         return self._of_places(value, vars(value), itemgetter, named)
+
+    def _of_parameter(self, value: nn.Parameter) -> Hashable:
+        """The key of the attributes of a parameter that count; not the rows of a recorder, which change each time."""
+        self.seen.sized.append(vars(value))
+        named = [name for name in own_attributes(value) if name in self._names.words]
+        return self._of_places(value, None, attrgetter, named)
 
     def _of_items(self, value: Collection[Any]) -> Hashable:
         if (id(value), None) in self._changing:
@@ -395,7 +402,9 @@ def _without_values(before: Sequence[Variable], after: Sequence[Variable]) -> st
 
 
 def of_tensor(tensor: Tensor, seen: Seen) -> Hashable:
-    """A key for a tensor, but for its values."""
+    """A key for a tensor, but for its values; factored rows count by their identity, as they hold other tensors."""
+    if isinstance(tensor, FactoredTensor):
+        return by_identity(tensor)
     seen.tensors.append(tensor)
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, layout_of(tensor)
 
@@ -405,6 +414,14 @@ def layout_of(tensor: Tensor) -> Hashable:
     if tensor.layout is not torch.strided:
         return tensor.layout
     return None if tensor.is_contiguous() else tensor.stride()
+
+
+def own_attributes(tensor: Tensor) -> dict[str, Any]:
+    """What the user has set as attributes of a tensor; rows that a recorder holds are none of these."""
+    attributes = vars(tensor)
+    if attributes.get("grad_sample") is None or recorder_of(tensor) is not None:
+        return {name: value for name, value in attributes.items() if name != "grad_sample"}
+    return attributes
 
 
 def is_number(value: Any) -> bool:

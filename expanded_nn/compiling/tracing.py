@@ -7,7 +7,7 @@ of modules is taken back afterwards.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.meanwhile import meanwhile
+from expanded_nn.common.modes import set_grad_enabled
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, assumptions, note_gradient
 from expanded_nn.compiling.kinds import Call
@@ -97,6 +98,7 @@ def trace(
     thorough: bool = False,
     states: Grads | None = None,  # of the gradients before the call; the step may ask for them
     generators: Sequence[Any] = (),  # of random numbers, that the step refers to
+    referred: Sequence[nn.Module] = (),  # that it refers to and does not call
 ) -> Traced:
     """Runs a step on tensors without values.
 
@@ -116,7 +118,8 @@ def trace(
     fakes = [sizes.without_values(tensor, number) for number, tensor in enumerate(tensors)]
     fakes += [sizes.without_values(grad.detach()) for grad in former.inputs.values()]
     dicts = [values for module in modules for values in (vars(module), module._buffers)]
-    dicts += map(vars, leaves)
+    of_referred = (parameter for module in referred for parameter in module.parameters(recurse=False))
+    dicts += map(vars, dict.fromkeys((*leaves, *of_referred)))
     saved = [(values, dict(values)) for values in dicts]
     body = _Body(step, call, leaves, recorders, former, saved, thorough)
     new_modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
@@ -127,6 +130,7 @@ def trace(
         register_module_forward_pre_hook(partial(_note_new_module, thread, {*modules}, new_modules)),
         meanwhile(*leaves, grad=None),
         _restored(saved, leaves),
+        _with_modes_left(),
         *texts(body.readings),
         sizes.mode,
         enable_python_dispatcher(),
@@ -139,7 +143,7 @@ def trace(
         changed = body.ops.put_back()
         has_drawn = drawn.restore()
     if looked_at:
-        raise FirstEager("it reads or sets a .grad of what belongs to no module that it calls")
+        raise FirstEager("it reads or sets a .grad of what belongs to no module that it calls, or freezes it")
     if new_modules:  # and the step has not made them for itself
         raise FirstEager(_calls_new(next(iter(new_modules))))
     if has_drawn:
@@ -157,9 +161,7 @@ def trace(
         others += trained
         raise FirstEager("it trains a tensor that belongs to no module that it calls")
     examples = [*fakes, *(sizes.without_values(constant.detach()) for constant in constants)]
-    inputs = Inputs(
-        leaves, [*former.inputs], _places_of(constants, [*dicts, *(module._parameters for module in modules)])
-    )
+    inputs = Inputs(leaves, [*former.inputs], _places_of(constants, [*_dicts_of([*modules, *referred]), *dicts]))
     return Traced(graph, inputs, examples, body.outcome, body.ops.draws, sizes.env, body.readings.len_lines, kept_line)
 
 
@@ -284,6 +286,12 @@ class _Body:
         return remake([tensors[numbers[id(part)]] for part in parts])
 
 
+def _dicts_of(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
+    """The dicts in which modules have tensors."""
+    for module in modules:
+        yield from (vars(module), module._buffers, module._parameters)
+
+
 def _places_of(tensors: Sequence[Tensor], dicts: Sequence[dict[str, Any]]) -> list[Place]:
     """Which of some dicts has each tensor, and under what name; a tensor in none has a dict of its own."""
     found = {id(value): (values, name) for values in dicts for name, value in values.items()}
@@ -372,6 +380,23 @@ def _restored(saved: Saved, leaves: Sequence[Tensor]) -> Iterator[None]:
         for values, before in saved:
             values.clear()
             values.update(before)
+
+
+@contextmanager
+def _with_modes_left() -> Iterator[None]:
+    """Puts back what a trace has set for all of torch.
+
+    Raises:
+        OnlyEager: If it leaves such a change, which its graph does not make.
+    """
+    is_on, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    try:
+        yield
+        if (torch.is_grad_enabled(), torch.get_default_dtype()) != (is_on, dtype):
+            raise OnlyEager("it leaves gradients switched off, or another default dtype (switch them outside of it)")
+    finally:
+        set_grad_enabled(is_on)
+        torch.set_default_dtype(dtype)
 
 
 def _refuse_missing_backward(parts: Sequence[Any], recorders: Sequence[Recorder]) -> None:

@@ -34,6 +34,7 @@ _SHOWN = {Tensor.__repr__, Tensor.__format__, Tensor.numpy, Tensor.__array__, Te
 _NUMBER = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_GRAD = {cast(Any, Tensor.grad).__get__, cast(Any, Tensor.grad).__set__}
+_OF_GRAD |= {Tensor.requires_grad_, cast(Any, Tensor.requires_grad).__set__}
 _SYMBOLS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _LIFT = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default  # of numbers in the step's code
 _ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
@@ -128,13 +129,14 @@ class Readings(TorchFunctionMode):
 
     Attributes:
         len_lines: The user's lines that take `len` of a tensor whose size is a symbol, which makes a number of it.
-        grads: The tensors with values whose `.grad` the step reads or sets, each with what was there.
+        grads: The tensors with values whose `.grad` the step reads or sets, or that it freezes, each with its `.grad`
+            and whether it required gradients.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.len_lines: list[str] = []
-        self.grads: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.grads: dict[int, tuple[Tensor, Tensor | None, bool]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SHOWN or (func in _NUMBER and not isinstance(args[0], FakeTensor)):
@@ -142,7 +144,7 @@ class Readings(TorchFunctionMode):
         if func == _SET_DATA and not _is_fake(args[0]):
             raise OnlyEager("it sets .data of a tensor anew (change it in place under torch.no_grad(), p.sub_(...))")
         if func in _OF_GRAD and not _is_fake(args[0]):
-            self.grads.setdefault(id(args[0]), (args[0], args[0].grad))
+            self.grads.setdefault(id(args[0]), (args[0], args[0].grad, args[0].requires_grad))
         if func in SIZES and args and is_hidden(args[0]) and not is_called_by_libraries(func):
             raise OnlyEager("it uses the number of per-sample gradients from before the call (clear them)")
         if func is torch._is_all_true and is_traced() and _is_fake(args[0]):  # how torch.distributions look at values
@@ -160,9 +162,10 @@ class Readings(TorchFunctionMode):
         """
         for leaf in leaves:
             self.grads.pop(id(leaf), None)
-        for tensor, grad in self.grads.values():
+        for tensor, grad, was_trainable in self.grads.values():
             tensor.grad = None if isinstance(grad, FakeTensor) else grad
-        others = [tensor for tensor, _ in self.grads.values()]
+            tensor.requires_grad_(was_trainable)
+        others = [tensor for tensor, *_ in self.grads.values()]
         self.grads.clear()
         return others
 
