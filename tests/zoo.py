@@ -711,7 +711,9 @@ def users_module(d: Draft) -> None:
     size = d.shape[-1]
     kinds = [f"Scale({size})", f"Holder({size})"]
     if d.rank == 2 and not d.dim:
-        kinds += [f"Position({d.shape[0]}, {size})", f"ClassToken({size})"]
+        kinds.append(f"Position({d.shape[0]}, {size})")
+        if size > 1:  # as in `norm`
+            kinds.append(f"ClassToken({size})")
     code = d.pick(*kinds, f"Gate({size})")
     d.layer(code, "{}(x, context=x.sin())" if code.startswith("Gate") else "{}(x)", keyword="x")
     note_general(d)
@@ -878,6 +880,8 @@ def plans(draw: Callable[..., Any], kind: str) -> Plan:
     if d.time_first:
         settings["batch_first"] = False
         d.reasons.add("may have its samples first or second")  # as many samples as positions
+        if "use_reentrant=True" in d.source():  # where (B, features) send the model sample by sample
+            d.reasons.add("taken each other's places")
     if bags and script not in ("append", "uneven", "cleared") and d.pick(False, True):
         settings["batch_size"] = samples
     return Plan(

@@ -370,9 +370,12 @@ class Recorder:
         self.store.begin()
 
     def rows_in_question(self, held: Sequence[Leaf]) -> list[Leaf]:
-        """The leaves whose rows may be stale; not those of parameters that have left the model."""
-        changed = [leaf for leaf in held if leaf.grad is not None and not leaf.grad_is_as_noted()]
-        departed = self._departed(changed) if changed else set()  # nobody asks for their rows: a doubt is no error
+        """The leaves whose rows may be stale; not those of parameters that have left the model.
+
+        Nobody asks for the rows of these: a doubt about them is no error, and they tell nothing of the others' `.grad`.
+        """
+        with_grad = [leaf for leaf in held if leaf.grad is not None]
+        departed = self._departed(with_grad) if with_grad else set()
         return [leaf for leaf in held if leaf not in departed]
 
     def _departed(self, leaves: Iterable[Leaf]) -> set[Leaf]:
@@ -437,7 +440,9 @@ class Recorder:
         if not cleared and not is_traced() and all(leaf.grad is not None and vanishes(leaf.grad) for leaf in held):
             cleared = held  # by `.data`, which no version tells
         if cleared:
-            others = set(held).difference(cleared)
+            were_cleared, in_question = set(cleared), self.rows_in_question(held)
+            others = (leaf for leaf in in_question if leaf not in were_cleared)
+            cleared = [leaf for leaf in in_question if leaf in were_cleared]
             self._drop_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in others))
             self._drop_passes_without_parameters()
 

@@ -290,6 +290,13 @@ FOUND: dict[str, Story] = {
             *(Load(), Backward(), Forward(), Backward()),
         ],
     ),
+    # a parameter that had left the model told of all others that their .grad had been cleared
+    "rows_of_no_samples_stay_where_a_parameter_that_was_clipped_has_left": Story(
+        [
+            *(Piece(), Forward(samples=0), Forward(use="back"), Backward(of=(0,)), Clip(), Clear(how="zero")),
+            *(Forward(), Replace(module="mix.2"), Backward(of=(0,)), Backward(of=(0,))),
+        ],
+    ),
     # the parts of a .grad that come one by one under a reentrant checkpoint cancel but for rounding
     "rounding_noise_that_was_scaled_is_held": Story(
         [

@@ -328,6 +328,17 @@ def test_some_clipped_gradients_that_are_zero_are_refused(ask: Callable[[Any], A
     ask(model)
 
 
+def test_clipped_gradients_are_cleared_in_place_beside_a_parameter_that_has_left() -> None:
+    """Somebody keeps it, and the optimizer no longer clears it: it says nothing about those of the model."""
+    model = on(parts())
+    model(values()).sum().backward()
+    clip(model)
+    left, model.head.weight = model.head.weight, nn.Parameter(model.head.weight.detach().clone())
+    torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
+    assert not enn.per_sample_grads(model)
+    assert left.grad is not None
+
+
 def test_clipped_gradients_of_zeros_may_be_scaled() -> None:
     model = on(parts())
     model(values().zero_() * 0).sum().backward()
