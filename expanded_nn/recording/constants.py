@@ -36,41 +36,68 @@ class Constants:
     """The constants in a forward.
 
     Args:
-        modules: Those of the model. Their buffers are constants.
-        tables: What the model has beside its buffers: constants, too.
+        modules: Those of the model. Their buffers and frozen parameters are constants.
+        tables: What the model has beside these: constants, too.
         arguments: What the forward is called with: no constants, even if they are buffers or tables.
 
     Attributes:
         known: These tensors by their ids.
+        arguments: The ids of the tensors that the forward is called with.
         reads: Whether it has read the values of anything else, so that arrays may be those of samples.
+        reads_numbers: Whether it has read numbers of anything else, so that others may be those of samples.
     """
 
     def __init__(self, modules: Iterable[nn.Module], tables: Iterable[Table], arguments: Any) -> None:
-        holders = (module for module in modules if module._buffers and getattr(module, "calls_others", True))
-        buffers = (buffer for module in holders for buffer in module._buffers.values())
-        self.known: dict[int, Tensor] = {id(buffer): buffer for buffer in buffers if buffer is not None}
+        self.known: dict[int, Tensor] = {}
+        for module in modules:
+            if module._buffers and getattr(module, "calls_others", True):
+                self.known.update({id(buffer): buffer for buffer in module._buffers.values() if buffer is not None})
+            for parameter in module._parameters.values():
+                if isinstance(parameter, nn.Parameter) and not parameter.requires_grad:
+                    self.known[id(parameter)] = parameter
         for table in tables:
             tensor = table.tensor()
             if tensor is not None and tensor._version == table.version:
                 self.known[id(tensor)] = tensor
+        self.arguments: set[int] = set()
         self.leave_out(arguments)
-        self.reads = False
+        self.reads = self.reads_numbers = False
 
     def leave_out(self, arguments: Any) -> None:
         """Forgets what the model is called with, which is of the samples."""
-        for argument in data_in(arguments) if self.known else ():
+        for argument in data_in(arguments):
             self.known.pop(id(argument), None)
+            self.arguments.add(id(argument))
 
     def follow(self, func: Any, arguments: Any, results: Any) -> None:
         """Notes what an operation makes of constants alone, and forgets those that something else is written into."""
-        inputs = list(data_in(arguments))
-        if all(id(x) in self.known for x in inputs) and (inputs or self._makes(func)):
-            self.known.update({id(x): x for x in data_in(results)})
-        elif func in READS_ARRAYS:
-            self.reads = True
+        inputs = [] if func in OF_KIND else list(data_in(arguments))
+        sets_numbers = func is torch.Tensor.__setitem__ and len(inputs) == 1
+        if all(map(self._is_constant, inputs)) and (inputs or self._makes(func)):
+            if sets_numbers and self.reads_numbers:  # which may be those of samples
+                self._forget(inputs[0])
+            self._note(results)
+        elif func in READS_NUMBERS:
+            self.reads_numbers = True
+            self.reads = self.reads or func in READS_ARRAYS
         elif inputs and (is_in_place(func) or func is torch.Tensor.__setitem__):
-            for x in (inputs[0], inputs[0]._base):
-                self.known.pop(id(x), None)
+            self._forget(inputs[0])
+
+    def follow_layer(self, arguments: Any, results: Any) -> None:
+        """Notes what a layer makes of constants alone, where its parameters get no gradients by that."""
+        inputs = list(data_in(arguments))
+        if inputs and all(map(self._is_constant, inputs)):
+            self._note(results)
+
+    def _is_constant(self, x: Tensor) -> bool:
+        return id(x) in self.known or (isinstance(x, nn.Parameter) and id(x) not in self.arguments)
+
+    def _note(self, results: Any) -> None:
+        self.known.update({id(x): x for x in data_in(results) if not x.requires_grad})
+
+    def _forget(self, x: Tensor) -> None:
+        for changed in (x, x._base):
+            self.known.pop(id(changed), None)
 
     def _makes(self, func: Any) -> bool:
         return func in MAKES or (func in OF_ARRAYS and not self.reads)
@@ -86,18 +113,34 @@ def tables_of(modules: Iterable[nn.Module]) -> list[Table]:
 
 
 def _of_class(cls: type) -> Iterator[Any]:
+    """What methods and attributes of a class refer to; in functions that methods name, what these do."""
+    functions_left = []
     for value in (value for base in cls.__mro__ for value in vars(base).values()):
-        if isinstance(value, FunctionType) and not value.__code__.co_filename.startswith(LIBRARIES):
-            named = [value.__globals__.get(name) for name in _global_names(value.__code__)]
-            with suppress(ValueError):  # of a variable that has no value yet
-                named += [cell.cell_contents for cell in value.__closure__ or ()]
-            yield from (x for x in named if isinstance(x, Tensor))
+        if isinstance(value, FunctionType):
+            functions_left.append(value)
         elif isinstance(value, Tensor | list | tuple | dict):
             yield value
+    met: set[FunctionType] = set()
+    while functions_left:
+        function = functions_left.pop()
+        if function in met or function.__code__.co_filename.startswith(LIBRARIES):
+            continue
+        met.add(function)
+        named = [function.__globals__.get(name) for name in _global_names(function.__code__)]
+        with suppress(ValueError):  # of a variable that has no value yet
+            named += [cell.cell_contents for cell in function.__closure__ or ()]
+        yield from (x for x in named if isinstance(x, Tensor))
+        functions_left += [x for x in named if isinstance(x, FunctionType)]
 
 
 _global_names = lru_cache(maxsize=2**12)(global_names)  # the mode may be switched often
-MAKES = {*functions("arange", "linspace", "logspace", "eye", "tensor", "meshgrid", "cartesian_prod", "tril_indices")}
+MAKES = {
+    *functions("arange", "linspace", "logspace", "eye", "tensor", "meshgrid", "cartesian_prod", "tril_indices"),
+    *functions("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"),
+}
+# of a tensor these take the dtype and the device alone
+OF_KIND = {*functions("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")}
 OF_ARRAYS = {*functions("as_tensor", "asarray")}
 READS_ARRAYS = {*functions("numpy", "__array__", "tolist")}
-LOOKED_AT = MAKES | OF_ARRAYS | READS_ARRAYS
+READS_NUMBERS = READS_ARRAYS | {*functions("item", "__int__", "__index__", "__float__")}
+LOOKED_AT = MAKES | OF_ARRAYS | READS_NUMBERS | {*functions("detach")}

@@ -203,6 +203,7 @@ class Order(TorchFunctionMode):
         if self._meets_what_is_followed(args, kwargs):
             self._note(self.reasons((args, kwargs)), result)
             self.copies.follow((args, kwargs), result)
+            self.constants.follow_layer((args, kwargs), result)
         return result
 
     def look_at(self, layer: nn.Module, arguments: Any, *, is_plain: bool = False) -> None:

@@ -1152,6 +1152,10 @@ def test_samples_that_meet_what_all_share(hidden: nn.Module, meet: Callable[[Ten
 TABLE = torch.linspace(-1, 1, B * D, dtype=torch.float64).view(B, D).sin()
 
 
+def helper() -> Tensor:
+    return TABLE
+
+
 class Tables(nn.Module):
     """Compares samples with B prototypes, which are no samples and no buffer."""
 
@@ -1161,12 +1165,30 @@ class Tables(nn.Module):
         super().__init__()
         self.lin, self.table = nn.Linear(D, D), table
         self.attribute, self.named = TABLE.clone(), {"prototypes": [TABLE.clone()]}
+        self.frozen = nn.ParameterDict({"table": nn.Parameter(TABLE.clone(), requires_grad=False)})
+        self.words, self.encoder = nn.Embedding(B, D).requires_grad_(False), nn.Linear(D, D).requires_grad_(False)
+        self.trained = nn.Embedding(B, D)
+        self.register_buffer("order", torch.arange(B).flip(0))
 
     def global_table(self) -> Tensor:
         return TABLE
 
+    def table_of_helper(self) -> Tensor:
+        return helper()
+
+    def waves(self) -> Tensor:
+        """Made as sinusoidal positions often are."""
+        table = self.lin.weight.new_zeros(B, D)
+        table[:, 0::2] = torch.sin(torch.arange(B))[:, None]
+        table[:, 1::2] = torch.cos(torch.arange(B))[:, None]
+        return table
+
+    @torch.no_grad()
+    def without_gradients(self) -> Tensor:
+        return self.trained(torch.arange(B))
+
     def forward(self, x: Tensor) -> Tensor:
-        return -torch.cdist(self.lin(x), self.lin(self.table(self)))
+        return -torch.cdist(self.lin(x) + self.trained((x[:, 0] > 0).long()), self.lin(self.table(self)))
 
 
 TABLES: dict[str, Callable[[Any], Tensor]] = {
@@ -1175,7 +1197,17 @@ TABLES: dict[str, Callable[[Any], Tensor]] = {
     "container": lambda m: m.named["prototypes"][0],
     "of_class": lambda m: m.of_class,
     "global": lambda m: m.global_table(),
+    "global_of_a_helper": lambda m: m.table_of_helper(),
     "array": lambda m: torch.as_tensor(TABLE.tolist(), dtype=torch.float64),
+    "frozen_parameter": lambda m: m.frozen["table"],
+    "frozen_embedding": lambda m: m.words(m.order),
+    "frozen_words": lambda m: m.words.weight,
+    "frozen_encoder": lambda m: m.encoder(m.attribute),
+    "detached": lambda m: m.trained.weight.detach(),
+    "without_gradients": lambda m: m.without_gradients(),
+    "filled": lambda m: m.waves(),
+    "ones": lambda m: torch.ones(B, D, dtype=torch.float64).cumsum(0),
+    "new": lambda m: m.attribute.new_tensor(TABLE.tolist()),
 }
 
 
@@ -1208,6 +1240,59 @@ def test_samples_that_an_attribute_holds(step: Step) -> None:
     model = on(Tables(TABLES["attribute"]).double())
     step(model, values(B, D)).square().mean().backward()
     assert len(model.lin.weight.grad_sample) == B
+
+
+class Lengths(nn.Module):
+    """Makes of numbers that it reads in the samples what a layer is given, a row for each."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.lin, self.write = nn.Linear(D, D), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(len(x), D, dtype=x.dtype)
+        self.write(mask, x)
+        return self.lin(mask) * x
+
+
+def by_numbers(mask: Tensor, x: Tensor) -> None:
+    for i, row in enumerate(x):
+        mask[i, : int((row > 0).sum())] = 1
+
+
+def by_item(mask: Tensor, x: Tensor) -> None:
+    for i, row in enumerate(x):
+        mask[i] = row.sum().item()
+
+
+def by_rows(mask: Tensor, x: Tensor) -> None:
+    mask[:] = x
+
+
+def by_copy(mask: Tensor, x: Tensor) -> None:
+    mask.copy_(x)
+
+
+@pytest.mark.parametrize("write", [by_numbers, by_item, by_rows, by_copy], ids=ids_of)
+def test_samples_that_are_written_into_zeros(write: Callable[[Tensor, Tensor], object]) -> None:
+    module = Lengths(write).double()
+    right(on(module, escalate=False), module, forward, values(B, D))
+
+
+def test_first_states_of_zeros() -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = x.new_zeros(len(x), D)
+            for _ in range(2):
+                state = self.cell(x, state)
+            return state
+
+    module = Steps().double()
+    right(on(module, escalate=False), module, forward, values(B, D))
 
 
 @pytest.mark.parametrize("within", [False, True])
