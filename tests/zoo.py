@@ -785,7 +785,8 @@ def outside(d: Draft) -> None:
     """A weight used outside of its module."""
     fitting = [name for name, (code, _, _) in d.layers.items() if re.match(r"nn\.(Linear|Embedding)\(", code)]
     if fitting and d.add([], [f"x = F.linear(x, self.{d.pick(*fitting)}.weight)"]):
-        d.reasons.add("outside of its module")
+        # where the forward sees it, the model goes sample by sample, and a reentrant checkpoint in it is the error
+        d.reasons |= {"outside of its module", "must override the setup_context"}
 
 
 LAYERS = [linear, convolution, norm, recurrent, attention, transformer, transposed_convolution, cell, prelu, bilinear]
