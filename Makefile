@@ -38,7 +38,7 @@ fuzz: $(READY) ## the tests with random shapes and arguments
 
 # torch's oldest and newest version that setup.cfg allows, each in an environment of its own.
 oldest: ## the tests with the oldest torch
-	$(MAKE) test VENV=.venv-oldest TORCH=2.9.1
+	$(MAKE) test VENV=.venv-oldest TORCH=2.10.0
 
 newest: ## the tests with the newest torch
 	$(MAKE) test VENV=.venv-newest TORCH=2.15.0

@@ -37,7 +37,7 @@ from expanded_nn.recording.lift import Lent, Slot, quiet_fallbacks, swapped, wit
 _OF_VMAP = "vmap|functorch|[Bb]atching rule|doesn't have storage|stack expects each tensor to be equal size"
 
 # torch's words where a tensor is changed in place that is one for all samples
-_OF_CHANGES = "more than one element of the written-to tensor|Output 0 of Expand is a view"
+_OF_CHANGES = r"more than one element of the written-to tensor|Output 0 of Expand\w* is a view"
 
 # what to do with a parameter that is returned
 OF_PARAMETERS = (

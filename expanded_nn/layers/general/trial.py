@@ -389,6 +389,8 @@ class Trial:
         by_sample = [(x, dim) for x, dim in zip(inputs, read, strict=True) if dim is not None]
         if not ends:
             return True
+        if not by_sample:
+            raise RuntimeError("nothing among the arguments has derivatives")
         weights = random_numbers([end.shape for end in ends], ends)
         grads = torch.autograd.grad(ends, [x for x, _ in by_sample], weights, allow_unused=True)
         pairs = zip(grads, by_sample, strict=True)
