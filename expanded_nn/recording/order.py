@@ -126,7 +126,11 @@ class Order(TorchFunctionMode):
         """Raises where the forward asks for a size that is another one in the plain model, which lacks a dimension."""
         forward = self.recorder.forward
         shared = None if self.recorder.general_rule is not None else self.copies.known.get(id(x))
-        if shared is None or not shared.is_new or callers.is_called_by_libraries(func):
+        if shared is None or callers.is_called_by_libraries(func):
+            return
+        if func in _COUNTS:
+            raise forward.taking_apart(shared.layer, "its number of elements")
+        if not shared.is_new:
             return
         if func in _OF_DIMS and dim is None:
             dim = constant_index(callers.calling_frame(func))
@@ -466,6 +470,7 @@ def _place(line: tuple[str, int]) -> str:
     return f", line {line[1]} of {line[0]}" if line[0] else ""
 
 
+_COUNTS = functions("numel", "nelement")
 _OF_DIMS = (*functions("size"), *attributes("shape"))
 _SIZES_AND_RANKS = {*SIZES, *functions("dim"), *attributes("ndim")}
 _PRODUCTS = set(functions("matmul"))

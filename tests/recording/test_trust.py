@@ -1355,6 +1355,7 @@ class OfCoordinates(nn.Module):
 PARTS_OF_COORDINATES: dict[str, Callable[[Any], Tensor]] = {
     "first": lambda r: r[0],
     "mean": lambda r: r.mean(0),
+    "divided_by_its_numbers": lambda r: r / r.numel(),
     "gathered": lambda r: r.gather(1, torch.arange(D).flip(0).unsqueeze(0)),
     "whole": lambda r: r.flip(1),
 }
