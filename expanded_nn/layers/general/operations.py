@@ -126,6 +126,14 @@ def _turned(op: Operation, samples: Tensor) -> Tensor:
     return op.memo.of(Tensor.permute, samples, tuple(dims))
 
 
+def _transposed(op: Operation, samples: Tensor) -> Tensor:
+    return op.memo.of(_swapped, samples, op.saved("dim0"), op.saved("dim1"))
+
+
+def _swapped(samples: Tensor, first: int, second: int) -> Tensor:
+    return samples.transpose(saved_number(first), saved_number(second))
+
+
 def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool = False) -> Callable[..., Samples]:
     """A rule for what takes places along one dimension; where the samples have size 1, any place will do."""
 
@@ -142,13 +150,13 @@ def _parted(part: Callable[[Operation, Tensor, int], Sequence[Tensor]], *, drops
     """A rule for what takes a tensor apart along one dimension: the samples of all parts at once."""
 
     def rule(op: Operation) -> tuple[Samples, ...]:
-        samples, count = op.samples_of(0), len(op.node._input_metadata)
-        if samples is None:
-            return (None,) * count
-        (dim,) = op.dims(samples.dim())
-        if samples.shape[dim] > 1:
-            return tuple(part(op, samples, dim))
-        return (op.memo.of(Tensor.squeeze, samples, dim) if drops_dim else samples,) * count
+        samples = op.samples_of(0)
+        if samples is not None:
+            (dim,) = op.dims(samples.dim())
+            if samples.shape[dim] > 1:
+                return tuple(part(op, samples, dim))
+            samples = op.memo.of(Tensor.squeeze, samples, dim) if drops_dim else samples
+        return (samples,) * len(op.node._input_metadata)
 
     return rule
 
@@ -357,9 +365,10 @@ def _solved(op: Operation) -> Samples:
 
 def _attention(op: Operation) -> Samples:
     """Of one sample's positions among each other; of all samples' in one row where a mask keeps them apart."""
-    if len(op.shape) != 4:
+    found = op.all_samples()
+    if any(samples is not None and samples.dim() != 4 for samples in found):
         raise Unknown
-    queries, keys, *rest = (samples if samples is None else op.constant(samples, [3]) for samples in op.all_samples())
+    queries, keys, *rest = (samples if samples is None else op.constant(samples, [3]) for samples in found)
     keys = together([keys, *rest], 4, op.memo)
     if keys is None:
         return queries
@@ -419,7 +428,8 @@ NODE_RULES: dict[str, Rule] = {
         _along,
     ),
     **dict.fromkeys(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"], _of_first(_viewed)),
-    **dict.fromkeys(["Transpose", "T", "Permute"], _of_first(_turned)),
+    "Transpose": _of_first(_transposed),
+    **dict.fromkeys(["T", "Permute"], _of_first(_turned)),
     "Expand": _of_first(lambda op, samples: op.memo.of(with_dims, samples, len(op.shape))),
     "Slice": _taken(_slice),
     "Select": _taken(_selected, drops_dim=True),
