@@ -12,10 +12,10 @@ def is_shared(*weights: Tensor | None) -> bool:
     They have to be the same for all samples: expanded (stride 0), or B is 0 or 1. And they have to be real unless B is
     0, as the algebra of the factors does not conjugate.
     """
-    return not any(
-        weight is not None and ((weight.is_complex() and weight.shape[0]) or not _is_the_same(weight))
-        for weight in weights
-    )
+    for weight in weights:  # a generator takes as long as the questions
+        if weight is not None and not (_is_the_same(weight) and not (weight.is_complex() and weight.shape[0])):
+            return False
+    return True
 
 
 def is_constant(*weights: Tensor | None) -> bool:

@@ -32,6 +32,7 @@ from expanded_nn.common.batch import contents
 OWN_STATE = ("_recorder", "_settings", "_trials", "_ranks", "_learned", "_layout_is_clear")
 OURS = {"_parameters", "_modules", "_flat_weights", "_flat_weight_refs", *OWN_STATE}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_NO_HOOKS: dict[int, Any] = {}  # what most tables have
 _HOOK_TABLES = {name for name in vars(nn.Module()) if "_hooks" in name}
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -170,7 +171,7 @@ class Attributes:
         self.modules, self.taken_back = modules, False
         self.attributes = [dict(vars(module)) for module in modules]
         tables = [before[key] for before in self.attributes for key in _HOOK_TABLES if key in before]
-        self.hooks = [(table, dict(table)) for table in tables]
+        self.hooks = [(table, dict(table) if table else _NO_HOOKS) for table in tables]
 
     def put_back(self) -> bool:
         """Puts back those that have other values now; whether it has put back all.

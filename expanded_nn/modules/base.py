@@ -351,9 +351,9 @@ class Expanded(PerSampleModule):
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
         """Inside the general rule's `vmap`: on the whole batch if it can be, sample by sample otherwise."""
         lent, result = recorder.general_rule, NotImplemented
-        if torch.is_grad_enabled() and (recorder.settings.batch_first or hasattr(self, "batch_first")):
+        if lent and torch.is_grad_enabled() and (recorder.settings.batch_first or hasattr(self, "batch_first")):
             with meanwhile(recorder, general_rule=None):
-                result = lifted(self, lent or {}, args, kwargs)
+                result = lifted(self, lent, args, kwargs)
         return super().forward(*args, **kwargs) if result is NotImplemented else result
 
     def expanded(self, name: str) -> Any:

@@ -28,8 +28,18 @@ def leaves_behind(*ends: Any) -> list[Tensor]:
 
 def operation_of(node: Any) -> str:
     """Of which operation of torch's a node is the backward: `"Mean"` of `MeanBackward0`; `""` for a user's Function."""
-    operation, _, number = node.name().rpartition("Backward")
-    return operation if number else ""
+    operation = _OPERATIONS.get(type(node))
+    if operation is None:
+        name = node.name()
+        operation, _, number = name.rpartition("Backward")
+        if not number:
+            return ""
+        if operation and type(node).__name__ == name:  # torch has a class for each; others share one
+            _OPERATIONS[type(node)] = operation
+    return operation
+
+
+_OPERATIONS: dict[type, str] = {}  # of the nodes that `operation_of` has met, by their classes: one for each operation
 
 
 def shape_of(node: Any, output: int = 0) -> Sequence[int]:
@@ -52,10 +62,10 @@ def saved_dims(node: Any, rank: int) -> list[int]:
 def turned_dims(node: Any, rank: int) -> list[int] | None:
     """Which of so many dimensions each one was before a node turned them; `None` for a node that turns none."""
     operation, dims = operation_of(node), list(range(rank))
-    if operation == "Permute":
-        return saved_dims(node, rank)
     if operation == "Transpose":
         first, second = saved_number(node._saved_dim0) % rank, saved_number(node._saved_dim1) % rank
         dims[first], dims[second] = second, first
         return dims
+    if operation == "Permute":
+        return saved_dims(node, rank)
     return dims[::-1] if operation == "T" else None

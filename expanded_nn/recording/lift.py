@@ -91,8 +91,6 @@ def _apply(call: LiftedCall, *leaves: Any) -> tuple[Tensor, ...]:
 
 def lifted(module: nn.Module, lent: Mapping[Slot, Lent], args: Any, kwargs: Any) -> Any:
     """The layer's result, computed on the whole batch, or `NotImplemented` where that cannot be."""
-    if not lent:
-        return NotImplemented
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     functorch = torch._C._functorch

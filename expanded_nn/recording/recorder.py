@@ -105,21 +105,23 @@ class Recorder:
     def _parameters(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         """The parameters of the model, each with the module that holds it and its name there."""
         for module in self.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    yield module, name, parameter
+            if module._parameters:
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
+                        yield module, name, parameter
 
     def watch_all(self) -> None:
         """Watches every parameter that requires gradients, as it may be used outside of its module."""
         self._forget_lost()
+        is_watched = self.leaves.is_watched
         for module, name, parameter in self._parameters():
             # a guest of functional_call is no nn.Parameter
-            if parameter.requires_grad and isinstance(parameter, nn.Parameter):
+            if parameter.requires_grad and not is_watched(parameter) and isinstance(parameter, nn.Parameter):
                 self._watched_leaf(parameter, module, name)
 
     def _watched_leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
         """The leaf of a parameter that requires gradients; it is watched from now on."""
-        leaf = self._leaf(parameter, module, name)
+        leaf = self.leaves.get(parameter) or self._leaf(parameter, module, name)
         if leaf.handle is None:
             Watch.put(self, leaf, parameter)
         return leaf

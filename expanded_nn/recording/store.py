@@ -47,7 +47,8 @@ class Store:
 
     def add(self, pass_: Pass, leaf: Leaf, rows: Tensor) -> None:
         """Adds rows `(B, *shape)` of one parameter; a backward may deliver those of one pass in several parts."""
-        self._take_over_edits(leaf)
+        if len(leaf.published.passes) > 1:
+            self._take_over_edits(leaf)
         if pass_ not in self.held:
             self.held = dict(sorted([*self.held.items(), (pass_, {})], key=lambda item: item[0].number))
         pass_rows = self.held[pass_]
@@ -66,12 +67,12 @@ class Store:
         if parameter is None:
             return
         parts = [pass_rows.get(leaf) for pass_rows in self.held.values()]
-        if all(part is None for part in parts):
-            leaf.publish(None)
-            return
-        if len(parts) == 1 and parts[0] is not None:
+        if len(parts) == 1 and parts[0] is not None:  # as in most steps
             rows = materialized(parts[0], leaf.memory) if self.materialize else parts[0]
             leaf.publish(rows, self.held)
+            return
+        if all(part is None for part in parts):
+            leaf.publish(None)
             return
         is_factored = not self.materialize and any(isinstance(part, FactoredTensor) for part in parts)
         pairs = zip(self.held, parts, strict=True)

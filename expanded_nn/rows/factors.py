@@ -65,7 +65,10 @@ class Rows(Tensor):
 
     def terms(self) -> tuple[Term, ...]:
         """All terms of all blocks, for a look at their kinds and sizes: changes in place are not checked."""
-        return tuple(guarded.term for _, terms in self.blocks for guarded in terms)
+        blocks = self.blocks
+        if len(blocks) == 1 and len(blocks[0][1]) == 1:  # as in most rows
+            return (blocks[0][1][0].term,)
+        return tuple(guarded.term for _, terms in blocks for guarded in terms)
 
     def _unchanged(self) -> list[algebra.Block]:
         """The terms of all blocks, to compute with; raises if a factor was changed in place."""
@@ -136,9 +139,10 @@ class Rows(Tensor):
 
     def sparse_sum(self) -> Tensor | None:
         """The plain sum as a sparse COO tensor if torch's gradient is sparse; else `None`."""
-        terms = [term for _, block in self._unchanged() for term in block]
-        sparse = [_sparse(term) for term in terms if isinstance(term, SparseOneHot)]
-        return reduce(torch.add, sparse) if sparse and len(sparse) == len(terms) else None
+        terms = self.terms()
+        if not terms or not all(isinstance(term, SparseOneHot) for term in terms):
+            return None
+        return reduce(torch.add, [_sparse(term) for _, block in self._unchanged() for term in block])
 
     @_in_own_dtype
     def matvec(
@@ -217,7 +221,7 @@ def _absolute(term: Term) -> Term:
     return term.remake(factors, abs(term.coefficient), term.dtype)
 
 
-def _sparse(term: SparseOneHot) -> Tensor:
+def _sparse(term: Term) -> Tensor:
     """The plain sum of the rows as `torch.nn.Embedding(sparse=True)` gives it."""
     values, index = (factor.flatten(0, 1) for factor in term.weighted())
     kept = values.ne(0).any(1)  # neither padding nor the filling of short bags

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -55,7 +56,7 @@ class Alone(General):
         if turn % cost.TURNS_OF_A_SAMPLE:
             return super()._on_whole_batch(call)
         # values lead it, so that samples may meet which have not met in the trial
-        before, sample = Attributes([*self.modules()]), turn // cost.TURNS_OF_A_SAMPLE % call.batch
+        before, sample = Attributes([*modules_in(self)]), turn // cost.TURNS_OF_A_SAMPLE % call.batch
         alone = self._unseen(self._one_alone, call, sample)  # first, as both begin with what the call before has left
         result = super()._on_whole_batch(call)
         if result is NotImplemented or alone is None or self._agrees(call, alone, result, sample):
@@ -65,7 +66,7 @@ class Alone(General):
 
     def _by_known_way(self, call: Called, ways: Ways) -> Any:
         """Likewise; if it did not, what it has kept is taken back. Where `vmap` follows, nothing is kept."""
-        before = Attributes([*self.modules()]) if self.goes_in_a_loop() else None
+        before = Attributes([*modules_in(self)]) if self.goes_in_a_loop() else None
         result = super()._by_known_way(call, ways)
         if before is not None and result is NotImplemented:
             before.put_back()
@@ -93,7 +94,7 @@ class Alone(General):
         return all(near(x, of_sample(y.detach(), dim, i, call.batch), 1.0) for x, y, dim in tensors)
 
     def _attempt(self, call: Called, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
-        result: tuple[Any, Way | None] = self._unseen(super()._attempt, call, args, kwargs)
+        result: tuple[Any, Way | None] = self._unseen(partial(super()._attempt, call), args, kwargs)
         return result
 
     def _unseen(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -6,7 +6,6 @@ The table at the end names the operations that have a rule, by their nodes in th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -26,13 +25,19 @@ from expanded_nn.recording.graph import saved_dims, saved_number, turned_dims
 
 
 class Operation:
-    """A node of the graph, of whose outputs the samples of one are asked for."""
+    """A node of the graph, of whose outputs the samples of one are asked for.
 
-    def __init__(self, of: Callable[[Any, int], Samples], batch: int, node: Any, number: int, memo: Memo) -> None:
-        self._of, self.batch, self.node, self.number, self.memo = of, batch, node, number, memo
-        self.inputs = node.next_functions  # the nodes that its inputs come from, and which of their outputs these are
+    Hundreds are made in a forward. `known` has the samples that `of` has found so far.
+    """
 
-    @cached_property
+    __slots__ = ("_known", "_of", "batch", "inputs", "memo", "node", "number")
+
+    def __init__(self, of: Callable[..., Samples], known: Known, batch: int, output: tuple[Any, int], memo: Memo):
+        self._of, self._known, self.batch, self.memo = of, known, batch, memo
+        self.node, self.number = output
+        self.inputs = self.node.next_functions  # the nodes that its inputs come from, and which of their outputs
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of that output."""
         return _shape(self.node, self.number)
@@ -41,15 +46,18 @@ class Operation:
         return _shape(*self.inputs[place])
 
     def samples_of(self, place: int) -> Samples:
-        node, number = self.inputs[place]
-        return None if node is None else self._of(node, number)
+        output = self.inputs[place]
+        return self._known[output] if output in self._known else self._of(output)
 
     def all_samples(self) -> list[Samples]:
-        return [None if node is None else self._of(node, number) for node, number in self.inputs]
+        known, of = self._known, self._of
+        return [known[output] if output in known else of(output) for output in self.inputs]
 
     def together(self, found: Sequence[Samples]) -> Samples:
-        is_one = found[0] is not None and len(set(map(id, found))) == 1  # then they have as many dimensions
-        return found[0] if is_one else together(found, len(self.shape), self.memo)
+        first = found[0]
+        if first is not None and all(samples is first for samples in found):  # they have as many dimensions
+            return first
+        return together(found, len(self.shape), self.memo)
 
     def constant(self, samples: Tensor, dims: Sequence[int]) -> Tensor:
         shape = samples.shape
@@ -68,6 +76,9 @@ class Operation:
         """The dimensions that it names, of `rank` or as many as the first input has; all, if it names none."""
         rank = len(self.shape_of(0)) if rank is None else rank
         return saved_dims(self.node, max(1, rank)) or list(range(rank))
+
+
+Known = dict[tuple[Any, int], Samples]  # by the node that made a tensor, and which of its outputs it is
 
 
 def _shape(node: Any, number: int) -> tuple[int, ...]:
@@ -115,6 +126,14 @@ def _turned(op: Operation, samples: Tensor) -> Tensor:
     return op.memo.of(Tensor.permute, samples, tuple(dims))
 
 
+def _transposed(op: Operation, samples: Tensor) -> Tensor:
+    return op.memo.of(_swapped, samples, op.saved("dim0"), op.saved("dim1"))
+
+
+def _swapped(samples: Tensor, first: int, second: int) -> Tensor:
+    return samples.transpose(saved_number(first), saved_number(second))
+
+
 def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool = False) -> Callable[..., Samples]:
     """A rule for what takes places along one dimension; where the samples have size 1, any place will do."""
 
@@ -131,13 +150,13 @@ def _parted(part: Callable[[Operation, Tensor, int], Sequence[Tensor]], *, drops
     """A rule for what takes a tensor apart along one dimension: the samples of all parts at once."""
 
     def rule(op: Operation) -> tuple[Samples, ...]:
-        samples, count = op.samples_of(0), len(op.node._input_metadata)
-        if samples is None:
-            return (None,) * count
-        (dim,) = op.dims(samples.dim())
-        if samples.shape[dim] > 1:
-            return tuple(part(op, samples, dim))
-        return (op.memo.of(Tensor.squeeze, samples, dim) if drops_dim else samples,) * count
+        samples = op.samples_of(0)
+        if samples is not None:
+            (dim,) = op.dims(samples.dim())
+            if samples.shape[dim] > 1:
+                return tuple(part(op, samples, dim))
+            samples = op.memo.of(Tensor.squeeze, samples, dim) if drops_dim else samples
+        return (samples,) * len(op.node._input_metadata)
 
     return rule
 
@@ -346,17 +365,20 @@ def _solved(op: Operation) -> Samples:
 
 def _attention(op: Operation) -> Samples:
     """Of one sample's positions among each other; of all samples' in one row where a mask keeps them apart."""
-    if len(op.shape) != 4:
+    found = op.all_samples()
+    if any(samples is not None and samples.dim() != 4 for samples in found):
         raise Unknown
-    queries, keys, *rest = (None if samples is None else op.constant(samples, [3]) for samples in op.all_samples())
+    queries, keys, *rest = (samples if samples is None else op.constant(samples, [3]) for samples in found)
     keys = together([keys, *rest], 4, op.memo)
     if keys is None:
         return queries
-    masks = (getattr(op.node, f"_saved_{name}", None) for name in ("attn_mask", "attn_bias"))
-    mask = next((mask for mask in masks if mask is not None), None)
-    is_in_one_row = queries is not None and queries.shape[2] > 1 and mask is not None
-    if is_in_one_row and _keeps_apart(cast(Tensor, mask), cast(Tensor, queries), keys):
-        return queries
+    if queries is not None and queries.shape[2] > 1:
+        mask = getattr(op.node, "_saved_attn_mask", None)
+        mask = getattr(op.node, "_saved_attn_bias", None) if mask is None else mask
+        if mask is not None and _keeps_apart(mask, queries, keys):
+            return queries
+    if queries is keys:
+        return op.constant(keys, [2])
     return op.together([x if x is None else op.constant(x, [2]) for x in (queries, keys)])
 
 
@@ -406,7 +428,8 @@ NODE_RULES: dict[str, Rule] = {
         _along,
     ),
     **dict.fromkeys(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"], _of_first(_viewed)),
-    **dict.fromkeys(["Transpose", "T", "Permute"], _of_first(_turned)),
+    "Transpose": _of_first(_transposed),
+    **dict.fromkeys(["T", "Permute"], _of_first(_turned)),
     "Expand": _of_first(lambda op, samples: op.memo.of(with_dims, samples, len(op.shape))),
     "Slice": _taken(_slice),
     "Select": _taken(_selected, drops_dim=True),
@@ -447,3 +470,9 @@ NODE_RULES: dict[str, Rule] = {
     "Im2Col": _of_first(_columns),
     "LinalgSolveTriangular": _solved,
 }
+
+
+def rule_of_derivative(operation: str) -> Rule | None:
+    """The rule for a derivative that the forward takes itself, as `"TanhBackward"`: that of the operation."""
+    first, is_derivative, _ = operation.partition("Backward")
+    return _elementwise if is_derivative and NODE_RULES.get(first) is _elementwise else None

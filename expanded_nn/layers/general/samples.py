@@ -74,21 +74,16 @@ def constant(samples: Tensor, dims: Sequence[int]) -> Tensor:
 
 def together(found: Sequence[Samples], dims: int, memo: Memo) -> Samples:
     """The samples of what is computed number by number from several tensors, which broadcast."""
-    kept: list[Tensor] = []
+    total: Samples = None
     for samples in found:
-        if samples is not None and not any(samples is other for other in kept):
-            kept.append(samples)
-    if not kept:
-        return None
-    total = kept[0] if kept[0].dim() == dims else memo.of(with_dims, kept[0], dims)
-    for samples in kept[1:]:
-        total = memo.of(_of_both, total, samples if samples.dim() == dims else memo.of(with_dims, samples, dims))
+        if samples is None or samples is total:
+            continue
+        whole = samples if samples.dim() == dims else memo.of(with_dims, samples, dims)
+        total = whole if total is None or total is whole else memo.of(_of_both, total, whole)
     return total
 
 
 def _of_both(samples: Tensor, other: Tensor) -> Tensor:
-    if samples is other:
-        return samples
     if not bool(((samples == other) | (samples == NOBODY) | (other == NOBODY)).all()):
         raise Unknown
     if samples.shape == other.shape and torch.equal(samples, other):
