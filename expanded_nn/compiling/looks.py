@@ -79,8 +79,7 @@ class Look:
         numbers: The id of each list, dict and object that was looked into -> how many came before it.
         iterator: The class of an iterator that is referred to: it would give something else at each call.
         code: The functions that are referred to, and the user's classes whose objects were looked into.
-        modules: The modules that are referred to.
-        parameters: The parameters that are.
+        members: The modules and parameters that are referred to.
         with_state: The generators of random numbers, and the schedulers of learning rates, that are referred to.
         seen: Where all that counts is noted.
     """
@@ -98,8 +97,7 @@ class Look:
         self.numbers: dict[int, int] = {}
         self.iterator: str | None = None
         self.code: dict[FunctionType | type, None] = {}
-        self.modules: list[nn.Module] = []
-        self.parameters: list[nn.Parameter] = []
+        self.members: list[nn.Module | nn.Parameter] = []
         self.with_state: list[Any] = []
         self._names, self._changing, self.seen = names, changing, seen
         of_owners = tuple(self._of_object(owner) for owner in owners)
@@ -114,9 +112,9 @@ class Look:
             self.code[value] = None
             return by_identity(value), self._of_attributes(value)
         if isinstance(value, nn.Module):
-            self.modules.append(value)
+            self.members.append(value)
         elif isinstance(value, nn.Parameter):
-            self.parameters.append(value)
+            self.members.append(value)
             return by_identity(value), self._of_parameter(value), of_tensor(value, self.seen)
         elif isinstance(value, Tensor) and not isinstance(value, FactoredTensor):  # whose shape is its own for good
             of_attributes = self._of_attributes(value) if type(value) is Tensor else ()
@@ -381,7 +379,8 @@ class StepValues:
         steps_taken = [(scheduler, scheduler.last_epoch) for scheduler in schedulers]
         yield
         after = self.look(objects)
-        self.modules, self.parameters = after.modules, after.parameters
+        self.modules = [member for member in after.members if isinstance(member, nn.Module)]
+        self.parameters = [member for member in after.members if isinstance(member, nn.Parameter)]
         self.scheduled = next((type(taken).__name__ for taken, epoch in steps_taken if taken.last_epoch != epoch), None)
         for place in before.items.keys() | after.items.keys():
             value, _ = before.items.get(place) or after.items[place]
