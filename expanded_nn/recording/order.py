@@ -128,13 +128,12 @@ class Order(TorchFunctionMode):
         shared = None if self.recorder.general_rule is not None else self.copies.known.get(id(x))
         if shared is None or callers.is_called_by_libraries(func):
             return
-        if func in _COUNTS:
-            raise forward.taking_apart(shared.layer, "its number of elements")
-        if not shared.is_new:
+        is_count = func in _COUNTS
+        if not shared.is_new and not is_count:
             return
         if func in _OF_DIMS and dim is None:
             dim = constant_index(callers.calling_frame(func))
-        if dim is None or dim >= 0 or dim % x.dim() <= shared.dim:
+        if is_count or dim is None or dim >= 0 or dim % x.dim() <= shared.dim:
             raise forward.taking_apart(shared.layer, "its size")
 
     def _look_at_broadcast(self, func: Any, left: Any, right: Any) -> None:

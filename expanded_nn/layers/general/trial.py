@@ -351,10 +351,13 @@ class Trial:
     def _mixes(self, dims: tuple[int, ...], *, repeats: bool) -> bool:
         """Whether a sample's result depends on the arguments of the others, or nothing could tell."""
         try:
-            return self._has_derivatives_by_others(dims)
-        except RuntimeError:  # by indices alone, or where the forward makes its argument require a gradient itself
+            has_derivatives = self._has_derivatives_by_others(dims)
+        except RuntimeError:  # where the forward makes its argument require a gradient itself
+            has_derivatives = None
+        if has_derivatives is None:
             self.states.restore()
             return not repeats or self._changes_with_others(dims)
+        return has_derivatives
 
     def _changes_with_others(self, dims: tuple[int, ...]) -> bool:
         """Whether the first sample's result changes when all samples are like the first, or nothing could tell."""
@@ -372,8 +375,11 @@ class Trial:
         pairs = ((of_sample(x, dim, 0, self.batch), of_sample(y, dim, 0, self.batch)) for x, y, dim in both)
         return not all(torch.equal(*pair) for pair in pairs)
 
-    def _has_derivatives_by_others(self, dims: tuple[int, ...]) -> bool:
-        """Whether a sample's result has derivatives by the arguments of the others, or nothing could tell."""
+    def _has_derivatives_by_others(self, dims: tuple[int, ...]) -> bool | None:
+        """Whether a sample's result has derivatives by the arguments of the others, or nothing could tell.
+
+        `None` if there are indices alone.
+        """
         with torch.enable_grad(), without_traces(self.module, hooks=self.hooks), self.module._children_inside({}):
             inputs, (args, kwargs) = self._with_derivatives()
             leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
@@ -390,7 +396,7 @@ class Trial:
         if not ends:
             return True
         if not by_sample:
-            raise RuntimeError("nothing among the arguments has derivatives")
+            return None
         weights = random_numbers([end.shape for end in ends], ends)
         grads = torch.autograd.grad(ends, [x for x, _ in by_sample], weights, allow_unused=True)
         pairs = zip(grads, by_sample, strict=True)
