@@ -383,9 +383,14 @@ STEPS = [
         f"{TRUST}test_heads_with_a_backward_each",
     ),
     (
-        "A module with parameters of its own begins to join its samples in a later step",
+        "A module with parameters of its own begins to join its samples in a later step, by other operations",
         "error, by name",
         "tests/test_whole.py::test_samples_that_are_joined_later",
+    ),
+    (
+        "A module with parameters of its own joins its samples where values are large",
+        "error, by name, after some calls",
+        "tests/test_whole.py::test_samples_that_meet_by_their_values_later",
     ),
     (
         "`no_grad` around the model, and `enable_grad` in it",

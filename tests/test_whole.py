@@ -822,6 +822,51 @@ def test_samples_that_are_joined_later(later: Callable[[Tensor], Tensor]) -> Non
         model(torch.randn(B, D))
 
 
+@pytest.mark.parametrize(
+    "meet",
+    [
+        lambda x: x / (x.norm() / 20).clamp(min=1),
+        lambda x: torch.where(x.abs().max() > 20, x / x.abs().max(), x),
+        lambda x: x + (x.mean(0) - 5).relu(),
+        lambda x: x + ((x @ x.mT - 50).relu() @ x),
+    ],
+)
+def test_samples_that_meet_by_their_values_later(meet: Callable[[Tensor], Tensor]) -> None:
+    """One sample is compared alone now and then; after a failure every call is compared."""
+    model = enn.convert(Own(lambda m, x: m.w * meet(x), (D,))).per_sample(loss_reduction="sum")
+    for _ in range(2):
+        step(model, values(B, D).abs())
+        assert runs_whole(model)
+    large = 50 + values(B, D).abs()
+    large[0] += 20  # another one is compared, which this one changes
+    for _ in range(cost.TURNS_WHERE_SAMPLES_MAY_MEET - 1):
+        model(large)
+    for _ in range(3):
+        with pytest.raises(enn.PerSampleError, match="on the whole batch"):
+            model(large)
+    x = values(B, D).abs()
+    step(model, x)
+    with pytest.raises(enn.PerSampleError, match="on the whole batch"):
+        model(large)
+
+
+@pytest.mark.parametrize(
+    ("forward", "looks"),
+    [
+        (lambda m, x: x * m.w + 1, False),
+        (rms, False),
+        (lambda m, x: (x.transpose(1, 2).softmax(-1) @ x) * m.w, False),
+        (lambda m, x: torch.cat([x, x[:, :1]], dim=1) * m.w, False),
+        (lambda m, x: x.mT.movedim(0, 1).mean(1, keepdim=True).movedim(1, 0).mT * 0 + x * m.w, True),
+        (lambda m, x: x * m.w / x.norm().clamp(min=1e9), True),
+    ],
+)
+def test_samples_are_compared_alone_only_where_they_may_meet(forward: Callable[..., Tensor], looks: bool) -> None:
+    model = enn.convert(Own(forward, (D,))).per_sample(loss_reduction="sum")
+    model(values(B, T, D))
+    assert model._told.may_meet is looks
+
+
 def test_layers_dropped_by_chance_are_no_other_way(comparisons: list[Any]) -> None:
     def dropping(m: Any, x: Tensor) -> Tensor:
         for _ in range(m.count):

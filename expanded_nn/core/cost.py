@@ -40,6 +40,12 @@ TURNS_OF_A_SAMPLE = 4
 It trades finding a mixture of samples late against a forward of one sample. Chosen, not measured.
 """
 
+TURNS_WHERE_SAMPLES_MAY_MEET = 32
+"""Every how many calls one sample is compared alone, in a forward with operations in which samples may meet.
+
+It trades finding samples that meet by their values late against a forward of one sample.
+"""
+
 LOOKED_UP_FOR_EACH = 1 << 26
 """Up to how many numbers a result is made for each sample, where nothing tells to which sample a row of it belongs.
 

@@ -6,20 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_structure, tree_unflatten
 
 from expanded_nn.common.modes import saved_tensors_are_packed
-from expanded_nn.common.rounding import near
-from expanded_nn.common.steady import Attributes, RandomStates, without_traces
+from expanded_nn.common.steady import Attributes
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core import cost
 from expanded_nn.layers.general.batched import NotInTable
 from expanded_nn.layers.general.gradients import Verdict
-from expanded_nn.layers.general.mapped import Called, flatten, of_sample
+from expanded_nn.layers.general.mapped import Called
 from expanded_nn.layers.general.rule import General
-from expanded_nn.layers.general.trial import Way, Ways, without_hooks
+from expanded_nn.layers.general.trial import Way, Ways
 from expanded_nn.modules.base import Expanded, PerSampleModule
 from expanded_nn.modules.registry import EXPANDED, refuse_no_class
 from expanded_nn.recording.lift import Slot
@@ -49,49 +46,20 @@ class Alone(General):
             return self._plain_forward(*args, **kwargs)
         return Expanded._inside_general(self, recorder, args, kwargs)
 
-    def _on_whole_batch(self, call: Called) -> Any:
-        if not self.goes_in_a_loop() or not self._told.ways.get(call.kind_of_ways(), Ways()).known:
-            return super()._on_whole_batch(call)
-        self._told.turn = turn = self._told.turn + 1
-        if turn % cost.TURNS_OF_A_SAMPLE:
-            return super()._on_whole_batch(call)
-        # values lead it, so that samples may meet which have not met in the trial
-        before, sample = Attributes([*modules_in(self)]), turn // cost.TURNS_OF_A_SAMPLE % call.batch
-        alone = self._unseen(self._one_alone, call, sample)  # first, as both begin with what the call before has left
-        result = super()._on_whole_batch(call)
-        if result is NotImplemented or alone is None or self._agrees(call, alone, result, sample):
-            return result
-        before.put_back()
-        return NotImplemented
+    def _compares_one_in(self) -> int:
+        """Likewise; where `vmap` follows its forward, values do not lead it, and the graph tells where samples meet."""
+        return cost.TURNS_OF_A_SAMPLE if self.goes_in_a_loop() else 0
 
     def _by_known_way(self, call: Called, ways: Ways) -> Any:
-        """Likewise; if it did not, what it has kept is taken back. Where `vmap` follows, nothing is kept."""
+        """The result, if it went a known way; if not, what it has kept is taken back.
+
+        Where `vmap` follows, nothing is kept.
+        """
         before = Attributes([*modules_in(self)]) if self.goes_in_a_loop() else None
         result = super()._by_known_way(call, ways)
         if before is not None and result is NotImplemented:
             before.put_back()
         return result
-
-    def _one_alone(self, call: Called, i: int) -> Any:
-        """What a sample alone gives; `None` where random numbers are drawn, of which nothing can tell."""
-        leaves = zip(call.leaves, call.dims, strict=True)
-        rows = [leaf if dim is None else of_sample(leaf, dim, i, call.batch) for leaf, dim in leaves]
-        args, kwargs = tree_unflatten(rows, tree_structure((call.args, call.kwargs)))
-        states = RandomStates([*self.modules(), call.args, call.kwargs])
-
-        def run(hooks: bool) -> Any:
-            with torch.no_grad(), without_traces(self, hooks=hooks), self._children_inside({}):
-                return self._plain_forward(*args, **kwargs)
-
-        alone = without_hooks(self, states, run)
-        return None if states.restore() else alone
-
-    def _agrees(self, call: Called, alone: Any, result: Any, i: int) -> bool:
-        """Whether a sample alone gives what it gives in the batch."""
-        pairs = zip(flatten(alone)[0], flatten(result)[0], strict=True)
-        dims = iter(self._told.compared[call.kind].dims)
-        tensors = [(x, y, next(dims)) for x, y in pairs if isinstance(x, Tensor)]
-        return all(near(x, of_sample(y.detach(), dim, i, call.batch), 1.0) for x, y, dim in tensors)
 
     def _attempt(self, call: Called, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
         result: tuple[Any, Way | None] = self._unseen(partial(super()._attempt, call), args, kwargs)

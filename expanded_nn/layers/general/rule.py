@@ -34,6 +34,7 @@ from expanded_nn.layers.general.gradients import Verdict
 from expanded_nn.layers.general.mapped import Called, Mapper, flatten, once_per_sample
 from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.trial import NO_WAYS, Told, Trial, Way, Ways
+from expanded_nn.layers.general.turns import on_whole_batch
 from expanded_nn.layers.general.whole import Run, reads_of_its_own
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.layout import all_in_one_row, holds_all_samples, note_input, refuse_square
@@ -138,7 +139,7 @@ class General(Expanded):
         with unseen():
             self._refuse_no_samples(call)
         with reads_of_its_own():
-            result = self._on_whole_batch(call) if self._may_run_whole(call) else NotImplemented
+            result = on_whole_batch(self, call) if self._may_run_whole(call) else NotImplemented
             result = self._sample_by_sample(call) if result is NotImplemented else result
         order = None if self._recorder is None else self._recorder.order
         if order is not None and call.kind in self._told.compared:
@@ -284,12 +285,13 @@ class General(Expanded):
         if call.batch == 0:
             return mapper.without_samples()
         # another value may lead the forward another way, or tell that rows are another sample's: compared at each call
-        by_values = self.goes_in_a_loop() or FOLDED in call.dims
+        by_values = self.goes_in_a_loop() or FOLDED in call.dims or call.kind in self._told.failed
         known = self._told.compared
         derivatives = self._compares_derivatives(call)
         is_known = call.kind in known and not by_values and not derivatives
         if by_values:
-            how = "one by one, in a loop" if self.goes_in_a_loop() else "with several rows of each in an argument"
+            how = "with several rows of each in an argument" if FOLDED in call.dims else "alone, as samples have met"
+            how = "one by one, in a loop" if self.goes_in_a_loop() else how
             refuse_values(f"the samples go through {self.qualified_name} {how}")
         if not mapper.guests and not is_known:
             wait_for_values("a module of the general rule is compared with its plain forward first")
@@ -356,6 +358,10 @@ class General(Expanded):
         self._told.ways[kind] = ways
         return result
 
+    def _compares_one_in(self) -> int:
+        """Every how many calls on the whole batch one sample is compared alone; 0 for never."""
+        return cost.TURNS_WHERE_SAMPLES_MAY_MEET if self._told.may_meet else 0
+
     def _by_known_way(self, call: Called, ways: Ways) -> Any:
         """The result, if it went a known way."""
         result, way = self._attempt(call, call.args, call.kwargs)
@@ -390,6 +396,7 @@ class General(Expanded):
                 raise
             del heard[before:]
             return None, None
+        self._told.may_meet |= run.may_meet
         if run.failed or run.leaves_something():
             return None, None
         return result, (*run.way_gone(), *heard[before:])

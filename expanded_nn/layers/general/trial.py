@@ -29,6 +29,7 @@ from expanded_nn.layers.general.gradients import (
 )
 from expanded_nn.layers.general.mapped import (
     OF_PARAMETERS,
+    Called,
     Mapped,
     Mapper,
     flatten,
@@ -91,7 +92,14 @@ class Told:
     ways: dict[Any, Ways] = field(default_factory=dict)  # how its forward may run on the whole batch
     needs_hooks: bool = False  # whether its forward needs what hooks of modules within it collect
     memo: Memo = field(default_factory=Memo)  # of whose folded rows are
-    turn: int = -1  # the number, from 0 on, of the last call of a looping module that ran on the whole batch
+    turn: int = -1  # the number, from 0 on, of the last call that one sample might have been compared in
+    may_meet: bool = False  # whether its forward has done on the whole batch what may join samples
+    failed: set[Any] = field(default_factory=set)  # the kinds of which a comparison has failed: no way is trusted again
+
+    def distrust(self, call: Called) -> None:
+        """From now on calls of this kind go sample by sample, and each is compared."""
+        self.failed.add(call.kind)
+        self.compared.pop(call.kind, None)
 
 
 def without_hooks(module: Any, states: RandomStates, run: Callable[[bool], Any]) -> Any:
@@ -207,6 +215,7 @@ class Trial:
                 is_certain = repeats and (not self.is_random or self._repeats(expected, other_numbers=True))
             # where the plain forward gives another result each time, a difference tells nothing
             if dims is None or mapped.is_filled_up or is_certain or self._mixes(dims, repeats=repeats):
+                self.module._told.distrust(self.mapper.call)
                 raise self._refusal()
         return Compared(False, dims, tuple(map(memory_order, expected)))
 
