@@ -152,6 +152,11 @@ def is_batched(tensor: Tensor) -> bool:
     return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether a transform of `torch.func` stands around a tensor, whose values may not be asked for."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or is_batched(tensor)
+
+
 def of_all(tensor: Tensor) -> Tensor:
     """The tensor of all samples behind that of one, in a `vmap`."""
     return torch._C._functorch.get_unwrapped(tensor)

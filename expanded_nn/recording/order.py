@@ -19,7 +19,7 @@ from expanded_nn._errors import complaint
 from expanded_nn.common.batch import NUMBERS, data_in, has_derivatives
 from expanded_nn.common.bytecode import constant_index
 from expanded_nn.common.functions import SIZES, attributes, functions
-from expanded_nn.common.modes import WithoutSelection, function_modes, is_selective, unseen
+from expanded_nn.common.modes import WithoutSelection, function_modes, has_no_values, is_selective, unseen
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core.cost import is_symbol
 from expanded_nn.recording import callers, constants, places
@@ -323,6 +323,11 @@ class Order(TorchFunctionMode):
         if type(rows) not in places.TENSORS or rows.is_meta:
             return None
         if dims <= dim or dim not in [move_dim % dims for move_dim in move.dims]:
+            return None
+        key = places.keys_by_dim(move.index, dims)[dim]
+        if isinstance(key, Tensor) and has_no_values(key):
+            if not has_no_values(rows) and move.shape[dim] == batch and self._are_samples(rows):
+                self.refuse(None, _by_user(func, Moved(getattr(func, "__name__", str(func)), None)))
             return None
         index, count = places.chosen(move.index, move.shape, dim, batch)
         if index is NotImplemented or count % batch or not self._are_samples(rows):

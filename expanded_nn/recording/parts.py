@@ -14,7 +14,7 @@ from torch import Tensor
 
 from expanded_nn.common.batch import data_in, has_derivatives
 from expanded_nn.common.functions import functions, is_in_place
-from expanded_nn.common.modes import pad_sequence
+from expanded_nn.common.modes import has_no_values, pad_sequence
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording import callers, places
 from expanded_nn.recording.settings import RecorderLike
@@ -202,6 +202,8 @@ def _numbers(key: Any, count: int) -> Numbers | None:
         return None if len(numbers) == count else numbers
     key = places.as_torch_takes(key)
     if not isinstance(key, Tensor) or is_traced() or key.dim() > 1 or key.dtype.is_floating_point:
+        return None
+    if has_no_values(key):
         return None
     if key.dtype in (torch.bool, torch.uint8):
         key = key.nonzero().flatten() if key.shape == (count,) else None

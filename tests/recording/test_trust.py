@@ -2978,6 +2978,38 @@ def test_positions_chosen_that_are_as_many_as_the_samples(chosen: Callable[..., 
         right(model, module, forward, x, torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]]) > 0)
 
 
+CHOSEN_IN_A_VMAP: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "number": (lambda h, index: vmap(lambda of_one, i: of_one[i])(h, index), True),
+    "vector": (lambda h, index: vmap(lambda of_one, i: of_one[i])(h, index.unsqueeze(1).expand(-1, B)).mean(1), True),
+    "index_select": (lambda h, index: vmap(lambda of_one, i: of_one.index_select(0, i[None])[0])(h, index), True),
+    "of_the_batch": (lambda h, index: vmap(lambda i: h[i])(index).mean(1), False),
+    "of_the_batch_by_index_select": (
+        lambda h, index: vmap(lambda i: h.index_select(0, i[None])[0])(index).mean(1),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(("chosen", "is_of_one"), CHOSEN_IN_A_VMAP.values(), ids=CHOSEN_IN_A_VMAP)
+def test_positions_chosen_in_a_vmap(chosen: Callable[..., Tensor], *, is_of_one: bool) -> None:
+    """Each sample has as many as there are samples; the values of an index are not told there."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor, index: Tensor) -> Tensor:
+            return self.second(chosen(self.first(x), index))
+
+    module, x, index = Model(), values(B, B, D), torch.tensor([2, 0, 1])
+    if is_of_one:
+        right(on(module), module, forward, x, index)
+        return
+    with pytest.raises(enn.PerSampleError, match=r"each other's places .*test_trust.py"):
+        on(module)(x, index)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_samples_moved_within_a_checkpoint(*, reentrant: bool) -> None:
     class Model(nn.Module):
