@@ -90,7 +90,6 @@ class Run:
 
     def __init__(self, batch: int, recorder: RecorderLike, owners: Owners | None = None) -> None:
         self.batch, self.recorder, self.owners = batch, recorder, owners
-        self.order = recorder.order  # what looks at the order of the samples, if that is looked at
         self.way: list[Any] = []
         # operations that may join samples or move them; each once, as a layer may be dropped by chance
         self.joins: set[str] = set()
@@ -99,6 +98,11 @@ class Run:
         self.numel = 0  # of the largest tensor so far
         self.made: list[weakref.ref[Tensor]] = []  # the tensors that must not outlive the forward
         self.hooks = checkpoint_hooks()
+
+    @property
+    def order(self) -> Any:
+        """What looks at the order of the samples, if that is looked at."""
+        return self.recorder.order
 
     def __enter__(self) -> None:
         self.mode = self._looks_at()
