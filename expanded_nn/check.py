@@ -40,7 +40,8 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
         model: A converted model, a module that holds layers of this library, or a plain one, of which a copy is
             converted. What it was told by `per_sample` (`batch_first`, `batch_size`, ...) holds here.
         args: The model's inputs, at least 2 samples. Take a B that is the size of no other dimension: a tensor with B
-            rows is taken to hold one for each sample.
+            rows is taken to hold one for each sample. If your batches may be as large as another dimension (the length
+            of the sequences, the number of classes or prototypes), check that B as well.
         loss: A function `loss(model, *args, **kwargs)` of the model it is given, a copy, and of the arguments. It
             returns the losses `(B,)`, or a scalar, their sum or mean as `per_sample(loss_reduction=...)` says.
         kwargs: The model's inputs by keyword.

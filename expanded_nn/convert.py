@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from functools import partial
+from pickle import PickleError
 from types import CellType, FunctionType
 from typing import Any, TypeVar
 
@@ -131,7 +132,7 @@ def _copied(model: Model) -> Model:
     _refuse_closures(model)
     try:
         return copy.deepcopy(model)
-    except RuntimeError as error:
+    except (RuntimeError, PickleError) as error:
         computed = [
             f"{name or type(model).__name__}.{attribute}"
             for name, module in model.named_modules()

@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -525,7 +526,7 @@ def test_dropout_is_a_note() -> None:
 
 @pytest.mark.parametrize("mix", [False, True])
 def test_other_random_numbers_are_a_note(mix: bool) -> None:
-    noise = Model(lambda m, h: h + torch.randn_like(h) + random.random())
+    noise = Model(lambda m, h: h + torch.randn_like(h) + random.random() + np.random.random())  # noqa: NPY002
     model = nn.Sequential(nn.Linear(4, 4), noise, nn.Linear(4, 2))
     if mix:
         model.insert(1, Model(lambda m, h: h - h.mean(0)))

@@ -183,6 +183,21 @@ def a_model_that_cannot_be_copied() -> None:
     enn.convert(model)
 
 
+def scripted(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+@refused(
+    r"Linear cannot be copied \(.*cannot be pickled\).*in place: convert\(model, inplace=True\)", enn.ConversionError
+)
+def a_model_with_a_scripted_function() -> None:
+    model = nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer torch advises against scripts
+        model.activation = torch.jit.script(scripted)
+    enn.convert(model)
+
+
 @refused(
     r"Sequential cannot be copied \(0\.weight, 2\.bias was computed, as by the hooks of .*weight_norm and prune, in "
     r"place of which .*parametrizations can be copied\)\. Convert it in place: convert\(model, inplace=True\)",
@@ -887,7 +902,7 @@ def a_forward_that_fails_sample_by_sample() -> None:
     own(lambda self, x: x.reshape(SAMPLES, 4) * self.scale)
 
 
-@refused(r"0\.layer \(Own\): on the whole batch its forward gives another result than sample by sample.*as a buffer")
+@refused(r"0\.layer \(Own\): each sample alone gives another result than the batch.*as a buffer")
 def a_forward_that_mixes_samples() -> None:
     own(lambda self, x: (x - x.mean(0)) * self.scale)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from expanded_nn.recording.recorder import Settings
 
 def _seed(seed: int) -> None:
     random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
     # not torch.manual_seed, which would be queued for a CUDA that is not initialized, and change its state later
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():

@@ -219,9 +219,7 @@ class Trial:
                 raise self._refusal()
         return Compared(False, dims, tuple(map(memory_order, expected)))
 
-    def _refusal(
-        self, what: str = "on the whole batch its forward gives another result than sample by sample"
-    ) -> PerSampleError:
+    def _refusal(self, what: str = "each sample alone gives another result than the batch") -> PerSampleError:
         return complaint(
             self.module.qualified_name,
             what,
