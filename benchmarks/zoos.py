@@ -486,7 +486,7 @@ REASONS = {
     "vmap cannot follow": "vmap cannot follow",
     "a result without one row a sample": "for one sample its forward returns",
     "an index without a batch dimension": "index|no batch dimension",
-    "another result on the batch": "forward gives another result|sample alone gives another result",
+    "another result on the batch": "on the whole batch its forward gives another result",
     "a shared result taken apart": "shared by all|has one row, but was computed",
     "used outside of its module": "outside of its module",
     "keeps tensors": "keeps tensors|writes what is of one sample",

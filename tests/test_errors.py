@@ -902,7 +902,7 @@ def a_forward_that_fails_sample_by_sample() -> None:
     own(lambda self, x: x.reshape(SAMPLES, 4) * self.scale)
 
 
-@refused(r"0\.layer \(Own\): each sample alone gives another result than the batch.*as a buffer")
+@refused(r"0\.layer \(Own\): on the whole batch its forward gives another result than sample by sample.*as a buffer")
 def a_forward_that_mixes_samples() -> None:
     own(lambda self, x: (x - x.mean(0)) * self.scale)
 

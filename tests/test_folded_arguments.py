@@ -439,7 +439,7 @@ def test_images_in_one_row_that_see_each_other_are_refused(others: float, of_fir
     model = assert_right(built(InOneRow(LEAST)), call(), call(seed=1))
     assert runs_whole(model)
     model.tower.others, model.tower.of_first = others, of_first
-    with pytest.raises(enn.PerSampleError, match="each sample alone gives another result"):
+    with pytest.raises(enn.PerSampleError, match="sample by sample"):
         call().on(model)
 
 
@@ -447,7 +447,7 @@ def test_writes_of_other_samples_are_refused_once_they_come() -> None:
     model = assert_right(built(Writes()), call(), call(seed=1))
     assert runs_whole(model)
     model.tower.turns = True
-    with pytest.raises(enn.PerSampleError, match="each sample alone gives another result"):
+    with pytest.raises(enn.PerSampleError, match="sample by sample"):
         call().on(model)
 
 
@@ -457,7 +457,7 @@ def test_images_that_are_left_out() -> None:
     ids[1] = torch.where(ids[1].eq(IMAGE).cumsum(0) == 1, 0, ids[1])
     model = enn.convert(built(nn.Linear(8, D))).per_sample()
     call().on(model)
-    with pytest.raises(enn.PerSampleError, match="each sample alone gives another result"):
+    with pytest.raises(enn.PerSampleError, match="on the whole batch its forward gives another result"):
         model(ids, images)
 
 

@@ -899,7 +899,7 @@ def test_samples_of_different_lengths_that_zeros_do_not_fill_up(after: nn.Module
 def test_a_list_with_a_tensor_for_each_sample_is_refused() -> None:
     """A sample alone gives another number of tensors than the batch."""
     model = enn.convert(Own(lambda m, x: [m.scale * row for row in x.split(1)])).per_sample()
-    with pytest.raises(enn.PerSampleError, match=r"Own: each sample alone gives another result"):
+    with pytest.raises(enn.PerSampleError, match=r"Own: on the whole batch its forward gives another result"):
         model(values(B, D))
 
 
@@ -992,7 +992,7 @@ def test_such_a_mask_over_what_an_index_chooses(mixes: bool) -> None:
 
     model, index = enn.convert(Own(chosen)).per_sample(loss_reduction="sum", escalate=False), torch.arange(B * T)
     if mixes:
-        with pytest.raises(enn.PerSampleError, match="another result than the batch"):
+        with pytest.raises(enn.PerSampleError, match="another result than sample by sample"):
             model(index.view(B, T))
         return
     output = model(index.view(B, T))
@@ -1005,7 +1005,7 @@ def mean_of_batch(m: Any, x: Tensor) -> Tensor:
 
 
 def test_samples_that_mix_beside_such_a_mask() -> None:
-    model, words = enn.convert(Own(mean_of_batch)).per_sample(escalate=False), "another result than the batch"
+    model, words = enn.convert(Own(mean_of_batch)).per_sample(escalate=False), "another result than sample by sample"
     with pytest.raises(enn.PerSampleError, match=words):
         model(values(B, 20, D))
     with pytest.raises(enn.PerSampleError, match=words):  # where all samples are alike, nothing can tell
@@ -1021,7 +1021,7 @@ def test_samples_that_mix_beside_dropout(of_batch: Callable[[Tensor], Tensor]) -
     """No derivative tells, but without the dropout the results differ, whatever is drawn."""
     forward = lambda m, x: m.scale * of_batch(m.dropout(x))  # noqa: E731
     model = enn.convert(Own(forward, dropout=nn.Dropout(0.3))).per_sample(escalate=False)
-    with pytest.raises(enn.PerSampleError, match="another result than the batch"):
+    with pytest.raises(enn.PerSampleError, match="another result than sample by sample"):
         model(values(B, D))
 
 
@@ -1029,7 +1029,7 @@ def test_samples_that_mix_to_one_row_beside_noise() -> None:
     """Which nothing can fix, nor tell of which samples it is."""
     forward = lambda m, x: m.noise((m.scale * x).mean(0, keepdim=True))  # noqa: E731
     model = enn.convert(Own(forward, noise=Noise())).per_sample(escalate=False)
-    with pytest.raises(enn.PerSampleError, match="another result than the batch"):
+    with pytest.raises(enn.PerSampleError, match="another result than sample by sample"):
         model(values(B, D))
 
 

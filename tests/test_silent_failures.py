@@ -556,7 +556,7 @@ def test_shared_argument_with_as_many_rows_as_samples_in_the_general_rule() -> N
     model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
     x = torch.randn(5, 4)
     assert torch.equal(model(x), module(x))
-    call, words = Call((torch.randn(4, 4),)), r"inner \(Weighted\).*another result than the batch"
+    call, words = Call((torch.randn(4, 4),)), r"inner \(Weighted\).*another result than sample by sample"
     with pytest.raises(enn.PerSampleError, match=words):
         call.on(model)
     with pytest.warns(enn.PerSampleWarning, match=words):
@@ -641,7 +641,7 @@ def test_samples_mixed_inside_the_general_rule() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (x - x.mean(0)) * self.scale
 
-    with pytest.raises(enn.PerSampleError, match=r"Centred: each sample alone gives another result"):
+    with pytest.raises(enn.PerSampleError, match=r"Centred: on the whole batch.*another result"):
         enn.convert(Centred()).per_sample()(torch.randn(3, 4))
 
 

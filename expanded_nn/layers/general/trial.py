@@ -219,7 +219,9 @@ class Trial:
                 raise self._refusal()
         return Compared(False, dims, tuple(map(memory_order, expected)))
 
-    def _refusal(self, what: str = "each sample alone gives another result than the batch") -> PerSampleError:
+    def _refusal(
+        self, what: str = "on the whole batch its forward gives another result than sample by sample"
+    ) -> PerSampleError:
         return complaint(
             self.module.qualified_name,
             what,
