@@ -400,8 +400,13 @@ class CompiledStep:
         of_step = self.step, call, varying, self.met.modules, self.met.recorders, self.met.leaves
         with values.undoing(call.objects):
             generators = [value for value in values.looks[-1].with_state if not isinstance(value, LRScheduler)]
-            found: Any = {"generators": generators, "referred": self.met.others}
-            traced = trace(*of_step, thorough=family.is_thorough, states=family.grads, **found)
+            traced = trace(
+                *of_step,
+                thorough=family.is_thorough,
+                states=family.grads,
+                generators=generators,
+                referred=self.met.others,
+            )
         if traced.kept_line:
             raise OnlyEager(
                 f"a tensor of it is kept outside of it, which a graph does not; it was made in {traced.kept_line} "

@@ -156,7 +156,8 @@ class Projection:
 
     def _refuse_other_shapes(self, rows: Mapping[str, Tensor]) -> None:
         sizes = {name: tensor.shape[0] for name, tensor in rows.items()}
-        if any(size != first for first in list(sizes.values())[:1] for size in sizes.values()):  # no set of symbols
+        first, *others = sizes.values()
+        if any(size != first for size in others):  # no set, as they may be symbols
             raise complaint(
                 "Projection", f"the parameters hold {sizes} rows", "equally many", "Project batch by batch."
             )

@@ -388,7 +388,6 @@ def test_mixed_rows_do_not_run_on_the_whole_batch() -> None:
 # Models of the `transformers` package
 
 
-@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch has it from 2.10 on")
 def test_experts_by_a_grouped_product() -> None:
     """In float32, as it knows no float64."""
     transformers = pytest.importorskip("transformers")

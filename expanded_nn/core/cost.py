@@ -43,7 +43,7 @@ It trades finding a mixture of samples late against a forward of one sample. Cho
 TURNS_WHERE_SAMPLES_MAY_MEET = 32
 """Every how many calls one sample is compared alone, in a forward with operations in which samples may meet.
 
-It trades finding samples that meet by their values late against a forward of one sample.
+It trades finding samples that meet by their values late against a forward of one sample. Chosen, not measured.
 """
 
 LOOKED_UP_FOR_EACH = 1 << 26

@@ -62,10 +62,10 @@ def saved_dims(node: Any, rank: int) -> list[int]:
 def turned_dims(node: Any, rank: int) -> list[int] | None:
     """Which of so many dimensions each one was before a node turned them; `None` for a node that turns none."""
     operation, dims = operation_of(node), list(range(rank))
+    if operation == "Permute":
+        return saved_dims(node, rank)
     if operation == "Transpose":
         first, second = saved_number(node._saved_dim0) % rank, saved_number(node._saved_dim1) % rank
         dims[first], dims[second] = second, first
         return dims
-    if operation == "Permute":
-        return saved_dims(node, rank)
     return dims[::-1] if operation == "T" else None

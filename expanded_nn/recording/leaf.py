@@ -327,8 +327,8 @@ class Leaves:
 
     def is_watched(self, parameter: Tensor) -> bool:
         """Whether there is a hook on a parameter."""
-        leaf = self.by_id.get(id(parameter))
-        return leaf is not None and leaf.handle is not None and leaf.parameter() is parameter
+        leaf = self.get(parameter)
+        return leaf is not None and leaf.handle is not None
 
     def look_for_shards(self, module: nn.Module) -> None:
         """Notes whether FSDP has sharded parameters of a module; those that it gathers at the root are whole now."""

@@ -105,10 +105,9 @@ class Recorder:
     def _parameters(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         """The parameters of the model, each with the module that holds it and its name there."""
         for module in self.modules():
-            if module._parameters:
-                for name, parameter in module._parameters.items():
-                    if parameter is not None:
-                        yield module, name, parameter
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield module, name, parameter
 
     def watch_all(self) -> None:
         """Watches every parameter that requires gradients, as it may be used outside of its module."""
@@ -121,7 +120,7 @@ class Recorder:
 
     def _watched_leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
         """The leaf of a parameter that requires gradients; it is watched from now on."""
-        leaf = self.leaves.get(parameter) or self._leaf(parameter, module, name)
+        leaf = self._leaf(parameter, module, name)
         if leaf.handle is None:
             Watch.put(self, leaf, parameter)
         return leaf

@@ -47,8 +47,7 @@ class Store:
 
     def add(self, pass_: Pass, leaf: Leaf, rows: Tensor) -> None:
         """Adds rows `(B, *shape)` of one parameter; a backward may deliver those of one pass in several parts."""
-        if len(leaf.published.passes) > 1:
-            self._take_over_edits(leaf)
+        self._take_over_edits(leaf)
         if pass_ not in self.held:
             self.held = dict(sorted([*self.held.items(), (pass_, {})], key=lambda item: item[0].number))
         pass_rows = self.held[pass_]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -17,6 +16,7 @@ from expanded_nn.layers.general.gradients import Verdict
 from expanded_nn.layers.general.mapped import Called
 from expanded_nn.layers.general.rule import General
 from expanded_nn.layers.general.trial import Way, Ways
+from expanded_nn.layers.general.turns import as_one_operation
 from expanded_nn.modules.base import Expanded, PerSampleModule
 from expanded_nn.modules.registry import EXPANDED, refuse_no_class
 from expanded_nn.recording.lift import Slot
@@ -62,13 +62,9 @@ class Alone(General):
         return result
 
     def _attempt(self, call: Called, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
-        result: tuple[Any, Way | None] = self._unseen(partial(super()._attempt, call), args, kwargs)
+        # the graph tells of samples that take each other's places
+        result: tuple[Any, Way | None] = as_one_operation(self, partial(super()._attempt, call), args, kwargs)
         return result
-
-    def _unseen(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function in which nobody looks for samples that take each other's places, as the graph tells."""
-        order = None if self._recorder is None else self._recorder.order
-        return function(*args) if order is None else order.as_one_operation(function, *args)
 
     def _judged(self, call: Called, *, hooks: bool) -> tuple[Verdict, Way | None]:
         follows_writes = self._told.memo.follows_writes

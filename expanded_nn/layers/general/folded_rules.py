@@ -155,5 +155,5 @@ FOLDED_RULES: dict[Any, Rule] = {
     torch._has_compatible_shallow_copy_type: as_it_looks,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.grad.__get__: _no_grad,  # type: ignore[union-attr]
-    **dict.fromkeys(functions("grouped_mm", "_grouped_mm"), _grouped_product),  # from torch 2.10 on
+    **dict.fromkeys(functions("grouped_mm", "_grouped_mm"), _grouped_product),
 }

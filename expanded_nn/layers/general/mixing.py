@@ -66,15 +66,24 @@ def is_of_a_layer() -> bool:
 def along(func: Any, args: Any, kwargs: Any) -> str:
     """The name of an operation, and whether it works along the samples' dimension."""
     if func in _BY_KEY:
-        key = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+        key = _first_key(args[1])
         kind = "Tensor" if isinstance(key, Tensor) else type(key).__name__  # in a trace it is one of another class
-        return f"{func.__name__} {kind} {isinstance(key, slice) and key == slice(None)}"
+        return f"{func.__name__} {kind} {_takes_all(key)}"
     values = [*args, *kwargs.values()]
     lists = [value for value in values if isinstance(value, tuple | list)]
     numbers = [value for value in chain(values, *lists) if type(value) is int]
     with unseen():
         first = 0 in numbers or (isinstance(args[0], Tensor) and -args[0].dim() in numbers) if args else True
     return f"{func.__name__} {first} {next((value for value in values if isinstance(value, str)), '')}"
+
+
+def _first_key(keys: Any) -> Any:
+    """The key of the first dimension in an index."""
+    return keys[0] if isinstance(keys, tuple) and keys else keys
+
+
+def _takes_all(key: Any) -> bool:
+    return isinstance(key, slice) and key == slice(None)
 
 
 def may_join(func: Any, args: Any, kwargs: Any, batch: int) -> bool:
@@ -92,8 +101,8 @@ def may_join(func: Any, args: Any, kwargs: Any, batch: int) -> bool:
         if func in _OF_MATRICES:
             return min(x.dim() for x in tensors) < 3
         if func in _BY_KEY:
-            key = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-            return key is not Ellipsis and not (isinstance(key, slice) and key == slice(None))
+            key = _first_key(args[1])
+            return key is not Ellipsis and not _takes_all(key)
         if func in _LAYER_NORMS:
             shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
             return isinstance(shape, tuple | list) and len(shape) >= tensors[0].dim()

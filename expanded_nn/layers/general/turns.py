@@ -5,6 +5,7 @@ Values may lead it where its samples meet, as in a clamp by a norm over the batc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,11 +50,16 @@ def _is_known(module: Any, call: Called) -> bool:
     return bool(module._told.ways.get(call.kind_of_ways(), NO_WAYS).known)
 
 
-def _hidden(module: Any, function: Any, *args: Any) -> Any:
+def _hidden(module: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function of a module; nobody takes notes of what its forward does in it."""
-    order = None if module._recorder is None else module._recorder.order
     with module._unnoticed():
-        return function(module, *args) if order is None else order.as_one_operation(function, module, *args)
+        return as_one_operation(module, function, module, *args)
+
+
+def as_one_operation(module: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function in which nobody looks for samples that take each other's places."""
+    order = None if module._recorder is None else module._recorder.order
+    return function(*args) if order is None else order.as_one_operation(function, *args)
 
 
 def _one_alone(module: Any, call: Called, i: int) -> list[Any] | None:
