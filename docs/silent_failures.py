@@ -43,7 +43,7 @@ except ImportError:
 Rows = dict[str, Tensor | None]
 SAMPLES, TOLERANCE = 3, 1e-9
 LSTM_TEST = "tests/test_layers.py::test_rows_equal_the_loop"
-MIXING_TEST = "tests/test_check.py::test_mixing_between_layers"
+MIXING_TEST = "tests/recording/test_independence.py::test_samples_that_meet_are_refused"
 
 
 @dataclass
@@ -281,14 +281,11 @@ def run(trap: Trap) -> dict[str, Outcome]:
             expected = {name: each.new_zeros(0, *each.shape) for name, each in trap.module.named_parameters()}
         else:
             expected = loop(trap.oracle or trap.module, trap.call, SAMPLES, objective=trap.objective)
-    found = {title: outcome(trap, library, expected) for title, library in libraries().items()}
-    if trap.test == MIXING_TEST:
-        (problem, *_) = enn.check(trap.module, *trap.call.args).problems
-        found["expanded_nn"] = Outcome("`check` finds it", f"`check`: {problem}")
-    return found
+    return {title: outcome(trap, library, expected) for title, library in libraries().items()}
 
 
 TRUST = "tests/recording/test_trust.py::"
+INDEPENDENCE = "tests/recording/test_independence.py::"
 # What a training script may do around the forward, what comes of it, and the test that proves it.
 STEPS = [
     (
@@ -381,6 +378,26 @@ STEPS = [
         "Each of several heads has a backward of its own, with `retain_graph=True`",
         "right",
         f"{TRUST}test_heads_with_a_backward_each",
+    ),
+    (
+        "A forward mixes its samples between layers, as by a mean over the batch or similarities of all pairs",
+        "error, by name",
+        f"{INDEPENDENCE}test_samples_that_meet_are_refused",
+    ),
+    (
+        "It begins to do so in a later step",
+        "error, by name, after some calls",
+        f"{INDEPENDENCE}test_mixing_that_begins_later_is_refused_soon_after",
+    ),
+    (
+        "A table of B rows goes through a layer, made by `hann_window`, `from_numpy` or a function with a cache",
+        "right",
+        f"{INDEPENDENCE}test_tables_with_as_many_rows_as_there_are_samples",
+    ),
+    (
+        "The texts of all classes are an argument, and there are B of them",
+        "error, by name; right after a batch of another size",
+        f"{INDEPENDENCE}test_an_argument_that_all_samples_share_has_as_many_rows",
     ),
     (
         "A module with parameters of its own begins to join its samples in a later step, by other operations",

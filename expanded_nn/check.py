@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -79,25 +80,37 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
         try:
             plain = revert(model)
             chance.turn_off(plain)
-            expanded = convert(plain)
+            expanded, again = convert(plain), convert(plain)
         except ConversionError as error:
             texts = [text.strip() for text in str(error).splitlines()[1:]] or [str(error)]
             return Report(tuple(Problem("conversion", text.partition(":")[0], text) for text in texts))
         except Exception as error:
             return Report((_uncopied(model, error),))
-        switch(expanded, settings, mode=True)
         call = Call.of(plain, settings, (args, kwargs))
-        checking = (
-            Check(plain, expanded, settings, call)
-            if loss is None
-            else StepCheck(Step(plain, loss), Step(expanded, loss), settings, call)
-        )
-        checking.run(model)
+        switch(expanded, settings, mode=True)
+        checking = _run(model, plain, expanded, call, loss)
+        if any(recorder.escalation.has_met for recorder in recorders_of(expanded.modules())):
+            # without the comparison by the forward itself, more can be said of where samples meet
+            switch(again, replace(settings, compare=False), mode=True)
+            other = _run(model, plain, again, call, loss)
+            checking = other if other.findings.problems and checking.findings.problems else checking
         has_drawn = isinstance(chance, WithoutChance) and chance.has_drawn
         for is_met, what in ((chance.met, "dropout was switched off"), (has_drawn, "random numbers were the same")):
             if is_met:
                 checking.findings.notes.append(f"{what} in all runs, so that a sample alone can be compared.")
         return checking.findings.report(is_ambiguous=call.is_ambiguous())
+
+
+def _run(model: nn.Module, plain: nn.Module, expanded: nn.Module, call: Call, loss: Callable[..., Any] | None) -> Check:
+    """A check of a plain copy of the model and an expanded one that has run."""
+    settings = recorders_of(expanded.modules())[0].settings
+    checking = (
+        Check(plain, expanded, settings, call)
+        if loss is None
+        else StepCheck(Step(plain, loss), Step(expanded, loss), settings, call)
+    )
+    checking.run(model)
+    return checking
 
 
 def _is_torchs(loss: Any) -> bool:

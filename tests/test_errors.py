@@ -121,7 +121,7 @@ def a_setting_that_is_neither_on_nor_off() -> None:
 
 @refused(
     r"^per_sample: there are no settings \['reduction'\]; wanted some of loss_reduction, batch_first, batch_size, "
-    r"materialize, accumulate_grad, keep_factors, escalate\. Correct the name; help\(model\.per_sample\)",
+    r"materialize, accumulate_grad, keep_factors, escalate, compare\. Correct the name; help\(model\.per_sample\)",
     TypeError,
 )
 def a_setting_that_is_none() -> None:
@@ -905,6 +905,19 @@ def a_forward_that_fails_sample_by_sample() -> None:
 @refused(r"0\.layer \(Own\): on the whole batch its forward gives another result than sample by sample.*as a buffer")
 def a_forward_that_mixes_samples() -> None:
     own(lambda self, x: (x - x.mean(0)) * self.scale)
+
+
+@refused(r"Feed: in a batch of 6 half of the samples give other results without the others; .*outside of the model; give")
+def a_model_that_mixes_samples() -> None:
+    model = enn.convert(Feed(nn.Linear(4, 3), lambda layer, x: layer(x - x.mean(0)))).per_sample(escalate=False)
+    model(torch.randn(6, 4))
+
+
+@refused(r"Feed: in a batch of 6 gradients of samples by layer.weight are in the rows of others; .*outside of the mo")
+def a_table_that_is_taken_for_samples() -> None:
+    table = torch.from_numpy(torch.randn(6, 4).numpy())
+    model = enn.convert(Feed(nn.Linear(4, 3), lambda layer, x: layer(x) @ layer(table).T)).per_sample(escalate=False)
+    model(torch.randn(6, 4))
 
 
 @refused(

@@ -557,6 +557,9 @@ def test_shared_argument_with_as_many_rows_as_samples_in_the_general_rule() -> N
     x = torch.randn(5, 4)
     assert torch.equal(model(x), module(x))
     call, words = Call((torch.randn(4, 4),)), r"inner \(Weighted\).*another result than sample by sample"
+    total_loss(model, call).backward()  # the other size told that all samples share it
+    assert_close_rows(rows_of(model), loop(module, call, 4))
+    model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
     with pytest.raises(enn.PerSampleError, match=words):
         call.on(model)
     with pytest.warns(enn.PerSampleWarning, match=words):
@@ -793,8 +796,10 @@ def test_general_rule_compares_once_and_not_at_each_step(probability: float) -> 
     for _ in range(3):
         model(torch.randn(5, 4)).sum().backward()
     # the plain forward of the whole batch comes first; with chance both run once more, without it; then both for their
-    # gradients; then the samples' rows are compared with those of the whole batch, on which each step runs from then on
-    assert calls == ([5, 1, 1, 5, 1, 5, 1, 5] if probability else [5, 1, 1, 5, 5]) + [5, 5, 5]
+    # gradients; then the samples' rows are compared with those of the whole batch, on which each step runs from then on;
+    # the second step is compared with half of its samples
+    first = [5, 1, 1, 5, 1, 5, 1, 5] if probability else [5, 1, 1, 5, 5]
+    assert calls == [*first, 5, *([5, 2, 5, 5, 5] if probability else [5, 2]), 5, 5]
 
 
 class LoopBehind(nn.Module):

@@ -77,10 +77,12 @@ class PerSampleModule(nn.Module):
     Attributes:
         plain_class: The class that `revert` gives back, where it is not the first `torch.nn` class in the ancestry.
         calls_others: Whether its forward runs code of the user's, which may put the samples in another order.
+        compares_first: Whether its first forward compares its samples itself.
     """
 
     plain_class: ClassVar[type[nn.Module] | None] = None
     calls_others: ClassVar[bool] = True
+    compares_first: ClassVar[bool] = False
     _alone_class: ClassVar[type[PerSampleModule]]  # the general rule for a module as a whole, which is built on this
     _recorder: Recorder | None = None
     _learned: Learned | None = None  # why it goes sample by sample, where the model found so by itself
@@ -103,6 +105,7 @@ class PerSampleModule(nn.Module):
         accumulate_grad: bool = AS_BEFORE,
         keep_factors: bool = AS_BEFORE,
         escalate: bool = AS_BEFORE,
+        compare: bool = AS_BEFORE,
     ) -> Model:
         """Switches per-sample gradients on or off for this module and all within it.
 
@@ -126,6 +129,8 @@ class PerSampleModule(nn.Module):
                 whose factors are larger than they are, are dense from the start, which takes less time and memory.
             escalate: Whether a module goes sample by sample, with a `PerSampleWarning`, where a layer in it cannot tell
                 the samples apart (`True`). Without it that is an error.
+            compare: Whether a forward is compared with that of half its samples, in the first batch of each size and at
+                the calls 1, 2, 4, 8, …, so that samples which mix are an error (`True`).
 
         Returns:
             The module itself.
@@ -240,6 +245,10 @@ class Root(PerSampleModule):
             with meanwhile(outer, call=(self, self.samples_in(*args, **kwargs), (args, kwargs))):
                 return super().forward(*args, **kwargs)
         return _with_rows(self, recorder, args, kwargs)
+
+    def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's forward; within the recorder's `in_general_rule({})`, that of the plain model."""
+        return super().forward(*args, **kwargs)
 
     def _in_pass(self, args: Any, kwargs: Any) -> Any:
         """The forward, as a part of the outermost one that runs, or as that itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from traceback import clear_frames
 from typing import Any, NamedTuple
 
@@ -13,7 +14,10 @@ from torch.fx import Proxy
 from expanded_nn._errors import PerSampleError, complaint, sentence, warn
 from expanded_nn.common.modes import checkpoint_hooks, is_of_checkpoint, uncounted
 from expanded_nn.common.steady import StateBefore
+from expanded_nn.common.traced import is_traced
+from expanded_nn.recording.backward import running_backward
 from expanded_nn.recording.constants import Table
+from expanded_nn.recording.independence import Trial, Tries
 from expanded_nn.recording.watch import refuse_outside_use
 
 
@@ -46,6 +50,8 @@ class Escalation:
         gives_copies: The operations that were seen to do the same with all copies of a shared result as with one alone
             (`shared_results.py`), by shapes and arguments; and where the samples stand in each of their results.
         tables: What the model has had beside its buffers from the start.
+        tries: When samples were compared, by the module that was called and whether it trains.
+        has_met: Whether that has found samples that depend on each other.
     """
 
     def __init__(self) -> None:
@@ -54,6 +60,8 @@ class Escalation:
         self.proven: set[Any] = set()
         self.gives_copies: dict[Any, list[Any]] = {}
         self.tables: list[Table] = []
+        self.tries: dict[Any, Tries] = {}
+        self.has_met = False
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the module that was called."""
@@ -67,7 +75,7 @@ class Escalation:
         kinds = [(name, type(value)) for name, value in kwargs.items()]
         kind = (id(module), module.training, *map(type, args), *kinds)
         if not module._recorder.settings.escalate:
-            return self._called(module, args, kwargs)
+            return self._tried(module, args, kwargs)
         state = None if kind in self.proven else StateBefore(module, (args, kwargs))
         attempts = _Attempts(self, module)
         if state is not None and checkpoint_hooks() is not None:
@@ -93,7 +101,7 @@ class Escalation:
         looks_for_outside_use = state is not None
         while True:
             try:
-                result = self._called(attempts.called, args, kwargs)
+                result = self._tried(attempts.called, args, kwargs)
                 if looks_for_outside_use:
                     refuse_outside_use(attempts.called._recorder, result)
                 return result
@@ -109,6 +117,30 @@ class Escalation:
                 if not may_start_over or not getattr(final, "is_early", False):
                     raise final from final.__cause__
                 looks_for_outside_use = False
+
+    def _tried(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the forward, whose samples are compared first, where it is time to.
+
+        Raises:
+            PerSampleError: If they are not independent.
+        """
+        tries, batch = self.tries.setdefault((id(module), module.training), Tries()), None
+        if module._recorder.settings.compare and module.calls_others and running_backward() < 0:
+            if is_traced():
+                tries.wait_for_first()
+            else:
+                recorder = module._recorder
+                told = recorder.settings.batch_size if recorder.forward is None else recorder.forward.own_pass.batch
+                batch = module.samples_in(*args, **kwargs) if told is None else told
+        forward, refused = partial(self._called, module), None
+        if batch is not None and tries.are_due(batch) and (tries.calls or not module.compares_first):
+            refused = Trial(module, forward, (args, kwargs), batch, tries.calls).refusal()
+        result = forward(args, kwargs)  # a layer that refuses its input says more
+        if refused is not None:
+            self.has_met = True
+            raise refused
+        tries.note(batch)
+        return result
 
     def _called(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward, which may be a part of a `one_pass`."""

@@ -26,6 +26,7 @@ class Settings:
     accumulate_grad: bool = True
     keep_factors: bool = False
     escalate: bool = True
+    compare: bool = True
     says_layout: bool = False  # whether `batch_first` was told
 
     def __post_init__(self) -> None:

@@ -61,6 +61,7 @@ class General(Expanded):
     """
 
     calls_others: ClassVar[bool] = True
+    compares_first: ClassVar[bool] = True
     _trials: Told | None = None  # made when `_told` is first asked for
     _alone: ClassVar[bool] = False  # whether modules of the class go through the rule with all that is in them
     _loops: ClassVar[bool] = False  # whether their samples go in a loop, as `vmap` fails
@@ -204,7 +205,7 @@ class General(Expanded):
         """Where else the samples may stand in each argument, if anywhere.
 
         In a matrix of a model that has them second: first, or nowhere, unless the matrix is what says B. In an argument
-        that may be folded: in several rows per sample.
+        that may be folded: in several rows per sample. In one that all samples have shared in other calls: nowhere.
         """
         matrices = [self._is_matrix(leaf) and leaf.shape[0] == call.batch for leaf in call.leaves]
         if call.dims.count(None) == len(call.dims):  # a table may have B rows by chance
@@ -212,8 +213,11 @@ class General(Expanded):
         elif 1 in call.dims:
             matrices[call.dims.index(1)] = False
         folded = [self._alone and self._may_be_folded(leaf, call.batch) for leaf in call.leaves]
-        otherwise = zip(matrices, folded, strict=True)
-        return [(0, None) if is_matrix else (FOLDED,) if is_folded else () for is_matrix, is_folded in otherwise]
+        otherwise = zip(matrices, folded, self._told.seen_shared(call), strict=True)
+        return [
+            (0, None) if is_matrix else (FOLDED,) if is_folded else (None,) if is_shared else ()
+            for is_matrix, is_folded, is_shared in otherwise
+        ]
 
     def _may_be_folded(self, leaf: Any, batch: int) -> bool:
         """Whether it is an argument of the model that may have several rows per sample, sample after sample."""

@@ -94,7 +94,17 @@ class Told:
     memo: Memo = field(default_factory=Memo)  # of whose folded rows are
     turn: int = -1  # the number, from 0 on, of the last call that one sample might have been compared in
     may_meet: bool = False  # whether its forward has done on the whole batch what may join samples
+    shared: set[tuple[int, int]] = field(default_factory=set)  # which of how many arguments all samples have shared
     failed: set[Any] = field(default_factory=set)  # the kinds of which a comparison has failed: no way is trusted again
+
+    def seen_shared(self, call: Called) -> list[bool]:
+        """Which arguments have B rows now and had others in other calls, so that all samples share them."""
+        count, seen = len(call.leaves), []
+        for place, (leaf, dim) in enumerate(zip(call.leaves, call.dims, strict=True)):
+            if dim is None and isinstance(leaf, Tensor) and leaf.dim() and len(leaf) not in (1, call.batch):
+                self.shared.add((count, place))
+            seen.append(dim is not None and (count, place) in self.shared)
+        return seen
 
     def distrust(self, call: Called) -> None:
         """From now on calls of this kind go sample by sample, and each is compared."""

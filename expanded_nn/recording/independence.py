@@ -1,0 +1,259 @@
+"""Whether a sample's result and its gradient are its own, asked once for each size of the batch.
+
+That sees what no layer can: samples that the forward mixes, and arguments or tables whose B rows are no samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn.common.batch import NUMBERS, has_derivatives
+from expanded_nn.common.modes import uncounted, unseen
+from expanded_nn.common.rounding import near
+from expanded_nn.common.steady import RandomStates, WithoutChance, without_traces
+from expanded_nn.common.traced import wait_for_values
+from expanded_nn.factored import FactoredTensor
+
+MEET = -1  # in place of a dimension
+
+
+@dataclass
+class Tries:
+    """When samples were compared in forwards of one kind: in the first batch of each size, and in ever fewer others.
+
+    Attributes:
+        calls: How many forwards there were.
+        sizes: Those of their batches.
+    """
+
+    calls: int = 0
+    sizes: set[int | None] = field(default_factory=set)
+
+    def are_due(self, batch: int) -> bool:
+        """Whether samples are compared now: at the calls 0, 1, 3, 7, …, as values may lead them where they meet."""
+        return batch not in self.sizes or (self.calls & (self.calls + 1)) == 0
+
+    def wait_for_first(self) -> None:
+        """In a trace: waits for the first call, where samples are compared. The graph serves batches of any size."""
+        if not self.calls:
+            wait_for_values("its samples are compared first")
+
+    def note(self, batch: int | None) -> None:
+        """Notes a forward."""
+        self.calls += 1
+        self.sizes.add(batch)
+
+
+class Trial:
+    """A forward that is about to run, tried on copies of its arguments; what it leaves behind is taken back.
+
+    Args:
+        module: The module that is called.
+        forward: Its forward in per-sample mode.
+        arguments: Its arguments, and those by keyword.
+        batch: B.
+        number: That of the trial, which says at random which samples are compared.
+    """
+
+    def __init__(
+        self, module: Any, forward: Callable[[Any, Any], Any], arguments: Any, batch: int, number: int
+    ) -> None:
+        self.module, self.forward, self.batch, self.recorder = module, forward, batch, module._recorder
+        chance = Random(number)  # not a generator that somebody else draws from
+        self.half = sorted(chance.sample(range(batch), batch // 2))
+        self.leaves, self.structure = tree_flatten(arguments, is_leaf=_is_packed)
+        self.dims = list(map(self._samples_dim, self.leaves))
+
+    def _samples_dim(self, leaf: Any) -> int | None:
+        """Where the samples stand in an argument; `None` where they do not."""
+        if not isinstance(leaf, Tensor) or leaf.is_nested or not leaf.dim():
+            return None
+        dim: int = self.recorder.settings.samples_dim(leaf.dim())
+        return dim if leaf.shape[dim] == self.batch else None
+
+    def _may_run(self) -> bool:
+        """Whether the arguments can be copied, and a sample taken from them."""
+        has_samples = self.batch > 1 and self.dims.count(None) < len(self.dims)
+        return has_samples and not self.recorder.leaves.sharded and all(map(_is_open, self.leaves))
+
+    def refusal(self) -> PerSampleError | None:
+        """The error where the samples' results, or their gradients, depend on each other.
+
+        Nothing is said where the forward fails, or where half of the samples have results of another shape.
+        """
+        if not self._may_run():
+            return None
+        with uncounted():
+            try:
+                whole, is_random = self._run(self.forward, self.leaves)
+            except Exception:  # the forward itself will say so
+                return None
+            found = (self._compared(dims, whole, is_random=is_random) for dims in self._readings())
+            dims = next((dims for dims in found if dims is not None), None)
+            parameter = None if dims is None else self._seen_by_others(whole, dims)
+        if dims is None:
+            # no layer is to blame, so the module that was called is tried
+            return self._refusal("half of the samples give other results without the others", self.recorder)
+        if parameter is None:
+            return None
+        name, layer = self.recorder.name_of(parameter), self.recorder.holder_of(parameter)
+        return self._refusal(f"gradients of samples by {name} are in the rows of others", layer)
+
+    def _refusal(self, what: str, by: Any) -> PerSampleError:
+        return complaint(
+            self.recorder.name_of(self.module),
+            f"in a batch of {self.batch} {what}",
+            "samples that do not depend on each other, and arguments whose rows are the samples",
+            "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the model; give a "
+            "tensor that all samples share to the model as a buffer. Random numbers for the whole batch have to come "
+            "from torch's generators.",
+            refused_by=by,
+        )
+
+    def _readings(self) -> Iterator[list[int | None]]:
+        """Where the samples may stand: in all arguments of B rows, or not in some behind the first."""
+        yield self.dims
+        _first, *others = (place for place, dim in enumerate(self.dims) if dim is not None)
+        for shared in (others, *([place] for place in others if len(others) > 1)):
+            if shared:
+                yield [None if place in shared else dim for place, dim in enumerate(self.dims)]
+
+    def _run(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> tuple[list[Any], bool]:
+        """What is in the result of a forward, and whether it has drawn random numbers, which are put back."""
+        args, kwargs = tree_unflatten([_copied(leaf) for leaf in leaves], self.structure)
+        states = RandomStates([*self.module.modules(), *leaves])
+        try:
+            with without_traces(self.module, hooks=False):
+                result = forward(args, kwargs)
+        finally:
+            is_random = states.restore()
+        return tree_leaves(result, is_leaf=_is_packed), is_random
+
+    def _plain(self, args: Any, kwargs: Any) -> Any:
+        return self.module._plain_forward(*args, **kwargs)
+
+    @torch.no_grad()
+    def _compared(self, dims: Sequence[int | None], whole: list[Any], *, is_random: bool) -> list[int | None] | None:
+        """Where the samples stand in each result; `None` if half of them give other results.
+
+        Where random numbers are drawn, which differ, fixed ones take their place.
+        """
+        pairs = zip(self.leaves, dims, strict=True)
+        part = [leaf if dim is None else _taken(leaf, dim, self.half) for leaf, dim in pairs]
+        with self.recorder.in_general_rule({}), WithoutChance() if is_random else nullcontext():
+            try:
+                of_half, _ = self._run(self._plain, part)
+            except Exception:  # a forward may ask for so many samples
+                of_half = []
+            if is_random:
+                whole, _ = self._run(self._plain, self.leaves)
+        if is_random and self._has_other_chance(whole):
+            of_half = []
+        if len(of_half) != len(whole):
+            if dims is not self.dims:
+                return None
+            return [self._samples_dim(result) if _is_clear(result, self.batch) else None for result in whole]
+        found = [_place(*pair, self.half, self.batch) for pair in zip(whole, of_half, strict=True)]
+        return None if MEET in found else found
+
+    def _has_other_chance(self, whole: list[Any]) -> bool:
+        """Whether the forward draws numbers that are not fixed, as numpy's are not."""
+        with RandomStates([*self.module.modules(), *self.leaves]):
+            args, kwargs = tree_unflatten([_copied(leaf) for leaf in self.leaves], self.structure)
+            with without_traces(self.module, hooks=False):
+                self._plain(args, kwargs)
+            again, _ = self._run(self._plain, self.leaves)
+        pairs = zip(whole, again, strict=True)
+        return not all(near(x, y) for x, y in pairs if _has_numbers(x) and _has_numbers(y) and x.shape == y.shape)
+
+    def _seen_by_others(self, whole: list[Any], dims: list[int | None]) -> Tensor | None:
+        """A parameter on which some samples' results depend as other samples see it, if there is one."""
+        places = zip(whole, dims, strict=True)
+        ends = [(x, dim) for x, dim in places if dim is not None and x.requires_grad]
+        expanded = {
+            parameter: weight for parameter, (*_, weight) in self.recorder.expanded.items() if weight.requires_grad
+        }
+        if not ends or not expanded:
+            return None
+        some = torch.zeros(self.batch, dtype=torch.bool)
+        some[self.half] = True
+        generator = torch.Generator().manual_seed(0)
+        weights = [_numbers_for(some, x, dim, generator) for x, dim in ends]
+        try:
+            results = [x for x, _ in ends]
+            rows = torch.autograd.grad(results, list(expanded.values()), weights, retain_graph=True, allow_unused=True)
+        except RuntimeError:  # as of a reentrant checkpoint
+            return None
+        found = zip(expanded, rows, strict=True)
+        return next((key for key, own in found if own is not None and _are_in(own, ~some)), None)
+
+
+def _is_open(leaf: Any) -> bool:
+    """Whether it is a number or the like, or a tensor from which a sample can be taken."""
+    if isinstance(leaf, Tensor):
+        return not (leaf.is_nested or leaf.is_meta) and leaf.layout is torch.strided
+    return type(leaf) in NUMBERS
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
+
+
+def _copied(leaf: Any) -> Any:
+    """A copy of an argument, which the forward may change; it has the same history, which may tell the pass."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.clone() if leaf.grad_fn is not None else leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _numbers_for(some: Tensor, x: Tensor, dim: int, generator: torch.Generator) -> Tensor:
+    """Random numbers for some samples of a tensor, and zeros for the others."""
+    with unseen():  # a check around it counts what is drawn
+        numbers = torch.rand(x.shape, generator=generator) + 0.5
+    return (numbers * some.view(-1, *[1] * (x.dim() - dim - 1))).to(x)
+
+
+def _are_in(rows: Tensor, others: Tensor) -> bool:
+    """Whether any number in some samples' rows is not zero."""
+    norms = rows.squared_norms() if isinstance(rows, FactoredTensor) else rows.reshape(len(rows), -1).abs().sum(1)
+    return bool((norms[others.to(norms.device)] > 0).any())
+
+
+def _has_numbers(x: Any) -> bool:
+    return isinstance(x, Tensor) and has_derivatives(x) and x.layout is torch.strided and not x.is_nested
+
+
+def _is_clear(x: Any, batch: int) -> bool:
+    """Whether the samples can stand in one dimension alone."""
+    return _has_numbers(x) and list(x.shape).count(batch) == 1
+
+
+def _taken(x: Tensor, dim: int, samples: list[int]) -> Tensor:
+    """Some samples of a tensor."""
+    return x.index_select(dim, torch.tensor(samples, device=x.device))
+
+
+def _place(whole: Any, of_half: Any, half: list[int], batch: int) -> int | None:
+    """Where the samples stand in a result, by what half of them give without the others; `None` if nothing tells.
+
+    It is `MEET` where that is something else.
+    """
+    if not (_has_numbers(whole) and _has_numbers(of_half)) or whole.dim() != of_half.dim():
+        return None
+    sizes = list(zip(whole.shape, of_half.shape, strict=True))
+    differing = [dim for dim, (size, size_of_half) in enumerate(sizes) if size != size_of_half]
+    if not differing or any(sizes[dim] != (batch, len(half)) for dim in differing):  # as filled up to the longest
+        return None
+    if len(differing) > 1:  # pairs of samples
+        return MEET
+    return differing[0] if near(_taken(whole.detach(), differing[0], half), of_half, 1.0) else MEET

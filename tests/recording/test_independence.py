@@ -1,0 +1,219 @@
+"""Forwards that are compared with half of their samples: what mixes samples, or takes a table for them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import expanded_nn as enn
+from oracle import Call, assert_close_rows, loop, rows_of, take_rows, total_loss
+
+pytestmark = pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+MEETS = "half of the samples give other results without the others"
+IN_OTHER_ROWS = "are in the rows of others"
+
+
+def right(model: Any, *args: Tensor, **kwargs: Tensor) -> None:
+    """Asserts that the rows of a step are those of the loop; keyword arguments are shared by all samples."""
+    call = Call(args, kwargs)
+
+    def take(call: Call, i: int) -> Call:
+        return Call(take_rows(Call(call.args), i).args, call.kwargs)
+
+    model.zero_grad()
+    total_loss(model, call).backward()
+    assert_close_rows(rows_of(model), loop(enn.revert(model), call, len(args[0]), take=take))
+
+
+def train(model: Any, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.randn(6, 4)).sum().backward()
+
+
+class Between(nn.Module):
+    """Two layers, and a function between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.between = nn.Linear(4, 5), nn.Linear(5, 3), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x)))
+
+
+MIXES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda h: h - h.mean(0),
+    "detached mean": lambda h: h - h.detach().mean(0),
+    "std": lambda h: h / h.std(0),
+    "softmax": lambda h: h.softmax(0),
+    "cumulative sum": lambda h: h.cumsum(0),
+    "similarities": lambda h: (h @ h.T).softmax(1) @ h,
+    "distances": lambda h: h * torch.cdist(h, h).mean(1, keepdim=True),
+    "largest of all": lambda h: h / h.detach().abs().max(),
+    "norm of all": lambda h: h / h.norm(),
+    "neighbour": lambda h: h + torch.eye(len(h)).roll(1, 0) @ h,
+    "random weights": lambda h: h * torch.rand(len(h), 1) * h.mean(0),
+}
+
+
+@pytest.mark.parametrize("escalate", [True, False])
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+def test_samples_that_meet_are_refused(mix: Callable[[Tensor], Tensor], escalate: bool) -> None:
+    model = enn.convert(Between(mix)).per_sample(escalate=escalate)
+    for _ in range(2):  # a refused call leaves nothing that the next one would take for right
+        with pytest.raises(enn.PerSampleError, match=f"{MEETS}|{IN_OTHER_ROWS}|another result than sample by sample"):
+            train(model, steps=8)  # half of the samples may have the largest number
+
+
+def test_mixing_that_begins_later_is_refused_soon_after() -> None:
+    mixes = []
+    model = enn.convert(Between(lambda h: h - h.mean(0) if mixes else h)).per_sample()
+    train(model, steps=5)
+    mixes.append(True)
+    with pytest.raises(enn.PerSampleError, match=MEETS):
+        train(model, steps=5)
+
+
+def test_samples_that_are_sorted_by_a_matrix() -> None:
+    def between(h: Tensor) -> Tensor:
+        order = torch.eye(len(h))[h.detach().sum(1).argsort()]
+        return order.T @ F.gelu(order @ h)
+
+    class Sorts(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            order = torch.eye(len(x))[x.sum(1).argsort()]
+            return order.T @ self.second(order @ self.first(x))
+
+    for plain in (Between(between), Sorts(F.gelu)):
+        model = enn.convert(plain).per_sample(loss_reduction="sum")
+        for _ in range(3):
+            right(model, torch.randn(7, 4))
+
+
+class Table(nn.Module):
+    """Adds to each of five positions what a layer makes of a table of five rows."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.make, self.of_table, self.of_samples = make, nn.Linear(1, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 5, 4)
+        return (self.of_samples(x) + self.of_table(self.make().view(5, 1))).tanh().mean(1)
+
+
+TABLES: dict[str, Callable[[], Tensor]] = {
+    "window": lambda: torch.hann_window(5),
+    "frequencies": lambda: torch.fft.fftfreq(5),
+    "constructor": lambda: torch.Tensor([1.0, 2.0, 3.0, 4.0, 6.0]),
+    "kept": lru_cache(lambda: torch.tensor([1.0, 2.0, 3.0, 4.0, 6.0])),
+    "of numpy": lambda: torch.from_numpy(np.linspace(0.0, 1.0, 5)),
+}
+
+
+@pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
+@pytest.mark.parametrize("sizes", [(5, 5), (3, 5, 3)], ids=["first", "later"])
+def test_tables_with_as_many_rows_as_there_are_samples(make: Callable[[], Tensor], sizes: tuple[int, ...]) -> None:
+    model = enn.convert(Table(lambda: make().to(torch.get_default_dtype()))).per_sample(loss_reduction="sum")
+    for size in sizes:
+        right(model, torch.randn(size, 5, 4))
+
+
+class TwoTowers(nn.Module):
+    """Scores of images and the texts of all classes."""
+
+    def __init__(self, *, has_scale: bool = False) -> None:
+        super().__init__()
+        self.of_image, self.of_text = nn.Linear(4, 5), nn.Linear(3, 5)
+        self.scale = nn.Parameter(torch.tensor(2.0)) if has_scale else 2.0
+
+    def forward(self, images: Tensor, classes: Tensor) -> Tensor:
+        return F.normalize(self.of_image(images), dim=-1) @ F.normalize(self.of_text(classes), dim=-1).T * self.scale
+
+
+@pytest.mark.parametrize("has_scale", [False, True])
+def test_an_argument_that_all_samples_share_has_as_many_rows(has_scale: bool) -> None:
+    classes = torch.randn(6, 3)
+    model = enn.convert(TwoTowers(has_scale=has_scale)).per_sample(loss_reduction="sum")
+    for _ in range(2):  # they may be pairs of an image and a text, whose losses depend on each other
+        with pytest.raises(enn.PerSampleError, match=f"{IN_OTHER_ROWS}|another result than sample by sample"):
+            model(torch.randn(6, 4), classes=classes)
+    for size in (4, 6, 5, 6):  # other numbers of samples tell that it is shared
+        right(model, torch.randn(size, 4), classes=classes)
+
+
+class OnGraph(nn.Module):
+    """Layers on the nodes of a graph that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:  # (B, nodes, 4), (nodes, nodes)
+        return weights @ self.second((weights @ self.first(x)).relu())
+
+
+@pytest.mark.parametrize("size", [5, 3])
+def test_a_matrix_that_all_samples_share_and_no_layer_takes(size: int) -> None:
+    model = enn.convert(OnGraph()).per_sample(loss_reduction="sum")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            right(model, torch.randn(size, 5, 4), weights=torch.rand(5, 5))
+
+
+INDEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda h: F.dropout(h, 0.5),
+    "noise": lambda h: h + torch.randn_like(h),
+    "squeezed": lambda h: h.unsqueeze(2).squeeze(),
+    "asks for several": lambda h: h if len(h) > 3 else h[:, :0],
+    "folded and back": lambda h: F.gelu(h.reshape(-1, 1)).reshape(h.shape),
+}
+
+
+@pytest.mark.parametrize("between", INDEPENDENT.values(), ids=INDEPENDENT)
+def test_no_false_alarm_and_the_same_random_numbers(between: Callable[[Tensor], Tensor]) -> None:
+    plain, x = Between(between), torch.randn(6, 4)
+    model = enn.convert(plain).per_sample()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(4):
+            torch.manual_seed(seed)
+            result, state = model(x), torch.get_rng_state()
+            torch.manual_seed(seed)
+            assert torch.equal(result, plain(x))
+            assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_forward_is_compared_at_few_calls() -> None:
+    calls = []
+
+    def between(h: Tensor) -> Tensor:
+        calls.append(len(h))
+        return h
+
+    model = enn.convert(Between(between)).per_sample()
+    for _ in range(31):
+        model(torch.randn(6, 4))
+    assert calls.count(3) == 5  # at the calls 0, 1, 3, 7, 15
+    assert calls.count(6) == 31 + 5
+    calls.clear()
+    model(torch.randn(8, 4))
+    assert calls == [8, 4, 8]  # a size that is new
+    with torch.no_grad():
+        model(torch.randn(9, 4))
+    assert calls == [8, 4, 8, 9]
+
+
+def test_a_compiled_step_is_compared_before_its_graph() -> None:
+    model = enn.convert(Between(lambda h: h - h.mean(0))).per_sample()
+    step = enn.compile(lambda x: model(x).sum().backward(), backend="eager")
+    with pytest.raises(enn.PerSampleError, match=MEETS):
+        step(torch.randn(6, 4))
