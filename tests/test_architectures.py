@@ -930,7 +930,7 @@ class TestLora:
         """As many bytes wait for the backward as in the plain model."""
         architecture = ARCHITECTURES[name]
         model = self.build(architecture, lora)
-        converted = enn.convert(model).per_sample(loss_reduction="sum")
+        converted = enn.convert(model).per_sample(loss_reduction="sum", compare=False)
         assert kept_bytes(architecture, converted) <= kept_bytes(architecture, model)
         assert all(parameter.requires_grad for parameter in converted._recorder.expanded)
 

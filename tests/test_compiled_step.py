@@ -873,7 +873,7 @@ def test_the_general_rule_and_tied_weights() -> None:
 
 
 def test_buffers_change() -> None:
-    law(Counts, classified, samples(4, 4, 4, 5, 6))
+    law(Counts, classified, samples(4, 4, 4, 5, 6), compare=False)  # statistics of the batch
 
 
 def test_random_numbers_are_drawn_anew() -> None:

@@ -17,7 +17,7 @@ from expanded_nn.common.steady import StateBefore
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.backward import running_backward
 from expanded_nn.recording.constants import Table
-from expanded_nn.recording.independence import Trial, Tries
+from expanded_nn.recording.independence import Trial, tries_of
 from expanded_nn.recording.watch import refuse_outside_use
 
 
@@ -50,7 +50,6 @@ class Escalation:
         gives_copies: The operations that were seen to do the same with all copies of a shared result as with one alone
             (`shared_results.py`), by shapes and arguments; and where the samples stand in each of their results.
         tables: What the model has had beside its buffers from the start.
-        tries: When samples were compared, by the module that was called and whether it trains.
         has_met: Whether that has found samples that depend on each other.
     """
 
@@ -60,7 +59,6 @@ class Escalation:
         self.proven: set[Any] = set()
         self.gives_copies: dict[Any, list[Any]] = {}
         self.tables: list[Table] = []
-        self.tries: dict[Any, Tries] = {}
         self.has_met = False
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,7 +122,7 @@ class Escalation:
         Raises:
             PerSampleError: If they are not independent.
         """
-        tries, batch = self.tries.setdefault((id(module), module.training), Tries()), None
+        tries, batch = tries_of(module), None
         if module._recorder.settings.compare and module.calls_others and running_backward() < 0:
             if is_traced():
                 tries.wait_for_first()

@@ -149,6 +149,8 @@ class Forward:
             self.order.copies.refuse_returned(result)
         if not self.batch_is_told and not is_traced():
             self._refuse_other_rows(result)
+        elif not self.is_explicit and not is_traced():
+            self._refuse_stale_batch_size()
         if self._pass is not None and not self.is_explicit:
             self._refuse_other_passes(result, self._pass)
         if self._pass is not None:
@@ -179,13 +181,30 @@ class Forward:
                     f"Say it: per_sample(batch_size={count}), or per_sample(batch_size=1) if it is one sample; or put "
                     "the samples' tensor first.",
                 )
-        elif counts and max(counts) < batch and not any(batch in x.shape for x in results):
+            return
+        others = {self._rows_in(x) for x in tensors(self.inputs) if isinstance(x, Tensor) and x.dim()} - {1, batch}
+        is_other = batch not in counts and bool(counts & others)
+        if is_other or (counts and max(counts) < batch and not any(batch in x.shape for x in results)):
             name, count = self.recorder.name_of(self.module), max(counts)
             warn(
                 f"{name} is called with {batch} samples, as the first tensor among its arguments has {batch} rows, and "
-                f"returns {count}: there are {batch} per-sample gradients. If these are not your samples, clipping "
-                "does not bound what one of yours adds. Give it an input with a row for each sample, filled up if need "
-                "be."
+                f"returns {count}{', as others among them have' * is_other}: there are {batch} per-sample gradients. "
+                "If these are not your samples, clipping does not bound what one of yours adds. Give it an input with "
+                "a row for each sample, filled up if need be, as the first tensor; or say per_sample(batch_size=...)."
+            )
+
+    def _refuse_stale_batch_size(self) -> None:
+        """Raises where no argument can hold as many samples as `per_sample(batch_size=...)` has said."""
+        told, arguments = self.recorder.settings.batch_size, list(tensors(self.inputs))
+        shapes = [tuple(x.shape) for x in arguments if isinstance(x, Tensor) and x.dim() and not x.is_nested]
+        are_known = all(isinstance(x, Tensor) and not x.is_nested for x in arguments)
+        if told and shapes and are_known and not any(size % told == 0 for shape in shapes for size in shape):
+            raise complaint(
+                self.recorder.name_of(self.module),
+                f"per_sample(batch_size={told}) has said that there are {told} samples, and its arguments have shapes "
+                f"{', '.join(map(str, shapes))}",
+                "one with a row for each sample",
+                "Say the number of this batch: per_sample(batch_size=...).",
             )
 
     def _refuse_other_passes(self, result: Any, own_pass: Pass) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice, product
 from random import Random
 from typing import Any
 
@@ -23,7 +24,9 @@ from expanded_nn.common.rounding import near
 from expanded_nn.common.steady import RandomStates, WithoutChance, without_traces
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
+from expanded_nn.recording.sharded import is_sharded
 
+READINGS = 27  # so many are tried at most
 MEET = -1  # in place of a dimension
 
 
@@ -52,6 +55,12 @@ class Tries:
         """Notes a forward."""
         self.calls += 1
         self.sizes.add(batch)
+
+
+def tries_of(module: Any) -> Tries:
+    """Those of a module that is called, in training or not; it keeps them while the mode is off."""
+    tries: dict[bool, Tries] = vars(module).setdefault("_tries", {})
+    return tries[module.training] if module.training in tries else tries.setdefault(module.training, Tries())
 
 
 class Trial:
@@ -84,7 +93,8 @@ class Trial:
     def _may_run(self) -> bool:
         """Whether the arguments can be copied, and a sample taken from them."""
         has_samples = self.batch > 1 and self.dims.count(None) < len(self.dims)
-        return has_samples and not self.recorder.leaves.sharded and all(map(_is_open, self.leaves))
+        is_whole = not any(map(is_sharded, self.module.modules()))  # its hooks gather what is sharded
+        return has_samples and is_whole and all(map(_is_open, self.leaves))
 
     def refusal(self) -> PerSampleError | None:
         """The error where the samples' results, or their gradients, depend on each other.
@@ -98,8 +108,7 @@ class Trial:
                 whole, is_random = self._run(self.forward, self.leaves)
             except Exception:  # the forward itself will say so
                 return None
-            found = (self._compared(dims, whole, is_random=is_random) for dims in self._readings())
-            dims = next((dims for dims in found if dims is not None), None)
+            dims = self._dims_of(whole, is_random=is_random)
             parameter = None if dims is None else self._seen_by_others(whole, dims)
         if dims is None:
             # no layer is to blame, so the module that was called is tried
@@ -120,13 +129,31 @@ class Trial:
             refused_by=by,
         )
 
-    def _readings(self) -> Iterator[list[int | None]]:
-        """Where the samples may stand: in all arguments of B rows, or not in some behind the first."""
-        yield self.dims
-        _first, *others = (place for place, dim in enumerate(self.dims) if dim is not None)
-        for shared in (others, *([place] for place in others if len(others) > 1)):
-            if shared:
-                yield [None if place in shared else dim for place, dim in enumerate(self.dims)]
+    def _readings(self) -> Iterator[tuple[int | None, ...]]:
+        """Where the samples may stand: in all arguments that have B rows, or elsewhere in those behind the first."""
+        first = next(place for place, dim in enumerate(self.dims) if dim is not None)
+        possible = [[dim] if place <= first else self._possible(dim, place) for place, dim in enumerate(self.dims)]
+        return islice(product(*possible), READINGS)
+
+    def _possible(self, usual: int | None, place: int) -> list[int | None]:
+        leaf = self.leaves[place]
+        dims = range(min(leaf.dim(), 2)) if isinstance(leaf, Tensor) else range(0)
+        return list(dict.fromkeys([usual, None, *(dim for dim in dims if leaf.shape[dim] == self.batch)]))
+
+    def _dims_of(self, whole: list[Any], *, is_random: bool) -> list[int | None] | None:
+        """Where the samples stand in each result; `None` if half of them give other results without the others."""
+        can_tell = False
+        for reading in self._readings():
+            try:
+                found = self._compared(reading, whole, is_random=is_random)
+            except Exception:  # a forward may ask for so many samples
+                continue
+            if found is not None:
+                return found
+            can_tell = True
+        if can_tell and not (is_random and self._has_other_chance()):
+            return None
+        return [self._samples_dim(result) if _is_clear(result, self.batch) else None for result in whole]
 
     def _run(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> tuple[list[Any], bool]:
         """What is in the result of a forward, and whether it has drawn random numbers, which are put back."""
@@ -144,34 +171,30 @@ class Trial:
 
     @torch.no_grad()
     def _compared(self, dims: Sequence[int | None], whole: list[Any], *, is_random: bool) -> list[int | None] | None:
-        """Where the samples stand in each result; `None` if half of them give other results.
+        """`_dims_of`, where the samples stand in these dimensions of the arguments.
 
         Where random numbers are drawn, which differ, fixed ones take their place.
         """
         pairs = zip(self.leaves, dims, strict=True)
         part = [leaf if dim is None else _taken(leaf, dim, self.half) for leaf, dim in pairs]
         with self.recorder.in_general_rule({}), WithoutChance() if is_random else nullcontext():
-            try:
-                of_half, _ = self._run(self._plain, part)
-            except Exception:  # a forward may ask for so many samples
-                of_half = []
+            of_half, _ = self._run(self._plain, part)
             if is_random:
                 whole, _ = self._run(self._plain, self.leaves)
-        if is_random and self._has_other_chance(whole):
-            of_half = []
         if len(of_half) != len(whole):
-            if dims is not self.dims:
-                return None
-            return [self._samples_dim(result) if _is_clear(result, self.batch) else None for result in whole]
+            return [None] * len(whole)
         found = [_place(*pair, self.half, self.batch) for pair in zip(whole, of_half, strict=True)]
         return None if MEET in found else found
 
-    def _has_other_chance(self, whole: list[Any]) -> bool:
+    @torch.no_grad()
+    def _has_other_chance(self) -> bool:
         """Whether the forward draws numbers that are not fixed, as numpy's are not."""
-        with RandomStates([*self.module.modules(), *self.leaves]):
+        states = RandomStates([*self.module.modules(), *self.leaves])
+        with states, self.recorder.in_general_rule({}), WithoutChance():
+            whole, _ = self._run(self._plain, self.leaves)
             args, kwargs = tree_unflatten([_copied(leaf) for leaf in self.leaves], self.structure)
             with without_traces(self.module, hooks=False):
-                self._plain(args, kwargs)
+                self._plain(args, kwargs)  # it draws, so that the next one draws other numbers
             again, _ = self._run(self._plain, self.leaves)
         pairs = zip(whole, again, strict=True)
         return not all(near(x, y) for x, y in pairs if _has_numbers(x) and _has_numbers(y) and x.shape == y.shape)
