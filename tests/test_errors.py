@@ -907,7 +907,9 @@ def a_forward_that_mixes_samples() -> None:
     own(lambda self, x: (x - x.mean(0)) * self.scale)
 
 
-@refused(r"Feed: in a batch of 6 half of the samples give other results without the others; .*outside of the model; give")
+@refused(
+    r"Feed: in a batch of 6 half of the samples give other results without the others; .*outside of the model; give"
+)
 def a_model_that_mixes_samples() -> None:
     model = enn.convert(Feed(nn.Linear(4, 3), lambda layer, x: layer(x - x.mean(0)))).per_sample(escalate=False)
     model(torch.randn(6, 4))

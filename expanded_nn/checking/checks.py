@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 from inspect import signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from expanded_nn._errors import PerSampleError, PerSampleWarning, complaint, named
 from expanded_nn.checking.loop import Loop, listed
@@ -128,55 +129,31 @@ class Check:
             self.findings.notes.append("no output depends on a parameter that requires gradients.")
         elif expanded_outputs is not None and self.backward(expanded_outputs) and self.has_rows() and is_comparable:
             loop = Loop(self.plain, self.call, self.layout, is_random=self.is_random)
-            wrong = self.wrong_rows(loop)
-            is_judged = wrong and not self.is_random and not self.findings.problems
-            if is_judged and self.loop_is_wrong(loop, wrong):
-                self.findings.notes.append(
-                    f"the rows of {listed(wrong)} add up to the batch's gradient, but the sample-by-sample loop's do "
-                    "not: torch's gradient of one sample is wrong, as of a BatchNorm in eval mode on a permuted input."
-                )
-                self.findings.errors = {name: e for name, e in self.findings.errors.items() if name not in wrong}
+            self.compare_rows(loop)
             self.complain_of_rows()
 
-    def wrong_rows(self, loop: Loop) -> list[str]:
-        """Compares the rows with the loop; the names of the parameters whose rows differ.
+    def compare_rows(self, loop: Loop) -> None:
+        """Compares the rows with the loop.
 
-        Torch's own LayerNorm has a wrong third derivative, which a loss of second derivatives needs. So rows that
-        differ are compared once more, with that layer in plain operations.
+        Torch's own LayerNorm has a wrong third derivative, which a loss of second derivatives needs, and its BatchNorm
+        in eval mode a wrong gradient of one sample whose memory is permuted. So rows that differ are compared once
+        more, with these in plain operations.
         """
         findings, losses = self.findings, self.layout.losses(self.outputs)
         loop.compare(self.expanded.module, losses, findings)
         wrong = [name for name, error in findings.errors.items() if error > findings.tolerance]
-        norms: list[Any] = [m for m in self.plain.modules if type(m).forward is nn.LayerNorm.forward]
-        if wrong and norms and not self.is_random:
-            errors = findings.errors
-            for norm in norms:
-                norm.forward = partial(_in_plain_operations, norm)
+        if not wrong or self.is_random:
+            return
+        errors, plain_norms = findings.errors, PlainNorms()
+        with plain_norms:
             loop.compare(self.expanded.module, losses, findings)
-            if max(findings.errors.values()) <= findings.tolerance:
-                findings.notes.append(
-                    f"for {listed(wrong)} the loop took LayerNorm in plain operations: torch's own has a wrong third "
-                    "derivative, so that training with plain torch.nn gives other gradients."
-                )
-                return []
+        if plain_norms.has_met and max(findings.errors.values()) <= findings.tolerance:
+            findings.notes.append(
+                f"for {listed(wrong)} the loop took norms in plain operations, as derivatives of torch's own are wrong: "
+                "the third ones of LayerNorm, and those of a single permuted sample of BatchNorm in eval mode."
+            )
+        else:
             findings.errors = errors
-        return wrong
-
-    def loop_is_wrong(self, loop: Loop, names: list[str]) -> bool:
-        """Whether the rows of these parameters agree with the plain gradient of the batch, and the loop does not."""
-        own = list(loop.gradients(self.call, []))
-        count = self.call.batch if self.reduction == "mean" else 1
-        for parameter in self.plain.module.parameters():
-            parameter.grad = None
-        self.layout.total(self.plain(self.call), self.reduction).backward()
-        modules = self.plain.module, self.expanded.module
-        whole, rows = ({name: p.grad for name, p in module.named_parameters()} for module in modules)
-        looped = {name: torch.stack([grads[name][0] for grads in own]).sum(0) / count for name in names}
-        compared = [(whole[name], rows[name], looped[name]) for name in names]
-        return all(
-            grad is not None and summed is not None and self.same(summed, grad) and not self.same(one_by_one, grad)
-            for grad, summed, one_by_one in compared
-        )
 
     def set_tolerance(self) -> None:
         values = [value for event in self.whole.events for value in event.values]
@@ -470,11 +447,45 @@ class StepCheck(Check):
         return "Return the losses, (B,), from the function: then the report says where samples are mixed. " + _REPORT
 
 
-def _in_plain_operations(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+class PlainNorms(TorchFunctionMode):
+    """LayerNorm, and BatchNorm in eval mode, in plain operations, whose derivatives are right."""
+
+    has_met = False  # whether there was any
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain: Any = {F.layer_norm: _layer_norm, F.batch_norm: _batch_norm}.get(func)
+        result = None if plain is None else plain(*args, **(kwargs or {}))
+        self.has_met |= result is not None
+        return func(*args, **(kwargs or {})) if result is None else result
+
+
+def _layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    y = standardized(wide, len(norm.normalized_shape), norm.eps, centered=True)[0].to(x.dtype)
-    y = y if norm.weight is None else y * norm.weight
-    return y if norm.bias is None else y + norm.bias
+    return _affine(standardized(wide, len(shape), eps, centered=True)[0].to(x.dtype), weight, bias)
+
+
+def _batch_norm(
+    x: Tensor,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    if training or mean is None or variance is None:
+        return None
+    channels = [vector if vector is None else vector.view(-1, *[1] * (x.dim() - 2)) for vector in (weight, bias)]
+    mean, variance = (vector.view(-1, *[1] * (x.dim() - 2)) for vector in (mean, variance))
+    return _affine((x - mean) * torch.rsqrt(variance + eps), *channels)
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
 
 
 def _precision(tensor: Tensor) -> float:
