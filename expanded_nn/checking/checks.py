@@ -149,8 +149,8 @@ class Check:
             loop.compare(self.expanded.module, losses, findings)
         if plain_norms.has_met and max(findings.errors.values()) <= findings.tolerance:
             findings.notes.append(
-                f"for {listed(wrong)} the loop took norms in plain operations, as derivatives of torch's own are wrong: "
-                "the third ones of LayerNorm, and those of a single permuted sample of BatchNorm in eval mode."
+                f"for {listed(wrong)} the loop took norms in plain operations, as derivatives of torch's own are "
+                "wrong: the third ones of LayerNorm, and those of a single permuted sample of BatchNorm in eval mode."
             )
         else:
             findings.errors = errors

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.batch import NUMBERS, has_derivatives
+from expanded_nn.common.batch import FOLDED, NUMBERS, has_derivatives
 from expanded_nn.common.modes import uncounted, unseen
 from expanded_nn.common.rounding import near
 from expanded_nn.common.steady import RandomStates, WithoutChance, without_traces
@@ -137,8 +137,11 @@ class Trial:
 
     def _possible(self, usual: int | None, place: int) -> list[int | None]:
         leaf = self.leaves[place]
-        dims = range(min(leaf.dim(), 2)) if isinstance(leaf, Tensor) else range(0)
-        return list(dict.fromkeys([usual, None, *(dim for dim in dims if leaf.shape[dim] == self.batch)]))
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return [None]
+        elsewhere = [dim for dim in range(min(leaf.dim(), 2)) if leaf.shape[dim] == self.batch]
+        is_folded = len(leaf) > self.batch and len(leaf) % self.batch == 0
+        return list(dict.fromkeys([usual, None, *elsewhere, *([FOLDED] if is_folded else [])]))
 
     def _dims_of(self, whole: list[Any], *, is_random: bool) -> list[int | None] | None:
         """Where the samples stand in each result; `None` if half of them give other results without the others."""
@@ -176,7 +179,7 @@ class Trial:
         Where random numbers are drawn, which differ, fixed ones take their place.
         """
         pairs = zip(self.leaves, dims, strict=True)
-        part = [leaf if dim is None else _taken(leaf, dim, self.half) for leaf, dim in pairs]
+        part = [leaf if dim is None else _taken(leaf, dim, self.half, self.batch) for leaf, dim in pairs]
         with self.recorder.in_general_rule({}), WithoutChance() if is_random else nullcontext():
             of_half, _ = self._run(self._plain, part)
             if is_random:
@@ -261,9 +264,12 @@ def _is_clear(x: Any, batch: int) -> bool:
     return _has_numbers(x) and list(x.shape).count(batch) == 1
 
 
-def _taken(x: Tensor, dim: int, samples: list[int]) -> Tensor:
+def _taken(x: Tensor, dim: int, samples: list[int], batch: int) -> Tensor:
     """Some samples of a tensor."""
-    return x.index_select(dim, torch.tensor(samples, device=x.device))
+    numbers = torch.tensor(samples, device=x.device)
+    if dim == FOLDED:
+        return x.reshape(batch, -1, *x.shape[1:]).index_select(0, numbers).flatten(0, 1)
+    return x.index_select(dim, numbers)
 
 
 def _place(whole: Any, of_half: Any, half: list[int], batch: int) -> int | None:
@@ -279,4 +285,4 @@ def _place(whole: Any, of_half: Any, half: list[int], batch: int) -> int | None:
         return None
     if len(differing) > 1:  # pairs of samples
         return MEET
-    return differing[0] if near(_taken(whole.detach(), differing[0], half), of_half, 1.0) else MEET
+    return differing[0] if near(_taken(whole.detach(), differing[0], half, batch), of_half, 1.0) else MEET
