@@ -217,7 +217,7 @@ class BrokenTwin(enn.Linear, Broken):
         (lambda: nn.Sequential(Folding(4, 4)), "right"),
         (lambda: nn.Sequential(Keeping()), "refused"),
         (lambda: nn.Sequential(Mixing(4, 4)), "unfit"),
-        (MixingWhatIsEqual, "mixes"),
+        (MixingWhatIsEqual, "right"),
         (lambda: nn.Sequential(Broken(4, 4)), "wrong"),
     ],
 )

@@ -6,7 +6,7 @@ That sees what no layer can: samples that the forward mixes, and arguments or ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice, product
 from random import Random
@@ -108,7 +108,7 @@ class Trial:
                 whole, is_random = self._run(self.forward, self.leaves)
             except Exception:  # the forward itself will say so
                 return None
-            dims = self._dims_of(whole, is_random=is_random)
+            dims = self._dims_of_results(is_random=is_random)
             parameter = None if dims is None else self._seen_by_others(whole, dims)
         if dims is None:
             # no layer is to blame, so the module that was called is tried
@@ -143,20 +143,42 @@ class Trial:
         is_folded = len(leaf) > self.batch and len(leaf) % self.batch == 0
         return list(dict.fromkeys([usual, None, *elsewhere, *([FOLDED] if is_folded else [])]))
 
-    def _dims_of(self, whole: list[Any], *, is_random: bool) -> list[int | None] | None:
+    def _dims_of_results(self, *, is_random: bool) -> list[int | None] | None:
         """Where the samples stand in each result; `None` if half of them give other results without the others."""
         can_tell = False
-        for reading in self._readings():
-            try:
-                found = self._compared(reading, whole, is_random=is_random)
-            except Exception:  # a forward may ask for so many samples
-                continue
-            if found is not None:
-                return found
-            can_tell = True
-        if can_tell and not (is_random and self._has_other_chance()):
-            return None
+        with self._plainly(is_random=is_random):
+            whole, _ = self._run(self._plain, self.leaves)
+            for reading in self._readings():
+                try:
+                    found = self._compared(reading, whole)
+                except Exception:  # a forward may ask for so many samples
+                    continue
+                if found is not None:
+                    return found
+                can_tell = True
+            if can_tell and not (is_random and self._has_other_chance(whole)):
+                return None
         return [self._samples_dim(result) if _is_clear(result, self.batch) else None for result in whole]
+
+    def _compared(self, dims: Sequence[int | None], whole: list[Any]) -> list[int | None] | None:
+        """`_dims_of_results`, where the samples stand in these dimensions of the arguments."""
+        pairs = zip(self.leaves, dims, strict=True)
+        part = [leaf if dim is None else _taken(leaf, dim, self.half, self.batch) for leaf, dim in pairs]
+        of_half, _ = self._run(self._plain, part)
+        if len(of_half) != len(whole):
+            return [None] * len(whole)
+        found = [_place(*pair, self.half, self.batch) for pair in zip(whole, of_half, strict=True)]
+        return None if MEET in found else found
+
+    def _has_other_chance(self, whole: list[Any]) -> bool:
+        """Whether the forward draws numbers that are not fixed, as numpy's are not."""
+        with RandomStates([*self.module.modules(), *self.leaves]):
+            args, kwargs = tree_unflatten([_copied(leaf) for leaf in self.leaves], self.structure)
+            with without_traces(self.module, hooks=False):
+                self._plain(args, kwargs)  # it draws, so that the next one draws other numbers
+            again, _ = self._run(self._plain, self.leaves)
+        pairs = zip(whole, again, strict=True)
+        return not all(near(x, y) for x, y in pairs if _has_numbers(x) and _has_numbers(y) and x.shape == y.shape)
 
     def _run(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> tuple[list[Any], bool]:
         """What is in the result of a forward, and whether it has drawn random numbers, which are put back."""
@@ -172,35 +194,19 @@ class Trial:
     def _plain(self, args: Any, kwargs: Any) -> Any:
         return self.module._plain_forward(*args, **kwargs)
 
-    @torch.no_grad()
-    def _compared(self, dims: Sequence[int | None], whole: list[Any], *, is_random: bool) -> list[int | None] | None:
-        """`_dims_of`, where the samples stand in these dimensions of the arguments.
+    @contextmanager
+    def _plainly(self, *, is_random: bool) -> Iterator[None]:
+        """Layers run as plain ones do, but without torch's fused inference, whose results depend on the longest sample.
 
-        Where random numbers are drawn, which differ, fixed ones take their place.
+        Random numbers differ from run to run, so fixed ones take their place.
         """
-        pairs = zip(self.leaves, dims, strict=True)
-        part = [leaf if dim is None else _taken(leaf, dim, self.half, self.batch) for leaf, dim in pairs]
-        with self.recorder.in_general_rule({}), WithoutChance() if is_random else nullcontext():
-            of_half, _ = self._run(self._plain, part)
-            if is_random:
-                whole, _ = self._run(self._plain, self.leaves)
-        if len(of_half) != len(whole):
-            return [None] * len(whole)
-        found = [_place(*pair, self.half, self.batch) for pair in zip(whole, of_half, strict=True)]
-        return None if MEET in found else found
-
-    @torch.no_grad()
-    def _has_other_chance(self) -> bool:
-        """Whether the forward draws numbers that are not fixed, as numpy's are not."""
-        states = RandomStates([*self.module.modules(), *self.leaves])
-        with states, self.recorder.in_general_rule({}), WithoutChance():
-            whole, _ = self._run(self._plain, self.leaves)
-            args, kwargs = tree_unflatten([_copied(leaf) for leaf in self.leaves], self.structure)
-            with without_traces(self.module, hooks=False):
-                self._plain(args, kwargs)  # it draws, so that the next one draws other numbers
-            again, _ = self._run(self._plain, self.leaves)
-        pairs = zip(whole, again, strict=True)
-        return not all(near(x, y) for x, y in pairs if _has_numbers(x) and _has_numbers(y) and x.shape == y.shape)
+        is_enabled = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with torch.no_grad(), self.recorder.in_general_rule({}), WithoutChance() if is_random else nullcontext():
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(is_enabled)
 
     def _seen_by_others(self, whole: list[Any], dims: list[int | None]) -> Tensor | None:
         """A parameter on which some samples' results depend as other samples see it, if there is one."""
