@@ -271,8 +271,7 @@ class General(Expanded):
             with RandomStates([*self.modules(), call.args, call.kwargs]), self._unnoticed():
                 mapper = self._mapper(call)
                 if not mapper.guests:
-                    trial = Trial(mapper)
-                    trial.compared(trial.mapped_again()[0], with_derivatives=torch.is_grad_enabled())
+                    Trial(mapper).compared(with_derivatives=torch.is_grad_enabled())
                 return None
         except _NOT_OF_THE_FORWARD:
             raise
@@ -414,13 +413,12 @@ class General(Expanded):
         try:
             with self._unnoticed():
                 trial = Trial(mapper, hooks=hooks)
-                again = trial.mapped_again()
                 derivatives = self._compares_derivatives(call)
-                compared = self._told.compared[call.kind] = trial.compared(again[0], with_derivatives=derivatives)
+                compared = self._told.compared[call.kind] = trial.compared(with_derivatives=derivatives)
                 self._told.with_derivatives |= {call.kind} if derivatives else set()
                 if not compared.alike:
                     return Verdict.WRONG, None
-                return trial.judged(again, compared.dims)
+                return trial.judged(compared.dims)
         except torch.OutOfMemoryError:  # a comparison takes more than a step
             return Verdict.WRONG, None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import contains
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, has_derivatives
@@ -57,6 +57,8 @@ class Compared(NamedTuple):
         return len(possible) == len(self.dims) and all(map(contains, possible, self.dims))
 
 
+# the leaves of a result, their structure, and their derivatives by the trained parameters and the arguments
+Alone = tuple[list[Any], TreeSpec, list[Tensor | None] | None]
 Way = tuple[Any, ...]  # what a forward on the whole batch has done with its parameters, see `Run`
 
 
@@ -139,6 +141,8 @@ class Trial:
         self.states = self._states()
         self.is_random: bool | None = None  # whether the plain forward draws random numbers, once it has run
         self.expected = self._first()
+        self.again: tuple[Mapped, list[Tensor]] | None = None  # see `_mapped_again`, until derivatives are taken
+        self.alone: dict[tuple[int, ...], Alone] = {}  # see `_of_samples`
 
     def _states(self) -> RandomStates:
         return RandomStates([*self.module.modules(), self.arguments])
@@ -185,19 +189,21 @@ class Trial:
             leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
         drawn = not draws and self.states.restore()
         self.is_random = drawn if self.is_random is None else self.is_random
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]  # of a parameter that is returned
 
-    @torch.no_grad()
-    def compared(self, mapped: Mapped, *, with_derivatives: bool = False) -> Compared:
+    def compared(self, mapped: Mapped | None = None, *, with_derivatives: bool = False) -> Compared:
         """Where the samples stand in the results; `with_derivatives` these are compared as well.
+
+        `mapped` is what the samples have given, if they have gone through the forward.
 
         Raises:
             PerSampleError: If the forward of the whole batch gives another result.
         """
         with self._states():
             with WithoutChance() if self.is_random else nullcontext():
-                if self.is_random:
-                    mapped, _ = self.mapped_again()
+                if mapped is None or self.is_random:
+                    self.again = self._mapped_again()
+                    mapped, _ = self.again
                 needs_hooks = self.module._told.needs_hooks
                 for hooks in sorted({needs_hooks, self.hooks}):  # they may add to what the forward returns
                     is_other = hooks != needs_hooks or self.is_random
@@ -238,7 +244,7 @@ class Trial:
             self.plain(hooks=self.hooks, draws=True)
         return all(map(near, expected, self.plain(hooks=self.hooks)))
 
-    def mapped_again(self) -> tuple[Mapped, list[Tensor]]:
+    def _mapped_again(self) -> tuple[Mapped, list[Tensor]]:
         """The samples' results from copies of the arguments, and the inputs by which they have derivatives."""
         inputs, arguments = self._with_derivatives()
         with without_traces(self.module, hooks=self.hooks), self.by_samples():
@@ -258,50 +264,58 @@ class Trial:
                 f"on the whole batch its forward runs, and it fails sample by sample ({error})"
             ) from error
 
-    def judged(self, found: tuple[Mapped, list[Tensor]], dims: Sequence[int]) -> tuple[Verdict, Way | None]:
+    def judged(self, dims: tuple[int, ...]) -> tuple[Verdict, Way | None]:
         """Whether the forward on the whole batch gives the samples' results and derivatives, and the way it has gone.
 
-        `found` is what `mapped_again` gave; the samples stand in `dims` of the results.
+        The samples stand in `dims` of the results.
         """
-        own = {place for place, _, _ in self.module._own()}
-        pairs = zip(self.mapper.originals, self.mapper.expanded, strict=True)
-        rows = [(weight, place in own) for place, weight in pairs if weight.requires_grad]
-        expanded = [weight for weight, _ in rows]
+        trained, own = self._trained(), {id(parameter) for _, parameter, _ in self.module._own()}
+        is_own = [id(parameter) in own for parameter in trained.values()]
         with self._states(), WithoutChance() if self.is_random else nullcontext():
-            mapped, inputs = found if not self.is_random else self.mapped_again()
-            leaves, structure = flatten(mapped.with_samples_in(dims).result())
-            wanted = as_compared(derivatives(leaves, [*expanded, *inputs]))  # which lets go of what the graph holds
+            leaves, structure, wanted = self._of_samples(dims)
+            self.alone.clear()
+            wanted = as_compared(wanted)  # which lets go of what the graph holds
             inputs, (args, kwargs) = self._with_derivatives()
             with without_traces(self.module, hooks=self.hooks):
                 result, way = self.module._attempt(self.mapper.call, args, kwargs)
             whole, other_structure = flatten(result)
             if way is None or structure != other_structure or not all(map(_is_same, leaves, whole)):
                 return Verdict.WRONG, None
-            given = as_compared(derivatives(whole, [*expanded, *inputs]))
-        is_own = [is_own for _, is_own in rows] + [False] * len(inputs)
+            given = as_compared(derivatives(whole, [*trained, *inputs]))
+        is_own += [False] * len(inputs)
         verdict = Verdict.WRONG if wanted is None or given is None else compared_rows(wanted, given, is_own)
         return verdict, way if verdict is Verdict.RIGHT else None
 
-    @torch.enable_grad()
+    def _trained(self) -> dict[Tensor, Tensor]:
+        """The expanded parameters by which there are derivatives, and the parameters themselves; tied ones once."""
+        pairs = zip(self.mapper.expanded, self.mapper.originals.values(), strict=True)
+        return {weight: parameter for weight, parameter in pairs if weight.requires_grad}
+
+    def _of_samples(self, dims: tuple[int, ...]) -> Alone:
+        """What the samples give alone, in these dimensions, and its derivatives: once for both comparisons with it."""
+        if dims not in self.alone:
+            mapped, inputs = self.again or self._mapped_again()
+            self.again = None
+            leaves, structure = flatten(mapped.with_samples_in(dims).result())
+            self.alone[dims] = leaves, structure, derivatives(leaves, [*self._trained(), *inputs])
+        return self.alone[dims]
+
     def _have_same_derivatives(self, dims: tuple[int, ...], *, hooks: bool) -> bool:
         """Whether the plain forward has the samples' derivatives, each compared by its own size.
 
         A table that all samples share, with B rows by chance, may change the results by less than rounding does, and be
         all that the rows of some parameter are made of.
         """
-        originals = self.mapper.originals
+        originals, trained = self.mapper.originals, self._trained()
         if any(isinstance(parameter, Batched) or parameter.is_meta for parameter in originals.values()):
             return True  # the module around compares them; nothing to tell by
-        mapped, inputs = self.mapped_again()
-        of_parameters = {id(p): e for p, e in zip(originals.values(), self.mapper.expanded, strict=True)}
+        _, _, wanted = self._of_samples(dims)
         # torch counts frequencies in the whole batch, so that a gradient scaled by them is not the sum of the rows
         by_frequency = {id(p) for (m, _), p in originals.items() if getattr(m, "scale_grad_by_freq", False)}
-        compared = [key for key, weight in of_parameters.items() if weight.requires_grad and key not in by_frequency]
-        expanded = [of_parameters[key] for key in compared]
-        results = mapped.with_samples_in(dims).tensors
-        wanted = derivatives(results, [*expanded, *inputs])
+        places = {id(parameter): place for place, parameter in enumerate(trained.values())}
+        compared = {key: place for key, place in places.items() if key not in by_frequency}
         with unseen():  # by a module around this one, whose forward runs on the whole batch
-            alone = {id(p): p.detach().requires_grad_(of_parameters[id(p)].requires_grad) for p in originals.values()}
+            alone = {id(p): p.detach().requires_grad_(id(p) in places) for p in originals.values()}
         own_inputs, (args, kwargs) = self._with_derivatives()
         lent = swapped(list(originals), [alone[id(parameter)] for parameter in originals.values()])
         with without_traces(self.module, hooks=hooks), self.module._children_inside({}), lent:
@@ -314,7 +328,7 @@ class Trial:
         )
         if wanted is None or given is None:
             return True  # nothing to tell by: the backward fails, as the user's will
-        rows, of_inputs = wanted[: len(expanded)], wanted[len(expanded) :]
+        rows, of_inputs = [wanted[place] for place in compared.values()], wanted[len(trained) :]
         sums = [None if each is None else as_factored(each).weighted_sum(each.new_ones(self.batch)) for each in rows]
         return are_alike([*sums, *of_inputs], given, self._size_of_arguments())
 
