@@ -21,19 +21,19 @@ from expanded_nn.layers.general.samples import (
     together,
     with_dims,
 )
-from expanded_nn.recording.graph import saved_dims, saved_number, turned_dims
+from expanded_nn.recording.graph import operation_of, saved_dims, saved_number, turned_dims
+
+Output = tuple[Any, int]  # a tensor, by the node that made it, and which of its outputs it is
 
 
 class Operation:
-    """A node of the graph, of whose outputs the samples of one are asked for.
+    """A node of the graph, of whose outputs the samples of one are asked for. Hundreds are made in a forward."""
 
-    Hundreds are made in a forward. `known` has the samples that `of` has found so far.
-    """
+    __slots__ = ("batch", "inputs", "known", "memo", "node", "number")
 
-    __slots__ = ("_known", "_of", "batch", "inputs", "memo", "node", "number")
-
-    def __init__(self, of: Callable[..., Samples], known: Known, batch: int, output: tuple[Any, int], memo: Memo):
-        self._of, self._known, self.batch, self.memo = of, known, batch, memo
+    def __init__(self, known: Known, output: Output) -> None:
+        self.known, self.batch = known, known.batch
+        self.memo: Memo = known.memo
         self.node, self.number = output
         self.inputs = self.node.next_functions  # the nodes that its inputs come from, and which of their outputs
 
@@ -46,12 +46,10 @@ class Operation:
         return _shape(*self.inputs[place])
 
     def samples_of(self, place: int) -> Samples:
-        output = self.inputs[place]
-        return self._known[output] if output in self._known else self._of(output)
+        return self.known[self.inputs[place]]
 
     def all_samples(self) -> list[Samples]:
-        known, of = self._known, self._of
-        return [known[output] if output in known else of(output) for output in self.inputs]
+        return [self.known[output] for output in self.inputs]
 
     def together(self, found: Sequence[Samples]) -> Samples:
         first = found[0]
@@ -76,9 +74,6 @@ class Operation:
         """The dimensions that it names, of `rank` or as many as the first input has; all, if it names none."""
         rank = len(self.shape_of(0)) if rank is None else rank
         return saved_dims(self.node, max(1, rank)) or list(range(rank))
-
-
-Known = dict[tuple[Any, int], Samples]  # by the node that made a tensor, and which of its outputs it is
 
 
 def _shape(node: Any, number: int) -> tuple[int, ...]:
@@ -124,14 +119,6 @@ def _viewed(op: Operation, samples: Tensor) -> Tensor:
 def _turned(op: Operation, samples: Tensor) -> Tensor:
     dims = cast("list[int]", turned_dims(op.node, samples.dim()))
     return op.memo.of(Tensor.permute, samples, tuple(dims))
-
-
-def _transposed(op: Operation, samples: Tensor) -> Tensor:
-    return op.memo.of(_swapped, samples, op.saved("dim0"), op.saved("dim1"))
-
-
-def _swapped(samples: Tensor, first: int, second: int) -> Tensor:
-    return samples.transpose(saved_number(first), saved_number(second))
 
 
 def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool = False) -> Callable[..., Samples]:
@@ -428,8 +415,7 @@ NODE_RULES: dict[str, Rule] = {
         _along,
     ),
     **dict.fromkeys(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"], _of_first(_viewed)),
-    "Transpose": _of_first(_transposed),
-    **dict.fromkeys(["T", "Permute"], _of_first(_turned)),
+    **dict.fromkeys(["T", "Permute", "Transpose"], _of_first(_turned)),
     "Expand": _of_first(lambda op, samples: op.memo.of(with_dims, samples, len(op.shape))),
     "Slice": _taken(_slice),
     "Select": _taken(_selected, drops_dim=True),
@@ -472,7 +458,36 @@ NODE_RULES: dict[str, Rule] = {
 }
 
 
-def rule_of_derivative(operation: str) -> Rule | None:
+def _rule_of_derivative(operation: str) -> Rule | None:
     """The rule for a derivative that the forward takes itself, as `"TanhBackward"`: that of the operation."""
     first, is_derivative, _ = operation.partition("Backward")
     return _elementwise if is_derivative and NODE_RULES.get(first) is _elementwise else None
+
+
+class Known(dict[Output, Samples]):
+    """The samples of the tensors in one forward: those that were noted, and what the graph tells where it is asked.
+
+    Raises:
+        Unknown: At a tensor of which it does not tell.
+    """
+
+    def __init__(self, batch: int, memo: Memo) -> None:
+        super().__init__({(None, 0): None})  # what has no node requires no gradient
+        self.batch, self.memo = batch, memo
+
+    def __missing__(self, output: Output) -> Samples:
+        node, _ = output
+        operation = operation_of(node)
+        rule = NODE_RULES.get(operation) or _rule_of_derivative(operation)
+        if rule is None:
+            self.memo.follows_writes |= node.name().endswith("CopySlices")
+            raise Unknown(node.name())
+        try:
+            found = rule(Operation(self, output))
+        except (TypeError, ValueError, IndexError, RuntimeError):  # it was called in another way than the rule's
+            raise Unknown(node.name()) from None
+        if isinstance(found, tuple):  # of all parts of a tensor
+            self.update(((node, place), samples) for place, samples in enumerate(found))
+        else:
+            self[output] = found
+        return self[output]
