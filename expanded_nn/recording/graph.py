@@ -52,6 +52,11 @@ def saved_number(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
+def saved_keys(node: Any) -> tuple[Any, ...]:
+    """The keys of an index that a node's operation takes places by."""
+    return tuple(slice(None) if key is None else key for key in node._saved_indices)
+
+
 def saved_dims(node: Any, rank: int) -> list[int]:
     """The dimensions that a node's operation on a tensor of so many dimensions names."""
     names = ("_saved_dim", "_saved_dims", "_saved_dimension")

@@ -20,7 +20,7 @@ from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn.common.batch import batch_dim, contents, data_in, own_batch_first, tensors
 from expanded_nn.recording.checkpoints import noted_pass
 from expanded_nn.recording.expand import Expand
-from expanded_nn.recording.graph import operation_of, saved_dims, saved_number, shape_of, turned_dims
+from expanded_nn.recording.graph import operation_of, saved_dims, saved_keys, saved_number, shape_of, turned_dims
 from expanded_nn.recording.passes import Pass, PassStage
 from expanded_nn.recording.places import Moved, chosen, moved_by
 from expanded_nn.recording.settings import RecorderLike
@@ -175,8 +175,7 @@ def _moves_of(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple
         if operation in ("Index", "IndexPut", "IndexPutImpl"):
             sizes = getattr(node, "_saved_self_sym_sizes", shape)
             dims, dim = len(sizes), samples_dim(len(sizes))
-            keys = tuple(slice(None) if key is None else key for key in node._saved_indices)
-            index, _ = chosen(keys, sizes, dim, batch)
+            index, _ = chosen(saved_keys(node), sizes, dim, batch)
             if index is NotImplemented:
                 return (), None
         else:

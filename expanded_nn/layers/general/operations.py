@@ -21,7 +21,8 @@ from expanded_nn.layers.general.samples import (
     together,
     with_dims,
 )
-from expanded_nn.recording.graph import operation_of, saved_dims, saved_number, turned_dims
+from expanded_nn.recording.graph import operation_of, saved_dims, saved_keys, saved_number, turned_dims
+from expanded_nn.recording.places import keys_by_dim
 
 Output = tuple[Any, int]  # a tensor, by the node that made it, and which of its outputs it is
 
@@ -221,14 +222,9 @@ def _pad(op: Operation, samples: Tensor) -> Tensor:
 
 
 def _index(op: Operation, samples: Tensor) -> Tensor:
-    keys, dim = op.saved("indices"), 0
-    dims: list[int] = []
-    for key in keys:
-        count = key.dim() if key is not None and key.dtype in (torch.bool, torch.uint8) else 1
-        dims += [] if key is None else range(dim, dim + count)
-        dim += count
-    whole = _whole(samples, op.shape_of(0), dims)
-    return whole[tuple(slice(None) if key is None else key for key in keys)]
+    keys = saved_keys(op.node)
+    dims = [dim for dim, key in enumerate(keys_by_dim(keys, samples.dim())) if isinstance(key, Tensor)]
+    return _whole(samples, op.shape_of(0), dims)[keys]
 
 
 def _gather(op: Operation, samples: Tensor) -> Tensor:
@@ -265,11 +261,10 @@ def _scatter(op: Operation) -> Samples:
 def _index_put(op: Operation) -> Samples:
     """Numbers are put into the places that an index names."""
     total, put = op.samples_of(0), op.samples_of(1)
-    keys = tuple(slice(None) if key is None else key for key in op.saved("indices"))
     if op.saved("accumulate"):
         raise Unknown
     whole = torch.full(op.shape, NOBODY) if total is None else total.expand(op.shape).clone()
-    whole[keys] = NOBODY if put is None else put
+    whole[saved_keys(op.node)] = NOBODY if put is None else put
     return None if total is None and put is None else _compact(whole)
 
 
