@@ -17,7 +17,7 @@ from expanded_nn.layers.general.trial import Way, Ways
 from expanded_nn.layers.general.whole_batch import WholeBatch, as_one_operation
 from expanded_nn.modules.base import Expanded, PerSampleModule
 from expanded_nn.modules.registry import EXPANDED, refuse_no_class
-from expanded_nn.recording.lift import Slot
+from expanded_nn.recording.lift import Slot, parameters_of
 from expanded_nn.recording.recorder import Recorder, modules_in
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
@@ -57,15 +57,12 @@ class FoldedBatch(WholeBatch):
         has_met_writes = self.told.memo.follows_writes and not follows_writes
         return super().judged(hooks=hooks) if has_met_writes else judged
 
-    def lent(self) -> tuple[list[Slot], list[Tensor]]:
+    def lent(self) -> dict[Slot, Tensor]:
         """Likewise: those of all modules within."""
-        modules = modules_in(self.module)
-        lent = [(module, name, value) for module in modules for name, value in module._parameters.items()]
-        places = [(module, name) for module, name, value in lent if value is not None]
-        parameters = [value for _, _, value in lent if value is not None]
-        if any(type(parameter) is not nn.Parameter for parameter in parameters):
+        lent = parameters_of(modules_in(self.module))
+        if any(type(parameter) is not nn.Parameter for parameter in lent.values()):
             raise NotInTable("a parameter that is sharded, or has a batch dimension of its own")
-        return places, parameters  # type: ignore[return-value]
+        return lent
 
 
 class Alone(General):

@@ -202,12 +202,12 @@ class Mapper:
 
     def _of_one_sample(self, weights: list[Tensor], inputs: list[Any]) -> Any:
         """What the forward returns for one sample, as a batch of one: its parameters are `weights` meanwhile."""
-        module, places = self.module, list(self.originals)
-        dims = self.call.dims
+        module, dims = self.module, self.call.dims
         alone = [x if dim in (None, FOLDED) else x.unsqueeze(dim) for x, dim in zip(inputs, dims, strict=True)]
         args, kwargs = tree_unflatten(alone, tree_structure((self.call.args, self.call.kwargs)))
-        lent = {place: Lent(*pair) for place, *pair in zip(places, self.originals.values(), weights, strict=True)}
-        with swapped(places, weights), quiet_fallbacks(), OneSample(module):
+        own = zip(self.originals.items(), weights, strict=True)
+        lent = {place: Lent(original, weight) for (place, original), weight in own}
+        with swapped(dict(zip(lent, weights, strict=True))), quiet_fallbacks(), OneSample(module):
             result = module._plainly(args, kwargs, lent)
         if Counter(ids_of_one_sample((args, kwargs))) - Counter(ids_of_one_sample(alone)):
             raise self._keeping("an argument")
@@ -396,13 +396,12 @@ class Mapper:
 
     def without_samples(self) -> Any:
         """What the plain forward returns for B = 0, connected to the parameters that it uses: these get 0 rows."""
-        module, places = self.module, list(self.originals)
         alone = [
             original.detach().requires_grad_(weight.requires_grad)
             for original, weight in zip(self.originals.values(), self.expanded, strict=True)
         ]
-        with swapped(places, alone), OneSample(module):
-            result = module._plainly(self.call.args, self.call.kwargs)
+        with swapped(dict(zip(self.originals, alone, strict=True))), OneSample(self.module):
+            result = self.module._plainly(self.call.args, self.call.kwargs)
         ends = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         used = {id(getattr(node, "variable", None)) for end in ends for node in graph_of(end)}
         of_used = [weight.abs().sum() for weight, own in zip(self.expanded, alone, strict=True) if id(own) in used]

@@ -34,7 +34,7 @@ from expanded_nn.layers.general.whole import reads_of_its_own
 from expanded_nn.layers.general.whole_batch import WholeBatch
 from expanded_nn.modules.base import Expanded
 from expanded_nn.recording.forward import InputNotes
-from expanded_nn.recording.lift import Lent, Slot
+from expanded_nn.recording.lift import Lent, Slot, parameters_of
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.sharded import is_sharded
 
@@ -181,16 +181,11 @@ class General(Expanded):
 
     def _mapper(self, call: Called) -> Mapper:
         self._refuse_backward_hooks()
-        originals = {
-            (module, name): parameter
-            for module in self.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        }
+        originals = parameters_of(self.modules())
         with unseen():
             within = [module for module in self.modules() if isinstance(module, General)]
             guests = {id(guest) for module in within for guest in module._guests()}
-            expanded = [self._expanded_of(module, name, guests) for module, name in originals]
+            expanded = [self._expanded_of(*slot, parameter, guests) for slot, parameter in originals.items()]
         return Mapper(self, call, originals, expanded, guests)
 
     @contextmanager
@@ -220,9 +215,7 @@ class General(Expanded):
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         return super(Expanded, self).forward(*args, **kwargs)
 
-    def _expanded_of(self, module: nn.Module, name: str, guests: set[int]) -> Tensor:
-        parameter = module._parameters[name]
-        assert parameter is not None
+    def _expanded_of(self, module: nn.Module, name: str, parameter: Tensor, guests: set[int]) -> Tensor:
         if id(parameter) in guests or (isinstance(module, Expanded) and module._is_batched(name, parameter)):
             return parameter
         if self._recorder is None or not torch.is_grad_enabled():

@@ -116,12 +116,11 @@ class WholeBatch:
         owners = Owners(batch, module, self.told.memo) if module._alone else None
         before, run = len(heard), Run(batch, recorder, owners)
         try:
-            places, parameters = self.lent()
             with unseen():
-                weights = [run.batched(recorder.expand(parameter)) for parameter in parameters]
+                weights = {place: run.batched(recorder.expand(own)) for place, own in self.lent().items()}
             if owners is not None:
                 args, kwargs = owners.begin((args, kwargs), dims)
-            with swapped(places, weights), nullcontext() if owners is None else recorder.in_general_rule({}):
+            with swapped(weights), nullcontext() if owners is None else recorder.in_general_rule({}):
                 weights.clear()
                 with run:
                     result = module._plain_forward(*args, **kwargs)
@@ -138,10 +137,9 @@ class WholeBatch:
             return None, None
         return result, (*run.way_gone(), *heard[before:])
 
-    def lent(self) -> tuple[list[Slot], list[Tensor]]:
-        """The parameters that get a value per sample in it: where they are, and they themselves."""
-        own = self.module._own()
-        return [place for place, _, _ in own], [parameter for _, parameter, _ in own]
+    def lent(self) -> dict[Slot, Tensor]:
+        """The parameters that get a value per sample in it, by where they are."""
+        return {place: parameter for place, parameter, _ in self.module._own()}
 
     def judged(self, *, hooks: bool) -> tuple[Verdict, Way | None]:
         """Whether the forward on the whole batch gives what it gives sample by sample, and the way it has gone."""
