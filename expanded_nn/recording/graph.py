@@ -64,6 +64,21 @@ def saved_dims(node: Any, rank: int) -> list[int]:
     return [saved_number(number) % rank for number in ([saved] if isinstance(saved, int) else saved or ())]
 
 
+def part_taken(node: Any, number: int) -> tuple[int, ...] | int:
+    """What a node's operation takes along the dimension that it names, as one of its results: a place, or a slice."""
+    operation = operation_of(node)
+    if operation == "Slice":
+        return tuple(saved_number(bound) for bound in (node._saved_start, node._saved_end, node._saved_step))
+    if operation in ("Split", "SplitWithSizes"):
+        size = node._saved_split_size if operation == "Split" else node._saved_split_sizes[number]
+        start = number * size if operation == "Split" else sum(node._saved_split_sizes[:number])
+        return start, start + size
+    return saved_number(node._saved_index) if operation == "Select" else number  # of Unbind
+
+
+PARTS = {"Slice", "Select", "Unbind", "Split", "SplitWithSizes"}  # the operations that take one
+
+
 def turned_dims(node: Any, rank: int) -> list[int] | None:
     """Which of so many dimensions each one was before a node turned them; `None` for a node that turns none."""
     operation, dims = operation_of(node), list(range(rank))

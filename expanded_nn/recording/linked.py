@@ -20,7 +20,7 @@ from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn.common.batch import batch_dim, contents, data_in, own_batch_first, tensors
 from expanded_nn.recording.checkpoints import noted_pass
 from expanded_nn.recording.expand import Expand
-from expanded_nn.recording.graph import operation_of, saved_dims, saved_keys, saved_number, shape_of, turned_dims
+from expanded_nn.recording.graph import PARTS, operation_of, part_taken, saved_dims, saved_keys, shape_of, turned_dims
 from expanded_nn.recording.passes import Pass, PassStage
 from expanded_nn.recording.places import Moved, chosen, moved_by
 from expanded_nn.recording.settings import RecorderLike
@@ -213,25 +213,18 @@ def _place_of(node: Any, number: int, dim: int, batch: int) -> int | None:
         parent, number = node.next_functions[0]
         return _place_of(parent, number, dim, batch)
     sizes = getattr(node, "_saved_self_sym_sizes", ())
-    if operation not in _PARTS or (sizes and (len(sizes) <= dim or sizes[dim] != batch)):
+    if operation not in PARTS or (sizes and (len(sizes) <= dim or sizes[dim] != batch)):
         return None
     if dim not in saved_dims(node, len(sizes) or len(shape_of(node, number)) + 1):
         return None
-    return _PARTS[operation](node, number) % batch
+    part = part_taken(node, number)
+    return (part if isinstance(part, int) else part[0]) % batch
 
 
 # operations that may move samples, and the number of the edge that leads to these
 _OPERATIONS = {
     **dict.fromkeys(("Flip", "Roll", "Sort", "Index", "IndexSelect", "Gather", "Cat", "Stack"), 0),
     **dict.fromkeys(("Scatter", "ScatterAdd", "IndexCopy", "IndexAdd", "IndexPut", "IndexPutImpl"), 1),
-}
-# operations that take a part, and where it begins
-_PARTS: dict[str, Callable[[Any, int], int]] = {
-    "Slice": lambda node, number: saved_number(node._saved_start),
-    "Split": lambda node, number: number * node._saved_split_size,
-    "SplitWithSizes": lambda node, number: sum(node._saved_split_sizes[:number]),
-    "Select": lambda node, number: saved_number(node._saved_index),
-    "Unbind": lambda node, number: number,
 }
 
 

@@ -21,7 +21,16 @@ from expanded_nn.layers.general.samples import (
     together,
     with_dims,
 )
-from expanded_nn.recording.graph import operation_of, saved_dims, saved_keys, saved_number, turned_dims
+from expanded_nn.recording.graph import (
+    PARTS,
+    operation_of,
+    part_taken,
+    saved_dims,
+    saved_keys,
+    saved_number,
+    shape_of,
+    turned_dims,
+)
 from expanded_nn.recording.places import keys_by_dim
 
 Output = tuple[Any, int]  # a tensor, by the node that made it, and which of its outputs it is
@@ -41,10 +50,10 @@ class Operation:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of that output."""
-        return _shape(self.node, self.number)
+        return tuple(shape_of(self.node, self.number))
 
     def shape_of(self, place: int) -> tuple[int, ...]:
-        return _shape(*self.inputs[place])
+        return tuple(shape_of(*self.inputs[place]))
 
     def samples_of(self, place: int) -> Samples:
         return self.known[self.inputs[place]]
@@ -77,13 +86,9 @@ class Operation:
         return saved_dims(self.node, max(1, rank)) or list(range(rank))
 
 
-def _shape(node: Any, number: int) -> tuple[int, ...]:
-    return tuple(node._input_metadata[number].shape)
+# Rules: the samples of what an operation gives
 
-
-# Rules: the samples of what an operation gives, or of all tensors that it gives
-
-Rule = Callable[[Operation], Samples | tuple[Samples, ...]]
+Rule = Callable[[Operation], Samples]
 
 
 def _elementwise(op: Operation) -> Samples:
@@ -105,7 +110,7 @@ def _along(op: Operation) -> Samples:
     return op.memo.of(Tensor.reshape, samples, left)
 
 
-def _of_first(change: Callable[[Operation, Tensor], Tensor]) -> Callable[[Operation], Samples]:
+def _of_first(change: Callable[[Operation, Tensor], Tensor]) -> Rule:
     def rule(op: Operation) -> Samples:
         samples = op.samples_of(0)
         return None if samples is None else change(op, samples)
@@ -122,55 +127,21 @@ def _turned(op: Operation, samples: Tensor) -> Tensor:
     return op.memo.of(Tensor.permute, samples, tuple(dims))
 
 
-def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool = False) -> Callable[..., Samples]:
-    """A rule for what takes places along one dimension; where the samples have size 1, any place will do."""
-
-    def change(op: Operation, samples: Tensor) -> Tensor:
-        (dim,) = op.dims(samples.dim())
-        if samples.shape[dim] == 1:
-            return op.memo.of(Tensor.squeeze, samples, dim) if drops_dim else samples
-        return take(op, samples, dim)
-
-    return _of_first(change)
+def _part(op: Operation, samples: Tensor) -> Tensor:
+    """A part along one dimension; where the samples have size 1, any will do."""
+    (dim,), part = op.dims(samples.dim()), part_taken(op.node, op.number)
+    if samples.shape[dim] > 1:
+        return op.memo.of(_taken, samples, dim, part)
+    return op.memo.of(Tensor.squeeze, samples, dim) if isinstance(part, int) else samples
 
 
-def _parted(part: Callable[[Operation, Tensor, int], Sequence[Tensor]], *, drops_dim: bool = False) -> Rule:
-    """A rule for what takes a tensor apart along one dimension: the samples of all parts at once."""
-
-    def rule(op: Operation) -> tuple[Samples, ...]:
-        samples = op.samples_of(0)
-        if samples is not None:
-            (dim,) = op.dims(samples.dim())
-            if samples.shape[dim] > 1:
-                return tuple(part(op, samples, dim))
-            samples = op.memo.of(Tensor.squeeze, samples, dim) if drops_dim else samples
-        return (samples,) * len(op.node._input_metadata)
-
-    return rule
+def _taken(samples: Tensor, dim: int, part: tuple[int, ...] | int) -> Tensor:
+    return samples[(*[slice(None)] * dim, part if isinstance(part, int) else slice(*part))]
 
 
-def _by_values(rule: Callable[[Operation], Samples]) -> Callable[[Operation], Samples]:
+def _by_values(rule: Rule) -> Rule:
     """A rule whose samples depend on values: a new tensor each time, but mostly with the same numbers."""
     return lambda op: op.memo.same(rule(op))
-
-
-def _slice(op: Operation, samples: Tensor, dim: int) -> Tensor:
-    bounds = (saved_number(op.saved(name)) for name in ("start", "end", "step"))
-    return op.memo.of(_sliced, samples, dim, *bounds)
-
-
-def _sliced(samples: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
-    return samples[(*[slice(None)] * dim, slice(start, end, step))]
-
-
-def _selected(op: Operation, samples: Tensor, dim: int) -> Tensor:
-    place = saved_number(op.saved("index"))
-    return op.memo.of(Tensor.select, samples, dim, place)
-
-
-def _split(op: Operation, samples: Tensor, dim: int) -> Sequence[Tensor]:
-    sizes = op.saved("split_size") if hasattr(op.node, "_saved_split_size") else tuple(op.saved("split_sizes"))
-    return op.memo.of(torch.split, samples, sizes, dim)
 
 
 def _repeat(op: Operation, samples: Tensor) -> Tensor:
@@ -225,6 +196,11 @@ def _index(op: Operation, samples: Tensor) -> Tensor:
     keys = saved_keys(op.node)
     dims = [dim for dim, key in enumerate(keys_by_dim(keys, samples.dim())) if isinstance(key, Tensor)]
     return _whole(samples, op.shape_of(0), dims)[keys]
+
+
+def _index_selected(op: Operation, samples: Tensor) -> Tensor:
+    (dim,) = op.dims()
+    return samples if samples.shape[dim] == 1 else samples.index_select(dim, op.saved("index"))
 
 
 def _gather(op: Operation, samples: Tensor) -> Tensor:
@@ -412,10 +388,7 @@ NODE_RULES: dict[str, Rule] = {
     **dict.fromkeys(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"], _of_first(_viewed)),
     **dict.fromkeys(["T", "Permute", "Transpose"], _of_first(_turned)),
     "Expand": _of_first(lambda op, samples: op.memo.of(with_dims, samples, len(op.shape))),
-    "Slice": _taken(_slice),
-    "Select": _taken(_selected, drops_dim=True),
-    "Unbind": _parted(lambda op, samples, dim: op.memo.of(torch.unbind, samples, dim), drops_dim=True),
-    **dict.fromkeys(["Split", "SplitWithSizes"], _parted(_split)),
+    **dict.fromkeys(PARTS, _of_first(_part)),
     "Repeat": _of_first(_repeat),
     "Flip": _of_first(_flip),
     "Roll": _of_first(_roll),
@@ -426,7 +399,7 @@ NODE_RULES: dict[str, Rule] = {
         lambda op, samples: op.memo.of(Tensor.squeeze, op.constant(samples, [samples.dim() - 1]), -1)
     ),
     "Index": _by_values(_of_first(_index)),
-    "IndexSelect": _by_values(_taken(lambda op, samples, dim: samples.index_select(dim, op.saved("index")))),
+    "IndexSelect": _by_values(_of_first(_index_selected)),
     "Gather": _of_first(_gather),
     "IndexAdd": _index_add,
     "Scatter": _scatter,
@@ -478,11 +451,7 @@ class Known(dict[Output, Samples]):
             self.memo.follows_writes |= node.name().endswith("CopySlices")
             raise Unknown(node.name())
         try:
-            found = rule(Operation(self, output))
+            self[output] = found = rule(Operation(self, output))
         except (TypeError, ValueError, IndexError, RuntimeError):  # it was called in another way than the rule's
             raise Unknown(node.name()) from None
-        if isinstance(found, tuple):  # of all parts of a tensor
-            self.update(((node, place), samples) for place, samples in enumerate(found))
-        else:
-            self[output] = found
-        return self[output]
+        return found
