@@ -144,7 +144,8 @@ def _passes_behind(
             if pass_ in own_passes:
                 continue
         edges, moved_here = ((), None) if moved is not None else _moves_of(node, samples_dim, batch)
-        dim_before = _dim_before(node, dim)
+        turned = None if dim is None else turned_dims(node, len(shape_of(node)))
+        dim_before = dim if dim is None or turned is None else turned[dim]
         for edge, (parent, output) in enumerate(node.next_functions):
             is_alike = len(shape_of(parent, output)) == len(shape_of(node))
             waiting.append((parent, moved_here if edge in edges else moved, dim_before if is_alike else None))
@@ -155,12 +156,6 @@ def _is_turned(node: Any, dim: int, usual_dim: Callable[[int], int], batch: int)
     shape = shape_of(node)
     usual = usual_dim(len(shape))
     return dim != usual and bool(shape[dim] == shape[usual] == batch)
-
-
-def _dim_before(node: Any, dim: int | None) -> int | None:
-    """Where the dimension `dim` was before a node's operation, if that leaves as many dimensions."""
-    turned = None if dim is None else turned_dims(node, len(shape_of(node)))
-    return dim if dim is None or turned is None else turned[dim]
 
 
 def _moves_of(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple[Sequence[int], Moved | None]:

@@ -17,14 +17,7 @@ from expanded_nn.common.modes import unseen
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.core import cost
 from expanded_nn.layers.general.mapped import Called
-from expanded_nn.modules.layout import (
-    all_in_one_row,
-    forward_of,
-    holds_all_samples,
-    note_input,
-    refusal,
-    refuse_square,
-)
+from expanded_nn.modules.layout import all_in_one_row, forward_of, holds_all_samples, note_input, refusal, refuse_square
 from expanded_nn.recording.expand import comes_from_rows
 
 ErrorOf = Callable[[Called], Exception | None]
