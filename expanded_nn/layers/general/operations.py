@@ -265,22 +265,28 @@ def _compact(samples: Tensor) -> Tensor:
 
 def _joined(op: Operation) -> Samples:
     """Tensors one after the other along a dimension."""
-    found = op.all_samples()
+    found, (dim,) = op.all_samples(), op.dims(len(op.shape))
+    return _one_after_the_other(op, found, dim, lambda place: op.shape_of(place)[dim])
+
+
+def _stack(op: Operation) -> Samples:
+    """The same along a new dimension, of size 1 in each."""
     (dim,) = op.dims(len(op.shape))
+    found = [x if x is None else op.memo.of(Tensor.unsqueeze, x, dim) for x in op.all_samples()]
+    return _one_after_the_other(op, found, dim, lambda place: 1)
+
+
+def _one_after_the_other(op: Operation, found: list[Samples], dim: int, size_of: Callable[[int], int]) -> Samples:
     there = [samples for samples in found if samples is not None]
     if not there:
         return None
     if all(samples.shape[dim] == 1 for samples in there):
         if len(there) < len(found):
             return _filled_up(op, cast(Tensor, op.together(there)))
-        if _are_equal(there):
+        if all(samples is there[0] or torch.equal(samples, there[0]) for samples in there):
             return there[0]
-    known = [op.shape_of(place)[dim] if x is not None and x.shape[dim] == 1 else -1 for place, x in enumerate(found)]
-    return op.memo.of(_cat, tuple(found), tuple(known), dim)
-
-
-def _are_equal(there: Sequence[Tensor]) -> bool:
-    return all(samples is there[0] or torch.equal(samples, there[0]) for samples in there)
+    sizes = (size_of(place) if x is not None and x.shape[dim] == 1 else -1 for place, x in enumerate(found))
+    return op.memo.of(_cat, tuple(found), tuple(sizes), dim)
 
 
 def _cat(found: Sequence[Samples], sizes: Sequence[int], dim: int) -> Tensor:
@@ -292,19 +298,6 @@ def _cat(found: Sequence[Samples], sizes: Sequence[int], dim: int) -> Tensor:
     return torch.cat(
         [part.expand([*whole[:dim], size, *whole[dim + 1 :]]) for part, size in zip(parts, sizes, strict=True)], dim
     )
-
-
-def _stack(op: Operation) -> Samples:
-    """The same along a new dimension, of size 1 in each."""
-    found = op.all_samples()
-    there = [samples for samples in found if samples is not None]
-    if not there:
-        return None
-    (dim,) = op.dims(len(op.shape))
-    parts = [op.memo.of(Tensor.unsqueeze, samples, dim) for samples in there]
-    if len(there) < len(found):
-        return _filled_up(op, cast(Tensor, op.together(parts)))
-    return parts[0] if _are_equal(there) else op.memo.of(_cat, tuple(parts), (1,) * len(parts), dim)
 
 
 def _product(op: Operation) -> Samples:
