@@ -826,14 +826,14 @@ def test_each_rule_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
             used.add(name)
             return super().get(name, default)
 
-    monkeypatch.setattr(owners, "NODE_RULES", Noting(owners.NODE_RULES))
+    monkeypatch.setattr(operations, "NODE_RULES", Noting(operations.NODE_RULES))
     for function in KNOWN.values():
         samples_of(function)
     moves = {
-        name for name, rule in owners.NODE_RULES.items() if rule not in (operations._elementwise, operations._along)
+        name for name, rule in operations.NODE_RULES.items() if rule not in (operations._elementwise, operations._along)
     }
     assert len(moves & used) > 25, sorted(moves - used)
-    assert alike <= set(owners.NODE_RULES)
+    assert alike <= set(operations.NODE_RULES)
 
 
 def test_rows_in_their_places_again() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import expanded_nn as enn
 from expanded_nn.core import cost
-from expanded_nn.layers.general.alone import Alone
+from expanded_nn.layers.general.alone import Alone, FoldedBatch
 from expanded_nn.modules.registry import EXPANDED
 from oracle import Call, assert_close, assert_close_rows, loop, rows_of, total_loss
 from test_folded import runs_whole, values
@@ -318,7 +318,7 @@ def test_folded_results_are_those_of_the_plain_model() -> None:
 @pytest.mark.parametrize("escapes", [False, True])
 def test_what_a_forward_keeps_is_what_the_plain_one_keeps(escapes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if escapes:  # from the whole batch, to a loop over the samples
-        monkeypatch.setattr(Alone, "_suits_whole_batch", lambda self: False)
+        monkeypatch.setattr(FoldedBatch, "suits", lambda whole: False)
     module = built(nn.Linear(8, D), Keeps)
     model = assert_right(module, call(), call(seed=1))
     assert module.calls == 0  # those of copies count

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
-from expanded_nn.layers.general.rule import General
+from expanded_nn.layers.general.whole_batch import WholeBatch
 from expanded_nn.modules.registry import EXPANDED
 from oracle import (
     Call,
@@ -79,7 +79,7 @@ def noting(forward: Callable[..., Any], seen: set[str]) -> Callable[..., Any]:
 def sample_by_sample() -> Iterator[None]:
     """No forward runs on the whole batch, so that each goes through `vmap`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(General, "_may_run_whole", lambda module, call: False)
+        patch.setattr(WholeBatch, "suits", lambda whole: False)
         yield
 
 

@@ -20,6 +20,7 @@ from expanded_nn.factored import FactoredTensor
 from expanded_nn.layers.general import gradients, whole
 from expanded_nn.layers.general.batched import RULES, Rule
 from expanded_nn.layers.general.rule import General
+from expanded_nn.layers.general.whole_batch import WholeBatch
 from expanded_nn.recording.order import Order
 from oracle import Call, assert_close, assert_close_rows, gradient_penalty, grads_of, loop, rows_of, total_loss
 
@@ -730,13 +731,13 @@ def test_an_index_that_all_samples_share_or_not(index: Tensor) -> None:
 def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The modules that were compared, once for each time."""
     compared: list[Any] = []
-    judged = General._judged
+    judged = WholeBatch.judged
 
-    def noting(self: General, call: Any, **settings: bool) -> Any:
-        compared.append(self)
-        return judged(self, call, **settings)
+    def noting(self: WholeBatch, **settings: bool) -> Any:
+        compared.append(self.module)
+        return judged(self, **settings)
 
-    monkeypatch.setattr(General, "_judged", noting)
+    monkeypatch.setattr(WholeBatch, "judged", noting)
     return compared
 
 

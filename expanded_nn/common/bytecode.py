@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dis import Instruction, get_instructions
+from functools import lru_cache
 from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any
@@ -11,6 +12,7 @@ _NO_COMPUTED_KEY = {"LOAD_CONST", "LOAD_SMALL_INT", "BUILD_SLICE", "BUILD_TUPLE"
 _SPREAD = {"DICT_MERGE", "DICT_UPDATE", "CALL_FUNCTION_EX"}
 
 
+@lru_cache(maxsize=2**12)  # per-sample mode may be switched often
 def global_names(code: CodeType) -> dict[str, None]:
     """The global variables that it names, in this order; attributes are none, whose names stand beside them."""
     return {

@@ -50,7 +50,7 @@ class RelativeAttention(Root):
         batch, heads = table.pass_batch_size, table.embedding_dim
         # B tables of so many heads are one of B times as many
         weight = rearrange(table.expanded("weight"), "b buckets heads -> buckets (b heads)")
-        with swapped([(table, "weight")], [weight]), recorder.in_general_rule({}):
+        with swapped({(table, "weight"): weight}), recorder.in_general_rule({}):
             bias = compute(*args, **kwargs)
         return rearrange(bias, "1 (b heads) t s -> b heads t s", b=batch, heads=heads)  # type: ignore[no-any-return]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import lru_cache
 from itertools import chain
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -126,14 +125,13 @@ def _of_class(cls: type) -> Iterator[Any]:
         if function in met or function.__code__.co_filename.startswith(LIBRARIES):
             continue
         met.add(function)
-        named = [function.__globals__.get(name) for name in _global_names(function.__code__)]
+        named = [function.__globals__.get(name) for name in global_names(function.__code__)]
         with suppress(ValueError):  # of a variable that has no value yet
             named += [cell.cell_contents for cell in function.__closure__ or ()]
         yield from (x for x in named if isinstance(x, Tensor))
         functions_left += [x for x in named if isinstance(x, FunctionType)]
 
 
-_global_names = lru_cache(maxsize=2**12)(global_names)  # the mode may be switched often
 MAKES = {
     *functions("arange", "linspace", "logspace", "eye", "tensor", "meshgrid", "cartesian_prod", "tril_indices"),
     *functions("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"),

@@ -52,11 +52,31 @@ def saved_number(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
+def saved_keys(node: Any) -> tuple[Any, ...]:
+    """The keys of an index that a node's operation takes places by."""
+    return tuple(slice(None) if key is None else key for key in node._saved_indices)
+
+
 def saved_dims(node: Any, rank: int) -> list[int]:
     """The dimensions that a node's operation on a tensor of so many dimensions names."""
     names = ("_saved_dim", "_saved_dims", "_saved_dimension")
     saved = next((found for name in names if (found := getattr(node, name, None)) is not None), None)
     return [saved_number(number) % rank for number in ([saved] if isinstance(saved, int) else saved or ())]
+
+
+def part_taken(node: Any, number: int) -> tuple[int, ...] | int:
+    """What a node's operation takes along the dimension that it names, as one of its results: a place, or a slice."""
+    operation = operation_of(node)
+    if operation == "Slice":
+        return tuple(saved_number(bound) for bound in (node._saved_start, node._saved_end, node._saved_step))
+    if operation in ("Split", "SplitWithSizes"):
+        size = node._saved_split_size if operation == "Split" else node._saved_split_sizes[number]
+        start = number * size if operation == "Split" else sum(node._saved_split_sizes[:number])
+        return start, start + size
+    return saved_number(node._saved_index) if operation == "Select" else number  # of Unbind
+
+
+PARTS = {"Slice", "Select", "Unbind", "Split", "SplitWithSizes"}  # the operations that take one
 
 
 def turned_dims(node: Any, rank: int) -> list[int] | None:

@@ -5,6 +5,7 @@ That sees what no layer can: samples that the forward mixes, and arguments or ta
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -185,7 +186,8 @@ class Trial:
         args, kwargs = tree_unflatten([_copied(leaf) for leaf in leaves], self.structure)
         states = RandomStates([*self.module.modules(), *leaves])
         try:
-            with without_traces(self.module, hooks=False):
+            with without_traces(self.module, hooks=False), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the forward itself will give them
                 result = forward(args, kwargs)
         finally:
             is_random = states.restore()

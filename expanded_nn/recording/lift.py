@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +15,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from expanded_nn.common.modes import is_batched
 
 Slot = tuple[nn.Module, str]
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> dict[Slot, Tensor]:
+    """The parameters of some modules, by where they are."""
+    held = ((module, name, value) for module in modules for name, value in module._parameters.items())
+    return {(module, name): value for module, name, value in held if value is not None}
 
 
 class Lent(NamedTuple):
@@ -46,7 +52,7 @@ class LiftedCall:
             dim = next(where) if isinstance(leaf, Tensor) else None
             whole.append(leaf if dim is None else _of_all_samples(leaf, dim, mapped, batch))
         args, kwargs = tree_unflatten(whole, self.structure)
-        with swapped(list(self.originals), list(self.originals.values())):
+        with swapped(self.originals):
             self.result = tree_flatten(self.module.expanded_forward(*args, **kwargs))  # type: ignore[operator]
         outputs = [leaf for leaf in self.result[0] if isinstance(leaf, Tensor)]
         dims = self.module.sample_dims(len(outputs))  # type: ignore[operator]
@@ -119,18 +125,15 @@ def lifted(module: nn.Module, lent: Mapping[Slot, Lent], args: Any, kwargs: Any)
 def _originals(module: nn.Module, lent: Mapping[Slot, Lent]) -> dict[Slot, Tensor] | None:
     """The layer's parameters; `None` if the forward gives it other weights, as by `functional_call`."""
     originals = {}
-    for member in module.modules():
-        for name, parameter in member._parameters.items():
-            if parameter is not None:
-                loan = lent.get((member, name))
-                if loan is None and isinstance(parameter, nn.Parameter) and not is_batched(parameter):
-                    continue  # of a layer that is given to the module, which has it as it is
-                if loan is None or loan.weight is not parameter:
-                    return None
-                originals[member, name] = loan.original
-        if any(isinstance(value, Tensor) and is_batched(value) for value in vars(member).values()):
+    for slot, parameter in parameters_of(module.modules()).items():
+        loan = lent.get(slot)
+        if loan is None and isinstance(parameter, nn.Parameter) and not is_batched(parameter):
+            continue  # of a layer that is given to the module, which has it as it is
+        if loan is None or loan.weight is not parameter:
             return None
-    return originals
+        originals[slot] = loan.original
+    held = (value for member in module.modules() for value in vars(member).values())
+    return None if any(isinstance(value, Tensor) and is_batched(value) for value in held) else originals
 
 
 def with_tensors(leaves: Sequence[Any], structure: TreeSpec, tensors: Sequence[Tensor]) -> Any:
@@ -140,15 +143,15 @@ def with_tensors(leaves: Sequence[Any], structure: TreeSpec, tensors: Sequence[T
 
 
 @contextmanager
-def swapped(places: Sequence[Slot], weights: Sequence[Tensor]) -> Iterator[None]:
+def swapped(weights: Mapping[Slot, Tensor]) -> Iterator[None]:
     """Other tensors in the parameters' places."""
-    before = [module._parameters[name] for module, name in places]
+    before = {(module, name): module._parameters[name] for module, name in weights}
     try:
-        for (module, name), weight in zip(places, weights, strict=True):
+        for (module, name), weight in weights.items():
             module._parameters[name] = weight  # type: ignore[assignment]
         yield
     finally:
-        for (module, name), parameter in zip(places, before, strict=True):
+        for (module, name), parameter in before.items():
             module._parameters[name] = parameter
 
 

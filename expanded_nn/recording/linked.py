@@ -20,7 +20,7 @@ from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn.common.batch import batch_dim, contents, data_in, own_batch_first, tensors
 from expanded_nn.recording.checkpoints import noted_pass
 from expanded_nn.recording.expand import Expand
-from expanded_nn.recording.graph import operation_of, saved_dims, saved_number, shape_of, turned_dims
+from expanded_nn.recording.graph import PARTS, operation_of, part_taken, saved_dims, saved_keys, shape_of, turned_dims
 from expanded_nn.recording.passes import Pass, PassStage
 from expanded_nn.recording.places import Moved, chosen, moved_by
 from expanded_nn.recording.settings import RecorderLike
@@ -144,7 +144,8 @@ def _passes_behind(
             if pass_ in own_passes:
                 continue
         edges, moved_here = ((), None) if moved is not None else _moves_of(node, samples_dim, batch)
-        dim_before = _dim_before(node, dim)
+        turned = None if dim is None else turned_dims(node, len(shape_of(node)))
+        dim_before = dim if dim is None or turned is None else turned[dim]
         for edge, (parent, output) in enumerate(node.next_functions):
             is_alike = len(shape_of(parent, output)) == len(shape_of(node))
             waiting.append((parent, moved_here if edge in edges else moved, dim_before if is_alike else None))
@@ -155,12 +156,6 @@ def _is_turned(node: Any, dim: int, usual_dim: Callable[[int], int], batch: int)
     shape = shape_of(node)
     usual = usual_dim(len(shape))
     return dim != usual and bool(shape[dim] == shape[usual] == batch)
-
-
-def _dim_before(node: Any, dim: int | None) -> int | None:
-    """Where the dimension `dim` was before a node's operation, if that leaves as many dimensions."""
-    turned = None if dim is None else turned_dims(node, len(shape_of(node)))
-    return dim if dim is None or turned is None else turned[dim]
 
 
 def _moves_of(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple[Sequence[int], Moved | None]:
@@ -175,8 +170,7 @@ def _moves_of(node: Any, samples_dim: Callable[[int], int], batch: int) -> tuple
         if operation in ("Index", "IndexPut", "IndexPutImpl"):
             sizes = getattr(node, "_saved_self_sym_sizes", shape)
             dims, dim = len(sizes), samples_dim(len(sizes))
-            keys = tuple(slice(None) if key is None else key for key in node._saved_indices)
-            index, _ = chosen(keys, sizes, dim, batch)
+            index, _ = chosen(saved_keys(node), sizes, dim, batch)
             if index is NotImplemented:
                 return (), None
         else:
@@ -214,25 +208,18 @@ def _place_of(node: Any, number: int, dim: int, batch: int) -> int | None:
         parent, number = node.next_functions[0]
         return _place_of(parent, number, dim, batch)
     sizes = getattr(node, "_saved_self_sym_sizes", ())
-    if operation not in _PARTS or (sizes and (len(sizes) <= dim or sizes[dim] != batch)):
+    if operation not in PARTS or (sizes and (len(sizes) <= dim or sizes[dim] != batch)):
         return None
     if dim not in saved_dims(node, len(sizes) or len(shape_of(node, number)) + 1):
         return None
-    return _PARTS[operation](node, number) % batch
+    part = part_taken(node, number)
+    return (part if isinstance(part, int) else part[0]) % batch
 
 
 # operations that may move samples, and the number of the edge that leads to these
 _OPERATIONS = {
     **dict.fromkeys(("Flip", "Roll", "Sort", "Index", "IndexSelect", "Gather", "Cat", "Stack"), 0),
     **dict.fromkeys(("Scatter", "ScatterAdd", "IndexCopy", "IndexAdd", "IndexPut", "IndexPutImpl"), 1),
-}
-# operations that take a part, and where it begins
-_PARTS: dict[str, Callable[[Any, int], int]] = {
-    "Slice": lambda node, number: saved_number(node._saved_start),
-    "Split": lambda node, number: number * node._saved_split_size,
-    "SplitWithSizes": lambda node, number: sum(node._saved_split_sizes[:number]),
-    "Select": lambda node, number: saved_number(node._saved_index),
-    "Unbind": lambda node, number: number,
 }
 
 

@@ -112,9 +112,6 @@ class Copies:
             if place is not None:
                 self.known[id(x)] = Copy(x, first.layer, *place)
 
-    def _has_rows(self, x: Tensor, batch: int) -> bool:
-        return x.dim() > 0 and x.shape[self.recorder.settings.samples_dim(x.dim())] == batch
-
     def _kind(self, leaf: Any) -> Any:
         """What tells of one argument what is true of all like it."""
         if not isinstance(leaf, Tensor):
@@ -157,7 +154,8 @@ class Copies:
         """Where the samples may stand in the result for all copies, as one of them tells; see `_compared`."""
         usual = self.recorder.settings.samples_dim(whole.dim())
         if whole.shape == alone.shape:
-            dims = [usual] if self._has_rows(whole, batch) else [i for i, n in enumerate(whole.shape) if n == batch]
+            dims = [i for i, n in enumerate(whole.shape) if n == batch]
+            dims = [usual] if usual in dims else dims
             if not dims:  # a loss of all samples, or what does not depend on the copies
                 return [None] if meets_samples or torch.equal(whole, alone) else []
             return [None] if any(are_near(whole.select(dim, sample), alone.select(dim, sample)) for dim in dims) else []

@@ -71,10 +71,10 @@ class Cell:
         """The blocks, with the terms of each merged by kind."""
         if self.dense is not None:
             return ((self.dense.shape[0], (Guarded.of(Dense.of(self.dense)),)),)
-        if len(self.blocks) == 1 and len(self.blocks[0][1]) < 2:  # as most are
-            return self.blocks
-        if any(len(terms) > 1 for _, terms in self.blocks):
-            self.blocks = tuple((size, _merged(terms) if len(terms) > 1 else terms) for size, terms in self.blocks)
+        for _, terms in self.blocks:
+            if len(terms) > 1:
+                self.blocks = tuple((size, _merged(own)) for size, own in self.blocks)
+                break
         return self.blocks
 
     def unchanged(self) -> list[algebra.Block]:

@@ -65,10 +65,7 @@ class Rows(Tensor):
 
     def terms(self) -> tuple[Term, ...]:
         """All terms of all blocks, for a look at their kinds and sizes: changes in place are not checked."""
-        blocks = self.blocks
-        if len(blocks) == 1 and len(blocks[0][1]) == 1:  # as in most rows
-            return (blocks[0][1][0].term,)
-        return tuple(guarded.term for _, terms in blocks for guarded in terms)
+        return tuple(guarded.term for _, terms in self.blocks for guarded in terms)
 
     def _unchanged(self) -> list[algebra.Block]:
         """The terms of all blocks, to compute with; raises if a factor was changed in place."""

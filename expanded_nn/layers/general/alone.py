@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
@@ -13,16 +12,57 @@ from expanded_nn.common.traced import is_traced
 from expanded_nn.core import cost
 from expanded_nn.layers.general.batched import NotInTable
 from expanded_nn.layers.general.gradients import Verdict
-from expanded_nn.layers.general.mapped import Called
 from expanded_nn.layers.general.rule import General
 from expanded_nn.layers.general.trial import Way, Ways
-from expanded_nn.layers.general.turns import as_one_operation
+from expanded_nn.layers.general.whole_batch import WholeBatch, as_one_operation
 from expanded_nn.modules.base import Expanded, PerSampleModule
 from expanded_nn.modules.registry import EXPANDED, refuse_no_class
-from expanded_nn.recording.lift import Slot
+from expanded_nn.recording.lift import Slot, parameters_of
 from expanded_nn.recording.recorder import Recorder, modules_in
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module] | str)
+
+
+class FoldedBatch(WholeBatch):
+    """The forward of such a module, in which all parameters get a value per sample."""
+
+    def suits(self) -> bool:
+        """Whether its graph may tell whose the rows of each layer are."""
+        return not is_traced() and not saved_tensors_are_packed()
+
+    def compares_one_in(self) -> int:
+        """Likewise; where `vmap` follows its forward, values do not lead it, and the graph tells where samples meet."""
+        return cost.TURNS_OF_A_SAMPLE if self.module.goes_in_a_loop() else 0
+
+    def by_known_way(self, ways: Ways) -> Any:
+        """The result, if it went a known way; if not, what it has kept is taken back.
+
+        Where `vmap` follows, nothing is kept.
+        """
+        before = Attributes([*modules_in(self.module)]) if self.module.goes_in_a_loop() else None
+        result = super().by_known_way(ways)
+        if before is not None and result is NotImplemented:
+            before.put_back()
+        return result
+
+    def attempt(self, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
+        """Likewise; the graph tells of samples that take each other's places."""
+        result: tuple[Any, Way | None] = as_one_operation(self.module, super().attempt, args, kwargs)
+        return result
+
+    def judged(self, *, hooks: bool) -> tuple[Verdict, Way | None]:
+        """Likewise; once more, if that has shown that writes are to be looked at."""
+        follows_writes = self.told.memo.follows_writes
+        judged = super().judged(hooks=hooks)
+        has_met_writes = self.told.memo.follows_writes and not follows_writes
+        return super().judged(hooks=hooks) if has_met_writes else judged
+
+    def lent(self) -> dict[Slot, Tensor]:
+        """Likewise: those of all modules within."""
+        lent = parameters_of(modules_in(self.module))
+        if any(type(parameter) is not nn.Parameter for parameter in lent.values()):
+            raise NotInTable("a parameter that is sharded, or has a batch dimension of its own")
+        return lent
 
 
 class Alone(General):
@@ -34,10 +74,7 @@ class Alone(General):
 
     watches: ClassVar[bool] = True
     _alone: ClassVar[bool] = True
-
-    def _suits_whole_batch(self) -> bool:
-        """Whether its graph may tell whose the rows of each layer are."""
-        return not is_traced() and not saved_tensors_are_packed()
+    _on_whole_batch: ClassVar[type[WholeBatch]] = FoldedBatch
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
         """As a layer does, it leaves the `vmap` of a module around it, unless that one is tried in its place."""
@@ -45,40 +82,6 @@ class Alone(General):
         if trial is not None and trial is not self and any(self is inner for inner in trial.modules()):
             return self._plain_forward(*args, **kwargs)
         return Expanded._inside_general(self, recorder, args, kwargs)
-
-    def _compares_one_in(self) -> int:
-        """Likewise; where `vmap` follows its forward, values do not lead it, and the graph tells where samples meet."""
-        return cost.TURNS_OF_A_SAMPLE if self.goes_in_a_loop() else 0
-
-    def _by_known_way(self, call: Called, ways: Ways) -> Any:
-        """The result, if it went a known way; if not, what it has kept is taken back.
-
-        Where `vmap` follows, nothing is kept.
-        """
-        before = Attributes([*modules_in(self)]) if self.goes_in_a_loop() else None
-        result = super()._by_known_way(call, ways)
-        if before is not None and result is NotImplemented:
-            before.put_back()
-        return result
-
-    def _attempt(self, call: Called, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
-        # the graph tells of samples that take each other's places
-        result: tuple[Any, Way | None] = as_one_operation(self, partial(super()._attempt, call), args, kwargs)
-        return result
-
-    def _judged(self, call: Called, *, hooks: bool) -> tuple[Verdict, Way | None]:
-        follows_writes = self._told.memo.follows_writes
-        judged = super()._judged(call, hooks=hooks)
-        has_met_writes = self._told.memo.follows_writes and not follows_writes
-        return super()._judged(call, hooks=hooks) if has_met_writes else judged
-
-    def _lent(self) -> tuple[list[Slot], list[Tensor]]:
-        lent = [(module, name, value) for module in modules_in(self) for name, value in module._parameters.items()]
-        places = [(module, name) for module, name, value in lent if value is not None]
-        parameters = [value for _, _, value in lent if value is not None]
-        if any(type(parameter) is not nn.Parameter for parameter in parameters):
-            raise NotInTable("a parameter that is sharded, or has a batch dimension of its own")
-        return places, parameters  # type: ignore[return-value]
 
     def expanded_forward(self, *args: Any, **kwargs: Any) -> Any:
         try:

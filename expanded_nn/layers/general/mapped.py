@@ -27,6 +27,7 @@ from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, contents, has_derivatives
 from expanded_nn.common.modes import checkpoint_hooks, of_all
 from expanded_nn.common.steady import OURS, RandomStates, Traces
+from expanded_nn.common.traced import FirstEager, OnlyEager
 from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
 from expanded_nn.modules.base import PerSampleModule
 from expanded_nn.modules.layout import refusal
@@ -38,6 +39,9 @@ _OF_VMAP = "vmap|functorch|[Bb]atching rule|doesn't have storage|stack expects e
 
 # torch's words where a tensor is changed in place that is one for all samples
 _OF_CHANGES = r"more than one element of the written-to tensor|Output 0 of Expand\w* is a view"
+
+# what a forward raises, but not because of its samples
+NOT_OF_THE_FORWARD = (torch.OutOfMemoryError, FirstEager, OnlyEager)
 
 # what to do with a parameter that is returned
 OF_PARAMETERS = (
@@ -168,7 +172,7 @@ class Mapper:
 
         def one_sample(weights: list[Tensor], inputs: list[Any]) -> list[Tensor]:
             result = self._of_one_sample(weights, inputs)
-            outputs = _tensors(result)
+            outputs = tensors_of(result)
             returned.append(result)
             possible_dims[:] = map(self._possible_dims, outputs)
             pairs = zip(outputs, possible_dims, strict=True)
@@ -190,7 +194,7 @@ class Mapper:
                 raise
         if loops:
             self._refuse_differences(returned)
-        shapes = {tuple(x.shape for x in _tensors(result)) for result in returned}
+        shapes = {tuple(x.shape for x in tensors_of(result)) for result in returned}
         pairs = zip(results, possible_dims, strict=True)
         of_all = [x.flatten(0, 1) if first == FOLDED else x.movedim(0, first) for x, (first, *_) in pairs]
         self._refuse_folded_alone(returned[-1], possible_dims)
@@ -198,15 +202,15 @@ class Mapper:
 
     def _of_one_sample(self, weights: list[Tensor], inputs: list[Any]) -> Any:
         """What the forward returns for one sample, as a batch of one: its parameters are `weights` meanwhile."""
-        module, places = self.module, list(self.originals)
-        dims = self.call.dims
+        module, dims = self.module, self.call.dims
         alone = [x if dim in (None, FOLDED) else x.unsqueeze(dim) for x, dim in zip(inputs, dims, strict=True)]
         args, kwargs = tree_unflatten(alone, tree_structure((self.call.args, self.call.kwargs)))
-        lent = {place: Lent(*pair) for place, *pair in zip(places, self.originals.values(), weights, strict=True)}
-        with swapped(places, weights), module._children_inside(lent), quiet_fallbacks(), OneSample(module):
-            result = module._plain_forward(*args, **kwargs)
+        own = zip(self.originals.items(), weights, strict=True)
+        lent = {place: Lent(original, weight) for (place, original), weight in own}
+        with swapped(dict(zip(lent, weights, strict=True))), quiet_fallbacks(), OneSample(module):
+            result = module._plainly(args, kwargs, lent)
         if Counter(ids_of_one_sample((args, kwargs))) - Counter(ids_of_one_sample(alone)):
-            raise module._keeping("an argument")
+            raise self._keeping("an argument")
         self._refuse_objects(result)
         return result
 
@@ -224,7 +228,7 @@ class Mapper:
         for i in range(batch):
             results.append(one_sample([w[i] for w in weights], [x[i] for x in by_sample]))
             if not traces.take_back():
-                raise self.module._keeping("an attribute, a buffer or an argument")
+                raise self._keeping("an attribute, a buffer or an argument")
         if traces.taken_back:
             self._leave_traces()
         ends = (result.grad_fn for of_sample in results for result in of_sample)
@@ -285,11 +289,19 @@ class Mapper:
 
     # What the forward leaves behind
 
+    def _keeping(self, what: str) -> PerSampleError:
+        return refusal(  # a larger module may make what it keeps them in
+            self.module,
+            f"its forward keeps tensors in {what}",
+            "a forward that keeps nothing for the next call",
+            "Do without the cache in per-sample mode (use_cache=False), or write the per-sample forward with @expands.",
+        )
+
     def _leave_traces(self) -> None:
         """Runs the plain forward once more, for what it leaves in attributes."""
         states = RandomStates([*self.module.modules(), self.call.args, self.call.kwargs])
-        with torch.no_grad(), states, self.module._children_inside({}):
-            self.module._plain_forward(*self.call.args, **self.call.kwargs)
+        with torch.no_grad(), states:
+            self.module._plainly(self.call.args, self.call.kwargs)
 
     @contextmanager
     def _nothing_of_one_sample(self, leaves: list[Any], *, thorough: bool) -> Iterator[None]:
@@ -304,12 +316,12 @@ class Mapper:
                     continue
                 left = list(filter(is_of_one_sample, contents(value, 4 * thorough)))
                 if left:
-                    error = self.module._keeping(what)
+                    error = self._keeping(what)
                     # in a loop it can be taken back, if no loss may read it
                     error.by_vmap = not any(of_all(x).requires_grad for x in left)
                     raise error
         if any(map(is_of_one_sample, contents([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
-            raise self.module._keeping("an argument")
+            raise self._keeping("an argument")
 
     # What the forward returns
 
@@ -339,7 +351,7 @@ class Mapper:
         """Raises where all results are folded: nothing in them tells whether arguments were folded in that order."""
         if possible_dims and all(dims == [FOLDED] for dims in possible_dims):
             raise self.module._refusal(
-                f"for one sample its forward returns a tensor of shape {tuple(_tensors(returned)[0].shape)}",
+                f"for one sample its forward returns a tensor of shape {tuple(tensors_of(returned)[0].shape)}",
                 "a result with one row per sample",
                 "Return tensors with a batch dimension.",
             )
@@ -375,7 +387,7 @@ class Mapper:
         flat = [flatten(result)[0] for result in returned]
         others = [[leaf for leaf in leaves if not isinstance(leaf, Tensor) and not is_cache(leaf)] for leaves in flat]
         if any(isinstance(part, Tensor) for leaves in others for leaf in leaves for part in contents(leaf)):
-            raise self.module._keeping("an object that it returns")
+            raise self._keeping("an object that it returns")
         values = [[leaf for leaf in leaves if isinstance(leaf, bool | int | float | str)] for leaves in others]
         if any(own != values[0] for own in values):
             raise self.module._refusal(
@@ -384,13 +396,12 @@ class Mapper:
 
     def without_samples(self) -> Any:
         """What the plain forward returns for B = 0, connected to the parameters that it uses: these get 0 rows."""
-        module, places = self.module, list(self.originals)
         alone = [
             original.detach().requires_grad_(weight.requires_grad)
             for original, weight in zip(self.originals.values(), self.expanded, strict=True)
         ]
-        with swapped(places, alone), module._children_inside({}), OneSample(module):
-            result = module._plain_forward(*self.call.args, **self.call.kwargs)
+        with swapped(dict(zip(self.originals, alone, strict=True))), OneSample(self.module):
+            result = self.module._plainly(self.call.args, self.call.kwargs)
         ends = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         used = {id(getattr(node, "variable", None)) for end in ends for node in graph_of(end)}
         of_used = [weight.abs().sum() for weight, own in zip(self.expanded, alone, strict=True) if id(own) in used]
@@ -400,7 +411,8 @@ class Mapper:
         )
 
 
-def _tensors(result: Any) -> list[Tensor]:
+def tensors_of(result: Any) -> list[Tensor]:
+    """The tensors among the leaves of a result."""
     return [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
 
 

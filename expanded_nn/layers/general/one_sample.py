@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from expanded_nn.common.functions import functions, is_in_place
 from expanded_nn.common.modes import checkpoint_hooks, is_batched, is_expanded, uncounted
 from expanded_nn.layers.linear import linear
+from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.lift import OfAllSamples
 
 
@@ -72,8 +73,14 @@ class OneSample(TorchFunctionMode):
             return False
         return True
 
+    def _refuse(self, *said: str) -> None:
+        """Raises for a forward that `vmap` cannot follow, but a loop over the samples may."""
+        error = refusal(self.module, *said)
+        error.by_vmap = True
+        raise error
+
     def _refuse_offsets(self) -> None:
-        raise self.module._vmap_refusal(
+        self._refuse(
             "its forward looks up bags by offsets, which tell the samples apart for the whole batch only",
             "one bag per sample in each row",
             "Give the bags to EmbeddingBag as a 2-D input (B, N), filled up with its padding_idx, without offsets.",
@@ -81,7 +88,7 @@ class OneSample(TorchFunctionMode):
 
     def _refuse_change(self, tensor: Tensor) -> None:
         names = [f"the buffer {name!r}" for name, buffer in self.module.named_buffers() if buffer is tensor]
-        raise self.module._vmap_refusal(
+        self._refuse(
             "its forward writes what is of one sample, or computed from a parameter, into "
             f"{names[0] if names else 'a tensor that all share'}",
             "a forward that changes nothing that samples share",

@@ -21,37 +21,45 @@ from expanded_nn.layers.general.samples import (
     together,
     with_dims,
 )
-from expanded_nn.recording.graph import saved_dims, saved_number, turned_dims
+from expanded_nn.recording.graph import (
+    PARTS,
+    operation_of,
+    part_taken,
+    saved_dims,
+    saved_keys,
+    saved_number,
+    shape_of,
+    turned_dims,
+)
+from expanded_nn.recording.places import keys_by_dim
+
+Output = tuple[Any, int]  # a tensor, by the node that made it, and which of its outputs it is
 
 
 class Operation:
-    """A node of the graph, of whose outputs the samples of one are asked for.
+    """A node of the graph, of whose outputs the samples of one are asked for. Hundreds are made in a forward."""
 
-    Hundreds are made in a forward. `known` has the samples that `of` has found so far.
-    """
+    __slots__ = ("batch", "inputs", "known", "memo", "node", "number")
 
-    __slots__ = ("_known", "_of", "batch", "inputs", "memo", "node", "number")
-
-    def __init__(self, of: Callable[..., Samples], known: Known, batch: int, output: tuple[Any, int], memo: Memo):
-        self._of, self._known, self.batch, self.memo = of, known, batch, memo
+    def __init__(self, known: Known, output: Output) -> None:
+        self.known, self.batch = known, known.batch
+        self.memo: Memo = known.memo
         self.node, self.number = output
         self.inputs = self.node.next_functions  # the nodes that its inputs come from, and which of their outputs
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of that output."""
-        return _shape(self.node, self.number)
+        return tuple(shape_of(self.node, self.number))
 
     def shape_of(self, place: int) -> tuple[int, ...]:
-        return _shape(*self.inputs[place])
+        return tuple(shape_of(*self.inputs[place]))
 
     def samples_of(self, place: int) -> Samples:
-        output = self.inputs[place]
-        return self._known[output] if output in self._known else self._of(output)
+        return self.known[self.inputs[place]]
 
     def all_samples(self) -> list[Samples]:
-        known, of = self._known, self._of
-        return [known[output] if output in known else of(output) for output in self.inputs]
+        return [self.known[output] for output in self.inputs]
 
     def together(self, found: Sequence[Samples]) -> Samples:
         first = found[0]
@@ -78,16 +86,9 @@ class Operation:
         return saved_dims(self.node, max(1, rank)) or list(range(rank))
 
 
-Known = dict[tuple[Any, int], Samples]  # by the node that made a tensor, and which of its outputs it is
+# Rules: the samples of what an operation gives
 
-
-def _shape(node: Any, number: int) -> tuple[int, ...]:
-    return tuple(node._input_metadata[number].shape)
-
-
-# Rules: the samples of what an operation gives, or of all tensors that it gives
-
-Rule = Callable[[Operation], Samples | tuple[Samples, ...]]
+Rule = Callable[[Operation], Samples]
 
 
 def _elementwise(op: Operation) -> Samples:
@@ -109,7 +110,7 @@ def _along(op: Operation) -> Samples:
     return op.memo.of(Tensor.reshape, samples, left)
 
 
-def _of_first(change: Callable[[Operation, Tensor], Tensor]) -> Callable[[Operation], Samples]:
+def _of_first(change: Callable[[Operation, Tensor], Tensor]) -> Rule:
     def rule(op: Operation) -> Samples:
         samples = op.samples_of(0)
         return None if samples is None else change(op, samples)
@@ -126,63 +127,21 @@ def _turned(op: Operation, samples: Tensor) -> Tensor:
     return op.memo.of(Tensor.permute, samples, tuple(dims))
 
 
-def _transposed(op: Operation, samples: Tensor) -> Tensor:
-    return op.memo.of(_swapped, samples, op.saved("dim0"), op.saved("dim1"))
+def _part(op: Operation, samples: Tensor) -> Tensor:
+    """A part along one dimension; where the samples have size 1, any will do."""
+    (dim,), part = op.dims(samples.dim()), part_taken(op.node, op.number)
+    if samples.shape[dim] > 1:
+        return op.memo.of(_taken, samples, dim, part)
+    return op.memo.of(Tensor.squeeze, samples, dim) if isinstance(part, int) else samples
 
 
-def _swapped(samples: Tensor, first: int, second: int) -> Tensor:
-    return samples.transpose(saved_number(first), saved_number(second))
+def _taken(samples: Tensor, dim: int, part: tuple[int, ...] | int) -> Tensor:
+    return samples[(*[slice(None)] * dim, part if isinstance(part, int) else slice(*part))]
 
 
-def _taken(take: Callable[[Operation, Tensor, int], Tensor], *, drops_dim: bool = False) -> Callable[..., Samples]:
-    """A rule for what takes places along one dimension; where the samples have size 1, any place will do."""
-
-    def change(op: Operation, samples: Tensor) -> Tensor:
-        (dim,) = op.dims(samples.dim())
-        if samples.shape[dim] == 1:
-            return op.memo.of(Tensor.squeeze, samples, dim) if drops_dim else samples
-        return take(op, samples, dim)
-
-    return _of_first(change)
-
-
-def _parted(part: Callable[[Operation, Tensor, int], Sequence[Tensor]], *, drops_dim: bool = False) -> Rule:
-    """A rule for what takes a tensor apart along one dimension: the samples of all parts at once."""
-
-    def rule(op: Operation) -> tuple[Samples, ...]:
-        samples = op.samples_of(0)
-        if samples is not None:
-            (dim,) = op.dims(samples.dim())
-            if samples.shape[dim] > 1:
-                return tuple(part(op, samples, dim))
-            samples = op.memo.of(Tensor.squeeze, samples, dim) if drops_dim else samples
-        return (samples,) * len(op.node._input_metadata)
-
-    return rule
-
-
-def _by_values(rule: Callable[[Operation], Samples]) -> Callable[[Operation], Samples]:
+def _by_values(rule: Rule) -> Rule:
     """A rule whose samples depend on values: a new tensor each time, but mostly with the same numbers."""
     return lambda op: op.memo.same(rule(op))
-
-
-def _slice(op: Operation, samples: Tensor, dim: int) -> Tensor:
-    bounds = (saved_number(op.saved(name)) for name in ("start", "end", "step"))
-    return op.memo.of(_sliced, samples, dim, *bounds)
-
-
-def _sliced(samples: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
-    return samples[(*[slice(None)] * dim, slice(start, end, step))]
-
-
-def _selected(op: Operation, samples: Tensor, dim: int) -> Tensor:
-    place = saved_number(op.saved("index"))
-    return op.memo.of(Tensor.select, samples, dim, place)
-
-
-def _split(op: Operation, samples: Tensor, dim: int) -> Sequence[Tensor]:
-    sizes = op.saved("split_size") if hasattr(op.node, "_saved_split_size") else tuple(op.saved("split_sizes"))
-    return op.memo.of(torch.split, samples, sizes, dim)
 
 
 def _repeat(op: Operation, samples: Tensor) -> Tensor:
@@ -234,14 +193,14 @@ def _pad(op: Operation, samples: Tensor) -> Tensor:
 
 
 def _index(op: Operation, samples: Tensor) -> Tensor:
-    keys, dim = op.saved("indices"), 0
-    dims: list[int] = []
-    for key in keys:
-        count = key.dim() if key is not None and key.dtype in (torch.bool, torch.uint8) else 1
-        dims += [] if key is None else range(dim, dim + count)
-        dim += count
-    whole = _whole(samples, op.shape_of(0), dims)
-    return whole[tuple(slice(None) if key is None else key for key in keys)]
+    keys = saved_keys(op.node)
+    dims = [dim for dim, key in enumerate(keys_by_dim(keys, samples.dim())) if isinstance(key, Tensor)]
+    return _whole(samples, op.shape_of(0), dims)[keys]
+
+
+def _index_selected(op: Operation, samples: Tensor) -> Tensor:
+    (dim,) = op.dims()
+    return samples if samples.shape[dim] == 1 else samples.index_select(dim, op.saved("index"))
 
 
 def _gather(op: Operation, samples: Tensor) -> Tensor:
@@ -278,11 +237,10 @@ def _scatter(op: Operation) -> Samples:
 def _index_put(op: Operation) -> Samples:
     """Numbers are put into the places that an index names."""
     total, put = op.samples_of(0), op.samples_of(1)
-    keys = tuple(slice(None) if key is None else key for key in op.saved("indices"))
     if op.saved("accumulate"):
         raise Unknown
     whole = torch.full(op.shape, NOBODY) if total is None else total.expand(op.shape).clone()
-    whole[keys] = NOBODY if put is None else put
+    whole[saved_keys(op.node)] = NOBODY if put is None else put
     return None if total is None and put is None else _compact(whole)
 
 
@@ -307,22 +265,28 @@ def _compact(samples: Tensor) -> Tensor:
 
 def _joined(op: Operation) -> Samples:
     """Tensors one after the other along a dimension."""
-    found = op.all_samples()
+    found, (dim,) = op.all_samples(), op.dims(len(op.shape))
+    return _one_after_the_other(op, found, dim, lambda place: op.shape_of(place)[dim])
+
+
+def _stack(op: Operation) -> Samples:
+    """The same along a new dimension, of size 1 in each."""
     (dim,) = op.dims(len(op.shape))
+    found = [x if x is None else op.memo.of(Tensor.unsqueeze, x, dim) for x in op.all_samples()]
+    return _one_after_the_other(op, found, dim, lambda place: 1)
+
+
+def _one_after_the_other(op: Operation, found: list[Samples], dim: int, size_of: Callable[[int], int]) -> Samples:
     there = [samples for samples in found if samples is not None]
     if not there:
         return None
     if all(samples.shape[dim] == 1 for samples in there):
         if len(there) < len(found):
             return _filled_up(op, cast(Tensor, op.together(there)))
-        if _are_equal(there):
+        if all(samples is there[0] or torch.equal(samples, there[0]) for samples in there):
             return there[0]
-    known = [op.shape_of(place)[dim] if x is not None and x.shape[dim] == 1 else -1 for place, x in enumerate(found)]
-    return op.memo.of(_cat, tuple(found), tuple(known), dim)
-
-
-def _are_equal(there: Sequence[Tensor]) -> bool:
-    return all(samples is there[0] or torch.equal(samples, there[0]) for samples in there)
+    sizes = (size_of(place) if x is not None and x.shape[dim] == 1 else -1 for place, x in enumerate(found))
+    return op.memo.of(_cat, tuple(found), tuple(sizes), dim)
 
 
 def _cat(found: Sequence[Samples], sizes: Sequence[int], dim: int) -> Tensor:
@@ -334,19 +298,6 @@ def _cat(found: Sequence[Samples], sizes: Sequence[int], dim: int) -> Tensor:
     return torch.cat(
         [part.expand([*whole[:dim], size, *whole[dim + 1 :]]) for part, size in zip(parts, sizes, strict=True)], dim
     )
-
-
-def _stack(op: Operation) -> Samples:
-    """The same along a new dimension, of size 1 in each."""
-    found = op.all_samples()
-    there = [samples for samples in found if samples is not None]
-    if not there:
-        return None
-    (dim,) = op.dims(len(op.shape))
-    parts = [op.memo.of(Tensor.unsqueeze, samples, dim) for samples in there]
-    if len(there) < len(found):
-        return _filled_up(op, cast(Tensor, op.together(parts)))
-    return parts[0] if _are_equal(there) else op.memo.of(_cat, tuple(parts), (1,) * len(parts), dim)
 
 
 def _product(op: Operation) -> Samples:
@@ -428,13 +379,9 @@ NODE_RULES: dict[str, Rule] = {
         _along,
     ),
     **dict.fromkeys(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"], _of_first(_viewed)),
-    "Transpose": _of_first(_transposed),
-    **dict.fromkeys(["T", "Permute"], _of_first(_turned)),
+    **dict.fromkeys(["T", "Permute", "Transpose"], _of_first(_turned)),
     "Expand": _of_first(lambda op, samples: op.memo.of(with_dims, samples, len(op.shape))),
-    "Slice": _taken(_slice),
-    "Select": _taken(_selected, drops_dim=True),
-    "Unbind": _parted(lambda op, samples, dim: op.memo.of(torch.unbind, samples, dim), drops_dim=True),
-    **dict.fromkeys(["Split", "SplitWithSizes"], _parted(_split)),
+    **dict.fromkeys(PARTS, _of_first(_part)),
     "Repeat": _of_first(_repeat),
     "Flip": _of_first(_flip),
     "Roll": _of_first(_roll),
@@ -445,7 +392,7 @@ NODE_RULES: dict[str, Rule] = {
         lambda op, samples: op.memo.of(Tensor.squeeze, op.constant(samples, [samples.dim() - 1]), -1)
     ),
     "Index": _by_values(_of_first(_index)),
-    "IndexSelect": _by_values(_taken(lambda op, samples, dim: samples.index_select(dim, op.saved("index")))),
+    "IndexSelect": _by_values(_of_first(_index_selected)),
     "Gather": _of_first(_gather),
     "IndexAdd": _index_add,
     "Scatter": _scatter,
@@ -472,7 +419,32 @@ NODE_RULES: dict[str, Rule] = {
 }
 
 
-def rule_of_derivative(operation: str) -> Rule | None:
+def _rule_of_derivative(operation: str) -> Rule | None:
     """The rule for a derivative that the forward takes itself, as `"TanhBackward"`: that of the operation."""
     first, is_derivative, _ = operation.partition("Backward")
     return _elementwise if is_derivative and NODE_RULES.get(first) is _elementwise else None
+
+
+class Known(dict[Output, Samples]):
+    """The samples of the tensors in one forward: those that were noted, and what the graph tells where it is asked.
+
+    Raises:
+        Unknown: At a tensor of which it does not tell.
+    """
+
+    def __init__(self, batch: int, memo: Memo) -> None:
+        super().__init__({(None, 0): None})  # what has no node requires no gradient
+        self.batch, self.memo = batch, memo
+
+    def __missing__(self, output: Output) -> Samples:
+        node, _ = output
+        operation = operation_of(node)
+        rule = NODE_RULES.get(operation) or _rule_of_derivative(operation)
+        if rule is None:
+            self.memo.follows_writes |= node.name().endswith("CopySlices")
+            raise Unknown(node.name())
+        try:
+            self[output] = found = rule(Operation(self, output))
+        except (TypeError, ValueError, IndexError, RuntimeError):  # it was called in another way than the rule's
+            raise Unknown(node.name()) from None
+        return found

@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from expanded_nn.common.batch import FOLDED, has_derivatives
 from expanded_nn.layers.general.mapped import flatten
-from expanded_nn.layers.general.operations import NODE_RULES, Known, Operation, rule_of_derivative
+from expanded_nn.layers.general.operations import Known
 from expanded_nn.layers.general.samples import NOBODY, Memo, Samples, Unknown, constant
-from expanded_nn.recording.graph import operation_of
 
 
 class _Begin(torch.autograd.Function):
@@ -40,7 +39,7 @@ class Owners:
         self.batch, self.module, self.memo = batch, module, memo
         memo.begin()
         self.by_sample: list[Tensor] = []  # the arguments that have the samples first
-        self.known: Known = {(None, 0): None}  # what has no node requires no gradient
+        self.known = Known(batch, memo)
         self.anchor = torch.zeros((), requires_grad=True)
 
     def begin(self, arguments: Any, dims: Sequence[int | None]) -> Any:
@@ -100,8 +99,7 @@ class Owners:
             if x.requires_grad:
                 raise Unknown
             return None
-        output = x.grad_fn, x.output_nr
-        return self.known[output] if output in self.known else self._of(output)
+        return self.known[x.grad_fn, x.output_nr]
 
     def of_rows(self, x: Tensor) -> Arrangement | None:
         """How the rows of a tensor `(n, ...)` belong to the samples; `None` if it requires no gradient."""
@@ -115,24 +113,6 @@ class Owners:
             Unknown: If a row is of several samples, or of none.
         """
         return self.memo.of(_arranged, samples, count, self.batch)
-
-    def _of(self, output: tuple[Any, int]) -> Samples:
-        """The samples of an output of a node, which are not known yet."""
-        node, _ = output
-        operation = operation_of(node)
-        rule = NODE_RULES.get(operation) or rule_of_derivative(operation)
-        if rule is None:
-            self.memo.follows_writes |= node.name().endswith("CopySlices")
-            raise Unknown(node.name())
-        try:
-            found = rule(Operation(self._of, self.known, self.batch, output, self.memo))
-        except (TypeError, ValueError, IndexError, RuntimeError):  # it was called in another way than the rule's
-            raise Unknown(node.name()) from None
-        if isinstance(found, tuple):  # of all parts of a tensor
-            self.known.update(((node, place), samples) for place, samples in enumerate(found))
-        else:
-            self.known[output] = found
-        return self.known[output]
 
 
 def _in_order(batch: int, times: int, dim: int, dims: int, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import contains
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, has_derivatives
-from expanded_nn.common.modes import unseen
+from expanded_nn.common.modes import running_backward, unseen
 from expanded_nn.common.rounding import are_equal, near
-from expanded_nn.common.steady import RandomStates, WithoutChance, copies, without_traces
+from expanded_nn.common.steady import WithoutChance, without_traces
 from expanded_nn.factored import as_factored
 from expanded_nn.layers.general.batched import Batched
 from expanded_nn.layers.general.gradients import (
@@ -40,6 +40,7 @@ from expanded_nn.layers.general.mapped import (
     once_per_sample,
     unfolded,
 )
+from expanded_nn.layers.general.plain import Plain, is_float
 from expanded_nn.layers.general.samples import Memo
 from expanded_nn.recording.lift import swapped
 
@@ -57,6 +58,8 @@ class Compared(NamedTuple):
         return len(possible) == len(self.dims) and all(map(contains, possible, self.dims))
 
 
+# the leaves of a result, their structure, and their derivatives by the trained parameters and the arguments
+Alone = tuple[list[Any], TreeSpec, list[Tensor | None] | None]
 Way = tuple[Any, ...]  # what a forward on the whole batch has done with its parameters, see `Run`
 
 
@@ -106,28 +109,14 @@ class Told:
             seen.append(dim is not None and (count, place) in self.shared)
         return seen
 
+    def lacks_derivatives(self, call: Called) -> bool:
+        """Whether derivatives are to be compared: once per kind of call, and not while a checkpoint computes again."""
+        return torch.is_grad_enabled() and call.kind not in self.with_derivatives and running_backward() < 0
+
     def distrust(self, call: Called) -> None:
         """From now on calls of this kind go sample by sample, and each is compared."""
         self.failed.add(call.kind)
         self.compared.pop(call.kind, None)
-
-
-def without_hooks(module: Any, states: RandomStates, run: Callable[[bool], Any]) -> Any:
-    """What `run(hooks)` gives without the hooks of modules within; with them, if it fails else.
-
-    Some models need what their hooks collect, such as hidden states.
-    """
-    told: Told = module._told
-    try:
-        return run(told.needs_hooks)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
-        if told.needs_hooks:
-            raise
-        states.restore()
-        told.needs_hooks = True
-        return run(True)
 
 
 class Trial:
@@ -145,13 +134,10 @@ class Trial:
     def __init__(self, mapper: Mapper, *, hooks: bool = True) -> None:
         self.mapper, self.module, self.batch = mapper, mapper.module, mapper.call.batch
         self.hooks = hooks or self.module._told.needs_hooks
-        self.arguments = copies((mapper.call.args, mapper.call.kwargs))  # as the forward may change its own
-        self.states = self._states()
-        self.is_random: bool | None = None  # whether the plain forward draws random numbers, once it has run
+        self.plain = Plain(self.module, (mapper.call.args, mapper.call.kwargs))
         self.expected = self._first()
-
-    def _states(self) -> RandomStates:
-        return RandomStates([*self.module.modules(), self.arguments])
+        self.again: tuple[Mapped, list[Tensor]] | None = None  # see `_mapped_again`, until derivatives are taken
+        self.alone: dict[tuple[int, ...], Alone] = {}  # see `_of_samples`
 
     @torch.no_grad()
     def _first(self) -> list[Tensor]:
@@ -162,7 +148,7 @@ class Trial:
         """
         parameters = [weight for weight in self.mapper.originals.values() if not weight.is_meta]
         before = [weight.detach().clone() for weight in parameters]
-        expected: list[Tensor] = without_hooks(self.module, self.states, lambda hooks: self.plain(hooks=hooks))
+        expected = self.plain.first()
         self.hooks |= self.module._told.needs_hooks
         pairs = list(zip(parameters, before, strict=True))
         if all(map(are_equal, parameters, before)):
@@ -184,33 +170,22 @@ class Trial:
             "parameters of its own.",
         )
 
-    @torch.no_grad()
-    def plain(self, *, hooks: bool, arguments: Any = None, draws: bool = False) -> list[Tensor]:
-        """The plain forward's tensors for the whole batch, from the call's arguments or others.
-
-        Random states are put back; with `draws` they are not, so that the next forward draws other numbers.
-        """
-        args, kwargs = copies(self.arguments if arguments is None else arguments)
-        with without_traces(self.module, hooks=hooks), self.module._children_inside({}):
-            leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
-        drawn = not draws and self.states.restore()
-        self.is_random = drawn if self.is_random is None else self.is_random
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-    @torch.no_grad()
-    def compared(self, mapped: Mapped, *, with_derivatives: bool = False) -> Compared:
+    def compared(self, mapped: Mapped | None = None, *, with_derivatives: bool = False) -> Compared:
         """Where the samples stand in the results; `with_derivatives` these are compared as well.
+
+        `mapped` is what the samples have given, if they have gone through the forward.
 
         Raises:
             PerSampleError: If the forward of the whole batch gives another result.
         """
-        with self._states():
-            with WithoutChance() if self.is_random else nullcontext():
-                if self.is_random:
-                    mapped, _ = self.mapped_again()
+        with self.plain.states_now():
+            with WithoutChance() if self.plain.is_random else nullcontext():
+                if mapped is None or self.plain.is_random:
+                    self.again = self._mapped_again()
+                    mapped, _ = self.again
                 needs_hooks = self.module._told.needs_hooks
                 for hooks in sorted({needs_hooks, self.hooks}):  # they may add to what the forward returns
-                    is_other = hooks != needs_hooks or self.is_random
+                    is_other = hooks != needs_hooks or self.plain.is_random
                     expected = self.plain(hooks=hooks) if is_other else self.expected
                     dims = self._dims(mapped, expected)
                     if dims is None or not self._agree(mapped, dims, expected):
@@ -222,7 +197,7 @@ class Trial:
                     if is_same:
                         return Compared(True, dims, tuple(map(memory_order, expected)))
                 repeats = self._repeats(expected)
-                is_certain = repeats and (not self.is_random or self._repeats(expected, other_numbers=True))
+                is_certain = repeats and (not self.plain.is_random or self._repeats(expected, other_numbers=True))
             # where the plain forward gives another result each time, a difference tells nothing
             if dims is None or mapped.is_filled_up or is_certain or self._mixes(dims, repeats=repeats):
                 self.module._told.distrust(self.mapper.call)
@@ -248,12 +223,12 @@ class Trial:
             self.plain(hooks=self.hooks, draws=True)
         return all(map(near, expected, self.plain(hooks=self.hooks)))
 
-    def mapped_again(self) -> tuple[Mapped, list[Tensor]]:
+    def _mapped_again(self) -> tuple[Mapped, list[Tensor]]:
         """The samples' results from copies of the arguments, and the inputs by which they have derivatives."""
-        inputs, arguments = self._with_derivatives()
+        inputs, arguments = self.plain.differentiable()
         with without_traces(self.module, hooks=self.hooks), self.by_samples():
             mapped = self.mapper(tree_leaves(arguments))
-        self.states.restore()
+        self.plain.states.restore()
         return mapped, inputs
 
     @contextmanager
@@ -268,71 +243,77 @@ class Trial:
                 f"on the whole batch its forward runs, and it fails sample by sample ({error})"
             ) from error
 
-    def judged(self, found: tuple[Mapped, list[Tensor]], dims: Sequence[int]) -> tuple[Verdict, Way | None]:
+    def told(self, mapped: Mapped | None = None) -> Compared:
+        """`compared`, which is kept for later calls of the kind; the first of these compares derivatives as well."""
+        call, told = self.mapper.call, self.module._told
+        with_derivatives = told.lacks_derivatives(call)
+        found = told.compared[call.kind] = self.compared(mapped, with_derivatives=with_derivatives)
+        told.with_derivatives |= {call.kind} if with_derivatives else set()
+        return found
+
+    def judged(self, dims: tuple[int, ...], attempt: Callable[..., Any]) -> tuple[Verdict, Way | None]:
         """Whether the forward on the whole batch gives the samples' results and derivatives, and the way it has gone.
 
-        `found` is what `mapped_again` gave; the samples stand in `dims` of the results.
+        The samples stand in `dims` of the results. `attempt(args, kwargs)` runs that forward.
         """
-        own = {place for place, _, _ in self.module._own()}
-        pairs = zip(self.mapper.originals, self.mapper.expanded, strict=True)
-        rows = [(weight, place in own) for place, weight in pairs if weight.requires_grad]
-        expanded = [weight for weight, _ in rows]
-        with self._states(), WithoutChance() if self.is_random else nullcontext():
-            mapped, inputs = found if not self.is_random else self.mapped_again()
-            leaves, structure = flatten(mapped.with_samples_in(dims).result())
-            wanted = as_compared(derivatives(leaves, [*expanded, *inputs]))  # which lets go of what the graph holds
-            inputs, (args, kwargs) = self._with_derivatives()
+        trained, own = self._trained(), {id(parameter) for _, parameter, _ in self.module._own()}
+        is_own = [id(parameter) in own for parameter in trained.values()]
+        with self.plain.states_now(), WithoutChance() if self.plain.is_random else nullcontext():
+            leaves, structure, wanted = self._of_samples(dims)
+            self.alone.clear()
+            wanted = as_compared(wanted)  # which lets go of what the graph holds
+            inputs, (args, kwargs) = self.plain.differentiable()
             with without_traces(self.module, hooks=self.hooks):
-                result, way = self.module._attempt(self.mapper.call, args, kwargs)
+                result, way = attempt(args, kwargs)
             whole, other_structure = flatten(result)
             if way is None or structure != other_structure or not all(map(_is_same, leaves, whole)):
                 return Verdict.WRONG, None
-            given = as_compared(derivatives(whole, [*expanded, *inputs]))
-        is_own = [is_own for _, is_own in rows] + [False] * len(inputs)
+            given = as_compared(derivatives(whole, [*trained, *inputs]))
+        is_own += [False] * len(inputs)
         verdict = Verdict.WRONG if wanted is None or given is None else compared_rows(wanted, given, is_own)
         return verdict, way if verdict is Verdict.RIGHT else None
 
-    @torch.enable_grad()
+    def _trained(self) -> dict[Tensor, Tensor]:
+        """The expanded parameters by which there are derivatives, and the parameters themselves; tied ones once."""
+        pairs = zip(self.mapper.expanded, self.mapper.originals.values(), strict=True)
+        return {weight: parameter for weight, parameter in pairs if weight.requires_grad}
+
+    def _of_samples(self, dims: tuple[int, ...]) -> Alone:
+        """What the samples give alone, in these dimensions, and its derivatives: once for both comparisons with it."""
+        if dims not in self.alone:
+            mapped, inputs = self.again or self._mapped_again()
+            self.again = None
+            leaves, structure = flatten(mapped.with_samples_in(dims).result())
+            self.alone[dims] = leaves, structure, derivatives(leaves, [*self._trained(), *inputs])
+        return self.alone[dims]
+
     def _have_same_derivatives(self, dims: tuple[int, ...], *, hooks: bool) -> bool:
         """Whether the plain forward has the samples' derivatives, each compared by its own size.
 
         A table that all samples share, with B rows by chance, may change the results by less than rounding does, and be
         all that the rows of some parameter are made of.
         """
-        originals = self.mapper.originals
+        originals, trained = self.mapper.originals, self._trained()
         if any(isinstance(parameter, Batched) or parameter.is_meta for parameter in originals.values()):
             return True  # the module around compares them; nothing to tell by
-        mapped, inputs = self.mapped_again()
-        of_parameters = {id(p): e for p, e in zip(originals.values(), self.mapper.expanded, strict=True)}
+        _, _, wanted = self._of_samples(dims)
         # torch counts frequencies in the whole batch, so that a gradient scaled by them is not the sum of the rows
         by_frequency = {id(p) for (m, _), p in originals.items() if getattr(m, "scale_grad_by_freq", False)}
-        compared = [key for key, weight in of_parameters.items() if weight.requires_grad and key not in by_frequency]
-        expanded = [of_parameters[key] for key in compared]
-        results = mapped.with_samples_in(dims).tensors
-        wanted = derivatives(results, [*expanded, *inputs])
+        places = {id(parameter): place for place, parameter in enumerate(trained.values())}
+        compared = {key: place for key, place in places.items() if key not in by_frequency}
         with unseen():  # by a module around this one, whose forward runs on the whole batch
-            alone = {id(p): p.detach().requires_grad_(of_parameters[id(p)].requires_grad) for p in originals.values()}
-        own_inputs, (args, kwargs) = self._with_derivatives()
-        lent = swapped(list(originals), [alone[id(parameter)] for parameter in originals.values()])
-        with without_traces(self.module, hooks=hooks), self.module._children_inside({}), lent:
-            leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
-        self.states.restore()
-        plain = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            alone = {id(p): p.detach().requires_grad_(id(p) in places) for p in originals.values()}
+        with swapped({place: alone[id(parameter)] for place, parameter in originals.items()}):
+            plain, own_inputs = self.plain.with_graph(hooks=hooks)
         given = derivatives(
             [once_per_sample(x, dim, self.batch) for x, dim in zip(plain, dims, strict=False)],
             [*map(alone.__getitem__, compared), *own_inputs],
         )
         if wanted is None or given is None:
             return True  # nothing to tell by: the backward fails, as the user's will
-        rows, of_inputs = wanted[: len(expanded)], wanted[len(expanded) :]
+        rows, of_inputs = [wanted[place] for place in compared.values()], wanted[len(trained) :]
         sums = [None if each is None else as_factored(each).weighted_sum(each.new_ones(self.batch)) for each in rows]
         return are_alike([*sums, *of_inputs], given, self._size_of_arguments())
-
-    def _with_derivatives(self) -> tuple[list[Tensor], Any]:
-        """Copies of the floating tensors among the arguments, to take derivatives by, and arguments made of them."""
-        leaves, structure = tree_flatten(copies(self.arguments))
-        inputs = [leaf.requires_grad_() for leaf in leaves if _is_float(leaf)]
-        return inputs, tree_unflatten([leaf.clone() if _is_float(leaf) else leaf for leaf in leaves], structure)
 
     def _dims(self, mapped: Mapped, expected: list[Tensor]) -> tuple[int, ...] | None:
         """Where the samples stand in each result, by the plain result's shape; `None` if their numbers differ."""
@@ -363,7 +344,7 @@ class Trial:
 
     def _size_of_arguments(self) -> float:
         """The largest number in the arguments."""
-        floats = [x for x in tree_leaves(self.arguments) if isinstance(x, Tensor) and has_derivatives(x)]
+        floats = [x for x in tree_leaves(self.plain.arguments) if isinstance(x, Tensor) and has_derivatives(x)]
         sizes = (x.abs().where(x.isfinite(), 0).max() for x in floats if x.numel() and not x.is_meta)
         return max(map(float, sizes), default=1.0)
 
@@ -374,13 +355,13 @@ class Trial:
         except RuntimeError:  # where the forward makes its argument require a gradient itself
             has_derivatives = None
         if has_derivatives is None:
-            self.states.restore()
+            self.plain.states.restore()
             return not repeats or self._changes_with_others(dims)
         return has_derivatives
 
     def _changes_with_others(self, dims: tuple[int, ...]) -> bool:
         """Whether the first sample's result changes when all samples are like the first, or nothing could tell."""
-        leaves, structure = tree_flatten(self.arguments)
+        leaves, structure = tree_flatten(self.plain.arguments)
         places, first = self.mapper.call.dims, torch.zeros(self.batch, dtype=torch.int64)
         alike = [
             leaf if dim is None else x.index_select(dim, first.to(leaf.device)).view_as(leaf)
@@ -399,18 +380,14 @@ class Trial:
 
         `None` if there are indices alone.
         """
-        with torch.enable_grad(), without_traces(self.module, hooks=self.hooks), self.module._children_inside({}):
-            inputs, (args, kwargs) = self._with_derivatives()
-            leaves, _ = flatten(self.module._plain_forward(*args, **kwargs))
-            results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        results, inputs = self.plain.with_graph(hooks=self.hooks)
+        with torch.enable_grad():
             ends = [
                 of_sample(result, dim, 0, self.batch)
                 for result, dim in zip(results, dims, strict=True)
                 if result.requires_grad and result.dim() and (dim == FOLDED or result.shape[dim] == self.batch)
             ]
-        read = [
-            dim for leaf, dim in zip(self.mapper.call.leaves, self.mapper.call.dims, strict=True) if _is_float(leaf)
-        ]
+        read = [dim for leaf, dim in zip(self.mapper.call.leaves, self.mapper.call.dims, strict=True) if is_float(leaf)]
         by_sample = [(x, dim) for x, dim in zip(inputs, read, strict=True) if dim is not None]
         if not ends:
             return True
@@ -429,7 +406,3 @@ def _is_same(leaf: Any, other: Any) -> bool:
         is_alike = leaf.shape == other.shape and leaf.dtype == other.dtype
         return is_alike and near(leaf.detach(), other.detach(), 1.0)
     return type(leaf) is type(other) and (leaf is other or is_cache(leaf) or bool(leaf == other))
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and has_derivatives(leaf)

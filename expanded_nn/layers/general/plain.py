@@ -1,0 +1,75 @@
+"""The plain forward of a module, beside the one that counts: what it leaves behind is taken back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from expanded_nn.common.batch import has_derivatives
+from expanded_nn.common.steady import RandomStates, copies, without_traces
+from expanded_nn.layers.general.mapped import tensors_of
+
+
+class Plain:
+    """The plain forward on copies of some arguments, from the random states that were there at first."""
+
+    def __init__(self, module: Any, arguments: Any) -> None:  # of the general rule
+        self.module, self.arguments = module, copies(arguments)
+        self.states = self.states_now()
+        self.is_random: bool | None = None  # whether it draws random numbers, once it has run
+
+    def states_now(self) -> RandomStates:
+        """The states of all generators that it may draw from."""
+        return RandomStates([*self.module.modules(), self.arguments])
+
+    def first(self) -> list[Tensor]:
+        """What it gives without the hooks of modules within; with them, from now on, if it fails else.
+
+        Some models need what their hooks collect, such as hidden states.
+        """
+        told = self.module._told
+        try:
+            return self(hooks=told.needs_hooks)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            if told.needs_hooks:
+                raise
+            self.states.restore()
+            told.needs_hooks = True
+            return self(hooks=True)
+
+    @torch.no_grad()
+    def __call__(self, *, hooks: bool, arguments: Any = None, draws: bool = False) -> list[Tensor]:
+        """The tensors that it gives, from these arguments or others.
+
+        Random states are put back; with `draws` they are not, so that the next forward draws other numbers.
+        """
+        args, kwargs = copies(self.arguments if arguments is None else arguments)
+        with without_traces(self.module, hooks=hooks):
+            tensors = tensors_of(self.module._plainly(args, kwargs))
+        drawn = not draws and self.states.restore()
+        self.is_random = drawn if self.is_random is None else self.is_random
+        return [tensor.detach() for tensor in tensors]  # a parameter that is returned has a history
+
+    @torch.enable_grad()
+    def with_graph(self, *, hooks: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """The same with a graph, and the inputs by which they have derivatives."""
+        inputs, (args, kwargs) = self.differentiable()
+        with without_traces(self.module, hooks=hooks):
+            tensors = tensors_of(self.module._plainly(args, kwargs))
+        self.states.restore()
+        return tensors, inputs
+
+    def differentiable(self) -> tuple[list[Tensor], Any]:
+        """Copies of the floating tensors among the arguments, to take derivatives by, and arguments made of them."""
+        leaves, structure = tree_flatten(copies(self.arguments))
+        inputs = [leaf.requires_grad_() for leaf in leaves if is_float(leaf)]
+        return inputs, tree_unflatten([leaf.clone() if is_float(leaf) else leaf for leaf in leaves], structure)
+
+
+def is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and has_derivatives(leaf)

@@ -1,0 +1,185 @@
+"""Where the samples stand in what a module of the general rule is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain, islice, product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from expanded_nn._errors import PerSampleError
+from expanded_nn.common.batch import FOLDED, has_derivatives, is_like_a_state
+from expanded_nn.common.modes import unseen
+from expanded_nn.common.traced import is_traced, wait_for_values
+from expanded_nn.core import cost
+from expanded_nn.layers.general.mapped import Called
+from expanded_nn.modules.layout import all_in_one_row, forward_of, holds_all_samples, note_input, refusal, refuse_square
+from expanded_nn.recording.expand import comes_from_rows
+
+ErrorOf = Callable[[Called], Exception | None]
+Dims = tuple[int | None, ...]
+
+
+def read(module: Any, args: Any, kwargs: Any, error_of: ErrorOf) -> Called:
+    """A call of a module: where its samples stand is told by shapes, or by comparisons where these leave it open.
+
+    In states, `(layers, B, hidden)`, they may stand second. In a model that has them second, they may stand first in a
+    matrix, as in a mask `(B, T)` or in the last step of a sequence, `(B, features)`; or nowhere, as in a mask `(T, T)`.
+    An `Alone` module may get an argument of the model that is folded, as the patches of all images are, `(B * n,
+    features)`.
+
+    `error_of` gives the error of a comparison with the plain forward, `None` where they agree.
+    """
+    with unseen():  # what is asked here is no part of the forward
+        call = _as_usual(module, args, kwargs)
+        states, others = _may_be_states(call), _may_be_otherwise(module, call)
+    if any(states) or any(others):
+        dims = _compared(module, call, states, others, error_of)
+        call = replace(call, dims=dims, kind=(*call.kind, *dims))
+    with unseen():
+        _refuse_no_samples(module, call)
+    return call
+
+
+def _as_usual(module: Any, args: Any, kwargs: Any) -> Called:
+    """The call, with the samples where they usually stand in such arguments."""
+    batch = module.pass_batch_size
+    is_plain = not kwargs and all(type(arg) is Tensor for arg in args)
+    leaves = list(args) if is_plain else tree_leaves((args, kwargs))
+    inputs = [tensor for tensor in leaves if isinstance(tensor, Tensor) and tensor.dim()]
+    sizes = (tuple(bool(n == 1) for n in x.shape) for x in inputs)
+    dims = [_usual_dim(module, leaf, batch) for leaf in leaves]
+    either_way = (_reads_either_way(module, leaf) for leaf in leaves)
+    kind = (module.training, bool(batch == 1), *sizes, *either_way, *dims)
+    return Called(args, kwargs, batch, leaves, dims, inputs, kind)
+
+
+def _usual_dim(module: Any, leaf: Any, batch: int) -> int | None:
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        return None
+    dim: int = module._dim_of(leaf)
+    # not for an index that is an argument of the model: a comparison tells where its samples stand
+    if _is_matrix(module, leaf) and (has_derivatives(leaf) or not _is_of_samples(module, leaf)):
+        refuse_square(module, leaf)
+    return dim if leaf.shape[dim] == batch else None
+
+
+def _compared(module: Any, call: Called, states: list[bool], others: list[Dims], error_of: ErrorOf) -> list[int | None]:
+    """As `call` says, or elsewhere if only that is right."""
+    kind, known = (*call.kind, *states, *others, module.goes_in_a_loop()), module._told.readings
+    if kind not in known:
+        if cost.is_symbol(call.batch):
+            return call.dims
+        wait_for_values("a module of the general rule is compared with its plain forward first")
+        known[kind] = _best(call, states, others, error_of)
+    return known[kind]  # type: ignore[no-any-return]
+
+
+def _may_be_states(call: Called) -> list[bool]:
+    """Which arguments may be states with the samples second: only those behind the first that has them first."""
+    first = call.dims.index(0) + 1 if 0 in call.dims else len(call.dims)
+    behind = zip(call.leaves[first:], call.dims[first:], strict=True)
+    return [False] * first + [call.batch > 1 and dim != 1 and is_like_a_state(x, call.batch) for x, dim in behind]
+
+
+def _may_be_otherwise(module: Any, call: Called) -> list[Dims]:
+    """Where else the samples may stand in each argument, if anywhere.
+
+    In a matrix of a model that has them second: first, or nowhere, unless the matrix is what says B. In an argument
+    that may be folded: in several rows per sample. In one that all samples have shared in other calls: nowhere.
+    """
+    matrices = [_is_matrix(module, leaf) and leaf.shape[0] == call.batch for leaf in call.leaves]
+    if call.dims.count(None) == len(call.dims):  # a table may have B rows by chance
+        pairs = zip(matrices, call.leaves, strict=True)
+        matrices = [is_matrix and _is_of_samples(module, leaf) for is_matrix, leaf in pairs]
+    elif 1 in call.dims:
+        matrices[call.dims.index(1)] = False
+    folded = [module._alone and _may_be_folded(module, leaf, call.batch) for leaf in call.leaves]
+    otherwise = zip(matrices, folded, module._told.seen_shared(call), strict=True)
+    return [
+        (0, None) if is_matrix else (FOLDED,) if is_folded else (None,) if is_shared else ()
+        for is_matrix, is_folded, is_shared in otherwise
+    ]
+
+
+def _may_be_folded(module: Any, leaf: Any, batch: int) -> bool:
+    """Whether it is an argument of the model that may have several rows per sample, sample after sample."""
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0 or batch < 2 or not module.model_batch_first:
+        return False
+    if cost.is_symbol(batch) and not cost.is_symbol(leaf.shape[0]):  # it stays as it is in batches of other sizes
+        return False
+    times, left = leaf.shape[0] // batch, leaf.shape[0] % batch
+    forward = forward_of(module)
+    return times > 1 and left == 0 and forward is not None and forward.is_argument(leaf)
+
+
+def _is_matrix(module: Any, leaf: Any) -> bool:
+    """Whether it is a matrix in which the samples usually stand second."""
+    return isinstance(leaf, Tensor) and leaf.dim() == 2 and module._dim_of(leaf) == 1
+
+
+def _is_of_samples(module: Any, leaf: Tensor) -> bool:
+    """Whether it is an argument of the model, or was computed from what layers returned."""
+    forward = forward_of(module)
+    return (leaf.requires_grad and comes_from_rows(leaf)) or (forward is not None and forward.is_argument(leaf))
+
+
+def _reads_either_way(module: Any, leaf: Any) -> bool:
+    """Whether it is such a matrix and equals its transpose: then no comparison tells where its samples stand.
+
+    So what is found with it holds only for other matrices that equal their transposes.
+    """
+    if not _is_matrix(module, leaf) or is_traced() or leaf.is_meta:
+        return False
+    return leaf.shape[0] == leaf.shape[1] and torch.equal(leaf, leaf.mT)
+
+
+def _best(call: Called, states: list[bool], others: list[Dims], error_of: ErrorOf) -> list[int | None]:
+    """The first reading that is right; if none is, the one whose error tells the user most."""
+    pairs = list(zip(states, call.dims, strict=True))
+    where_unknown = [1 if is_state and dim is None else dim for is_state, dim in pairs]
+    everywhere = [1 if is_state else dim for is_state, dim in pairs]
+    # first the readings that change least: what looks like a state may be an input whose second size is B by chance
+    readings = (_readings(dims, others) for dims in (call.dims, where_unknown, everywhere))
+    errors: dict[Dims, Exception] = {}
+    for reading in dict.fromkeys(chain(*readings)):
+        error = error_of(replace(call, dims=list(reading)))
+        if error is None:
+            return list(reading)
+        errors[reading] = error
+    # where only `vmap` fails, a loop over the samples comes next
+    told = [reading for reading, error in errors.items() if getattr(error, "by_vmap", False)]
+    refused = [reading for reading, error in errors.items() if isinstance(error, PerSampleError)]
+    # last those by which the forward itself has failed
+    told += sorted(refused, key=lambda reading: errors[reading].__cause__ is not None)
+    return list(told[0]) if told else call.dims
+
+
+def _readings(dims: list[int | None], others: list[Dims]) -> list[Dims]:
+    """Where samples may stand: as in `dims`, or elsewhere in all arguments, or in some of them; at most 27 of these."""
+    everywhere = tuple(own[0] if own else dim for dim, own in zip(dims, others, strict=True))
+    some = product(*((dim, *own) for dim, own in zip(dims, others, strict=True)))
+    readings = dict.fromkeys([tuple(dims), everywhere, *islice(some, 27)])
+    return [reading for reading in readings if reading.count(None) < len(reading)]
+
+
+def _refuse_no_samples(module: Any, call: Called) -> None:
+    """Raises if no argument has one row per sample, or if the samples stand elsewhere in the first tensor."""
+    is_shared = call.batch > 1 and call.dims.count(None) == len(call.dims)
+    note_input(module, shared=is_shared)
+    if module._learned is not None and is_shared:
+        found, wanted = "no argument has one row per sample", f"{call.batch} rows"
+        raise refusal(module, found, wanted, "Call it with a batch of inputs.")
+    if is_shared:
+        folded = next((x for x in call.inputs if holds_all_samples(module, x)), None)
+        if folded is not None:
+            raise all_in_one_row(module, folded, "an argument")
+    if call.inputs and has_derivatives(call.inputs[0]):
+        first = call.inputs[0]
+        dim = next(dim for leaf, dim in zip(call.leaves, call.dims, strict=True) if leaf is first)
+        if dim != FOLDED:
+            module.checked(first, 0, dim=module._dim_of(first) if dim is None else dim, argument="the first tensor")

@@ -1,0 +1,212 @@
+"""When a forward runs on the whole batch: where comparisons have found it right, and go on to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_structure, tree_unflatten
+
+from expanded_nn.common.batch import FOLDED
+from expanded_nn.common.modes import is_of_checkpoint, running_backward, unseen
+from expanded_nn.common.rounding import near
+from expanded_nn.common.steady import Attributes
+from expanded_nn.common.traced import is_traced, wait_for_values
+from expanded_nn.core import cost
+from expanded_nn.layers.general.gradients import Verdict
+from expanded_nn.layers.general.mapped import NOT_OF_THE_FORWARD, Called, of_sample, tensors_of
+from expanded_nn.layers.general.owners import Owners
+from expanded_nn.layers.general.plain import Plain
+from expanded_nn.layers.general.trial import NO_WAYS, Trial, Way, Ways
+from expanded_nn.layers.general.whole import Run
+from expanded_nn.recording.lift import Slot, swapped
+from expanded_nn.recording.recorder import modules_in
+
+
+class WholeBatch:
+    """The forward of a module of the general rule on the whole batch, for one call."""
+
+    def __init__(self, module: Any, call: Called) -> None:
+        self.module, self.call, self.told = module, call, module._told
+
+    def result(self) -> Any:
+        """What it gives, at some calls only if a sample gives the same alone; else `NotImplemented`."""
+        if not self._may_run() or self.call.kind in self.told.failed:
+            return NotImplemented
+        every = self.compares_one_in()
+        if not every or not self._is_known():
+            return self._by_ways()
+        self.told.turn += 1
+        if self.told.turn % every:
+            return self._by_ways()
+        before, number = Attributes([*modules_in(self.module)]), self.told.turn // every % self.call.batch
+        # first, as both begin with what the call before has left
+        alone = self._hidden(_OneAlone, self.module, self.call, number)
+        result = self._by_ways()
+        if result is NotImplemented or alone.agrees(result):
+            return result
+        if self.module._learned is None and not self._hidden(alone.depends_on_others, result):
+            return result
+        before.put_back()
+        self.told.distrust(self.call)
+        return NotImplemented
+
+    def _may_run(self) -> bool:
+        """Whether the forward may run so, as far as is known without a trial."""
+        call, recorder = self.call, self.module._recorder
+        if not torch.is_grad_enabled() or cost.is_symbol(call.batch) or call.batch == 0:
+            return False
+        if recorder is None or recorder.forward is None:  # with weights that come with a batch dimension
+            return False
+        have_samples_first = 0 in call.dims and {*call.dims} <= {0, None, FOLDED}
+        return have_samples_first and self.suits() and self.told.ways.get(call.kind_of_ways()) != NO_WAYS
+
+    def suits(self) -> bool:
+        """Whether the module, as it is now, may run so at all."""
+        module = self.module
+        return bool(module._ranks) and module._learned is None and not parametrize.is_parametrized(module)
+
+    def _is_known(self) -> bool:
+        """Whether the call may go a known way, and a comparison may read values now."""
+        if is_traced() or running_backward() >= 0:  # a checkpoint's forward is computed again, as it was
+            return False
+        return bool(self.told.ways.get(self.call.kind_of_ways(), NO_WAYS).known)
+
+    def compares_one_in(self) -> int:
+        """Every how many calls one sample is compared alone; 0 for never."""
+        return cost.TURNS_WHERE_SAMPLES_MAY_MEET if self.told.may_meet else 0
+
+    def _hidden(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function; nobody takes notes of what the module's forward does in it."""
+        with self.module._unnoticed():
+            return as_one_operation(self.module, function, *args)
+
+    def _by_ways(self) -> Any:
+        """The result if the forward goes a way that is known to be right, or that a trial finds right now."""
+        kind = self.call.kind_of_ways()
+        ways = self.told.ways.get(kind, Ways())
+        if ways.known and (result := self.by_known_way(ways)) is not NotImplemented:
+            return result
+        if running_backward() >= 0:  # a checkpoint's forward is computed again, and learns nothing
+            return NotImplemented
+        wait_for_values("a module of the general rule is tried on the whole batch first")
+        ways = ways.after(*self.judged(hooks=ways.hooks)) if ways.trials_left else NO_WAYS
+        result = self.by_known_way(ways) if ways.known else NotImplemented
+        if ways.known and result is NotImplemented:  # what the hooks of its children add may be what it did otherwise
+            ways = ways._replace(hooks=True)
+        self.told.ways[kind] = ways
+        return result
+
+    def by_known_way(self, ways: Ways) -> Any:
+        """The result, if it went a known way."""
+        result, way = self.attempt(self.call.args, self.call.kwargs)
+        return result if way in ways.known else NotImplemented
+
+    def attempt(self, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
+        """The result of the forward on the whole batch, and the way it has gone; `None` if it cannot run so.
+
+        The arguments are those of the call, or copies of them.
+        """
+        module, recorder, dims = self.module, self.module._recorder, self.call.dims
+        heard, batch = recorder.forward.notes.inputs_shared, recorder.forward.own_pass.batch
+        owners = Owners(batch, module, self.told.memo) if module._alone else None
+        before, run = len(heard), Run(batch, recorder, owners)
+        try:
+            with unseen():
+                weights = {place: run.batched(recorder.expand(own)) for place, own in self.lent().items()}
+            if owners is not None:
+                args, kwargs = owners.begin((args, kwargs), dims)
+            with swapped(weights), nullcontext() if owners is None else recorder.in_general_rule({}):
+                weights.clear()
+                with run:
+                    result = module._plain_forward(*args, **kwargs)
+                result = run.returned(result)
+            if owners is not None and FOLDED in dims:
+                owners.refuse_others_places(result, self.told.compared[self.call.kind].dims)
+        except Exception as error:
+            if isinstance(error, NOT_OF_THE_FORWARD) or is_of_checkpoint(error):
+                raise
+            del heard[before:]
+            return None, None
+        self.told.may_meet |= run.may_meet
+        if run.failed or run.leaves_something():
+            return None, None
+        return result, (*run.way_gone(), *heard[before:])
+
+    def lent(self) -> dict[Slot, Tensor]:
+        """The parameters that get a value per sample in it, by where they are."""
+        return {place: parameter for place, parameter, _ in self.module._own()}
+
+    def judged(self, *, hooks: bool) -> tuple[Verdict, Way | None]:
+        """Whether the forward on the whole batch gives what it gives sample by sample, and the way it has gone."""
+        mapper = self.module._mapper(self.call)
+        if mapper.guests or any(weight.is_meta for weight in mapper.expanded):
+            return Verdict.UNCLEAR, None
+        try:
+            with self.module._unnoticed():
+                trial = Trial(mapper, hooks=hooks)
+                compared = trial.told()
+                return trial.judged(compared.dims, self.attempt) if compared.alike else (Verdict.WRONG, None)
+        except torch.OutOfMemoryError:  # a comparison takes more than a step
+            return Verdict.WRONG, None
+
+
+class _OneAlone:
+    """What one sample of a call gives alone, beside a forward on the whole batch that comparisons have found right.
+
+    Values may lead that where samples meet, as in a clamp by a norm over the batch, though it goes a known way.
+    """
+
+    def __init__(self, module: Any, call: Called, number: int) -> None:
+        self.module, self.call, self.number = module, call, number
+        leaves = zip(call.leaves, call.dims, strict=True)
+        self.given = self._given([x if dim is None else of_sample(x, dim, number, call.batch) for x, dim in leaves])
+
+    def agrees(self, result: Any) -> bool:
+        """Whether it gives the same in the result for all; also where random numbers leave nothing to compare."""
+        return self.given is None or _are_near(self.given, self._part(tensors_of(result)))
+
+    def depends_on_others(self, result: Any) -> bool:
+        """Whether that is another one where all other samples are zero, or nothing can tell.
+
+        If it is not, rounding alone has led the sample another way, as where the nearest of a codebook's entries is
+        chosen: in a batch of the same size numbers are rounded in the same way.
+        """
+        leaves = zip(self.call.leaves, self.call.dims, strict=True)
+        try:
+            beside_zeros = self._given([x if dim is None else self._with_one(x, dim) for x, dim in leaves])
+        except (RuntimeError, ValueError, IndexError):  # zeros may be no arguments for it, as of lengths
+            return True
+        both = [self._part(tensors) for tensors in (beside_zeros or [], tensors_of(result)) if tensors]
+        return len(both) < 2 or not _are_near(*both)
+
+    def _given(self, leaves: list[Any]) -> list[Tensor] | None:
+        """What the plain forward gives for other arguments; `None` where it draws random numbers."""
+        plain = Plain(self.module, tree_unflatten(leaves, tree_structure((self.call.args, self.call.kwargs))))
+        tensors = plain.first()
+        return None if plain.is_random else tensors
+
+    def _part(self, tensors: list[Tensor]) -> list[Tensor]:
+        dims = self.module._told.compared[self.call.kind].dims
+        pairs = zip(tensors, dims, strict=True)
+        return [of_sample(x.detach(), dim, self.number, self.call.batch) for x, dim in pairs]
+
+    def _with_one(self, leaf: Tensor, dim: int) -> Tensor:
+        """A tensor of all samples in which all but this one are zero."""
+        zeros = torch.zeros_like(leaf)
+        of_sample(zeros, dim, self.number, self.call.batch).copy_(of_sample(leaf, dim, self.number, self.call.batch))
+        return zeros
+
+
+def _are_near(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(near(x, y, 1.0) for x, y in zip(some, others, strict=True))
+
+
+def as_one_operation(module: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function in which nobody looks for samples that take each other's places."""
+    order = None if module._recorder is None else module._recorder.order
+    return function(*args) if order is None else order.as_one_operation(function, *args)
