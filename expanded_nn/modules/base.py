@@ -129,8 +129,8 @@ class PerSampleModule(nn.Module):
                 whose factors are larger than they are, are dense from the start, which takes less time and memory.
             escalate: Whether a module goes sample by sample, with a `PerSampleWarning`, where a layer in it cannot tell
                 the samples apart (`True`). Without it that is an error.
-            compare: Whether a forward is compared with that of half its samples, in the first batch of each size and at
-                the calls 1, 2, 4, 8, …, so that samples which mix are an error (`True`).
+            compare: Whether forwards are compared with those of half the samples, now and then, so that samples which
+                mix are an error (`True`).
 
         Returns:
             The module itself.
@@ -308,15 +308,12 @@ class Expanded(PerSampleModule):
         if self._own_batch() is not None:  # weights of each sample's own, as by `functional_call`
             return self.expanded_forward(*args, **kwargs)
         order = None if recorder is None else recorder.order
-        if order is None:
+        if order is not None and not torch.is_grad_enabled() and self._has_rows():
+            order.look_at(self, (args, kwargs), is_plain=True)
+        if order is None or self.calls_others:
             output = super().forward(*args, **kwargs)
         else:
-            if not torch.is_grad_enabled() and self._has_rows():
-                order.look_at(self, (args, kwargs), is_plain=True)
-            if self.calls_others:
-                output = super().forward(*args, **kwargs)
-            else:
-                output = self._as_one_operation(order, super().forward, *args, **kwargs)
+            output = self._as_one_operation(order, super().forward, *args, **kwargs)
         return owned(output) if self.returns_fresh and recorder is not None and recorder.forward is not None else output
 
     def _in_pass(self, args: Any, kwargs: Any) -> Any:

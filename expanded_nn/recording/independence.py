@@ -163,13 +163,16 @@ class Trial:
 
     def _compared(self, dims: Sequence[int | None], whole: list[Any]) -> list[int | None] | None:
         """`_dims_of_results`, where the samples stand in these dimensions of the arguments."""
-        pairs = zip(self.leaves, dims, strict=True)
-        part = [leaf if dim is None else _taken(leaf, dim, self.half, self.batch) for leaf, dim in pairs]
-        of_half, _ = self._run(self._plain, part)
-        if len(of_half) != len(whole):
-            return [None] * len(whole)
-        found = [_place(*pair, self.half, self.batch) for pair in zip(whole, of_half, strict=True)]
-        return None if MEET in found else found
+        found: list[int | None] = [None] * len(whole)
+        for half in (self.half, [i for i in range(self.batch) if i not in self.half]):
+            pairs = zip(self.leaves, dims, strict=True)
+            part = [leaf if dim is None else _taken(leaf, dim, half, self.batch) for leaf, dim in pairs]
+            of_half, _ = self._run(self._plain, part)
+            if len(of_half) == len(whole):
+                found = [_place(*pair, half, self.batch) for pair in zip(whole, of_half, strict=True)]
+            if MEET in found:
+                return None
+        return found
 
     def _has_other_chance(self, whole: list[Any]) -> bool:
         """Whether the forward draws numbers that are not fixed, as numpy's are not."""
