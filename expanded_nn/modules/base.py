@@ -246,10 +246,6 @@ class Root(PerSampleModule):
                 return super().forward(*args, **kwargs)
         return _with_rows(self, recorder, args, kwargs)
 
-    def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's forward; within the recorder's `in_general_rule({})`, that of the plain model."""
-        return super().forward(*args, **kwargs)
-
     def _in_pass(self, args: Any, kwargs: Any) -> Any:
         """The forward, as a part of the outermost one that runs, or as that itself."""
         recorder = self._recorder

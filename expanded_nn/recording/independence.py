@@ -197,7 +197,7 @@ class Trial:
         return tree_leaves(result, is_leaf=_is_packed), is_random
 
     def _plain(self, args: Any, kwargs: Any) -> Any:
-        return self.module._plain_forward(*args, **kwargs)
+        return self.module.forward(*args, **kwargs)
 
     @contextmanager
     def _plainly(self, *, is_random: bool) -> Iterator[None]:
