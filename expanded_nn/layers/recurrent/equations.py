@@ -178,25 +178,25 @@ class Lstm(Recurrence):
         assert c is not None
         size, outputs = c.shape[1], []
         z, weight_hh = self._of_x(steps.flat(x), weights), _turned(weights.hh, steps)
-        n, cells, tanhs = (z.new_empty(len(z), size) for _ in range(3))
-        of_steps = (z, *z.unflatten(1, (4, size)).unbind(1), n, cells, tanhs)
-        for z_now, i, f, third, o, n_now, c_now, tanh in zip(*map(steps.split, of_steps), strict=True):
+        gates = z.unflatten(1, (4, size))
+        n, cells = z.new_empty(len(z), size), z.new_empty(len(z), size)
+        for z_now, i, f, third, o, n_now, c_now in zip(*map(steps.split, (z, *gates.unbind(1), n, cells)), strict=True):
             z_now.addmm_(_first(h, len(z_now)), weight_hh)
             _tanh(third, n_now)
             z_now.sigmoid_()
             c = torch.mul(i, n_now, out=c_now).addcmul_(f, _first(c, len(z_now)))
-            h = o * torch.tanh(c, out=tanh)
+            h = o * _tanh(c, third)
             if weights.hr is not None:
                 h = F.linear(h, weights.hr)
             outputs.append(h)
         y = torch.stack(outputs) if steps.packed is None else torch.cat(outputs)
-        return y, steps.last(steps.unflattened(cells)).clone(), (z, n, cells, tanhs)
+        return y, steps.last(steps.unflattened(cells)).clone(), (z, n, cells)
 
     def backward(self, loops: Loops, saved: Saved, gates: Gates, g: Tensor, g_c: Tensor | None) -> Gradients:
         steps, c0 = saved.steps, saved.c0
         assert c0 is not None
-        stacked, n, cells, tanh = gates
-        i, f, _, o = stacked.unflatten(1, (4, c0.shape[1])).unbind(1)
+        stacked, n, cells = gates
+        i, f, tanh, o = stacked.unflatten(1, (4, c0.shape[1])).unbind(1)  # of the new cell states
         entering, forgotten, hidden = i * n, steps.previous(c0, cells).mul_(f), o * tanh
         slope = torch.addcmul(o, hidden, tanh, value=-1)  # of h by c
         hr = None if saved.weights.hr is None else (g, hidden.clone())
@@ -228,7 +228,7 @@ class Lstm(Recurrence):
         return F.linear(x, weights.ih, bias)
 
     def gates(self, saved: Saved) -> Gates:
-        """The gates i, f and o, with n's place between them; n; the new cell states; and their tanh."""
+        """The gates i, f, the tanh of the new cell states in place of n, and o; n; and the new cell states."""
         steps, weights = saved.steps, saved.weights
         assert saved.c0 is not None
         z = self._of_x(steps.flat(saved.x), weights).addmm_(saved.h, weights.hh.t())
@@ -238,7 +238,8 @@ class Lstm(Recurrence):
         cells, c = i * n, saved.c0
         for c_now, f_now in zip(steps.split(cells), steps.split(f), strict=True):
             c = c_now.addcmul_(f_now, _first(c, len(c_now)))
-        return z, n, cells, cells.tanh()
+        _tanh(cells, third)
+        return z, n, cells
 
 
 class Gru(Recurrence):
@@ -336,8 +337,8 @@ def _turned(weight: Tensor, steps: Steps) -> Tensor:
 
 
 def _tanh(x: Tensor, out: Tensor) -> Tensor:
-    """`tanh` of a part of each row, into memory of its own: torch's would start all threads anew for each row."""
-    return torch.tanh(x, out=out) if torch.get_num_threads() == 1 else out.copy_(x).tanh_()
+    """`tanh` where one of the two is a part of each row: with several threads torch's own starts all anew per row."""
+    return torch.tanh(x, out=out) if torch.get_num_threads() == 1 else out.copy_(x.contiguous().tanh())
 
 
 def _first(states: Tensor, size: int) -> Tensor:

@@ -116,7 +116,7 @@ def _gates(kind: str, cell: bool, x: Tensor, h: Tensor, y: Tensor, c0: Tensor | 
 
 def _shapes_of_gates(kind: str, cell: bool, x: Tensor, h: Any, y: Any, c0: Any, weights: Any) -> list[Tensor]:
     gates = Weights(*weights).hh.shape[0]
-    sizes = {"LSTM": [gates, *[gates // 4] * 3], "GRU": [gates, gates // 3]}.get(kind, [])
+    sizes = {"LSTM": [gates, gates // 4, gates // 4], "GRU": [gates, gates // 3]}.get(kind, [])
     return [x.new_empty(x.shape[0] * x.shape[1], size) for size in sizes]
 
 
