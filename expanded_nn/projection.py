@@ -13,7 +13,8 @@ from torch import Tensor
 from expanded_nn._errors import complaint, refuse_no_count
 from expanded_nn.common.modes import no_torch_function, with_values, without_autocast
 from expanded_nn.common.traced import is_traced, refuse_values
-from expanded_nn.core.sketch import Sketch, Totals, TwoSided, Vectors
+from expanded_nn.core import cost
+from expanded_nn.core.sketch import Sketch, Small, Totals, TwoSided
 from expanded_nn.core.terms import Dense, Term, sides
 from expanded_nn.factored import FactoredTensor, as_factored, as_real
 from expanded_nn.rows.arguments import refuse_emptiness, refuse_no_rows
@@ -74,7 +75,7 @@ class Projection:
         self.seed = seed
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._maps: dict[tuple[str, torch.device], Sketch | TwoSided | _Gaussian] = {}
-        self._vectors: dict[tuple[tuple[str, ...], torch.device], Vectors] = {}  # of their names
+        self._small: dict[tuple[tuple[str, ...], torch.device], Small] = {}  # of their names
 
     def __repr__(self) -> str:
         return f"Projection({self.dim}, kind={self.kind!r}, seed={self.seed})"
@@ -93,6 +94,7 @@ class Projection:
             PerSampleError: If there are no rows, or the parameters hold different numbers of them, or one has another
                 shape than in an earlier call.
         """
+        grads = dict(grads.items()) if isinstance(grads, Mapping) else grads  # a look at one of them takes a while
         refuse_no_rows("Projection", "grads", grads)
         refuse_emptiness("Projection", grads)
         with torch.no_grad(), no_torch_function():
@@ -112,21 +114,31 @@ class Projection:
 
     def _of_one_kind(self, rows: Mapping[str, FactoredTensor], totals: Totals) -> Tensor:
         """The projections of rows of one dtype, on one device."""
-        vectors = {} if self.kind == "gaussian" else _held_vectors(rows)
-        if vectors:
-            self._add_vectors(vectors, totals)
+        small = self._held_small(rows)
+        if small:
+            self._add_small(rows, small, totals)
         for name, tensor in rows.items():
-            if name not in vectors:
+            if name not in small:
                 self._add(name, tensor, totals)
         return totals.result()
 
-    def _add_vectors(self, vectors: Mapping[str, Tensor], totals: Totals) -> None:
-        key = tuple(vectors), totals.device
-        if key not in self._vectors:
-            maps = [self._map(name, (matrix.shape[1],), totals.device) for name, matrix in vectors.items()]
+    def _held_small(self, rows: Mapping[str, FactoredTensor]) -> dict[str, Tensor]:
+        """The rows of small parameters that are sketched and held dense, `(B, numbers in a row)`."""
+        shapes = {name: tuple(tensor.shape[1:]) for name, tensor in rows.items()}
+        matrices = {
+            name: tensor.held_matrix()
+            for name, tensor in rows.items()
+            if cost.keeps_buckets(shapes[name]) and isinstance(self._map(name, shapes[name], tensor.device), Sketch)
+        }
+        return {name: matrix for name, matrix in matrices.items() if matrix is not None}
+
+    def _add_small(self, rows: Mapping[str, FactoredTensor], small: Mapping[str, Tensor], totals: Totals) -> None:
+        key = tuple(small), totals.device
+        if key not in self._small:
+            maps = [self._map(name, tuple(rows[name].shape[1:]), totals.device) for name in small]
             with with_values():
-                self._vectors[key] = Vectors.of([linear_map for linear_map in maps if isinstance(linear_map, Sketch)])
-        self._vectors[key].add(list(vectors.values()), totals)
+                self._small[key] = Small.of([linear_map for linear_map in maps if isinstance(linear_map, Sketch)])
+        self._small[key].add(list(small.values()), totals)
 
     def _add(self, name: str, rows: FactoredTensor, totals: Totals) -> None:
         linear_map = self._map(name, tuple(rows.shape[1:]), rows.device)
@@ -171,12 +183,6 @@ class Projection:
                     f"{first_shape}, as in the first call",
                     "Make one Projection for each model.",
                 )
-
-
-def _held_vectors(rows: Mapping[str, FactoredTensor]) -> dict[str, Tensor]:
-    """The rows of vectors that are held as a matrix, `(B, numbers in a row)`."""
-    matrices = {name: tensor.held_matrix() for name, tensor in rows.items() if tensor.dim() == 2}
-    return {name: matrix for name, matrix in matrices.items() if matrix is not None}
 
 
 @dataclass(frozen=True)

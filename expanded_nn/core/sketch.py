@@ -233,21 +233,21 @@ class Sketch:
 
 
 @dataclass(frozen=True)
-class Vectors:
-    """The count sketches of several vectors, side by side, in one call."""
+class Small:
+    """The count sketches of several small parameters, side by side, in one call."""
 
-    buckets: Tensor  # (n,), that of each number of all vectors
+    buckets: Tensor  # (n,), that of each number of all of them
     signs: Tensor  # (n,)
 
     @classmethod
-    def of(cls, sketches: Sequence[Sketch]) -> Vectors:
-        """Those of the vectors of which these are the sketches."""
+    def of(cls, sketches: Sequence[Sketch]) -> Small:
+        """Those of the parameters of which these are the sketches."""
         every = slice(None)
         buckets, signs = zip(*(sketch._buckets_of(every, every) for sketch in sketches), strict=True)
         return cls(torch.cat(buckets), torch.cat(signs))
 
     def add(self, rows: Sequence[Tensor], totals: Totals) -> None:
-        """Adds the sketches of the vectors' rows, each `(B, numbers in a row)`."""
+        """Adds the sketches of the parameters' rows, each `(B, numbers in a row)`."""
         signed = torch.cat(list(rows), 1).mul_(self.signs.to(totals.dtype))
         totals.buckets.scatter_add_(1, self.buckets.expand_as(signed), signed)
 

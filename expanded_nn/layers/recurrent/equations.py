@@ -182,10 +182,10 @@ class Lstm(Recurrence):
         n, cells = z.new_empty(len(z), size), z.new_empty(len(z), size)
         for z_now, i, f, third, o, n_now, c_now in zip(*map(steps.split, (z, *gates.unbind(1), n, cells)), strict=True):
             z_now.addmm_(_first(h, len(z_now)), weight_hh)
-            torch.tanh(third, out=n_now)
+            _tanh(third, n_now)
             z_now.sigmoid_()
             c = torch.mul(i, n_now, out=c_now).addcmul_(f, _first(c, len(z_now)))
-            h = o * torch.tanh(c, out=third)
+            h = o * _tanh(c, third)
             if weights.hr is not None:
                 h = F.linear(h, weights.hr)
             outputs.append(h)
@@ -233,12 +233,12 @@ class Lstm(Recurrence):
         assert saved.c0 is not None
         z = self._of_x(steps.flat(saved.x), weights).addmm_(saved.h, weights.hh.t())
         i, f, third, _ = z.unflatten(1, (4, saved.c0.shape[1])).unbind(1)
-        n = third.tanh()
+        n = _tanh(third, z.new_empty(third.shape))
         z.sigmoid_()
         cells, c = i * n, saved.c0
         for c_now, f_now in zip(steps.split(cells), steps.split(f), strict=True):
             c = c_now.addcmul_(f_now, _first(c, len(c_now)))
-        torch.tanh(cells, out=third)
+        _tanh(cells, third)
         return z, n, cells
 
 
@@ -334,6 +334,11 @@ def _run(layer: Any, inputs: Inputs, states: Any) -> Any:
 def _turned(weight: Tensor, steps: Steps) -> Tensor:
     """The transpose of a weight; in memory of its own where that is worth it, as each product packs it anew."""
     return weight.t().contiguous() if cost.turns_weight_once(steps.count) else weight.t()
+
+
+def _tanh(x: Tensor, out: Tensor) -> Tensor:
+    """`tanh` where one of the two is a part of each row: with several threads torch's own starts all anew per row."""
+    return torch.tanh(x, out=out) if torch.get_num_threads() == 1 else out.copy_(x.contiguous().tanh())
 
 
 def _first(states: Tensor, size: int) -> Tensor:
