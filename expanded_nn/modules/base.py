@@ -258,6 +258,7 @@ class Expanded(PerSampleModule):
         ranks: Parameter name -> its number of dimensions in `torch.nn`, without a batch dimension.
         watches: Whether `convert` turns a layer of this class into its twin even if it has no parameters.
         positionwise: Whether the layer treats every position independently.
+        feature_dims: How many dimensions at the end of an input are a sample's own at the least.
         fixed_layout: Whether samples stand first by definition, as in `(N, C, H, W)`, whatever the model says.
         returns_fresh: Whether nothing else refers to the memory of what torch's layer returns. During a pass it is then
             returned as no view, so that slices of it are recognized.
@@ -267,6 +268,7 @@ class Expanded(PerSampleModule):
     calls_others: ClassVar[bool] = False
     watches: ClassVar[bool] = False
     positionwise: ClassVar[bool] = False
+    feature_dims: ClassVar[int] = 0
     fixed_layout: ClassVar[bool] = False
     returns_fresh: ClassVar[bool] = False
 
@@ -404,6 +406,10 @@ class Expanded(PerSampleModule):
     def _samples_dim(self) -> int:
         """Where the samples stand in an input that has two dimensions before its features."""
         return 0 if self.fixed_layout or self.model_batch_first else 1
+
+    def _samples_dim_of(self, x: Tensor) -> int:
+        """Where the samples stand in one of its inputs."""
+        return self._samples_dim if x.dim() > self.feature_dims + 1 else 0
 
     def by_sample(self, function: Callable[..., Tensor], feature_dims: int, **inputs: Tensor) -> Tensor:
         """`function(*inputs)` with the samples moved to the front of each input, and back in the result.

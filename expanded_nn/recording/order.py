@@ -225,7 +225,7 @@ class Order(TorchFunctionMode):
                 if id(x) not in self.moved:
                     continue
                 # the states of a recurrent layer are (layers, B, features) in any case
-                dim = 1 if number and isinstance(layer, nn.RNNBase) else cast(Any, layer)._samples_dim
+                dim = 1 if number and isinstance(layer, nn.RNNBase) else cast(Any, layer)._samples_dim_of(x)
                 self.refuse(layer, [moved for moved in self.reasons(x) if moved.dim is None or moved.dim != dim])
 
     def _refuse_transform(self, layer: Any) -> None:
@@ -242,7 +242,7 @@ class Order(TorchFunctionMode):
 
         A module of the general rule is compared with its plain forward, which tells.
         """
-        batch, dim = self._batch(), layer._samples_dim if x.dim() > 1 else 0
+        batch, dim = self._batch(), layer._samples_dim_of(x)
         if batch is None or layer.calls_others or x.dim() <= dim or x.shape[dim] != batch:
             return
         if id(x) in self.constants.known:
