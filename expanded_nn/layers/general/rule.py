@@ -32,6 +32,7 @@ from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced, refuse_v
 from expanded_nn.core import cost
 from expanded_nn.layers.general.gradients import Verdict
 from expanded_nn.layers.general.mapped import Called, Mapper, flatten, once_per_sample
+from expanded_nn.layers.general.opened import called, opened
 from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.trial import NO_WAYS, Told, Trial, Way, Ways
 from expanded_nn.layers.general.turns import on_whole_batch
@@ -171,6 +172,7 @@ class General(Expanded):
         """What the forward is called with, and where the samples usually stand in such arguments."""
         batch = self.pass_batch_size
         is_plain = not kwargs and all(type(arg) is Tensor for arg in args)
+        args, kwargs = (args, kwargs) if is_plain else opened(args, kwargs)
         leaves = list(args) if is_plain else tree_leaves((args, kwargs))
         inputs = [tensor for tensor in leaves if isinstance(tensor, Tensor) and tensor.dim()]
         sizes = (tuple(bool(n == 1) for n in x.shape) for x in inputs)
@@ -454,7 +456,7 @@ class General(Expanded):
         return self._plain_forward(*args, **kwargs)  # each sample is alone already; its layers leave the `vmap`
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super(Expanded, self).forward(*args, **kwargs)
+        return called(self, super(Expanded, self).forward, args, kwargs)
 
     def _expanded_of(self, module: nn.Module, name: str, guests: set[int]) -> Tensor:
         parameter = module._parameters[name]
