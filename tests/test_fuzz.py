@@ -617,3 +617,24 @@ def test_table_of_as_many_positions_as_samples_in_a_time_first_model() -> None:
     total_loss(model, Call((x,))).backward()
     expected = loop(module, Call((x,)), 3, take=lambda call, i: call.map(lambda t: t.narrow(1, i, 1)))
     assert_close_rows({name: p.grad_sample for name, p in model.named_parameters()}, expected)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_features_beside_the_sequences_of_a_time_first_model(samples: int) -> None:
+    """`(1, features)` of a single sample are no samples that stand second."""
+
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sequences, self.both = nn.GRU(2, 3), nn.Bilinear(3, 4, 4)
+
+        def forward(self, x: Tensor, features: Tensor) -> Tensor:
+            return self.both(self.sequences(x)[1][-1], features)
+
+    def take(call: Call, i: int) -> Call:
+        return Call((call.args[0].narrow(1, i, 1), call.args[1].narrow(0, i, 1)))
+
+    module, call = Beside(), Call((torch.randn(5, samples, 2), torch.randn(samples, 4)))
+    model = enn.convert(module).per_sample(batch_first=False, loss_reduction="sum")
+    total_loss(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, samples, take=take))
