@@ -638,3 +638,13 @@ def test_features_beside_the_sequences_of_a_time_first_model(samples: int) -> No
     model = enn.convert(module).per_sample(batch_first=False, loss_reduction="sum")
     total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, samples, take=take))
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_offsets_of_bags_that_the_forward_makes(samples: int) -> None:
+    """They are numbers of the model, and as many as the samples."""
+
+    def how(bags: nn.Module, words: Tensor) -> Tensor:
+        return bags(words.flatten(), torch.arange(0, words.numel(), words.shape[1]))
+
+    right(Applied(nn.EmbeddingBag(7, 3), how), torch.randint(7, (samples, 4)))

@@ -280,6 +280,10 @@ class Expanded(PerSampleModule):
         """B, where this layer is called on its own."""
         return batch_of((args, in_order(self, kwargs)), batch_first=not self._samples_dim)
 
+    def _of_samples(self, args: Any, kwargs: Any) -> Any:
+        """The arguments that may have samples."""
+        return args, kwargs
+
     def sample_dims(self, tensors: int) -> list[int]:
         """Where the samples stand in each of the first tensors among the arguments, and likewise in the result."""
         return [0] * tensors
@@ -305,7 +309,7 @@ class Expanded(PerSampleModule):
             output = super().forward(*args, **kwargs)
         else:
             if not torch.is_grad_enabled() and self._has_rows():
-                order.look_at(self, (args, kwargs), is_plain=True)
+                order.look_at(self, self._of_samples(args, kwargs), is_plain=True)
             if self.calls_others:
                 output = super().forward(*args, **kwargs)
             else:
@@ -318,7 +322,7 @@ class Expanded(PerSampleModule):
         assert recorder is not None
         order = recorder.order
         if order is not None:
-            order.look_at(self, (args, kwargs))
+            order.look_at(self, self._of_samples(args, kwargs))
         if recorder.forward is not None:
             if order is None or self.calls_others:
                 return self._noting_what_is_shared(recorder.forward, args, kwargs)
@@ -407,10 +411,6 @@ class Expanded(PerSampleModule):
         """Where the samples stand in an input that has two dimensions before its features."""
         return 0 if self.fixed_layout or self.model_batch_first else 1
 
-    def _samples_dim_of(self, x: Tensor) -> int:
-        """Where the samples stand in one of its inputs."""
-        return self._samples_dim if x.dim() > self.feature_dims + 1 else 0
-
     def by_sample(self, function: Callable[..., Tensor], feature_dims: int, **inputs: Tensor) -> Tensor:
         """`function(*inputs)` with the samples moved to the front of each input, and back in the result.
 
@@ -440,11 +440,7 @@ class Expanded(PerSampleModule):
         return result
 
     def checked(self, x: Tensor, feature_dims: int, *, dim: int = 0, argument: str = "input") -> Tensor:
-        """`x` with B rows in dimension `dim`: one per sample, or one row that all share, broadcast.
-
-        Raises:
-            PerSampleError: If the rows of `x` are not the samples.
-        """
+        """`x` with B rows in dimension `dim`: one per sample, or one that all share, broadcast; others are refused."""
         return layout.checked(self, x, feature_dims, dim, argument)
 
     def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError:

@@ -225,7 +225,7 @@ class Order(TorchFunctionMode):
                 if id(x) not in self.moved:
                     continue
                 # the states of a recurrent layer are (layers, B, features) in any case
-                dim = 1 if number and isinstance(layer, nn.RNNBase) else cast(Any, layer)._samples_dim_of(x)
+                dim = 1 if number and isinstance(layer, nn.RNNBase) else _samples_dim_in(cast(Any, layer), x)
                 self.refuse(layer, [moved for moved in self.reasons(x) if moved.dim is None or moved.dim != dim])
 
     def _refuse_transform(self, layer: Any) -> None:
@@ -242,7 +242,7 @@ class Order(TorchFunctionMode):
 
         A module of the general rule is compared with its plain forward, which tells.
         """
-        batch, dim = self._batch(), layer._samples_dim_of(x)
+        batch, dim = self._batch(), _samples_dim_in(layer, x)
         if batch is None or layer.calls_others or x.dim() <= dim or x.shape[dim] != batch:
             return
         if id(x) in self.constants.known:
@@ -457,6 +457,11 @@ class Order(TorchFunctionMode):
             "belongs into the loss.",
             refused_by=self,  # no layer is to blame, so the module that was called is tried
         )
+
+
+def _samples_dim_in(layer: Any, x: Tensor) -> int:
+    """Where a layer reads the samples in one of its inputs."""
+    return layer._samples_dim if x.dim() > layer.feature_dims + 1 else 0
 
 
 def _by_user(func: Any, moved: Moved) -> list[Moved]:
