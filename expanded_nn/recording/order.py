@@ -319,9 +319,11 @@ class Order(TorchFunctionMode):
         if move is None or batch is None:
             return None
         rows, dims = move.rows, len(move.shape)
-        dim = self._samples_dim(dims)
         if type(rows) not in places.TENSORS or rows.is_meta:
             return None
+        usual = self._samples_dim(dims)
+        turned = next((reason.dim for reason in self.reasons(rows) if reason.dim is not None), None)
+        dim = places.dim_of_samples(rows, move.shape, usual, batch) if turned is None else turned
         if dims <= dim or dim not in [move_dim % dims for move_dim in move.dims]:
             return None
         key = places.keys_by_dim(move.index, dims)[dim]
@@ -333,7 +335,7 @@ class Order(TorchFunctionMode):
         if index is NotImplemented or count % batch or not self._are_samples(rows):
             return None
         name = getattr(func, "__name__", str(func))
-        if count == batch:
+        if count == batch or dim != usual:
             return places.moved_by(name, index, dim, dims, batch)
         return self._moved_positions(name, move, index, count, batch)
 

@@ -225,8 +225,10 @@ _TAKES: dict[Any, Sequence[str]] = {
     **dict.fromkeys(functions("unbind"), ("dim",)),
     **dict.fromkeys(functions("select"), ("dim", "index")),
     **dict.fromkeys(functions("index_select"), ("dim", "index")),
-    **dict.fromkeys(functions("narrow"), ("dim", "start", "length")),
+    **dict.fromkeys(functions("narrow", "narrow_copy"), ("dim", "start", "length")),
     **dict.fromkeys(functions("split", "split_with_sizes", "chunk", "tensor_split"), ("sizes", "dim")),
+    **dict.fromkeys(functions("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"), ("sizes", "dim")),
+    **dict.fromkeys(functions("vsplit"), ("sizes",)),
 }
 _JOINS = {*functions("cat", "concat", "concatenate", "stack", "vstack", "row_stack"), pad_sequence}
 LOOKED_AT = {*_TAKES, *_JOINS}
