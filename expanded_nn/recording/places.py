@@ -78,14 +78,9 @@ def dim_of_samples(x: Tensor, shape: Sequence[int], usual: int, batch: int) -> i
     first = next((dim for dim, size in enumerate(shape) if size == batch), usual)
     if first == usual or len(shape) <= usual or shape[usual] == batch:
         return usual
-    base, dims = x._base, x.dim()
-    if (
-        base is not None
-        and base.dim()
-        and base.shape[0] == batch
-        and first < dims
-        and x.stride(first) == base.stride(0)
-    ):
+    base = x._base
+    is_view = base is not None and base.dim() > usual and base.shape[usual] == batch
+    if base is not None and is_view and first < x.dim() and x.stride(first) == base.stride(usual):
         return first
     return first if shape[usual] % batch or (len(shape) > 2 and first == 1) else usual
 

@@ -2983,7 +2983,21 @@ MOVED_WHERE_SECOND: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor
     "rot90": (lambda h: torch.rot90(h, 2, (1, 2)), lambda h: h.flip(1)),
     "roll": (lambda h: h.roll(1, 1), lambda h: h.roll(-1, 1)),
     "of_results": (lambda h: h.tanh().gather(1, backwards(h)[None, :, None].expand_as(h)), lambda h: h.flip(1)),
+    "cat": (lambda h: torch.cat([h[:, 1:], h[:, :1]], 1), lambda h: torch.cat([h[:, -1:], h[:, :-1]], 1)),
+    "stack": (
+        lambda h: torch.stack(h.unbind(1)[::-1], 1),
+        lambda h: torch.stack([2 * r for r in h.unbind(1)][::-1], 1),
+    ),
+    "split": (lambda h: torch.cat(h.split(1, 1)[::-1], 1), lambda h: torch.cat(h.chunk(B, 1)[::-1], 1)),
+    "one_by_one": (lambda h: written_second(h), lambda h: written_second(h)),
 }
+
+
+def written_second(h: Tensor) -> Tensor:
+    result = torch.zeros_like(h)
+    for row in range(h.shape[1]):
+        result[:, -1 - row] = h[:, row]
+    return result
 
 
 @pytest.mark.parametrize("steps", [B + 2, 2 * B])
@@ -3000,6 +3014,9 @@ STAY_WHERE_SECOND: dict[str, Callable[[Tensor], Tensor]] = {
     "times": lambda h: h[torch.arange(h.shape[0]).flip(0)],
     "features": lambda h: h.sort(2).values,
     "one_by_one": lambda h: h[:, torch.arange(h.shape[1])],
+    "cat": lambda h: torch.cat([h[:, :1], h[:, 1:]], 1),
+    "stack": lambda h: torch.stack(h.unbind(1), 1),
+    "times_one_by_one": lambda h: torch.stack([step.tanh() for step in h]),
 }
 
 
