@@ -21,6 +21,7 @@ import gc
 import itertools
 import math
 import random
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -817,11 +818,9 @@ class Clip(Step):
         if said and not foreign:
             raise Wrong("false alarm", said[0])
         versions = {key: parameter._version for key, parameter in run.parameters.items()}
-        if of_earlier_steps and all(
-            versions.get(key, before) == before for key, before in run.versions_at_clipping.items()
-        ):
+        named = [run.key_of(name) for text in of_earlier_steps for name in re.findall("'([^']+)'", text)]
+        if any(run.versions_at_clipping.get(key, versions[key]) == versions[key] for key in named):
             raise Wrong("false alarm", of_earlier_steps[0])
-        run.versions_at_clipping = versions
         run.happened[f"clipped{', with a warning of what it replaces' if said else ''}"] += 1
         replaced = {key for key in contract.bare - contract.doubtful - contract.cleared if key in of_trainable}
         if replaced and contract.accumulates and not said:
@@ -840,6 +839,7 @@ class Clip(Step):
         ]
         clipped = fitting[fits.index(True) if any(fits) else 0]
         contract.grads.update(clipped)
+        run.versions_at_clipping.update({key: versions[key] for key in clipped})  # others keep their clipped sum
         grads_now = {key: parameter.grad for key, parameter in run.parameters.items()}
         fits = [all(not differs(grad, grads[key]) for key, grad in grads_now.items()) for grads in after]
         contract.doubtful |= {key for key, grad in clipped.items() if vanishes(grad)}

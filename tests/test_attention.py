@@ -630,6 +630,33 @@ def test_autocast(case: Case) -> None:
     assert_close_rows(rows_of(model), loop(case.module(), in_float64, BATCH, take=take), tol=8e-2)
 
 
+class Causal(nn.Module):
+    """A model that makes the mask itself or has it as a buffer, around attention or a container of torch's."""
+
+    def __init__(self, inner: nn.Module, mask: Tensor | None = None) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if self.mask is None else self.mask
+        if isinstance(self.inner, nn.MultiheadAttention):
+            return self.inner(x, x, x, None, False, mask)[0]
+        return self.inner(x, mask)
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+@pytest.mark.parametrize("container", [False, True])
+def test_causal_mask_of_as_many_positions_as_samples(container: bool, is_buffer: bool) -> None:
+    """A mask `(T, S)` has no samples: with T = B nothing is refused, and no module goes sample by sample."""
+    inner: nn.Module = nn.MultiheadAttention(SIZE, HEADS, batch_first=True)
+    if container:
+        layer = nn.TransformerEncoderLayer(SIZE, HEADS, 8, dropout=0.0, batch_first=True)
+        inner = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    mask = nn.Transformer.generate_square_subsequent_mask(BATCH) if is_buffer else None
+    right(Causal(inner, mask), Call((torch.randn(BATCH, BATCH, SIZE),)), escalate=False)
+
+
 # --- sharing, freezing, nesting -------------------------------------------------------------------------------
 
 

@@ -101,6 +101,32 @@ def test_autocast(family: Family, inside: bool) -> None:
         assert_close(rows, exact[name], tol=allowed, name=name)
 
 
+class Prototypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.prototypes = nn.Linear(4, 5), nn.Parameter(torch.randn(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(self.layer(x), self.prototypes)
+
+
+def test_operation_that_vmap_lacks_under_autocast() -> None:
+    """`vmap` gives `cdist` half precision, for which there is none: the samples go one by one."""
+    module, call = Prototypes().float(), batch().map(Tensor.float)
+    model = on(module)
+
+    def objective(module: Callable[..., Any], call: Call, first: int = 0) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = call.on(module)
+        return sample_losses(output.float(), first).sum()
+
+    with pytest.warns(enn.PerSampleWarning, match="in a loop"):
+        objective(model, call).backward()
+    expected = loop(module, call, SAMPLES, objective=objective)
+    for name, rows in rows_of(model).items():
+        assert_close(rows, expected[name], tol=4 * torch.finfo(torch.bfloat16).eps, name=name)
+
+
 # --- checkpoints ----------------------------------------------------------------------------------------------
 
 

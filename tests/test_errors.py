@@ -10,6 +10,7 @@ import tempfile
 import threading
 import traceback
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -1124,6 +1125,15 @@ def a_cache_that_is_filled() -> None:
         return x * self.scale
 
     own(forward, SimpleNamespace())
+
+
+@refused(r"0\.layer \(Own\): its forward keeps tensors in an argument")
+def a_mapping_that_is_filled() -> None:
+    def forward(self: Any, x: Tensor, given: Any) -> Tensor:
+        given["kept"] = x
+        return x * self.scale
+
+    own(forward, UserDict(one=torch.ones(1)))
 
 
 @refused(r"0\.layer \(Own\): its forward writes what is of one sample, or computed .*the buffer 'seen'.*Move the")

@@ -270,6 +270,9 @@ CASES: dict[str, Case] = {
     "one_by_one": Case(one_by_one),
     "positions": Case(lambda: positions(lambda p: p, torch.arange), shape=(B, B, D)),
     "first_of_positions": Case(lambda: positions(lambda p: p[0], lambda n: torch.arange(n)[None])),
+    "view_of_positions": Case(
+        lambda: positions(lambda p: p.view(1, -1).view(-1, D), lambda n: torch.arange(n)[None]), {"part"}
+    ),
     "positions_backwards": Case(
         lambda: positions(lambda p: p, lambda n: torch.arange(n).flip(0)), {"part"}, shape=(B, B, D)
     ),

@@ -1,6 +1,7 @@
 """Modules with parameters of their own: which layers inside leave the `vmap`, and what such a module may do."""
 
 import pickle
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
@@ -634,6 +636,76 @@ def test_results(wrap: Callable[[Tensor, Tensor], Any]) -> None:
         assert result.label == "a pair"
     if isinstance(result, dict) and "pairs" in result:
         assert (result["count"], result["none"], result["pairs"][1][1]) == (2, None, "text")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A class of which no result is made, so that torch's trees never hear of it."""
+
+    one: Tensor
+    rest: list[Any]
+    label: str = "a batch"
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+class Fields(dict[str, Any]):
+    """A mapping of a user's own class."""
+
+
+ARGUMENTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "dataclass": lambda a, b: Batch(a, [b]),
+    "dict": lambda a, b: {"one": a, "rest": [b]},
+    "mapping": lambda a, b: Fields(one=a, rest=[b]),
+    "UserDict": lambda a, b: UserDict(one=a, rest=[b]),
+    "nested": lambda a, b: UserDict(one=a, rest=[Batch(a, [b])]),
+}
+
+
+class Packs(nn.Module):
+    """What calls another module with one object."""
+
+    def __init__(self, inner: nn.Module, pack: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.pack = inner, pack
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.inner(self.pack(x, y))
+
+
+@pytest.mark.parametrize("samples", [B, 1, 0])
+@pytest.mark.parametrize("pack", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments_in_one_object(pack: Callable[[Tensor, Tensor], Any], samples: int) -> None:
+    """Each sample's own part of it goes through the module; torch's trees do not open its class afterwards."""
+
+    def forward(m: Any, batch: Any) -> Tensor:
+        (other,) = batch["rest"]
+        other = other["rest"][0] if isinstance(other, Batch) else other
+        return m.scale * (m.first(batch["one"]) + m.second(other)).tanh()
+
+    module = Packs(Own(forward, first=nn.Linear(D, 2), second=nn.Linear(D, 2)), pack)
+    call = Call((values(samples, D), values(samples, D, seed=2)))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    total_loss(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, samples))
+    assert len(tree_leaves(Batch(values(1), [values(1)]))) == 1
+
+
+@pytest.mark.parametrize("pack", [ARGUMENTS["mapping"], ARGUMENTS["dict"]], ids=["mapping", "dict"])
+def test_module_that_puts_a_result_into_its_argument(pack: Callable[[Tensor, Tensor], Any]) -> None:
+    def forward(m: Any, batch: Any) -> Tensor:
+        batch["one"] = m.first(batch["one"])
+        return m.scale * batch["one"]
+
+    module = Packs(Own(forward, first=nn.Linear(D, 2)), pack)
+    model = enn.convert(module).per_sample(loss_reduction="sum", escalate=False)
+    call = Call((values(B, D), values(B, D, seed=2)))
+    with pytest.raises(enn.PerSampleError, match="keeps tensors in an argument"):
+        model(*call.args)
+    with pytest.warns(enn.PerSampleWarning, match="Packs: runs sample by sample"):
+        total_loss(model.per_sample(escalate=True), call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, B))
 
 
 def test_keyword_and_other_arguments() -> None:

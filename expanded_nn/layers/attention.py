@@ -38,6 +38,9 @@ class NonDynamicallyQuantizableLinear(Linear, nn.modules.linear.NonDynamicallyQu
     """The linear layer at the end of attention; a class of this module's, as a compiler takes torch's for static."""
 
 
+_ARGUMENTS = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
+
+
 @expands(nn.MultiheadAttention)
 class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with per-sample gradients.
@@ -58,6 +61,13 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
 
     def sample_dims(self, tensors: int) -> list[int]:
         return [self._samples_dim] + [0] * (tensors - 1)
+
+    def _of_samples(self, args: Any, kwargs: Any) -> Any:
+        named = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+        mask = named.get("attn_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2:  # (T, S), where T may be B by chance
+            del named["attn_mask"]
+        return named
 
     def samples_in(self, query: Tensor, *args: Any, **kwargs: Any) -> int | None:
         refuse_other_than_sequences(self, "query", query, self._samples_dim)

@@ -408,6 +408,9 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
             forward.correct_batch(_bag_count(input, offsets, self.include_last_offset))
         return cast(Tensor, super().forward(input, offsets, per_sample_weights))
 
+    def _of_samples(self, args: Any, kwargs: Any) -> Any:
+        return (*args[:1], *args[2:]), kwargs  # offsets, which say where the samples begin, may be numbers of the model
+
     def samples_in(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Any = None) -> int | None:
         return _bag_count(input, offsets, self.include_last_offset and offsets is not None)
 

@@ -121,10 +121,13 @@ class Linear(Expanded, nn.Linear):
 
     ranks: ClassVar[dict[str, int]] = {"weight": 2, "bias": 1}
     positionwise: ClassVar[bool] = True
+    feature_dims: ClassVar[int] = 1
     returns_fresh: ClassVar[bool] = True
 
     def expanded_forward(self, input: Tensor) -> Tensor:
-        return self.by_sample(lambda x: linear(x, self.expanded("weight"), self.expanded("bias")), 1, input=input)
+        return self.by_sample(
+            lambda x: linear(x, self.expanded("weight"), self.expanded("bias")), self.feature_dims, input=input
+        )
 
 
 def _pairs(
@@ -169,10 +172,11 @@ class Bilinear(Expanded, nn.Bilinear):
 
     ranks: ClassVar[dict[str, int]] = {"weight": 3, "bias": 1}
     positionwise: ClassVar[bool] = True
+    feature_dims: ClassVar[int] = 1
     returns_fresh: ClassVar[bool] = True
 
     def expanded_forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         def op(x1: Tensor, x2: Tensor) -> Tensor:
             return bilinear(x1, x2, self.expanded("weight"), self.expanded("bias"))
 
-        return self.by_sample(op, 1, input1=input1, input2=input2)
+        return self.by_sample(op, self.feature_dims, input1=input1, input2=input2)

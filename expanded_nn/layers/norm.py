@@ -201,6 +201,10 @@ class _OverLastDimensions(Expanded):
     positionwise: ClassVar[bool] = True
 
     @property
+    def feature_dims(self) -> int:  # type: ignore[override]
+        return len(self.normalized_shape)
+
+    @property
     def ranks(self) -> dict[str, int]:  # type: ignore[override]
         return {"weight": len(self.normalized_shape), "bias": len(self.normalized_shape)}
 
@@ -213,7 +217,7 @@ class LayerNorm(_OverLastDimensions, nn.LayerNorm):
         def op(x: Tensor) -> Tensor:
             return layer_norm(x, self.normalized_shape, self.expanded("weight"), self.expanded("bias"), self.eps)
 
-        return self.by_sample(op, len(self.normalized_shape), input=input)
+        return self.by_sample(op, self.feature_dims, input=input)
 
 
 @expands(nn.RMSNorm)
@@ -224,7 +228,7 @@ class RMSNorm(_OverLastDimensions, nn.RMSNorm):
         def op(x: Tensor) -> Tensor:
             return rms_norm(x, self.normalized_shape, self.expanded("weight"), self.eps)
 
-        return self.by_sample(op, len(self.normalized_shape), x=x)
+        return self.by_sample(op, self.feature_dims, x=x)
 
 
 # Norms over channels

@@ -21,9 +21,12 @@ class Conv1D(Expanded):
 
     ranks: ClassVar[dict[str, int]] = {"weight": 2, "bias": 1}
     positionwise: ClassVar[bool] = True
+    feature_dims: ClassVar[int] = 1
 
     def expanded_forward(self, x: Tensor) -> Tensor:
-        return self.by_sample(lambda x: linear(x, self.expanded("weight").mT, self.expanded("bias")), 1, x=x)
+        return self.by_sample(
+            lambda x: linear(x, self.expanded("weight").mT, self.expanded("bias")), self.feature_dims, x=x
+        )
 
 
 class ScaledEmbedding(Embedding):

@@ -263,6 +263,7 @@ class Expanded(PerSampleModule):
         ranks: Parameter name -> its number of dimensions in `torch.nn`, without a batch dimension.
         watches: Whether `convert` turns a layer of this class into its twin even if it has no parameters.
         positionwise: Whether the layer treats every position independently.
+        feature_dims: How many dimensions at the end of an input are a sample's own at the least.
         fixed_layout: Whether samples stand first by definition, as in `(N, C, H, W)`, whatever the model says.
         returns_fresh: Whether nothing else refers to the memory of what torch's layer returns. During a pass it is then
             returned as no view, so that slices of it are recognized.
@@ -272,6 +273,7 @@ class Expanded(PerSampleModule):
     calls_others: ClassVar[bool] = False
     watches: ClassVar[bool] = False
     positionwise: ClassVar[bool] = False
+    feature_dims: ClassVar[int] = 0
     fixed_layout: ClassVar[bool] = False
     returns_fresh: ClassVar[bool] = False
 
@@ -282,6 +284,10 @@ class Expanded(PerSampleModule):
     def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
         """B, where this layer is called on its own."""
         return batch_of((args, in_order(self, kwargs)), batch_first=not self._samples_dim)
+
+    def _of_samples(self, args: Any, kwargs: Any) -> Any:
+        """The arguments that may have samples."""
+        return args, kwargs
 
     def sample_dims(self, tensors: int) -> list[int]:
         """Where the samples stand in each of the first tensors among the arguments, and likewise in the result."""
@@ -305,7 +311,7 @@ class Expanded(PerSampleModule):
             return self.expanded_forward(*args, **kwargs)
         order = None if recorder is None else recorder.order
         if order is not None and not torch.is_grad_enabled() and self._has_rows():
-            order.look_at(self, (args, kwargs), is_plain=True)
+            order.look_at(self, self._of_samples(args, kwargs), is_plain=True)
         if order is None or self.calls_others:
             output = super().forward(*args, **kwargs)
         else:
@@ -318,7 +324,7 @@ class Expanded(PerSampleModule):
         assert recorder is not None
         order = recorder.order
         if order is not None:
-            order.look_at(self, (args, kwargs))
+            order.look_at(self, self._of_samples(args, kwargs))
         if recorder.forward is not None:
             if order is None or self.calls_others:
                 return self._noting_what_is_shared(recorder.forward, args, kwargs)
@@ -436,11 +442,7 @@ class Expanded(PerSampleModule):
         return result
 
     def checked(self, x: Tensor, feature_dims: int, *, dim: int = 0, argument: str = "input") -> Tensor:
-        """`x` with B rows in dimension `dim`: one per sample, or one row that all share, broadcast.
-
-        Raises:
-            PerSampleError: If the rows of `x` are not the samples.
-        """
+        """`x` with B rows in dimension `dim`: one per sample, or one that all share, broadcast; others are refused."""
         return layout.checked(self, x, feature_dims, dim, argument)
 
     def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError:

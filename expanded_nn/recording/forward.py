@@ -170,7 +170,8 @@ class Forward:
         results = [x for x in tensors(result) if isinstance(x, Tensor) and x.requires_grad and x.numel() > 1]
         counts = set(map(self._rows_in, results))
         if batch == 1:
-            rows = {self._rows_in(x) for x in tensors(self.inputs) if isinstance(x, Tensor) and x.dim()} - {1}
+            inputs = [x for x in tensors(self.inputs) if isinstance(x, Tensor) and x.dim()]
+            rows = {self._rows_in(x) for x in inputs if not _may_be_features(x)} - {1}
             if len(rows) == 1 and counts == rows:
                 (count,) = rows
                 raise complaint(
@@ -285,3 +286,8 @@ class Forward:
                 "without a repeat of its own, or run the module around it sample by sample: alone(ItsClass) before "
                 "convert."
             )
+
+
+def _may_be_features(x: Tensor) -> bool:
+    """Whether they may be the features `(1, n)` of a single sample, also in a model that has the samples second."""
+    return x.dim() == 2 and x.shape[0] == 1 and has_derivatives(x)

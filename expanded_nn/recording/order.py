@@ -225,7 +225,7 @@ class Order(TorchFunctionMode):
                 if id(x) not in self.moved:
                     continue
                 # the states of a recurrent layer are (layers, B, features) in any case
-                dim = 1 if number and isinstance(layer, nn.RNNBase) else cast(Any, layer)._samples_dim
+                dim = 1 if number and isinstance(layer, nn.RNNBase) else _samples_dim_in(cast(Any, layer), x)
                 self.refuse(layer, [moved for moved in self.reasons(x) if moved.dim is None or moved.dim != dim])
 
     def _refuse_transform(self, layer: Any) -> None:
@@ -242,7 +242,7 @@ class Order(TorchFunctionMode):
 
         A module of the general rule is compared with its plain forward, which tells.
         """
-        batch, dim = self._batch(), layer._samples_dim if x.dim() > 1 else 0
+        batch, dim = self._batch(), _samples_dim_in(layer, x)
         if batch is None or layer.calls_others or x.dim() <= dim or x.shape[dim] != batch:
             return
         if id(x) in self.constants.known:
@@ -319,9 +319,11 @@ class Order(TorchFunctionMode):
         if move is None or batch is None:
             return None
         rows, dims = move.rows, len(move.shape)
-        dim = self._samples_dim(dims)
         if type(rows) not in places.TENSORS or rows.is_meta:
             return None
+        usual = self._samples_dim(dims)
+        turned = next((reason.dim for reason in self.reasons(rows) if reason.dim is not None), None)
+        dim = places.dim_of_samples(rows, move.shape, usual, batch) if turned is None else turned
         if dims <= dim or dim not in [move_dim % dims for move_dim in move.dims]:
             return None
         key = places.keys_by_dim(move.index, dims)[dim]
@@ -333,7 +335,7 @@ class Order(TorchFunctionMode):
         if index is NotImplemented or count % batch or not self._are_samples(rows):
             return None
         name = getattr(func, "__name__", str(func))
-        if count == batch:
+        if count == batch or dim != usual:
             return places.moved_by(name, index, dim, dims, batch)
         return self._moved_positions(name, move, index, count, batch)
 
@@ -457,6 +459,11 @@ class Order(TorchFunctionMode):
             "belongs into the loss.",
             refused_by=self,  # no layer is to blame, so the module that was called is tried
         )
+
+
+def _samples_dim_in(layer: Any, x: Tensor) -> int:
+    """Where a layer reads the samples in one of its inputs."""
+    return layer._samples_dim if x.dim() > layer.feature_dims + 1 else 0
 
 
 def _by_user(func: Any, moved: Moved) -> list[Moved]:

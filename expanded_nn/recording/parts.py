@@ -89,15 +89,15 @@ class BatchParts:
             samples = frozenset()
         views = [part for part in parts if part.whole is not None]
         for x in data_in(results):
-            kept = frozenset(own for own in samples if len(own) in (1, self._rows(x)))
+            kept = frozenset(own for own in samples if len(own) in (1, *x.shape[:2]))
             if x._base is not None and len(views) == 1:
                 self.known[id(x)] = views[0]._replace(tensor=x, samples=kept)
             elif kept:
                 self.known[id(x)] = Part(x, kept)
 
-    def _rows(self, x: Tensor) -> int:
-        dim = self.recorder.settings.samples_dim(x.dim())
-        return x.shape[dim] if x.dim() > dim else 0
+    def _dim(self, x: Tensor, batch: int) -> int:
+        """Where the samples stand in a tensor."""
+        return places.dim_of_samples(x, x.shape, self.recorder.settings.samples_dim(x.dim()), batch)
 
     def _take(
         self, func: Any, args: Any, kwargs: Any, result: Any, batch: int, holds_samples: Callable[[Tensor], bool]
@@ -107,8 +107,9 @@ class BatchParts:
         part = self.known.get(id(x))
         if type(x) not in places.TENSORS or (part is not None and (part.whole is None or len(part.places) < 2)):
             return False  # of a single sample, or of several in an order that is not told
-        count, dim = len(part.places) if part else batch, self.recorder.settings.samples_dim(x.dim())
-        if self._rows(x) != count:
+        count = len(part.places) if part else batch
+        dim = self._dim(x, count)
+        if x.dim() <= dim or x.shape[dim] != count:
             return False
         taken = list(_taken(func, x, args[1:], kwargs, list(data_in(result)), dim))
         taken = [(piece, numbers) for piece, numbers in taken if len(numbers) != count]
@@ -128,7 +129,7 @@ class BatchParts:
         dim %= result.dim()
         samples = self.samples_in(tensors)
         is_of_one = len(samples) == 1 and len(next(iter(samples))) == 1
-        if dim != self.recorder.settings.samples_dim(result.dim()) or not samples or is_of_one:
+        if dim != self._dim(result, batch) or not samples or is_of_one:
             self.follow(tensors, result)
             return None
         place, in_order, are_known = 0, [], True
@@ -149,11 +150,11 @@ class BatchParts:
         samples = self.samples_in([value])
         if not samples:
             return None
-        part, dim = self.known.get(id(x)), self.recorder.settings.samples_dim(x.dim())
+        part, dim = self.known.get(id(x)), self._dim(x, batch)
         whole, own = x, tuple(range(batch))
         if part is not None and part.whole is not None and not part.samples:
             whole, own = part.whole, part.places
-        elif part is not None or self._rows(x) != batch:
+        elif part is not None or x.dim() <= dim or x.shape[dim] != batch:
             self.follow((x, value), x)
             return None
         has_rows = whole.dim() == x.dim() > dim and whole.stride(dim) == x.stride(dim)  # where `whole` has them
@@ -225,8 +226,10 @@ _TAKES: dict[Any, Sequence[str]] = {
     **dict.fromkeys(functions("unbind"), ("dim",)),
     **dict.fromkeys(functions("select"), ("dim", "index")),
     **dict.fromkeys(functions("index_select"), ("dim", "index")),
-    **dict.fromkeys(functions("narrow"), ("dim", "start", "length")),
+    **dict.fromkeys(functions("narrow", "narrow_copy"), ("dim", "start", "length")),
     **dict.fromkeys(functions("split", "split_with_sizes", "chunk", "tensor_split"), ("sizes", "dim")),
+    **dict.fromkeys(functions("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"), ("sizes", "dim")),
+    **dict.fromkeys(functions("vsplit"), ("sizes",)),
 }
 _JOINS = {*functions("cat", "concat", "concatenate", "stack", "vstack", "row_stack"), pad_sequence}
 LOOKED_AT = {*_TAKES, *_JOINS}

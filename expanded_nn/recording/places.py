@@ -70,6 +70,21 @@ def move_of(operation: Any, args: Any, kwargs: Any) -> Move | None:
         return None
 
 
+def dim_of_samples(x: Tensor, shape: Sequence[int], usual: int, batch: int) -> int:
+    """Where the samples stand in a tensor of such a shape: where they usually do, or in the first dimension of size B.
+
+    Folded samples, `(B * n, ...)`, stand where they usually do, unless `x` is a view that shows B rows elsewhere.
+    """
+    first = next((dim for dim, size in enumerate(shape) if size == batch), usual)
+    if first == usual or len(shape) <= usual or shape[usual] == batch:
+        return usual
+    base = x._base
+    is_view = base is not None and base.dim() > usual and base.shape[usual] == batch
+    if base is not None and is_view and first < x.dim() and x.stride(first) == base.stride(usual):
+        return first
+    return first if shape[usual] % batch or (len(shape) > 2 and first == 1) else usual
+
+
 def chosen(index: Any, shape: Sequence[int], dim: int, batch: int) -> tuple[Any, int]:
     """The samples that an index takes, in its order, and among how many places it chooses.
 
@@ -219,11 +234,14 @@ MOVES: dict[Any, Callable[..., Move | None]] = {
     **_named(_index_put, "index_put", "index_put_"),
     **_named(_along("dim", "index"), "index_select", "gather"),
     **_named(_along("dim", "index", "source", rows="source"), "index_copy", "index_copy_", "index_add", "index_add_"),
+    **_named(_along("dim", "index", "source", rows="source"), "index_reduce", "index_reduce_"),
     **_named(_along("dim", "index", "src", rows="src"), "scatter", "scatter_", "scatter_add", "scatter_add_"),
+    **_named(_along("dim", "index", "src", rows="src"), "scatter_reduce", "scatter_reduce_"),
     **_named(_along("indices", "dim", dim=()), "take_along_dim"),
     **_named(_flip, "flip"),
     **_named(_along(dim=0), "flipud", "msort"),
     **_named(_along("shifts", "dims", dim=()), "roll"),
+    **_named(_along("k", "dims", dim=(0, 1)), "rot90"),
     **_named(_along("dim"), "sort"),
     **_named(_along("k", "dim"), "topk"),
     **_named(_along("sorted", "return_inverse", "return_counts", "dim", dim=0), "unique"),

@@ -335,6 +335,14 @@ FOUND: dict[str, Story] = {
             *(Clip(), PerSample(), Forward(), Backward(), Clip()),
         ]
     ),
+    # the model of the contract took all parameters for clipped where only one had rows
+    "clipped_sums_of_an_earlier_step_beside_a_parameter_that_was_clipped_since": Story(
+        [
+            *(Forward(), Backward(), Clip(), Update(), Together(use="weight")),
+            *(Forward(), Clip(), Backward(), Clip()),
+        ],
+        settings={"accumulate_grad": False},
+    ),
     "reentrant_checkpoint_and_another_pass": Story([Forward(use="reentrant"), Forward(4), Backward((0, 1))]),
 }
 

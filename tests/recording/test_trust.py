@@ -2579,6 +2579,17 @@ MOVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     ),
     "flip": (lambda h, order: h.flip(0), lambda h, order: torch.flip(h, [0, 1]).flip(1)),
     "flipud": (lambda h, order: h.flipud(), lambda h, order: torch.flipud(h)),
+    "rot90": (lambda h, order: torch.rot90(h, 2).flip(1), lambda h, order: h.rot90(2, (0, 1)).fliplr()),
+    "reduce": (
+        lambda h, order: torch.zeros_like(h).index_reduce(0, order, h, "mean", include_self=False),
+        lambda h, order: torch.zeros_like(h).scatter_reduce(0, across(h, order), h, "sum"),
+    ),
+    "split": (
+        lambda h, order: torch.cat(h.vsplit(len(h))[::-1]),
+        lambda h, order: torch.cat([torch.narrow_copy(h, 0, i, 1) for i in range(len(h))][::-1]),
+    ),
+    "turned": (lambda h, order: h.t()[:, order].t(), lambda h, order: h.mT.index_select(1, order).mT),
+    "behind": (lambda h, order: h.unsqueeze(0).flip(1).squeeze(0), lambda h, order: h[None][:, order][0]),
     "roll": (lambda h, order: h.roll(1, 0), lambda h, order: torch.roll(h, -1, dims=(0,))),
     "cat": (
         lambda h, order: torch.cat([h[1:], h[:1]]),
@@ -2635,6 +2646,7 @@ SORTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
 @pytest.mark.parametrize("way", ["forth", "back"])
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_samples_in_another_order(move: tuple[Any, Any], way: str) -> None:
@@ -2944,6 +2956,75 @@ def test_samples_turned_for_a_layer_that_wants_them_second() -> None:
 
     module = Model()
     right(on(module, batch_first=True), module, forward, values(B, B, D))
+
+
+class SecondForALayer(nn.Module):
+    """A recurrent layer that has time first, whose input and output a test moves."""
+
+    def __init__(self, away: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.gru, self.last = nn.Linear(D, D), nn.GRU(D, D), nn.Linear(D, 2)
+        self.away, self.back = away, back
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        h = self.gru(self.away(self.first(x).transpose(0, 1)))[0]
+        return self.last(self.back(h).transpose(0, 1))
+
+
+def backwards(h: Tensor) -> Tensor:
+    return torch.arange(h.shape[1]).flip(0)
+
+
+MOVED_WHERE_SECOND: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "index": (lambda h: h[:, backwards(h)], lambda h: h[:, backwards(h)]),
+    "index_of_a_copy": (lambda h: h.contiguous()[:, backwards(h)], lambda h: h[:, backwards(h)]),
+    "index_select": (lambda h: h.index_select(1, backwards(h)), lambda h: h.index_select(1, backwards(h))),
+    "flip": (lambda h: h.flip(1), lambda h: h.flip(1)),
+    "rot90": (lambda h: torch.rot90(h, 2, (1, 2)), lambda h: h.flip(1)),
+    "roll": (lambda h: h.roll(1, 1), lambda h: h.roll(-1, 1)),
+    "of_results": (lambda h: h.tanh().gather(1, backwards(h)[None, :, None].expand_as(h)), lambda h: h.flip(1)),
+    "cat": (lambda h: torch.cat([h[:, 1:], h[:, :1]], 1), lambda h: torch.cat([h[:, -1:], h[:, :-1]], 1)),
+    "stack": (
+        lambda h: torch.stack(h.unbind(1)[::-1], 1),
+        lambda h: torch.stack([2 * r for r in h.unbind(1)][::-1], 1),
+    ),
+    "split": (lambda h: torch.cat(h.split(1, 1)[::-1], 1), lambda h: torch.cat(h.chunk(B, 1)[::-1], 1)),
+    "one_by_one": (lambda h: written_second(h), lambda h: written_second(h)),
+}
+
+
+def written_second(h: Tensor) -> Tensor:
+    result = torch.zeros_like(h)
+    for row in range(h.shape[1]):
+        result[:, -1 - row] = h[:, row]
+    return result
+
+
+@pytest.mark.parametrize("steps", [B + 2, 2 * B])
+@pytest.mark.parametrize("move", MOVED_WHERE_SECOND.values(), ids=MOVED_WHERE_SECOND)
+def test_samples_in_another_order_where_they_stand_second(move: tuple[Any, Any], steps: int) -> None:
+    """As sequences with time first that are sorted by their lengths."""
+    module = SecondForALayer(*move)
+    with pytest.warns(enn.PerSampleWarning, match="samples have taken each other's places .*test_trust.py"):
+        right(on(module), module, forward, values(B, steps, D))
+
+
+STAY_WHERE_SECOND: dict[str, Callable[[Tensor], Tensor]] = {
+    "time": lambda h: h.flip(0),
+    "times": lambda h: h[torch.arange(h.shape[0]).flip(0)],
+    "features": lambda h: h.sort(2).values,
+    "one_by_one": lambda h: h[:, torch.arange(h.shape[1])],
+    "cat": lambda h: torch.cat([h[:, :1], h[:, 1:]], 1),
+    "stack": lambda h: torch.stack(h.unbind(1), 1),
+    "times_one_by_one": lambda h: torch.stack([step.tanh() for step in h]),
+}
+
+
+@pytest.mark.parametrize("steps", [B + 2, 2 * B])
+@pytest.mark.parametrize("move", STAY_WHERE_SECOND.values(), ids=STAY_WHERE_SECOND)
+def test_samples_that_stay_in_place_where_they_stand_second(move: Callable[[Tensor], Tensor], steps: int) -> None:
+    module = SecondForALayer(move, move)
+    right(on(module, escalate=False), module, forward, values(B, steps, D))
 
 
 CHOSEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

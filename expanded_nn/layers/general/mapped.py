@@ -187,7 +187,7 @@ class Mapper:
                     raise
                 if re.search(_OF_CHANGES, str(error)):
                     raise self._changes(error) from error
-                if re.search(_OF_VMAP, str(error)):
+                if isinstance(error, NotImplementedError) or re.search(_OF_VMAP, str(error)):
                     raise self._not_followed(error) from error
                 if FOLDED in self.call.dims:
                     raise self._not_folded(error) from error

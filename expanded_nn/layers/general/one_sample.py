@@ -47,6 +47,8 @@ class OneSample(TorchFunctionMode):
     def _corrected(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is F.linear:
             return _linear(*args, **kwargs)
+        if func is Tensor.view:
+            return _view(*args, **kwargs)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
         if func is F.embedding_bag and ((len(args) > 2 and args[2] is not None) or kwargs.get("offsets") is not None):
@@ -116,13 +118,23 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return y if bias is None or own_bias else y + bias
 
 
+def _view(x: Tensor, *shape: Any, **named: Any) -> Tensor:
+    """`view`, where `vmap` has laid a sample out in memory in another way than a plain tensor."""
+    try:
+        return x.view(*shape, **named)
+    except RuntimeError:
+        if not is_of_one_sample(x):
+            raise
+        return x.contiguous().view(*shape, **named)
+
+
 def _is_floating_mask(mask: Any) -> bool:
     return is_of_one_sample(mask) and mask.is_floating_point()
 
 
 _MAKES = {*functions("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like")}
 _MAKES.update(functions("new_zeros", "new_ones", "new_full", "new_empty"))
-_CORRECTED = {F.embedding, F.embedding_bag, F.linear, F.scaled_dot_product_attention}
+_CORRECTED = {Tensor.view, F.embedding, F.embedding_bag, F.linear, F.scaled_dot_product_attention}
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:

@@ -17,6 +17,7 @@ from expanded_nn.common.modes import unseen
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.core import cost
 from expanded_nn.layers.general.mapped import Called
+from expanded_nn.layers.general.opened import opened
 from expanded_nn.modules.layout import all_in_one_row, forward_of, holds_all_samples, note_input, refusal, refuse_square
 from expanded_nn.recording.expand import comes_from_rows
 
@@ -49,6 +50,7 @@ def _as_usual(module: Any, args: Any, kwargs: Any) -> Called:
     """The call, with the samples where they usually stand in such arguments."""
     batch = module.pass_batch_size
     is_plain = not kwargs and all(type(arg) is Tensor for arg in args)
+    args, kwargs = (args, kwargs) if is_plain else opened(args, kwargs)
     leaves = list(args) if is_plain else tree_leaves((args, kwargs))
     inputs = [tensor for tensor in leaves if isinstance(tensor, Tensor) and tensor.dim()]
     sizes = (tuple(bool(n == 1) for n in x.shape) for x in inputs)

@@ -28,6 +28,7 @@ from expanded_nn.common.modes import uncounted, unseen
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.common.traced import refuse_values, wait_for_values
 from expanded_nn.layers.general.mapped import NOT_OF_THE_FORWARD, Called, Mapper, flatten, once_per_sample
+from expanded_nn.layers.general.opened import called
 from expanded_nn.layers.general.reading import read
 from expanded_nn.layers.general.trial import Told, Trial
 from expanded_nn.layers.general.whole import reads_of_its_own
@@ -214,7 +215,7 @@ class General(Expanded):
         return self._plain_forward(*args, **kwargs)  # each sample is alone already; its layers leave the `vmap`
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super(Expanded, self).forward(*args, **kwargs)
+        return called(self, super(Expanded, self).forward, args, kwargs)
 
     def _expanded_of(self, module: nn.Module, name: str, parameter: Tensor, guests: set[int]) -> Tensor:
         if id(parameter) in guests or (isinstance(module, Expanded) and module._is_batched(name, parameter)):
