@@ -908,6 +908,12 @@ def a_forward_that_mixes_samples() -> None:
     own(lambda self, x: (x - x.mean(0)) * self.scale)
 
 
+@refused(r"Feed: per_sample\(batch_size=4\) has said .* 4 samples, .* shapes \(1,\), \(1, 4\); .*batch_size=\.\.\.")
+def a_batch_size_of_another_batch() -> None:
+    model = enn.convert(Feed(nn.Linear(4, 3), lambda layer, x: layer(x[1]) + x[0])).per_sample(batch_size=4)
+    model([torch.zeros(1), torch.randn(1, 4)])
+
+
 @refused(
     r"Feed: in a batch of 6 half of the samples give other results without the others; .*outside of the model; give"
 )

@@ -31,7 +31,7 @@ from expanded_nn.common.batch import contents
 # Embedding's `_takes_labels`, which is not among these. What is named in `OURS` is never put back.
 OWN_STATE = ("_recorder", "_settings", "_trials", "_ranks", "_learned", "_layout_is_clear", "_tries")
 OURS = {"_parameters", "_modules", "_flat_weights", "_flat_weight_refs", *OWN_STATE}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _NO_HOOKS: dict[int, Any] = {}  # what most tables have
 _HOOK_TABLES = {name for name in vars(nn.Module()) if "_hooks" in name}
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -225,7 +225,7 @@ class Traces(Attributes):
 def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
     """Takes back what a forward leaves in the attributes and buffers of a module, and of those within.
 
-    Without `hooks`, the hooks of the modules within it are not called.
+    Without `hooks`, the forward hooks of the modules within it are not called.
     """
     before = [(member, dict(vars(member))) for member in module.modules()]
     try:

@@ -94,8 +94,8 @@ class Trial:
     def _may_run(self) -> bool:
         """Whether the arguments can be copied, and a sample taken from them."""
         has_samples = self.batch > 1 and self.dims.count(None) < len(self.dims)
-        is_whole = not any(map(is_sharded, self.module.modules()))  # its hooks gather what is sharded
-        return has_samples and is_whole and all(map(_is_open, self.leaves))
+        has_hooks = any(map(_has_hooks, self.module.modules()))
+        return has_samples and not has_hooks and all(map(_is_open, self.leaves))
 
     def refusal(self) -> PerSampleError | None:
         """The error where the samples' results, or their gradients, depend on each other.
@@ -236,6 +236,11 @@ class Trial:
             return None
         found = zip(expanded, rows, strict=True)
         return next((key for key, own in found if own is not None and _are_in(own, ~some)), None)
+
+
+def _has_hooks(module: Any) -> bool:
+    """Whether it has hooks that a backward would call, or that gather its parameters."""
+    return bool(module._backward_hooks or module._backward_pre_hooks) or is_sharded(module)
 
 
 def _is_open(leaf: Any) -> bool:

@@ -62,6 +62,16 @@ def flatten(result: Any) -> tuple[list[Any], TreeSpec]:
     return tree_flatten(result) if unknown else (leaves, structure)
 
 
+def keeping(module: Any, what: str) -> PerSampleError:
+    """The error of a forward that keeps tensors for the next call."""
+    return refusal(  # a larger module may make what it keeps them in
+        module,
+        f"its forward keeps tensors in {what}",
+        "a forward that keeps nothing for the next call",
+        "Do without the cache in per-sample mode (use_cache=False), or write the per-sample forward with @expands.",
+    )
+
+
 @dataclasses.dataclass
 class Called:
     """What a forward is called with."""
@@ -210,7 +220,7 @@ class Mapper:
         with swapped(dict(zip(lent, weights, strict=True))), quiet_fallbacks(), OneSample(module):
             result = module._plainly(args, kwargs, lent)
         if Counter(ids_of_one_sample((args, kwargs))) - Counter(ids_of_one_sample(alone)):
-            raise self._keeping("an argument")
+            raise keeping(self.module, "an argument")
         self._refuse_objects(result)
         return result
 
@@ -228,7 +238,7 @@ class Mapper:
         for i in range(batch):
             results.append(one_sample([w[i] for w in weights], [x[i] for x in by_sample]))
             if not traces.take_back():
-                raise self._keeping("an attribute, a buffer or an argument")
+                raise keeping(self.module, "an attribute, a buffer or an argument")
         if traces.taken_back:
             self._leave_traces()
         ends = (result.grad_fn for of_sample in results for result in of_sample)
@@ -289,14 +299,6 @@ class Mapper:
 
     # What the forward leaves behind
 
-    def _keeping(self, what: str) -> PerSampleError:
-        return refusal(  # a larger module may make what it keeps them in
-            self.module,
-            f"its forward keeps tensors in {what}",
-            "a forward that keeps nothing for the next call",
-            "Do without the cache in per-sample mode (use_cache=False), or write the per-sample forward with @expands.",
-        )
-
     def _leave_traces(self) -> None:
         """Runs the plain forward once more, for what it leaves in attributes."""
         states = RandomStates([*self.module.modules(), self.call.args, self.call.kwargs])
@@ -316,12 +318,12 @@ class Mapper:
                     continue
                 left = list(filter(is_of_one_sample, contents(value, 4 * thorough)))
                 if left:
-                    error = self._keeping(what)
+                    error = keeping(self.module, what)
                     # in a loop it can be taken back, if no loss may read it
                     error.by_vmap = not any(of_all(x).requires_grad for x in left)
                     raise error
         if any(map(is_of_one_sample, contents([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
-            raise self._keeping("an argument")
+            raise keeping(self.module, "an argument")
 
     # What the forward returns
 
@@ -387,7 +389,7 @@ class Mapper:
         flat = [flatten(result)[0] for result in returned]
         others = [[leaf for leaf in leaves if not isinstance(leaf, Tensor) and not is_cache(leaf)] for leaves in flat]
         if any(isinstance(part, Tensor) for leaves in others for leaf in leaves for part in contents(leaf)):
-            raise self._keeping("an object that it returns")
+            raise keeping(self.module, "an object that it returns")
         values = [[leaf for leaf in leaves if isinstance(leaf, bool | int | float | str)] for leaves in others]
         if any(own != values[0] for own in values):
             raise self.module._refusal(

@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 
+from expanded_nn.layers.general.mapped import keeping
+
 
 class Opened:
     """An argument, whose leaves are also those inside of such objects."""
@@ -40,7 +42,7 @@ def called(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwar
     before = _leaves((args, kwargs))
     result, after = forward(*args, **kwargs), _leaves((args, kwargs))
     if len(before) != len(after) or any(leaf is not other for leaf, other in zip(before, after, strict=True)):
-        raise module._keeping("an argument")
+        raise keeping(module, "an argument")
     return result
 
 
