@@ -25,6 +25,7 @@ from expanded_nn.recording.watch import Watch
 
 _DICTS = "_parameters", "_buffers", "_modules", *HOOKS
 _ALWAYS = "training", *_DICTS
+_SEQUENCES = list, tuple  # `list | tuple` would be made anew at each call
 _TRAITS = attrgetter("dtype", "device", "ndim", "requires_grad")
 _HOOKS_OF_PARAMETER = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _FORWARD = attrgetter("forward", "forward")  # twice, for a tuple
@@ -75,7 +76,7 @@ def _of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) ->
     if cls in WITH_COUNT and type(value.count) is int:
         tensors[id(value)] = torch.tensor(value.count)
         return cls, tuple([_of_arguments(item, tensors, objects) for item in value[:-1]])
-    if isinstance(value, list | tuple):
+    if isinstance(value, _SEQUENCES):
         return cls, tuple([_of_arguments(item, tensors, objects) for item in value])
     if cls in PLAIN or is_number(value):
         return cls, value

@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from expanded_nn.common.traced import OnlyEager
-from expanded_nn.factored import FactoredTensor, hidden, is_hidden, materialized
+from expanded_nn.factored import hidden, is_hidden, materialized
 from expanded_nn.recording.leaf import NO_ROWS, Leaf, Noted, Published, vanishes
 from expanded_nn.recording.passes import PassStage
 from expanded_nn.recording.recorder import Recorder
@@ -119,11 +119,11 @@ def set_rows(recorder: Recorder, passes: Sequence[dict[Leaf, Tensor]], *, append
     recorder.expanded.clear()
     held = tuple(store.held)
     only = passes[0] if len(held) == 1 and not recorder.leaves.sharded else {}
-    makes_dense = store.materialize and any(isinstance(rows, FactoredTensor) for rows in only.values())
     for leaf in recorder.leaves:
         rows, parameter = only.get(leaf), leaf.parameter()
         if rows is not None and parameter is not None:  # what `publish` comes to
-            rows = materialized(rows, leaf.memory) if makes_dense else rows
+            if store.materialize and type(rows) is not Tensor:
+                rows = materialized(rows, leaf.memory)
             leaf.published = Published(rows, held, rows._version)
             parameter.grad_sample = rows  # type: ignore[attr-defined]
         elif appends:
