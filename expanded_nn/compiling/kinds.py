@@ -14,7 +14,15 @@ from expanded_nn._errors import shown
 from expanded_nn.common.batch import contents
 from expanded_nn.common.modes import function_modes, is_autocast, saved_tensors_are_packed
 from expanded_nn.common.traced import OnlyEager
-from expanded_nn.compiling.looks import Look, by_identity, is_number, layout_of, of_tensor, own_attributes
+from expanded_nn.compiling.looks import (
+    Look,
+    by_identity,
+    is_number,
+    layout_of,
+    note_own_rows,
+    of_tensor,
+    own_attributes,
+)
 from expanded_nn.compiling.names import HOOKS, PLAIN, Names, Referred, set_by_users
 from expanded_nn.compiling.packing import WITH_COUNT, has_items, items_of
 from expanded_nn.compiling.seen import Seen
@@ -193,9 +201,10 @@ def of_models(
             add(None if parameter is None else id(parameter))
     of_modules = (parameter for module in modules for parameter in module._parameters.values())
     parameters = {id(parameter): parameter for parameter in (*of_modules, *leaves) if parameter is not None}
-    of_others = [parameter for module in others for parameter in module._parameters.values()]
-    key += [None if parameter is None else _of_parameter(parameter, seen) for parameter in of_others]
-    seen.sized += [vars(parameter) for parameter in of_others if parameter is not None]
+    of_others = [parameter for module in others for parameter in module._parameters.values() if parameter is not None]
+    key += [_of_parameter(parameter, seen) for parameter in of_others]
+    for parameter in of_others:
+        note_own_rows(parameter, seen)
     key += [_of_parameter(parameter, seen) for parameter in parameters.values()]
 
     def gradients() -> list[Hashable]:
