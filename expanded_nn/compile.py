@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
-from threading import Lock, RLock, get_ident
+from threading import Lock, RLock, Thread, current_thread, get_ident
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -123,6 +123,11 @@ class LastCall(NamedTuple):
     arguments: Hashable  # the key of its arguments
     seen: Seen  # all else that it depends on
     family: Family  # of its graph
+    thread: Thread
+
+    def is_of_now(self) -> bool:
+        """Whether all that it depends on is as it was, and this is its thread."""
+        return self.thread is current_thread() and self.seen.holds()
 
 
 @dataclass
@@ -175,7 +180,7 @@ class Family:
 
 @dataclass
 class Met:
-    """What has taken part in the calls of a step."""
+    """What has taken part in the calls of a step, by one thread."""
 
     modules: list[nn.Module] = field(default_factory=list)
     others: list[nn.Module] = field(default_factory=list)  # the step refers to them, and does not call them
@@ -207,7 +212,7 @@ class CompiledStep:
         given: The name of the backend, or what makes it, and its options.
         lock: Held by the thread that calls the step: a trace changes the models for a while.
         step_values: Gives a key for the values that the step refers to by names.
-        met: What has taken part.
+        mets: What has taken part, by the thread: models of another one may be at work, so they are not looked at.
         families: The graphs, by the kind of the call.
         first_shapes: The kind of a call -> the shapes of the calls that ran before any module was known.
         last: The last call, if a graph ran or such calls run eagerly for good; not if gradients from before the call
@@ -219,7 +224,7 @@ class CompiledStep:
         functools.update_wrapper(self, step)
         self.step, self.step_values = step, StepValues(step)
         self.given, self.lock = (backend, options), RLock()
-        self.met = Met()
+        self.mets: dict[Thread, Met] = {}
         self.families: dict[Hashable, Family] = {}
         self.first_shapes: dict[Hashable, list[Shapes]] = {}
         self.last: LastCall | None = None
@@ -242,10 +247,24 @@ class CompiledStep:
         with self.lock:
             return self._call(args, kwargs)
 
+    @property
+    def met(self) -> Met:
+        """What has taken part in the calls of this thread."""
+        if current_thread() not in self.mets:
+            living = {thread: met for thread, met in self.mets.items() if thread.is_alive()}
+            if len(self.mets) - len(living) >= NEW_KINDS:
+                self._warn(
+                    f"the first call of each thread does, and {NEW_KINDS} that have called it are over (call it from "
+                    "threads that go on)"
+                )
+                self.mets = living
+            self.mets[current_thread()] = Met()
+        return self.mets[current_thread()]
+
     def _call(self, args: Any, kwargs: Any) -> Any:
         try:
             call, last = Call(args, kwargs), self.last
-            if last is not None and call.key == last.arguments and last.seen.holds():
+            if last is not None and call.key == last.arguments and last.is_of_now():
                 if last.family.is_eager:
                     return self.step(*args, **kwargs)
                 graph = last.family.by_shapes.get(call.shapes)
@@ -255,12 +274,12 @@ class CompiledStep:
         except OnlyEager as reason:
             self._warn(str(reason))
             return self.step(*args, **kwargs)
-        if not self.met.modules:
+        met = self.met
+        if not met.modules:
             return self._run_eagerly(call, key)
         seen, self.last = self.step_values.looks[-1].seen, None
         seen.note_fact(of_surroundings)
-        modules, others, leaves, recorders = self.met.modules, self.met.others, self.met.leaves, self.met.recorders
-        kind = *key, of_models(modules, others, leaves, recorders, self.step_values.referred, seen)
+        kind = *key, of_models(met.modules, met.others, met.leaves, met.recorders, self.step_values.referred, seen)
         seen.close()
         family = self.families.get(kind)
         if family is None:
@@ -280,7 +299,7 @@ class CompiledStep:
             self._fault(family, str(reason))
             return self._run_eagerly(call)
         if not family.grads and (graph is not None or family.is_eager):
-            self.last = LastCall(call.key, seen, family)
+            self.last = LastCall(call.key, seen, family, current_thread())
         return self.step(*args, **kwargs) if graph is None else self._run(family, graph, call)
 
     def _run(self, family: Family, graph: Graph, call: Call) -> Any:
@@ -333,9 +352,10 @@ class CompiledStep:
         with noting, recorders_met() as recorders, self.step_values.noting_changes(call.objects):
             result = self.step(*args, **kwargs)
         recorders.update(dict.fromkeys(self.step_values.holders_of_rows()))
-        for recorder in recorders:
+        living = [recorder for recorder in recorders if not _is_gone(recorder)]
+        for recorder in living:
             modules.update(dict.fromkeys(recorder.modules()))
-        self.met.add(list(modules), recorders)
+        self.met.add(list(modules), living)
         self.met.refer(self.step_values.modules)
         self.step_values.add_modules(self.met.modules)
         if key is not None:  # the functions of the modules are known now
@@ -443,7 +463,7 @@ class CompiledStep:
             "step: a tensor, or tensors in tuples, lists, dicts or dataclasses)"
         )
         if len(self.met.modules) > self.met.former_count:  # new ones at each call, which would be held for ever
-            self.met, self.families = Met(), {}
+            self.mets, self.families = {}, {}
             self.step_values = StepValues(self.step)
         self.met.former_count = len(self.met.modules)
 
@@ -452,3 +472,8 @@ class CompiledStep:
             self.reasons.add(reason)
             name = getattr(self.step, "__qualname__", type(self.step).__name__)
             warn(f"enn.compile: {name} runs eagerly, as {reason}.")
+
+
+def _is_gone(recorder: Recorder) -> bool:
+    """Whether a recorder's model is no more, nor any of its parameters, as those of a copy that a step makes."""
+    return not recorder.living_roots() and all(leaf.parameter() is None for leaf in recorder.leaves)

@@ -365,6 +365,44 @@ def test_one_step_in_several_threads() -> None:
     torch.testing.assert_close(found, [[step(model, *batch(i)) for i in range(6)] for model in models])
 
 
+def test_models_that_other_threads_are_at_work_with() -> None:
+    """A thread does not touch them, as reading a `.grad` that another thread clears may end the process."""
+    models = [enn.convert(perceptron()).per_sample() for _ in range(3)]
+    wanted = [copy.deepcopy(model) for model in models]
+    barrier = threading.Barrier(3)
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return trained(model, x, y)
+
+    def work(number: int) -> set[nn.Module]:
+        barrier.wait()
+        for i in range(12):
+            models[number].zero_grad()
+            compiled(models[number], *batch(i))
+        barrier.wait()
+        return {*compiled.met.modules}
+
+    compiled = enn.compile(step, backend="eager")
+    assert in_threads(work, 3) == [{*model.modules()} for model in models]
+    assert len(graphs(compiled)) == 3
+    for model, other in zip(models, wanted, strict=True):
+        step(other, *batch(11))
+        for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, same.grad)
+            torch.testing.assert_close(parameter.grad_sample, same.grad_sample)
+
+
+def test_a_thread_for_each_call_is_warned_of() -> None:
+    model = enn.convert(perceptron()).per_sample()
+    compiled = enn.compile(lambda x, y: trained(model, x, y), backend="eager")
+    for _ in range(16):
+        in_threads(lambda _: compiled(*batch(0)), 1)
+        model.zero_grad()
+    with pytest.warns(enn.PerSampleWarning, match="the first call of each thread does, and 16 that have called it"):
+        compiled(*batch(0))
+    assert len(compiled.mets) == 1
+
+
 def test_what_other_threads_do_beside_a_trace() -> None:
     """They may call new modules, step optimizers and set seeds."""
     model = enn.convert(perceptron()).per_sample()

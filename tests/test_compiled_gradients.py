@@ -1,5 +1,6 @@
 """`enn.compile` where gradients and rows are there before the call: what the eager step does, the graph does."""
 
+import functools
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -361,6 +362,54 @@ def test_rows_of_a_model_that_the_step_does_not_call(use: Any, by_model: bool, i
             left = left_by(compiled, number)
         assert_same(left, left_by(step, number))
     assert len(graphs(compiled)) == (use is not read)
+
+
+def test_rows_that_the_user_sets_on_a_parameter_of_no_recorder() -> None:
+    """Be it a parameter of no module, or of a plain one that the step does not call."""
+    torch.manual_seed(0)
+    model, plain = enn.convert(perceptron()).per_sample(), nn.Linear(2, 3)
+    loose = [nn.Parameter(torch.ones(3)), *plain.parameters()]
+    for parameter in loose:
+        parameter.grad_sample = None  # type: ignore[attr-defined]
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        rows = [parameter.grad_sample for parameter in (*loose, *plain.parameters())]
+        return classified(model, x, y), [2 * own for own in rows if own is not None]
+
+    compiled, (batch,) = enn.compile(step, backend="eager"), samples(4)
+    for set_by_user in [(), (), (), (0,), (0,), (1,), (), (0, 1, 2)]:
+        for number, parameter in enumerate(loose):
+            parameter.grad_sample = torch.randn(4, 3) if number in set_by_user else None  # type: ignore[attr-defined]
+        left = []
+        for run in (compiled, step):
+            model.zero_grad()
+            left.append((run(*batch), outcome(model, None)))
+        assert_same(*left)
+    assert len(graphs(compiled)) >= 1
+
+
+def within_a_pass(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    with enn.one_pass(model, x.shape[0]):
+        backward(model, x, y)
+
+
+@pytest.mark.parametrize("size", [4, 5])
+@pytest.mark.parametrize("use", [backward, classified, two_backwards, within_a_pass])
+def test_a_forward_before_the_call_whose_backward_comes_after_it(use: Any, size: int) -> None:
+    """A forward of the same samples is of one pass with the step's, whose rows are added."""
+    models = [enn.convert(perceptron()).per_sample(), enn.convert(perceptron()).per_sample()]
+    models[1].load_state_dict(models[0].state_dict())
+    own, other = models
+    compiled = enn.compile(functools.partial(use, own), backend="eager")
+    for number, (x, y) in enumerate(samples(4, 4, 4, 4)):
+        for model, run in ((own, compiled), (other, functools.partial(use, other))):
+            model.zero_grad()
+            opened = model(torch.ones(size, 8)).square().mean() if number != 1 else None
+            run(x, y)
+            if opened is not None:
+                opened.backward()
+        assert_same(outcome(own, None), outcome(other, None))
+    assert len(graphs(compiled)) == 1
 
 
 def test_what_is_no_part_of_grad_runs_eagerly() -> None:

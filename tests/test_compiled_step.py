@@ -232,6 +232,35 @@ def test_modules_that_a_step_makes_for_itself() -> None:
     assert len(compiled.met.modules) == count
 
 
+@pytest.mark.parametrize("is_trained", [True, False], ids=["trained", "fixed"])
+def test_a_copy_of_a_model_that_the_step_makes(is_trained: bool) -> None:
+    """No graph can leave rows in it; the copies of earlier calls are let go of, so that each call is of one kind."""
+    model = enn.convert(perceptron()).per_sample()
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        copied = copy.deepcopy(model)
+        if is_trained:
+            return classified(copied, x, y), [parameter.grad_sample for parameter in copied.parameters()]
+        copied.per_sample(False)
+        return classified(model, copied(x).new_ones(x.shape) + x, y), []
+
+    def compared() -> None:
+        for batch in samples(4, 4, 4, 4, 4):
+            model.zero_grad()
+            found = compiled(*batch)
+            model.zero_grad()
+            assert_same(found, step(*batch))
+
+    compiled = enn.compile(step, backend="eager")
+    with pytest.warns(enn.PerSampleWarning) as warned:
+        compared()
+    (text,) = {str(warning.message) for warning in warned}
+    assert "runs eagerly, as it makes or copies a Sequential itself, which it calls in line" in text
+    assert "do that before the step" in text
+    assert {*compiled.met.modules} == {*model.modules()}
+    assert len(compiled.met.recorders) == 1
+
+
 class Branches(nn.Module):
     """Takes another way for a sample if a value says so, which `vmap` cannot follow."""
 

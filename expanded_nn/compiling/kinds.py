@@ -14,7 +14,15 @@ from expanded_nn._errors import shown
 from expanded_nn.common.batch import contents
 from expanded_nn.common.modes import function_modes, is_autocast, saved_tensors_are_packed
 from expanded_nn.common.traced import OnlyEager
-from expanded_nn.compiling.looks import Look, by_identity, is_number, layout_of, of_tensor, own_attributes
+from expanded_nn.compiling.looks import (
+    Look,
+    by_identity,
+    is_number,
+    layout_of,
+    note_own_rows,
+    of_tensor,
+    own_attributes,
+)
 from expanded_nn.compiling.names import HOOKS, PLAIN, Names, Referred, set_by_users
 from expanded_nn.compiling.packing import WITH_COUNT, has_items, items_of
 from expanded_nn.compiling.seen import Seen
@@ -25,6 +33,7 @@ from expanded_nn.recording.watch import Watch
 
 _DICTS = "_parameters", "_buffers", "_modules", *HOOKS
 _ALWAYS = "training", *_DICTS
+_SEQUENCES = list, tuple  # `list | tuple` would be made anew at each call
 _TRAITS = attrgetter("dtype", "device", "ndim", "requires_grad")
 _HOOKS_OF_PARAMETER = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _FORWARD = attrgetter("forward", "forward")  # twice, for a tuple
@@ -75,7 +84,7 @@ def _of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) ->
     if cls in WITH_COUNT and type(value.count) is int:
         tensors[id(value)] = torch.tensor(value.count)
         return cls, tuple([_of_arguments(item, tensors, objects) for item in value[:-1]])
-    if isinstance(value, list | tuple):
+    if isinstance(value, _SEQUENCES):
         return cls, tuple([_of_arguments(item, tensors, objects) for item in value])
     if cls in PLAIN or is_number(value):
         return cls, value
@@ -192,9 +201,10 @@ def of_models(
             add(None if parameter is None else id(parameter))
     of_modules = (parameter for module in modules for parameter in module._parameters.values())
     parameters = {id(parameter): parameter for parameter in (*of_modules, *leaves) if parameter is not None}
-    of_others = [parameter for module in others for parameter in module._parameters.values()]
-    key += [None if parameter is None else _of_parameter(parameter, seen) for parameter in of_others]
-    seen.sized += [vars(parameter) for parameter in of_others if parameter is not None]
+    of_others = [parameter for module in others for parameter in module._parameters.values() if parameter is not None]
+    key += [_of_parameter(parameter, seen) for parameter in of_others]
+    for parameter in of_others:
+        note_own_rows(parameter, seen)
     key += [_of_parameter(parameter, seen) for parameter in parameters.values()]
 
     def gradients() -> list[Hashable]:

@@ -157,7 +157,7 @@ class Look:
 
     def _of_parameter(self, value: nn.Parameter) -> Hashable:
         """The key of the attributes of a parameter that count; not the rows of a recorder, which change each time."""
-        self.seen.sized.append(vars(value))
+        note_own_rows(value, self.seen)
         named = [name for name in own_attributes(value) if name in self._names.words]
         return self._of_places(value, None, attrgetter, named)
 
@@ -421,6 +421,14 @@ def own_attributes(tensor: Tensor) -> dict[str, Any]:
     if attributes.get("grad_sample") is None or recorder_of(tensor) is not None:
         return {name: value for name, value in attributes.items() if name != "grad_sample"}
     return attributes
+
+
+def note_own_rows(parameter: Tensor, seen: Seen) -> None:
+    """Notes which attributes a parameter has; and its rows, where no recorder sets them, but the user may."""
+    attributes = vars(parameter)
+    seen.sized.append(attributes)
+    if "grad_sample" in attributes and recorder_of(parameter) is None:
+        seen.note_places(itemgetter("grad_sample", "grad_sample"), attributes)
 
 
 def is_number(value: Any) -> bool:

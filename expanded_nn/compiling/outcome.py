@@ -25,6 +25,7 @@ class RecorderRows(NamedTuple):
     recorder: Recorder
     passes: list[dict[Leaf, Remake]]  # for each pass the rows, by parameter
     appends: bool  # whether the rows from before the call stay
+    joins: bool  # whether the first pass is one that would have joined an open one
     clipped: set[Leaf]  # the parameters whose `.grad` clipping has set
 
 
@@ -76,9 +77,9 @@ class Outcome:
             cast(Tensor, owners[number].grad).detach().copy_(remake(results))
         for leaf, is_scaled, has_foreign_part in self.flags:
             leaf.notes.is_scaled, leaf.notes.has_foreign_part = is_scaled, has_foreign_part
-        for recorder, remakes, appends, clipped in self.rows:
+        for recorder, remakes, appends, joins, clipped in self.rows:
             passes = [{leaf: remake(results) for leaf, remake in of_pass.items()} for of_pass in remakes]
-            set_rows(recorder, passes, appends=appends)
+            set_rows(recorder, passes, appends=appends, joins=joins)
             recorder.note_grads(clipped)
         for leaf, remake in self.shown:
             cast(Any, leaf.parameter()).grad_sample = remake(results)
@@ -134,14 +135,12 @@ class Outcome:
             shown = getattr(parameter, "grad_sample", None)
             if parameter is not None and leaf.was_reset() and not is_hidden(shown):
                 self.shown.append((leaf, packed(shown, results)))
-        passes = [
-            {leaf: packed(rows, results) for leaf, rows in pass_rows.items()}
-            for pass_rows in recorder.store.held.values()
-            if not any(map(is_hidden, pass_rows.values()))
-        ]
+        own = {pass_: rows for pass_, rows in recorder.store.held.items() if not any(map(is_hidden, rows.values()))}
+        passes = [{leaf: packed(rows, results) for leaf, rows in pass_rows.items()} for pass_rows in own.values()]
         if passes or not hidden:
             clipped = {leaf for leaf, value in parameters.items() if value is not None and recorder.is_clipped(value)}
-            self.rows.append(RecorderRows(recorder, passes, bool(hidden), clipped))
+            joins = next(iter(own), None) is recorder.passes.first
+            self.rows.append(RecorderRows(recorder, passes, bool(hidden), joins, clipped))
         if looked and not hidden:
             self.flags += [(leaf, leaf.notes.is_scaled, leaf.notes.has_foreign_part) for leaf in recorder.leaves]
 

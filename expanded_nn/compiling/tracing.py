@@ -337,12 +337,21 @@ def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder
 def _note_new_module(
     thread: int, called: Collection[nn.Module], new_modules: MutableMapping[nn.Module, None], module: nn.Module, _: Any
 ) -> None:
-    """Notes a module that no step has called before; puts the trace off before it calls one that could be changed."""
+    """Notes a module that no step has called before; puts the trace off before it calls one that could be changed.
+
+    Raises:
+        OnlyEager: If the trace itself has made a module with rows, whose recorder no later call would meet again.
+    """
     if module not in called and get_ident() == thread:  # hooks of all modules are called in all threads
-        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
-        if isinstance(module, PerSampleModule) or not all(
-            isinstance(parameter, FakeTensor) for parameter in parameters
-        ):
+        has_rows = isinstance(module, PerSampleModule)
+        are_new = [isinstance(parameter, FakeTensor) for parameter in module.parameters(recurse=has_rows)]
+        if has_rows and are_new and all(are_new):
+            raise OnlyEager(
+                f"it makes or copies a {type(module).__name__} itself, which it calls in "
+                f"{line_in(traceback.extract_stack())} (do that before the step, and set the copy's values in it, by "
+                "copied.load_state_dict(model.state_dict()))"
+            )
+        if has_rows or not all(are_new):
             raise FirstEager(_calls_new(module))
         new_modules[module] = None
 

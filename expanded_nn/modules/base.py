@@ -183,8 +183,8 @@ class PerSampleModule(nn.Module):
         if recorder is None or not is_torchs:  # zeros, or a method of the user's
             inherited(set_to_none)
         if recorder is not None:
-            parameters = (parameter for module in modules_in(self) for parameter in module._parameters.values())
-            recorder.drop([parameter for parameter in parameters if parameter is not None], grads=is_torchs)
+            parameters = [p for module in modules_in(self) for p in module._parameters.values() if p is not None]
+            recorder.drop(parameters, grads=is_torchs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

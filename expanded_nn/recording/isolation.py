@@ -12,9 +12,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from expanded_nn.common.traced import OnlyEager
-from expanded_nn.factored import FactoredTensor, hidden, is_hidden, materialized
+from expanded_nn.factored import hidden, is_hidden, materialized
 from expanded_nn.recording.leaf import NO_ROWS, Leaf, Noted, Published, vanishes
-from expanded_nn.recording.passes import PassStage
+from expanded_nn.recording.passes import Pass, PassStage
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.stale import stale
 
@@ -68,7 +68,7 @@ def isolated(recorder: Recorder, clipped: Collection[int], grads: Grads) -> Iter
         _begin_anew(leaf, clipped, grads.get(id(leaf.parameter()), (False, False))[1])
     held = {leaf: leaf.published.rows for leaf in leaves if leaf.published.rows is not None}
     if held:  # in a pass of no forward, which holds the hidden rows and nothing else
-        recorder.store.held[recorder.passes.new(0)] = held
+        recorder.store.held[Pass(0, -1)] = held
     try:
         yield
     finally:
@@ -108,22 +108,29 @@ def has_hidden_rows(leaf: Leaf) -> bool:
     return leaf.published.rows is not None and is_hidden(leaf.published.rows)
 
 
-def set_rows(recorder: Recorder, passes: Sequence[dict[Leaf, Tensor]], *, appends: bool) -> None:
-    """Holds the rows that a graph has made, pass by pass: in place of those from before, or behind them."""
-    store = recorder.store
+def set_rows(recorder: Recorder, passes: Sequence[dict[Leaf, Tensor]], *, appends: bool, joins: bool) -> None:
+    """Holds the rows that a graph has made, pass by pass: in place of those from before, or behind them.
+
+    If the first pass `joins`, it is that of a forward before the call whose backward has not come, if there is one.
+    """
+    store, last = recorder.store, recorder.passes.last
     if not appends:
         store.drop_every_pass()
     for pass_rows in passes:
-        store.held[recorder.passes.new(next(iter(pass_rows.values())).shape[0], PassStage.DONE)] = pass_rows
+        batch = next(iter(pass_rows.values())).shape[0]
+        is_open = joins and last is not None and last.stage is PassStage.OPEN and last.batch == batch
+        pass_ = last if last is not None and is_open else recorder.passes.new(batch)
+        pass_.stage, joins = PassStage.DONE, False
+        store.held[pass_] = pass_rows
     recorder.passes.last = None
     recorder.expanded.clear()
     held = tuple(store.held)
     only = passes[0] if len(held) == 1 and not recorder.leaves.sharded else {}
-    makes_dense = store.materialize and any(isinstance(rows, FactoredTensor) for rows in only.values())
     for leaf in recorder.leaves:
         rows, parameter = only.get(leaf), leaf.parameter()
         if rows is not None and parameter is not None:  # what `publish` comes to
-            rows = materialized(rows, leaf.memory) if makes_dense else rows
+            if store.materialize and type(rows) is not Tensor:
+                rows = materialized(rows, leaf.memory)
             leaf.published = Published(rows, held, rows._version)
             parameter.grad_sample = rows  # type: ignore[attr-defined]
         elif appends:

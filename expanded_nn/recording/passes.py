@@ -66,6 +66,7 @@ class Passes:
         without_rows: B of the last forward, if that has chosen no pass because all its layers are frozen.
         alive: The passes that something keeps alive.
         opened: How many passes there have been.
+        first: The first one, if it is of a forward that would have joined an open one.
         no_grad_forward: The outermost forward that runs without gradients.
         kept: Strong references to passes that no node of the graph refers to yet, as under a reentrant checkpoint.
     """
@@ -75,6 +76,7 @@ class Passes:
         self.without_rows: int | None = None
         self.alive: weakref.WeakSet[Pass] = weakref.WeakSet()
         self.opened = 0
+        self.first: Pass | None = None
         self.kept: set[Pass] = set()
         self.no_grad_forward = _NoGradForward()
 
@@ -82,12 +84,12 @@ class Passes:
         """The pass of a forward of so many samples."""
         if self.last is None or self.last.stage is not PassStage.OPEN or self.last.batch != batch:
             self.last = self.new(batch)
+            self.first = self.last if self.opened == 1 else self.first
         return self.last
 
-    def new(self, batch: int, stage: PassStage = PassStage.OPEN) -> Pass:
+    def new(self, batch: int) -> Pass:
         """A pass without forwards, which is not `last`: no forward joins it by itself."""
         pass_ = Pass(batch, self.opened)
-        pass_.stage = stage
         self.opened += 1
         self.alive.add(pass_)
         return pass_

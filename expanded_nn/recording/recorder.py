@@ -502,7 +502,8 @@ def modules_in(*roots: nn.Module) -> dict[nn.Module, None]:
         module = waiting.pop()
         if module is not None and module not in found:
             found[module] = None
-            waiting += reversed(module._modules.values())
+            if module._modules:
+                waiting += reversed(module._modules.values())
     return found
 
 
