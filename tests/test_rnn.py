@@ -51,6 +51,22 @@ def test_the_layers_are_the_zoo_s() -> None:
 # --- beyond the laws ------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    count = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("case", [case for case in RECURRENT if "lstm" in case.name], ids=lambda case: case.name)
+def test_rows_of_an_lstm_with_several_threads(case: Case) -> None:
+    call, model = case.inputs(BATCH), expanded(case, loss_reduction="sum")
+    total_loss(model, call).backward()
+    assert_close_rows(rows_of(model), loop(case.module(), call, BATCH, take=case.take))
+
+
 @every_case
 def test_without_grad_it_is_torch_s_own_forward(case: Case) -> None:
     call = case.inputs(BATCH)
