@@ -125,8 +125,8 @@ class Trial:
             f"in a batch of {self.batch} {what}",
             "samples that do not depend on each other, and arguments whose rows are the samples",
             "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the model; give a "
-            "tensor that all samples share to the model as a buffer. Random numbers for the whole batch have to come "
-            "from torch's generators.",
+            "tensor that all samples share to the model as a buffer. Random numbers have to be drawn by torch, by a "
+            "generator that was there before the forward. per_sample(compare=False) leaves this comparison out.",
             refused_by=by,
         )
 
