@@ -78,9 +78,7 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
     chance = WithoutDropout() if loss is None else WithoutChance()
     with RandomStates(), torch.inference_mode(False), torch.enable_grad(), chance:
         try:
-            plain = revert(model)
-            chance.turn_off(plain)
-            expanded, again = convert(plain), convert(plain)
+            plain, expanded = _copies(model, chance)
         except ConversionError as error:
             texts = [text.strip() for text in str(error).splitlines()[1:]] or [str(error)]
             return Report(tuple(Problem("conversion", text.partition(":")[0], text) for text in texts))
@@ -91,14 +89,22 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
         checking = _run(model, plain, expanded, call, loss)
         if any(recorder.escalation.has_met for recorder in recorders_of(expanded.modules())):
             # without the comparison by the forward itself, more can be said of where samples meet
-            switch(again, replace(settings, compare=False), mode=True)
-            other = _run(model, plain, again, call, loss)
+            plain, expanded = _copies(model, chance)
+            switch(expanded, replace(settings, compare=False), mode=True)
+            other = _run(model, plain, expanded, call, loss)
             checking = other if other.findings.problems and checking.findings.problems else checking
         has_drawn = isinstance(chance, WithoutChance) and chance.has_drawn
         for is_met, what in ((chance.met, "dropout was switched off"), (has_drawn, "random numbers were the same")):
             if is_met:
                 checking.findings.notes.append(f"{what} in all runs, so that a sample alone can be compared.")
         return checking.findings.report(is_ambiguous=call.is_ambiguous())
+
+
+def _copies(model: nn.Module, chance: WithoutDropout) -> tuple[nn.Module, nn.Module]:
+    """A plain copy of the model, without dropout, and an expanded one."""
+    plain = revert(model)
+    chance.turn_off(plain)
+    return plain, convert(plain)
 
 
 def _run(model: nn.Module, plain: nn.Module, expanded: nn.Module, call: Call, loss: Callable[..., Any] | None) -> Check:

@@ -1,8 +1,9 @@
 """Who is a sample: the batch size of a call, found in its arguments."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import unwrap
+from itertools import islice, product
 from typing import Any
 
 from torch import Tensor, device, dtype, nn
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn.common.traced import refuse_values
 
+Dims = tuple[int | None, ...]  # of several arguments, or several of one
 FOLDED = -1  # in place of the samples' dimension: all rows of one sample, then all of the next
 NUMBERS = {int, float, bool, str, type(None), slice, dtype, device}
 
@@ -94,6 +96,19 @@ def rows_are_nodes(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 def batch_dim(dims: int, *, batch_first: bool) -> int:
     """Where the samples stand in a tensor of so many dimensions: first, or second if it has two or more."""
     return 0 if batch_first or dims < 2 else 1
+
+
+def unfolded(leaf: Any, dim: int | None, batch: int) -> tuple[Any, int | None]:
+    """An argument, with a dimension for the samples if it is folded, and where they stand in it."""
+    return (leaf.unflatten(0, (batch, -1)), 0) if dim == FOLDED else (leaf, dim)
+
+
+def readings(dims: Sequence[int | None], others: Sequence[Dims]) -> list[Dims]:
+    """Where samples may stand in arguments: as in `dims`, or elsewhere in all, or in some; at most 27 of these."""
+    everywhere = tuple(own[0] if own else dim for dim, own in zip(dims, others, strict=True))
+    some = product(*((dim, *own) for dim, own in zip(dims, others, strict=True)))
+    possible = dict.fromkeys([tuple(dims), everywhere, *islice(some, 27)])
+    return [reading for reading in possible if reading.count(None) < len(reading)]
 
 
 def is_like_a_state(x: Any, batch: int) -> bool:

@@ -17,7 +17,7 @@ from expanded_nn.common.steady import StateBefore
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.backward import running_backward
 from expanded_nn.recording.constants import Table
-from expanded_nn.recording.independence import Trial, tries_of
+from expanded_nn.recording.independence import Halves, tries_of
 from expanded_nn.recording.watch import refuse_outside_use
 
 
@@ -50,7 +50,7 @@ class Escalation:
         gives_copies: The operations that were seen to do the same with all copies of a shared result as with one alone
             (`shared_results.py`), by shapes and arguments; and where the samples stand in each of their results.
         tables: What the model has had beside its buffers from the start.
-        has_met: Whether that has found samples that depend on each other.
+        has_met: Whether a comparison of halves has found samples that depend on each other.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Escalation:
                 batch = module.samples_in(*args, **kwargs) if told is None else told
         forward, refused = partial(self._called, module), None
         if batch is not None and tries.are_due(batch) and (tries.calls or not module.compares_first):
-            refused = Trial(module, forward, (args, kwargs), batch, tries.calls).refusal()
+            refused = Halves(module, forward, (args, kwargs), batch, tries.calls).refusal()
         result = forward(args, kwargs)  # a layer that refuses its input says more
         if refused is not None:
             self.has_met = True

@@ -169,8 +169,10 @@ class Forward:
             return
         results = [x for x in tensors(result) if isinstance(x, Tensor) and x.requires_grad and x.numel() > 1]
         counts = set(map(self._rows_in, results))
+        if not counts or batch in counts:
+            return
+        inputs = [x for x in tensors(self.inputs) if isinstance(x, Tensor) and x.dim()]
         if batch == 1:
-            inputs = [x for x in tensors(self.inputs) if isinstance(x, Tensor) and x.dim()]
             rows = {self._rows_in(x) for x in inputs if not _may_be_features(x)} - {1}
             if len(rows) == 1 and counts == rows:
                 (count,) = rows
@@ -183,9 +185,8 @@ class Forward:
                     "the samples' tensor first.",
                 )
             return
-        others = {self._rows_in(x) for x in tensors(self.inputs) if isinstance(x, Tensor) and x.dim()} - {1, batch}
-        is_other = batch not in counts and bool(counts & others)
-        if is_other or (counts and max(counts) < batch and not any(batch in x.shape for x in results)):
+        is_other = bool(counts & set(map(self._rows_in, inputs)) - {1})
+        if is_other or (max(counts) < batch and not any(batch in x.shape for x in results)):
             name, count = self.recorder.name_of(self.module), max(counts)
             warn(
                 f"{name} is called with {batch} samples, as the first tensor among its arguments has {batch} rows, and "

@@ -6,10 +6,10 @@ That sees what no layer can: samples that the forward mixes, and arguments or ta
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice, product
 from random import Random
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.batch import FOLDED, NUMBERS, has_derivatives
+from expanded_nn.common.batch import FOLDED, NUMBERS, Dims, has_derivatives, readings, unfolded
 from expanded_nn.common.modes import uncounted, unseen
 from expanded_nn.common.rounding import near
 from expanded_nn.common.steady import RandomStates, WithoutChance, without_traces
@@ -27,7 +27,6 @@ from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.sharded import is_sharded
 
-READINGS = 27  # so many are tried at most
 MEET = -1  # in place of a dimension
 
 
@@ -60,19 +59,21 @@ class Tries:
 
 def tries_of(module: Any) -> Tries:
     """Those of a module that is called, in training or not; it keeps them while the mode is off."""
-    tries: dict[bool, Tries] = vars(module).setdefault("_tries", {})
-    return tries[module.training] if module.training in tries else tries.setdefault(module.training, Tries())
+    tries: dict[bool, Tries] = vars(module).setdefault("_tries", defaultdict(Tries))
+    return tries[module.training]
 
 
-class Trial:
-    """A forward that is about to run, tried on copies of its arguments; what it leaves behind is taken back.
+class Halves:
+    """The halves of the samples of a forward that is about to run: each alone is to give what it gives in the batch.
+
+    All runs are on copies of the arguments, and what they leave behind is taken back.
 
     Args:
         module: The module that is called.
         forward: Its forward in per-sample mode.
         arguments: Its arguments, and those by keyword.
         batch: B.
-        number: That of the trial, which says at random which samples are compared.
+        number: That of the call, which says at random which samples are compared.
     """
 
     def __init__(
@@ -130,19 +131,20 @@ class Trial:
             refused_by=by,
         )
 
-    def _readings(self) -> Iterator[tuple[int | None, ...]]:
+    def _readings(self) -> list[Dims]:
         """Where the samples may stand: in all arguments that have B rows, or elsewhere in those behind the first."""
         first = next(place for place, dim in enumerate(self.dims) if dim is not None)
-        possible = [[dim] if place <= first else self._possible(dim, place) for place, dim in enumerate(self.dims)]
-        return islice(product(*possible), READINGS)
+        others = [() if place <= first else self._elsewhere(place) for place in range(len(self.dims))]
+        return readings(self.dims, others)
 
-    def _possible(self, usual: int | None, place: int) -> list[int | None]:
+    def _elsewhere(self, place: int) -> Dims:
+        """Where else they may stand in an argument, if anywhere."""
         leaf = self.leaves[place]
         if not isinstance(leaf, Tensor) or not leaf.dim():
-            return [None]
-        elsewhere = [dim for dim in range(min(leaf.dim(), 2)) if leaf.shape[dim] == self.batch]
+            return ()
+        dims = [dim for dim in range(min(leaf.dim(), 2)) if leaf.shape[dim] == self.batch]
         is_folded = len(leaf) > self.batch and len(leaf) % self.batch == 0
-        return list(dict.fromkeys([usual, None, *elsewhere, *([FOLDED] if is_folded else [])]))
+        return tuple(dim for dim in (None, *dims, *([FOLDED] if is_folded else ())) if dim != self.dims[place])
 
     def _dims_of_results(self, *, is_random: bool) -> list[int | None] | None:
         """Where the samples stand in each result; `None` if half of them give other results without the others."""
@@ -180,24 +182,26 @@ class Trial:
     def _has_other_chance(self, whole: list[Any]) -> bool:
         """Whether the forward draws numbers that are not fixed, as numpy's are not."""
         with RandomStates([*self.module.modules(), *self.leaves]):
-            args, kwargs = tree_unflatten([_copied(leaf) for leaf in self.leaves], self.structure)
-            with without_traces(self.module, hooks=False):
-                self._plain(args, kwargs)  # it draws, so that the next one draws other numbers
-            again, _ = self._run(self._plain, self.leaves)
+            self._result(self._plain, self.leaves)  # it draws, so that the next one draws other numbers
+            again = self._result(self._plain, self.leaves)
         pairs = zip(whole, again, strict=True)
         return not all(near(x, y) for x, y in pairs if _has_numbers(x) and _has_numbers(y) and x.shape == y.shape)
 
     def _run(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> tuple[list[Any], bool]:
         """What is in the result of a forward, and whether it has drawn random numbers, which are put back."""
-        args, kwargs = tree_unflatten([_copied(leaf) for leaf in leaves], self.structure)
         states = RandomStates([*self.module.modules(), *leaves])
         try:
-            with without_traces(self.module, hooks=False), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the forward itself will give them
-                result = forward(args, kwargs)
+            result = self._result(forward, leaves)
         finally:
             is_random = states.restore()
-        return tree_leaves(result, is_leaf=_is_packed), is_random
+        return result, is_random
+
+    def _result(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> list[Any]:
+        """What is in the result of a forward."""
+        args, kwargs = tree_unflatten([_copied(leaf) for leaf in leaves], self.structure)
+        with without_traces(self.module, hooks=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the forward itself will give them
+            return tree_leaves(forward(args, kwargs), is_leaf=_is_packed)
 
     def _plain(self, args: Any, kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs)  # not one that others have put around it
@@ -285,10 +289,9 @@ def _is_clear(x: Any, batch: int) -> bool:
 
 def _taken(x: Tensor, dim: int, samples: list[int], batch: int) -> Tensor:
     """Some samples of a tensor."""
-    numbers = torch.tensor(samples, device=x.device)
-    if dim == FOLDED:
-        return x.reshape(batch, -1, *x.shape[1:]).index_select(0, numbers).flatten(0, 1)
-    return x.index_select(dim, numbers)
+    whole, own_dim = unfolded(x, dim, batch)
+    part: Tensor = whole.index_select(own_dim, torch.tensor(samples, device=x.device))
+    return part.flatten(0, 1) if dim == FOLDED else part
 
 
 def _place(whole: Any, of_half: Any, half: list[int], batch: int) -> int | None:

@@ -24,7 +24,7 @@ from torch.utils._pytree import (
 )
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.batch import FOLDED, contents, has_derivatives
+from expanded_nn.common.batch import FOLDED, contents, has_derivatives, unfolded
 from expanded_nn.common.modes import checkpoint_hooks, of_all
 from expanded_nn.common.steady import OURS, RandomStates, Traces
 from expanded_nn.common.traced import FirstEager, OnlyEager
@@ -97,11 +97,6 @@ class Called:
         if checkpoint_hooks() is None:
             return self.kind
         return self.kind, *(bool(n == self.batch) for tensor in self.inputs for n in tensor.shape)
-
-
-def unfolded(leaf: Any, dim: int | None, batch: int) -> tuple[Any, int | None]:
-    """A leaf, with a dimension for the samples if it is folded, and where they stand in it."""
-    return (leaf.unflatten(0, (batch, -1)), 0) if dim == FOLDED else (leaf, dim)
 
 
 def is_cache(leaf: Any) -> bool:

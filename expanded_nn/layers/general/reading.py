@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, islice, product
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from expanded_nn._errors import PerSampleError
-from expanded_nn.common.batch import FOLDED, has_derivatives, is_like_a_state
+from expanded_nn.common.batch import FOLDED, Dims, has_derivatives, is_like_a_state, readings
 from expanded_nn.common.modes import unseen
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.core import cost
@@ -22,7 +22,6 @@ from expanded_nn.modules.layout import all_in_one_row, forward_of, holds_all_sam
 from expanded_nn.recording.expand import comes_from_rows
 
 ErrorOf = Callable[[Called], Exception | None]
-Dims = tuple[int | None, ...]
 
 
 def read(module: Any, args: Any, kwargs: Any, error_of: ErrorOf) -> Called:
@@ -146,9 +145,9 @@ def _best(call: Called, states: list[bool], others: list[Dims], error_of: ErrorO
     where_unknown = [1 if is_state and dim is None else dim for is_state, dim in pairs]
     everywhere = [1 if is_state else dim for is_state, dim in pairs]
     # first the readings that change least: what looks like a state may be an input whose second size is B by chance
-    readings = (_readings(dims, others) for dims in (call.dims, where_unknown, everywhere))
+    possible = (readings(dims, others) for dims in (call.dims, where_unknown, everywhere))
     errors: dict[Dims, Exception] = {}
-    for reading in dict.fromkeys(chain(*readings)):
+    for reading in dict.fromkeys(chain(*possible)):
         error = error_of(replace(call, dims=list(reading)))
         if error is None:
             return list(reading)
@@ -159,14 +158,6 @@ def _best(call: Called, states: list[bool], others: list[Dims], error_of: ErrorO
     # last those by which the forward itself has failed
     told += sorted(refused, key=lambda reading: errors[reading].__cause__ is not None)
     return list(told[0]) if told else call.dims
-
-
-def _readings(dims: list[int | None], others: list[Dims]) -> list[Dims]:
-    """Where samples may stand: as in `dims`, or elsewhere in all arguments, or in some of them; at most 27 of these."""
-    everywhere = tuple(own[0] if own else dim for dim, own in zip(dims, others, strict=True))
-    some = product(*((dim, *own) for dim, own in zip(dims, others, strict=True)))
-    readings = dict.fromkeys([tuple(dims), everywhere, *islice(some, 27)])
-    return [reading for reading in readings if reading.count(None) < len(reading)]
 
 
 def _refuse_no_samples(module: Any, call: Called) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.batch import FOLDED, has_derivatives
+from expanded_nn.common.batch import FOLDED, has_derivatives, unfolded
 from expanded_nn.common.modes import running_backward, unseen
 from expanded_nn.common.rounding import are_equal, near
 from expanded_nn.common.steady import WithoutChance, without_traces
@@ -38,7 +38,6 @@ from expanded_nn.layers.general.mapped import (
     moved,
     of_sample,
     once_per_sample,
-    unfolded,
 )
 from expanded_nn.layers.general.plain import Plain, is_float
 from expanded_nn.layers.general.samples import Memo
