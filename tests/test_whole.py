@@ -841,7 +841,7 @@ def test_samples_that_meet_by_their_values_later(meet: Callable[[Tensor], Tensor
         assert runs_whole(model)
     large = 50 + values(B, D).abs()
     large[0] += 20  # another one is compared, which this one changes
-    for _ in range(cost.TURNS_WHERE_SAMPLES_MAY_MEET - 1):
+    for _ in range(cost.TURNS_OF_A_SAMPLE - 1):
         model(large)
     for _ in range(3):
         with pytest.raises(enn.PerSampleError, match="on the whole batch"):

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from expanded_nn.common.modes import saved_tensors_are_packed
 from expanded_nn.common.steady import Attributes
 from expanded_nn.common.traced import is_traced
-from expanded_nn.core import cost
 from expanded_nn.layers.general.batched import NotInTable
 from expanded_nn.layers.general.gradients import Verdict
 from expanded_nn.layers.general.rule import General
@@ -30,9 +29,9 @@ class FoldedBatch(WholeBatch):
         """Whether its graph may tell whose the rows of each layer are."""
         return not is_traced() and not saved_tensors_are_packed()
 
-    def compares_one_in(self) -> int:
+    def values_may_mix(self) -> bool:
         """Likewise; where `vmap` follows its forward, values do not lead it, and the graph tells where samples meet."""
-        return cost.TURNS_OF_A_SAMPLE if self.module.goes_in_a_loop() else 0
+        return bool(self.module.goes_in_a_loop())
 
     def by_known_way(self, ways: Ways) -> Any:
         """The result, if it went a known way; if not, what it has kept is taken back.

@@ -37,13 +37,13 @@ class WholeBatch:
         """What it gives, at some calls only if a sample gives the same alone; else `NotImplemented`."""
         if not self._may_run() or self.call.kind in self.told.failed:
             return NotImplemented
-        every = self.compares_one_in()
-        if not every or not self._is_known():
+        if not self.values_may_mix() or not self._is_known():
             return self._by_ways()
         self.told.turn += 1
-        if self.told.turn % every:
+        turns, is_not_due = divmod(self.told.turn, cost.TURNS_OF_A_SAMPLE)
+        if is_not_due:
             return self._by_ways()
-        before, number = Attributes([*modules_in(self.module)]), self.told.turn // every % self.call.batch
+        before, number = Attributes([*modules_in(self.module)]), turns % self.call.batch
         # first, as both begin with what the call before has left
         alone = self._hidden(_OneAlone, self.module, self.call, number)
         result = self._by_ways()
@@ -76,9 +76,9 @@ class WholeBatch:
             return False
         return bool(self.told.ways.get(self.call.kind_of_ways(), NO_WAYS).known)
 
-    def compares_one_in(self) -> int:
-        """Every how many calls one sample is compared alone; 0 for never."""
-        return cost.TURNS_WHERE_SAMPLES_MAY_MEET if self.told.may_meet else 0
+    def values_may_mix(self) -> bool:
+        """Whether values may lead it another way, on which samples meet."""
+        return self.told.may_meet
 
     def _hidden(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function; nobody takes notes of what the module's forward does in it."""
