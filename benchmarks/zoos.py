@@ -459,8 +459,7 @@ def _run(zoo: str, name: str, answer: Any) -> None:
             answer.send({"verdict": "refused", "why": f"at a larger size: {error}"})
         except Exception:  # the larger config does not fit itself
             answer.send(judgement | timed(ZOOS[zoo](name, SMALL)))
-            return
-        if has_sizes and judgement["ratio"] > SLOW:
+        if has_sizes and judgement.get("ratio", 0) > SLOW:
             with suppress(Exception):  # likewise
                 answer.send(judgement | {"wide": timed(ZOOS[zoo](name, WIDE))})
     except Exception as error:
