@@ -26,6 +26,7 @@ from expanded_nn.compiling.replay import ArgumentDim, Graph
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.compiling.tracing import Traced, trace
 from expanded_nn.modules.base import PerSampleModule
+from expanded_nn.recording.independence import compare_next
 from expanded_nn.recording.isolation import Grads, look_at_grads
 from expanded_nn.recording.recorder import Recorder
 
@@ -36,6 +37,7 @@ Key = tuple[Hashable, Hashable, Hashable]  # of the arguments, of what the step 
 MOST_GRAPHS = 16
 MOST_FAULTS = 4
 MOST_KINDS = 64
+FIRST_COMPARED = 8  # runs of graphs, before which the samples are compared again; then before twice as many, and so on
 NEW_KINDS = 16  # in a row, after which a warning says why nothing is compiled
 _ONE_AT_A_TIME = Lock()
 
@@ -57,7 +59,8 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
     Sizes that change from call to call, as that of the batch, become symbols of one graph where the step reads them by
     `x.shape[0]`; `len(x)` is a plain number, with a graph for each. New values of parameters, by an optimizer or
     `load_state_dict`, and of buffers are seen. Lists and dicts among the arguments that the step changes are changed by
-    the graph, too. What else Python does, such as printing, happens in the first two calls of a kind, and not again.
+    the graph, too. What else Python does, such as printing, happens in calls that run eagerly: the first two of a kind,
+    and those in place of a graph's runs number 8, 16, 32, …, in which the samples are compared again.
 
     At the call that makes a graph the step runs eagerly as well, and what both leave is compared. If more than rounding
     differs, as it does where the step counts its calls or does something else while it is traced, calls of this kind
@@ -142,7 +145,13 @@ class Family:
     grads: Grads | None = None  # what these gradients are, if it is such a family
     is_thorough: bool = False  # whether its graphs assume less, at a cost, as an assumption of a usual one has failed
     faults: int = 0  # how many calls in a row had no graph, or one whose assumptions failed
+    runs: int = 0  # of its graphs
     passed: set[Hashable] = field(default_factory=set)  # sorts of sizes without a graph, as they may not come again
+
+    def is_to_compare(self) -> bool:
+        """Counts a run of a graph; whether it is time to compare the samples again, for which a step runs eagerly."""
+        self.runs += 1
+        return self.runs >= FIRST_COMPARED and self.runs & (self.runs - 1) == 0
 
     def is_rare(self, shapes: Shapes) -> bool:
         """Whether sizes that no graph fits are the first of their sort (0, 1, 2 or more in each dimension).
@@ -292,7 +301,7 @@ class CompiledStep:
                 self._warn_of_kinds()
         if not family.by_shapes:  # the first of its kind
             family.by_shapes[call.shapes] = None
-            return self._run_eagerly(call)
+            return self._run_eagerly(call, compares=len(self.families) < NEW_KINDS)
         try:
             family, graph = self._graph(kind, family, call)
         except FirstEager as reason:
@@ -308,6 +317,8 @@ class CompiledStep:
         If a new graph and the step differ beyond rounding, such calls run eagerly from now on.
         """
         if graph.is_compared:
+            if family.is_to_compare() and any(recorder.settings.compare for recorder in self.met.recorders):
+                return self._run_eagerly(call, compares=True)
             otherwise, result = graph.run(call)
             if otherwise is None:
                 family.faults = 0
@@ -335,10 +346,10 @@ class CompiledStep:
             family.is_thorough = True
             family.drop_graphs()
 
-    def _run_eagerly(self, call: Call, key: Key | None = None) -> Any:
+    def _run_eagerly(self, call: Call, key: Key | None = None, *, compares: bool = False) -> Any:
         """Runs the step eagerly, and notes which models take part.
 
-        The key is that of a call before any was known.
+        The key is that of a call before any was known. With `compares` the samples are compared in all forwards.
         """
         self.last = None
         modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # not those that the step makes for itself
@@ -348,6 +359,8 @@ class CompiledStep:
             if get_ident() == thread:
                 modules.setdefault(module)
 
+        for module in self.met.modules if compares else ():
+            compare_next(module)
         noting, (args, kwargs) = register_module_forward_pre_hook(note), call.arguments
         with noting, recorders_met() as recorders, self.step_values.noting_changes(call.objects):
             result = self.step(*args, **kwargs)

@@ -63,6 +63,12 @@ def tries_of(module: Any) -> Tries:
     return tries[module.training]
 
 
+def compare_next(module: Any) -> None:
+    """Lets the samples be compared in the module's next forwards, as if none of such sizes had been before."""
+    for tries in vars(module).get("_tries", {}).values():
+        tries.sizes.clear()
+
+
 class Halves:
     """The halves of the samples of a forward that is about to run: each alone is to give what it gives in the batch.
 

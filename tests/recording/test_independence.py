@@ -217,3 +217,29 @@ def test_a_compiled_step_is_compared_before_its_graph() -> None:
     step = enn.compile(lambda x: model(x).sum().backward(), backend="eager")
     with pytest.raises(enn.PerSampleError, match=MEETS):
         step(torch.randn(6, 4))
+
+
+@pytest.mark.parametrize("mix", [lambda h: h / h.abs().max().clamp(min=100), lambda h: h * (1 + h.mean().abs().floor())])
+def test_a_compiled_step_is_compared_now_and_then(mix: Callable[[Tensor], Tensor]) -> None:
+    """By values, samples meet later, which the graph does as the eager step does."""
+    model = enn.convert(Between(mix)).per_sample()
+    step = enn.compile(lambda x: model(x).sum().backward(), backend="eager")
+    for _ in range(10):
+        step(1e-3 * torch.randn(6, 4))
+    with pytest.raises(enn.PerSampleError, match=MEETS):  # noqa: PT012
+        for _ in range(8):
+            step(1e6 * torch.randn(6, 4))
+
+
+def test_a_new_kind_of_a_compiled_step_is_compared() -> None:
+    model = enn.convert(Between(lambda h: h - h.mean(0) if model.mixes else h))
+    model.per_sample().mixes = False
+    step = enn.compile(lambda x: model(x).sum().backward(), backend="eager")
+    for _ in range(3):
+        step(torch.randn(6, 4))
+    model.mixes = True
+    with pytest.raises(enn.PerSampleError, match=MEETS):
+        step(torch.randn(6, 4))
+    model.per_sample(compare=False)
+    for _ in range(20):
+        step(torch.randn(6, 4))

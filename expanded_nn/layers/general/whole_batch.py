@@ -78,7 +78,7 @@ class WholeBatch:
 
     def values_may_mix(self) -> bool:
         """Whether values may lead it another way, on which samples meet."""
-        return self.told.may_meet
+        return bool(self.told.may_meet)
 
     def _hidden(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function; nobody takes notes of what the module's forward does in it."""
