@@ -344,21 +344,21 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
         `A` and `G` are here those of `factors` divided by their count. `queries.precondition(factors, d).gram(train)`
         are influences in the sense of Koh and Liang (2017), with K-FAC in place of the Hessian (Grosse et al., 2023,
-        "Studying large language model generalization with influence functions"). With factors of `ekfac()` each entry
-        in their eigenbasis is divided by `scale / count + d`.
+        "Studying large language model generalization with influence functions"). Their count is that of positions, so
+        a layer with T positions per sample comes out T times as large; the guide says what to do about it. With factors
+        of `ekfac()` each entry in their eigenbasis is divided by `scale / count + d`, with the count of samples.
 
         Args:
             factors: As `kronecker()` gives them, of this batch or, added up, of many; or as `ekfac()` does. Parameters
                 without stay as they are.
-            damping: The number d that is added to the diagonals, above 0.
+            damping: The number d that is added, above 0.
 
         Returns:
             The new rows, factored where these are, but dense with factors of `ekfac()`: `norms`, `gram`, `project` work
             as before.
 
         Raises:
-            PerSampleError: If `factors` has parameters that have no rows here, matrices of other sizes, none added up,
-                or numbers that are not finite.
+            PerSampleError: If `factors` has parameters that have no rows here, other sizes, none added up, inf or NaN.
             ValueError: If `damping` is not above 0.
         """
         refuse_no_positive_number("PerSampleGrads.precondition", "damping", damping)
