@@ -9,6 +9,7 @@ from expanded_nn._errors import (
 from expanded_nn._version import __version__ as __version__
 from expanded_nn.check import Report as Report, check as check
 from expanded_nn.clipping import clip_grad_sample_norms_ as clip_grad_sample_norms_
+from expanded_nn.common.batch import shared_by_all as shared_by_all
 from expanded_nn.compile import compile as compile
 from expanded_nn.convert import convert as convert, per_sample as per_sample, revert as revert
 from expanded_nn.core.kronecker import EigenFactors as EigenFactors, KroneckerFactors as KroneckerFactors
@@ -65,6 +66,7 @@ __all__ = [
     "revert",
     "per_sample",
     "one_pass",
+    "shared_by_all",
     "compile",
     # trust
     "check",

@@ -914,8 +914,14 @@ def a_batch_size_of_another_batch() -> None:
     model([torch.zeros(1), torch.randn(1, 3)])
 
 
+@refused(r"^shared_by_all: x is 3; wanted a tensor, one that a model is called with", TypeError)
+def no_tensor_that_all_samples_share() -> None:
+    enn.shared_by_all(3)  # type: ignore[arg-type]
+
+
 @refused(
-    r"Feed: in a batch of 6 half of the samples give other results without the others; .*outside of the model; give"
+    r"Feed: in a batch of 6 half of the samples give other results without the others; .*outside of the model\. "
+    r"Call it with shared_by_all"
 )
 def a_model_that_mixes_samples() -> None:
     model = enn.convert(Feed(nn.Linear(4, 3), lambda layer, x: layer(x - x.mean(0)))).per_sample(escalate=False)

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence, unpack_sequence
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.batch import batch_dim, batch_of, has_derivatives, in_order, own_batch_first, tensors
+from expanded_nn.common.batch import (
+    batch_dim,
+    batch_of,
+    has_derivatives,
+    in_order,
+    is_shared_by_all,
+    marked_like,
+    own_batch_first,
+    tensors,
+)
 from expanded_nn.recording.recorder import Settings
 
 
@@ -113,12 +122,12 @@ class Call:
         def with_other_bits(value: Any) -> Any:
             if isinstance(value, PackedSequence):
                 return PackedSequence(with_other_bits(value.data), *value[1:])
-            return nudged(value, generator).requires_grad_(value.requires_grad and value.is_leaf)
+            return _as_argument(value, nudged(value, generator))
 
         return Call(_mapped(self.arguments, with_other_bits), self.batch, self.batch_first)
 
     def _dim(self, tensor: Tensor) -> int | None:
-        if tensor.dim() == 0:
+        if tensor.dim() == 0 or is_shared_by_all(tensor):
             return None
         dim = batch_dim(tensor.dim(), batch_first=self.batch_first)
         if tensor.shape[dim] == self.batch:
@@ -168,7 +177,12 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 def _fresh(tensor: Any) -> Any:
     if isinstance(tensor, PackedSequence):
         return PackedSequence(_fresh(tensor.data), *tensor[1:])
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
+    return _as_argument(tensor, tensor.detach().clone())
+
+
+def _as_argument(tensor: Tensor, copy: Tensor) -> Tensor:
+    """The copy with the flags of a tensor that a model is called with."""
+    return marked_like(tensor, copy.requires_grad_(tensor.requires_grad and tensor.is_leaf))
 
 
 def _floats(output: Any) -> list[Tensor]:

@@ -10,11 +10,62 @@ from torch import Tensor, device, dtype, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
+from expanded_nn._errors import shown
 from expanded_nn.common.traced import refuse_values
 
 Dims = tuple[int | None, ...]  # of several arguments, or several of one
 FOLDED = -1  # in place of the samples' dimension: all rows of one sample, then all of the next
+_MARK = "_shared_by_all_samples"  # an attribute of tensors
 NUMBERS = {int, float, bool, str, type(None), slice, dtype, device}
+
+
+def shared_by_all(x: Tensor) -> Tensor:
+    """Says that all samples share an argument of the model: none of its rows is a sample's, whatever its size is.
+
+    As `in_dims=None` of `torch.func.vmap` does. Without it the rows of an argument are the samples where there are B of
+    them: the class texts of a classifier without training, the points at which an operator network is asked.
+
+    Args:
+        x: The argument, of any shape.
+
+    Returns:
+        The same tensor, without a copy, with a note for converted models. What is computed from it has none.
+
+    Raises:
+        TypeError: If it is no tensor.
+
+    Example:
+        >>> import torch, expanded_nn as enn
+        >>> class Classifier(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.image, self.text = torch.nn.Linear(6, 4), torch.nn.Linear(5, 4)
+        ...         self.scale = torch.nn.Parameter(torch.ones(()))
+        ...     def forward(self, images, texts):  # (B, 6), (classes, 5)
+        ...         return self.scale * self.image(images) @ self.text(texts).T
+        >>> model, images, texts = enn.convert(Classifier()).per_sample(), torch.randn(3, 6), torch.randn(3, 5)
+        >>> logits = model(images, enn.shared_by_all(texts))
+        >>> torch.nn.functional.cross_entropy(logits, torch.tensor([0, 2, 1])).backward()
+        >>> model.text.weight.grad_sample.shape
+        torch.Size([3, 4, 5])
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"shared_by_all: x is {shown(x)}; wanted a tensor, one that a model is called with.")
+    same = x.view_as(x)
+    vars(same)[_MARK] = True
+    return same
+
+
+def is_shared_by_all(x: Any) -> bool:
+    """Whether an argument was said to be shared by all samples."""
+    return isinstance(x, Tensor) and _MARK in vars(x)
+
+
+def marked_like(original: Any, copy: Tensor) -> Tensor:
+    """A copy of an argument, shared by all samples if that is."""
+    if is_shared_by_all(original):
+        vars(copy)[_MARK] = True
+    return copy
 
 
 def tensors(value: Any) -> Iterator[Tensor | PackedSequence]:
@@ -67,7 +118,7 @@ def batch_of(value: Any, *, batch_first: bool = True) -> int | None:
         if isinstance(tensor, PackedSequence):
             refuse_values("sequences have different lengths")
             return int(tensor.batch_sizes[0]) if len(tensor.batch_sizes) else 0
-        if tensor.dim() > 0:
+        if tensor.dim() > 0 and not is_shared_by_all(tensor):
             return tensor.size(batch_dim(tensor.dim(), batch_first=batch_first))  # a nested tensor has no shape
     return None
 

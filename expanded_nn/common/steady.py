@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from expanded_nn.common.batch import contents
+from expanded_nn.common.batch import contents, marked_like
 
 # The attributes that the library sets on modules: by `per_sample`, by the general rule, by what layers have seen of
 # inputs. All others are the user's, and what a forward that starts over has changed in them is put back; so is an
@@ -248,7 +248,7 @@ def copies(arguments: Any) -> Any:
 
 def _copied_argument(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return leaf.detach().clone()
+        return marked_like(leaf, leaf.detach().clone())
     if not hasattr(leaf, "__dict__") or isinstance(leaf, nn.Module | type | FunctionType | MutableMapping):
         return _copied(leaf)
     try:  # an object of the user's, such as a cache; its tensors may be computed, which torch does not copy

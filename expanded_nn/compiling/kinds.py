@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._device import DeviceContext
 
-from expanded_nn._errors import shown
-from expanded_nn.common.batch import contents
+from expanded_nn.common.batch import contents, is_shared_by_all
 from expanded_nn.common.modes import function_modes, is_autocast, saved_tensors_are_packed
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.looks import (
@@ -104,8 +103,10 @@ def _of_argument(tensor: Tensor, tensors: dict[int, Tensor]) -> Hashable:
             "per-sample gradients are among its arguments (let it refer to them by a name, or give them dense, as "
             "per_sample_grads(model).flatten() does)"
         )
+    if is_shared_by_all(tensor):
+        raise OnlyEager("an argument is shared_by_all (say so in the step: model(x, shared_by_all(texts)))")
     if tensor.__dict__ and own_attributes(tensor):
-        names = shown(sorted(own_attributes(tensor)))
+        names = ", ".join(sorted(own_attributes(tensor)))
         raise OnlyEager(f"an argument is a tensor with attributes of its own, {names} (give these as arguments, too)")
     if tensor.requires_grad and not tensor.is_leaf:
         raise OnlyEager(

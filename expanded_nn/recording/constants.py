@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import LIBRARIES
-from expanded_nn.common.batch import contents, data_in
+from expanded_nn.common.batch import contents, data_in, is_shared_by_all
 from expanded_nn.common.bytecode import global_names
 from expanded_nn.common.functions import functions, is_in_place
 from expanded_nn.common.steady import attributes_of
@@ -63,8 +63,11 @@ class Constants:
         self.reads = self.reads_numbers = False
 
     def leave_out(self, arguments: Any) -> None:
-        """Forgets what the model is called with, which is of the samples."""
+        """Forgets what the model is called with, which is of the samples, but for what was said to be shared by all."""
         for argument in data_in(arguments):
+            if is_shared_by_all(argument):
+                self.known[id(argument)] = argument
+                continue
             self.known.pop(id(argument), None)
             self.arguments.add(id(argument))
 

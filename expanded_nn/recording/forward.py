@@ -15,6 +15,7 @@ from expanded_nn.common.batch import (
     contents,
     data_in,
     has_derivatives,
+    is_shared_by_all,
     own_batch_first,
     rows_are_nodes,
     tensors,
@@ -109,7 +110,8 @@ class Forward:
     def samples(self) -> list[Tensor]:
         """The tensors among the arguments whose first or second dimension has size B."""
         batch = self.own_pass.batch
-        return [x for x in tensors(self.inputs) if isinstance(x, Tensor) and batch in x.shape[:2]]
+        inputs = (x for x in tensors(self.inputs) if isinstance(x, Tensor) and not is_shared_by_all(x))
+        return [x for x in inputs if batch in x.shape[:2]]
 
     def is_argument(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of this forward, or shows the memory of one."""
@@ -171,7 +173,7 @@ class Forward:
         counts = set(map(self._rows_in, results))
         if not counts or batch in counts:
             return
-        inputs = [x for x in tensors(self.inputs) if isinstance(x, Tensor) and x.dim()]
+        inputs = [x for x in tensors(self.inputs) if isinstance(x, Tensor) and x.dim() and not is_shared_by_all(x)]
         if batch == 1:
             rows = {self._rows_in(x) for x in inputs if not _may_be_features(x)} - {1}
             if len(rows) == 1 and counts == rows:

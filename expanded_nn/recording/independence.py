@@ -19,7 +19,16 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.batch import FOLDED, NUMBERS, Dims, has_derivatives, readings, unfolded
+from expanded_nn.common.batch import (
+    FOLDED,
+    NUMBERS,
+    Dims,
+    has_derivatives,
+    is_shared_by_all,
+    marked_like,
+    readings,
+    unfolded,
+)
 from expanded_nn.common.modes import uncounted, unseen
 from expanded_nn.common.rounding import near
 from expanded_nn.common.steady import RandomStates, WithoutChance, without_traces
@@ -93,7 +102,7 @@ class Halves:
 
     def _samples_dim(self, leaf: Any) -> int | None:
         """Where the samples stand in an argument; `None` where they do not."""
-        if not isinstance(leaf, Tensor) or leaf.is_nested or not leaf.dim():
+        if not isinstance(leaf, Tensor) or leaf.is_nested or not leaf.dim() or is_shared_by_all(leaf):
             return None
         dim: int = self.recorder.settings.samples_dim(leaf.dim())
         return dim if leaf.shape[dim] == self.batch else None
@@ -131,9 +140,10 @@ class Halves:
             self.recorder.name_of(self.module),
             f"in a batch of {self.batch} {what}",
             "samples that do not depend on each other, and arguments whose rows are the samples",
-            "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the model; give a "
-            "tensor that all samples share to the model as a buffer. Random numbers have to be drawn by torch, by a "
-            "generator that was there before the forward. per_sample(compare=False) leaves this comparison out.",
+            "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the model. Call it "
+            "with shared_by_all(x) for an argument that all samples share, and make a table a buffer. Draw random "
+            "numbers by torch, not by a generator that the forward makes. per_sample(compare=False) leaves this "
+            "comparison out.",
             refused_by=by,
         )
 
@@ -146,7 +156,7 @@ class Halves:
     def _elsewhere(self, place: int) -> Dims:
         """Where else they may stand in an argument, if anywhere."""
         leaf = self.leaves[place]
-        if not isinstance(leaf, Tensor) or not leaf.dim():
+        if not isinstance(leaf, Tensor) or not leaf.dim() or is_shared_by_all(leaf):
             return ()
         dims = [dim for dim in range(min(leaf.dim(), 2)) if leaf.shape[dim] == self.batch]
         is_folded = len(leaf) > self.batch and len(leaf) % self.batch == 0
@@ -268,7 +278,9 @@ def _copied(leaf: Any) -> Any:
     """A copy of an argument, which the forward may change; it has the same history, which may tell the pass."""
     if not isinstance(leaf, Tensor):
         return leaf
-    return leaf.clone() if leaf.grad_fn is not None else leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    has_history = leaf.grad_fn is not None
+    copy = leaf.clone() if has_history else leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return marked_like(leaf, copy)
 
 
 def _numbers_for(some: Tensor, x: Tensor, dim: int, generator: torch.Generator) -> Tensor:

@@ -254,8 +254,8 @@ class Order(TorchFunctionMode):
             if (not is_traced() and bool(source.stays)) or source.may_be_assumed_away("its layers"):
                 return
             found, remedy = (
-                f"comes from buffers, attributes or numbers of the model, so that its {batch} rows may be positions or "
-                "classes that all samples share, or one for each sample",
+                "comes from buffers, attributes or numbers of the model, or from a shared_by_all argument, so that its "
+                f"{batch} rows may be positions or classes that all samples share, or one for each sample",
                 "Call it with input.unsqueeze(0) for what all samples share; give the model what each sample has as an "
                 "argument.",
             )

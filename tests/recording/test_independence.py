@@ -219,7 +219,9 @@ def test_a_compiled_step_is_compared_before_its_graph() -> None:
         step(torch.randn(6, 4))
 
 
-@pytest.mark.parametrize("mix", [lambda h: h / h.abs().max().clamp(min=100), lambda h: h * (1 + h.mean().abs().floor())])
+@pytest.mark.parametrize(
+    "mix", [lambda h: h / h.abs().max().clamp(min=100), lambda h: h * (1 + h.mean().abs().floor())]
+)
 def test_a_compiled_step_is_compared_now_and_then(mix: Callable[[Tensor], Tensor]) -> None:
     """By values, samples meet later, which the graph does as the eager step does."""
     model = enn.convert(Between(mix)).per_sample()

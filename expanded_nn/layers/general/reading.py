@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from expanded_nn._errors import PerSampleError
-from expanded_nn.common.batch import FOLDED, Dims, has_derivatives, is_like_a_state, readings
+from expanded_nn.common.batch import FOLDED, Dims, has_derivatives, is_like_a_state, is_shared_by_all, readings
 from expanded_nn.common.modes import unseen
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.core import cost
@@ -60,7 +60,7 @@ def _as_usual(module: Any, args: Any, kwargs: Any) -> Called:
 
 
 def _usual_dim(module: Any, leaf: Any, batch: int) -> int | None:
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0 or is_shared_by_all(leaf):
         return None
     dim: int = module._dim_of(leaf)
     # not for an index that is an argument of the model: a comparison tells where its samples stand
@@ -109,7 +109,8 @@ def _may_be_otherwise(module: Any, call: Called) -> list[Dims]:
 
 def _may_be_folded(module: Any, leaf: Any, batch: int) -> bool:
     """Whether it is an argument of the model that may have several rows per sample, sample after sample."""
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0 or batch < 2 or not module.model_batch_first:
+    is_sized = isinstance(leaf, Tensor) and leaf.dim() > 0 and not is_shared_by_all(leaf)
+    if not is_sized or batch < 2 or not module.model_batch_first:
         return False
     if cost.is_symbol(batch) and not cost.is_symbol(leaf.shape[0]):  # it stays as it is in batches of other sizes
         return False
@@ -120,7 +121,7 @@ def _may_be_folded(module: Any, leaf: Any, batch: int) -> bool:
 
 def _is_matrix(module: Any, leaf: Any) -> bool:
     """Whether it is a matrix in which the samples usually stand second."""
-    return isinstance(leaf, Tensor) and leaf.dim() == 2 and module._dim_of(leaf) == 1
+    return isinstance(leaf, Tensor) and leaf.dim() == 2 and module._dim_of(leaf) == 1 and not is_shared_by_all(leaf)
 
 
 def _is_of_samples(module: Any, leaf: Tensor) -> bool:
@@ -171,8 +172,8 @@ def _refuse_no_samples(module: Any, call: Called) -> None:
         folded = next((x for x in call.inputs if holds_all_samples(module, x)), None)
         if folded is not None:
             raise all_in_one_row(module, folded, "an argument")
-    if call.inputs and has_derivatives(call.inputs[0]):
-        first = call.inputs[0]
+    first = next((x for x in call.inputs if not is_shared_by_all(x)), None)
+    if first is not None and has_derivatives(first):
         dim = next(dim for leaf, dim in zip(call.leaves, call.dims, strict=True) if leaf is first)
         if dim != FOLDED:
             module.checked(first, 0, dim=module._dim_of(first) if dim is None else dim, argument="the first tensor")

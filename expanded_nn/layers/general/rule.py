@@ -203,7 +203,7 @@ class General(Expanded):
                 raise self._refusal(
                     f"an argument has shape {tuple(tensor.shape)}, one row per sample or a matrix that all share",
                     "an argument that can be read in one way only",
-                    "Give the matrix to the module as a buffer, or the batch another size.",
+                    "Say that all share it: model(x, shared_by_all(matrix)); or make it a buffer.",
                 )
 
     def _plainly(self, args: Any, kwargs: Any, lent: Mapping[Slot, Lent] = _NOTHING_LENT) -> Any:

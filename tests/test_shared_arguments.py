@@ -1,0 +1,192 @@
+"""Arguments that all samples share, as `shared_by_all` says: class texts, the points of an operator network."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import expanded_nn as enn
+from oracle import Call, assert_close_rows, loop, rows_of, total_loss
+
+D = 4
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", enn.PerSampleWarning)
+        yield
+
+
+class Scores(nn.Module):
+    """A classifier without training: images, and the texts of all classes."""
+
+    def __init__(self, text: nn.Module) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(6, D), text
+
+    def forward(self, images: Tensor, texts: Tensor) -> Tensor:  # (B, 6), (classes, ...)
+        return self.image(images) @ self.text(texts).flatten(1).T
+
+
+class Scaled(Scores):
+    """With a parameter of its own, so that it goes through the general rule."""
+
+    def __init__(self, text: nn.Module) -> None:
+        super().__init__(text)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, images: Tensor, texts: Tensor) -> Tensor:
+        return self.scale * super().forward(images, texts)
+
+
+class Reads(Scores):
+    """So that `vmap` cannot follow it."""
+
+    def forward(self, images: Tensor, texts: Tensor) -> Tensor:
+        return super().forward(images, texts) * (1 + int(texts.sum() > 1e9))
+
+
+@dataclass
+class Batch:
+    points: Tensor  # (N, 2), which all functions share
+    values: Tensor  # (B, 6)
+
+
+class Operator(nn.Module):
+    """A DeepONet: functions by their values, and the points at which all of them are asked, which come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch, self.trunk = nn.Linear(6, D), nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, D))
+
+    def forward(self, batch: Any) -> Tensor:
+        points, values = (batch["points"], batch["values"]) if isinstance(batch, dict) else vars(batch).values()
+        return torch.einsum("bk,nk->bn", self.branch(values), self.trunk(points))
+
+
+TEXTS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "numbers": (lambda: nn.Sequential(nn.Linear(5, D), nn.Tanh()), lambda count: torch.randn(count, 5)),
+    "words": (lambda: nn.Embedding(9, 2), lambda count: torch.randint(9, (count, 2))),
+    "a class each": (lambda: nn.Embedding(9, D), torch.arange),
+}
+SIZES = [(3, 3), (3, 5), (4, 3), (1, 3), (3, 1), (2, 4), (4, 2), (3, 3)]  # samples, and rows of what they share
+
+
+def assert_right(model: nn.Module, call: Call, batch: int, take: Callable[[Call, int], Call]) -> None:
+    model.zero_grad()
+    total_loss(model, call).backward()
+    assert_close_rows(rows_of(model), loop(enn.revert(model), call, batch, take=take))
+
+
+def take_image(call: Call, i: int) -> Call:
+    return Call((call.args[0][i : i + 1], call.args[1]))
+
+
+@pytest.mark.parametrize("sizes", [SIZES, SIZES[1:], SIZES[3:]])
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("scores", [Scores, Scaled, Reads])
+def test_class_texts(scores: Callable[[nn.Module], nn.Module], text: str, sizes: list[tuple[int, int]]) -> None:
+    build, texts = TEXTS[text]
+    model = enn.convert(scores(build())).per_sample(loss_reduction="sum")
+    for batch, classes in sizes:
+        call = Call((torch.randn(batch, 6), enn.shared_by_all(texts(classes))))
+        assert_right(model, call, batch, take_image)
+
+
+@pytest.mark.parametrize("kind", [dict, Batch])
+@pytest.mark.parametrize("sizes", [SIZES, SIZES[1:]])
+def test_points_that_come_first_and_in_a_container(sizes: list[tuple[int, int]], kind: Any) -> None:
+    model = enn.convert(Operator()).per_sample(loss_reduction="sum")
+    for batch, count in sizes:
+        points, values = enn.shared_by_all(torch.randn(count, 2)), torch.randn(batch, 6)
+
+        def take(call: Call, i: int, points: Tensor = points, values: Tensor = values) -> Call:
+            return Call((kind(points=points, values=values[i : i + 1]),))
+
+        assert_right(model, Call((kind(points=points, values=values),)), batch, take)
+
+
+def test_samples_second() -> None:
+    class Second(Scores):
+        def forward(self, images: Tensor, texts: Tensor) -> Tensor:  # (T, B, 6), (classes, 5)
+            return self.image(images) @ self.text(texts).T
+
+    model = enn.convert(Second(nn.Linear(5, D))).per_sample(batch_first=False)
+    for batch, classes in SIZES:
+        call = Call((torch.randn(2, batch, 6), enn.shared_by_all(torch.randn(classes, 5))))
+        model.zero_grad()
+        model(*call.args).sin().sum((0, 2)).mean().backward()
+        for name, parameter in enn.revert(model).named_parameters():
+            rows = model.get_parameter(name).grad_sample
+            assert rows is not None
+            assert rows.shape[0] == batch
+            for i in range(batch):
+                plain = enn.revert(model)
+                plain.zero_grad()
+                plain(call.args[0][:, i : i + 1], call.args[1]).sin().sum().backward()
+                torch.testing.assert_close(rows[i], plain.get_parameter(name).grad)
+            assert parameter.shape == rows.shape[1:]
+
+
+def test_gradients_of_what_is_shared() -> None:
+    model = enn.convert(Scaled(nn.Linear(5, D))).per_sample()
+    images, texts = torch.randn(3, 6), torch.randn(3, 5, requires_grad=True)
+    model(images, enn.shared_by_all(texts)).sin().sum().backward()
+    found, texts.grad = texts.grad, None
+    enn.revert(model)(images, texts).sin().sum().backward()
+    torch.testing.assert_close(found, texts.grad)
+
+
+def test_a_compiled_step_says_it_itself() -> None:
+    model = enn.convert(Scaled(nn.Linear(5, D))).per_sample()
+
+    @enn.compile(backend="eager")
+    def step(images: Tensor, texts: Tensor) -> None:
+        model(images, enn.shared_by_all(texts)).sin().sum(1).mean().backward()
+
+    for batch in (3, 3, 4, 3, 5):
+        model.zero_grad()
+        images, texts = torch.randn(batch, 6), torch.randn(3, 5)
+        step(images, texts)
+        assert_close_rows(rows_of(model), rows_of(_after(model, images, texts)))
+
+
+def _after(model: nn.Module, images: Tensor, texts: Tensor) -> nn.Module:
+    """A copy of the model after an eager step."""
+    eager = enn.convert(enn.revert(model)).per_sample()
+    eager(images, enn.shared_by_all(texts)).sin().sum(1).mean().backward()
+    return eager
+
+
+def test_a_compiled_step_that_is_given_it_runs_eagerly() -> None:
+    model = enn.convert(Scaled(nn.Linear(5, D))).per_sample()
+    step = enn.compile(lambda x, texts: model(x, texts).sin().sum(1).mean().backward(), backend="eager")
+    with pytest.warns(enn.PerSampleWarning, match=r"runs eagerly, as an argument is shared_by_all.*in the step"):
+        step(torch.randn(3, 6), enn.shared_by_all(torch.randn(3, 5)))
+    assert model.scale.grad_sample is not None
+
+
+@pytest.mark.parametrize("scores", [Scores, Scaled])
+def test_check_knows_it(scores: Callable[[nn.Module], nn.Module]) -> None:
+    model = scores(nn.Linear(5, D))
+    arguments = torch.randn(3, 6), torch.randn(3, 5)
+    assert not enn.check(model, *arguments).ok
+    assert enn.check(model, arguments[0], enn.shared_by_all(arguments[1])).ok
+
+
+def test_plain_models_take_it() -> None:
+    plain, images, texts = Scores(nn.Linear(5, D)), torch.randn(3, 6), torch.randn(3, 5)
+    assert torch.equal(plain(images, enn.shared_by_all(texts)), plain(images, texts))
+    model = enn.convert(plain).per_sample(False)
+    assert torch.equal(model(images, enn.shared_by_all(texts)), plain(images, texts))
+    assert not vars(texts)  # the note is on another tensor
+
+
+def test_all_arguments_are_shared() -> None:
+    with pytest.raises(enn.PerSampleError, match="no argument is a tensor with a dimension"):
+        enn.convert(nn.Linear(5, D)).per_sample()(enn.shared_by_all(torch.randn(3, 5)))
