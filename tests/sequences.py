@@ -138,7 +138,9 @@ class Run:
         keys = {place: self.keys[id(parameter)] for place, parameter in places(self.model).items()}
         values = {key: parameter.detach().clone() for key, parameter in self.parameters.items()}
         trainable = self.trainable
-        output = USES[name](self.model, x, words)
+        with warnings.catch_warnings():  # of forwards of one sample and of more: right, if it is used at once
+            warnings.filterwarnings("ignore", r"expanded\(weight\): it has \d+ row", enn.PerSampleWarning)
+            output = USES[name](self.model, x, words)
         return Sent(name, x, words, output, now, values, keys, trainable, self.plain)
 
     def trains(self, part: str) -> bool:

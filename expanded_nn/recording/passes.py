@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Any
 
+from expanded_nn._errors import complaint, warn
+
 
 class PassStage(Enum):
     """How far a pass has come: no backward has reached it, one delivers its rows, or one has ended."""
@@ -98,6 +100,27 @@ class Passes:
         """Notes a forward that has chosen no pass; weights that are used after it may begin one, of its samples."""
         would_join = self.last is not None and self.last.stage is PassStage.OPEN and self.last.batch == batch
         self.without_rows = None if would_join else batch
+
+    def look_for_broadcast(self, last: Pass) -> None:
+        """Warns that a weight, expanded after the forwards of a pass, would broadcast with what others have returned.
+
+        Raises:
+            PerSampleError: If the last forward has chosen no pass, and had more samples.
+        """
+        others = {pass_.batch for pass_ in self.alive if pass_.stage is PassStage.OPEN} | {self.without_rows}
+        sizes = sorted(size for size in others - {last.batch} if size is not None)
+        if not sizes or (last.batch > 1 and 1 not in sizes):
+            return
+        error = complaint(
+            "expanded(weight)",
+            f"it has {last.batch} row(s), and forwards of {', '.join(map(str, sizes))} sample(s) have had no backward: "
+            "with what these return it would broadcast, and be wrong",
+            "one number of samples",
+            "Use it within one_pass(model, batch_size), together with the forward that it belongs to.",
+        )
+        if last.batch == 1 and self.without_rows in sizes:
+            raise error
+        warn(str(error))
 
     def recomputed(self, batch: int | None, behind: Iterable[Pass]) -> list[Pass]:
         """The passes that a forward inside a backward, as a checkpoint makes it, may belong to: one, if all is well.

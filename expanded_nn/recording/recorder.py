@@ -302,14 +302,7 @@ class Recorder:
                 "a forward of the model, which says how many samples there are",
                 "Call the model first, or use it within one_pass(model, batch_size).",
             )
-        if pass_.batch == 1 and frozen_batch not in (None, 1):
-            raise complaint(
-                "expanded(weight)",
-                f"the last forward, of frozen layers, had {frozen_batch} samples, and the one before it, which no "
-                "backward has reached, had 1",
-                "one number of samples",
-                "Use the weight within one_pass(model, batch_size).",
-            )
+        self.passes.look_for_broadcast(pass_)
         return self.expand(weight)
 
     def note_plain_forward(self) -> None:

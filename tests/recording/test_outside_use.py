@@ -337,3 +337,17 @@ def test_a_function_that_gives_the_weight_no_gradient() -> None:
     assert model.other.weight.grad is None
     assert model.other.weight.grad_sample is None
     assert_close(model.head.weight.grad_sample, x[:, None].expand(3, 2, 4))
+
+
+@pytest.mark.parametrize("sizes", [(4, 1), (1, 4)])
+def test_a_weight_that_would_broadcast_with_another_forward(sizes: tuple[int, int]) -> None:
+    """Used after both forwards it belongs to the last one."""
+    model = enn.convert(nn.ModuleList([nn.Linear(2, 1)])).per_sample()
+    outputs = [model[0](torch.randn(size, 2)) for size in sizes]
+    with pytest.warns(enn.PerSampleWarning, match=r"it has \d row.* forwards of \d sample.*no backward.*one_pass"):
+        weight = enn.expanded(model[0].bias)
+    (outputs[0] * weight).sum().backward()
+    with enn.one_pass(model, 1):  # says what it belongs to
+        (model[0](torch.randn(1, 2)) * enn.expanded(model[0].bias)).sum().backward()
+    outputs = [model[0](torch.randn(size, 2)) for size in (4, 2)]  # torch's own error says that sizes do not fit
+    enn.expanded(model[0].bias)
