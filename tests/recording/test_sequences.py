@@ -339,6 +339,13 @@ FOUND: dict[str, Story] = {
             *(Clip(), PerSample(), Forward(), Backward(), Clip()),
         ]
     ),
+    # the model of the contract asked for rows of the rounding noise of a clipped sum that cancels
+    "rows_taken_away_of_a_clipped_sum_that_cancels": Story(
+        [
+            *(Forward(samples=3), Backward(), Forward(samples=3), Backward(factor=-1.0)),
+            *(Clip(), Clear(how="rows"), Grads()),
+        ]
+    ),
     # the model of the contract took all parameters for clipped where only one had rows
     "clipped_sums_of_an_earlier_step_beside_a_parameter_that_was_clipped_since": Story(
         [
