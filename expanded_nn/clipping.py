@@ -61,9 +61,9 @@ def clip_grad_sample_norms_(
         The norms from before the clipping, `(B,)`, or name -> `(B,)` where `max_norm` is a mapping.
 
     Raises:
-        PerSampleError: If no parameter has rows, a row holds inf or NaN, a parameter belongs to no module in per-sample
-            mode, or has a gradient in `.grad` that no row is a part of, so that it would stay unclipped; or if
-            `max_norm` lacks a name or has one too many, or a function gives another shape than `(B,)`, inf or NaN.
+        PerSampleError: If no trainable parameter has rows, a row holds inf or NaN, a parameter belongs to no module in
+            per-sample mode, or has a gradient in `.grad` that no row is a part of, so that it would stay unclipped; or
+            if `max_norm` lacks a name or has one too many, or a function gives another shape than `(B,)`, inf or NaN.
         ValueError: If `reduction` or `max_norm` has no meaning.
         TypeError: If `model` is no model.
 
@@ -135,10 +135,11 @@ def _rows_to_clip(
         if not parameter.requires_grad and name not in held and getattr(parameter, "grad_sample", None) is not None:
             for recorder in recorders:  # it is not clipped with the others, and must not come back when it is thawed
                 recorder.drop([parameter])
-    if not held and any(parameter.requires_grad for parameter in parameters.values()):
+    trainable = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    if trainable and trainable.isdisjoint(held):
         raise complaint(
             "clip_grad_sample_norms_",
-            "no parameter has per-sample gradients",
+            "no trainable parameter has per-sample gradients",
             "those of a backward in per-sample mode; an empty batch has them as well, of shape (0, *shape)",
             "Clip after backward and before zero_grad. With accumulate_grad=False clip once after each backward: "
             "clipping drops the rows there, and they may have been clipped already.",

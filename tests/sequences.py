@@ -349,7 +349,7 @@ class Run:
             return "per-sample mode is off"
         if self.uncertain() or not self.contract.accumulates:
             return ""
-        lacking = [self.name_of(key) for key in self.lacking() if self.contract.grads[key].any()]
+        lacking = [self.name_of(key) for key in self.lacking() if not vanishes(self.contract.grads[key])]
         return f"{lacking} have a gradient and no rows" if lacking else ""
 
 

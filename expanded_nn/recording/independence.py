@@ -30,7 +30,7 @@ from expanded_nn.common.batch import (
     unfolded,
 )
 from expanded_nn.common.modes import uncounted, unseen
-from expanded_nn.common.rounding import near
+from expanded_nn.common.rounding import are_equal, near
 from expanded_nn.common.steady import RandomStates, WithoutChance, without_traces
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
@@ -201,7 +201,7 @@ class Halves:
             self._result(self._plain, self.leaves)  # it draws, so that the next one draws other numbers
             again = self._result(self._plain, self.leaves)
         pairs = zip(whole, again, strict=True)
-        return not all(near(x, y) for x, y in pairs if _has_numbers(x) and _has_numbers(y) and x.shape == y.shape)
+        return not all(are_equal(x, y) for x, y in pairs if _has_numbers(x) and _has_numbers(y))
 
     def _run(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> tuple[list[Any], bool]:
         """What is in the result of a forward, and whether it has drawn random numbers, which are put back."""

@@ -192,6 +192,13 @@ def test_no_false_alarm_and_the_same_random_numbers(between: Callable[[Tensor], 
             assert torch.equal(state, torch.get_rng_state())
 
 
+def test_random_numbers_that_differ_little_are_no_mixing() -> None:
+    """No fixed numbers take their place: two forwards of one batch may be nearer than those of two halves."""
+    model = enn.convert(Between(lambda h: F.rrelu(h, 0.1, 0.1 + 2e-6, training=True))).per_sample(escalate=False)
+    for size in range(2, 30):
+        model(torch.randn(size, 4))
+
+
 def test_a_forward_is_compared_at_few_calls() -> None:
     calls = []
 

@@ -197,6 +197,10 @@ FOUND: dict[str, Story] = {
     "clipping_where_only_a_frozen_part_was_not_cleared": Story(
         [Forward(), Backward(), Freeze(), Clear(trainable=True), Clip()]
     ),
+    # the same, as what was asked between the two freezes had let go of the other rows already
+    "clipping_where_only_a_part_that_was_thawed_meanwhile_was_not_cleared": Story(
+        [*(Forward(), Backward(), Freeze(), Clear(trainable=True), Freeze(on=False), Freeze(), Clip())]
+    ),
     # of frozen parameters only those counted whose clipped sum was rounding noise, and not those where it was zero
     "frozen_parameters_whose_clipped_sum_cancels_all_count": Story(
         [
@@ -333,6 +337,13 @@ FOUND: dict[str, Story] = {
         [
             *(Forward(samples=3), Backward(), Forward(samples=3), Backward(factor=-1.0)),
             *(Clip(), PerSample(), Forward(), Backward(), Clip()),
+        ]
+    ),
+    # the model of the contract asked for rows of the rounding noise of a clipped sum that cancels
+    "rows_taken_away_of_a_clipped_sum_that_cancels": Story(
+        [
+            *(Forward(samples=3), Backward(), Forward(samples=3), Backward(factor=-1.0)),
+            *(Clip(), Clear(how="rows"), Grads()),
         ]
     ),
     # the model of the contract took all parameters for clipped where only one had rows

@@ -296,7 +296,7 @@ def test_clipping_without_a_backward_since_the_gradients_were_cleared(clear: Cal
     model(values()).sum().backward()
     clear(torch.optim.SGD(model.parameters()))
     assert not enn.per_sample_grads(model)
-    with pytest.raises(enn.PerSampleError, match=r"no parameter has per-sample gradients.*before zero_grad"):
+    with pytest.raises(enn.PerSampleError, match=r"no trainable parameter has per-sample gradients.*before zero_grad"):
         enn.clip_grad_sample_norms_(model, 1.0)
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
