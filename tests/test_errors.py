@@ -903,7 +903,7 @@ def a_forward_that_fails_sample_by_sample() -> None:
     own(lambda self, x: x.reshape(SAMPLES, 4) * self.scale)
 
 
-@refused(r"0\.layer \(Own\): on the whole batch its forward gives another result than sample by sample.*as a buffer")
+@refused(r"0\.layer \(Own\): on the whole batch its forward gives another result than sample by sample.*shared_by_all")
 def a_forward_that_mixes_samples() -> None:
     own(lambda self, x: (x - x.mean(0)) * self.scale)
 
@@ -912,6 +912,14 @@ def a_forward_that_mixes_samples() -> None:
 def a_batch_size_of_another_batch() -> None:
     model = enn.convert(Feed(nn.Linear(3, 3), lambda layer, x: layer(x[1]) + x[0])).per_sample(batch_size=4)
     model([torch.zeros(1), torch.randn(1, 3)])
+
+
+@refused(r"^text \(Linear\): input of shape \(3, 4\) is shared_by_all and has 3 rows.*wanted one row.*unsqueeze\(0\)")
+def a_layer_called_alone_with_what_all_samples_share() -> None:
+    model = enn.convert(nn.ModuleDict({"image": nn.Linear(4, 2), "text": nn.Linear(4, 2)})).per_sample()
+    with enn.one_pass(model, 3):
+        model["image"](torch.randn(3, 4))
+        model["text"](enn.shared_by_all(torch.randn(3, 4)))
 
 
 @refused(r"^shared_by_all: x is 3; wanted a tensor, one that a model is called with", TypeError)

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.batch import batch_dim
+from expanded_nn.common.batch import batch_dim, is_shared_by_all
 from expanded_nn.common.traced import assume, is_traced
 from expanded_nn.core.cost import is_symbol
 from expanded_nn.recording.expand import comes_from_rows
@@ -114,6 +114,7 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
     if rows in (1, batch) and batch > 1:
         note_input(layer, shared=rows == 1)
     if rows == batch:
+        _refuse_shared(layer, x, argument)
         return x
     if rows != 1:
         raise _other_rows(layer, x, dim, argument)
@@ -130,6 +131,18 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
             "after a position embedding, or put it before; do not mix or pick samples.",
         )
     return x.expand(*x.shape[:dim], batch, *x.shape[dim + 1 :])
+
+
+def _refuse_shared(layer: Reader, x: Tensor, argument: str) -> None:
+    """Raises for an input of B rows that was said to be shared by all samples."""
+    if is_shared_by_all(x) and layer.pass_batch_size > 1:
+        raise refusal(
+            layer,
+            f"{argument} of shape {tuple(x.shape)} is shared_by_all and has {layer.pass_batch_size} rows, as many as "
+            "there are samples",
+            "one row that all samples share",
+            f"Call the layer with {argument}.unsqueeze(0); or give it to a model whose forward calls the layer.",
+        )
 
 
 def _refuse_layout(layer: Reader, x: Tensor, argument: str) -> None:
@@ -192,6 +205,8 @@ def refuse_other_than_sequences(module: Member, argument: str, x: Tensor, dim: i
     """Raises where `x` is no batch of sequences, or where it is not clear that its samples stand in dimension `dim`."""
     if x.is_nested or x.dim() != 3:
         remedy = "Pad it (key_padding_mask)" if x.is_nested else f"Call it with {argument}.unsqueeze({dim})"
+        if x.dim() > 3:  # as of an index without a batch dimension, which an embedding has looked up for each sample
+            remedy = "Give it three dimensions; send a module that makes others sample by sample, alone(ItsClass)"
         raise refusal(
             module,
             f"{argument} is a nested tensor" if x.is_nested else f"{argument} has shape {tuple(x.shape)}",
@@ -348,6 +363,7 @@ def index_by_sample(layer: IndexReader, index: Tensor) -> tuple[Tensor, int]:
             "squeeze(1) after it for samples.",
         )
     if rows == batch:
+        _refuse_shared(layer, index, "input")
         note_input(layer, shared=False)
         return index.transpose(0, dim), dim
     if _is_slice(layer, index) and not (index.dim() == 1 and _are_positions(index, usually=True)):

@@ -623,7 +623,7 @@ def test_shared_argument_as_long_as_the_batch_is_refused(does: Callable[..., Any
     module = Around(Own(does), values(B, D, seed=4))
     model = on(module, escalate=False)
     model.own.child.register_forward_hook(lambda *_: None)
-    with pytest.raises(enn.PerSampleError, match=r"^own \(Own\): .*(to the module as a buffer|as a buffer)"):
+    with pytest.raises(enn.PerSampleError, match=r"^own \(Own\): .*(make a table a buffer|as a buffer)"):
         model(values())
     module.eval()
     model = on(module)

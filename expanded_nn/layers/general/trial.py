@@ -210,9 +210,9 @@ class Trial:
             self.module.qualified_name,
             what,
             "samples that do not depend on each other, and arguments whose rows are the samples",
-            "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module; give a "
-            "tensor that all samples share to the module as a buffer. Random numbers for the whole batch have to come "
-            "from torch's generators.",
+            "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module. Call the "
+            "model with shared_by_all(x) for an argument that all samples share, and make a table a buffer. Draw "
+            "random numbers by torch.",
             refused_by=self.module,  # around it, B rows by chance may be a dimension that all share
         )
 
