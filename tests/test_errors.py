@@ -1081,6 +1081,19 @@ def a_reduction_over_the_batch() -> None:
     own(lambda self, x: (x * self.scale).sum())
 
 
+@refused(r"^Own: its forward returns a number that is neither the mean nor the sum .*; .*over the words of each sample")
+def a_largest_number_of_the_batch() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.scale).max()
+
+    enn.convert(Own()).per_sample()(torch.randn(3, 4))
+
+
 @refused(r"0\.layer \(Own\): its child 'inner' has a full backward hook, which a vmap does not call.*Take the hook off")
 def a_backward_hook_inside() -> None:
     inner = nn.Linear(4, 4)

@@ -816,10 +816,6 @@ def take_an_item(m: Any, x: Tensor) -> Tensor:
     return m.scale * x * x.sum().item()
 
 
-def reduce_over_the_samples(m: Any, x: Tensor) -> Tensor:
-    return (m.scale * x).sum()
-
-
 def return_a_distribution(m: Any, x: Tensor) -> torch.distributions.Distribution:
     return torch.distributions.Normal(x, m.scale.exp())
 
@@ -845,7 +841,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         r"part \(Own\): .*returns tensors inside of a Normal.*Return the tensors",
     ),
     "object": (return_an_object, r"part \(Own\): .*returns tensors inside of a Box; .*small module of its own"),
-    "no batch dimension": (reduce_over_the_samples, r"part \(Own\): for one sample its forward returns.*shape \(\)"),
 }
 
 
@@ -1211,3 +1206,107 @@ def test_copies_of_a_module_taken_as_a_whole(monkeypatch: pytest.MonkeyPatch) ->
         total_loss(copied, call).backward()
         assert_close_rows(rows_of(copied), loop(module, call, B))
     assert type(enn.revert(model)) is Folding
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda scores, y: F.cross_entropy(scores.flatten(0, 1), y.flatten()),
+    "sum": lambda scores, y: F.cross_entropy(scores.flatten(0, 1), y.flatten(), reduction="sum"),
+    "of several": lambda scores, y: scores.sin().mean() + 0.1 * scores.square().mean((1, 2)).mean(),
+}
+
+
+class WithLoss(nn.Module):
+    """A model with a parameter of its own that returns its loss, as a small GPT with its positions does."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], *, way: str = "") -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(7, D), nn.Linear(D, 7)
+        self.positions, self.loss, self.way = nn.Parameter(torch.rand(T, D)), loss, way
+
+    def forward(self, words: Tensor, y: Tensor) -> Any:
+        x = self.words(words) + self.positions
+        if self.way == "vmap":
+            x = x + 0 * torch.linalg.matrix_exp(self.positions.T @ self.positions).sum()
+        if self.way == "loop" and float(x.detach().sum()) > 1e9:
+            x = 2 * x
+        scores = self.head(x)
+        return {"scores": scores, "loss": self.loss(scores, y), "count": torch.tensor(y.numel())}
+
+
+@pytest.mark.parametrize("way", ["", "vmap", "loop"])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+def test_a_loss_that_the_forward_returns(loss: Callable[[Tensor, Tensor], Tensor], way: str) -> None:
+    module = WithLoss(loss, way=way)
+    is_sum = loss is LOSSES["sum"]
+    model = enn.convert(module).per_sample(loss_reduction="sum" if is_sum else "mean")
+    for samples in (3, 1, 4, 3, 2):
+        words, y = torch.randint(7, (2, samples, T))
+        model.zero_grad()
+        found, expected = model(words, y), module(words, y)
+        assert_close(found["loss"], expected["loss"].detach())
+        assert_close(found["scores"], expected["scores"].detach())
+        assert found["count"] == samples * T
+        found["loss"].backward()
+        for i in range(samples):
+            module.zero_grad()
+            module(words[i : i + 1], y[i : i + 1])["loss"].backward()
+            for (name, own), parameter in zip(module.named_parameters(), model.parameters(), strict=True):
+                assert own.grad is not None
+                assert_close(parameter.grad_sample[i], own.grad, name=name)
+
+
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda scores, y: scores.max(),
+        lambda scores, y: scores.mean(0).sin().sum(),
+        lambda scores, y: F.cross_entropy(scores.flatten(0, 1), y.flatten(), ignore_index=0),
+        lambda scores, y: 0 * scores.sum(),
+    ],
+)
+@pytest.mark.parametrize("way", ["", "vmap", "loop"])
+def test_a_number_that_is_no_mean_and_no_sum(loss: Callable[[Tensor, Tensor], Tensor], way: str) -> None:
+    model, words = enn.convert(WithLoss(loss, way=way)).per_sample(), torch.arange(3 * T).view(3, T) // 3
+    with pytest.raises(enn.PerSampleError, match=r"number that is neither the mean nor the sum .*words of each sample"):
+        model(words, words)
+
+
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+def test_an_inner_number_is_refused() -> None:
+    """Other samples may use it."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Own(lambda m, x: (m.scale * x).abs().mean())
+            self.head = nn.Linear(D, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x / self.part(x))
+
+    with pytest.raises(enn.PerSampleError, match="on the whole batch its forward gives another result"):
+        enn.convert(Normed()).per_sample()(values(B, T, D))
+
+
+def test_a_penalty_beside_a_sum_is_no_loss_of_a_sample() -> None:
+    class Penalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(D))
+
+        def forward(self, x: Tensor) -> Any:
+            return x * self.weight, self.weight.square().sum()
+
+    x, module = values(B, D), Penalized()
+    with pytest.raises(enn.PerSampleError, match="neither the mean nor the sum"):
+        enn.convert(module).per_sample(loss_reduction="sum")(x)
+    model = enn.convert(module).per_sample()
+    output, penalty = model(x)
+    (output.sin().sum(1).mean() + penalty).backward()
+    for i in range(B):
+        module.zero_grad()
+        output, penalty = module(x[i : i + 1])
+        (output.sin().sum() + penalty).backward()
+        assert_close(model.weight.grad_sample[i], module.weight.grad)

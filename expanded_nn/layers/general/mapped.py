@@ -49,6 +49,9 @@ OF_PARAMETERS = (
     "expanded_nn.expanded(parameter) in the loss."
 )
 
+# in place of the samples' dimension in a result, which is a number that each sample has: their mean, or their sum
+MEAN, SUM = -2, -3
+
 # attributes that the forward does not write, or that are looked at one by one
 _NOT_ITS_OWN = {*OURS, "_buffers", *(name for name in vars(nn.Module()) if name.startswith("_"))}
 
@@ -114,7 +117,7 @@ def of_sample(leaf: Tensor, dim: int, sample: int, batch: int) -> Tensor:
 
 def once_per_sample(x: Tensor, dim: int, batch: int) -> Tensor:
     """A tensor; if it has a single row that all samples share, that row once per sample."""
-    if x.dim() <= dim or dim == FOLDED or x.shape[dim] != 1:
+    if x.dim() <= dim or dim < 0 or x.shape[dim] != 1:
         return x
     return x.expand(*x.shape[:dim], batch, *x.shape[dim + 1 :])
 
@@ -144,6 +147,9 @@ class Mapped:
 
 def moved(result: Tensor, first: int, dim: int) -> Tensor:
     """A result with the samples moved to another dimension, in which that of one sample has size 1."""
+    if dim in (MEAN, SUM):
+        total = result.sum(0)
+        return (total / len(result) if dim == MEAN else total).to(result.dtype)
     if dim == first:
         return result
     if dim == FOLDED:
@@ -181,7 +187,7 @@ class Mapper:
             returned.append(result)
             possible_dims[:] = map(self._possible_dims, outputs)
             pairs = zip(outputs, possible_dims, strict=True)
-            return [output if first == FOLDED else output.squeeze(first) for output, (first, *_) in pairs]
+            return [output if first < 0 else output.squeeze(first) for output, (first, *_) in pairs]
 
         loops = self.module.goes_in_a_loop()
         with nullcontext() if loops else self._nothing_of_one_sample(leaves, thorough=thorough):
@@ -201,7 +207,7 @@ class Mapper:
             self._refuse_differences(returned)
         shapes = {tuple(x.shape for x in tensors_of(result)) for result in returned}
         pairs = zip(results, possible_dims, strict=True)
-        of_all = [x.flatten(0, 1) if first == FOLDED else x.movedim(0, first) for x, (first, *_) in pairs]
+        of_all = [_with_samples_in(first, x) for x, (first, *_) in pairs]
         self._refuse_folded_alone(returned[-1], possible_dims)
         return Mapped(returned[-1], of_all, possible_dims, is_filled_up=len(shapes) > 1)
 
@@ -328,6 +334,8 @@ class Mapper:
         With `guests` there is no plain forward to compare with: it has to stand where the module or the model says.
         """
         ones = [dim for dim, size in enumerate(output.shape) if size == 1]
+        if not output.dim() and not self.guests and self._is_outermost():
+            return [MEAN, SUM]
         may_be_folded = FOLDED in self.call.dims and output.dim() > 0
         if may_be_folded and not ones:
             return [FOLDED]
@@ -343,6 +351,11 @@ class Mapper:
         self._refuse_unclear(output, usual)
         ones.sort(key=lambda dim: dim != (0 if may_be_features else usual))
         return [*ones, FOLDED] if may_be_folded else ones
+
+    def _is_outermost(self) -> bool:
+        """Whether the user called it. A number that an inner module returns may be used by other samples."""
+        recorder = self.module._recorder
+        return recorder is not None and recorder.forward is not None and recorder.forward.module is self.module
 
     def _refuse_folded_alone(self, returned: Any, possible_dims: list[list[int]]) -> None:
         """Raises where all results are folded: nothing in them tells whether arguments were folded in that order."""
@@ -406,6 +419,13 @@ class Mapper:
         return tree_map(
             lambda x: x + nothing.to(x.dtype) if isinstance(x, Tensor) and has_derivatives(x) else x, result
         )
+
+
+def _with_samples_in(dim: int, results: Tensor) -> Tensor:
+    """The results of all samples `(B, *)`, with the samples where that of one has size 1; numbers as they are."""
+    if dim == FOLDED:
+        return results.flatten(0, 1)
+    return results if dim < 0 else results.movedim(0, dim)
 
 
 def tensors_of(result: Any) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, has_derivatives, unfolded
 from expanded_nn.common.modes import running_backward, unseen
-from expanded_nn.common.rounding import are_equal, near
+from expanded_nn.common.rounding import are_equal, are_near, near
 from expanded_nn.common.steady import WithoutChance, without_traces
 from expanded_nn.factored import as_factored
 from expanded_nn.layers.general.batched import Batched
@@ -28,7 +28,9 @@ from expanded_nn.layers.general.gradients import (
     random_numbers,
 )
 from expanded_nn.layers.general.mapped import (
+    MEAN,
     OF_PARAMETERS,
+    SUM,
     Called,
     Mapped,
     Mapper,
@@ -50,6 +52,11 @@ class Compared(NamedTuple):
     alike: bool  # whether they are the same; `False` where random numbers leave nothing to compare
     dims: tuple[int, ...]  # where the samples stand in each result
     orders: tuple[tuple[int, ...], ...]  # of each result of the plain forward, its `memory_order`
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the forward returns a mean or a sum over the samples, which values may lead away from that."""
+        return not {MEAN, SUM}.isdisjoint(self.dims)
 
     def fits(self, mapped: Mapped) -> bool:
         """Whether the samples may stand in the same dimensions of other results."""
@@ -200,6 +207,8 @@ class Trial:
             # where the plain forward gives another result each time, a difference tells nothing
             if dims is None or mapped.is_filled_up or is_certain or self._mixes(dims, repeats=repeats):
                 self.module._told.distrust(self.mapper.call)
+                if dims is None and [MEAN, SUM] in mapped.possible_dims:
+                    raise self._refuse_reduced()
                 raise self._refusal()
         return Compared(False, dims, tuple(map(memory_order, expected)))
 
@@ -214,6 +223,15 @@ class Trial:
             "model with shared_by_all(x) for an argument that all samples share, and make a table a buffer. Draw "
             "random numbers by torch.",
             refused_by=self.module,  # around it, B rows by chance may be a dimension that all share
+        )
+
+    def _refuse_reduced(self) -> PerSampleError:
+        return self.module._refusal(  # type: ignore[no-any-return]
+            "its forward returns a number that is neither the mean nor the sum of what it returns for single samples, "
+            "or may be both",
+            "a loss that is one of the two",
+            "Return tensors with a batch dimension, and reduce over the samples outside of the module; over the words "
+            "of each sample first, where samples have different numbers of them.",
         )
 
     def _repeats(self, expected: list[Tensor], *, other_numbers: bool = False) -> bool:
@@ -315,16 +333,28 @@ class Trial:
         return are_alike([*sums, *of_inputs], given, self._size_of_arguments())
 
     def _dims(self, mapped: Mapped, expected: list[Tensor]) -> tuple[int, ...] | None:
-        """Where the samples stand in each result, by the plain result's shape; `None` if their numbers differ."""
+        """Where the samples stand in each result, by the plain result's shape; `None` if nothing tells."""
         if len(mapped.tensors) != len(expected):
             return None
         dims = []
         for result, possible, plain in zip(mapped.tensors, mapped.possible_dims, expected, strict=True):
             first = possible[0]
+            if first == MEAN:
+                fitting = [dim for dim in possible if are_near(moved(result, first, dim).detach(), plain.detach())]
+                if self.batch > 1 and (len(fitting) != 1 or (fitting == [MEAN] and self._may_be_of_no_sample(result))):
+                    return None
+                dims.append(fitting[0] if fitting else MEAN)
+                continue
             others = [*range(result.dim()), *([FOLDED] if FOLDED in possible else ())]
             fitting = [dim for dim in others if first != FOLDED and moved(result, first, dim).shape == plain.shape]
             dims.append(first if first in fitting or not fitting else fitting[0])
         return tuple(dims)
+
+    def _may_be_of_no_sample(self, numbers: Tensor) -> bool:
+        """Whether the same number for all samples may be one beside a sum of their losses, as a penalty is."""
+        recorder = self.module._recorder
+        is_sum = recorder is not None and recorder.settings.loss_reduction == "sum"
+        return is_sum and bool((numbers == numbers[0]).all())
 
     def _agree(self, mapped: Mapped, dims: tuple[int, ...], expected: list[Tensor]) -> bool:
         results = mapped.with_samples_in(dims).tensors

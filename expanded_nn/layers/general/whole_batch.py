@@ -18,7 +18,7 @@ from expanded_nn.common.steady import Attributes
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.core import cost
 from expanded_nn.layers.general.gradients import Verdict
-from expanded_nn.layers.general.mapped import NOT_OF_THE_FORWARD, Called, of_sample, tensors_of
+from expanded_nn.layers.general.mapped import MEAN, NOT_OF_THE_FORWARD, SUM, Called, of_sample, tensors_of
 from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.plain import Plain
 from expanded_nn.layers.general.trial import NO_WAYS, Trial, Way, Ways
@@ -168,7 +168,7 @@ class _OneAlone:
 
     def agrees(self, result: Any) -> bool:
         """Whether it gives the same in the result for all; also where random numbers leave nothing to compare."""
-        return self.given is None or _are_near(self.given, self._part(tensors_of(result)))
+        return self.given is None or _are_near(self._kept(self.given), self._part(tensors_of(result)))
 
     def depends_on_others(self, result: Any) -> bool:
         """Whether that is another one where all other samples are zero, or nothing can tell.
@@ -191,9 +191,14 @@ class _OneAlone:
         return None if plain.is_random else tensors
 
     def _part(self, tensors: list[Tensor]) -> list[Tensor]:
-        dims = self.module._told.compared[self.call.kind].dims
-        pairs = zip(tensors, dims, strict=True)
+        dims = [dim for dim in self.module._told.compared[self.call.kind].dims if dim not in (MEAN, SUM)]
+        pairs = zip(self._kept(tensors), dims, strict=True)
         return [of_sample(x.detach(), dim, self.number, self.call.batch) for x, dim in pairs]
+
+    def _kept(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Those in which samples stand; a mean or a sum over the samples is left out."""
+        dims = self.module._told.compared[self.call.kind].dims
+        return [x for x, dim in zip(tensors, dims, strict=True) if dim not in (MEAN, SUM)]
 
     def _with_one(self, leaf: Tensor, dim: int) -> Tensor:
         """A tensor of all samples in which all but this one are zero."""
