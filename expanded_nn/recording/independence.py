@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import (
@@ -30,6 +29,7 @@ from expanded_nn.common.batch import (
     unfolded,
 )
 from expanded_nn.common.modes import uncounted, unseen
+from expanded_nn.common.opened import leaves_of, rebuilt
 from expanded_nn.common.rounding import are_equal, near
 from expanded_nn.common.steady import RandomStates, WithoutChance, without_traces
 from expanded_nn.common.traced import wait_for_values
@@ -97,7 +97,7 @@ class Halves:
         self.module, self.forward, self.batch, self.recorder = module, forward, batch, module._recorder
         chance = Random(number)  # not a generator that somebody else draws from
         self.half = sorted(chance.sample(range(batch), batch // 2))
-        self.leaves, self.structure = tree_flatten(arguments, is_leaf=_is_packed)
+        self.arguments, self.leaves = arguments, leaves_of(arguments, _is_packed)
         self.dims = list(map(self._samples_dim, self.leaves))
 
     def _samples_dim(self, leaf: Any) -> int | None:
@@ -110,8 +110,7 @@ class Halves:
     def _may_run(self) -> bool:
         """Whether the arguments can be copied, and a sample taken from them."""
         has_samples = self.batch > 1 and self.dims.count(None) < len(self.dims)
-        has_hooks = any(map(_has_hooks, self.module.modules()))
-        return has_samples and not has_hooks and all(map(_is_open, self.leaves))
+        return has_samples and not any(map(is_sharded, self.module.modules())) and all(map(_is_open, self.leaves))
 
     def refusal(self) -> PerSampleError | None:
         """The error where the samples' results, or their gradients, depend on each other.
@@ -126,7 +125,8 @@ class Halves:
             except Exception:  # the forward itself will say so
                 return None
             dims = self._dims_of_results(is_random=is_random)
-            parameter = None if dims is None else self._seen_by_others(whole, dims)
+            has_hooks = any(map(_has_hooks, self.module.modules()))  # that a backward would call
+            parameter = None if dims is None or has_hooks else self._seen_by_others(whole, dims)
         if dims is None:
             # no layer is to blame, so the module that was called is tried
             return self._refusal("half of the samples give other results without the others", self.recorder)
@@ -214,10 +214,10 @@ class Halves:
 
     def _result(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> list[Any]:
         """What is in the result of a forward."""
-        args, kwargs = tree_unflatten([_copied(leaf) for leaf in leaves], self.structure)
+        args, kwargs = rebuilt(self.arguments, map(_copied, leaves), _is_packed)
         with without_traces(self.module, hooks=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the forward itself will give them
-            return tree_leaves(forward(args, kwargs), is_leaf=_is_packed)
+            return leaves_of(forward(args, kwargs), _is_packed)
 
     def _plain(self, args: Any, kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs)  # not one that others have put around it
@@ -259,8 +259,7 @@ class Halves:
 
 
 def _has_hooks(module: Any) -> bool:
-    """Whether it has hooks that a backward would call, or that gather its parameters."""
-    return bool(module._backward_hooks or module._backward_pre_hooks) or is_sharded(module)
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _is_open(leaf: Any) -> bool:

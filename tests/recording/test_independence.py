@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -252,3 +254,66 @@ def test_a_new_kind_of_a_compiled_step_is_compared() -> None:
     model.per_sample(compare=False)
     for _ in range(20):
         step(torch.randn(6, 4))
+
+
+@dataclass
+class Pair:
+    first: Tensor
+    second: Any = None
+
+
+CONTAINERS: dict[str, Callable[[Tensor], Any]] = {
+    "dataclass": Pair,
+    "user dict": lambda x: UserDict(first=x),
+    "dataclass in a list": lambda x: Pair(x.new_zeros(()), [Pair(x)]),
+}
+
+
+def content(value: Any) -> Tensor:
+    if isinstance(value, UserDict):
+        return value["first"]
+    return content(value.second[0]) if value.second else value.first
+
+
+@pytest.mark.parametrize("of_result", [True, False])
+@pytest.mark.parametrize("contained", CONTAINERS.values(), ids=CONTAINERS)
+def test_samples_in_objects_are_compared(contained: Callable[[Tensor], Any], of_result: bool) -> None:
+    class Objects(Between):
+        def forward(self, x: Any) -> Any:
+            result = super().forward(x if isinstance(x, Tensor) else content(x))
+            return contained(result) if of_result else result
+
+    x = torch.randn(6, 4)
+    given = x if of_result else contained(x)
+    model = enn.convert(Objects(lambda h: h - h.mean(0))).per_sample(escalate=False, batch_size=6)
+    with pytest.raises(enn.PerSampleError, match=MEETS):
+        model(given)
+    model = enn.convert(Objects(torch.tanh)).per_sample(batch_size=6)
+    model(given)
+    assert not of_result or type(model(given)) is type(contained(x))
+
+
+def test_class_texts_in_a_dataclass_are_refused() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image, self.text = nn.Linear(4, 5), nn.Linear(4, 5)
+
+        def forward(self, pair: Pair) -> Tensor:
+            return self.image(pair.first) @ self.text(pair.second).T
+
+    model, x = enn.convert(Scores()).per_sample(), torch.randn(3, 4)
+    with pytest.raises(enn.PerSampleError, match=f"{MEETS}|{IN_OTHER_ROWS}|another result than sample by sample"):
+        model(Pair(x, torch.randn(3, 4)))
+    model(Pair(x, enn.shared_by_all(torch.randn(3, 4)))).sum().backward()
+
+
+def test_results_are_compared_beside_backward_hooks() -> None:
+    heard = []
+    model = enn.convert(Between(lambda h: h - h.mean(0))).per_sample(escalate=False)
+    model.second.register_full_backward_hook(lambda *_: heard.append(1))
+    with pytest.raises(enn.PerSampleError, match=MEETS):
+        model(torch.randn(6, 4))
+    model.between = torch.tanh
+    model(torch.randn(6, 4)).sum().backward()
+    assert len(heard) == 1

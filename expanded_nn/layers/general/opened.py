@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import register_pytree_node, tree_leaves
 
+from expanded_nn.common.opened import holds_tensors, leaves_of, rebuilt
 from expanded_nn.layers.general.mapped import keeping
 
 
@@ -27,7 +24,7 @@ def opened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
 
 
 def _opened(value: Any) -> Any:
-    return Opened(value) if any(map(_holds_tensors, tree_leaves(value))) else value
+    return Opened(value) if any(map(holds_tensors, tree_leaves(value))) else value
 
 
 def called(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -39,69 +36,19 @@ def called(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwar
     if not any(type(value) is Opened for value in (*args, *kwargs.values())):
         return forward(*args, **kwargs)
     args, kwargs = tuple(map(_closed, args)), {name: _closed(value) for name, value in kwargs.items()}
-    before = _leaves((args, kwargs))
-    result, after = forward(*args, **kwargs), _leaves((args, kwargs))
+    before = leaves_of((args, kwargs))
+    result, after = forward(*args, **kwargs), leaves_of((args, kwargs))
     if len(before) != len(after) or any(leaf is not other for leaf, other in zip(before, after, strict=True)):
         raise keeping(module, "an argument")
     return result
 
 
 def _closed(value: Any) -> Any:
-    return _rebuilt(value.value, iter(_leaves(value.value))) if type(value) is Opened else value
-
-
-def _leaves(value: Any) -> list[Any]:
-    """The leaves of a value, those inside of such objects included."""
-    return [leaf for part in tree_leaves(value) for leaf in (_within(part) if _holds_tensors(part) else (part,))]
-
-
-def _within(holder: Any) -> Iterator[Any]:
-    for name in _names(holder):
-        yield from _leaves(_get(holder, name))
-
-
-def _rebuilt(value: Any, leaves: Iterator[Any]) -> Any:
-    """A value like this one with other leaves."""
-    parts, structure = tree_flatten(value)
-    others = [_filled(part, leaves) if _holds_tensors(part) else next(leaves) for part in parts]
-    return tree_unflatten(others, structure)
-
-
-def _filled(holder: Any, leaves: Iterator[Any]) -> Any:
-    other = copy.copy(holder)
-    for name in _names(holder):
-        value = _rebuilt(_get(holder, name), leaves)
-        if _is_mapping(other):
-            other[name] = value
-        else:
-            object.__setattr__(other, name, value)  # it may be frozen
-    return other
-
-
-def _holds_tensors(part: Any) -> bool:
-    if isinstance(part, Tensor) or not (_is_mapping(part) or _is_dataclass(part)):
-        return False
-    return any(isinstance(leaf, Tensor) for leaf in _within(part))
-
-
-def _is_mapping(part: Any) -> bool:
-    return isinstance(part, dict | UserDict)
-
-
-def _is_dataclass(part: Any) -> bool:
-    return dataclasses.is_dataclass(part) and not isinstance(part, type)
-
-
-def _names(holder: Any) -> list[Any]:
-    return [*holder] if _is_mapping(holder) else [field.name for field in dataclasses.fields(holder)]
-
-
-def _get(holder: Any, name: Any) -> Any:
-    return holder[name] if _is_mapping(holder) else getattr(holder, name)
+    return rebuilt(value.value, iter(leaves_of(value.value))) if type(value) is Opened else value
 
 
 register_pytree_node(
     Opened,
-    lambda opened: (_leaves(opened.value), opened.value),
-    lambda leaves, value: Opened(_rebuilt(value, iter(leaves))),
+    lambda opened: (leaves_of(opened.value), opened.value),
+    lambda leaves, value: Opened(rebuilt(value, iter(leaves))),
 )

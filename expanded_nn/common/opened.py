@@ -1,0 +1,66 @@
+"""Values taken apart into leaves, dataclasses and mappings that torch's trees do not open included, and rebuilt."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+IsLeaf = Callable[[Any], bool] | None
+
+
+def leaves_of(value: Any, is_leaf: IsLeaf = None) -> list[Any]:
+    """The leaves of a value, those inside of such objects included."""
+    parts = tree_leaves(value, is_leaf=is_leaf)
+    return [leaf for part in parts for leaf in (_within(part, is_leaf) if holds_tensors(part) else (part,))]
+
+
+def rebuilt(value: Any, leaves: Iterator[Any], is_leaf: IsLeaf = None) -> Any:
+    """A value like this one with other leaves."""
+    parts, structure = tree_flatten(value, is_leaf=is_leaf)
+    others = [_filled(part, leaves, is_leaf) if holds_tensors(part) else next(leaves) for part in parts]
+    return tree_unflatten(others, structure)
+
+
+def holds_tensors(part: Any) -> bool:
+    """Whether a leaf of torch's trees is such an object, with tensors in it."""
+    if isinstance(part, Tensor) or not (_is_mapping(part) or _is_dataclass(part)):
+        return False
+    return any(isinstance(leaf, Tensor) for leaf in _within(part))
+
+
+def _within(holder: Any, is_leaf: IsLeaf = None) -> Iterator[Any]:
+    for name in _names(holder):
+        yield from leaves_of(_get(holder, name), is_leaf)
+
+
+def _filled(holder: Any, leaves: Iterator[Any], is_leaf: IsLeaf) -> Any:
+    other = copy.copy(holder)
+    for name in _names(holder):
+        value = rebuilt(_get(holder, name), leaves, is_leaf)
+        if _is_mapping(other):
+            other[name] = value
+        else:
+            object.__setattr__(other, name, value)  # it may be frozen
+    return other
+
+
+def _is_mapping(part: Any) -> bool:
+    return isinstance(part, dict | UserDict)
+
+
+def _is_dataclass(part: Any) -> bool:
+    return dataclasses.is_dataclass(part) and not isinstance(part, type)
+
+
+def _names(holder: Any) -> list[Any]:
+    return [*holder] if _is_mapping(holder) else [field.name for field in dataclasses.fields(holder)]
+
+
+def _get(holder: Any, name: Any) -> Any:
+    return holder[name] if _is_mapping(holder) else getattr(holder, name)
