@@ -350,7 +350,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
         Args:
             factors: As `kronecker()` gives them, of this batch or, added up, of many; or as `ekfac()` does. Parameters
-                without stay as they are.
+                without, as biases and embeddings, stay as they are, on another scale: leave them out of a `gram`.
             damping: The number d that is added, above 0.
 
         Returns:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn.common.batch import (
     FOLDED,
     NUMBERS,
@@ -30,7 +30,7 @@ from expanded_nn.common.batch import (
 )
 from expanded_nn.common.modes import uncounted, unseen
 from expanded_nn.common.opened import leaves_of, rebuilt
-from expanded_nn.common.rounding import are_equal, near
+from expanded_nn.common.rounding import are_equal, are_near, near
 from expanded_nn.common.steady import RandomStates, WithoutChance, without_traces
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
@@ -99,6 +99,7 @@ class Halves:
         self.half = sorted(chance.sample(range(batch), batch // 2))
         self.arguments, self.leaves = arguments, leaves_of(arguments, _is_packed)
         self.dims = list(map(self._samples_dim, self.leaves))
+        self.strange: list[int] = []  # numbers among the results that are neither a mean nor a sum over the samples
 
     def _samples_dim(self, leaf: Any) -> int | None:
         """Where the samples stand in an argument; `None` where they do not."""
@@ -131,9 +132,19 @@ class Halves:
             # no layer is to blame, so the module that was called is tried
             return self._refusal("half of the samples give other results without the others", self.recorder)
         if parameter is None:
+            if dims is not None and any(whole[number].requires_grad for number in self.strange):
+                self._warn_of_number()
             return None
         name, layer = self.recorder.name_of(parameter), self.recorder.holder_of(parameter)
         return self._refusal(f"gradients of samples by {name} are in the rows of others", layer)
+
+    def _warn_of_number(self) -> None:
+        warn(
+            f"{self.recorder.name_of(self.module)} returns a number that is neither the mean nor the sum of what each "
+            "half of its samples gives. If that is the loss, the rows are not the gradients of the samples' own "
+            "losses: it mixes the samples, or it weighs them, as ignore_index and class weights do. Reduce within each "
+            "sample first, then over the samples. check(model, ..., loss=...) tells which it is."
+        )
 
     def _refusal(self, what: str, by: Any) -> PerSampleError:
         return complaint(
@@ -164,7 +175,7 @@ class Halves:
 
     def _dims_of_results(self, *, is_random: bool) -> list[int | None] | None:
         """Where the samples stand in each result; `None` if half of them give other results without the others."""
-        can_tell = False
+        tried: list[tuple[list[int | None] | None, list[int]]] = []
         with self._plainly(is_random=is_random):
             try:
                 whole, _ = self._run(self._plain, self.leaves)
@@ -172,19 +183,21 @@ class Halves:
                 return []
             for reading in self._readings():
                 try:
-                    found = self._compared(reading, whole)
+                    dims, strange = self._compared(reading, whole)
                 except Exception:  # a forward may ask for so many samples
                     continue
-                if found is not None:
-                    return found
-                can_tell = True
-            if can_tell and not (is_random and self._has_other_chance(whole)):
-                return None
+                if dims is not None and not strange:
+                    return dims
+                tried.append((dims, strange))
+            if tried and not (is_random and self._has_other_chance(whole)):
+                dims, self.strange = max(tried, key=lambda found: found[0] is not None)
+                return dims
         return [self._samples_dim(result) if _is_clear(result, self.batch) else None for result in whole]
 
-    def _compared(self, dims: Sequence[int | None], whole: list[Any]) -> list[int | None] | None:
-        """`_dims_of_results`, where the samples stand in these dimensions of the arguments."""
+    def _compared(self, dims: Sequence[int | None], whole: list[Any]) -> tuple[list[int | None] | None, list[int]]:
+        """`_dims_of_results`, where the samples stand in these dimensions of the arguments; and the strange numbers."""
         found: list[int | None] = [None] * len(whole)
+        sums: dict[int, Any] = {place: 0 for place, x in enumerate(whole) if _has_numbers(x) and not x.dim()}
         for half in (self.half, [i for i in range(self.batch) if i not in self.half]):
             pairs = zip(self.leaves, dims, strict=True)
             part = [leaf if dim is None else _taken(leaf, dim, half, self.batch) for leaf, dim in pairs]
@@ -192,8 +205,12 @@ class Halves:
             if len(of_half) == len(whole):
                 found = [_place(*pair, half, self.batch) for pair in zip(whole, of_half, strict=True)]
             if MEET in found:
-                return None
-        return found
+                return None, []
+            weights = torch.tensor([1.0, len(half) / self.batch])  # of a sum, and of a mean
+            sums = {place: total + of_half[place] * weights.to(of_half[place]) for place, total in sums.items()}
+        if [*dims] != self.dims:  # layers read the arguments in the usual way, and a number does not show whose it is
+            return found, [*sums]
+        return found, [place for place, both in sums.items() if not any(are_near(x, whole[place]) for x in both)]
 
     def _has_other_chance(self, whole: list[Any]) -> bool:
         """Whether the forward draws numbers that are not fixed, as numpy's are not."""

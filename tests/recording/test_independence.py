@@ -317,3 +317,60 @@ def test_results_are_compared_beside_backward_hooks() -> None:
     model.between = torch.tanh
     model(torch.randn(6, 4)).sum().backward()
     assert len(heard) == 1
+
+
+class Loss(nn.Module):
+    """A model that returns its loss, and nothing else or what `also` says."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], *, also: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.loss, self.also = nn.Linear(4, 5), nn.Linear(4, 5), loss, also
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        a, b = self.first(x), self.second(y)
+        return (a, self.loss(a, b)) if self.also else self.loss(a, b)
+
+
+ARE_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda a, b: (a - b).square().mean(),
+    "sum": lambda a, b: (a - b).square().sum(),
+    "mean of sums": lambda a, b: F.cross_entropy(a, b.softmax(1)) + (a * b).sum(1).mean(),
+    "with a dropout": lambda a, b: (F.dropout(a) - b).square().mean(),
+    "with a constant": lambda a, b: (a - b).square().mean() + 3,
+}
+ARE_NONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "contrastive": lambda a, b: F.cross_entropy(a @ b.T, torch.arange(len(a))),
+    "weighed": lambda a, b: F.cross_entropy(a, b.argmax(1), weight=torch.tensor([1.0, 9, 2, 5, 3])),
+    "root": lambda a, b: (a - b).square().mean().sqrt(),
+    "sum and mean": lambda a, b: (a - b).square().mean() + a.square().sum(),
+}
+
+
+@pytest.mark.filterwarnings("error::expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize("also", [False, True])
+@pytest.mark.parametrize("loss", ARE_LOSSES.values(), ids=ARE_LOSSES)
+def test_a_mean_or_a_sum_is_a_loss(loss: Callable[[Tensor, Tensor], Tensor], also: bool) -> None:
+    model = enn.convert(Loss(loss, also=also)).per_sample()
+    for size in (6, 3, 2, 1, 5):
+        model(torch.randn(size, 4), torch.randn(size, 4))
+
+
+@pytest.mark.filterwarnings("error::expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize("also", [False, True])
+@pytest.mark.parametrize("loss", ARE_NONE.values(), ids=ARE_NONE)
+def test_a_number_that_is_neither_is_warned_of(loss: Callable[[Tensor, Tensor], Tensor], also: bool) -> None:
+    model = enn.convert(Loss(loss, also=also)).per_sample()
+    with pytest.warns(enn.PerSampleWarning, match=r"^Loss returns a number that is neither the mean nor the sum of .*"):
+        model(torch.randn(6, 4), torch.randn(6, 4))
+    with torch.no_grad():
+        model(torch.randn(7, 4), torch.randn(7, 4))
+
+
+@pytest.mark.filterwarnings("error::expanded_nn.PerSampleWarning")
+def test_a_loss_of_class_texts_is_warned_of() -> None:
+    """They have as many rows as there are samples."""
+    model = enn.convert(
+        Loss(lambda a, b: F.cross_entropy(a @ b.T, torch.zeros(len(a), dtype=torch.int64)))
+    ).per_sample()
+    with pytest.warns(enn.PerSampleWarning, match="returns a number that is neither"):
+        model(torch.randn(6, 4), torch.randn(6, 4))
