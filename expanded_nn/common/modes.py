@@ -178,3 +178,13 @@ def refuse_batched(tensor: Tensor) -> None:
             "rows would be those of several backwards at once. Switch per_sample(False) for it, or call backward for "
             "each gradient."
         )
+
+
+def refuse_lost_graph(tensor: Tensor) -> None:
+    """Raises if a vmapped backward maps over a tensor that is to go into a Function: its result would have no graph."""
+    if torch._C._functorch.is_legacy_batchedtensor(tensor):
+        raise PerSampleError(
+            "A vmapped backward (is_grads_batched=True, vectorize=True) with create_graph=True reached a convolution "
+            "in per-sample mode, where its graph would end: what is computed from its result would have no rows. Call "
+            "torch.autograd.grad for each gradient, without is_grads_batched or vectorize."
+        )
