@@ -1318,6 +1318,27 @@ def a_vmapped_backward() -> None:
     torch.autograd.grad(out, model[0].weight, torch.randn(2, *out.shape), is_grads_batched=True)
 
 
+@refused(r"A vmapped backward.* with create_graph=True reached a convolution.*for each gradient")
+def a_vmapped_backward_through_a_convolution() -> None:
+    x = torch.randn(SAMPLES, 1, 4, requires_grad=True)
+    out = on(nn.Conv1d(1, 1, 3))(x)
+    torch.autograd.grad(out, x, torch.randn(2, *out.shape), is_grads_batched=True, create_graph=True)
+
+
+class Slope(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.autograd.grad((x * self.weight).sin().sum(), x, create_graph=True)[0]
+
+
+@refused(r"Slope\): it takes derivatives by torch\.autograd in a checkpoint.*Leave the checkpoint out")
+def a_derivative_in_a_checkpoint() -> None:
+    checkpoint(on(Slope()), torch.randn(SAMPLES, 4, requires_grad=True), use_reentrant=False)
+
+
 @refused(r"^Sequential: another thread is in the middle of a forward of this model.*copy\.deepcopy\(model\)")
 def one_model_in_two_threads() -> None:
     model, raised = on(nn.Linear(4, 4)), []

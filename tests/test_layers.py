@@ -1,5 +1,6 @@
 """The laws: what holds for every layer. The cases are in cases.py."""
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from oracle import (
     assert_all_close,
     assert_close,
     assert_close_rows,
+    coefficients,
     dense,
     gradient_penalty,
     grads_of,
@@ -258,6 +260,31 @@ def test_a_jacobian_by_one_vmapped_backward(case: Case) -> None:
     if case.has_parameters():
         with pytest.raises(enn.PerSampleError, match="vmapped backward"):
             torch.autograd.grad(outputs[0], list(model.parameters()), seeds, is_grads_batched=True)
+
+
+def jacobian_penalty(module: nn.Module, call: Call, first: int = 0, *, vmapped: bool = False) -> Tensor:
+    """The squares of some products with the Jacobian by the input, all at once or one after the other."""
+    call = call.requires_grad()
+    output = call.on(module)
+    output = output[0] if isinstance(output, tuple) else output
+    seed = coefficients(output, first)
+    seeds = torch.stack([seed, seed.cos()])
+    by_input = functools.partial(torch.autograd.grad, output.sin(), call.floats(), create_graph=True)
+    grads = by_input(seeds, is_grads_batched=True) if vmapped else [g for seed in seeds for g in by_input(seed)]
+    return sum(g.square().sum() for g in grads)
+
+
+@where(lambda case: case.has_parameters() and case.has_float_input() and not case.name.startswith("embedding_bag"))
+def test_a_jacobian_by_one_vmapped_backward_in_the_loss(case: Case) -> None:
+    """Its derivative is right, or there is an error: in a Function of torch's it would be lost."""
+    model, call = expanded(case, loss_reduction="sum"), case.inputs(BATCH)
+    expected = loop(case.twice_differentiable(), call, BATCH, take=case.take, objective=jacobian_penalty)
+    if re.match(r"conv|network|(group|instance)_norm(?!.*track_eval)", case.name):  # torch's own norms fail as well
+        with pytest.raises(RuntimeError, match=r"create_graph=True|shape .* is invalid|size of tensor a"):
+            jacobian_penalty(model, call, vmapped=True).backward()
+        return
+    jacobian_penalty(model, call, vmapped=True).backward()
+    assert_close_rows(rows_of(model), expected)
 
 
 # --- small layers ---------------------------------------------------------------------------------------------

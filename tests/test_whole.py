@@ -938,6 +938,117 @@ def test_a_hook_that_changes_the_result() -> None:
     assert not runs_whole(assert_right(module, Call(X)))
 
 
+def slope(y: Tensor, x: Tensor, **options: Any) -> Tensor:
+    return torch.autograd.grad(y.sum(), x, create_graph=True, **options)[0]
+
+
+def residual(m: Any, x: Tensor) -> Tensor:
+    """As of an equation, by derivatives of the first and the second order by the argument."""
+    u = m.layer(x).tanh() * m.w
+    first = slope(u, x)
+    return u * first - m.v * sum(slope(first[:, i], x) for i in range(D))
+
+
+def forces(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
+    energy = (m.layer(x).sin() * m.w).sum(1, keepdim=True)
+    return energy * m.v, -slope(energy, x)
+
+
+def forces_where_needed(m: Any, x: Tensor) -> Tensor:
+    """As in evaluation, with gradients switched on; and an attribute in place of a method."""
+    if not x.requires_grad:
+        x.requires_grad = True
+    with torch.enable_grad():
+        energy = (m.layer(x).sin() * m.w) @ m.v
+    return torch.autograd.grad([energy], [x], [torch.ones_like(energy)], create_graph=True, allow_unused=True)[0]
+
+
+def by_what_is_computed(m: Any, x: Tensor) -> Tensor:
+    hidden = m.layer(x * m.w).tanh()
+    return hidden + slope((hidden * m.v).sin(), hidden)
+
+
+def by_constants(m: Any, x: Tensor) -> Tensor:
+    """A derivative that is not differentiated again."""
+    x = x.detach().requires_grad_()
+    u = m.layer(x).tanh()
+    (first,) = torch.autograd.grad(u.sum(), x, retain_graph=True)
+    return u * m.w + first * m.v
+
+
+def hessian_at_once(m: Any, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    first = slope(m.layer(x).sin() * m.w, x)
+    seeds = torch.eye(D, dtype=x.dtype)[:, None].expand(D, *x.shape)
+    (second,) = torch.autograd.grad(first, x, seeds, is_grads_batched=True, create_graph=True)
+    return second.movedim(0, 1) * m.v
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "vmap"])
+@pytest.mark.parametrize("within", [False, True], ids=["called", "within"])
+@pytest.mark.parametrize(
+    "forward", [residual, forces, forces_where_needed, by_what_is_computed, by_constants, hessian_at_once]
+)
+def test_derivatives_that_a_forward_takes(
+    forward: Callable[..., Any], within: bool, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the argument of the model, of a module behind a layer, or by what was computed; not in a loop."""
+    if not is_whole:
+        monkeypatch.setattr(WholeBatch, "suits", lambda self: False)
+    module: nn.Module = Own(forward, (D,), (D,), layer=nn.Linear(D, D))
+    detaches = forward in (forces, by_constants, hessian_at_once)
+    if within:
+        module = nn.Sequential(nn.Linear(D, D, dtype=torch.float64).requires_grad_(not detaches), module)
+
+    def loss(module: Callable[..., Any], call: Call, first: int = 0) -> Tensor:
+        results = module(*call.requires_grad().args)
+        results = results if isinstance(results, tuple) else (results,)
+        return sum(total_loss(lambda result: result, Call((result,)), first) for result in results)
+
+    def penalty(module: Callable[..., Any], call: Call, first: int = 0) -> Tensor:
+        call = call.requires_grad()
+        value = loss(lambda _: module(*call.args), call, first)
+        return value + sum(g.square().sum() for g in torch.autograd.grad(value, call.floats(), create_graph=True))
+
+    model, call = enn.convert(module).per_sample(loss_reduction="sum"), Call((values(B, D),))
+    for objective in (loss, loss) if detaches else (loss, loss, penalty):
+        model.zero_grad()
+        objective(model, call).backward()
+        assert_close_rows(rows_of(model), loop(module, call, B, objective=objective))
+    assert runs_whole(model) == is_whole
+    assert not any(each.goes_in_a_loop() for each in model.modules() if isinstance(each, General))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_derivative_of_a_mean_over_the_batch(own: bool) -> None:
+    """It depends on how many samples there are, in a model without parameters of its own as well."""
+    weights = [(D,)] if own else []
+    module = Own(lambda m, x: slope(m.layer(x).sin().mean(), x) * (m.w if own else 1), *weights, layer=nn.Linear(D, D))
+    with pytest.raises(enn.PerSampleError, match=r"sample by sample|half of the samples give other results"):
+        enn.convert(module).per_sample()(values(B, D).requires_grad_())
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "vmap"])
+def test_derivatives_that_a_forward_takes_within_a_checkpoint(is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would run the forward again for them."""
+    if not is_whole:
+        monkeypatch.setattr(WholeBatch, "suits", lambda self: False)
+    model = enn.convert(Own(forces, (D,), (D,), layer=nn.Linear(D, D))).per_sample()
+    with pytest.raises(
+        enn.PerSampleError, match=r"Own: .*takes derivatives.* in a checkpoint.*Leave the checkpoint out"
+    ):
+        checkpoint(model, values(B, D).requires_grad_(), use_reentrant=False)
+
+
+def test_a_checkpoint_within_what_a_forward_derives() -> None:
+    def checkpointed(m: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return slope(checkpoint(lambda x: m.layer(x).sin() @ m.w, x, use_reentrant=False), x)
+
+    assert_right(Own(checkpointed, (D,), layer=nn.Linear(D, D)), Call((values(B, D),)))
+
+
 def looks_at_values(m: Any, x: Tensor) -> Tensor:
     y = x * m.w
     return y if m.first or y.max() < 0.1 else y.sin()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
@@ -162,10 +163,33 @@ def of_all(tensor: Tensor) -> Tensor:
     return torch._C._functorch.get_unwrapped(tensor)
 
 
+def samples_first(tensor: Tensor) -> Tensor:
+    """Likewise, with the samples in its first dimension."""
+    whole = of_all(tensor)
+    return whole.movedim(torch._C._functorch.maybe_get_bdim(tensor), 0)
+
+
+def of_one(whole: Tensor, like: Tensor, before: int = 0) -> Tensor:
+    """A tensor of all samples as a `vmap` sees it: they stand where those of another do, `before` dimensions later."""
+    functorch = torch._C._functorch
+    return functorch._add_batch_dim(whole, functorch.maybe_get_bdim(like) + before, functorch.maybe_get_level(like))
+
+
+def outside_of_vmap() -> AbstractContextManager[object]:
+    """Leaves the innermost `vmap`, for what is computed with tensors of all samples."""
+    return retrieve_current_functorch_interpreter().lower()
+
+
+def transforms() -> int:
+    """How many transforms of `torch.func`, such as `vmap`, run this code."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return 0 if interpreter is None else interpreter.level()
+
+
 def is_expanded(tensor: Tensor) -> bool:
     """Whether the innermost `vmap`, and no other, maps over a tensor that is the same for all samples."""
     functorch = torch._C._functorch
-    if not functorch.is_batchedtensor(tensor) or functorch.peek_interpreter_stack().level() > 1:
+    if not functorch.is_batchedtensor(tensor) or transforms() > 1:
         return False
     return of_all(tensor).stride(functorch.maybe_get_bdim(tensor)) == 0
 
@@ -177,4 +201,14 @@ def refuse_batched(tensor: Tensor) -> None:
             "A vmapped backward (is_grads_batched=True, vectorize=True) reached a parameter in per-sample mode, so its "
             "rows would be those of several backwards at once. Switch per_sample(False) for it, or call backward for "
             "each gradient."
+        )
+
+
+def refuse_lost_graph(tensor: Tensor) -> None:
+    """Raises if a vmapped backward maps over a tensor that is to go into a Function: its result would have no graph."""
+    if torch._C._functorch.is_legacy_batchedtensor(tensor):
+        raise PerSampleError(
+            "A vmapped backward (is_grads_batched=True, vectorize=True) with create_graph=True reached a convolution "
+            "in per-sample mode, where its graph would end: what is computed from its result would have no rows. Call "
+            "torch.autograd.grad for each gradient, without is_grads_batched or vectorize."
         )

@@ -43,6 +43,7 @@ def near(plain: Tensor, other: Tensor, size: float = 0.0) -> bool:
     """Whether two results differ by no more than rounding, of themselves or of inputs of such a size."""
     if not has_derivatives(plain) or plain.is_meta:
         return plain.shape == other.shape
+    plain, other = plain.detach(), other.detach()
     finite = plain.isfinite()
     scale = float(plain.where(finite, 0).abs().max()) if plain.numel() else 1.0
     return bool(((other - plain).abs() <= OF_RESULTS.of(plain.dtype, scale, size)).logical_or(~finite).all())

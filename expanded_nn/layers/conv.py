@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.modes import is_batched
+from expanded_nn.common.modes import is_batched, refuse_lost_graph
 from expanded_nn.common.shared import cast_shared, is_constant, is_shared, shared, shared_or_none
 from expanded_nn.core.geometry import Geometry, cropped, rows_at_once
 from expanded_nn.core.patches import Patches
@@ -129,6 +129,7 @@ def apply(
     """Each sample's own convolution, transposed where there is an `output_padding`."""
     if is_constant(weight, bias):
         return torch_convolution(x, shared(weight), shared_or_none(bias), geometry, output_padding)
+    refuse_lost_graph(x)
     if is_shared(weight, bias):
         return _Convolution.apply(x, weight, bias, geometry, output_padding)  # type: ignore[no-untyped-call,no-any-return]
     batch = x.shape[0]

@@ -107,7 +107,7 @@ def linear(
     """
     if is_constant(weight, bias):
         return F.linear(x, shared(weight), shared_or_none(bias))
-    if is_shared(weight, bias):
+    if is_shared(weight, bias) and not is_batched(x):  # in a Function a vmapped backward would have no graph
         return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
     y = torch.bmm(positions(x), weight.transpose(1, 2))
     if bias is not None:

@@ -236,7 +236,7 @@ class Root(PerSampleModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
-        if recorder is None:
+        if recorder is None or recorder.general_rule is not None:
             return super().forward(*args, **kwargs)
         if not torch.is_grad_enabled():
             outer = recorder.passes.no_grad_forward  # noted for layers within it that switch gradients on

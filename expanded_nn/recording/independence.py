@@ -173,14 +173,17 @@ class Halves:
         is_folded = len(leaf) > self.batch and len(leaf) % self.batch == 0
         return tuple(dim for dim in (None, *dims, *([FOLDED] if is_folded else ())) if dim != self.dims[place])
 
-    def _dims_of_results(self, *, is_random: bool) -> list[int | None] | None:
-        """Where the samples stand in each result; `None` if half of them give other results without the others."""
+    def _dims_of_results(self, *, is_random: bool, with_graph: bool = False) -> list[int | None] | None:
+        """Where the samples stand in each result; `None` if half of them give other results without the others.
+
+        `with_graph` takes more memory, and is for forwards that take derivatives themselves.
+        """
         tried: list[tuple[list[int | None] | None, list[int]]] = []
-        with self._plainly(is_random=is_random):
+        with self._plainly(is_random=is_random, with_graph=with_graph):
             try:
                 whole, _ = self._run(self._plain, self.leaves)
             except Exception:  # as with weights that come with a batch dimension
-                return []
+                return [] if with_graph else self._dims_of_results(is_random=is_random, with_graph=True)
             for reading in self._readings():
                 try:
                     dims, strange = self._compared(reading, whole)
@@ -240,7 +243,7 @@ class Halves:
         return type(self.module).forward(self.module, *args, **kwargs)  # not one that others have put around it
 
     @contextmanager
-    def _plainly(self, *, is_random: bool) -> Iterator[None]:
+    def _plainly(self, *, is_random: bool, with_graph: bool) -> Iterator[None]:
         """Layers run as plain ones do, but without torch's fused inference, whose results depend on the longest sample.
 
         Random numbers differ from run to run, so fixed ones take their place.
@@ -248,7 +251,8 @@ class Halves:
         is_enabled = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            with torch.no_grad(), self.recorder.in_general_rule({}), WithoutChance() if is_random else nullcontext():
+            chance = WithoutChance() if is_random else nullcontext()
+            with torch.set_grad_enabled(with_graph), uncounted(), self.recorder.in_general_rule({}), chance:
                 yield
         finally:
             torch.backends.mha.set_fastpath_enabled(is_enabled)

@@ -49,6 +49,8 @@ class _Reads(BetweenLayers):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad and checkpoint_hooks() is not None:
+            raise NotInTable("a derivative within a checkpoint, which would compute the forward again for it")
         if func in READS:
             run = _RUNNING.runs[-1]
             run.way.append(func.__name__)
@@ -59,8 +61,8 @@ class _Reads(BetweenLayers):
             if (is_new or meets) and not is_of_a_layer():
                 run.joins.add(operation)
                 run.may_meet |= meets
-        if func in COMPUTED and torch.is_grad_enabled():
-            args, kwargs = _RUNNING.runs[-1].with_its_own(args, kwargs)
+        if func in COMPUTED and torch.is_grad_enabled() and _RUNNING.runs[-1].recorder.general_rule is None:
+            args, kwargs = _RUNNING.runs[-1].with_its_own(args, kwargs)  # not in a plain forward beside it
         return func(*args, **kwargs)
 
 

@@ -13,8 +13,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 from torch.utils._pytree import tree_leaves
 
-from expanded_nn.common.functions import functions, is_in_place
-from expanded_nn.common.modes import checkpoint_hooks, is_batched, is_expanded, uncounted
+from expanded_nn.common.functions import attributes, functions, is_in_place
+from expanded_nn.common.modes import (
+    checkpoint_hooks,
+    is_batched,
+    is_expanded,
+    of_all,
+    of_one,
+    outside_of_vmap,
+    samples_first,
+    transforms,
+    uncounted,
+)
 from expanded_nn.layers.linear import linear
 from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.lift import OfAllSamples
@@ -45,6 +55,10 @@ class OneSample(TorchFunctionMode):
         return result
 
     def _corrected(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in _REQUIRES and is_of_one_sample(args[0]) and transforms() == 1:
+            return self._requires_grad(func, *args, **kwargs)
+        if func in _DERIVATIVES:
+            return self._derivatives(func, args, kwargs)
         if func is F.linear:
             return _linear(*args, **kwargs)
         if func is Tensor.view:
@@ -81,6 +95,46 @@ class OneSample(TorchFunctionMode):
         error.by_vmap = True
         raise error
 
+    def _requires_grad(self, func: Any, x: Tensor, *flag: bool, **flags: bool) -> Any:
+        """Asks or says whether a tensor of one sample requires a gradient: autograd knows that of all samples."""
+        with outside_of_vmap():
+            if func in _ASKS:
+                return of_all(x).requires_grad
+            of_all(x).requires_grad_(*flag, **flags)  # the argument may require one already, in a comparison
+        return x
+
+    def _derivatives(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What autograd gives; it knows the tensors of all samples behind the `vmap`, not those of one sample.
+
+        Where these are not all there is, as in a transform of the forward's own, torch goes on, or fails.
+        """
+        if self.hooks is not None:
+            raise refusal(
+                self.module,
+                "it takes derivatives by torch.autograd in a checkpoint, which would run it again for them",
+                "no checkpoint around it",
+                "Leave the checkpoint out, or give it a part of that forward alone, without the derivatives.",
+            )
+        if not any(map(is_of_one_sample, tree_leaves(args))):
+            return func(*args, **kwargs)
+        outputs, inputs = args if func is torch.autograd.grad else ((), ())
+        weights = _weights(outputs, kwargs.get("grad_outputs"))
+        if transforms() == 1 and weights and all(map(is_of_one_sample, (*outputs, *inputs))):
+            is_batched = int(kwargs["is_grads_batched"])
+            whole = [samples_first(torch.zeros_like(y) + w) for y, w in zip(outputs, weights, strict=True)]
+            options = {**kwargs, "grad_outputs": [w.transpose(0, is_batched) for w in whole]}
+            with outside_of_vmap():
+                found = func(list(map(samples_first, outputs)), list(map(of_all, inputs)), **options)
+            return tuple(x if x is None else of_one(x, like, is_batched) for x, like in zip(found, inputs, strict=True))
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            return self._refuse(
+                f"its forward takes derivatives by torch.autograd, and vmap fails in them ({error})",
+                "derivatives of tensors that each sample has for itself",
+                "Take them by torch.autograd.grad, of tensors of the samples and by such tensors.",
+            )
+
     def _refuse_offsets(self) -> None:
         self._refuse(
             "its forward looks up bags by offsets, which tell the samples apart for the whole batch only",
@@ -97,6 +151,13 @@ class OneSample(TorchFunctionMode):
             "Move the parameter into a small module of its own, beside what is written; do without that buffer or "
             "cache in per-sample mode (use_cache=False); or write the per-sample forward with @expands.",
         )
+
+
+def _weights(outputs: Sequence[Tensor], given: Any) -> list[Any]:
+    """What derivatives of some outputs are multiplied by; nothing where that is not said."""
+    weights = [given] if isinstance(given, Tensor) else list(given or [None] * len(outputs))
+    weights = [1.0 if w is None and y.numel() == 1 else w for y, w in zip(outputs, weights, strict=True)]
+    return [] if any(weight is None for weight in weights) else weights
 
 
 def _linear_of_all(batch: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
@@ -134,7 +195,11 @@ def _is_floating_mask(mask: Any) -> bool:
 
 _MAKES = {*functions("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like")}
 _MAKES.update(functions("new_zeros", "new_ones", "new_full", "new_empty"))
+_DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+_ASKS = set(attributes("requires_grad"))
+_REQUIRES = {*_ASKS, Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 _CORRECTED = {Tensor.view, F.embedding, F.embedding_bag, F.linear, F.scaled_dot_product_attention}
+_CORRECTED |= _DERIVATIVES | _REQUIRES
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from expanded_nn.common.batch import has_derivatives
+from expanded_nn.common.modes import uncounted
 from expanded_nn.common.steady import RandomStates, copies, without_traces
 from expanded_nn.layers.general.mapped import tensors_of
 
@@ -42,18 +43,18 @@ class Plain:
             told.needs_hooks = True
             return self(hooks=True)
 
-    @torch.no_grad()
+    @torch.enable_grad()
     def __call__(self, *, hooks: bool, arguments: Any = None, draws: bool = False) -> list[Tensor]:
-        """The tensors that it gives, from these arguments or others.
+        """The tensors that it gives, from these arguments or others. It may take derivatives itself, so it has a graph.
 
         Random states are put back; with `draws` they are not, so that the next forward draws other numbers.
         """
         args, kwargs = copies(self.arguments if arguments is None else arguments)
-        with without_traces(self.module, hooks=hooks):
+        with without_traces(self.module, hooks=hooks), uncounted():
             tensors = tensors_of(self.module._plainly(args, kwargs))
         drawn = not draws and self.states.restore()
         self.is_random = drawn if self.is_random is None else self.is_random
-        return [tensor.detach() for tensor in tensors]  # a parameter that is returned has a history
+        return [tensor.detach() for tensor in tensors]
 
     @torch.enable_grad()
     def with_graph(self, *, hooks: bool) -> tuple[list[Tensor], list[Tensor]]:

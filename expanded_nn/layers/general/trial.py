@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.batch import FOLDED, has_derivatives, unfolded
+from expanded_nn.common.batch import FOLDED, unfolded
 from expanded_nn.common.modes import running_backward, unseen
 from expanded_nn.common.rounding import are_equal, are_near, near
 from expanded_nn.common.steady import WithoutChance, without_traces
@@ -373,7 +373,7 @@ class Trial:
 
     def _size_of_arguments(self) -> float:
         """The largest number in the arguments."""
-        floats = [x for x in tree_leaves(self.plain.arguments) if isinstance(x, Tensor) and has_derivatives(x)]
+        floats = [x.detach() for x in tree_leaves(self.plain.arguments) if is_float(x)]
         sizes = (x.abs().where(x.isfinite(), 0).max() for x in floats if x.numel() and not x.is_meta)
         return max(map(float, sizes), default=1.0)
 
