@@ -13,14 +13,12 @@ from expanded_nn._errors import (
     UnknownNameError,
     complaint,
     refuse_no_bool,
-    refuse_no_positive_number,
     refuse_other_kind,
     shown,
 )
 from expanded_nn.common.modes import no_torch_function
-from expanded_nn.common.traced import assume, is_traced
 from expanded_nn.core import cost
-from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors, damped_inverse, eigenbasis
+from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors, eigenbasis
 from expanded_nn.core.terms import OneHot
 from expanded_nn.factored import FactoredTensor, as_factored, as_real
 from expanded_nn.modules.held import (
@@ -36,6 +34,7 @@ from expanded_nn.modules.held import (
     snapshot,
     squared_norms,
 )
+from expanded_nn.preconditioning import preconditioned
 from expanded_nn.projection import Projection
 from expanded_nn.rows.arguments import (
     refuse_emptiness,
@@ -46,6 +45,7 @@ from expanded_nn.rows.arguments import (
     refuse_other_sizes,
     refuse_other_weights,
     refuse_others,
+    refuse_strange_damping,
     refuse_strange_factors,
     refuse_strange_mask,
 )
@@ -339,7 +339,9 @@ class PerSampleGrads(Mapping[str, Tensor]):
             scale += part.square().sum(0).view_as(scale)
         return EigenFactors(A, G, scale, count + self.batch_size)
 
-    def precondition(self, factors: Mapping[str, KroneckerFactors | EigenFactors], damping: float) -> PerSampleGrads:
+    def precondition(
+        self, factors: Mapping[str, KroneckerFactors | EigenFactors], damping: float | Mapping[str, float]
+    ) -> PerSampleGrads:
         """The rows times the inverse of a damped Kronecker-factored second moment: `(G + d)⁻¹ · row · (A + d)⁻¹`.
 
         `A` and `G` are here those of `factors` divided by their count. `queries.precondition(factors, d).gram(train)`
@@ -351,7 +353,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
         Args:
             factors: As `kronecker()` gives them, of this batch or, added up, of many; or as `ekfac()` does. Parameters
                 without, as biases and embeddings, stay as they are, on another scale: leave them out of a `gram`.
-            damping: The number d that is added, above 0.
+            damping: The number d that is added, above 0; or one for each of these parameters, by name.
 
         Returns:
             The new rows, factored where these are, but dense with factors of `ekfac()`: `norms`, `gram`, `project` work
@@ -361,11 +363,12 @@ class PerSampleGrads(Mapping[str, Tensor]):
             PerSampleError: If `factors` has parameters that have no rows here, other sizes, none added up, inf or NaN.
             ValueError: If `damping` is not above 0.
         """
-        refuse_no_positive_number("PerSampleGrads.precondition", "damping", damping)
         refuse_strange_factors("precondition", self._rows, factors)
+        refuse_strange_damping(damping, factors)
         rows = {name: self._held(name) for name in self._rows}
         for name, second_moment in factors.items():
-            rows[name] = _preconditioned(name, widened(rows[name]), second_moment, damping)
+            own = damping[name] if isinstance(damping, Mapping) else damping
+            rows[name] = preconditioned(name, widened(rows[name]), second_moment, own)
         return PerSampleGrads(rows)
 
     def matvec(self, vectors: Mapping[str, Tensor]) -> Tensor:
@@ -481,36 +484,6 @@ def _matvec(rows: FactoredTensor, vector: Tensor) -> Tensor:
         rows, vector = as_real(rows), torch.view_as_real(vector.to(rows.dtype).resolve_conj())
     wide = widened(rows)
     return wide.matvec(vector.to(wide.dtype)).to(rows.dtype)
-
-
-def _preconditioned(
-    name: str, rows: FactoredTensor, factors: KroneckerFactors | EigenFactors, damping: float
-) -> FactoredTensor:
-    """`(G / count + damping)⁻¹ · row · (A / count + damping)⁻¹` for each row, factored where the rows are."""
-    if isinstance(factors, EigenFactors):
-        A, G, scale = (part.to(rows) for part in factors[:3])
-        divisor = scale / factors.count + damping
-        _refuse_not_definite(name, damping, divisor.gt(0).all())
-        in_eigenbasis = rows.between(G.t(), A).dense().view(rows.shape[0], *divisor.shape)
-        return as_factored((G @ (in_eigenbasis / divisor) @ A.t()).view(rows.shape))
-    inverses = []
-    for total in (factors.G, factors.A):
-        inverse, is_definite = damped_inverse(total, factors.count, damping)
-        _refuse_not_definite(name, damping, is_definite)
-        inverses.append(inverse.to(device=rows.device, dtype=rows.dtype))
-    return rows.between(*inverses)
-
-
-def _refuse_not_definite(name: str, damping: float, is_definite: Tensor) -> None:
-    if is_traced():
-        assume(is_definite, "call after call its Kronecker factors are not positive definite")
-    elif not is_definite:
-        raise complaint(
-            "PerSampleGrads.precondition",
-            f"the factors of {name!r} with damping {damping} are not positive definite",
-            "sums of a aᵀ and g gᵀ of finite numbers",
-            "Take the factors of kronecker(), without inf or NaN, and a larger damping.",
-        )
 
 
 def _variance(rows: FactoredTensor, correction: float) -> Tensor:

@@ -1763,6 +1763,11 @@ def preconditioned(rows: Tensor, A: Tensor, count: int = 1, damping: float = 1.0
     enn.PerSampleGrads({"a": rows}).precondition({name: factors}, damping)
 
 
+@refused(r"PerSampleGrads\.precondition: damping has no number for 'a'; wanted one for each .*or give one for all\.")
+def preconditioning_without_damping_of_a_parameter() -> None:
+    preconditioned(torch.ones(3, 2, 2), torch.eye(2), damping={"b": 1.0})  # type: ignore[arg-type]
+
+
 @refused(r"PerSampleGrads\.precondition: damping is 0\.0; wanted a number above 0\.", ValueError)
 def preconditioning_without_damping() -> None:
     preconditioned(torch.ones(3, 2, 2), torch.eye(2), damping=0.0)

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -750,6 +751,35 @@ def test_preconditioned_rows_stay_factored() -> None:
         assert actual[name].shape == grads[name].shape
         assert not actual[name].is_dense
         assert actual[name].held_numel() < actual[name].numel()
+
+
+def test_inverses_are_kept_and_follow_the_factors() -> None:
+    """Another damping, more batches, and a change in place, as by a sum over processes."""
+    model = enn.convert(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3))).per_sample(keep_factors=True)
+    backward(model, torch.randn(BATCH, 8))
+    grads = enn.per_sample_grads(model)
+    factors = grads.kronecker()
+
+    def changes(damping: Any) -> Tensor:
+        """The rows with these factors, which are those with fresh copies of them."""
+        actual = grads.precondition(factors, damping)["0.weight"].dense()
+        fresh = {name: enn.KroneckerFactors(A.clone(), G.clone(), count) for name, (A, G, count) in factors.items()}
+        torch.testing.assert_close(actual, grads.precondition(fresh, damping)["0.weight"].dense())
+        return actual
+
+    first = changes(0.1)
+    kept = factors["0.weight"].inverses
+    assert torch.equal(first, changes(0.1))
+    assert factors["0.weight"].inverses is kept
+    assert not torch.equal(first, changes({"0.weight": 0.2, "1.weight": 0.1, "other": -1}))
+    grads.kronecker(factors)
+    again = changes(0.1)
+    factors["0.weight"].A.mul_(2)
+    assert not torch.equal(again, changes(0.1))
+    with pytest.raises(enn.PerSampleError, match=r"damping has no number for '1\.weight'; wanted one for each"):
+        grads.precondition(factors, {"0.weight": 0.2})
+    with pytest.raises(ValueError, match=r"damping\['1\.weight'\] is 0; wanted a number above 0"):
+        grads.precondition(factors, {"0.weight": 0.2, "1.weight": 0})
 
 
 def test_bad_factors_and_damping() -> None:

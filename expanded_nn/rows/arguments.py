@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expanded_nn._errors import complaint, refuse_other_kind, shown
+from expanded_nn._errors import complaint, refuse_no_positive_number, refuse_other_kind, shown
 from expanded_nn.common.traced import assume
 from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors
 from expanded_nn.core.terms import sides
@@ -48,7 +48,8 @@ def refuse_others(method: str, rows: Mapping[str, Tensor], other: Mapping[str, T
             f"PerSampleGrads.{method}",
             f"the names {sorted(map(str, set(other) ^ set(rows)))} are in one of the two only",
             "one entry for each parameter that has per-sample gradients",
-            "Give both the same names.",
+            "Leave out what only one loss reaches: PerSampleGrads({name: grads[name] for name in names}), with the "
+            "names in both.",
         )
     for name, parameter_rows in rows.items():
         shape = other[name].shape
@@ -126,6 +127,19 @@ def refuse_strange_mask(mask: Any, weights: Mapping[str, Any]) -> None:
             f"bools (B, T), with T the number of positions of a layer: {' or '.join(sorted({*map(str, shapes)}))}",
             "Give it True where a position counts, and False where it is padding.",
         )
+
+
+def refuse_strange_damping(damping: Any, factors: Mapping[str, Any]) -> None:
+    """Raises if it is neither a number above 0 nor one for each parameter that has factors."""
+    who = "PerSampleGrads.precondition"
+    if not isinstance(damping, Mapping):
+        refuse_no_positive_number(who, "damping", damping)
+        return
+    for name in factors:
+        if name not in damping:
+            problem = f"damping has no number for {name!r}"
+            raise complaint(who, problem, "one for each parameter that has factors", "Add it, or give one for all.")
+        refuse_no_positive_number(who, f"damping[{name!r}]", damping[name])
 
 
 def refuse_other_sizes(method: str, name: str, rows: Tensor, factors: KroneckerFactors | EigenFactors) -> None:
