@@ -1334,6 +1334,40 @@ class Slope(nn.Module):
         return torch.autograd.grad((x * self.weight).sin().sum(), x, create_graph=True)[0]
 
 
+class ByHand(torch.autograd.Function):
+    """A checkpoint: what a layer gives is computed again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x, weight)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            y = ctx.layer(x.detach())
+        return None, None, *torch.autograd.grad(y, weight, g, allow_unused=True)
+
+
+class CheckpointedByHand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ByHand.apply(self.layer, x, self.layer.weight)
+
+
+@refused(r"layer \(Linear\): an autograd Function computes it again in the backward.*use_reentrant=False")
+def a_checkpoint_by_hand_whose_samples_went_in_a_loop() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", enn.PerSampleWarning)
+        out = on(CheckpointedByHand(), escalate=True)(torch.randn(SAMPLES, 4))
+    out.sum().backward()
+
+
 @refused(r"Slope\): it takes derivatives by torch\.autograd in a checkpoint.*Leave the checkpoint out")
 def a_derivative_in_a_checkpoint() -> None:
     checkpoint(on(Slope()), torch.randn(SAMPLES, 4, requires_grad=True), use_reentrant=False)

@@ -25,7 +25,8 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
     not done and how many samples the arguments hold.
 
     Raises:
-        PerSampleError: If no pass fits, or several do; if hooks of another library run the layer again.
+        PerSampleError: If no pass fits, or several do; if hooks of another library, or a Function of the user's within
+            what goes in a loop, run the layer again.
     """
     if in_transform():
         raise complaint(
@@ -35,6 +36,14 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
             "one library that makes per-sample gradients",
             'Wrap the model without hooks, PrivacyEngine().make_private(..., grad_sample_mode="no_op"), or switch '
             "per_sample(False).",
+        )
+    if any(_went_in_a_loop(other) and module in [*other.modules()][1:] for other in recorder.modules()):
+        raise complaint(
+            recorder.name_of(module),
+            "an autograd Function computes it again in the backward, as a checkpoint written by hand does, and the "
+            "samples have gone through a module around it one after the other",
+            "a checkpoint of torch's",
+            "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
         )
     recorder.backward.enter(delivers=False)
     candidates = _passes_at_running_node(recorder)
@@ -52,6 +61,11 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
         "one forward that it belongs to",
         "Call backward for each forward before the next one, or give the checkpoint use_reentrant=False.",
     )
+
+
+def _went_in_a_loop(module: Any) -> bool:
+    learned = getattr(module, "_learned", None)
+    return learned is not None and learned.loops
 
 
 def _passes_at_running_node(recorder: RecorderLike) -> list[Pass]:
