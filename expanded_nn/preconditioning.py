@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -10,6 +11,9 @@ from expanded_nn._errors import complaint
 from expanded_nn.common.traced import assume, is_traced
 from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors, damped_inverse
 from expanded_nn.factored import FactoredTensor, as_factored
+
+# the inverses that were computed last, and what they depend on; no attribute, as they are no part of the factors
+_KEPT: WeakKeyDictionary[KroneckerFactors, tuple[Any, list[Tensor]]] = WeakKeyDictionary()
 
 
 def preconditioned(
@@ -33,9 +37,10 @@ def _inverses(name: str, factors: KroneckerFactors, damping: float) -> list[Tens
         return [_inverse(name, total, count, damping) for total in totals]
     # the caller may change them in place, as by a sum over processes
     key = damping, count, *(total._version for total in totals)
-    if factors.inverses is None or factors.inverses[0] != key:
-        factors.inverses = key, [_inverse(name, total, count, damping) for total in totals]
-    return factors.inverses[1]
+    kept = _KEPT.get(factors)
+    if kept is None or kept[0] != key:
+        kept = _KEPT[factors] = key, [_inverse(name, total, count, damping) for total in totals]
+    return kept[1]
 
 
 def _inverse(name: str, total: Tensor, count: int, damping: float) -> Tensor:

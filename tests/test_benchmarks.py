@@ -235,7 +235,7 @@ def test_verdicts_of_the_zoos(model: Any, verdict: str, monkeypatch: pytest.Monk
 def test_page_of_the_zoos() -> None:
     rows = [
         {"zoo": "timm", "name": "a", "verdict": "right", "escalated": ["b.c (D): runs sample by sample"]}
-        | {"ratio": 2.0, "plain ms": 30.4},
+        | {"ratio": 2.0, "plain ms": 30.4, "wide": {"ratio": 1.2, "plain ms": 200.0}},
         {"zoo": "timm", "name": "h", "verdict": "right", "escalated": [], "ratio": 3.0, "plain ms": 2.0},
         {"zoo": "timm", "name": "e", "verdict": "refused", "why": "f: vmap cannot follow | it"},
         {"zoo": "timm", "name": "g", "verdict": "unfit", "why": "too large"},
@@ -243,6 +243,6 @@ def test_page_of_the_zoos() -> None:
     page = zoos.page(rows)
     assert "| timm | 3 | 2 | 1 | 1 | 0 | 0 | 2.50 | 3.00 | 1 | 2.00 | 2.00 |" in page
     assert "- vmap cannot follow: 1" in page
-    assert "| a | right | 30 | 2.0 | `b.c (D)` |" in page
-    assert "| e | refused |  |  | `f: vmap cannot follow / it` |" in page
+    assert "| a | right | 30 | 2.00 | 200 | 1.20 | `b.c (D)` |" in page
+    assert "| e | refused |  |  |  |  | `f: vmap cannot follow / it` |" in page
     assert "| g |" not in page

@@ -249,7 +249,7 @@ def copies(arguments: Any) -> Any:
 def _copied_argument(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         copied = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        copied = copied if leaf.is_leaf else copied.view_as(copied)  # which may be changed in place, as it may
+        copied = copied if leaf.is_leaf else copied.clone()  # which may be changed in place, as it may
         return marked_like(leaf, copied)
     if not hasattr(leaf, "__dict__") or isinstance(leaf, nn.Module | type | FunctionType | MutableMapping):
         return _copied(leaf)

@@ -68,7 +68,6 @@ class KroneckerFactors(Sequence[Any]):
         A: The sum of `a aᵀ` over samples and positions, with `a` the layer's input: `(in, in)`.
         G: The sum of `g gᵀ`, with `g` the gradient of the layer's output: `(out, out)`.
         count: How many were added: samples times positions.
-        inverses: Those of `G` and `A` that `precondition` has computed last, and what they depend on.
 
     Example:
         >>> import torch, expanded_nn as enn
@@ -82,7 +81,6 @@ class KroneckerFactors(Sequence[Any]):
     def __init__(self, A: Tensor, G: Tensor, count: int) -> None:
         self._inputs, self._outputs = SecondMoment(A), SecondMoment(G)
         self.count: int = count  # type: ignore[assignment]  # a sequence has a method of that name
-        self.inverses: tuple[Any, list[Tensor]] | None = None
 
     @property
     def A(self) -> Tensor:
