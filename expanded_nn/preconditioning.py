@@ -36,7 +36,7 @@ def _inverses(name: str, factors: KroneckerFactors, damping: float) -> list[Tens
     if is_traced() or isinstance(count, Tensor) or totals[0].is_inference():
         return [_inverse(name, total, count, damping) for total in totals]
     # the caller may change them in place, as by a sum over processes
-    key = damping, count, *(total._version for total in totals)
+    key = float(damping), count, *(total._version for total in totals)
     kept = _KEPT.get(factors)
     if kept is None or kept[0] != key:
         kept = _KEPT[factors] = key, [_inverse(name, total, count, damping) for total in totals]

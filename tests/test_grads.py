@@ -773,6 +773,10 @@ def test_inverses_are_kept_and_follow_the_factors() -> None:
     assert torch.equal(first, changes(0.1))
     assert preconditioning._KEPT[factors["0.weight"]] is kept
     assert not torch.equal(first, changes({"0.weight": 0.2, "1.weight": 0.1, "other": -1}))
+    damping = torch.tensor(0.1)
+    before = changes(damping)
+    damping.mul_(2)
+    assert not torch.equal(before, changes(damping))
     grads.kronecker(factors)
     again = changes(0.1)
     factors["0.weight"].A.mul_(2)

@@ -37,7 +37,8 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
             'Wrap the model without hooks, PrivacyEngine().make_private(..., grad_sample_mode="no_op"), or switch '
             "per_sample(False).",
         )
-    if any(_went_in_a_loop(other) and module in [*other.modules()][1:] for other in recorder.modules()):
+    looped = filter(went_in_a_loop, recorder.modules()) if recorder.escalation.has_loops else ()
+    if any(module in [*other.modules()][1:] for other in looped):
         raise complaint(
             recorder.name_of(module),
             "an autograd Function computes it again in the backward, as a checkpoint written by hand does, and the "
@@ -63,7 +64,8 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
     )
 
 
-def _went_in_a_loop(module: Any) -> bool:
+def went_in_a_loop(module: Any) -> bool:
+    """Whether a forward has learned that the samples have to go through it one after the other."""
     learned = getattr(module, "_learned", None)
     return learned is not None and learned.loops
 

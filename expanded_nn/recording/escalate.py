@@ -50,6 +50,7 @@ class Escalation:
         gives_copies: The operations that were seen to do the same with all copies of a shared result as with one alone
             (`shared_results.py`), by shapes and arguments; and where the samples stand in each of their results.
         tables: What the model has had beside its buffers from the start.
+        has_loops: Whether the samples may go through a module one after the other, as was learned.
         has_met: Whether a comparison of halves has found samples that depend on each other.
     """
 
@@ -59,7 +60,7 @@ class Escalation:
         self.proven: set[Any] = set()
         self.gives_copies: dict[Any, list[Any]] = {}
         self.tables: list[Table] = []
-        self.has_met = False
+        self.has_loops = self.has_met = False
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the module that was called."""
@@ -223,6 +224,7 @@ class _Attempts:
             return False
         self.before.setdefault(module, learned)
         module._learn(Learned(sentence(str(self.refused)), kind, loops))
+        self.escalation.has_loops |= loops
         self.escalation.on_trial = module
         return True
 

@@ -16,7 +16,7 @@ from expanded_nn._errors import complaint, named
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.traced import is_traced, note_recorder
 from expanded_nn.recording.backward import Backward, in_transform, keeps_graph, running_backward, running_node
-from expanded_nn.recording.checkpoints import noted_pass, pass_of_recomputation
+from expanded_nn.recording.checkpoints import noted_pass, pass_of_recomputation, went_in_a_loop
 from expanded_nn.recording.constants import tables_of
 from expanded_nn.recording.escalate import Escalation
 from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recompute, leaves_of
@@ -85,6 +85,7 @@ class Recorder:
         self.roots = [weakref.ref(root) for root in (*others, module)]
         self.watch_all()
         self.escalation.tables = tables_of(self.modules())
+        self.escalation.has_loops = any(map(went_in_a_loop, self.modules()))  # as a copy remembers
         for member, name, parameter in self._parameters():
             self._leaf(parameter, member, name).is_member = True
 

@@ -159,8 +159,8 @@ class General(Expanded):
         # another value may lead the forward another way, or tell that rows are another sample's: compared at each call
         by_values = self.goes_in_a_loop() or FOLDED in call.dims or call.kind in self._told.failed
         known = self._told.compared
-        is_known = call.kind in known and not by_values and not self._told.lacks_derivatives(call)
-        is_known = is_known and not known[call.kind].reduces
+        is_known = call.kind in known and not (by_values or known[call.kind].reduces)
+        is_known = is_known and not self._told.lacks_derivatives(call)
         if by_values:
             how = "with several rows of each in an argument" if FOLDED in call.dims else "alone, as samples have met"
             how = "one by one, in a loop" if self.goes_in_a_loop() else how

@@ -168,7 +168,9 @@ class _OneAlone:
 
     def agrees(self, result: Any) -> bool:
         """Whether it gives the same in the result for all; also where random numbers leave nothing to compare."""
-        return self.given is None or _are_near(self._kept(self.given), self._part(tensors_of(result)))
+        if self.given is None:
+            return True
+        return _are_near([x for x, _ in self._with_samples(self.given)], self._part(tensors_of(result)))
 
     def depends_on_others(self, result: Any) -> bool:
         """Whether that is another one where all other samples are zero, or nothing can tell.
@@ -191,14 +193,12 @@ class _OneAlone:
         return None if plain.is_random else tensors
 
     def _part(self, tensors: list[Tensor]) -> list[Tensor]:
-        dims = [dim for dim in self.module._told.compared[self.call.kind].dims if dim not in (MEAN, SUM)]
-        pairs = zip(self._kept(tensors), dims, strict=True)
-        return [of_sample(x.detach(), dim, self.number, self.call.batch) for x, dim in pairs]
+        return [of_sample(x.detach(), dim, self.number, self.call.batch) for x, dim in self._with_samples(tensors)]
 
-    def _kept(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Those in which samples stand; a mean or a sum over the samples is left out."""
+    def _with_samples(self, tensors: list[Tensor]) -> list[tuple[Tensor, int]]:
+        """Those in which samples stand, and where; a mean or a sum over the samples is left out."""
         dims = self.module._told.compared[self.call.kind].dims
-        return [x for x, dim in zip(tensors, dims, strict=True) if dim not in (MEAN, SUM)]
+        return [(x, dim) for x, dim in zip(tensors, dims, strict=True) if dim not in (MEAN, SUM)]
 
     def _with_one(self, leaf: Tensor, dim: int) -> Tensor:
         """A tensor of all samples in which all but this one are zero."""
