@@ -23,6 +23,7 @@ from expanded_nn.layers.general.derived import Derived
 from expanded_nn.layers.general.folded import parts_of
 from expanded_nn.layers.general.mapped import flatten
 from expanded_nn.layers.general.mixing import JOINS, READS, along, is_of_a_layer, may_join
+from expanded_nn.layers.general.own_functions import STAND_INS, functions_looked_at
 from expanded_nn.layers.general.owners import Arrangement, Owners
 from expanded_nn.layers.general.writes import Writes
 from expanded_nn.recording.callers import is_in_reentrant_checkpoint
@@ -317,6 +318,9 @@ class Batched(Tensor):
         raise NotInTable(func)
 
 
+STAND_INS.add(Batched)
+
+
 def by_vmap(func: Any, args: Any, kwargs: Any) -> Any:
     """An operation that is not in the table: under `vmap` over the samples' values and rows.
 
@@ -341,7 +345,8 @@ def by_vmap(func: Any, args: Any, kwargs: Any) -> Any:
 
     def results(*values: Tensor) -> list[Tensor]:
         nonlocal of_results
-        found, of_results = tree_flatten(torch.vmap(of_one)(*values))
+        with functions_looked_at():
+            found, of_results = tree_flatten(torch.vmap(of_one)(*values))
         return found
 
     operands = [leaf for leaf, is_mapped in zip(leaves, are_mapped, strict=True) if is_mapped]

@@ -29,6 +29,7 @@ from expanded_nn.common.modes import checkpoint_hooks, of_all
 from expanded_nn.common.steady import OURS, RandomStates, Traces
 from expanded_nn.common.traced import FirstEager, OnlyEager
 from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
+from expanded_nn.layers.general.own_functions import functions_looked_at
 from expanded_nn.modules.base import PerSampleModule
 from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.graph import graph_of
@@ -228,7 +229,8 @@ class Mapper:
     def _by_vmap(self, one_sample: Callable[..., list[Tensor]], leaves: list[Any]) -> list[Tensor]:
         inputs = self.call.by_sample(leaves)
         over_samples = torch.vmap(one_sample, in_dims=(0, [dim for _, dim in inputs]), randomness="different")
-        return over_samples(self.expanded, [leaf for leaf, _ in inputs])
+        with functions_looked_at():
+            return over_samples(self.expanded, [leaf for leaf, _ in inputs])
 
     def _one_by_one(self, one_sample: Callable[..., list[Tensor]], leaves: list[Any]) -> list[Tensor]:
         """What `vmap` does, for one sample after the other."""

@@ -322,10 +322,10 @@ class Trial:
             alone = {id(p): p.detach().requires_grad_(id(p) in places) for p in originals.values()}
         with swapped({place: alone[id(parameter)] for place, parameter in originals.items()}):
             plain, own_inputs = self.plain.with_graph(hooks=hooks)
-        given = derivatives(
-            [once_per_sample(x, dim, self.batch) for x, dim in zip(plain, dims, strict=False)],
-            [*map(alone.__getitem__, compared), *own_inputs],
-        )
+            given = derivatives(  # here, as a Function of the user's may run a part of the forward again for them
+                [once_per_sample(x, dim, self.batch) for x, dim in zip(plain, dims, strict=False)],
+                [*map(alone.__getitem__, compared), *own_inputs],
+            )
         if wanted is None or given is None:
             return True  # nothing to tell by: the backward fails, as the user's will
         rows, of_inputs = [wanted[place] for place in compared.values()], wanted[len(trained) :]

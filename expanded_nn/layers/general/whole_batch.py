@@ -19,6 +19,7 @@ from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.core import cost
 from expanded_nn.layers.general.gradients import Verdict
 from expanded_nn.layers.general.mapped import MEAN, NOT_OF_THE_FORWARD, SUM, Called, of_sample, tensors_of
+from expanded_nn.layers.general.own_functions import functions_looked_at
 from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.plain import Plain
 from expanded_nn.layers.general.trial import NO_WAYS, Trial, Way, Ways
@@ -122,7 +123,7 @@ class WholeBatch:
                 args, kwargs = owners.begin((args, kwargs), dims)
             with swapped(weights), nullcontext() if owners is None else recorder.in_general_rule({}):
                 weights.clear()
-                with run:
+                with run, functions_looked_at():
                     result = module._plain_forward(*args, **kwargs)
                 result = run.returned(result)
             if owners is not None and FOLDED in dims:

@@ -1,0 +1,244 @@
+"""Autograd Functions of the user's in modules with parameters of their own; `vmap` cannot follow most of them."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import Function
+from torch.utils.checkpoint import checkpoint
+
+import expanded_nn as enn
+from oracle import Call, assert_close, assert_close_rows, gradient_penalty, loop, rows_of, total_loss
+
+B, T, D = 3, 5, 4
+
+
+def values(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Sign(Function):
+    """Lets gradients straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Scaled(Function):
+    """Signs of a scale of their own; the backward looks at the whole gradient, so that rows must not meet in it."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return w.sign() * w.abs().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad - grad.mean()
+
+
+class Linear(Function):
+    """Of torch's tutorial."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        y = x @ weight.t()
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        of_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2), of_bias
+
+
+class Product(Function):
+    """In the new way, but without a rule for `vmap`."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return x * w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).flatten(0, -2).sum(0)
+
+
+class WithPlaces(Function):
+    """Returns a tensor, an index and a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Any:
+        ctx.save_for_backward(x, w)
+        places = (x * w).argmax(-1)
+        ctx.mark_non_differentiable(places)
+        return x * w, places, 3.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).flatten(0, -2).sum(0)
+
+
+class Doubled(Function):
+    """In place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+class Own(nn.Module):
+    def __init__(self, use: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.w, self.b, self.v = (
+            nn.Parameter(values(*shape, seed=n)) for n, shape in enumerate([(6, D), (6,), (D,)], 5)
+        )
+        self.out, self.use = nn.Linear(6, 2).double(), use
+        self.register_buffer("table", values(6, D, seed=9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        every = self.w.sum() + self.b.sum() + self.v.sum()  # so that all have rows
+        return every * self.out(self.use(self, x))  # type: ignore[no-any-return]
+
+
+def with_places(m: Any, x: Tensor) -> Tensor:
+    product, places, number = WithPlaces.apply(x, m.v)
+    return F.linear(product * number, m.w, m.b) + places.unsqueeze(-1)
+
+
+USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "of a weight": lambda m, x: F.linear(x, Sign.apply(m.w), m.b),
+    "of a weight, by its mean": lambda m, x: F.linear(x, Scaled.apply(m.w), m.b),
+    "of what is computed from a weight": lambda m, x: F.linear(x, Scaled.apply(m.w[:, :D] * m.v), m.b),
+    "of the samples": lambda m, x: Sign.apply(F.linear(x, m.w, m.b)),
+    "of both": lambda m, x: Linear.apply(x, m.w, m.b),
+    "with None": lambda m, x: Linear.apply(x, m.w, None) + m.b,
+    "of a buffer": lambda m, x: F.linear(x, Sign.apply(m.table) * m.w, m.b),
+    "with a context of its own": lambda m, x: F.linear(Product.apply(x, m.v), m.w, m.b),
+    "with several results": with_places,
+    "in place": lambda m, x: F.linear(Doubled.apply(x * m.v), m.w, m.b),
+    "two in a row": lambda m, x: F.linear(Sign.apply(Product.apply(x, m.v)), Sign.apply(m.w), m.b),
+    "in a checkpoint": lambda m, x: checkpoint(lambda x: F.linear(x, Sign.apply(m.w), m.b), x, use_reentrant=False),
+}
+WHERE_SAMPLES_ARE = pytest.mark.parametrize("shape", [(B, D), (B, T, D), (1, D), (D, D), (0, D)], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _no_loop() -> Any:
+    """No sample goes through the whole module alone: that is warned of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", enn.PerSampleWarning)
+        yield
+
+
+@WHERE_SAMPLES_ARE
+@pytest.mark.parametrize("name", USES)
+def test_rows(name: str, shape: tuple[int, ...]) -> None:
+    if name in ("in place", "in a checkpoint"):
+        warnings.simplefilter("ignore", enn.PerSampleWarning)  # these may go in a loop
+    module, call = Own(USES[name]), Call((values(*shape),))
+    expected = loop(module, call, shape[0])
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for _ in range(3):
+        model.zero_grad()
+        assert_close(call.on(model), call.on(module).detach())
+        total_loss(model, call).backward()
+        assert_close_rows(rows_of(model), expected)
+
+
+@pytest.mark.parametrize("name", ["of both", "with a context of its own", "two in a row"])
+def test_second_derivatives(name: str) -> None:
+    module, call = Own(USES[name]), Call((values(B, T, D),))
+    expected = loop(module, call, B, objective=gradient_penalty)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for _ in range(2):
+        model.zero_grad()
+        gradient_penalty(model, call).backward()
+        assert_close_rows(rows_of(model), expected)
+
+
+def test_batches_of_other_sizes() -> None:
+    module = Own(USES["of both"])
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for size in (4, 1, 7, 0, 4):
+        call = Call((values(size, T, D),))
+        model.zero_grad()
+        total_loss(model, call).backward()
+        assert_close_rows(rows_of(model), loop(module, call, size))
+
+
+def test_compiled_step() -> None:
+    """It runs eagerly, and says so: a graph would hold one Function per sample."""
+    module, call = Own(USES["of both"]), Call((values(B, T, D),))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor) -> None:
+        model.zero_grad()
+        total_loss(model, Call((x,))).backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", enn.PerSampleWarning)
+        step(*call.args)
+    with pytest.warns(enn.PerSampleWarning, match="the autograd Function Linear one by one"):
+        step(*call.args)
+    assert_close_rows(rows_of(model), loop(module, call, B))
+
+
+class Again(Function):
+    """A checkpoint of the user's own, which runs a part of the forward again in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Callable[[Tensor], Tensor], x: Tensor, w: Tensor) -> Tensor:
+        ctx.part = part
+        ctx.save_for_backward(x, w)
+        with torch.no_grad():
+            return part(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.part(x)
+        return None, *torch.autograd.grad(y, [x, w], grad, allow_unused=True)
+
+
+def test_a_part_of_the_forward_that_runs_again() -> None:
+    """Its derivative by the parameter comes from the parameter itself, which none of the samples has."""
+    warnings.simplefilter("ignore", enn.PerSampleWarning)
+    model = enn.convert(Own(lambda m, x: F.linear(Again.apply(lambda x: x * m.v, x, m.v), m.w, m.b))).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"Own: .*setup_context"):
+        model(values(B, D)).sum().backward()
+
+
+def test_others_are_left_alone() -> None:
+    """Functions outside of per-sample forwards are what torch makes of them."""
+    call = Call((values(B, D),))
+    total_loss(enn.convert(Own(USES["of both"])).per_sample(), call).backward()
+    x = values(B, D).requires_grad_()
+    Sign.apply(x).sum().backward()
+    assert_close(x.grad, torch.ones_like(x))
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.vmap(Sign.apply)(x)
