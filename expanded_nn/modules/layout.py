@@ -163,7 +163,7 @@ def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleE
         guess = f"If the samples stand in dimension {1 - dim}, give the layer, or per_sample, batch_first={dim == 1}. "
         guess = second + guess
     elif rows < batch:
-        guess = "Where only some samples take this way, run it for all of them and choose by torch.where. "
+        guess = "Where only some samples take this way, run it for all and choose from its result, layer(x)[chosen]. "
     forward, is_folded = forward_of(layer), batch > 0 and rows % batch == 0
     told = None if layer._recorder is None else layer._recorder.settings.batch_size
     settings, said = "batch_size=..., batch_first=...", f" B = {batch} comes from the first tensor of the call."
