@@ -172,8 +172,30 @@ def _refuse_no_samples(module: Any, call: Called) -> None:
         folded = next((x for x in call.inputs if holds_all_samples(module, x)), None)
         if folded is not None:
             raise all_in_one_row(module, folded, "an argument")
+    _refuse_reduced(module, call)
     first = next((x for x in call.inputs if not is_shared_by_all(x)), None)
     if first is not None and has_derivatives(first):
         dim = next(dim for leaf, dim in zip(call.leaves, call.dims, strict=True) if leaf is first)
         if dim != FOLDED:
             module.checked(first, 0, dim=module._dim_of(first) if dim is None else dim, argument="the first tensor")
+
+
+def _refuse_reduced(module: Any, call: Called) -> None:
+    """Raises for a number that was computed from all samples, as their mean loss; and for more, if nothing else has B.
+
+    The parameters would get the gradient of the batch in each row.
+    """
+    order = None if module._recorder is None else module._recorder.order
+    copies = {} if order is None else order.copies.known  # of what all samples share
+    is_shared = call.dims.count(None) == len(call.dims)
+    for x in call.leaves if call.batch > 1 else ():
+        if not isinstance(x, Tensor) or not x.requires_grad or (x.dim() and not is_shared) or id(x) in copies:
+            continue
+        if comes_from_rows(x):
+            raise refusal(
+                module,
+                f"an argument of shape {tuple(x.shape)} was computed from {call.batch} rows, as a mean over the samples",
+                "one row per sample",
+                'Give it what each sample has, as by cross_entropy(..., reduction="none"), and take the mean of what '
+                "it returns.",
+            )
