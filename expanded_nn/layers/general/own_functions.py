@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import local
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -33,23 +33,33 @@ class _Forwards(local):
 
 
 _FORWARDS = _Forwards()
-_torchs_apply: Any = Function.apply.__func__  # type: ignore[attr-defined]
+_applied = Function.apply.__func__  # type: ignore[attr-defined]
+_torchs_apply: Any = FunctionType(_applied.__code__, _applied.__globals__, "apply", closure=_applied.__closure__)
 
 
 @contextmanager
 def functions_looked_at() -> Iterator[None]:
     """Lets each sample go alone through Functions that `vmap` cannot follow.
 
-    torch calls nothing where a Function is applied. So `Function.apply` is replaced, when this is first called and for
-    good; outside of this context it does what it did.
+    torch calls nothing where a Function is applied. So `Function.apply` gets other code, when this is first called and
+    for good; outside of this context it does what it did. It stays the same object: many bind it when they are
+    imported, `sign = Sign.apply`, and `torch.compile` knows such names by comparing them with it.
     """
-    if Function.apply.__func__ is _torchs_apply:  # type: ignore[attr-defined]
-        Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
+    if _applied.__code__ is _torchs_apply.__code__:
+        Function._apply_of_expanded_nn = staticmethod(_apply)  # type: ignore[attr-defined]
+        _applied.__code__ = _OtherCode.apply.__code__
     _FORWARDS.running += 1
     try:
         yield
     finally:
         _FORWARDS.running -= 1
+
+
+class _OtherCode:
+    """What `Function.apply` does instead, among torch's own names: `__class__` is `Function` there."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return __class__._apply_of_expanded_nn(cls, *args, **kwargs)  # type: ignore[name-defined]
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
