@@ -23,7 +23,7 @@ from expanded_nn.layers.general.derived import Derived
 from expanded_nn.layers.general.folded import parts_of
 from expanded_nn.layers.general.mapped import flatten
 from expanded_nn.layers.general.mixing import JOINS, READS, along, is_of_a_layer, may_join
-from expanded_nn.layers.general.own_functions import STAND_INS, functions_looked_at
+from expanded_nn.layers.general.own_functions import STAND_INS, functions_looked_at, is_apply
 from expanded_nn.layers.general.owners import Arrangement, Owners
 from expanded_nn.layers.general.writes import Writes
 from expanded_nn.recording.callers import is_in_reentrant_checkpoint
@@ -345,6 +345,8 @@ def by_vmap(func: Any, args: Any, kwargs: Any) -> Any:
 
     def results(*values: Tensor) -> list[Tensor]:
         nonlocal of_results
+        if is_apply(func):  # it may change in place what it is given, and one value may be the parameter itself
+            values = tuple(value.clone() if len(value) == 1 else value for value in values)
         with functions_looked_at():
             found, of_results = tree_flatten(torch.vmap(of_one)(*values))
         return found

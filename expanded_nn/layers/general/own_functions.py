@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import local
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
-from torch.overrides import handle_torch_function
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode, handle_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from expanded_nn.common.modes import is_batched, outside_of_vmap, transforms
+from expanded_nn.common.modes import function_modes, is_batched, outside_of_vmap, transforms
 from expanded_nn.common.traced import refuse_values
 from expanded_nn.recording.lift import OfAllSamples, with_tensors
 
@@ -32,18 +33,21 @@ class _Forwards(local):
 
 
 _FORWARDS = _Forwards()
-_torchs_apply: Any = Function.apply.__func__  # type: ignore[attr-defined]
+_applied = Function.apply.__func__  # type: ignore[attr-defined]
+_torchs_apply: Any = FunctionType(_applied.__code__, _applied.__globals__, "apply", closure=_applied.__closure__)
 
 
 @contextmanager
 def functions_looked_at() -> Iterator[None]:
     """Lets each sample go alone through Functions that `vmap` cannot follow.
 
-    torch calls nothing where a Function is applied. So `Function.apply` is replaced, when this is first called and for
-    good; outside of this context it does what it did.
+    torch calls nothing where a Function is applied. So `Function.apply` gets other code, when this is first called and
+    for good; outside of this context it does what it did. It stays the same object: many bind it when they are
+    imported, `sign = Sign.apply`, and `torch.compile` knows such names by comparing them with it.
     """
-    if Function.apply.__func__ is _torchs_apply:  # type: ignore[attr-defined]
-        Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
+    if _applied.__code__ is _torchs_apply.__code__:
+        Function._apply_of_expanded_nn = staticmethod(_apply)  # type: ignore[attr-defined]
+        _applied.__code__ = _OtherCode.apply.__code__
     _FORWARDS.running += 1
     try:
         yield
@@ -51,16 +55,29 @@ def functions_looked_at() -> Iterator[None]:
         _FORWARDS.running -= 1
 
 
+class _OtherCode:
+    """What `Function.apply` does instead, among torch's own names: `__class__` is `Function` there."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return __class__._apply_of_expanded_nn(cls, *args, **kwargs)  # type: ignore[name-defined]
+
+
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """`Function.apply`."""
-    if _FORWARDS.running and not issubclass(cls, OfAllSamples):
-        stand_ins = [arg for arg in args if type(arg) in STAND_INS]
-        if stand_ins:
-            return handle_torch_function(cls.apply, stand_ins, *args, **kwargs)
-        # one that is given a module or a function runs a part of the forward, in whose modules tensors are mapped
-        if transforms() == 1 and not _is_followed(cls) and not any(map(callable, tree_leaves((args, kwargs)))):
-            return _sample_by_sample(cls, args, kwargs)
+    if not _FORWARDS.running or issubclass(cls, OfAllSamples):
+        return _torchs_apply(cls, *args, **kwargs)
+    stand_ins = [arg for arg in args if type(arg) in STAND_INS]
+    if stand_ins:  # not `cls.apply`, which may be the user's own and have been called already
+        return handle_torch_function(MethodType(_apply, cls), stand_ins, *args, **kwargs)
+    # one that is given a module or a function runs a part of the forward, in whose modules tensors are mapped
+    if transforms() == 1 and not _is_followed(cls) and not any(map(callable, tree_leaves((args, kwargs)))):
+        return _sample_by_sample(cls, args, kwargs)
     return _torchs_apply(cls, *args, **kwargs)
+
+
+def is_apply(func: Any) -> bool:
+    """Whether it applies a Function to what stands for parameters."""
+    return type(func) is MethodType and func.__func__ is _apply
 
 
 def _is_followed(cls: Any) -> bool:
@@ -74,19 +91,61 @@ class _Applied:
 
     def __init__(self, cls: Any, structure: TreeSpec) -> None:
         self.cls, self.structure = cls, structure
-        self.result: Any = None  # of the last sample
+        self.modes = function_modes()  # torch takes them off for what leaves a `vmap`
+        self.result: tuple[list[Any], TreeSpec] | None = None  # that of the first sample
 
     def __call__(self, batch: int, in_dims: Sequence[int | None], leaves: Sequence[Any]) -> tuple[Any, Any]:
         refuse_values(f"the samples go through the autograd Function {self.cls.__name__} one by one")
-        pairs, results = list(zip(leaves, in_dims, strict=True)), []
-        for number in range(batch):
-            # `select`, as of what `unbind` gives none may be changed in place
-            of_one = [leaf if dim is None else leaf.select(dim, number) for leaf, dim in pairs]
-            args, kwargs = tree_unflatten(of_one, self.structure)
-            self.result = _torchs_apply(self.cls, *args, **kwargs)
-            results.append([leaf for leaf in tree_flatten(self.result)[0] if isinstance(leaf, Tensor)])
+        pairs = list(zip(leaves, in_dims, strict=True))
+        results = [self._of_one(pairs, number) for number in range(batch)]
         stacked = tuple(map(torch.stack, zip(*results, strict=True)))
         return stacked, (0,) * len(stacked)
+
+    def _of_one(self, pairs: Sequence[tuple[Any, int | None]], number: int) -> list[Tensor]:
+        """The tensors that it gives for one sample.
+
+        Raises:
+            RuntimeError: If it changes what all samples share, or gives something else than for the first sample.
+        """
+        of_one, shared = [], []
+        for leaf, dim in pairs:
+            # `select`, as of what `unbind` gives none may be changed in place
+            part = leaf if dim is None else leaf.select(dim, number)
+            if dim is not None and leaf.stride(dim) == 0:  # perhaps a parameter: the first sample may spoil a copy
+                part = part.clone() if number == 0 else part
+                shared.append(part)
+            elif dim is None and isinstance(leaf, Tensor) and not leaf.is_inference():
+                shared.append(part)
+            of_one.append(part)
+        versions = [tensor._version for tensor in shared]
+        args, kwargs = tree_unflatten(of_one, self.structure)
+        with _heard_by(self.modes):
+            result, structure = tree_flatten(_torchs_apply(self.cls, *args, **kwargs))
+        if versions != [tensor._version for tensor in shared]:
+            raise self._not_by_vmap("changes in place what all samples share")
+        self.result = self.result or (result, structure)
+        if structure != self.result[1] or _values(result) != _values(self.result[0]):
+            raise self._not_by_vmap("returns what is no tensor, and differs from sample to sample")
+        return [leaf for leaf in result if isinstance(leaf, Tensor)]
+
+    def _not_by_vmap(self, what: str) -> RuntimeError:
+        return RuntimeError(f"under vmap the autograd Function {self.cls.__name__} {what}")
+
+
+@contextmanager
+def _heard_by(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    """Lets modes hear of torch's functions, such as one that fixes random numbers."""
+    for mode in modes:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
+
+
+def _values(leaves: Sequence[Any]) -> list[Any]:
+    return [leaf for leaf in leaves if isinstance(leaf, bool | int | float | str)]
 
 
 def _sample_by_sample(cls: Any, args: Any, kwargs: Any) -> Any:
@@ -96,4 +155,5 @@ def _sample_by_sample(cls: Any, args: Any, kwargs: Any) -> Any:
             return _torchs_apply(cls, *args, **kwargs)
     applied = _Applied(cls, structure)
     seen = OfAllSamples.apply(applied, *leaves)  # type: ignore[no-untyped-call]
-    return with_tensors(*tree_flatten(applied.result), seen)
+    assert applied.result is not None
+    return with_tensors(*applied.result, seen)
