@@ -567,25 +567,6 @@ def swallows(m: Any, x: Tensor) -> Tensor:
         return x
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        return 2 * x * weight
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return 2 * grad * weight, (2 * grad * x).flatten(0, -2).sum(0)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor) -> Any:
-        return 2 * x * weight.reshape(len(weight), *[1] * (x.dim() - weight.dim()), -1), 0
-
-
 SQUARE, TABLE = (values(B, B, D),), values(T, D)
 NOT_WHOLE: dict[str, Case] = {
     "einsum without names": (own(lambda m, x: torch.einsum("...d,de->...e", x, m.w), (D, D)), X),
@@ -629,7 +610,6 @@ NOT_WHOLE: dict[str, Case] = {
         own(lambda m, x: checkpoint(lambda y: (y * m.w).sin(), x, use_reentrant=False), (D,)),
         X,
     ),
-    "a function of the user's": (own(lambda m, x: Doubled.apply(x, m.w), (D,)), X),
     "without gradient for a while": (own(lambda m, x: x * m.w / scale_of(m), (D,)), X),
 }
 

@@ -153,8 +153,9 @@ class Halves:
             "samples that do not depend on each other, and arguments whose rows are the samples",
             "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the model. Call it "
             "with shared_by_all(x) for an argument that all samples share, and make a table a buffer. Draw random "
-            "numbers by torch, not by a generator that the forward makes. per_sample(compare=False) leaves this "
-            "comparison out.",
+            "numbers by torch, not by a generator that the forward makes. check(model, ...) looks for the layer where "
+            "samples meet. A loss that needs several samples has no per-sample gradients. per_sample(compare=False) "
+            "leaves this comparison out.",
             refused_by=by,
         )
 

@@ -244,9 +244,9 @@ def _other_samples(recorder: RecorderLike, module: nn.Module, batch: int, pass_:
         f"it is called with {batch} samples, which are computed from the {pass_.batch} samples of an earlier "
         "call of the model",
         "the same samples in both calls",
-        f"Give the later call all samples, and choose from its result, layer(x)[chosen]; or, where the batch is folded, "
-        f"make both calls within one_pass(model, {pass_.batch}) and unfold it; or {for_one if pass_.batch == 1 else ''}"
-        "detach the argument, if the earlier call is to get no gradient from it.",
+        "Give the later call all samples, and choose from its result, layer(x)[chosen]; or, where the batch is "
+        f"folded, make both calls within one_pass(model, {pass_.batch}) and unfold it; or "
+        f"{for_one if pass_.batch == 1 else ''}detach the argument, if the earlier call is to get no gradient from it.",
     )
 
 

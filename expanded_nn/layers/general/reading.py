@@ -181,20 +181,19 @@ def _refuse_no_samples(module: Any, call: Called) -> None:
 
 
 def _refuse_reduced(module: Any, call: Called) -> None:
-    """Raises for a number that was computed from all samples, as their mean loss; and for more, if nothing else has B.
+    """Raises for an argument without samples that was computed from all of them, as their mean loss.
 
     The parameters would get the gradient of the batch in each row.
     """
     order = None if module._recorder is None else module._recorder.order
     copies = {} if order is None else order.copies.known  # of what all samples share
-    is_shared = call.dims.count(None) == len(call.dims)
-    for x in call.leaves if call.batch > 1 else ():
-        if not isinstance(x, Tensor) or not x.requires_grad or (x.dim() and not is_shared) or id(x) in copies:
+    for x, dim in zip(call.leaves, call.dims, strict=True) if call.batch > 1 else ():
+        if dim is not None or not isinstance(x, Tensor) or not x.requires_grad or id(x) in copies:
             continue
-        if comes_from_rows(x):
+        if not is_shared_by_all(x) and comes_from_rows(x):
             raise refusal(
                 module,
-                f"an argument of shape {tuple(x.shape)} was computed from {call.batch} rows, as a mean over the samples",
+                f"an argument, {tuple(x.shape)}, was computed from {call.batch} rows, as a mean over the samples is",
                 "one row per sample",
                 'Give it what each sample has, as by cross_entropy(..., reduction="none"), and take the mean of what '
                 "it returns.",
