@@ -108,6 +108,58 @@ class Doubled(Function):
         return 2 * grad
 
 
+class OwnApply(Sign):
+    """With an `apply` of its own, which must not run twice."""
+
+    @classmethod
+    def apply(cls, x: Tensor, scale: float = 2.0) -> Tensor:
+        return super().apply(x + scale)  # type: ignore[no-any-return]
+
+
+class Rounded(Function):
+    """To one of two neighbours, by chance."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        drawn = torch.rand_like(x)
+        ctx.save_for_backward(drawn)
+        return torch.floor(x + drawn)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * (1 + ctx.saved_tensors[0])
+
+
+class Observed(Function):
+    """Keeps the largest value in a buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, largest: Tensor) -> Tensor:
+        largest.copy_(x.abs().max())
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class WithFlag(Function):
+    """Returns a number that depends on the sample."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Any:
+        ctx.save_for_backward(x, w)
+        return x * w, float(x.abs().max() > 10)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).flatten(0, -2).sum(0)
+
+
+sign, linear = Sign.apply, Linear.apply  # before anything has looked at Functions
+
+
 class Own(nn.Module):
     def __init__(self, use: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -127,6 +179,12 @@ def with_places(m: Any, x: Tensor) -> Tensor:
     return F.linear(product * number, m.w, m.b) + places.unsqueeze(-1)
 
 
+def in_place_of_a_part(m: Any, x: Tensor) -> Tensor:
+    weight = m.w.clone()
+    Doubled.apply(weight[0])
+    return F.linear(x, weight, m.b)
+
+
 USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "of a weight": lambda m, x: F.linear(x, Sign.apply(m.w), m.b),
     "of a weight, by its mean": lambda m, x: F.linear(x, Scaled.apply(m.w), m.b),
@@ -138,6 +196,12 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "with a context of its own": lambda m, x: F.linear(Product.apply(x, m.v), m.w, m.b),
     "with several results": with_places,
     "in place": lambda m, x: F.linear(Doubled.apply(x * m.v), m.w, m.b),
+    "in place, of a part of a clone": in_place_of_a_part,
+    "bound early": lambda m, x: linear(x, sign(m.w), m.b),
+    "with an apply of its own": lambda m, x: F.linear(x, OwnApply.apply(m.w), m.b),
+    "in a checkpoint, with saved tensors": lambda m, x: checkpoint(
+        lambda x: Linear.apply(x, m.w, m.b), x, use_reentrant=False
+    ),
     "two in a row": lambda m, x: F.linear(Sign.apply(Product.apply(x, m.v)), Sign.apply(m.w), m.b),
     "in a checkpoint": lambda m, x: checkpoint(lambda x: F.linear(x, Sign.apply(m.w), m.b), x, use_reentrant=False),
 }
@@ -155,7 +219,7 @@ def _no_loop() -> Any:
 @WHERE_SAMPLES_ARE
 @pytest.mark.parametrize("name", USES)
 def test_rows(name: str, shape: tuple[int, ...]) -> None:
-    if name in ("in place", "in a checkpoint"):
+    if name.startswith("in "):
         warnings.simplefilter("ignore", enn.PerSampleWarning)  # these may go in a loop
     module, call = Own(USES[name]), Call((values(*shape),))
     expected = loop(module, call, shape[0])
@@ -165,6 +229,66 @@ def test_rows(name: str, shape: tuple[int, ...]) -> None:
         assert_close(call.on(model), call.on(module).detach())
         total_loss(model, call).backward()
         assert_close_rows(rows_of(model), expected)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_clone_that_changes_in_place(size: int) -> None:
+    """The parameter itself stays as it is, though it is not copied for a clone."""
+    warnings.simplefilter("ignore", enn.PerSampleWarning)
+    module = Own(in_place_of_a_part)
+    model = enn.convert(module).per_sample()
+    for _ in range(3):
+        model(values(size, D)).sum().backward()
+        for parameter, other in zip(model.parameters(), module.parameters(), strict=True):
+            assert torch.equal(parameter, other)
+
+
+def test_random_numbers() -> None:
+    """A comparison fixes them within Functions, too."""
+    model = enn.convert(Own(lambda m, x: F.linear(Rounded.apply(x), m.w, Rounded.apply(m.b)))).per_sample()
+    for _ in range(3):
+        model.zero_grad()
+        model(values(B, D)).sum().backward()
+        for parameter in model.parameters():
+            assert_close(parameter.grad, parameter.grad_sample.mean(0))
+
+
+@pytest.mark.parametrize("of", ["w", "x"])
+def test_a_buffer_that_changes_in_place(of: str) -> None:
+    def use(m: Any, x: Tensor) -> Tensor:
+        return F.linear(Observed.apply(x * m.v, m.largest) if of == "x" else x, Observed.apply(m.w, m.largest), m.b)
+
+    warnings.simplefilter("ignore", enn.PerSampleWarning)
+    module = Own(use)
+    module.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+    model = enn.convert(module).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"Own: .*Observed changes in place what all samples share"):
+        model(values(B, D))
+
+
+def test_numbers_that_differ() -> None:
+    """Not seen by the first comparison, where they are the same."""
+
+    def use(m: Any, x: Tensor) -> Tensor:
+        product, flag = WithFlag.apply(x, m.v)
+        return F.linear(product * (1 + flag), m.w, m.b)
+
+    warnings.simplefilter("ignore", enn.PerSampleWarning)
+    model = enn.convert(Own(use)).per_sample()
+    model(values(B, D)).sum().backward()
+    x = values(B, D)
+    x[0] += 50
+    with pytest.raises(enn.PerSampleError, match=r"Own: .*WithFlag returns numbers that differ from sample to sample"):
+        model(x)
+
+
+def test_a_graph_of_a_function_bound_early() -> None:
+    """`torch.compile` goes on knowing it, after a forward of ours."""
+    warnings.simplefilter("ignore", DeprecationWarning)  # of what torch.compile does with Functions
+    enn.convert(Own(USES["of both"])).per_sample()(values(B, D))
+    x = values(B, D).requires_grad_()
+    torch.compile(lambda x: sign(x.sin()), fullgraph=True, backend="eager")(x).sum().backward()
+    assert_close(x.grad, x.detach().cos())
 
 
 @pytest.mark.parametrize("name", ["of both", "with a context of its own", "two in a row"])

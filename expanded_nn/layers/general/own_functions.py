@@ -86,6 +86,33 @@ def _is_followed(cls: Any) -> bool:
     return has_rule and cls.setup_context is not Function.setup_context
 
 
+class _Parts:
+    """What each sample has of an argument.
+
+    Autograd lets nobody change in place what `unbind` gives, and the derivatives of `select` take a tensor of all
+    samples for each. So the first sample tells which is right.
+    """
+
+    def __init__(self, leaf: Any, dim: int | None) -> None:
+        self.leaf, self.dim = leaf, dim
+        self.is_shared = dim is None or leaf.stride(dim) == 0  # the latter is perhaps a parameter
+        self.unbound: Sequence[Tensor] | None = None if dim is None else leaf.unbind(dim)
+
+    def part(self, number: int) -> Any:
+        self.given = self.leaf
+        if self.unbound is not None and (number or self.is_shared):
+            self.given = self.unbound[number] if number else self.unbound[0].clone()
+        elif self.dim is not None:
+            self.given = self.leaf.select(self.dim, number)
+        is_followed = isinstance(self.given, Tensor) and not self.given.is_inference()
+        self.version = self.given._version if is_followed else None
+        return self.given
+
+    def have_changed(self) -> bool:
+        """Whether what was given last has been changed in place since."""
+        return self.version is not None and self.given._version != self.version
+
+
 class _Applied:
     """A Function that is applied to one sample after the other, within a `vmap` over the samples."""
 
@@ -96,36 +123,28 @@ class _Applied:
 
     def __call__(self, batch: int, in_dims: Sequence[int | None], leaves: Sequence[Any]) -> tuple[Any, Any]:
         refuse_values(f"the samples go through the autograd Function {self.cls.__name__} one by one")
-        pairs = list(zip(leaves, in_dims, strict=True))
-        results = [self._of_one(pairs, number) for number in range(batch)]
+        by_sample = [_Parts(leaf, dim) for leaf, dim in zip(leaves, in_dims, strict=True)]
+        results = [self._of_one(by_sample, number) for number in range(batch)]
         stacked = tuple(map(torch.stack, zip(*results, strict=True)))
         return stacked, (0,) * len(stacked)
 
-    def _of_one(self, pairs: Sequence[tuple[Any, int | None]], number: int) -> list[Tensor]:
+    def _of_one(self, by_sample: Sequence[_Parts], number: int) -> list[Tensor]:
         """The tensors that it gives for one sample.
 
         Raises:
             RuntimeError: If it changes what all samples share, or gives something else than for the first sample.
         """
-        of_one, shared = [], []
-        for leaf, dim in pairs:
-            # `select`, as of what `unbind` gives none may be changed in place
-            part = leaf if dim is None else leaf.select(dim, number)
-            if dim is not None and leaf.stride(dim) == 0:  # perhaps a parameter: the first sample may spoil a copy
-                part = part.clone() if number == 0 else part
-                shared.append(part)
-            elif dim is None and isinstance(leaf, Tensor) and not leaf.is_inference():
-                shared.append(part)
-            of_one.append(part)
-        versions = [tensor._version for tensor in shared]
-        args, kwargs = tree_unflatten(of_one, self.structure)
+        args, kwargs = tree_unflatten([parts.part(number) for parts in by_sample], self.structure)
         with _heard_by(self.modes):
             result, structure = tree_flatten(_torchs_apply(self.cls, *args, **kwargs))
-        if versions != [tensor._version for tensor in shared]:
+        changed = [parts for parts in by_sample if parts.have_changed()]
+        if any(parts.is_shared for parts in changed):
             raise self._not_by_vmap("changes in place what all samples share")
+        for parts in changed:
+            parts.unbound = None
         self.result = self.result or (result, structure)
         if structure != self.result[1] or _values(result) != _values(self.result[0]):
-            raise self._not_by_vmap("returns what is no tensor, and differs from sample to sample")
+            raise self._not_by_vmap("returns numbers that differ from sample to sample, and are no tensors")
         return [leaf for leaf in result if isinstance(leaf, Tensor)]
 
     def _not_by_vmap(self, what: str) -> RuntimeError:
