@@ -375,6 +375,7 @@ WHOLE: dict[str, Case] = {
     "one without numbers": (own(lambda m, x: x * torch.cat([m.w, m.v]), (D,), (0,)), X),
     "its own inside": (own(lambda m, x: m.inner(x) + m.w, (D,), inner=Own(lambda m, x: x * m.w, (D,))), X),
     "tied": (own(lambda m, x: m.inner(x) + m.w, (D,), inner=Own(lambda m, x: x * m.w, (D,))), X),
+    "a function of the user's": (own(lambda m, x: Doubled.apply(x, m.w), (D,)), X),
 }
 
 
@@ -629,7 +630,6 @@ NOT_WHOLE: dict[str, Case] = {
         own(lambda m, x: checkpoint(lambda y: (y * m.w).sin(), x, use_reentrant=False), (D,)),
         X,
     ),
-    "a function of the user's": (own(lambda m, x: Doubled.apply(x, m.w), (D,)), X),
     "without gradient for a while": (own(lambda m, x: x * m.w / scale_of(m), (D,)), X),
 }
 
