@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -1129,6 +1130,40 @@ class Recomputed(torch.autograd.Function):
 @refused(r"0\.layer \(Own\): .*vmap cannot follow .*a setup_context and generate_vmap_rule = True")
 def a_function_that_runs_a_part_of_the_forward() -> None:
     own(lambda self, x: Recomputed.apply(torch.sin, x * self.scale))
+
+
+class Counted(torch.autograd.Function):
+    """Counts in a buffer how often it has run; written in the old way, for which torch has no `vmap`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: Tensor) -> Tensor:
+        count += 1
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g, None
+
+
+@refused(r"0\.layer \(Own\): .*autograd Function Counted changes in place what all samples share.*@expands")
+def a_function_that_changes_a_buffer() -> None:
+    count = torch.zeros(())
+    own(lambda self, x: Counted.apply(x * self.scale, count))
+
+
+class WithItsSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        return x * 1, float(x.sum())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, _: Any) -> Tensor:
+        return g
+
+
+@refused(r"0\.layer \(Own\): .*autograd Function WithItsSum returns numbers that differ from sample to sample")
+def a_function_whose_numbers_differ() -> None:
+    own(lambda self, x: WithItsSum.apply(x * self.scale)[0])
 
 
 @refused(r"0\.layer \(Own\): its forward keeps tensors in attribute 'kept'.*use_cache=False")

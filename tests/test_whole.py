@@ -206,6 +206,27 @@ X, IMAGE = (values(B, T, D),), (values(B, 4, 6, 6),)
 WORDS = (torch.randint(0, 7, (B, T), generator=torch.Generator().manual_seed(3)),)
 CAUSAL = torch.full((T, T), -torch.inf, dtype=torch.float64).triu(1)
 Case = tuple[Callable[[], nn.Module], tuple[Any, ...]]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return 2 * x * weight
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return 2 * grad * weight, (2 * grad * x).flatten(0, -2).sum(0)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor) -> Any:
+        return 2 * x * weight.reshape(len(weight), *[1] * (x.dim() - weight.dim()), -1), 0
+
+
 WHOLE: dict[str, Case] = {
     "layer norm over channels": (of_class(nn.LayerNorm, layer_norm_2d, 4), IMAGE),
     "layer norm without bias": (of_class(nn.LayerNorm, layer_norm_2d, 4, bias=False), IMAGE),
@@ -375,6 +396,7 @@ WHOLE: dict[str, Case] = {
     "one without numbers": (own(lambda m, x: x * torch.cat([m.w, m.v]), (D,), (0,)), X),
     "its own inside": (own(lambda m, x: m.inner(x) + m.w, (D,), inner=Own(lambda m, x: x * m.w, (D,))), X),
     "tied": (own(lambda m, x: m.inner(x) + m.w, (D,), inner=Own(lambda m, x: x * m.w, (D,))), X),
+    "a function of the user's": (own(lambda m, x: Doubled.apply(x, m.w), (D,)), X),
 }
 
 
