@@ -1151,6 +1151,22 @@ def a_function_that_changes_a_buffer() -> None:
     own(lambda self, x: Counted.apply(x * self.scale, count))
 
 
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.div_(2)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g / 2
+
+
+@refused(r"0\.layer \(Own\): .*autograd Function Halved changes its argument in place.*@expands")
+def a_function_that_changes_its_argument() -> None:
+    own(lambda self, x: Halved.apply(x * self.scale))
+
+
 class WithItsSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Any:

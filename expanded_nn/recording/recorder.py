@@ -235,7 +235,7 @@ class Recorder:
                 self.name_of(module),
                 "no argument is a tensor with a dimension",
                 "a tensor with a dimension for the samples",
-                "Say the number of samples: per_sample(batch_size=...), or one_pass(model, batch_size).",
+                "Say how many samples there are: within one_pass(model, batch_size), or by per_sample(batch_size=...).",
             )
         if forward.is_explicit:
             pass_ = self.passes.new(batch)

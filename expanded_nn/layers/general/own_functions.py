@@ -88,33 +88,6 @@ def _is_followed(cls: Any) -> bool:
     return has_rule and cls.setup_context is not Function.setup_context
 
 
-class _Parts:
-    """What each sample has of an argument.
-
-    Autograd lets nobody change in place what `unbind` gives, and the derivatives of `select` take a tensor of all
-    samples for each. So the first sample tells which is right.
-    """
-
-    def __init__(self, leaf: Any, dim: int | None) -> None:
-        self.leaf, self.dim = leaf, dim
-        self.is_shared = dim is None or leaf.stride(dim) == 0  # the latter is perhaps a parameter
-        self.unbound: Sequence[Tensor] | None = None if dim is None else leaf.unbind(dim)
-
-    def part(self, number: int) -> Any:
-        self.given = self.leaf
-        if self.unbound is not None and (number or self.is_shared):
-            self.given = self.unbound[number] if number else self.unbound[0].clone()
-        elif self.dim is not None:
-            self.given = self.leaf.select(self.dim, number)
-        is_followed = isinstance(self.given, Tensor) and not self.given.is_inference()
-        self.version = self.given._version if is_followed else None
-        return self.given
-
-    def have_changed(self) -> bool:
-        """Whether what was given last has been changed in place since."""
-        return self.version is not None and self.given._version != self.version
-
-
 class _Applied:
     """A Function that is applied to one sample after the other, within a `vmap` over the samples."""
 
@@ -125,25 +98,35 @@ class _Applied:
 
     def __call__(self, batch: int, in_dims: Sequence[int | None], leaves: Sequence[Any]) -> tuple[Any, Any]:
         refuse_values(f"the samples go through the autograd Function {self.cls.__name__} one by one")
-        by_sample = [_Parts(leaf, dim) for leaf, dim in zip(leaves, in_dims, strict=True)]
-        results = [self._of_one(by_sample, number) for number in range(batch)]
+        pairs = list(zip(leaves, in_dims, strict=True))
+        by_leaf = [[leaf] * batch if dim is None else list(leaf.unbind(dim)) for leaf, dim in pairs]
+        for parts, (leaf, dim) in zip(by_leaf, pairs, strict=True):
+            if dim is not None and leaf.stride(dim) == 0 and batch:  # perhaps a parameter, which is not to change
+                parts[0] = parts[0].clone()
+        is_shared = [dim is None or leaf.stride(dim) == 0 for leaf, dim in pairs]
+        results = [self._of_one(parts, is_shared) for parts in zip(*by_leaf, strict=True)]
         stacked = tuple(map(torch.stack, zip(*results, strict=True)))
         return stacked, (0,) * len(stacked)
 
-    def _of_one(self, by_sample: Sequence[_Parts], number: int) -> list[Tensor]:
+    def _of_one(self, parts: Sequence[Any], is_shared: Sequence[bool]) -> list[Tensor]:
         """The tensors that it gives for one sample.
 
         Raises:
-            RuntimeError: If it changes what all samples share, or gives something else than for the first sample.
+            RuntimeError: If it changes in place what all samples share, or what autograd lets nobody change; or if it
+                gives other numbers than for the first sample.
         """
-        args, kwargs = tree_unflatten([parts.part(number) for parts in by_sample], self.structure)
-        with _heard_by(self.modes):
-            result, structure = tree_flatten(_torchs_apply(self.cls, *args, **kwargs))
-        changed = [parts for parts in by_sample if parts.have_changed()]
-        if any(parts.is_shared for parts in changed):
+        shared = [part for part, every in zip(parts, is_shared, strict=True) if every and isinstance(part, Tensor)]
+        versions = list(map(_version, shared))
+        args, kwargs = tree_unflatten(parts, self.structure)
+        try:
+            with _heard_by(self.modes):
+                result, structure = tree_flatten(_torchs_apply(self.cls, *args, **kwargs))
+        except RuntimeError as error:
+            if "modified inplace" not in str(error):
+                raise
+            raise self._not_by_vmap("changes its argument in place") from error
+        if versions != list(map(_version, shared)):
             raise self._not_by_vmap("changes in place what all samples share")
-        for parts in changed:
-            parts.unbound = None
         self.result = self.result or (result, structure)
         if structure != self.result[1] or _values(result) != _values(self.result[0]):
             raise self._not_by_vmap("returns numbers that differ from sample to sample, and are no tensors")
@@ -163,6 +146,10 @@ def _heard_by(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
     finally:
         for _ in modes:
             _pop_mode()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _values(leaves: Sequence[Any]) -> list[Any]:
