@@ -1,5 +1,7 @@
 """Autograd Functions of the user's in modules with parameters of their own; `vmap` cannot follow most of them."""
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -366,3 +368,33 @@ def test_others_are_left_alone() -> None:
     assert_close(x.grad, torch.ones_like(x))
     with pytest.raises(RuntimeError, match="setup_context"):
         torch.vmap(Sign.apply)(x)
+
+
+AGAIN = """
+import sys, torch
+from torch import nn
+
+class Sign(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.sign())
+    backward = staticmethod(lambda ctx, grad: grad)
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+    def forward(self, x):
+        return Sign.apply(self.w) * x
+
+for _ in range(2):
+    import expanded_nn as enn
+    model = enn.convert(Own()).per_sample(loss_reduction="sum")
+    model(2 * torch.ones(4, 3)).sum().backward()
+    assert torch.equal(model.w.grad_sample, 2 * torch.ones(4, 3))
+    for name in [name for name in sys.modules if name.startswith("expanded_nn")]:
+        del sys.modules[name]
+"""
+
+
+def test_the_library_imported_again() -> None:
+    """As in a notebook: the Functions that it replaces are its own by then."""
+    subprocess.run([sys.executable, "-c", AGAIN], check=True)

@@ -34,7 +34,9 @@ class _Forwards(local):
 
 _FORWARDS = _Forwards()
 _applied = Function.apply.__func__  # type: ignore[attr-defined]
-_torchs_apply: Any = FunctionType(_applied.__code__, _applied.__globals__, "apply", closure=_applied.__closure__)
+_torchs_apply: Any = getattr(Function, "_torchs_apply", None) or FunctionType(  # there is one if this is imported again
+    _applied.__code__, _applied.__globals__, "apply", closure=_applied.__closure__
+)
 
 
 @contextmanager
@@ -46,8 +48,9 @@ def functions_looked_at() -> Iterator[None]:
     imported, `sign = Sign.apply`, and `torch.compile` knows such names by comparing them with it. A torch whose own
     code has other free variables keeps it, and the samples go through the module in a loop.
     """
-    is_new = _applied.__code__ is _torchs_apply.__code__
+    is_new = getattr(Function, "_apply_of_expanded_nn", None) is not _apply
     if is_new and _applied.__code__.co_freevars == _OtherCode.apply.__code__.co_freevars:
+        Function._torchs_apply = staticmethod(_torchs_apply)  # type: ignore[attr-defined]
         Function._apply_of_expanded_nn = staticmethod(_apply)  # type: ignore[attr-defined]
         _applied.__code__ = _OtherCode.apply.__code__
     _FORWARDS.running += 1
