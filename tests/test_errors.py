@@ -24,6 +24,7 @@ import torch
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
@@ -355,6 +356,12 @@ def a_pass_that_says_other_samples() -> None:
     model = on(nn.Linear(4, 2))
     with enn.one_pass(model, batch_size=3):
         model[0](torch.randn(6, 4))
+
+
+@refused(r"^Linear: input has shape \(6, 4\), 6 rows .*B = 3 comes from its weights, .*repeat_interleave\(rows, 0\)")
+def weights_of_their_own_for_several_rows_each() -> None:
+    model = enn.convert(nn.Linear(4, 2)).per_sample()
+    functional_call(model, {"weight": torch.randn(3, 2, 4), "bias": torch.randn(3, 2)}, (torch.randn(6, 4),))
 
 
 @refused(

@@ -62,6 +62,8 @@ class Reader(Member, Protocol):
     @property
     def _samples_dim(self) -> int: ...
 
+    def _own_batch(self) -> int | None: ...
+
 
 class IndexReader(Reader, Protocol):
     """A layer that looks entries up."""
@@ -167,7 +169,12 @@ def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleE
     forward, is_folded = forward_of(layer), batch > 0 and rows % batch == 0
     told = None if layer._recorder is None else layer._recorder.settings.batch_size
     settings, said = "batch_size=..., batch_first=...", f" B = {batch} comes from the first tensor of the call."
-    if forward is not None and forward.is_explicit:
+    if layer._own_batch() is not None:
+        said = (
+            f" B = {batch} comes from its weights, which have a batch dimension: with several rows for each of them "
+            "give it weight.repeat_interleave(rows, 0)."
+        )
+    elif forward is not None and forward.is_explicit:
         guess, said = f"B = {batch} comes from one_pass: if there are {rows} samples, say so there. {guess}", ""
     elif told is not None:
         settings, said = "batch_first=...", ""
