@@ -1112,9 +1112,8 @@ def a_backward_hook_inside() -> None:
 
 @refused(r"layer \(Own\): an argument, \(\), was computed from 3 rows, .*reduction=\"none\"")
 def a_loss_of_all_samples() -> None:
-    model = enn.convert(
-        nn.ModuleDict({"net": nn.Linear(4, 2), "layer": Own(lambda self, x: x * self.scale)})
-    ).per_sample()
+    model = nn.ModuleDict({"net": nn.Linear(4, 2), "layer": Own(lambda self, x: x * self.scale)})
+    model = enn.convert(model).per_sample()
     model["layer"](model["net"](torch.randn(SAMPLES, 4)).square().mean())
 
 

@@ -103,10 +103,10 @@ class _Applied:
         refuse_values(f"the samples go through the autograd Function {self.cls.__name__} one by one")
         pairs = list(zip(leaves, in_dims, strict=True))
         by_leaf = [[leaf] * batch if dim is None else list(leaf.unbind(dim)) for leaf, dim in pairs]
-        for parts, (leaf, dim) in zip(by_leaf, pairs, strict=True):
-            if dim is not None and leaf.stride(dim) == 0 and batch:  # perhaps a parameter, which is not to change
-                parts[0] = parts[0].clone()
         is_shared = [dim is None or leaf.stride(dim) == 0 for leaf, dim in pairs]
+        for parts, shared, (_, dim) in zip(by_leaf, is_shared, pairs, strict=True):
+            if shared and dim is not None and batch:  # perhaps a parameter, which is not to change
+                parts[0] = parts[0].clone()
         results = [self._of_one(parts, is_shared) for parts in zip(*by_leaf, strict=True)]
         stacked = tuple(map(torch.stack, zip(*results, strict=True)))
         return stacked, (0,) * len(stacked)

@@ -172,7 +172,7 @@ def _refuse_no_samples(module: Any, call: Called) -> None:
         folded = next((x for x in call.inputs if holds_all_samples(module, x)), None)
         if folded is not None:
             raise all_in_one_row(module, folded, "an argument")
-    _refuse_reduced(module, call)
+    _refuse_mean_of_samples(module, call)
     first = next((x for x in call.inputs if not is_shared_by_all(x)), None)
     if first is not None and has_derivatives(first):
         dim = next(dim for leaf, dim in zip(call.leaves, call.dims, strict=True) if leaf is first)
@@ -180,7 +180,7 @@ def _refuse_no_samples(module: Any, call: Called) -> None:
             module.checked(first, 0, dim=module._dim_of(first) if dim is None else dim, argument="the first tensor")
 
 
-def _refuse_reduced(module: Any, call: Called) -> None:
+def _refuse_mean_of_samples(module: Any, call: Called) -> None:
     """Raises for an argument without samples that was computed from all of them, as their mean loss.
 
     The parameters would get the gradient of the batch in each row.
