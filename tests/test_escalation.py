@@ -669,24 +669,64 @@ def test_a_checkpoint_ends_a_recomputation_early(shape: tuple[int, ...]) -> None
 class Prompts(nn.Module):
     """One row of prompts, which the model itself repeats for the samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, repeat: Callable[[Tensor, int], Tensor]) -> None:
         super().__init__()
         self.table, self.linear, self.after = nn.Embedding(3, D), nn.Linear(D, D), nn.Linear(D, 2)
+        self.repeat = repeat
 
     def forward(self, x: Tensor) -> Tensor:
         prompts = self.linear(self.table(torch.arange(3)[None])).tanh()
-        return self.after(torch.cat([prompts.repeat(len(x), 1, 1), x], 1))
+        return self.after(torch.cat([self.repeat(prompts, len(x)), x], 1))
+
+
+REPEATS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "repeat": lambda x, count: x.repeat(count, 1, 1),
+    "repeat, a tuple": lambda x, count: x.repeat((count, 2, 1)),
+    "expand": lambda x, count: x.expand(count, -1, -1),
+}
 
 
 @pytest.mark.parametrize("watched", [False, True], ids=["a call", "one_pass"])
-def test_a_row_that_the_model_repeats_for_the_samples(watched: bool) -> None:
-    module, call = nn.Sequential(Prompts(), nn.Linear(2, 2)), Call((torch.randn(B, T, D),))
+@pytest.mark.parametrize("how", REPEATS)
+def test_a_row_that_the_model_repeats_for_the_samples(how: str, watched: bool) -> None:
+    module, call = nn.Sequential(Prompts(REPEATS[how]), nn.Linear(2, 2)), Call((torch.randn(B, T, D),))
     model = on(module)
-    words = r"0 \(Prompts\): runs sample by sample.*\(repeat over the samples\)"
-    with pytest.warns(enn.PerSampleWarning, match=words), enn.one_pass(model, B) if watched else nullcontext():
+    with silent(), enn.one_pass(model, B) if watched else nullcontext():
         total_loss(model, call).backward()
     assert_close_rows(rows(model), loop(module, call, B))
-    assert learned(model) == {"0"}
+    assert learned(model) == set()
+
+
+OTHER_REPEATS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "cat": lambda x, count: torch.cat([x] * count),
+    "repeated also by samples": lambda x, count: x.repeat(2 * count, 1, 1)[count:],
+    "the samples' mean": lambda x, count: x.repeat(count, 1, 1).mean(0, keepdim=True).expand(count, -1, -1),
+}
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["a call", "one_pass"])
+@pytest.mark.parametrize("how", OTHER_REPEATS)
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+def test_a_row_that_the_model_repeats_in_another_way(how: str, watched: bool) -> None:
+    module, call = nn.Sequential(Prompts(OTHER_REPEATS[how]), nn.Linear(2, 2)), Call((torch.randn(B, T, D),))
+    model = on(module)
+    with enn.one_pass(model, B) if watched else nullcontext():
+        total_loss(model, call).backward()
+    assert_close_rows(rows(model), loop(module, call, B))
+
+
+def test_a_row_that_is_repeated_for_as_many_heads_as_samples() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        heads = m.heads(x).view(len(x), T, B, 2).transpose(1, 2)
+        bias = m.table(torch.arange(T)[None]).repeat(B, 1, 1)
+        return ((heads @ heads.mT + bias).softmax(-1) @ heads).sum((1, 2))
+
+    module = Does(forward, heads=nn.Linear(D, 2 * B), table=nn.Embedding(T, T))
+    around, call = Around(module, 2), Call((torch.randn(B, T, D),))
+    model = on(around)
+    with pytest.warns(enn.PerSampleWarning, match="meet as many positions of each"):
+        total_loss(model, call).backward()
+    assert_close_rows(rows(model), loop(around, call, B))
 
 
 def test_samples_that_are_compared_with_each_other_are_no_positions() -> None:

@@ -28,7 +28,7 @@ from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.parts import LOOKED_AT, BatchParts
 from expanded_nn.recording.places import Move, Moved
 from expanded_nn.recording.settings import RecorderLike
-from expanded_nn.recording.shared_results import Copies
+from expanded_nn.recording.shared_results import Copies, repeat_over_samples
 
 
 class BetweenLayers(TorchFunctionMode):
@@ -72,6 +72,10 @@ class Order(TorchFunctionMode):
             if args and self.copies.known:
                 self._look_at_size(func, *args, **kwargs)
             return func(*args, **kwargs)
+        if func is Tensor.repeat and not kwargs:
+            x, times = args[0], args[1] if isinstance(args[1], Sequence) else args[1:]
+            if self.copies.repeats_over_samples(x, *times):
+                func, args = repeat_over_samples, (x, *times)
         if func in _BROADCASTS and len(args) == 2:
             self._look_at_broadcast(func, *args)
         if func not in _LOOKED_AT and not self._meets_what_is_followed(args, kwargs):

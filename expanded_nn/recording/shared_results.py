@@ -62,6 +62,11 @@ class Copy(NamedTuple):
         return differing.select(self.dim, sample) if self.is_new else differing.narrow(self.dim, sample, 1)
 
 
+def repeat_over_samples(x: Tensor, *times: int) -> Tensor:
+    """`x.repeat(*times)` of what all B samples share, the first of `times` being B: their copies stay as they are."""
+    return x.expand(times[0], *[-1] * (len(times) - 1)).repeat(1, *times[1:])
+
+
 class Copies:
     """The copies in a forward.
 
@@ -77,6 +82,11 @@ class Copies:
     def note(self, x: Tensor, layer: nn.Module, dim: int, *, is_new: bool) -> None:
         """Notes copies."""
         self.known[id(x)] = Copy(x, layer, dim, is_new)
+
+    def repeats_over_samples(self, x: Any, *times: Any) -> bool:
+        """Whether `x.repeat(*times)` gives each sample what all of them share, of which it has a copy already."""
+        copy = self.known.get(id(x))
+        return copy is not None and copy.dim == 0 and len(times) == x.dim() and times[0] == len(x)
 
     def look_at(self, func: Any, args: Any, kwargs: Any, result: Any, *, are_samples: Callable[[Tensor], bool]) -> None:
         """Raises where an operation does something else with the copies than with one alone.
